@@ -1,0 +1,1 @@
+"""GPT training on CPU clusters over MPI, with Megatron-LM's interface."""
