@@ -1,0 +1,161 @@
+"""The command line: Megatron-LM's flags, generated from the fields of `config`, over an optional recipe.
+
+Flags that CPU forks of Megatron carry are accepted with a line that says what they mean here; unknown ones are refused with the
+nearest known one. Left out: what the flags mean (see `config`). Test: pytest tests/test_arguments.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any
+
+from .config import GROUPS, RunConfig, check, flag
+from .recipes import RECIPES
+
+# flag -> (number of values, what it means here). Scripts written for Megatron-LM and its CPU forks start unchanged.
+FOREIGN_FLAGS: dict[str, tuple[int, str]] = {
+    "--no-cuda": (0, "there is no CUDA here: everything runs on the CPU"),
+    "--distributed-backend": (1, "communication is always MPI"),
+    "--DDP-impl": (1, "gradients always live in one flat buffer, which is what 'local' does"),
+    "--cpu-optimizer": (0, "the optimizer always runs on the CPU"),
+    "--cpu-torch-adam": (0, "AdamW is the built-in kernel, with torch.optim.AdamW's arithmetic"),
+    "--use-cpu-initialization": (0, "weights are always initialised on the CPU, equal for every parallel layout"),
+    "--data-impl": (1, "the data format is always .bin/.idx through mmap"),
+    "--dataloader-type": (1, "samples are always read in their one deterministic order ('single')"),
+    "--num-workers": (1, "one thread reads ahead"),
+    "--no-masked-softmax-fusion": (0, "attention has no separate masked softmax"),
+    "--no-bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
+    "--no-bias-dropout-fusion": (0, "which kernels are fused is not a flag here"),
+    "--no-gradient-accumulation-fusion": (0, "weight gradients are always accumulated straight into the FP32 buffer"),
+    "--no-async-tensor-model-parallel-allreduce": (0, "ignored"),
+    "--local_rank": (1, "MPI gives the rank"),
+    "--local-rank": (1, "MPI gives the rank"),
+    "--distributed-timeout-minutes": (1, "ignored: MPI has no time-out"),
+    "--log-timers-to-tensorboard": (0, "ignored"),
+    "--log-throughput": (0, "TFLOPs are in every log line"),
+    "--position-embedding-type": (1, "positions are learned ('learned_absolute')"),
+    "--bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
+    "--transformer-impl": (1, "there is one implementation of the layers"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What the command line says beyond the run itself."""
+
+    run: RunConfig
+    recipe: str | None
+    dry_run: bool
+    world_size: int | None
+    notes: tuple[str, ...]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(message)
+
+
+def _field_type(field: Field) -> type:
+    names = {"int": int, "float": float, "str": str, "bool": bool}
+    return field.metadata.get("type") or names[str(field.type)]
+
+
+def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
+    meta, help = field.metadata, field.metadata["help"]
+    if field.default not in (MISSING, None) and _field_type(field) is not bool:
+        help += f" (default: {field.default})"
+    help = help.replace("%", "%%")
+    names = (flag(field.name), *meta.get("aliases", ()))
+    if _field_type(field) is bool:
+        group.add_argument(*names, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=help)
+    else:
+        group.add_argument(*names, dest=field.name, type=_field_type(field), nargs=meta.get("nargs"), help=help,
+                           choices=meta.get("choices"), default=argparse.SUPPRESS)
+    for name, value in meta.get("switches", {}).items():
+        group.add_argument(name, dest=field.name, action="store_const", const=value, default=argparse.SUPPRESS,
+                           help=f"the same as {flag(field.name)} {value}")
+
+
+def build_parser(prog: str = "pretrain_gpt.py") -> argparse.ArgumentParser:
+    """The parser; an absent flag leaves no attribute, so that a recipe's value stays."""
+    parser = _Parser(prog=prog, allow_abbrev=False, description="Train a GPT over MPI: mpiexec -n N python pretrain_gpt.py ...")
+    parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
+    parser.add_argument("--dry-run", action="store_true", help="build and print the run's plan in one process, train nothing")
+    parser.add_argument("--world-size", type=int, help="ranks to assume in a --dry-run")
+    for name, config in GROUPS.items():
+        group = parser.add_argument_group(name, config.__doc__)
+        for field in fields(config):
+            _add_field(group, field)
+    foreign = parser.add_argument_group("accepted from other Megatron versions")
+    for name, (values, meaning) in FOREIGN_FLAGS.items():
+        kind: dict[str, Any] = {"nargs": values} if values else {"action": "store_true"}
+        foreign.add_argument(name, dest="foreign " + name, default=argparse.SUPPRESS, help=meaning, **kind)
+    return parser
+
+
+def _suggest(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    word = next((u for u in unknown if u.startswith("-")), unknown[0])
+    known = [option for action in parser._actions for option in action.option_strings]
+    near = difflib.get_close_matches(word.split("=")[0], known, n=1)
+    return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else ": see --help for those there are")
+
+
+def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
+    if name is None:
+        return {group: {} for group in GROUPS}
+    if name.lower() not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.3)
+        raise ValueError(f"--recipe {name} is unknown: give one of {', '.join(RECIPES)}"
+                         + (f" (did you mean {near[0]}?)" if near else ""))
+    run = RECIPES[name.lower()]()
+    return {group: {f.name: getattr(getattr(run, group), f.name) for f in fields(config)} for group, config in GROUPS.items()}
+
+
+# Values of a recipe that a flag replaces: setting the key drops the recipe's value of the others.
+_DERIVED: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("ffn_hidden_size",),
+    "seq_length": ("max_position_embeddings",),
+    "lr": ("min_lr",),
+    "train_samples": ("train_iters",),
+    "train_iters": ("train_samples",),
+    "lr_warmup_iters": ("lr_warmup_fraction", "lr_warmup_samples"),
+    "lr_warmup_samples": ("lr_warmup_fraction", "lr_warmup_iters"),
+    "lr_warmup_fraction": ("lr_warmup_iters", "lr_warmup_samples"),
+}
+
+
+def make_run(recipe: str | None, given: dict[str, Any]) -> RunConfig:
+    """A RunConfig from a recipe's name (or None) and field values that override it.
+
+    Raises ValueError for values that the config refuses and for required fields that neither gives.
+    """
+    groups = _from_recipe(recipe)
+    built = {}
+    for group, config in GROUPS.items():
+        names = {f.name for f in fields(config)}
+        values = groups[group]
+        for name in names & given.keys():
+            for dropped in _DERIVED.get(name, ()):
+                values.pop(dropped, None)
+        values.update({name: given[name] for name in names & given.keys()})
+        missing = [flag(f.name) for f in fields(config) if f.default is MISSING and f.name not in values]
+        check(not missing, f"{', '.join(missing)} must be given (or start from a --recipe: {', '.join(RECIPES)})")
+        built[group] = config(**values)
+    return RunConfig(**built)
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Read the command line. Raises ValueError with one line for a user's mistake."""
+    parser = build_parser()
+    values, unknown = parser.parse_known_args(argv)
+    check(not unknown, _suggest(parser, unknown) if unknown else "")
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(values).items()}
+    notes = tuple(f"{k.removeprefix('foreign ')}: {FOREIGN_FLAGS[k.removeprefix('foreign ')][1]}"
+                  for k in given if k.startswith("foreign "))
+    recipe, dry_run, world_size = given.pop("recipe"), given.pop("dry_run"), given.pop("world_size")
+    check(world_size is None or dry_run, f"--world-size {world_size} goes with --dry-run; a real run takes it from mpiexec -n")
+    check(world_size is None or world_size > 0, f"--world-size is {world_size}: give a number above 0")
+    return Arguments(run=make_run(recipe, given), recipe=recipe, dry_run=dry_run, world_size=world_size, notes=notes)

@@ -1,0 +1,255 @@
+"""What a run is: frozen dataclasses, one help text per field, checked as soon as they are built.
+
+`arguments` makes Megatron-LM's flags out of these fields (num_layers -> --num-layers) and `recipes` returns filled-in ones.
+Left out: anything that needs the world size (`accounting.Layout`) or touches the disk.
+Errors: ValueError naming the flag, the value and the remedy. Test: pytest tests/test_config.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def opt(default: Any, help: str, **meta: Any) -> Any:
+    """A dataclass field with its help text; `meta`: choices, nargs, type, aliases (other flag names), switches (flag -> value)."""
+    return field(default=default, metadata={"help": help, **meta})
+
+
+def required(help: str, **meta: Any) -> Any:
+    """A field that a recipe or a flag must give."""
+    return field(metadata={"help": help, **meta})
+
+
+def flag(name: str) -> str:
+    """The command-line name of a field: seq_length -> --seq-length."""
+    return "--" + name.replace("_", "-")
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless `condition` holds: for values that a user gave."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Every named field that is set must be > 0."""
+    for name in names:
+        value = getattr(config, name)
+        check(value is None or value > 0, f"{flag(name)} is {value}: give a number above 0")
+
+
+def check_fraction(config: Any, *names: str) -> None:
+    """Every named field must lie in [0, 1)."""
+    for name in names:
+        value = getattr(config, name)
+        check(0.0 <= value < 1.0, f"{flag(name)} is {value}: give a number from 0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The GPT that is trained (GPT-2 as Megatron-LM builds it)."""
+
+    num_layers: int = required("number of transformer layers")
+    hidden_size: int = required("width h of the residual stream")
+    num_attention_heads: int = required("number of attention heads; must divide --hidden-size")
+    ffn_hidden_size: int | None = opt(None, "width of the MLP (default: 4 x hidden size)", type=int)
+    seq_length: int = required("tokens per sample, s")
+    max_position_embeddings: int | None = opt(None, "rows of the position embedding (default: --seq-length)", type=int)
+    vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int)
+    make_vocab_size_divisible_by: int = opt(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
+    init_method_std: float = opt(0.02, "standard deviation of the initial weights")
+    layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
+    hidden_dropout: float = opt(0.1, "dropout on embeddings and on what each sub-layer adds to the residual stream")
+    attention_dropout: float = opt(0.1, "dropout on attention probabilities")
+
+    def __post_init__(self) -> None:
+        if self.ffn_hidden_size is None:
+            object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
+        if self.max_position_embeddings is None:
+            object.__setattr__(self, "max_position_embeddings", self.seq_length)
+        check_positive(self, *(f.name for f in fields(self) if "dropout" not in f.name))
+        check_fraction(self, "hidden_dropout", "attention_dropout")
+        check(self.hidden_size % self.num_attention_heads == 0, f"--hidden-size {self.hidden_size} is not divisible by "
+              f"--num-attention-heads {self.num_attention_heads}: change one of them")
+        check(self.max_position_embeddings >= self.seq_length, f"--max-position-embeddings {self.max_position_embeddings} "
+              f"is below --seq-length {self.seq_length}: raise it to {self.seq_length} or shorten the sequence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ranks share the model; data-parallel size is what remains of the world."""
+
+    tensor_model_parallel_size: int = opt(1, "ranks that share each layer's matrices (TP)", aliases=("--model-parallel-size",))
+    pipeline_model_parallel_size: int = opt(1, "stages the layers are cut into (PP)", aliases=("--pipe-parallel-size",))
+    zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1)", choices=(0, 1),
+                          switches={"--use-distributed-optimizer": 1})
+
+    def __post_init__(self) -> None:
+        check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        check(self.zero_stage in (0, 1), f"--zero-stage {self.zero_stage} is not supported: give 0 or 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Samples per micro-batch, per iteration, and how the latter grows at the start."""
+
+    micro_batch_size: int = required("samples per rank and forward pass", aliases=("--batch-size",))
+    global_batch_size: int | None = opt(None, "samples per iteration (default: micro-batch x data-parallel size)", type=int)
+    rampup_batch_size: tuple[int, ...] | None = opt(None, "start size, increment, samples over which to ramp up", type=int,
+                                                    nargs=3)
+
+    def __post_init__(self) -> None:
+        check_positive(self, "micro_batch_size", "global_batch_size")
+        check(self.rampup_batch_size is None or len(self.rampup_batch_size) == 3,
+              f"--rampup-batch-size {self.rampup_batch_size}: give three numbers, start, increment and samples")
+        check(self.rampup_batch_size is None or self.global_batch_size is not None,
+              "--rampup-batch-size needs --global-batch-size, the size to grow to")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, clipping, learning-rate and weight-decay schedule."""
+
+    lr: float = opt(1e-4, "peak learning rate")
+    min_lr: float = opt(0.0, "the learning rate never falls below this after warm-up")
+    lr_decay_style: str = opt("linear", "shape of the decay", choices=("constant", "linear", "cosine"))
+    lr_decay_iters: int | None = opt(None, "iterations until --min-lr (default: --train-iters)", type=int)
+    lr_decay_samples: int | None = opt(None, "samples until --min-lr (default: --train-samples)", type=int)
+    lr_warmup_iters: int = opt(0, "iterations of linear warm-up", aliases=("--warmup-iters",))
+    lr_warmup_samples: int = opt(0, "samples of linear warm-up")
+    lr_warmup_fraction: float | None = opt(None, "warm-up as a fraction of the decay length", type=float)
+    weight_decay: float = opt(0.01, "decoupled weight decay, on matrices only")
+    start_weight_decay: float | None = opt(None, "weight decay at the start (default: --weight-decay)", type=float)
+    end_weight_decay: float | None = opt(None, "weight decay at the end (default: --weight-decay)", type=float)
+    weight_decay_incr_style: str = opt("constant", "path between the two", choices=("constant", "linear", "cosine"))
+    clip_grad: float = opt(1.0, "largest global gradient norm; 0: no clipping")
+    adam_beta1: float = opt(0.9, "decay of the first moment")
+    adam_beta2: float = opt(0.999, "decay of the second moment")
+    adam_eps: float = opt(1e-8, "added to the root of the second moment")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "adam_eps")
+        check_fraction(self, "adam_beta1", "adam_beta2")
+        for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples"):
+            check(getattr(self, name) >= 0, f"{flag(name)} is {getattr(self, name)}: give 0 or more")
+        check(self.min_lr <= self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}: lower it")
+        check(self.lr_decay_style in ("constant", "linear", "cosine"),
+              f"--lr-decay-style {self.lr_decay_style}: give constant, linear or cosine")
+        given = [f for f in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction") if getattr(self, f)]
+        check(len(given) <= 1, f"{' and '.join(map(flag, given))} exclude each other: give one")
+        check(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
+              f"--lr-warmup-fraction is {self.lr_warmup_fraction}: give a number from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number format of weights and activations; optimizer state and gradients are always FP32."""
+
+    bf16: bool = opt(False, "weights and activations in BF16, FP32 master weights")
+    fp16: bool = opt(False, "weights and activations in FP16, FP32 master weights, loss scaling")
+    loss_scale: float | None = opt(None, "fixed loss scale for FP16 (default: dynamic)", type=float)
+    initial_loss_scale: float = opt(2.0**32, "first dynamic loss scale")
+    min_loss_scale: float = opt(1.0, "the dynamic loss scale stops falling here")
+    loss_scale_window: int = opt(1000, "iterations without overflow before the scale doubles")
+    hysteresis: int = opt(2, "overflows before the scale halves")
+
+    def __post_init__(self) -> None:
+        check(not (self.bf16 and self.fp16), "--bf16 and --fp16 exclude each other: give one")
+        check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+    @property
+    def name(self) -> str:
+        """"fp32", "bf16" or "fp16"."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Length of the run, evaluation, recompute and seed."""
+
+    train_iters: int | None = opt(None, "iterations to train", type=int)
+    train_samples: int | None = opt(None, "samples to train (instead of --train-iters)", type=int)
+    exit_interval: int | None = opt(None, "save and leave after an iteration divisible by this", type=int)
+    exit_duration_in_mins: float | None = opt(None, "save and leave after this many minutes", type=float)
+    eval_interval: int = opt(1000, "iterations between evaluations on the validation split")
+    eval_iters: int = opt(100, "batches per evaluation; 0: none")
+    seed: int = opt(1234, "seed of initial weights, dropout and data order")
+    recompute_granularity: str | None = opt(
+        None, "recompute in backward: whole layers (full) or attention only (selective)", type=str, choices=("full", "selective"),
+        switches={"--checkpoint-activations": "full", "--recompute-activations": "selective"})
+    recompute_method: str = opt("uniform", "full recompute of all layers in groups (uniform) or of the first ones (block)",
+                                choices=("uniform", "block"))
+    recompute_num_layers: int = opt(1, "uniform: layers per group; block: layers per stage that are recomputed",
+                                    aliases=("--checkpoint-num-layers",))
+    use_flush_denormal: bool = opt(True, "flush denormals to zero in every thread (on by default)")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "train_samples", "exit_interval", "exit_duration_in_mins", "eval_interval", "recompute_num_layers")
+        check(self.train_iters is None or self.train_iters >= 0, f"--train-iters is {self.train_iters}: give 0 or more")
+        check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: give 0 or more")
+        check(self.train_iters is None or self.train_samples is None,
+              "--train-iters and --train-samples exclude each other: give one")
+        check(self.recompute_granularity in (None, "full", "selective"),
+              f"--recompute-granularity {self.recompute_granularity}: give full or selective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Tokens and tokenizer."""
+
+    data_path: tuple[str, ...] | None = opt(None, "prefix of .bin/.idx, or weight prefix weight prefix ...", type=str, nargs="+")
+    split: str = opt("969,30,1", "documents for training, validation and test")
+    mock_data: bool = opt(False, "random tokens instead of --data-path")
+    tokenizer_type: str = opt("GPT2BPETokenizer", "tokenizer of --data-path")
+    vocab_file: str | None = opt(None, "vocab.json of the tokenizer", type=str)
+    merge_file: str | None = opt(None, "merges.txt of the tokenizer", type=str)
+
+    def __post_init__(self) -> None:
+        check((self.vocab_file is None) == (self.merge_file is None),
+              f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: give both or neither")
+        check(not (self.mock_data and self.data_path), "--mock-data and --data-path exclude each other: give one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """Checkpoints and logs."""
+
+    save: str | None = opt(None, "directory for checkpoints", type=str)
+    load: str | None = opt(None, "directory to resume from (starts anew when it holds no checkpoint)", type=str)
+    ckpt_step: int | None = opt(None, "load this iteration instead of the latest", type=int)
+    save_interval: int | None = opt(None, "iterations between checkpoints (default: only at the end)", type=int)
+    log_interval: int = opt(100, "iterations between log lines")
+    tensorboard_dir: str | None = opt(None, "directory for TensorBoard events", type=str)
+    log_params_norm: bool = opt(False, "log the norm of the weights")
+    log_num_zeros_in_grad: bool = opt(False, "log how many gradient elements are zero")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "save_interval", "log_interval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, complete. Checks what spans two groups."""
+
+    model: ModelConfig
+    batch: BatchConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    training: TrainingConfig = TrainingConfig()
+    data: DataConfig = DataConfig()
+    output: OutputConfig = OutputConfig()
+
+    def __post_init__(self) -> None:
+        samples, optimizer = self.training.train_samples is not None, self.optimizer
+        check(not samples or (optimizer.lr_decay_iters is None and not optimizer.lr_warmup_iters),
+              "--train-samples goes with --lr-decay-samples and --lr-warmup-samples, not with their -iters kin")
+        check(samples or (optimizer.lr_decay_samples is None and not optimizer.lr_warmup_samples),
+              "--lr-decay-samples and --lr-warmup-samples go with --train-samples: give it, or the -iters flags")
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelConfig, "parallel": ParallelConfig, "batch": BatchConfig, "optimizer": OptimizerConfig,
+    "precision": PrecisionConfig, "training": TrainingConfig, "data": DataConfig, "output": OutputConfig,
+}
