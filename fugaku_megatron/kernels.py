@@ -1,0 +1,38 @@
+"""The C++ kernels, imported in the right order: torch first, because the extension uses torch's OpenMP runtime.
+
+    from fugaku_megatron import kernels
+    kernels.squared_norm(x)                        every function of the extension
+    with kernels.target("portable"): ...           another build of the same kernels, process-wide, for the block
+
+Left out: formulas (kernels_sve/*.h) and autograd (nn/ops.py). Tested by tests/kernels/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch  # noqa: F401
+
+try:
+    from fugaku_megatron import _kernels
+except ModuleNotFoundError as error:
+    raise ImportError("the C++ kernels are not built: run python setup.py build_ext --inplace") from error
+
+from fugaku_megatron._kernels import *  # noqa: F403
+
+
+@contextlib.contextmanager
+def target(name: str) -> Iterator[None]:
+    """Use the target `name` (see targets()) inside the block. Raises what use() raises."""
+    before = _kernels.active()
+    _kernels.use(name)
+    try:
+        yield
+    finally:
+        _kernels.use(before)
+
+
+def runnable_targets() -> list[str]:
+    """Names of the vector targets that this CPU can run, the default last; without the scalar reference."""
+    return [row["name"] for row in _kernels.targets() if row["runnable"] and row["name"] != "reference"]

@@ -1,0 +1,122 @@
+// Run-time choice of target. setup.py gives the rows: FM_BUILT_ROWS and FM_OTHER_ROWS hold FM_ROW(name, vector bytes, machine, features).
+// Tested by tests/kernels/test_dispatch.py.
+#include "dispatch.h"
+
+#include <sys/auxv.h>
+#include <sys/prctl.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <sstream>
+#include <stdexcept>
+
+namespace fm {
+
+#define FM_ROW(name, bytes, machine, features) \
+  namespace name {                             \
+  extern const KernelTable kernel_table;       \
+  }
+FM_BUILT_ROWS
+#undef FM_ROW
+namespace reference {
+extern const KernelTable kernel_table;
+}
+
+namespace {
+
+struct Row {
+  const char* name;
+  int vector_bytes;
+  const char* machine;
+  const char* features;
+  const KernelTable* table;  // null when this build has no such target
+};
+
+const Row rows[] = {
+    {"reference", 4, "any", "", &reference::kernel_table},
+#define FM_ROW(name, bytes, machine, features) {#name, bytes, machine, features, &name::kernel_table},
+    FM_BUILT_ROWS
+#undef FM_ROW
+#define FM_ROW(name, bytes, machine, features) {#name, bytes, machine, features, nullptr},
+    FM_OTHER_ROWS
+#undef FM_ROW
+};
+
+std::atomic<const Row*> current{&rows[1]};
+
+#if defined(__x86_64__)
+bool has_feature(const std::string& feature, int) {
+#define FM_CPU(name) \
+  if (feature == #name) return __builtin_cpu_supports(#name);
+  FM_CPU(avx2) FM_CPU(fma) FM_CPU(f16c) FM_CPU(avx512f) FM_CPU(avx512bw) FM_CPU(avx512dq) FM_CPU(avx512vl) FM_CPU(avx512bf16)
+#undef FM_CPU
+  return false;
+}
+#elif defined(__aarch64__)
+// Code built for N-bit vectors gives wrong numbers without a sign of it on any other length, so the kernel is asked for the real one.
+// prctl and not the RDVL instruction: this file is compiled for the baseline, which has no SVE.
+bool has_feature(const std::string& feature, int vector_bytes) {
+  constexpr unsigned long HWCAP_SVE_BIT = 1UL << 22;
+  constexpr int PR_SVE_GET_VL_CODE = 51, PR_SVE_VL_LENGTH = 0xffff;
+  if (feature != "sve" || !(getauxval(AT_HWCAP) & HWCAP_SVE_BIT)) return false;
+  return (prctl(PR_SVE_GET_VL_CODE) & PR_SVE_VL_LENGTH) == vector_bytes;
+}
+#else
+bool has_feature(const std::string&, int) { return false; }
+#endif
+
+std::string missing(const Row& row) {
+  if (!row.table) return std::string("not in this build, it is for ") + row.machine;
+  std::istringstream words(row.features);
+  for (std::string feature; words >> feature;) {
+    if (has_feature(feature, row.vector_bytes)) continue;
+    if (feature == "sve") return "this CPU has no SVE of " + std::to_string(row.vector_bytes * 8) + " bits";
+    return "this CPU has no " + feature;
+  }
+  return "";
+}
+
+}  // namespace
+
+const KernelTable& kernels() { return *current.load(std::memory_order_relaxed)->table; }
+const char* active() { return current.load()->name; }
+
+std::vector<TargetInfo> targets() {
+  std::vector<TargetInfo> infos;
+  for (const Row& row : rows) {
+    const std::string reason = missing(row);
+    infos.push_back({row.name, row.vector_bytes, row.table != nullptr, reason.empty(), reason});
+  }
+  return infos;
+}
+
+void use(const std::string& name) {
+  std::string known;
+  for (const Row& row : rows) {
+    known += (known.empty() ? "" : ", ") + std::string(row.name);
+    if (name != row.name) continue;
+    const std::string reason = missing(row);
+    if (!reason.empty()) throw std::runtime_error("kernel target " + name + " cannot run here: " + reason);
+    current.store(&row);
+    return;
+  }
+  throw std::invalid_argument("unknown kernel target '" + name + "'; known: " + known);
+}
+
+void use_default() {
+  const char* name = std::getenv("FUGAKU_MEGATRON_TARGET");
+  if (name && *name) return use(name);
+  for (const Row& row : rows) {
+    if (row.table != &reference::kernel_table && missing(row).empty()) current.store(&row);
+  }
+}
+
+std::vector<std::string> kernel_names() {
+  return {
+#define FM_KERNEL(name, result, parameters) #name,
+#include "kernels.inc"
+#undef FM_KERNEL
+  };
+}
+
+}  // namespace fm

@@ -1,0 +1,70 @@
+// The table of scalar references, offered as the target "reference". The functions are in reference_<family>.cc: one plain loop each,
+// written from the formula, single-threaded, double inside where that costs nothing. Compiled with -ffp-contract=off.
+#include "reference.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace fm::reference {
+
+extern const KernelTable kernel_table;
+const KernelTable kernel_table = {
+#define FM_KERNEL(name, result, parameters) &name,
+#include "kernels.inc"
+#undef FM_KERNEL
+};
+
+namespace {
+
+uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+float from_half(uint16_t h) {
+  const int exponent = h >> 10 & 31, fraction = h & 1023;
+  const float sign = h & 0x8000 ? -1.0f : 1.0f;
+  if (exponent == 31) return fraction ? float_of(0x7fc00000u) : sign * HUGE_VALF;
+  return sign * (exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(float(fraction), -24));
+}
+
+uint16_t to_half(float value) {
+  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  if (std::isnan(value)) return sign | 0x7e00;
+  const float size = std::fabs(value);
+  if (size >= 65520.0f) return sign | 0x7c00;
+  int exponent = -14;  // of the leading bit; binary16 has 10 bits below it, denormals share the smallest exponent
+  if (size >= 0x1p-14f) exponent = std::ilogb(size);
+  const int units = static_cast<int>(std::nearbyint(std::ldexp(size, 10 - exponent)));
+  return sign | static_cast<uint16_t>(units + (exponent + 14) * 1024);
+}
+
+}  // namespace
+
+float get(const void* x, DType dtype, int64_t i) {
+  if (dtype == DType::f32) return static_cast<const float*>(x)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(x)[i];
+  return dtype == DType::bf16 ? float_of(uint32_t{bits} << 16) : from_half(bits);
+}
+
+void put(void* x, DType dtype, int64_t i, float value) {
+  if (dtype == DType::f32) {
+    static_cast<float*>(x)[i] = value;
+    return;
+  }
+  uint16_t bits = to_half(value);
+  if (dtype == DType::bf16) {
+    const uint32_t word = bits_of(value);
+    bits = std::isnan(value) ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+  }
+  static_cast<uint16_t*>(x)[i] = bits;
+}
+
+}  // namespace fm::reference

@@ -1,0 +1,15 @@
+// What scalar references share: element i of a tensor of any floating dtype as a float. Each kernel's reference has its row's signature.
+#pragma once
+#include "table.h"
+
+namespace fm::reference {
+
+#define FM_KERNEL(name, result, parameters) result name parameters;
+#include "kernels.inc"
+#undef FM_KERNEL
+
+float get(const void* x, DType dtype, int64_t i);
+// Rounds to nearest even; a NaN stays a NaN.
+void put(void* x, DType dtype, int64_t i, float value);
+
+}  // namespace fm::reference

@@ -1,0 +1,80 @@
+// Vectors of FM_VECTOR_BYTES as GNU vector types, which GCC and Clang keep in SVE, zmm, ymm or NEON registers. Arithmetic, comparison and
+// a ? b : c on them are the language's own (a * b + c becomes one FMA under -ffp-contract=fast). What the language cannot say is a hook in
+// simd_<isa>.h; this file picks it and is the only one that asks for the instruction set. Kernels never name one.
+//
+// Hooks, all of them on vf (float lanes), vi (int32 lanes), vu (uint32 lanes); n is the number of lanes from the first, 0 <= n <= VL:
+//   load_n(p, n) store_n(p, v, n)           float, never touches memory beyond lane n; the other lanes load as 0
+//   load_u16 load_u16_n store_u16 store_u16_n   16-bit words to and from the low half of 32-bit lanes
+//   half_to_float(vu) float_to_half(vf)     IEEE binary16 bits, to nearest even
+//   hsum(v) hmax(v)                         over lanes, as a tree; once per row, not per vector (about 50 cycles on A64FX)
+//   reciprocal(v) rsqrt(v) sqrt(v)          within 2 ulp for normal numbers; no divide or square root instruction on SVE (98 cycles each)
+//   exp(v)                                  within 2 ulp; 0 below -87.3 (no denormal results), inf above 88.7, NaN stays
+//   mul_high(v, m)                          upper 32 bits of the 64-bit products
+#pragma once
+#include <cstdint>
+
+#include "parallel.h"
+#include "table.h"
+
+#define FM_INLINE static inline __attribute__((always_inline))
+
+#if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && FM_VECTOR_BYTES > 16
+#include <arm_sve.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace fm::FM_TARGET {
+
+constexpr int VL = FM_VECTOR_BYTES / 4;
+
+typedef float vf __attribute__((vector_size(FM_VECTOR_BYTES)));
+typedef int32_t vi __attribute__((vector_size(FM_VECTOR_BYTES)));
+typedef uint32_t vu __attribute__((vector_size(FM_VECTOR_BYTES)));
+typedef float vf_unaligned __attribute__((vector_size(FM_VECTOR_BYTES), aligned(4), may_alias));
+typedef uint32_t vu_unaligned __attribute__((vector_size(FM_VECTOR_BYTES), aligned(4), may_alias));
+
+FM_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
+FM_INLINE vf load_aligned(const float* p) { return *reinterpret_cast<const vf*>(p); }
+FM_INLINE void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
+FM_INLINE void store_aligned(float* p, vf v) { *reinterpret_cast<vf*>(p) = v; }
+FM_INLINE vu load(const uint32_t* p) { return *reinterpret_cast<const vu_unaligned*>(p); }
+FM_INLINE void store(uint32_t* p, vu v) { *reinterpret_cast<vu_unaligned*>(p) = v; }
+
+// x in every lane. x - 0 and not 0 + x, so that -0 stays -0 and no compiler needs to add.
+FM_INLINE vf broadcast(float x) { return x - vf{}; }
+FM_INLINE vu broadcast(uint32_t x) { return x - vu{}; }
+FM_INLINE vi broadcast(int32_t x) { return x - vi{}; }
+
+FM_INLINE vu lane_index() {
+  vu v;
+#pragma GCC unroll 32
+  for (int i = 0; i < VL; ++i) v[i] = i;
+  return v;
+}
+
+FM_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+FM_INLINE vu select(vi mask, vu yes, vu no) { return mask ? yes : no; }
+FM_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
+// A NaN in b is returned by both; in a it is dropped.
+FM_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+FM_INLINE vf min(vf a, vf b) { return a < b ? a : b; }
+FM_INLINE vf abs(vf v) { return (vf)((vu)v & 0x7fffffffu); }
+// Of values below 2^23.
+FM_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
+FM_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+FM_INLINE void prefetch_write(void* p) { __builtin_prefetch(p, 1); }
+
+}  // namespace fm::FM_TARGET
+
+#if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && FM_VECTOR_BYTES > 16
+#include "simd_sve.h"
+#elif defined(__AVX512F__)
+#include "simd_avx512.h"
+#elif defined(__AVX2__)
+#include "simd_avx2.h"
+#else
+#include "simd_generic.h"
+#endif
+#include "simd_math.h"
+#include "simd_types.h"

@@ -1,0 +1,61 @@
+// Hooks of simd.h in plain loops over lanes, for the baseline of any machine (SSE2, NEON) and for SVE of 128 bits. Included by simd.h.
+#pragma once
+
+namespace fm::FM_TARGET {
+
+FM_INLINE vf load_n(const float* p, int n) {
+  vf v = {};
+  for (int i = 0; i < n; ++i) v[i] = p[i];
+  return v;
+}
+FM_INLINE void store_n(float* p, vf v, int n) {
+  for (int i = 0; i < n; ++i) p[i] = v[i];
+}
+FM_INLINE vu load_u16_n(const uint16_t* p, int n) {
+  vu v = {};
+  for (int i = 0; i < n; ++i) v[i] = p[i];
+  return v;
+}
+FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
+  for (int i = 0; i < n; ++i) p[i] = static_cast<uint16_t>(v[i]);
+}
+FM_INLINE vu load_u16(const uint16_t* p) { return load_u16_n(p, VL); }
+FM_INLINE void store_u16(uint16_t* p, vu v) { store_u16_n(p, v, VL); }
+
+// Integer algorithms of binary16: the exponent is moved by a multiplication, which also makes denormals exact.
+FM_INLINE vf half_to_float(vu h) {
+  const vu magnitude = (h & 0x7fffu) << 13;
+  const vf scaled = (vf)magnitude * 0x1p112f;
+  const vu special = (vu)scaled | 0x7f800000u;  // exponent 31 is inf or NaN
+  const vu bits = (h & 0x7c00u) == 0x7c00u ? special | magnitude : (vu)scaled;
+  return (vf)(bits | (h & 0x8000u) << 16);
+}
+FM_INLINE vu float_to_half(vf v) {
+  const vu bits = (vu)v & 0x7fffffffu;
+  const vu sign = ((vu)v >> 16) & 0x8000u;
+  const vu normal = (bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+  const vu denormal = (vu)((vf)bits + 0.5f) - 0x3f000000u;  // the addition rounds at 2^-24, the unit of a denormal half
+  vu half = bits < 0x38800000u ? denormal : normal;
+  half = bits >= 0x477ff000u ? broadcast(0x7c00u) : half;
+  return sign | (bits > 0x7f800000u ? ((bits >> 13) & 0x3ffu) | 0x7e00u : half);
+}
+
+FM_INLINE float hsum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+FM_INLINE float hmax(vf v) {
+  const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+  return a > b ? a : b;
+}
+FM_INLINE vf reciprocal(vf v) { return 1.0f / v; }
+FM_INLINE vf sqrt(vf v) {
+#pragma GCC unroll 4
+  for (int i = 0; i < VL; ++i) v[i] = __builtin_sqrtf(v[i]);
+  return v;
+}
+FM_INLINE vf rsqrt(vf v) { return 1.0f / sqrt(v); }
+FM_INLINE vu mul_high(vu v, uint32_t m) {
+#pragma GCC unroll 4
+  for (int i = 0; i < VL; ++i) v[i] = static_cast<uint32_t>(static_cast<uint64_t>(v[i]) * m >> 32);
+  return v;
+}
+
+}  // namespace fm::FM_TARGET

@@ -1,0 +1,52 @@
+// Hooks of simd.h for SVE of a fixed length above 128 bits (ACLE). Included by simd.h.
+#pragma once
+
+#define FM_HAS_EXP
+
+namespace fm::FM_TARGET {
+
+FM_INLINE svbool_t first_lanes(int n) { return svwhilelt_b32(0, n); }
+FM_INLINE vf load_n(const float* p, int n) { return (vf)svld1_f32(first_lanes(n), p); }
+FM_INLINE void store_n(float* p, vf v, int n) { svst1_f32(first_lanes(n), p, (svfloat32_t)v); }
+FM_INLINE vu load_u16(const uint16_t* p) { return (vu)svld1uh_u32(svptrue_b32(), p); }
+FM_INLINE vu load_u16_n(const uint16_t* p, int n) { return (vu)svld1uh_u32(first_lanes(n), p); }
+FM_INLINE void store_u16(uint16_t* p, vu v) { svst1h_u32(svptrue_b32(), p, (svuint32_t)v); }
+FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) { svst1h_u32(first_lanes(n), p, (svuint32_t)v); }
+FM_INLINE vf half_to_float(vu h) { return (vf)svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u32((svuint32_t)h)); }
+FM_INLINE vu float_to_half(vf v) {
+  return (vu)svreinterpret_u32_f16(svcvt_f16_f32_x(svptrue_b32(), (svfloat32_t)v)) & 0xffffu;
+}
+FM_INLINE float hsum(vf v) { return svaddv_f32(svptrue_b32(), (svfloat32_t)v); }
+FM_INLINE float hmax(vf v) { return svmaxv_f32(svptrue_b32(), (svfloat32_t)v); }
+
+// 8-bit estimate, then Newton steps of 16 and 32 bits.
+FM_INLINE vf reciprocal(vf v) {
+  vf e = (vf)svrecpe_f32((svfloat32_t)v);
+  e = e * (vf)svrecps_f32((svfloat32_t)v, (svfloat32_t)e);
+  return e * (vf)svrecps_f32((svfloat32_t)v, (svfloat32_t)e);
+}
+FM_INLINE vf rsqrt(vf v) {
+  vf e = (vf)svrsqrte_f32((svfloat32_t)v);
+  e = e * (vf)svrsqrts_f32((svfloat32_t)(v * e), (svfloat32_t)e);
+  return e * (vf)svrsqrts_f32((svfloat32_t)(v * e), (svfloat32_t)e);
+}
+FM_INLINE vf sqrt(vf v) {
+  const vf e = rsqrt(v), s = v * e;
+  const vf root = s + (v - s * s) * (0.5f * e);
+  return v == 0.0f || v == __builtin_inff() ? v : root;
+}
+FM_INLINE vu mul_high(vu v, uint32_t m) { return (vu)svmulh_n_u32_x(svptrue_b32(), (svuint32_t)v, m); }
+
+// FEXPA makes 2^(i/64) from the low bits of i + 64 * 127: no table, a short polynomial. Constants as in Arm Optimized Routines' SVE expf.
+FM_INLINE vf exp(vf x) {
+  constexpr float SHIFT = 0x1.903f8p17f;
+  const vf shifted = x * 0x1.715476p+0f + SHIFT;
+  const vf n = shifted - SHIFT;
+  const vf r = x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
+  const vf scale = (vf)svexpa_f32((svuint32_t)shifted);
+  const vf p = r + r * r * (0.5f + r * 0x1.555556p-3f);
+  const vf low = x < -87.336545f ? vf{} : scale + scale * p;
+  return x <= 88.71f ? low : x + __builtin_inff();  // FEXPA ends at 2^(128 - 1/64)
+}
+
+}  // namespace fm::FM_TARGET

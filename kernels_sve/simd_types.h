@@ -1,0 +1,51 @@
+// load, store and scalar conversion of float, bf16 and f16 elements as float lanes, so that a kernel is a template over its element type:
+//
+//   with_dtype(dtype, [&](auto element) { using T = decltype(element); run<T>(static_cast<const T*>(x), ...); });
+//
+// Included by simd.h. Conversion rounds to nearest even; a NaN stays a NaN.
+#pragma once
+
+namespace fm::FM_TARGET {
+
+FM_INLINE vf bf16_to_float(vu bits) { return (vf)(bits << 16); }
+FM_INLINE vu float_to_bf16(vf v) {
+  const vu bits = (vu)v;
+  const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return v == v ? rounded : (bits >> 16) | 0x40u;
+}
+
+FM_INLINE vf load(const bf16* p) { return bf16_to_float(load_u16(&p->bits)); }
+FM_INLINE vf load(const f16* p) { return half_to_float(load_u16(&p->bits)); }
+FM_INLINE vf load_n(const bf16* p, int n) { return bf16_to_float(load_u16_n(&p->bits, n)); }
+FM_INLINE vf load_n(const f16* p, int n) { return half_to_float(load_u16_n(&p->bits, n)); }
+FM_INLINE void store(bf16* p, vf v) { store_u16(&p->bits, float_to_bf16(v)); }
+FM_INLINE void store(f16* p, vf v) { store_u16(&p->bits, float_to_half(v)); }
+FM_INLINE void store_n(bf16* p, vf v, int n) { store_u16_n(&p->bits, float_to_bf16(v), n); }
+FM_INLINE void store_n(f16* p, vf v, int n) { store_u16_n(&p->bits, float_to_half(v), n); }
+
+template <class T>
+FM_INLINE float load_scalar(const T* p) { return load_n(p, 1)[0]; }
+
+// Calls f with a value of the element type; the binding has checked that dtype is one of the three.
+template <class F>
+FM_INLINE void with_dtype(DType dtype, const F& f) {
+  if (dtype == DType::f32) return f(float());
+  if (dtype == DType::bf16) return f(bf16());
+  f(f16());
+}
+
+// Runs body(i, lanes) over [begin, end) by vectors; only the last may have lanes < VL.
+template <class F>
+FM_INLINE void for_vectors(int64_t begin, int64_t end, const F& body) {
+  int64_t i = begin;
+  for (; i + VL <= end; i += VL) body(i, VL);
+  if (i < end) body(i, static_cast<int>(end - i));
+}
+
+// load and store that take the whole vector when the caller's lane count says so: after inlining into for_vectors the test is gone.
+template <class T>
+FM_INLINE vf load_lanes(const T* p, int lanes) { return lanes == VL ? load(p) : load_n(p, lanes); }
+template <class T>
+FM_INLINE void store_lanes(T* p, vf v, int lanes) { lanes == VL ? store(p, v) : store_n(p, v, lanes); }
+
+}  // namespace fm::FM_TARGET

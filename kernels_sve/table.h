@@ -1,0 +1,43 @@
+// What every part of the extension shares: element types, argument structs, and the table of kernels made from kernels.inc.
+// Leaves out: anything with an instruction set in it (simd.h) and anything of Python (tensor_view.h).
+#pragma once
+#include <cstdint>
+
+namespace fm {
+
+enum class DType : int32_t { f32, f64, bf16, f16, i32, i64, u8, b8 };
+
+// Storage of the 16-bit formats. No compiler type: GCC 12 has no _Float16 in C++ on aarch64.
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+// Dropout on a contiguous (outer, samples, inner, cols) view; see philox.h for which element gets which random word.
+struct DropoutArgs {
+  int64_t outer, samples, inner, cols;
+  float p;
+  uint64_t seed, stream;
+  int64_t first_sample, row0, col0;
+};
+
+// A slice of rows x cols at (row0, col0) of a global matrix.
+struct NormalArgs {
+  int64_t rows, cols, row0, col0;
+  uint64_t seed, stream;
+  float std, mean;
+};
+
+// The scalars of one AdamW step, made in double from the options by bind_adamw.cc.
+struct AdamWArgs {
+  float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;
+};
+
+struct KernelTable {
+#define FM_KERNEL(name, result, parameters) result(*name) parameters;
+#include "kernels.inc"
+#undef FM_KERNEL
+};
+
+// The table of the target in use (dispatch.cc).
+const KernelTable& kernels();
+
+}  // namespace fm

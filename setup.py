@@ -1,0 +1,187 @@
+"""Builds the package and its C++ extension fugaku_megatron._kernels.
+
+    python setup.py build_ext --inplace          (incremental; --force rebuilds everything)
+
+TARGETS below is the one table of instruction sets: target.cc is compiled once per row that this machine type can hold,
+each time into a namespace of its own, with that row's flags; every other file is compiled for the baseline. The choice
+between rows is made at run time (kernels_sve/dispatch.cc).
+
+Environment: CXX (default g++); TARGET_CXX for target.cc alone, for example clang++, which schedules the SVE loops
+better; CXXFLAGS; LDFLAGS; OPENMP_LIBRARY, the OpenMP runtime to link (default: the one inside torch's wheel, so that a
+process holds only one). A cross build is one whose CXX names another machine; it needs CXXFLAGS with that machine's
+Python and pybind11 headers, and OPENMP_LIBRARY. Left out: Windows and macOS.
+"""
+
+import importlib.util
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+SOURCES = ROOT / "kernels_sve"
+COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# GCC 12's own AVX-512 headers trip -Wuninitialized.
+QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+TARGET_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", *QUIET]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One row: a build of target.cc. `requires` are the features dispatch.cc looks for in the running CPU."""
+
+    name: str
+    machine: str  # x86_64, aarch64 or any
+    flags: tuple[str, ...]
+    vector_bytes: int
+    tile: tuple[int, int]  # GEMM micro-kernel: rows MR, columns in vectors NR_VECTORS
+    requires: tuple[str, ...] = ()
+
+
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+AVX512_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl")
+SVE = "-march=armv8.2-a+sve"
+
+# Ordered from the slowest to the fastest: the last row that the CPU can run is the default.
+TARGETS = (
+    Target("portable", "any", (), 16, (4, 2)),
+    Target("avx2", "x86_64", AVX2, 32, (6, 2), ("avx2", "fma", "f16c")),
+    Target("avx512", "x86_64", AVX512, 64, (12, 2), AVX512_FEATURES),
+    Target("sve128", "aarch64", (SVE, "-msve-vector-bits=128"), 16, (12, 2), ("sve",)),
+    Target("sve256", "aarch64", (SVE, "-msve-vector-bits=256"), 32, (12, 2), ("sve",)),
+    Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, (12, 2), ("sve",)),
+)
+
+
+def torch_openmp_library() -> Path | None:
+    """The OpenMP runtime inside torch's wheel, found without importing torch; None when torch links the system's."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    package = Path(spec.submodule_search_locations[0])
+    for folder in (package / "lib", package.parent / "torch.libs"):
+        for pattern in ("libgomp*.so*", "libomp*.so*"):
+            for library in sorted(folder.glob(pattern)):
+                return library
+    return None
+
+
+class Compiler:
+    """The commands of one build: which compiler, which flags for which file, where the objects go."""
+
+    def __init__(self, build_dir: Path) -> None:
+        self.cxx = shlex.split(os.environ.get("CXX", "g++"))
+        self.target_cxx = shlex.split(os.environ.get("TARGET_CXX", "")) or self.cxx
+        self.user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+        self.machine = self.output("-dumpmachine").split("-")[0]
+        self.cross = self.machine != platform.machine()
+        self.objects = build_dir / f"kernels-{self.machine}"
+        self.objects.mkdir(parents=True, exist_ok=True)
+
+    def output(self, flag: str) -> str:
+        return subprocess.run([*self.cxx, flag], check=True, capture_output=True, text=True).stdout.strip()
+
+    def targets(self) -> list[Target]:
+        return [t for t in TARGETS if t.machine in ("any", self.machine)]
+
+    def includes(self) -> list[str]:
+        if self.cross:
+            return []
+        import pybind11
+
+        return ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
+
+    def row_macros(self) -> list[str]:
+        """The table as macros for dispatch.cc: FM_ROW(name, vector bytes, machine, features), built or not."""
+
+        def rows(chosen: list[Target]) -> str:
+            return " ".join(f'FM_ROW({t.name},{t.vector_bytes},"{t.machine}","{" ".join(t.requires)}")' for t in chosen)
+
+        built = self.targets()
+        return [f"-DFM_BUILT_ROWS={rows(built)}", f"-DFM_OTHER_ROWS={rows([t for t in TARGETS if t not in built])}"]
+
+    def target_command(self, target: Target) -> list[str]:
+        schedule = [] if "clang" in self.target_cxx[0] or target.machine != "aarch64" else ["-fno-schedule-insns"]
+        mr, nr_vectors = target.tile
+        macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}", f"-DFM_MR={mr}",
+                  f"-DFM_NR_VECTORS={nr_vectors}"]
+        return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *schedule, *macros]
+
+    def jobs(self) -> list[tuple[list[str], Path, Path]]:
+        """(command, source, object) of every file, the slowest first."""
+        jobs = []
+        for target in self.targets():
+            jobs.append((self.target_command(target), SOURCES / "target.cc", self.objects / f"target_{target.name}.o"))
+        for source in sorted(SOURCES.glob("*.cc")):
+            if source.name == "target.cc":
+                continue
+            flags = [*self.cxx, *COMMON_FLAGS, *(self.row_macros() if source.name == "dispatch.cc" else [])]
+            if source.name.startswith("bind"):
+                flags += self.includes()
+            if source.name == "parallel.cc":
+                flags.append("-fopenmp")
+            if source.name.startswith("reference"):  # a reference rounds like the formula it states
+                flags.append("-ffp-contract=off")
+            jobs.append((flags, source, self.objects / f"{source.stem}.o"))
+        return jobs
+
+    def compile(self, command: list[str], source: Path, obj: Path, force: bool) -> None:
+        command = [*command, *self.user_flags, "-MMD", "-c", str(source), "-o", str(obj)]
+        stamp = obj.with_suffix(".cmd")
+        if not force and stamp.exists() and stamp.read_text() == "\n".join(command) and up_to_date(obj):
+            return
+        stamp.unlink(missing_ok=True)
+        print(f"compiling {obj.stem}", flush=True)
+        subprocess.run(command, check=True)
+        stamp.write_text("\n".join(command))
+
+    def openmp(self) -> list[str]:
+        library = os.environ.get("OPENMP_LIBRARY") or (None if self.cross else torch_openmp_library())
+        print(f"OpenMP runtime: {library or 'the compiler default'}", flush=True)
+        return [str(library)] if library else ["-fopenmp"]
+
+    def link(self, objects: list[Path], output: Path) -> None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        flags = shlex.split(os.environ.get("LDFLAGS", ""))
+        command = [*self.cxx, "-shared", *map(str, objects), *self.openmp(), *flags, "-o", str(output)]
+        subprocess.run(command, check=True)
+
+
+def up_to_date(obj: Path) -> bool:
+    """Whether the object is newer than every file that its compiler-written dependency list names."""
+    depfile = obj.with_suffix(".d")
+    if not obj.exists() or not depfile.exists():
+        return False
+    inputs = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    return all(os.path.exists(f) and os.path.getmtime(f) <= obj.stat().st_mtime for f in inputs)
+
+
+class BuildKernels(build_ext):
+    """Compiles the objects of Compiler.jobs() in parallel, then links them."""
+
+    def build_extension(self, ext: Extension) -> None:
+        compiler = Compiler(ROOT / "build")
+        jobs = compiler.jobs()
+        try:
+            with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
+                list(pool.map(lambda job: compiler.compile(*job, force=self.force), jobs))
+            output = Path(self.get_ext_fullpath(ext.name))
+            if compiler.cross:
+                version = f"{sys.version_info.major}{sys.version_info.minor}"
+                output = output.with_name(f"_kernels.cpython-{version}-{compiler.machine}-linux-gnu.so")
+            compiler.link([obj for _, _, obj in jobs], output)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"setup.py: {shlex.join(map(str, error.cmd))[:200]} ... failed, see above") from None
+
+
+if __name__ == "__main__":
+    setup(ext_modules=[Extension("fugaku_megatron._kernels", sources=[])], cmdclass={"build_ext": BuildKernels})
