@@ -1,0 +1,171 @@
+"""From consumed samples to micro-batches: which samples a data-parallel rank takes, and loading them in the background.
+
+Everything is a function of the number of samples consumed: the position in the data is one integer, and a run may go on
+with another data-parallel size. Left out: epochs (a dataset covers the whole run), Megatron's "cyclic" sampler.
+Shapes: s = sequence length, b = micro-batch size.
+Test: pytest tests/test_sampler.py
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fugaku_megatron.data.dataset import Dataset
+
+T = TypeVar("T")
+
+
+def num_micro_batches(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
+    """Micro-batches of one step on each data-parallel rank. ValueError unless the sizes divide."""
+    count, rest = divmod(global_batch_size, micro_batch_size * dp_size)
+    if rest or not count:
+        raise ValueError(
+            f"global batch size {global_batch_size} is not a multiple of --micro-batch-size {micro_batch_size} x "
+            f"data-parallel size {dp_size} = {micro_batch_size * dp_size}: change --global-batch-size, "
+            "--rampup-batch-size or --micro-batch-size"
+        )
+    return count
+
+
+def first_sample(consumed: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> int:
+    """First of the `micro_batch_size` neighbouring samples of a micro-batch in the global batch begun at `consumed`."""
+    return consumed + (micro_batch * dp_size + dp_rank) * micro_batch_size
+
+
+def fetch(dataset: Dataset, first_sample: int, micro_batch_size: int) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) of samples first_sample to first_sample + b - 1; labels are the tokens one position on."""
+    # In numpy: torch may copy this much with an OpenMP team, and from the prefetching thread that would be a second team.
+    samples = np.stack([dataset[first_sample + i].numpy() for i in range(micro_batch_size)], axis=1)  # (s + 1, b) int64
+    tokens, labels = samples[:-1], samples[1:].copy()  # (s, b) each
+    return torch.from_numpy(tokens), torch.from_numpy(labels)
+
+
+@dataclass(frozen=True)
+class RampUp:
+    """--rampup-batch-size START INCREMENT SAMPLES: the global batch size grows from `start` to `global_batch_size`.
+
+    It does so in steps of `increment`, spread evenly over the first `ramp_samples` samples (Megatron-LM's schedule).
+
+    Raises ValueError for sizes below 1 and for an increment that does not lead from start to the global batch size.
+    """
+
+    start: int
+    increment: int
+    ramp_samples: int
+    global_batch_size: int
+
+    def __post_init__(self):
+        given = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
+        if self.start < 1 or self.increment < 1 or self.ramp_samples < 0:
+            raise ValueError(f"{given}: start and increment must be at least 1, samples at least 0")
+        rise = self.global_batch_size - self.start
+        if rise < 0 or rise % self.increment:
+            raise ValueError(
+                f"{given}: --global-batch-size {self.global_batch_size} minus start {self.start} is {rise}, "
+                f"not a multiple of the increment {self.increment} (0 or more times)"
+            )
+
+    def sizes(self) -> range:
+        """Every global batch size on the way, in order. Check each with `num_micro_batches` before the first step."""
+        return range(self.start, self.global_batch_size + 1, self.increment)
+
+    def __call__(self, consumed: int) -> int:
+        """Global batch size of the step that begins at `consumed` samples."""
+        steps = len(self.sizes()) - 1
+        if consumed >= self.ramp_samples:
+            return self.global_batch_size
+        return self.start + self.increment * (consumed * steps // self.ramp_samples)
+
+
+def micro_batches(
+    dataset: Dataset,
+    consumed: int,
+    global_batch_size: Callable[[int], int],
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(tokens, labels), each (s, b), of every micro-batch of this data-parallel rank from `consumed` on, in order.
+
+    `global_batch_size` gives a step's batch size from its consumed samples (a `RampUp`, or a constant's lambda). Ends
+    before the first global batch that the dataset cannot fill.
+    """
+    while consumed + global_batch_size(consumed) <= len(dataset):
+        size = global_batch_size(consumed)
+        for m in range(num_micro_batches(size, micro_batch_size, dp_size)):
+            yield fetch(dataset, first_sample(consumed, m, micro_batch_size, dp_rank, dp_size), micro_batch_size)
+        consumed += size
+
+
+class Prefetcher(Generic[T]):
+    """Iterator over `source`, run `depth` items ahead by one thread, so that loading stays off the critical path.
+
+    An exception in the source is raised by the `next` that would have returned the item. `close` (or leaving `with`)
+    stops the thread, waiting for the item it is at; it may be called twice.
+    """
+
+    def __init__(self, source: Iterable[T], depth: int = 2):
+        assert depth >= 1
+        self._source, self._depth = iter(source), depth
+        self._ready: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._ended: BaseException | None = None  # what ended the source: StopIteration or its error
+        self._thread = threading.Thread(target=self._run, name="data-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                if self._closed:
+                    return
+            try:
+                item, ended = next(self._source), None
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+                item, ended = None, error
+            with self._changed:
+                self._ended = ended
+                if ended is None:
+                    self._ready.append(item)
+                self._changed.notify_all()
+                if ended is not None:
+                    return
+
+    def __iter__(self) -> Prefetcher[T]:
+        return self
+
+    def __next__(self) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._ended is not None or self._closed)
+            if self._closed:
+                raise ValueError("this Prefetcher was closed; make a new one to go on")
+            if self._ready:
+                item = self._ready.popleft()
+                self._changed.notify_all()
+                return item
+            if isinstance(self._ended, StopIteration):
+                raise StopIteration
+            raise self._ended
+
+    def close(self) -> None:
+        """Stop the thread and drop what it has loaded."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetcher[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
