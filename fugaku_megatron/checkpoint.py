@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .agreement import agree, describe, on_root
+from .comm.agreement import agree, describe, on_root
 from .comm.base import Comm
 from .manifest import (
     TRACKER,

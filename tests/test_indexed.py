@@ -2,13 +2,13 @@
 
 import os
 import struct
-import threading
 
 import numpy as np
 import pytest
 
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data import indexed
-from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype, on_root
+from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype
 
 DOCUMENTS = [[1, 2, 3], [65000], [], [4, 5, 6, 7]]
 
@@ -144,51 +144,20 @@ def test_writer_errors(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-class Broadcast:
-    """Just enough of a Comm for threads: broadcast_object from rank 0, once."""
-
-    def __init__(self, rank, shared):
-        self.rank, self.size, self._shared = rank, shared["barrier"].parties, shared
-
-    def broadcast_object(self, obj, root=0):
-        if self.rank == root:
-            self._shared["value"] = obj
-        self._shared["barrier"].wait(10)
-        return self._shared["value"]
-
-
-def on_ranks(size, function):
-    """function(comm) on `size` threads; results or exceptions in rank order."""
-    shared, results = {"barrier": threading.Barrier(size)}, [None] * size
-
-    def run(rank):
-        try:
-            results[rank] = function(Broadcast(rank, shared))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def test_only_rank_0_reads_the_index(prefix, monkeypatch):
     calls = []
     read = indexed._read_index
     monkeypatch.setattr(indexed, "_read_index", lambda name: calls.append(name) or read(name))
-    results = on_ranks(3, lambda comm: IndexedDataset(prefix, comm))
+    results = ThreadWorld(3).run(lambda comm: IndexedDataset(prefix, comm))
     assert len(calls) == 1
     assert [[data[i].tolist() for i in range(4)] for data in results] == [DOCUMENTS] * 3
 
 
 def test_errors_reach_every_rank(tmp_path):
-    results = on_ranks(3, lambda comm: IndexedDataset(str(tmp_path / "none"), comm))
-    assert [type(error) for error in results] == [ValueError] * 3
-    assert len({str(error) for error in results}) == 1
+    def message(comm):
+        with pytest.raises(ValueError) as error:
+            IndexedDataset(str(tmp_path / "none"), comm)
+        return str(error.value)
 
-
-def test_on_root_without_comm():
-    assert on_root(None, lambda: 5) == 5
+    messages = ThreadWorld(3).run(message)
+    assert len(set(messages)) == 1 and "none.idx" in messages[0]

@@ -4,12 +4,12 @@ import time
 
 import pytest
 import torch
-import verb_checks
 from torch.autograd import Function
 
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.comm.local import DryComm, RecordingComm, ThreadWorld, record
 from fugaku_megatron.comm.tensors import rank_order_sum
+from tests import verb_checks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

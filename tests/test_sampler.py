@@ -1,4 +1,4 @@
-"""fugaku_megatron.data.sampler: indices, batch ramp-up and the prefetching thread. Run: pytest tests/test_sampler.py"""
+"""fugaku_megatron.data.sampler: indices and the prefetching thread. Run: pytest tests/test_sampler.py"""
 
 import threading
 import time
@@ -7,14 +7,13 @@ import psutil
 import pytest
 import torch
 
+from fugaku_megatron.batches import RampUp
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import (
     Prefetcher,
-    RampUp,
     fetch,
     first_sample,
     micro_batches,
-    num_micro_batches,
 )
 
 DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)
@@ -22,7 +21,7 @@ DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)
 
 def test_every_layout_covers_a_global_batch_once_and_in_order():
     for dp_size, micro_batch_size in [(1, 1), (1, 24), (4, 2), (3, 8), (24, 1)]:
-        count = num_micro_batches(24, micro_batch_size, dp_size)
+        count = 24 // (micro_batch_size * dp_size)
         samples = [
             first_sample(48, m, micro_batch_size, rank, dp_size) + i
             for m in range(count)
@@ -38,44 +37,6 @@ def test_fetch_layout():
     assert tokens.is_contiguous() and labels.is_contiguous()
     for b in range(4):
         assert torch.equal(tokens[:, b], DATASET[10 + b][:-1]) and torch.equal(labels[:, b], DATASET[10 + b][1:])
-
-
-@pytest.mark.parametrize(("size", "micro", "dp"), [(10, 3, 1), (8, 2, 3), (4, 4, 2)])
-def test_indivisible_batches(size, micro, dp):
-    with pytest.raises(ValueError, match=f"batch size {size} .*--micro-batch-size {micro} x data-parallel size {dp}"):
-        num_micro_batches(size, micro, dp)
-
-
-def test_ramp_up_is_megatrons():
-    """Megatron-LM: start + increment * int(consumed / (samples / increments)), the full size beyond `samples`."""
-    for start, increment, samples, full in [(16, 8, 6000, 64), (32, 32, 977, 192), (4, 4, 100, 4), (1, 1, 7, 3)]:
-        ramp = RampUp(start, increment, samples, full)
-        increments = (full - start) // increment
-        for consumed in range(samples + 50):
-            expected = full
-            if consumed <= samples and increments:
-                expected = start + increment * int(consumed / (samples / increments))
-            assert ramp(consumed) == expected, (ramp, consumed)
-        assert list(ramp.sizes()) == list(range(start, full + 1, increment))
-
-
-def test_ramp_up_without_samples_is_constant():
-    assert RampUp(8, 8, 0, 64)(0) == 64
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((16, 10, 100, 64), "minus start 16 is 48, not a multiple of the increment 10"),
-        ((128, 8, 100, 64), "is -64"),
-        ((0, 8, 100, 64), "at least 1"),
-        ((8, 0, 100, 64), "at least 1"),
-        ((8, 8, -1, 64), "samples at least 0"),
-    ],
-)
-def test_ramp_up_errors(arguments, message):
-    with pytest.raises(ValueError, match=f"--rampup-batch-size {arguments[0]} .*{message}"):
-        RampUp(*arguments)
 
 
 def test_micro_batches_follow_the_ramp_and_stop_before_a_part_batch():

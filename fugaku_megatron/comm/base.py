@@ -10,9 +10,10 @@ bool is a logical or; sums of BF16 and FP16 are formed in FP32 in rank order and
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Handle(Protocol):

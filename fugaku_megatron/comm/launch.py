@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.local import DryComm
-from fugaku_megatron.comm.mpi import MPIComm
+from fugaku_megatron.comm.mpi import MPIComm, mpi_world
 
 T = TypeVar("T")
 GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause
@@ -44,10 +44,7 @@ def init() -> Comm:
     """
     name, started = _told(SIZES, 1)
     try:
-        import mpi4py
-
-        mpi4py.rc.thread_level = "multiple"
-        from mpi4py import MPI
+        world = mpi_world()
     except (ImportError, RuntimeError) as error:  # mpi4py is missing; mpi4py finds no MPI library
         if started == 1:
             return DryComm()
@@ -55,7 +52,6 @@ def init() -> Comm:
             f"{name}={started} but MPI cannot be loaded ({error}): run `pip install mpi4py mpich` and use the mpiexec "
             "next to python, or build mpi4py with the site's MPI"
         ) from error
-    world = MPIComm(MPI.COMM_WORLD)
     if world.size == 1 and started > 1:
         raise ValueError(
             f"{name}={started} but {world.library} sees one process: use the mpiexec of the MPI that mpi4py loads "

@@ -28,6 +28,16 @@ STAGE = 2**25  # elements received at once for a BF16/FP16 sum: bounds its extra
 SMALL = 2**15  # elements up to which a BF16/FP16 all_reduce gathers everything in one call: latency counts, not bytes
 
 
+def mpi_world() -> MPIComm:
+    """MPI_COMM_WORLD, started with MPI_THREAD_MULTIPLE asked for. ImportError or RuntimeError when there is no MPI."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = "multiple"
+    from mpi4py import MPI
+
+    return MPIComm(MPI.COMM_WORLD)
+
+
 def _buffer(tensor: Tensor) -> np.ndarray:
     """The tensor's memory as a flat array of a type that MPI has."""
     flat = check(tensor).detach().view(-1)

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fugaku_megatron.data.indexed import IndexedDataset, on_root
+from fugaku_megatron.comm.agreement import on_root
+from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.indices import (
     build_blending_indices,
     build_document_index,

@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from fugaku_megatron.comm.agreement import on_root
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
     from fugaku_megatron.comm.base import Comm
@@ -32,22 +34,6 @@ REBUILD = "write both files again with tools/preprocess_data.py, or copy both ag
 def best_dtype(vocab_size: int) -> np.dtype:
     """The dtype Megatron stores tokens in: uint16 below 65500 tokens of vocabulary, else int32."""
     return np.dtype("<u2" if vocab_size < UINT16_VOCAB else "<i4")
-
-
-def on_root(comm: Comm | None, function: Callable[[], Any]) -> Any:
-    """`function()` run on rank 0 only, its result (or its ValueError) on every rank, so that none waits for ever."""
-    if comm is None or comm.size == 1:
-        return function()
-    outcome = None
-    if comm.rank == 0:
-        try:
-            outcome = (function(), None)
-        except ValueError as error:
-            outcome = (None, str(error))
-    value, message = comm.broadcast_object(outcome)
-    if message is not None:
-        raise ValueError(message)
-    return value
 
 
 def _file_size(path: str) -> int:

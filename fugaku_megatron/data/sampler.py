@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -21,18 +20,6 @@ from torch import Tensor
 from fugaku_megatron.data.dataset import Dataset
 
 T = TypeVar("T")
-
-
-def num_micro_batches(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
-    """Micro-batches of one step on each data-parallel rank. ValueError unless the sizes divide."""
-    count, rest = divmod(global_batch_size, micro_batch_size * dp_size)
-    if rest or not count:
-        raise ValueError(
-            f"global batch size {global_batch_size} is not a multiple of --micro-batch-size {micro_batch_size} x "
-            f"data-parallel size {dp_size} = {micro_batch_size * dp_size}: change --global-batch-size, "
-            "--rampup-batch-size or --micro-batch-size"
-        )
-    return count
 
 
 def first_sample(consumed: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> int:
@@ -48,43 +35,6 @@ def fetch(dataset: Dataset, first_sample: int, micro_batch_size: int) -> tuple[T
     return torch.from_numpy(tokens), torch.from_numpy(labels)
 
 
-@dataclass(frozen=True)
-class RampUp:
-    """--rampup-batch-size START INCREMENT SAMPLES: the global batch size grows from `start` to `global_batch_size`.
-
-    It does so in steps of `increment`, spread evenly over the first `ramp_samples` samples (Megatron-LM's schedule).
-
-    Raises ValueError for sizes below 1 and for an increment that does not lead from start to the global batch size.
-    """
-
-    start: int
-    increment: int
-    ramp_samples: int
-    global_batch_size: int
-
-    def __post_init__(self):
-        given = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
-        if self.start < 1 or self.increment < 1 or self.ramp_samples < 0:
-            raise ValueError(f"{given}: start and increment must be at least 1, samples at least 0")
-        rise = self.global_batch_size - self.start
-        if rise < 0 or rise % self.increment:
-            raise ValueError(
-                f"{given}: --global-batch-size {self.global_batch_size} minus start {self.start} is {rise}, "
-                f"not a multiple of the increment {self.increment} (0 or more times)"
-            )
-
-    def sizes(self) -> range:
-        """Every global batch size on the way, in order. Check each with `num_micro_batches` before the first step."""
-        return range(self.start, self.global_batch_size + 1, self.increment)
-
-    def __call__(self, consumed: int) -> int:
-        """Global batch size of the step that begins at `consumed` samples."""
-        steps = len(self.sizes()) - 1
-        if consumed >= self.ramp_samples:
-            return self.global_batch_size
-        return self.start + self.increment * (consumed * steps // self.ramp_samples)
-
-
 def micro_batches(
     dataset: Dataset,
     consumed: int,
@@ -95,12 +45,12 @@ def micro_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens, labels), each (s, b), of every micro-batch of this data-parallel rank from `consumed` on, in order.
 
-    `global_batch_size` gives a step's batch size from its consumed samples (a `RampUp`, or a constant's lambda). Ends
+    `global_batch_size` gives a step's batch size from its consumed samples (a `batches.RampUp`, or a constant's lambda). Ends
     before the first global batch that the dataset cannot fill.
     """
     while consumed + global_batch_size(consumed) <= len(dataset):
         size = global_batch_size(consumed)
-        for m in range(num_micro_batches(size, micro_batch_size, dp_size)):
+        for m in range(size // (micro_batch_size * dp_size)):
             yield fetch(dataset, first_sample(consumed, m, micro_batch_size, dp_rank, dp_size), micro_batch_size)
         consumed += size
 

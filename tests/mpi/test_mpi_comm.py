@@ -6,10 +6,11 @@ Each rank imports torch, so one mpiexec run checks all verbs; the programs are t
 import time
 from pathlib import Path
 
-import launch
 import psutil
 import pytest
-import verb_checks
+
+from tests import verb_checks
+from tests.mpi import launch
 
 pytestmark = pytest.mark.mpi
 ENDINGS = str(Path(__file__).parent / "endings.py")

@@ -7,17 +7,18 @@ Test: pytest tests/test_agreement.py
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
-from .comm.base import Comm
+from .base import Comm
 
 
-def agree(comm: Comm, work: Callable[[], Any], prefix: str = "",
-          hint: Callable[[], str] | None = None) -> list[Any] | None:
+def agree(comm: Comm, work: Callable[[], Any], prefix: str = "", hint: Callable[[], str] | None = None,
+          name_rank: bool = True) -> list[Any] | None:
     """Run `work` on every rank. Returns the results in rank order on rank 0, None elsewhere. Collective.
 
-    If it raises anywhere, every rank raises ValueError: `prefix`, the first failing rank, its message, then what `hint`
-    returns on rank 0.
+    If it raises anywhere, every rank raises ValueError: `prefix`, the first failing rank (unless `name_rank` is False), its
+    message, then what `hint` returns on rank 0.
     """
     result, cause = None, None
     try:
@@ -27,7 +28,7 @@ def agree(comm: Comm, work: Callable[[], Any], prefix: str = "",
     gathered = comm.gather_object((result, None if cause is None else describe(cause)))
     failure = None
     if gathered is not None:
-        failure = next((f"{prefix}rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text), None)
+        failure = next((prefix + f"rank {rank}: " * name_rank + text for rank, (_, text) in enumerate(gathered) if text), None)
         if failure and hint:
             failure += hint()
     failure = comm.broadcast_object(failure)
@@ -36,9 +37,14 @@ def agree(comm: Comm, work: Callable[[], Any], prefix: str = "",
     return None if gathered is None else [value for value, _ in gathered]
 
 
-def on_root(comm: Comm, work: Callable[[], Any], prefix: str = "", hint: Callable[[], str] | None = None) -> Any:
-    """Run `work` on rank 0 alone and return its (picklable) result on all ranks; errors as in `agree`. Collective."""
-    results = agree(comm, lambda: work() if comm.rank == 0 else None, prefix, hint)
+def on_root(comm: Comm | None, work: Callable[[], Any], prefix: str = "", hint: Callable[[], str] | None = None) -> Any:
+    """Run `work` on rank 0 alone and return its (picklable) result on all ranks; errors as in `agree`. Collective.
+
+    Without a communicator this process is alone.
+    """
+    if comm is None:
+        return work()
+    results = agree(comm, lambda: work() if comm.rank == 0 else None, prefix, hint, name_rank=False)
     return comm.broadcast_object(None if results is None else results[0])
 
 
