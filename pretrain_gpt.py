@@ -10,7 +10,8 @@ r"""Train a GPT over MPI with Megatron-LM's flags.
 import sys
 
 from fugaku_megatron.arguments import Arguments, parse
-from fugaku_megatron.comm.launch import everywhere, run_or_abort
+from fugaku_megatron.comm.agreement import everywhere
+from fugaku_megatron.comm.launch import run_or_abort
 
 
 def main(world) -> None:

@@ -15,10 +15,10 @@ import torch
 from . import accounting, batches, checkpoint, runtime
 from .accounting import Layout
 from .arguments import Arguments
-from .comm.agreement import on_root
+from .comm.agreement import everywhere, on_root
 from .comm.base import Comm
 from .comm.grid import Grid, Groups
-from .comm.launch import describe, everywhere
+from .comm.launch import describe
 from .config import RunConfig, check
 from .data.dataset import Dataset, MockDataset, build_datasets
 from .data.tokenizer import build_tokenizer

@@ -19,6 +19,7 @@ def test_every_rank_raises_the_first_failing_ranks_message():
 
         with pytest.raises(ValueError) as caught:
             agree(comm, work, "saving: ", lambda: " [hint]")
+        assert caught.value.everywhere  # run_or_abort then lets rank 0 alone report it
         cause = type(caught.value.__cause__)
         return str(caught.value), cause
 

@@ -36,7 +36,7 @@ def _slice(whole, dim, tp):
 
 
 def _shards(rank, seed, to_save):
-    """TP 2 x DP 2, ZeRO-1: weights replicated over DP (dp 0 saves them), exp_avg in two flat ranges (equal ones of FC2)."""
+    """TP 2 x DP 2, ZeRO-1: weights replicated over DP (dp 0 saves them), exp_avg in two flat ranges, equal for FC2."""
     tp, dp, shards = rank % 2, rank // 2, []
     for key, dim in ((FC1, 0), (FC2, 1), (NORM, None)):
         whole = _globals(seed)[key]

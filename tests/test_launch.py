@@ -7,7 +7,8 @@ import time
 import pytest
 
 from fugaku_megatron.comm import launch
-from fugaku_megatron.comm.launch import describe, everywhere, init, run_or_abort
+from fugaku_megatron.comm.agreement import everywhere
+from fugaku_megatron.comm.launch import describe, init, run_or_abort
 from fugaku_megatron.comm.local import DryComm
 
 

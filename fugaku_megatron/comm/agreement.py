@@ -7,10 +7,25 @@ Test: pytest tests/test_agreement.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .base import Comm
+
+
+@contextmanager
+def everywhere() -> Iterator[None]:
+    """Mark mistakes that every rank finds alike (flags, sizes), so that only rank 0 reports them.
+
+    The ValueErrors and SystemExits that leave this block carry the mark. No communication is needed, so it works
+    before MPI is initialised: see `launch.run_or_abort`.
+    """
+    try:
+        yield
+    except (ValueError, SystemExit) as error:
+        error.everywhere = True
+        raise
 
 
 def agree(comm: Comm, work: Callable[[], Any], prefix: str = "", hint: Callable[[], str] | None = None,
@@ -33,7 +48,8 @@ def agree(comm: Comm, work: Callable[[], Any], prefix: str = "", hint: Callable[
             failure += hint()
     failure = comm.broadcast_object(failure)
     if failure:
-        raise ValueError(failure) from cause
+        with everywhere():
+            raise ValueError(failure) from cause
     return None if gathered is None else [value for value, _ in gathered]
 
 

@@ -15,8 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from fugaku_megatron.comm.base import Comm
@@ -65,20 +64,6 @@ def describe(world: Comm) -> str:
     if isinstance(world, MPIComm):
         return f"{world.library}, MPI_THREAD_{world.thread_level.upper()}, {world.size} rank(s)"
     return f"no MPI, {world.size} rank(s)"
-
-
-@contextmanager
-def everywhere() -> Iterator[None]:
-    """Mark mistakes that every rank finds alike (flags, sizes), so that only rank 0 reports them.
-
-    The ValueErrors and SystemExits that leave this block carry the mark. No communication is needed, so it works
-    before MPI is initialised: see `run_or_abort`.
-    """
-    try:
-        yield
-    except (ValueError, SystemExit) as error:
-        error.everywhere = True
-        raise
 
 
 def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None) -> T:

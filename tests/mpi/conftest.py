@@ -11,3 +11,9 @@ def mpi(request):
     if found is None:
         pytest.skip(f"{request.param}: {launch.MISSING[request.param]}")
     return found
+
+
+@pytest.fixture(scope="session")
+def kills(request):
+    """How often test_pretrain.py kills a job: --kills N."""
+    return request.config.getoption("--kills")

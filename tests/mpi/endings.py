@@ -9,8 +9,9 @@ import time
 
 import torch
 
+from fugaku_megatron.comm.agreement import everywhere
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.launch import everywhere, run_or_abort
+from fugaku_megatron.comm.launch import run_or_abort
 
 
 def wait(world):
