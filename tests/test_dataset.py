@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fugaku_megatron.data import dataset as dataset_module
 from fugaku_megatron.data.dataset import (
     BlendedDataset,
     GPTDataset,
@@ -97,6 +98,14 @@ def test_token_ids_are_checked_at_start_and_as_fetched(tmp_path):
         except ValueError as error:
             failed += "outside the vocabulary of 1000" in str(error)
     assert 3 <= failed <= 5  # the last 50 of 1000 tokens, in one document
+
+
+def test_built_datasets_check_beyond_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset_module, "CHECKED_AT_START", 400)  # the first document
+    prefix = write(tmp_path / "big", [100] * 10)
+    train = build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=100)[0]
+    with pytest.raises(ValueError, match="outside the vocabulary of 100"):
+        [train[i] for i in range(len(train))]
 
 
 def test_blended_dataset(tmp_path):

@@ -128,6 +128,20 @@ def test_nothing_is_overwritten_until_finished(prefix, tmp_path):
     assert IndexedDataset(prefix)[0].tolist() == [9] and len(os.listdir(tmp_path)) == 2
 
 
+def test_interrupted_between_the_renames_leaves_no_index_of_another_bin(prefix, monkeypatch):
+    def fail_on_index(source, target):
+        if target.endswith(".idx"):
+            raise OSError("interrupted")
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", fail_on_index)
+    with pytest.raises(OSError, match="interrupted"), IndexedDatasetWriter(prefix, "<u2") as writer:
+        writer.add_document(range(8))  # as many tokens as before: sizes alone would not tell
+    with pytest.raises(ValueError, match=r"corpus\.idx: cannot be read"):
+        IndexedDataset(prefix)
+
+
 @pytest.mark.parametrize("wrong", [[-1], [65536], np.array([70000])])
 def test_writer_refuses_ids_that_do_not_fit(tmp_path, wrong):
     with pytest.raises(ValueError, match="do not fit uint16"), IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:

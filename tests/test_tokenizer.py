@@ -124,6 +124,27 @@ def test_random_bytes_round_trip_and_follow_the_definition(ours):
         assert ids == naive_bpe(vocab, ranks, data)
 
 
+def test_any_merge_table_follows_the_definition(tmp_path):
+    """Random merges over "ab", many of which make a token that another pair also makes."""
+    rng = random.Random(17)
+    for _ in range(150):
+        tokens, merges = ["a", "b"], []
+        while len(merges) < 12:
+            pair = (rng.choice(tokens), rng.choice(tokens))
+            if pair not in merges and len("".join(pair)) < 7:
+                merges.append(pair)
+                tokens = list(dict.fromkeys([*tokens, "".join(pair)]))
+        vocab = {token: i for i, token in enumerate(dict.fromkeys([*bytes_to_unicode(), *tokens, "<|endoftext|>"]))}
+        (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+        (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, rng.sample(merges, k=12))), encoding="utf-8")
+        lines = (tmp_path / "merges.txt").read_text(encoding="utf-8").split("\n")
+        ranks = {tuple(line.split()): rank for rank, line in enumerate(lines)}
+        ours = GPT2BPETokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
+        for _ in range(20):
+            data = bytes(rng.choices(b"ab", k=rng.randrange(60)))
+            assert ours.encode(data) == naive_bpe(vocab, ranks, data)
+
+
 def test_every_byte_and_lone_surrogates(ours):
     assert ours.decode_bytes(ours.encode(bytes(range(256)))) == bytes(range(256))
     assert ours.encode("a\ud800b") == ours.encode("a\ufffdb")

@@ -29,7 +29,7 @@ def first_sample(consumed: int, micro_batch: int, micro_batch_size: int, dp_rank
 
 def fetch(dataset: Dataset, first_sample: int, micro_batch_size: int) -> tuple[Tensor, Tensor]:
     """(tokens, labels) of samples first_sample to first_sample + b - 1; labels are the tokens one position on."""
-    # In numpy: torch may copy this much with an OpenMP team, and from the prefetching thread that would be a second team.
+    # In numpy: torch may copy this much with an OpenMP team, and a prefetching thread would start a second team.
     samples = np.stack([dataset[first_sample + i].numpy() for i in range(micro_batch_size)], axis=1)  # (s + 1, b) int64
     tokens, labels = samples[:-1], samples[1:].copy()  # (s, b) each
     return torch.from_numpy(tokens), torch.from_numpy(labels)
