@@ -205,6 +205,7 @@ class MPIComm:
         return MPIComm(self._comm.Split(color, key))
 
     def abort(self, code: int = 1) -> None:
-        """MPI_Abort on MPI_COMM_WORLD, whichever group this is."""
+        """MPI_Abort on MPI_COMM_WORLD, whichever group this is. The caller has said why: MPI's own line is not shown."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._mpi.COMM_WORLD.Abort(code)
         os._exit(code)  # where MPI_Abort only asks the launcher and returns

@@ -30,7 +30,7 @@ def train(world: Comm, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 
 
 def compare(found, expected) -> float:
-    """The largest relative difference of losses and norms; asserts 1e-5, and the same for gradients against their largest element."""
+    """The largest relative difference of losses and norms; asserts 1e-5, also for gradients against their largest element."""
     difference = ((found[0] - expected[0]).abs() / expected[0]).max().item()
     assert difference <= 1e-5, difference
     for name, gradient in found[1].items():
