@@ -12,6 +12,8 @@ process holds only one). A cross build is one whose CXX names another machine; i
 Python and pybind11 headers, and OPENMP_LIBRARY. Left out: Windows and macOS.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import platform
