@@ -149,7 +149,8 @@ def test_writes_stay_inside_the_output(target, guarded):
         for col0 in (0, 1, 63):
             kernels.philox_normal(guarded((2, cols)), 1, 2, 0, col0, 2000, 1.0)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                kernels.dropout(torch.ones(2, 1, cols, dtype=dtype), guarded((2, 1, cols), dtype), 0.5, 1, 2, 0, col0=col0)
+                x = torch.ones(2, 1, cols, dtype=dtype)
+                kernels.dropout(x, guarded(x.shape, dtype), 0.5, 1, 2, 0, col0=col0)
 
 
 def test_dropout_backward_is_the_same_call(target):
