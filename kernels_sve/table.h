@@ -1,5 +1,5 @@
-// What every part of the extension shares: element types, argument structs, and the table of kernels made from kernels.inc.
-// Leaves out: anything with an instruction set in it (simd.h) and anything of Python (tensor_view.h).
+// What every part of the extension shares: element types, argument structs, and the table of kernels made from
+// kernels.inc. Leaves out: anything with an instruction set in it (simd.h) and anything of Python (tensor_view.h).
 #pragma once
 #include <cstdint>
 
@@ -8,10 +8,17 @@ namespace fm {
 enum class DType : int32_t { f32, f64, bf16, f16, i32, i64, u8, b8 };
 
 // Storage of the 16-bit formats. No compiler type: GCC 12 has no _Float16 in C++ on aarch64.
-struct bf16 { uint16_t bits; };
-struct f16 { uint16_t bits; };
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
 
-// Dropout on a contiguous (outer, samples, inner, cols) view; see philox.h for which element gets which random word.
+// elementwise.h
+enum class Function : int32_t { exp, log, sqrt, rsqrt, reciprocal };
+
+// philox.h: dropout on a contiguous (outer, samples, inner, cols) view; philox_layout.h: which word an element gets.
 struct DropoutArgs {
   int64_t outer, samples, inner, cols;
   float p;
@@ -19,14 +26,14 @@ struct DropoutArgs {
   int64_t first_sample, row0, col0;
 };
 
-// A slice of rows x cols at (row0, col0) of a global matrix.
+// philox.h: a slice of rows x cols at (row0, col0) of a global matrix.
 struct NormalArgs {
   int64_t rows, cols, row0, col0;
   uint64_t seed, stream;
   float std, mean;
 };
 
-// The scalars of one AdamW step, made in double from the options by bind_adamw.cc.
+// adamw.h: the scalars of one AdamW step, made in double from the options by bind_adamw.cc.
 struct AdamWArgs {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;
 };
