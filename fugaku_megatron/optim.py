@@ -110,12 +110,12 @@ class FlatParameters:
 
 def initial_values(parameter: nn.Parameter, seed: int) -> Tensor:
     """FP32 initial weights of this rank's slice: a function of the seed, the name and the global element alone."""
-    values = torch.full(tuple(parameter.shape), parameter.fill, dtype=torch.float32)
-    if parameter.std is not None:
+    values = torch.full(tuple(parameter.shape), parameter.init_fill, dtype=torch.float32)
+    if parameter.init_std is not None:
         assert parameter.dim() == 2
         row, column = parameter.global_offset
         kernels.philox_normal(values, seed, zlib.crc32(parameter.init_name.encode()), row, column, parameter.global_shape[1],
-                              parameter.std)
+                              parameter.init_std)
     return values
 
 
