@@ -1,7 +1,9 @@
 """What run_or_abort reports and how long it waits, without MPI; the ends of real jobs are tested in tests/mpi."""
 
+import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -66,6 +68,18 @@ def test_other_ranks_leave_the_report_to_rank_0(rank, error, least, most, monkey
     monkeypatch.setattr(launch, "GRACE", 0.3)
     monkeypatch.setattr(launch, "GRACE_EVERYWHERE", 0.7)
     assert least <= end(error, rank)[1] < most
+
+
+@pytest.mark.parametrize("read_after, least, most", [(0.3, 0.3, 0.8), (None, 1.0, 1.6)])
+def test_the_end_waits_for_the_reader_of_the_report(read_after, least, most):
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream, open(reader) as other_end:
+        print("the report", file=stream, flush=True)
+        if read_after:
+            threading.Timer(read_after, other_end.readline).start()
+        begin = time.monotonic()
+        launch._wait_until_read(stream, limit=1.0)
+        assert least <= time.monotonic() - begin < most
 
 
 def test_a_normal_exit_is_left_alone():
