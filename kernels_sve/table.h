@@ -18,7 +18,7 @@ struct f16 {
 // elementwise.h
 enum class Function : int32_t { exp, log, sqrt, rsqrt, reciprocal };
 
-// philox.h: dropout on a contiguous (outer, samples, inner, cols) view; see philox.h for which element gets which random word.
+// philox.h: dropout on a contiguous (outer, samples, inner, cols) view; philox_layout.h says which word an element gets.
 struct DropoutArgs {
   int64_t outer, samples, inner, cols;
   float p;

@@ -1,5 +1,6 @@
-// Every vector target that this CPU can run against the scalar reference, without Python: a static program for an emulator.
-// Exit code 0, and one line per target; the first difference is printed and ends it with 1. Built and run by test_static.py.
+// Every vector target that this CPU can run against the scalar reference, without Python: a static program for an
+// emulator. Exit code 0 and one line per target; the first difference is printed and ends it with 1. Built and run by
+// test_static.py.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
