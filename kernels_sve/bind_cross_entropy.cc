@@ -68,14 +68,17 @@ void bind_backward(py::handle logits_object, py::handle max_object, py::handle s
   unlocked([&] { kernels().cross_entropy_backward(args, grad, out.data(), out.dtype()); });
 }
 
-const char MAX_DOC[] = R"(max = largest logit of each row. logits: (rows, v) float32, bfloat16 or float16; max: float32 (rows).)";
+const char MAX_DOC[] =
+    R"(max = largest logit of each row. logits: (rows, v) float32, bfloat16 or float16; max: float32 (rows).)";
 
-const char SUM_DOC[] = R"(sum_exp = sum of exp(logit - max) and target = logits[label] - max of each row of this rank's vocabulary.
+const char SUM_DOC[] =
+    R"(sum_exp = sum of exp(logit - max) and target = logits[label] - max of each row of this rank's vocabulary.
 
 max: over all ranks. labels: int64 (rows), words of the whole vocabulary; column 0 of logits is word first_row. A label of another
 rank gives target 0, so that summed over ranks loss = log(sum_exp) - target.)";
 
-const char FORWARD_DOC[] = R"(cross_entropy_max and cross_entropy_sum of a whole vocabulary in one reading of the logits.
+const char FORWARD_DOC[] =
+    R"(cross_entropy_max and cross_entropy_sum of a whole vocabulary in one reading of the logits.
 
 loss = log(sum_exp) - target. A label that is no column is a ValueError.)";
 

@@ -13,9 +13,8 @@ void bind_gelu(py::handle x_object, py::handle bias_object, py::handle y_object)
     bias->same_dtype(x).shape({x.size(-1)}).contiguous();
     y.disjoint({&*bias});
   }
-  unlocked([&] {
-    kernels().gelu(x.data(), bias ? bias->data() : nullptr, y.data(), x.dtype(), rows_of(x), x.size(-1));
-  });
+  unlocked(
+      [&] { kernels().gelu(x.data(), bias ? bias->data() : nullptr, y.data(), x.dtype(), rows_of(x), x.size(-1)); });
 }
 
 void bind_gelu_backward(py::handle dy_object, py::handle x_object, py::handle bias_object, py::handle dx_object,
@@ -75,10 +74,12 @@ EmbeddingArgs embedding_args(const TensorView& tokens, const TensorView& table, 
   tokens.dtype({DType::i64}).contiguous();
   table.rank(2).contiguous();
   rows.floating().contiguous();
-  const bool fits = rows.rank() >= 1 && rows.size(-1) == table.size(1) && rows.numel() == tokens.numel() * table.size(1);
+  const bool fits =
+      rows.rank() >= 1 && rows.size(-1) == table.size(1) && rows.numel() == tokens.numel() * table.size(1);
   if (!fits)
-    rows.fail("a row of " + std::to_string(table.size(1)) + " for each of " + std::to_string(tokens.numel()) + " tokens",
-              std::to_string(rows.numel()) + " elements");
+    rows.fail(
+        "a row of " + std::to_string(table.size(1)) + " for each of " + std::to_string(tokens.numel()) + " tokens",
+        std::to_string(rows.numel()) + " elements");
   require(first_row >= 0, "first_row", "0 or more", std::to_string(first_row));
   const int64_t* words = tokens.data<int64_t>();
   for (int64_t i = 0; vocabulary && i < tokens.numel(); ++i)
@@ -116,9 +117,8 @@ void bind_add_position(py::handle x_object, py::handle table_object, py::handle 
   check_positions(x, table);
   table.same_dtype(x);
   out.same_dtype(x).same_shape(x).contiguous().same_or_disjoint({&x}).disjoint({&table});
-  unlocked([&] {
-    kernels().add_position(x.data(), table.data(), out.data(), x.dtype(), x.size(0), x.size(1), x.size(2));
-  });
+  unlocked(
+      [&] { kernels().add_position(x.data(), table.data(), out.data(), x.dtype(), x.size(0), x.size(1), x.size(2)); });
 }
 
 void bind_add_position_backward(py::handle dout_object, py::handle dtable_object) {
@@ -135,11 +135,13 @@ const char GELU_DOC[] = R"(y = gelu(x + bias) in the tanh approximation.
 
 x, y: (..., h) float32, bfloat16 or float16, contiguous; y may be x. bias: (h) in x's dtype, or None.)";
 
-const char GELU_BACKWARD_DOC[] = R"(dx = dy gelu'(x + bias), dbias (float32, (h)) += its sum over rows; dx may be dy or x.
+const char GELU_BACKWARD_DOC[] =
+    R"(dx = dy gelu'(x + bias), dbias (float32, (h)) += its sum over rows; dx may be dy or x.
 
 bias and dbias are both tensors or both None. The sum has the same bits for any number of threads.)";
 
-const char SUM_ROWS_DOC[] = R"(out = scale * (x[0] + x[1] + ...), added in float32 in this order: a reduction over ranks.
+const char SUM_ROWS_DOC[] =
+    R"(out = scale * (x[0] + x[1] + ...), added in float32 in this order: a reduction over ranks.
 
 x: (count, n), rows contiguous, float32, bfloat16 or float16; out: (n) in any of them.)";
 
@@ -156,7 +158,8 @@ FM_BIND(pointwise) {
   module.def("gelu_backward", &bind_gelu_backward, "dy"_a, "x"_a, "bias"_a, "dx"_a, "dbias"_a, GELU_BACKWARD_DOC);
   module.def("column_sum", &bind_column_sum, "x"_a, "sum"_a,
              "sum (float32, (h)) += sum of x (..., h) over rows; the same bits for any number of threads.");
-  module.def("add", &bind_add, "x"_a, "y"_a, "out"_a, "out = x + y, one shape and dtype, contiguous; out may be either.");
+  module.def("add", &bind_add, "x"_a, "y"_a, "out"_a,
+             "out = x + y, one shape and dtype, contiguous; out may be either.");
   module.def("axpy", &bind_axpy, "alpha"_a, "x"_a, "y"_a,
              "y += alpha x, contiguous, each float32, bfloat16 or float16.");
   module.def("sum_rows", &bind_sum_rows, "x"_a, "out"_a, "scale"_a = 1.0, SUM_ROWS_DOC);

@@ -22,8 +22,9 @@ LayerNormArgs norm_args(const TensorView& x, const TensorView& weight, const Ten
   mean.disjoint({&x, &weight, &bias, &y});
   rstd.disjoint({&x, &weight, &bias, &y, &mean});
   if (!(eps >= 0)) throw py::value_error("eps: expected 0 or more, got " + std::to_string(eps));
-  return {x.data(), weight.data(), bias.data(), y.data(), mean.data<float>(), rstd.data<float>(), rows_of(x),
-          x.size(-1), static_cast<float>(eps), x.dtype()};
+  return {
+      x.data(),   weight.data(),           bias.data(), y.data(), mean.data<float>(), rstd.data<float>(), rows_of(x),
+      x.size(-1), static_cast<float>(eps), x.dtype()};
 }
 
 LayerNormGradArgs norm_grad_args(const TensorView& dy, const std::optional<TensorView>& add, const TensorView& x,
@@ -41,8 +42,18 @@ LayerNormGradArgs norm_grad_args(const TensorView& dy, const std::optional<Tenso
     sum->dtype({DType::f32}).same_shape(weight).contiguous().disjoint({&dy, &x, &mean, &rstd, &weight, &dx});
     if (add) sum->disjoint({&*add});
   }
-  return {dy.data(), add ? add->data() : nullptr, x.data(), weight.data(), mean.data<float>(), rstd.data<float>(),
-          dx.data(), dweight.data<float>(), dbias.data<float>(), rows_of(x), x.size(-1), x.dtype()};
+  return {dy.data(),
+          add ? add->data() : nullptr,
+          x.data(),
+          weight.data(),
+          mean.data<float>(),
+          rstd.data<float>(),
+          dx.data(),
+          dweight.data<float>(),
+          dbias.data<float>(),
+          rows_of(x),
+          x.size(-1),
+          x.dtype()};
 }
 
 DropoutArgs dropout_args(const TensorView& x, double p, uint64_t seed, uint64_t stream, int64_t first_sample,
@@ -92,8 +103,7 @@ void bind_layer_norm_backward(py::handle dy_object, py::handle x_object, py::han
   TensorView dy("dy", dy_object), x("x", x_object), mean("mean", mean_object), rstd("rstd", rstd_object),
       weight("weight", weight_object), dx("dx", dx_object), dweight("dweight", dweight_object),
       dbias("dbias", dbias_object);
-  const auto args =
-      norm_grad_args(dy, optional_view("add", add_object), x, mean, rstd, weight, dx, dweight, dbias);
+  const auto args = norm_grad_args(dy, optional_view("add", add_object), x, mean, rstd, weight, dx, dweight, dbias);
   unlocked([&] { kernels().layer_norm_backward(args); });
 }
 
@@ -154,7 +164,8 @@ const char LAYER_NORM_DOC[] = R"(y = (x - mean) rstd weight + bias over the last
 x, y: (..., h) float32, bfloat16 or float16, contiguous; y may be x. weight, bias: (h) in x's dtype.
 mean, rstd: float32 (rows), rows = product of x's other dimensions; rstd = 1 / sqrt(variance + eps).)";
 
-const char LAYER_NORM_BACKWARD_DOC[] = R"(dx = add + gradient of layer_norm; dweight and dbias (float32, (h)) are added to.
+const char LAYER_NORM_BACKWARD_DOC[] =
+    R"(dx = add + gradient of layer_norm; dweight and dbias (float32, (h)) are added to.
 
 add: None or a gradient of x from elsewhere (the residual's). dx may be dy or add. The sums over rows have the same bits for
 any number of threads.)";
@@ -163,15 +174,18 @@ const char ADD_DOC[] = R"(out = residual + dropout(x + bias), the mask being tha
 
 x, residual, out: (s, b, h) in one dtype, contiguous; out may be x or residual. bias: (h) or None. p = 0 needs no numbers.)";
 
-const char ADD_BACKWARD_DOC[] = R"(Gradients of bias_dropout_add: dx = dropout(dout), dbias (float32, (h)) += its sum over rows.
+const char ADD_BACKWARD_DOC[] =
+    R"(Gradients of bias_dropout_add: dx = dropout(dout), dbias (float32, (h)) += its sum over rows.
 
 dx: may be dout, and None when p = 0, where it is dout. dbias: None when there was no bias. The residual's gradient is dout.)";
 
-const char FUSED_DOC[] = R"(sum = residual + dropout(x + bias) as bias_dropout_add, then y = layer_norm(sum), in one pass.
+const char FUSED_DOC[] =
+    R"(sum = residual + dropout(x + bias) as bias_dropout_add, then y = layer_norm(sum), in one pass.
 
 sum may be x or residual; y is apart from them.)";
 
-const char FUSED_BACKWARD_DOC[] = R"(Gradients of bias_dropout_add_layer_norm in one pass, from dy and from dsum (None: none).
+const char FUSED_BACKWARD_DOC[] =
+    R"(Gradients of bias_dropout_add_layer_norm in one pass, from dy and from dsum (None: none).
 
 dresidual = dsum + gradient of layer_norm; dx = dropout(dresidual), None when p = 0, where it is dresidual. dweight, dnorm_bias
 and dbias (None without bias) are float32 (h) and added to. dresidual may be dy or dsum, dx may be the other of them.)";

@@ -65,7 +65,8 @@ static void gelu_backward(const void* dy, const void* x, const void* bias, void*
       for_row_blocks(begin, end, [&](auto block, int64_t row) {
         const int64_t at = row * cols;
         gelu_backward_rows<decltype(block)::value>(static_cast<const T*>(dy) + at, static_cast<const T*>(x) + at,
-                                                   static_cast<const T*>(bias), static_cast<T*>(dx) + at, partial, cols);
+                                                   static_cast<const T*>(bias), static_cast<T*>(dx) + at, partial,
+                                                   cols);
       });
     };
     if (!dbias) {

@@ -105,8 +105,10 @@ template <class T, class U>
 FM_INLINE void cross_entropy_backward_of(const CrossEntropyArgs& a, const float* dloss, U* out) {
   for_logit_rows<T>(a, [&](int64_t row, const T* x, int64_t label) {
     U* to = out + row * a.cols;
-    const float top = a.max[row], probability = reciprocal(broadcast(a.sum_exp[row]))[0], scale = probability * dloss[row];
-    const float at_label = label < 0 ? 0.0f : (scalar_exp(load_scalar(x + label) - top) * probability - 1.0f) * dloss[row];
+    const float top = a.max[row], probability = reciprocal(broadcast(a.sum_exp[row]))[0],
+                scale = probability * dloss[row];
+    const float at_label =
+        label < 0 ? 0.0f : (scalar_exp(load_scalar(x + label) - top) * probability - 1.0f) * dloss[row];
     int64_t i = 0;
     for (; i + EXP_WAYS * VL <= a.cols; i += EXP_WAYS * VL) {
       vf e[EXP_WAYS];
@@ -115,9 +117,8 @@ FM_INLINE void cross_entropy_backward_of(const CrossEntropyArgs& a, const float*
 #pragma GCC unroll 4
       for (int k = 0; k < EXP_WAYS; ++k) store(to + i + k * VL, e[k] * scale);
     }
-    for_vectors(i, a.cols, [&](int64_t j, int lanes) {
-      store_lanes(to + j, exp(load_lanes(x + j, lanes) - top) * scale, lanes);
-    });
+    for_vectors(i, a.cols,
+                [&](int64_t j, int lanes) { store_lanes(to + j, exp(load_lanes(x + j, lanes) - top) * scale, lanes); });
     if (label >= 0) store_n(to + label, broadcast(at_label), 1);
   });
 }

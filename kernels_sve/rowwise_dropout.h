@@ -91,8 +91,7 @@ FM_INLINE void bias_dropout_add_backward_rows(const ResidualGradArgs& a, int64_t
   for_kept<R>(a.dropout, row, [&](int64_t i, int lanes, const vi* keep) {
     vf grad[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-      grad[r] = select(keep[r], load_lanes(dout + r * cols + i, lanes) * scale, vf{});
+    for (int r = 0; r < R; ++r) grad[r] = select(keep[r], load_lanes(dout + r * cols + i, lanes) * scale, vf{});
     finish(i, lanes, grad);
   });
 }
@@ -101,9 +100,8 @@ static void bias_dropout_add(const ResidualArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
     parallel_for(a.dropout.outer * a.dropout.samples, row_grain(a.dropout.cols), [&](int64_t begin, int64_t end) {
-      for_row_blocks(begin, end, [&](auto block, int64_t row) {
-        bias_dropout_add_rows<decltype(block)::value, T>(a, row);
-      });
+      for_row_blocks(begin, end,
+                     [&](auto block, int64_t row) { bias_dropout_add_rows<decltype(block)::value, T>(a, row); });
     });
   });
 }
