@@ -31,9 +31,6 @@ FM_INLINE void sum_over_columns(int64_t cols, float (&sum)[R], const F& f) {
   for (int r = 0; r < R; ++r) sum[r] = hsum(total[r][0] + total[r][1]);
 }
 
-// v where lane < lanes, else 0: f must not add what load_n's zeros turn into.
-FM_INLINE vf first_of(vf v, int lanes) { return lanes == VL ? v : select(lane_index() < (uint32_t)lanes, v, vf{}); }
-
 template <int R, class T>
 FM_INLINE void layer_norm_rows(const LayerNormArgs& a, int64_t row) {
   const int64_t cols = a.cols;

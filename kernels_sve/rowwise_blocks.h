@@ -75,6 +75,11 @@ FM_INLINE void with_column_sums(int64_t rows, int64_t cols, float* const (&sums)
   });
 }
 
+// v in the first lanes, other in the rest: for what the zeros beyond the end of a row turn into.
+FM_INLINE vf first_of(vf v, int lanes, vf other = vf{}) {
+  return lanes == VL ? v : select(lane_index() < static_cast<uint32_t>(lanes), v, other);
+}
+
 // p[i] += v
 FM_INLINE void add_to(float* p, vf v, int lanes) { store_lanes(p, load_lanes(p, lanes) + v, lanes); }
 

@@ -5,7 +5,7 @@
 // target 0. cross_entropy_forward is max and sum in one reading, for a vocabulary that is whole.
 // Reference: reference_rowwise.cc. Tested by tests/kernels/test_cross_entropy.py.
 #pragma once
-#include "simd.h"
+#include "rowwise_blocks.h"
 
 namespace fm::FM_TARGET {
 
@@ -25,10 +25,8 @@ FM_INLINE float max_of(const T* x, int64_t n) {
 #pragma GCC unroll 4
     for (int k = 0; k < EXP_WAYS; ++k) top[k] = max(load(x + i + k * VL), top[k]);
   }
-  for_vectors(i, n, [&](int64_t j, int lanes) {
-    const vf v = load_lanes(x + j, lanes);
-    top[0] = max(lanes == VL ? v : select(lane_index() < (uint32_t)lanes, v, top[0]), top[0]);
-  });
+  for_vectors(i, n,
+              [&](int64_t j, int lanes) { top[0] = max(first_of(load_lanes(x + j, lanes), lanes, top[0]), top[0]); });
   return hmax(max(max(top[0], top[1]), max(top[2], top[3])));
 }
 
@@ -40,10 +38,7 @@ FM_INLINE float sum_exp_of(const T* x, int64_t n, float shift) {
 #pragma GCC unroll 4
     for (int k = 0; k < EXP_WAYS; ++k) sum[k] += exp(load(x + i + k * VL) - shift);
   }
-  for_vectors(i, n, [&](int64_t j, int lanes) {
-    const vf e = exp(load_lanes(x + j, lanes) - shift);
-    sum[0] += lanes == VL ? e : select(lane_index() < (uint32_t)lanes, e, vf{});
-  });
+  for_vectors(i, n, [&](int64_t j, int lanes) { sum[0] += first_of(exp(load_lanes(x + j, lanes) - shift), lanes); });
   return hsum((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
