@@ -1,6 +1,7 @@
 """Row-wise and pointwise kernels against torch's eager operations, forward + backward, at the shapes of the recipes.
 
     python -m benchmarks.rowwise [--threads 2] [--repeat 15] [--cases layer_norm gelu ...]
+    python -m benchmarks.rowwise --cpu-time        one thread and its CPU time: for a machine with other work on it
 
 Both sides are timed in turn in one process; medians. Ours writes into tensors made once, outside the timing, as the trainer
 does. torch makes its own, and is timed twice: with glibc's defaults, which give every large tensor back to the kernel and
@@ -133,7 +134,7 @@ def cases() -> Iterator[tuple[str, str, str, Callable[[], tuple[Timed, Timed, in
         yield name, "flat buffer", str(ADAMW_ELEMENTS), lambda make=make: make(ADAMW_ELEMENTS)
 
 
-def turns(functions: tuple[Timed, ...], repeat: int, seconds: float = 1.5) -> list[list[float]]:
+def turns(functions: tuple[Timed, ...], repeat: int, clock: Callable[[], float], seconds: float = 1.5) -> list[list[float]]:
     """Seconds of each call, the functions called in turn; fewer turns than `repeat` once `seconds` have passed, never below 3."""
     times: list[list[float]] = [[] for _ in functions]
     for function in functions:
@@ -143,13 +144,14 @@ def turns(functions: tuple[Timed, ...], repeat: int, seconds: float = 1.5) -> li
         if turn >= 3 and time.perf_counter() - start > seconds:
             break
         for function, taken in zip(functions, times, strict=True):
-            begin = time.perf_counter()
+            begin = clock()
             function()
-            taken.append(time.perf_counter() - begin)
+            taken.append(clock() - begin)
     return times
 
 
-def rows(repeat: int = 15, names: list[str] | None = None) -> Iterator[dict[str, object]]:
+def rows(repeat: int = 15, names: list[str] | None = None,
+         clock: Callable[[], float] = time.perf_counter) -> Iterator[dict[str, object]]:
     """One row per kernel and shape, first with glibc's defaults, then with memory kept: medians of ours and of torch's in ms, their
     ratio, the ratio of the two shortest times (which other work on the machine disturbs least), GB/s of our shortest."""
     for memory in ("glibc defaults", "memory kept"):
@@ -159,7 +161,7 @@ def rows(repeat: int = 15, names: list[str] | None = None) -> Iterator[dict[str,
             if names and name not in names:
                 continue
             ours, eager, moved = make()
-            mine, rival = turns((ours, eager), repeat)
+            mine, rival = turns((ours, eager), repeat, clock)
             median = statistics.median(mine), statistics.median(rival)
             yield {"kernel": name, "setting": setting, "shape": shape, "memory": memory, "ours ms": median[0] * 1e3,
                    "torch ms": median[1] * 1e3, "torch / ours": median[1] / median[0], "shortest": min(rival) / min(mine),
@@ -171,10 +173,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--cases", nargs="*")
+    parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"target {kernels.active()}, {options.threads} threads, torch {torch.__version__}")
-    for i, row in enumerate(rows(options.repeat, options.cases)):
+    threads = 1 if options.cpu_time else options.threads
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    torch.set_num_threads(threads)
+    # torch's backward of a CPU graph runs on the calling thread, so its CPU time is counted too.
+    print(f"target {kernels.active()}, {threads} threads, {clock.__name__}, torch {torch.__version__}")
+    for i, row in enumerate(rows(options.repeat, options.cases, clock)):
         if i == 0:
             print("  ".join(f"{name:>{12 if isinstance(value, float) else 19}}" for name, value in row.items()))
         print("  ".join(f"{value:12.2f}" if isinstance(value, float) else f"{value:>19}" for value in row.values()), flush=True)

@@ -46,9 +46,15 @@ FM_INLINE void layer_norm_rows(const LayerNormArgs& a, int64_t row) {
     const vf d = first_of(load_lanes(x + r * cols + i, lanes) - mean[r], lanes);
     return d * d;
   });
+  vf variance = {};  // of all rows, for one reciprocal square root
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) variance[r] = rstd[r] * inverse + a.eps;
+  const vf root = rsqrt(variance);
+  float shift[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    rstd[r] = rsqrt(broadcast(rstd[r] * inverse + a.eps))[0];
+    rstd[r] = root[r];
+    shift[r] = -mean[r] * rstd[r];
     a.mean[row + r] = mean[r];
     a.rstd[row + r] = rstd[r];
   }
@@ -56,8 +62,8 @@ FM_INLINE void layer_norm_rows(const LayerNormArgs& a, int64_t row) {
     const vf w = load_lanes(weight + i, lanes), b = load_lanes(bias + i, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const vf normal = (load_lanes(x + r * cols + i, lanes) - mean[r]) * rstd[r];
-      store_lanes(y + r * cols + i, normal * w + b, lanes);
+      const vf xhat = load_lanes(x + r * cols + i, lanes) * rstd[r] + shift[r];
+      store_lanes(y + r * cols + i, xhat * w + b, lanes);
     }
   });
 }
@@ -89,7 +95,10 @@ FM_INLINE void layer_norm_backward_rows(const LayerNormGradArgs& a, int64_t row,
   const T *dy = static_cast<const T*>(a.dy) + first, *x = static_cast<const T*>(a.x) + first;
   const T *add = a.add ? static_cast<const T*>(a.add) + first : nullptr, *weight = static_cast<const T*>(a.weight);
   T* dx = static_cast<T*>(a.dx) + first;
-  const float inverse = 1.0f / static_cast<float>(cols), *mean = a.mean + row, *rstd = a.rstd + row;
+  const float inverse = 1.0f / static_cast<float>(cols), *rstd = a.rstd + row;
+  float shift[R];  // xhat = x rstd + shift
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) shift[r] = -a.mean[row + r] * rstd[r];
   vf g_sum[R] = {}, gx_sum[R] = {};
   for_vectors(0, cols, [&](int64_t i, int lanes) {
     const vf w = load_lanes(weight + i, lanes);
@@ -97,29 +106,30 @@ FM_INLINE void layer_norm_backward_rows(const LayerNormGradArgs& a, int64_t row,
     for (int r = 0; r < R; ++r) {
       const vf g = load_lanes(dy + r * cols + i, lanes) * w;
       g_sum[r] += g;
-      gx_sum[r] += g * (load_lanes(x + r * cols + i, lanes) - mean[r]);
+      gx_sum[r] += g * (load_lanes(x + r * cols + i, lanes) * rstd[r] + shift[r]);
     }
   });
-  float of_x[R], constant[R];  // dx = rstd g + of_x (x - mean) + constant
+  float of_xhat[R], constant[R];  // dx = rstd g + of_xhat xhat + constant
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    of_x[r] = -rstd[r] * rstd[r] * rstd[r] * inverse * hsum(gx_sum[r]);
+    of_xhat[r] = -rstd[r] * inverse * hsum(gx_sum[r]);
     constant[r] = -rstd[r] * inverse * hsum(g_sum[r]);
   }
   for_vectors(0, cols, [&](int64_t i, int lanes) {
     const vf w = load_lanes(weight + i, lanes);
-    vf weight_part[R], bias_part[R];
+    vf weight_sum = load_lanes(dweight + i, lanes), bias_sum = load_lanes(dbias + i, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const vf d = load_lanes(dy + r * cols + i, lanes), centred = load_lanes(x + r * cols + i, lanes) - mean[r];
-      vf grad = d * w * rstd[r] + (centred * of_x[r] + constant[r]);
+      const vf d = load_lanes(dy + r * cols + i, lanes);
+      const vf xhat = load_lanes(x + r * cols + i, lanes) * rstd[r] + shift[r];
+      vf grad = w * rstd[r] * d + (xhat * of_xhat[r] + constant[r]);
       if (add) grad += load_lanes(add + r * cols + i, lanes);
       store_lanes(dx + r * cols + i, grad, lanes);
-      weight_part[r] = d * (centred * rstd[r]);
-      bias_part[r] = d;
+      weight_sum += d * xhat;
+      bias_sum += d;
     }
-    add_to(dweight + i, sum_of(weight_part), lanes);
-    add_to(dbias + i, sum_of(bias_part), lanes);
+    store_lanes(dweight + i, weight_sum, lanes);
+    store_lanes(dbias + i, bias_sum, lanes);
   });
 }
 
