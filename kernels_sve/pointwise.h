@@ -1,6 +1,6 @@
 // GELU with the bias in front of it, sums over rows, and the small sums of training. Storage float32, bfloat16 or
 // float16, arithmetic float32.
-//   gelu(x) = x / 2 (1 + tanh(u)) = x sigma(2 u),   u = sqrt(2 / pi) (x + 0.044715 x^3)     (Hendrycks and Gimpel, 2016)
+//   gelu(x) = x / 2 (1 + tanh(u)) = x sigma(2 u),   u = sqrt(2 / pi) (x + 0.044715 x^3)    (Hendrycks and Gimpel, 2016)
 //   gelu'(x) = s + x s (1 - s) 2 u',   s = sigma(2 u) = 1 / (1 + exp(-2 u))
 // Reference: reference_pointwise.cc. Tested by tests/kernels/test_pointwise.py.
 #pragma once

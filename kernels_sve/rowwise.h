@@ -1,5 +1,5 @@
-// Layer norm forward and backward, alone and behind Megatron's bias_dropout_add (r = residual + dropout(x + bias)), each
-// in one pass over memory: a block of rows stays in cache while it is read again.
+// Layer norm forward and backward, alone and behind Megatron's bias_dropout_add (r = residual + dropout(x + bias)),
+// each in one pass over memory: a block of rows stays in cache while it is read again.
 //   y = (x - mean) rstd weight + bias,   rstd = 1 / sqrt(variance + eps)                (Ba, Kiros and Hinton, 2016)
 //   g = dy weight,  xhat = (x - mean) rstd
 //   dx = rstd (g - mean(g) - xhat mean(g xhat)),   dweight += sum(dy xhat),   dbias += sum(dy)

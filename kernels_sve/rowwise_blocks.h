@@ -1,5 +1,5 @@
-// Walks over (rows, cols) matrices that the row-wise and the pointwise kernels share: blocks of rows, and sums over rows
-// whose bits do not depend on the number of threads. Tested by tests/kernels/test_rowwise.py and test_pointwise.py.
+// Walks over (rows, cols) matrices that the row-wise and the pointwise kernels share: blocks of rows, and sums over
+// rows whose bits do not depend on the number of threads. Tested by tests/kernels/test_rowwise.py and test_pointwise.py.
 #pragma once
 #include "simd.h"
 
