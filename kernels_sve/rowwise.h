@@ -50,11 +50,9 @@ FM_INLINE void layer_norm_rows(const LayerNormArgs& a, int64_t row) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) variance[r] = rstd[r] * inverse + a.eps;
   const vf root = rsqrt(variance);
-  float shift[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     rstd[r] = root[r];
-    shift[r] = -mean[r] * rstd[r];
     a.mean[row + r] = mean[r];
     a.rstd[row + r] = rstd[r];
   }
@@ -62,7 +60,7 @@ FM_INLINE void layer_norm_rows(const LayerNormArgs& a, int64_t row) {
     const vf w = load_lanes(weight + i, lanes), b = load_lanes(bias + i, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const vf xhat = load_lanes(x + r * cols + i, lanes) * rstd[r] + shift[r];
+      const vf xhat = (load_lanes(x + r * cols + i, lanes) - mean[r]) * rstd[r];
       store_lanes(y + r * cols + i, xhat * w + b, lanes);
     }
   });
@@ -95,10 +93,9 @@ FM_INLINE void layer_norm_backward_rows(const LayerNormGradArgs& a, int64_t row,
   const T *dy = static_cast<const T*>(a.dy) + first, *x = static_cast<const T*>(a.x) + first;
   const T *add = a.add ? static_cast<const T*>(a.add) + first : nullptr, *weight = static_cast<const T*>(a.weight);
   T* dx = static_cast<T*>(a.dx) + first;
-  const float inverse = 1.0f / static_cast<float>(cols), *rstd = a.rstd + row;
-  float shift[R];  // xhat = x rstd + shift
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) shift[r] = -a.mean[row + r] * rstd[r];
+  const float inverse = 1.0f / static_cast<float>(cols), *mean = a.mean + row, *rstd = a.rstd + row;
+  // Not x rstd - mean rstd, which would spare an operation: it loses the digits that x and mean share.
+  auto xhat_at = [&](int r, int64_t i, int lanes) { return (load_lanes(x + r * cols + i, lanes) - mean[r]) * rstd[r]; };
   vf g_sum[R] = {}, gx_sum[R] = {};
   for_vectors(0, cols, [&](int64_t i, int lanes) {
     const vf w = load_lanes(weight + i, lanes);
@@ -106,7 +103,7 @@ FM_INLINE void layer_norm_backward_rows(const LayerNormGradArgs& a, int64_t row,
     for (int r = 0; r < R; ++r) {
       const vf g = load_lanes(dy + r * cols + i, lanes) * w;
       g_sum[r] += g;
-      gx_sum[r] += g * (load_lanes(x + r * cols + i, lanes) * rstd[r] + shift[r]);
+      gx_sum[r] += g * xhat_at(r, i, lanes);
     }
   });
   float of_xhat[R], constant[R];  // dx = rstd g + of_xhat xhat + constant
@@ -120,8 +117,7 @@ FM_INLINE void layer_norm_backward_rows(const LayerNormGradArgs& a, int64_t row,
     vf weight_sum = load_lanes(dweight + i, lanes), bias_sum = load_lanes(dbias + i, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const vf d = load_lanes(dy + r * cols + i, lanes);
-      const vf xhat = load_lanes(x + r * cols + i, lanes) * rstd[r] + shift[r];
+      const vf d = load_lanes(dy + r * cols + i, lanes), xhat = xhat_at(r, i, lanes);
       vf grad = w * rstd[r] * d + (xhat * of_xhat[r] + constant[r]);
       if (add) grad += load_lanes(add + r * cols + i, lanes);
       store_lanes(dx + r * cols + i, grad, lanes);
