@@ -7,7 +7,11 @@
 #include "adamw.h"
 #include "elementwise.h"
 #include "philox.h"
+#include "pointwise.h"
+#include "pointwise_embedding.h"
 #include "reduce.h"
+#include "rowwise.h"
+#include "rowwise_cross_entropy.h"
 
 namespace fm::FM_TARGET {
 extern const KernelTable kernel_table;

@@ -20,9 +20,12 @@ QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 pytestmark = pytest.mark.skipif(not (CXX and QEMU), reason="needs an aarch64 cross compiler and qemu-user")
 
 
+CHECKERS = sorted((ROOT / "tests" / "arm").glob("check_*.cc"))
+
+
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    """The static checker, built by setup.py's own rules for the aarch64 rows."""
+def programs(tmp_path_factory):
+    """The static checkers, built by setup.py's own rules for the aarch64 rows."""
     build = tmp_path_factory.mktemp("arm")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT)
@@ -35,12 +38,11 @@ def program(tmp_path_factory):
     jobs = [job for job in compiler.jobs() if not job[1].name.startswith("bind")]
     for job in jobs:
         compiler.compile(*job, force=True)
-    output = build / "check_kernels"
     objects = [str(obj) for _, _, obj in jobs]
-    source = ROOT / "tests" / "arm" / "check_kernels.cc"
-    command = [CXX, "-std=c++17", "-O1", f"-I{setup.SOURCES}", str(source), *objects, "-fopenmp", "-static"]
-    subprocess.run([*command, "-o", str(output)], check=True)
-    return output
+    for source in CHECKERS:
+        command = [CXX, "-std=c++17", "-O1", f"-I{setup.SOURCES}", str(source), *objects, "-fopenmp", "-static"]
+        subprocess.run([*command, "-o", str(build / source.stem)], check=True)
+    return [build / source.stem for source in CHECKERS]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +54,10 @@ def program(tmp_path_factory):
         ("cortex-a57", "portable"),
     ],
 )
-def test_agrees_with_reference_under_emulation(program, cpu, target):
-    run = subprocess.run([QEMU, "-cpu", cpu, str(program)], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    agreeing = {line.split()[0] for line in run.stdout.splitlines() if line.endswith("agrees with the reference")}
-    # Exactly the build of this vector length: a longer or shorter one would give wrong numbers silently.
-    assert agreeing == {"reference", "portable", target}
+def test_agrees_with_reference_under_emulation(programs, cpu, target):
+    for program in programs:
+        run = subprocess.run([QEMU, "-cpu", cpu, str(program)], capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stdout + run.stderr
+        agreeing = {line.split()[0] for line in run.stdout.splitlines() if line.endswith("agrees with the reference")}
+        # Exactly the build of this vector length: a longer or shorter one would give wrong numbers silently.
+        assert agreeing == {"reference", "portable", target}, program
