@@ -37,6 +37,10 @@ struct AdamWArgs {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;
 };
 
+}  // namespace fm
+#include "gemm_args.h"
+namespace fm {
+
 struct KernelTable {
 #define FM_KERNEL(name, result, parameters) result(*name) parameters;
 #include "kernels.inc"
