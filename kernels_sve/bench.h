@@ -11,7 +11,9 @@ static double bench_fma(int64_t steps) {
   parallel_run([&](int, int) {
     volatile float seed = 0.999f;
     const vf factor = broadcast(seed), term = broadcast(seed * 1e-3f);
-    vf chain[CHAINS] = {};
+    vf chain[CHAINS];  // each from its own start, or the compiler would merge them
+#pragma GCC unroll 32
+    for (int i = 0; i < CHAINS; ++i) chain[i] = broadcast(seed * static_cast<float>(i));
     for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 32
       for (int i = 0; i < CHAINS; ++i) chain[i] = chain[i] * factor + term;

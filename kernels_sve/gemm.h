@@ -42,6 +42,7 @@ struct Gemm {
   GemmBlocks blocks;
   int64_t depth;  // of a block of k
   Span rows, cols;  // of this thread
+  bool first_cols;  // the first of the threads with these rows
   float *a_panels, *b_panels, *partial;
   int64_t partial_row;
 
@@ -51,6 +52,7 @@ struct Gemm {
     const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_UNIT, NR, g.packed != nullptr);
     rows = part(g.m, ROW_UNIT, thread % grid.rows_parts, grid.rows_parts);
     cols = part(g.n, NR, thread / grid.rows_parts, grid.cols_parts);
+    first_cols = thread < grid.rows_parts;
     depth = block_depth<Words>(g.k);
     const int64_t sweeps = ceil_div(rows.size(), blocks.mc);
     blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), MR) * MR : MR;
@@ -64,9 +66,9 @@ struct Gemm {
   static float* buffer(int slot, int64_t words) { return static_cast<float*>(scratch(slot, words * sizeof(float) + 256)); }
 
   void run() {
-    if (!rows.size() || (!cols.size() && cols.begin)) return;
+    if (!rows.size() || (!cols.size() && !first_cols)) return;
     int64_t jc = cols.begin;
-    do {  // once for n == 0: the sums of A's rows
+    do {  // once without columns: the sums of A's rows
       const Span columns = {jc, least(cols.end, jc + blocks.nc)};
       int64_t p = 0;
       do {  // once for k == 0: the epilogue of a sum of nothing
@@ -87,7 +89,7 @@ struct Gemm {
     }
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
       const Span some = {ic, least(rows.end, ic + blocks.mc)};
-      pack_a(some, p, deep, g.a_sums && columns.begin == 0);
+      pack_a(some, p, deep, g.a_sums && first_cols && columns.begin == cols.begin);
       run_tiles(some, columns, p, deep, b);
     }
   }
