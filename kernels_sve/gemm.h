@@ -82,10 +82,8 @@ struct Gemm {
     const float* b = b_panels;
     if (g.packed) b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, NR) * NR) + columns.begin * words(deep);
     if (!g.packed) {
-      for (int64_t j = columns.begin; j < columns.end; j += NR) {
-        const T* src = static_cast<const T*>(g.b) + p * g.b_row + j * g.b_col;
-        pack_panel<Words, NR>(src, g.b_col, g.b_row, g.n - j, deep, b_panels + (j - columns.begin) * words(deep));
-      }
+      const T* src = static_cast<const T*>(g.b) + p * g.b_row + columns.begin * g.b_col;
+      pack<Words, NR>(src, g.b_col, g.b_row, columns.begin, columns.end, g.n, deep, b_panels);
     }
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
       const Span some = {ic, least(rows.end, ic + blocks.mc)};
@@ -95,11 +93,10 @@ struct Gemm {
   }
 
   void pack_a(Span some, int64_t p, int64_t deep, bool sums) {
-    for (int64_t i = some.begin; i < some.end; i += MR) {
-      const T* src = static_cast<const T*>(g.a) + i * g.a_row + p * g.a_col;
-      float* panel = a_panels + (i - some.begin) * words(deep);
-      pack_panel<Words, MR>(src, g.a_row, g.a_col, g.m - i, deep, panel);
-      if (sums) add_sums(panel, words(deep), g.a_sums + i, least(MR, some.end - i));
+    const T* src = static_cast<const T*>(g.a) + some.begin * g.a_row + p * g.a_col;
+    pack<Words, MR>(src, g.a_row, g.a_col, some.begin, some.end, g.m, deep, a_panels);
+    for (int64_t i = some.begin; sums && i < some.end; i += MR) {
+      add_sums(a_panels + (i - some.begin) * words(deep), words(deep), g.a_sums + i, least(MR, some.end - i));
     }
   }
 
@@ -188,10 +185,8 @@ static void gemm_pack(const GemmPackArgs& args) {
       for (int64_t p = 0; p < args.k; p += depth) {
         const int64_t deep = least(depth, args.k - p), deep_words = ceil_div(deep, Words::STEP);
         float* block = static_cast<float*>(args.packed) + ceil_div(p, Words::STEP) * width;
-        for (int64_t j = begin; j < end; j += NR) {
-          const T* src = static_cast<const T*>(args.b) + p * args.b_row + j * args.b_col;
-          pack_panel<Words, NR>(src, args.b_col, args.b_row, args.n - j, deep, block + j * deep_words);
-        }
+        const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
+        pack<Words, NR>(src, args.b_col, args.b_row, begin, end, args.n, deep, block + begin * deep_words);
       }
     });
   });

@@ -64,7 +64,10 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
                                                    int64_t ldc, bool add) {
   vf sum[ROWS][NR_VECTORS] = {};
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) prefetch_write(c + r * ldc);
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NR_VECTORS; ++v) prefetch_write(c + r * ldc + v * VL);
+  }
 #pragma GCC unroll UNROLL
   for (int64_t k = 0; k < words; ++k) {
     vf column[NR_VECTORS];

@@ -63,25 +63,62 @@ FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int6
   }
 }
 
-// Element (i, k) at src + i + k * stride.
-template <class Words, int WIDTH, class T>
+// Element (i, k) at src + i + k * stride, PANELS neighbouring panels at once so that whole cache lines of a row are used.
+template <class Words, int WIDTH, int PANELS, class T>
 FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
-  constexpr int GROUPS = (WIDTH + VL - 1) / VL;
-  for (int64_t k = 0; k < depth; k += Words::STEP) {
+  constexpr int GROUPS = (WIDTH + VL - 1) / VL, AHEAD = 8 * Words::STEP;
+  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * WIDTH;
+  const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * VL;
+  for (int64_t k = 0; k < depth; k += Words::STEP, src += Words::STEP * stride, out += WIDTH) {
+    const bool last = k + Words::STEP >= depth;
+    if (k + AHEAD < depth) prefetch(src + AHEAD * stride);
 #pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; ++g) {
-      const int64_t left = valid - g * VL;
-      const int lanes = left >= VL ? VL : left > 0 ? static_cast<int>(left) : 0;
-      store(out + g * VL, Words::across_k(src + k * stride + g * VL, stride, depth - k, lanes));
+    for (int q = 0; q < PANELS; ++q) {
+#pragma GCC unroll 8
+      for (int g = 0; g < GROUPS; ++g) {
+        const int64_t i = q * WIDTH + g * VL, left = valid - i;
+        const int lanes = inside || left >= VL ? VL : left > 0 ? static_cast<int>(left) : 0;
+        const vf words = Words::across_k(src + i, stride, depth - k, lanes);
+        float* p = out + q * panel + g * VL;
+        constexpr int REST = WIDTH - (GROUPS - 1) * VL;
+        if (REST < VL && g == GROUPS - 1 && last) {  // or it would spill into a panel already begun
+          store_n(p, words, REST);
+        } else {
+          store(p, words);
+        }
+      }
     }
-    out += WIDTH;
   }
 }
 
+// The panel that begins at src, or PANELS of them; returns how many it packed, given that `left` values of i are wanted and
+// `valid` exist.
 template <class Words, int WIDTH, class T>
-static void pack_panel(const T* src, int64_t i_stride, int64_t k_stride, int64_t valid, int64_t depth, float* out) {
-  if (i_stride == 1) return pack_straight<Words, WIDTH>(src, k_stride, valid, depth, out);
-  pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, out);
+static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth, float* out) {
+  constexpr int PANELS = 4;
+  if (i_stride != 1) {
+    pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, out);
+    return 1;
+  }
+  if (left >= PANELS * WIDTH) {
+    pack_straight<Words, WIDTH, PANELS>(src, k_stride, valid, depth, out);
+    return PANELS;
+  }
+  pack_straight<Words, WIDTH, 1>(src, k_stride, valid, depth, out);
+  return 1;
+}
+
+// Panels of [begin, end) of the index i, of which there are `count` in all; src is element (begin, 0).
+template <class Words, int WIDTH, class T>
+FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end, int64_t count, int64_t depth,
+                    float* out) {
+  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * WIDTH;
+  for (int64_t i = begin; i < end;) {
+    const int packed = pack_panels<Words, WIDTH>(src, i_stride, k_stride, end - i, count - i, depth, out);
+    i += packed * WIDTH;
+    src += packed * WIDTH * i_stride;
+    out += packed * panel;
+  }
 }
 
 }  // namespace fm::FM_TARGET
