@@ -66,7 +66,7 @@ const CacheGeometry& cache_geometry() {
 GemmBlocks gemm_blocks(int mr, int nr, int word_bytes) {
   const CacheGeometry& cache = cache_geometry();
   GemmBlocks blocks;
-  blocks.kc = multiple(2.0 / 3 * cache.l1 / (nr * word_bytes), 64, 64);
+  blocks.kc = multiple(0.5 * cache.l1 / (nr * word_bytes), 64, 64);
   blocks.mc = multiple(0.5 * cache.l2 / (blocks.kc * word_bytes), mr, mr);
   blocks.nc = multiple(0.5 * (cache.l3 ? cache.l3 : 8 * cache.l2) / (blocks.kc * word_bytes), nr, 8 * nr);
   return blocks;
