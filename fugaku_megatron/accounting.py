@@ -1,0 +1,314 @@
+"""THE formulas: sizes, parameters, FLOPs, activation memory and communicated bytes of a run. Pure integers, no torch.
+
+The trainer, the log, the performance model, the planner and the benchmarks read them here; tests hold them to the trainer.
+Left out: time (see `perf`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, l layers, v padded vocabulary,
+t tensor-parallel size. Test: pytest tests/test_accounting.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .batches import RampUp
+from .config import ModelConfig, RunConfig, check
+
+FP32_BYTES = 4
+FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
+
+
+# Sizes and layout ------------------------------------------------------------------------------------------------------------
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is >= value."""
+    return -(-value // multiple) * multiple
+
+
+def padded_vocab_size(model: ModelConfig, tp: int) -> int:
+    """Vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tensor-parallel size, as Megatron does."""
+    check(model.vocab_size is not None, "the vocabulary size is unknown: give --vocab-file and --merge-file, or --vocab-size")
+    return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
+
+
+def stage_layers(num_layers: int, pp: int, stage: int) -> range:
+    """Layers (from 0) of pipeline stage `stage`."""
+    each = num_layers // pp
+    return range(stage * each, (stage + 1) * each)
+
+
+def recompute_groups(layers: int, method: str, number: int) -> list[range]:
+    """Groups of a stage's layers that are recomputed together: all layers (uniform) or single layers from the first (block)."""
+    if method == "block":
+        return [range(i, i + 1) for i in range(min(number, layers))]
+    return [range(i, min(i + number, layers)) for i in range(0, layers, number)]
+
+
+def recomputed_layers(layers: int, method: str, number: int) -> int:
+    """How many of a stage's layers full recompute covers."""
+    return sum(len(group) for group in recompute_groups(layers, method, number))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """World size and its factors; `Layout.of` checks everything that depends on the world size."""
+
+    world_size: int
+    tp: int
+    pp: int
+    dp: int
+
+    @staticmethod
+    def of(run: RunConfig, world_size: int) -> Layout:
+        """Raises ValueError, one line with the flag and the remedy, for a run that does not fit on `world_size` ranks."""
+        tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+        model = run.model
+        check(world_size % (tp * pp) == 0, f"world size {world_size} is not divisible by --tensor-model-parallel-size {tp} x "
+              f"--pipeline-model-parallel-size {pp} = {tp * pp}: start {max(1, world_size // (tp * pp)) * tp * pp} ranks, or "
+              f"change the sizes")
+        for name, value in (("num-attention-heads", model.num_attention_heads), ("ffn-hidden-size", model.ffn_hidden_size)):
+            check(value % tp == 0, f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them")
+        check(model.num_layers % pp == 0, f"--num-layers {model.num_layers} is not divisible by "
+              f"--pipeline-model-parallel-size {pp}: change one of them")
+        layout = Layout(world_size, tp, pp, world_size // (tp * pp))
+        for size in RampUp.of(run.batch, layout.global_batch_size(run)).sizes():
+            layout.microbatches(run, size)
+        return layout
+
+    def global_batch_size(self, run: RunConfig) -> int:
+        """--global-batch-size, or one micro-batch per data-parallel rank."""
+        return run.batch.global_batch_size or run.batch.micro_batch_size * self.dp
+
+    def microbatches(self, run: RunConfig, global_batch_size: int) -> int:
+        """Micro-batches per rank and iteration; ValueError when the batch does not divide."""
+        each = run.batch.micro_batch_size * self.dp
+        below = max(1, global_batch_size // each) * each
+        check(global_batch_size % each == 0, f"--global-batch-size {global_batch_size} is not divisible by --micro-batch-size "
+              f"{run.batch.micro_batch_size} x data-parallel size {self.dp} = {each}: use {below} or {below + each}")
+        return global_batch_size // each
+
+
+# Records: what one rank does per micro-batch -----------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Collective:
+    """`bytes` handed over by this rank in one call of `verb` on communicator `group` ("tp", "pp", "dp", "embedding")."""
+
+    verb: str
+    group: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One operation on one rank for one micro-batch.
+
+    name: layer operation. parameters: held by this rank. gemm: (M, N, K) of the forward product and how many of them.
+    flops_*: multiply and add counted apart, matrix products only. saved_bytes: kept from forward to backward.
+    forward, backward: collectives in order.
+    """
+
+    name: str
+    parameters: int = 0
+    gemm: tuple[int, int, int] | None = None
+    gemm_count: int = 1
+    flops_forward: int = 0
+    flops_backward: int = 0
+    saved_bytes: int = 0
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
+
+
+def element_bytes(run: RunConfig) -> int:
+    """Bytes of an activation element."""
+    return 4 if run.precision.name == "fp32" else 2
+
+
+def activation_bytes(run: RunConfig) -> int:
+    """Bytes of one (s, b, h) activation: what pipeline stages send and tensor-parallel ranks reduce."""
+    return run.model.seq_length * run.batch.micro_batch_size * run.model.hidden_size * element_bytes(run)
+
+
+def _reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
+    return (Collective("all_reduce", "tp", bytes),) if tp > 1 else ()
+
+
+def _linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: int,
+            **collectives: tuple[Collective, ...]) -> Record:
+    flops = 2 * rows * outputs * inputs
+    return Record(name=name, parameters=outputs * inputs + bias, gemm=(rows, outputs, inputs), flops_forward=flops,
+                  flops_backward=2 * flops, saved_bytes=saved, **collectives)
+
+
+def _layer_norm(name: str, run: RunConfig) -> Record:
+    rows = run.model.seq_length * run.batch.micro_batch_size
+    return Record(name=name, parameters=2 * run.model.hidden_size, saved_bytes=activation_bytes(run) + 2 * rows * FP32_BYTES)
+
+
+def _attention(run: RunConfig, tp: int) -> Record:
+    model, b = run.model, run.batch.micro_batch_size
+    s, heads, d = model.seq_length, model.num_attention_heads // tp, model.hidden_size // model.num_attention_heads
+    flops = 4 * b * heads * s * s * d  # Q K^T and P V over the full square, as Megatron counts it
+    width = element_bytes(run)
+    # With dropout the scores, their softmax and the dropped-out copy are whole (s, s) tensors.
+    square = b * heads * s * s * width * 2 if model.attention_dropout else b * heads * s * FP32_BYTES
+    return Record(name="attention", gemm=(s, s, d), gemm_count=b * heads, flops_forward=flops, flops_backward=2 * flops,
+                  saved_bytes=square + activation_bytes(run) // tp)
+
+
+def layer_records(run: RunConfig, tp: int) -> list[Record]:
+    """The operations of one transformer layer."""
+    model, whole, width = run.model, activation_bytes(run), element_bytes(run)
+    h, f, rows = model.hidden_size, model.ffn_hidden_size, model.seq_length * run.batch.micro_batch_size
+    reduce = _reduce(whole, tp)
+    return [
+        _layer_norm("input_layernorm", run),
+        _linear("linear_qkv", rows, 3 * h // tp, h, 3 * h // tp, whole, backward=reduce),
+        _attention(run, tp),
+        _linear("linear_proj", rows, h, h // tp, h, whole // tp, forward=reduce),
+        _layer_norm("pre_mlp_layernorm", run),
+        _linear("linear_fc1", rows, f // tp, h, f // tp, whole, backward=reduce),
+        Record(name="gelu", saved_bytes=rows * f // tp * width),
+        _linear("linear_fc2", rows, h, f // tp, h, rows * f // tp * width, forward=reduce),
+    ]
+
+
+def embedding_records(run: RunConfig, tp: int) -> list[Record]:
+    """Word and position embedding (first stage)."""
+    model, vocabulary = run.model, padded_vocab_size(run.model, tp) // tp
+    return [Record(name="word_embeddings", parameters=vocabulary * model.hidden_size,
+                   saved_bytes=model.seq_length * run.batch.micro_batch_size * 9, forward=_reduce(activation_bytes(run), tp)),
+            Record(name="position_embeddings", parameters=model.max_position_embeddings * model.hidden_size)]
+
+
+def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
+    """Final layer norm, logits and loss (last stage); `tied`: the weight is the embedding's own tensor."""
+    model, vocabulary = run.model, padded_vocab_size(run.model, tp) // tp
+    rows, whole = model.seq_length * run.batch.micro_batch_size, activation_bytes(run)
+    logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, whole, backward=_reduce(whole, tp))
+    if tied:
+        logits = Record(**{**vars(logits), "parameters": 0})
+    return [_layer_norm("final_layernorm", run), logits,
+            Record(name="cross_entropy", saved_bytes=rows * vocabulary * FP32_BYTES, forward=3 * _reduce(rows * FP32_BYTES, tp))]
+
+
+def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
+    """(place, record) of everything that stage `stage` does for one micro-batch; place: embedding, layer or head."""
+    if stage == 0:
+        yield from (("embedding", r) for r in embedding_records(run, layout.tp))
+    for _ in stage_layers(run.model.num_layers, layout.pp, stage):
+        yield from (("layer", r) for r in layer_records(run, layout.tp))
+    if stage == layout.pp - 1:
+        yield from (("head", r) for r in head_records(run, layout.tp, tied=layout.pp == 1))
+
+
+def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Parameters that one rank of stage `stage` holds."""
+    return sum(record.parameters for _, record in stage_records(run, layout, stage))
+
+
+def parameters(run: RunConfig) -> int:
+    """Parameters of the whole model, the tied embedding once, the vocabulary padded for one rank."""
+    return stage_parameters(run, Layout(1, 1, 1, 1), 0)
+
+
+# FLOPs of an iteration: three named kinds ----------------------------------------------------------------------------------------
+
+def _recompute_fraction(run: RunConfig) -> float:
+    """Share of the layers that full recompute runs twice."""
+    training, pp = run.training, run.parallel.pipeline_model_parallel_size
+    if training.recompute_granularity != "full":
+        return 0.0
+    layers = run.model.num_layers // pp
+    return recomputed_layers(layers, training.recompute_method, training.recompute_num_layers) / layers
+
+
+def hardware_flops(run: RunConfig, global_batch_size: int) -> float:
+    """FLOPs of one iteration, whole world, as the benchmark tables count them: recompute included, logits in its factor.
+
+    c B s l h^2 (1 + s/(6h) + v/(16 l h)), c = 96 with full recompute, 72 without; selective recompute adds the attention's
+    forward products. Source: Narayanan et al. (2021), equation 3.
+    """
+    model, tp = run.model, run.parallel.tensor_model_parallel_size
+    s, layers, h, v = model.seq_length, model.num_layers, model.hidden_size, padded_vocab_size(model, tp)
+    c = 72 + 24 * _recompute_fraction(run)
+    attention_again = 4 * s * s * h * layers if run.training.recompute_granularity == "selective" else 0
+    return global_batch_size * (c * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h)) + attention_again)
+
+
+def parameter_flops(run: RunConfig, global_batch_size: int) -> float:
+    """6 (8 with recompute) FLOPs per parameter of the layers and token, as the A100 tables counted at first; no embeddings."""
+    layers, h = run.model.num_layers, run.model.hidden_size
+    return (6 + 2 * _recompute_fraction(run)) * layers * (12 * h * h + 13 * h) * run.model.seq_length * global_batch_size
+
+
+def model_flops(run: RunConfig, global_batch_size: int) -> float:
+    """FLOPs an iteration cannot avoid: no recompute, causal attention counted once, logits 6 s h v per sample."""
+    model, tp = run.model, run.parallel.tensor_model_parallel_size
+    s, h, f, v = model.seq_length, model.hidden_size, model.ffn_hidden_size, padded_vocab_size(model, tp)
+    layer = 6 * s * (4 * h * h + 2 * h * f) + 6 * s * s * h
+    return float(global_batch_size * (model.num_layers * layer + 6 * s * h * v))
+
+
+# Communication and memory of an iteration ----------------------------------------------------------------------------------------
+
+def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Elements of a rank's flat buffers: its parameters, padded so that every data-parallel rank's shard is aligned."""
+    return round_up(stage_parameters(run, layout, stage), layout.dp * FLAT_ALIGNMENT)
+
+
+def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
+    """Once per iteration: tied-embedding sum, gradient reduction, and ZeRO-1's gathering of weights."""
+    collectives, edge = [], stage in (0, layout.pp - 1)
+    if layout.pp > 1 and edge:
+        vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
+        collectives.append(Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * FP32_BYTES))
+    elements = flat_elements(run, layout, stage)
+    if layout.dp > 1 and run.parallel.zero_stage:
+        collectives += [Collective("reduce_scatter", "dp", elements * FP32_BYTES),
+                        Collective("all_gather", "dp", elements // layout.dp * element_bytes(run))]
+    elif layout.dp > 1:
+        collectives.append(Collective("all_reduce", "dp", elements * FP32_BYTES))
+    return collectives
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds at the peak of a step, by use."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def saved_bytes(run: RunConfig, records: list[Record]) -> int:
+    """Bytes one layer keeps from forward to backward under the run's recompute setting."""
+    attention = run.training.recompute_granularity == "selective"
+    kept = (r.saved_bytes for r in records if not (attention and r.name == "attention"))
+    return sum(kept) + (layer_input_bytes(run) if attention else 0)
+
+
+def layer_input_bytes(run: RunConfig) -> int:
+    """What selective recompute keeps instead of the attention's inner tensors: its qkv, of this rank's heads."""
+    return 3 * activation_bytes(run) // run.parallel.tensor_model_parallel_size
+
+
+def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> Memory:
+    """Memory of one rank of `stage` with `in_flight` micro-batches between forward and backward."""
+    elements, shards = flat_elements(run, layout, stage), layout.dp if run.parallel.zero_stage else 1
+    low = 0 if run.precision.name == "fp32" else 2
+    layers, training = len(stage_layers(run.model.num_layers, layout.pp, stage)), run.training
+    per_layer = saved_bytes(run, layer_records(run, layout.tp))
+    live = layers * per_layer * in_flight
+    if training.recompute_granularity == "full":
+        groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+        plain = layers - sum(map(len, groups))
+        live = in_flight * (len(groups) * activation_bytes(run) + plain * per_layer) + max(map(len, groups)) * per_layer
+    logits = sum(2 * r.saved_bytes for place, r in stage_records(run, layout, stage) if r.name == "cross_entropy")
+    return Memory(weights=elements * (low or FP32_BYTES), gradients=elements * FP32_BYTES,
+                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live, logits=logits)

@@ -1,0 +1,73 @@
+"""The global batch size as a function of the samples consumed, and what follows from it. Pure integers, no torch.
+
+Left out: which samples a rank takes (`data.sampler`). Test: pytest tests/test_batches.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .config import BatchConfig, TrainingConfig, check
+
+
+@dataclass(frozen=True)
+class RampUp:
+    """--rampup-batch-size START INCREMENT SAMPLES: the global batch size grows from `start` to `global_batch_size`.
+
+    It does so in steps of `increment`, spread evenly over the first `ramp_samples` samples (Megatron-LM's schedule).
+    Raises ValueError for sizes below 1 and for an increment that does not lead from start to the global batch size.
+    """
+
+    start: int
+    increment: int
+    ramp_samples: int
+    global_batch_size: int
+
+    @staticmethod
+    def of(batch: BatchConfig, global_batch_size: int) -> RampUp:
+        """From the flags; without --rampup-batch-size the size is constant."""
+        return RampUp(*(batch.rampup_batch_size or (global_batch_size, 1, 0)), global_batch_size)
+
+    def __post_init__(self) -> None:
+        given = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
+        check(self.start >= 1 and self.increment >= 1 and self.ramp_samples >= 0,
+              f"{given}: start and increment must be at least 1, samples at least 0")
+        rise = self.global_batch_size - self.start
+        check(rise >= 0 and rise % self.increment == 0, f"{given}: --global-batch-size {self.global_batch_size} minus start "
+              f"{self.start} is {rise}, not a multiple of the increment {self.increment} (0 or more times)")
+
+    def sizes(self) -> range:
+        """Every global batch size on the way, in order."""
+        return range(self.start, self.global_batch_size + 1, self.increment)
+
+    def __call__(self, consumed: int) -> int:
+        """Global batch size of the iteration that begins at `consumed` samples."""
+        steps = len(self.sizes()) - 1
+        if consumed >= self.ramp_samples:
+            return self.global_batch_size
+        return self.start + self.increment * (consumed * steps // self.ramp_samples)
+
+
+def starts(ramp: RampUp) -> Iterator[int]:
+    """Consumed samples at the start of iterations 0, 1, 2, ... for ever."""
+    consumed = 0
+    while True:
+        yield consumed
+        consumed += ramp(consumed)
+
+
+def length(training: TrainingConfig, ramp: RampUp) -> tuple[int, int]:
+    """(iterations, samples) of the whole run: --train-iters, or as many iterations as --train-samples needs.
+
+    Raises ValueError when neither is given.
+    """
+    check(training.train_iters is not None or training.train_samples is not None, "give --train-iters or --train-samples")
+    ramped = 0  # iterations before the batch has its final size
+    for ramped, consumed in enumerate(starts(ramp)):  # noqa: B007 - used after the loop
+        if consumed >= ramp.ramp_samples or ramped == training.train_iters or (training.train_samples or consumed + 1) <= consumed:
+            break
+    if training.train_iters is not None:
+        return training.train_iters, consumed + (training.train_iters - ramped) * ramp.global_batch_size
+    rest = -(-max(0, training.train_samples - consumed) // ramp.global_batch_size)
+    return ramped + rest, consumed + rest * ramp.global_batch_size

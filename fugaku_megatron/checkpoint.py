@@ -1,0 +1,291 @@
+"""Sharded checkpoints: a safetensors file per rank and one manifest (manifest.py shows the directory). No pickled code.
+
+A save works aside in iter_0000100.tmp and renames, so an interrupted one leaves the previous checkpoint loadable.
+`save`, `load` and `check_writable` are collective, and fail on all ranks or on none.
+
+Left out: loading into another parallel layout (the manifest says all that it needs), and asynchronous saves.
+Test: pytest tests/test_checkpoint.py
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .comm.agreement import agree, describe, on_root
+from .comm.base import Comm
+from .manifest import (
+    TRACKER,
+    crc32,
+    entries,
+    fsync,
+    iteration_name,
+    iteration_path,
+    join,
+    latest_iteration,
+    list_iterations,
+    read_manifest,
+    verify_file,
+    write_manifest,
+    write_text,
+)
+
+__all__ = ["Shard", "check_writable", "latest_iteration", "list_iterations", "load", "read_manifest", "save"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A local piece of a global tensor.
+
+    `key` names the global tensor (ranks that hold different pieces of it use the same key), such as
+    "decoder.layers.3.mlp.linear_fc1.weight/exp_avg". The tensor-parallel slice is `slice_shape` elements at `offset` of
+    the tensor of `global_shape`; `tensor` holds the row-major range [flat_start, flat_start + numel) of that slice: all
+    of it (flat_start 0), or this rank's part of it under ZeRO-1.
+    """
+
+    key: str
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    slice_shape: tuple[int, ...]
+    flat_start: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.tensor.is_contiguous(), self.key
+        assert len(self.global_shape) == len(self.offset) == len(self.slice_shape), self.key
+        extents = zip(self.offset, self.slice_shape, self.global_shape)
+        assert all(0 <= start and start + length <= full for start, length, full in extents), self.key
+        assert 0 <= self.flat_start <= math.prod(self.slice_shape) - self.tensor.numel(), self.key
+
+    def record(self) -> dict[str, Any]:
+        """The shard's entry in the manifest."""
+        return {"key": self.key, "dtype": str(self.tensor.dtype).replace("torch.", ""),
+                "global_shape": list(self.global_shape), "offset": list(self.offset),
+                "slice_shape": list(self.slice_shape), "flat_start": self.flat_start, "numel": self.tensor.numel()}
+
+
+def save(directory: str | os.PathLike, iteration: int, shards: list[Shard], state: dict[str, Any], comm: Comm,
+         layout: dict[str, int], config: dict[str, Any], keep: int | None = None) -> Path:
+    """Write the checkpoint of `iteration` and return its directory. Collective.
+
+    A shard that several ranks hold is given by one of them only. `state` and `config` are JSON values (tuples come back
+    as lists). With `keep`, only the newest `keep` checkpoints up to this iteration remain. Raises ValueError on all
+    ranks if any rank fails; what was there before stays loadable.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"the number of checkpoints to keep must be at least 1, got {keep}")
+    directory = Path(directory)
+    aside = directory / (iteration_name(iteration) + ".tmp")
+    prefix = f"--save {directory}: iteration {iteration} is not saved: "
+    on_root(comm, lambda: _prepare(directory, iteration, aside), prefix, _untouched)
+    try:
+        files = agree(comm, lambda: _write_shards(aside, comm.rank, shards), prefix, _untouched)
+        on_root(comm, lambda: _seal(aside, iteration, layout, config, state, files), prefix, _untouched)
+    except ValueError:
+        if comm.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    on_root(comm, lambda: _publish(directory, iteration, aside), prefix)
+    on_root(comm, lambda: _remove_old(directory, iteration, keep))
+    return directory / iteration_name(iteration)
+
+
+def load(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: dict[str, int],
+         iteration: int | None = None) -> tuple[int, dict[str, Any]]:
+    """Fill the tensors of `shards` in place from the latest checkpoint, or from `iteration`. Collective.
+
+    Returns (iteration, state). A shard may lie in another rank's file. Nothing is copied anywhere before every rank has
+    verified the files that it needs. Raises ValueError on all ranks: no tracker, missing or foreign manifest, another
+    layout, missing, truncated or altered file, missing key, another shape or dtype.
+    """
+    directory = Path(directory)
+    prefix = f"--load {directory}: "
+    iteration = on_root(comm, lambda: _iteration_to_load(directory, iteration), prefix)
+    others = partial(_other_iterations, directory, iteration)
+    manifest = on_root(comm, lambda: read_manifest(directory, iteration), prefix, others)
+    path = on_root(comm, lambda: iteration_path(directory, iteration))
+    agree(comm, lambda: _check_layout(manifest["layout"], layout, path), prefix)
+    plan: dict[str, list[Shard]] = {}
+    agree(comm, lambda: plan.update(_make_plan(manifest, shards, path)), prefix)
+    agree(comm, lambda: [verify_file(path / name, manifest["files"][name]) for name in plan], prefix, others)
+    agree(comm, lambda: [_read_shards(path / name, plan[name]) for name in plan], prefix, others)
+    return iteration, manifest["state"]
+
+
+def check_writable(directory: str | os.PathLike, comm: Comm) -> None:
+    """Create `directory` and try a small file from every rank: a wrong --save fails before training. Collective."""
+    directory = Path(directory)
+    prefix = f"--save {directory} is not writable: "
+    on_root(comm, lambda: directory.mkdir(parents=True, exist_ok=True), prefix, _other_directory)
+    agree(comm, lambda: _write_probe(directory / f".write_probe_rank_{comm.rank:05d}"), prefix, _other_directory)
+
+
+def _untouched() -> str:
+    return "\nEarlier checkpoints there are untouched. If the disk is full or read-only, give another --save."
+
+
+def _other_directory() -> str:
+    return "\nGive another --save or change the permissions."
+
+
+# ---- saving ------------------------------------------------------------
+
+def _prepare(directory: Path, iteration: int, aside: Path) -> None:
+    """Clear what an interrupted save left, refuse to replace what is not ours, and make the directory to write in."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, suffix, path in entries(directory):
+        current = directory / iteration_name(number)
+        if suffix == ".old" and not current.exists():
+            path.rename(current)
+        elif suffix:
+            shutil.rmtree(path)
+    final = directory / iteration_name(iteration)
+    if final.exists():
+        try:
+            read_manifest(directory, iteration)
+        except ValueError as error:
+            raise ValueError(f"{final} exists and is not a whole checkpoint ({error}); move it away") from error
+    aside.mkdir()
+
+
+def _write_shards(aside: Path, rank: int, shards: list[Shard]) -> tuple[str, dict[str, Any]] | None:
+    """Write this rank's file; returns its name and manifest entry, or None if the rank owns nothing."""
+    tensors = {shard.key: shard.tensor.detach() for shard in shards}
+    assert len(tensors) == len(shards), "a rank gives two shards of one key"
+    if not shards:
+        return None
+    path = aside / f"rank_{rank:05d}.safetensors"
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except Exception as error:
+        raise ValueError(f"{path}: {error}") from error
+    path.chmod(aside.stat().st_mode & 0o666)  # the library writes mode 0600, which a group could not share
+    fsync(path)
+    entry = {"size": path.stat().st_size, "crc32": crc32(path), "shards": [shard.record() for shard in shards]}
+    return path.name, entry
+
+
+def _seal(aside: Path, iteration: int, layout: dict[str, int], config: dict[str, Any], state: dict[str, Any],
+          written: list[Any]) -> None:
+    """Write the manifest: the directory is then a whole checkpoint under a temporary name."""
+    files = dict(entry for entry in written if entry)
+    owners: dict[tuple, str] = {}
+    for name, entry in files.items():
+        for record in entry["shards"]:
+            first = owners.setdefault((record["key"], *_place(record)), name)
+            assert first == name, f"{record['key']} is given by two ranks, in {first} and {name}"
+    write_manifest(aside, iteration, layout, config, state, files)
+    fsync(aside)
+
+
+def _publish(directory: Path, iteration: int, aside: Path) -> None:
+    """Put the new directory in the place of an older one of its name, then move the tracker."""
+    final = directory / iteration_name(iteration)
+    if final.exists():
+        final.rename(final.with_name(final.name + ".old"))  # until the next line readers use this one
+    aside.rename(final)
+    fsync(directory)
+    tracker = directory / (TRACKER + ".tmp")
+    write_text(tracker, f"{iteration}\n")
+    tracker.replace(directory / TRACKER)
+    fsync(directory)
+
+
+def _remove_old(directory: Path, iteration: int, keep: int | None) -> None:
+    """Remove the checkpoint just replaced and those beyond `keep`. A failure only warns: the new checkpoint is safe."""
+    replaced = directory / (iteration_name(iteration) + ".old")
+    doomed = [replaced] if replaced.exists() else []
+    if keep is not None:
+        older = [number for number in list_iterations(directory) if number <= iteration]
+        doomed += [directory / iteration_name(number) for number in older[:-keep]]
+    for path in doomed:
+        try:
+            shutil.rmtree(path.rename(path.with_suffix(".tmp")))  # so half a checkpoint never bears its name
+        except OSError as error:
+            warnings.warn(f"old checkpoint {path} could not be removed: {describe(error)}", stacklevel=2)
+
+
+def _write_probe(path: Path) -> None:
+    write_text(path, "probe\n")
+    path.unlink()
+
+
+# ---- loading -----------------------------------------------------------
+
+def _iteration_to_load(directory: Path, iteration: int | None) -> int:
+    found = latest_iteration(directory) if iteration is None else iteration
+    if found is None:
+        raise ValueError(f"no checkpoint there: {directory / TRACKER} does not exist")
+    return found
+
+
+def _check_layout(saved: dict[str, int], wanted: dict[str, int], path: Path) -> None:
+    differing = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+    if not differing:
+        return
+    flags = [f"mpiexec -n {saved[name]}" if name == "world_size" else f"--{name.replace('_', '-')} {saved[name]}"
+             for name in differing if name in saved]
+    both = ", ".join(f"{name} {saved.get(name)} (this run: {wanted.get(name)})" for name in differing)
+    raise ValueError(f"{path} was saved with {both}; start with {' '.join(flags) or 'the layout of that time'}")
+
+
+def _make_plan(manifest: dict[str, Any], shards: list[Shard], path: Path) -> dict[str, list[Shard]]:
+    """File name -> the shards to read from it."""
+    stored: dict[str, list[tuple[str, dict[str, Any]]]] = {shard.key: [] for shard in shards}
+    for name, entry in manifest["files"].items():
+        for record in entry["shards"]:
+            if record["key"] in stored:
+                stored[record["key"]].append((name, record))
+    plan: dict[str, list[Shard]] = {}
+    for shard in shards:
+        plan.setdefault(_find(stored[shard.key], shard, path), []).append(shard)
+    return plan
+
+
+def _find(pieces: list[tuple[str, dict[str, Any]]], shard: Shard, path: Path) -> str:
+    """The file that holds exactly this shard."""
+    wanted = shard.record()
+    if not pieces:
+        raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that was saved")
+    for what in ("global_shape", "dtype"):
+        if pieces[0][1][what] != wanted[what]:
+            both = f"{pieces[0][1][what]} in {path}, {wanted[what]} in this run"
+            raise ValueError(f"{shard.key}: {what.replace('_', ' ')} is {both}")
+    for name, record in pieces:
+        if _place(record) == _place(wanted):
+            return name
+    places = "; ".join([_show_place(record) for _, record in pieces[:4]] + ["..."] * (len(pieces) > 4))
+    raise ValueError(f"{shard.key}: this run holds {_show_place(wanted)}; {path} holds {places}")
+
+
+def _place(record: dict[str, Any]) -> tuple:
+    return tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"]
+
+
+def _show_place(record: dict[str, Any]) -> str:
+    end = record["flat_start"] + record["numel"]
+    return f"elements [{record['flat_start']}, {end}) of the slice {record['slice_shape']} at {record['offset']}"
+
+
+def _read_shards(path: Path, shards: list[Shard]) -> None:
+    with safe_open(path, framework="pt") as stored:
+        for shard in shards:
+            shard.tensor.detach().copy_(stored.get_tensor(shard.key).view(shard.tensor.shape))
+
+
+def _other_iterations(directory: Path, damaged: int) -> str:
+    others = [iteration for iteration in list_iterations(directory) if iteration != damaged]
+    if not others:
+        return f"\nNo other checkpoint in {directory} is complete."
+    return (f"\nComplete checkpoints: iterations {join(others)}. Use iteration {others[-1]}: --ckpt-step {others[-1]},"
+            f" or remove {iteration_path(directory, damaged)}.")

@@ -1,0 +1,151 @@
+"""The beginning and the end of a job: MPI_Init_thread, and one failing rank ending all ranks at once.
+
+    def main(world): ...
+    if __name__ == "__main__":
+        run_or_abort(main)
+
+Without this, an exception on one rank leaves the others waiting in their next collective for ever.
+Left out: signals and the watchdog. Test: pytest tests/test_launch.py tests/mpi
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import stat
+import sys
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, TextIO, TypeVar
+
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.comm.mpi import MPIComm, mpi_world
+
+T = TypeVar("T")
+GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause
+GRACE_EVERYWHERE = 10.0  # s, where rank 0 is known to fail as well
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # what launchers tell their processes
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def _told(names: tuple[str, ...], default: int) -> tuple[str, int]:
+    """The first of these variables that is set, and its value."""
+    return next(((name, int(os.environ[name])) for name in names if name in os.environ), ("", default))
+
+
+def init() -> Comm:
+    """Start MPI with MPI_THREAD_MULTIPLE and return the world; `describe(world)` tells what was provided.
+
+    A process that no launcher started is a world of one, and then MPI need not be installed. Raises ValueError when a
+    launcher started several processes but MPI is missing, or is another MPI than the launcher's, in which case each
+    process would take itself for the whole world.
+    """
+    name, started = _told(SIZES, 1)
+    try:
+        world = mpi_world()
+    except (ImportError, RuntimeError) as error:  # mpi4py is missing; mpi4py finds no MPI library
+        if started == 1:
+            return DryComm()
+        raise ValueError(
+            f"{name}={started} but MPI cannot be loaded ({error}): run `pip install mpi4py mpich` and use the mpiexec "
+            "next to python, or build mpi4py with the site's MPI"
+        ) from error
+    if world.size == 1 and started > 1:
+        raise ValueError(
+            f"{name}={started} but {world.library} sees one process: use the mpiexec of the MPI that mpi4py loads "
+            f"(for MPICH: `pip install mpich`), or unset {name} to run independent processes"
+        )
+    return world
+
+
+def describe(world: Comm) -> str:
+    """One line for the log: library, thread level, number of ranks."""
+    if isinstance(world, MPIComm):
+        return f"{world.library}, MPI_THREAD_{world.thread_level.upper()}, {world.size} rank(s)"
+    return f"no MPI, {world.size} rank(s)"
+
+
+def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None) -> T:
+    """Return main(comm); if an exception escapes, report it on stderr and end the whole job.
+
+    `comm` is the world, by default that of `init()`. "rank R: <message>" is printed, then MPI_Abort is called:
+
+        ValueError (a user's mistake)       one line                exit code 2
+        KeyboardInterrupt                   one line                exit code 130
+        SystemExit, other than 0            its message if it has   its code
+        anything else (a bug)               the traceback           exit code 1
+
+    When all ranks fail alike, one report shall come out, but failing ranks cannot agree by a collective: others may
+    never enter it. So rank 0 reports at once, and its abort ends the other ranks while they still wait, GRACE seconds,
+    or GRACE_EVERYWHERE if the error is marked by `everywhere`. A rank whose wait ends knows that rank 0 did not fail:
+    it reports and aborts itself. So nothing hangs, and a mistake of one rank is told GRACE seconds late at worst.
+    An exception in another thread of the process ends the job in the same way.
+    """
+    previous = threading.excepthook
+    threading.excepthook = lambda failed: _thread_failed(failed, comm)
+    try:
+        comm = init() if comm is None else comm
+        return main(comm)
+    except SystemExit as error:
+        if not error.code:
+            raise
+        _end(error, comm)
+    except BaseException as error:
+        _end(error, comm)
+    finally:
+        threading.excepthook = previous
+
+
+def _thread_failed(failed: threading.ExceptHookArgs, comm: Comm | None) -> None:
+    if failed.exc_type is SystemExit:  # ends the thread only, as Python has it
+        return
+    try:
+        _end(failed.exc_value, comm)
+    except SystemExit as end:  # from a communicator without MPI: would end this thread only
+        os._exit(end.code)
+
+
+def _end(error: BaseException, comm: Comm | None) -> NoReturn:
+    rank = comm.rank if comm else _told(RANKS, 0)[1]
+    code, text = _report(error)
+    if rank:
+        time.sleep(GRACE_EVERYWHERE if comm and getattr(error, "everywhere", False) else GRACE)
+    if text and (comm or not rank):  # without MPI all processes fail alike, and none can end the others
+        print(f"rank {rank}: {text}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _wait_until_read(sys.stderr)
+    if comm:
+        comm.abort(code)
+    os._exit(code)
+
+
+def _wait_until_read(stream: TextIO, limit: float = 2.0) -> None:
+    """Wait until the launcher has read the pipe behind `stream`, at most `limit` seconds.
+
+    MPICH's launcher drops what it has not read when the abort arrives: without this, 3 of 60 reports were lost.
+    """
+    try:
+        pipe = stream.fileno()
+        unread, end = array.array("i", [1]), time.monotonic() + limit
+        while stat.S_ISFIFO(os.fstat(pipe).st_mode) and unread[0] and time.monotonic() < end:
+            time.sleep(0.01)
+            fcntl.ioctl(pipe, termios.FIONREAD, unread)
+    except (OSError, ValueError):  # not a file, or a system without FIONREAD
+        pass
+
+
+def _report(error: BaseException) -> tuple[int, str]:
+    """Exit code and text."""
+    if isinstance(error, SystemExit):
+        return (error.code, "") if isinstance(error.code, int) else (1, str(error.code))
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if isinstance(error, ValueError):
+        return 2, " ".join(str(error).split())
+    return 1, "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()

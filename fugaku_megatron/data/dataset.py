@@ -1,0 +1,273 @@
+"""GPT training samples from indexed tokens: Megatron-LM's --data-path, --split, blending, and the datasets behind them.
+
+The order of samples depends on no parallel layout. A "document" here is a sequence of the indexed file, as in
+Megatron-core (tools/preprocess_data.py writes one sequence a document). Left out: fill-in-the-middle, attention masks
+that stop at document ends.
+Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). Memory: a GPTDataset takes 12 bytes a sample and 4 bytes
+a document and epoch, beside the 20 bytes a document of its IndexedDataset.
+Test: pytest tests/test_dataset.py
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fugaku_megatron.comm.agreement import on_root
+from fugaku_megatron.data.indexed import IndexedDataset
+from fugaku_megatron.data.indices import (
+    build_blending_indices,
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+)
+
+if TYPE_CHECKING:
+    from fugaku_megatron.comm.base import Comm
+
+SPLITS = ("train", "valid", "test")
+SEPARATE_LAST_EPOCH = 0.80  # Megatron's: a last epoch used for less than this share is shuffled apart from the others
+BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
+CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked at once; later ones as they are fetched
+
+
+class Dataset(Protocol):
+    """`len(d)` samples; `d[i]` is an int64 tensor (seq_length + 1,), IndexError beyond the last."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Tensor: ...
+
+
+def _check_index(index: int, dataset: Dataset) -> None:
+    if not 0 <= index < len(dataset):
+        raise IndexError(f"sample {index} of a dataset of {len(dataset)} samples")
+
+
+def _check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+        raise ValueError(
+            f"{prefix}.bin: token id {wrong} is outside the vocabulary of {vocab_size}: "
+            "use the --vocab-file that tools/preprocess_data.py was given"
+        )
+
+
+class GPTDataset:
+    """At least `num_samples` samples of seq_length + 1 tokens, cut across `documents` (ids of sequences) of `indexed`.
+
+    As many epochs as `num_samples` needs are laid end to end (None: one). `name` ("train", ...) is for messages only.
+    With `vocab_size` the token ids of every sample are checked as it is fetched.
+    Raises ValueError for fewer tokens than one sample takes and for a --seed outside 0 to 2**32 - 1.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        name: str,
+        documents: np.ndarray,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        vocab_size: int | None = None,
+    ):
+        self.indexed, self.name, self.seq_length, self.vocab_size = indexed, name, seq_length, vocab_size
+        per_epoch = int(indexed.sequence_lengths[documents].sum(dtype=np.int64))
+        self._check_request(len(documents), per_epoch, num_samples, seed)
+        needed = (1 if num_samples is None else num_samples) * seq_length + 1
+        self.num_epochs = -(-needed // per_epoch)
+        self.document_index, self.sample_index, self.shuffle_index = self._build(
+            documents, per_epoch, num_samples, seed
+        )
+
+    def _check_request(self, num_documents: int, per_epoch: int, num_samples: int | None, seed: int) -> None:
+        if self.seq_length < 1 or (num_samples is not None and num_samples < 1):
+            raise ValueError(f"{self.name} data: --seq-length {self.seq_length} and {num_samples} samples must be >= 1")
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--seed {seed}: must lie in 0 to {2**32 - 1}")
+        if per_epoch < self.seq_length + 1:
+            raise ValueError(
+                f"{self.name} data of {self.indexed.prefix}: {per_epoch} tokens in {num_documents} documents, but a "
+                f"sample takes --seq-length {self.seq_length} + 1; shorten it, give more data or change --split"
+            )
+
+    def _build(
+        self, documents: np.ndarray, per_epoch: int, num_samples: int | None, seed: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The document, sample and shuffle index. A last epoch of which little is used keeps to itself."""
+        s, epochs = self.seq_length, self.num_epochs
+        without_last = ((epochs - 1) * per_epoch - 1) // s
+        threshold = int(SEPARATE_LAST_EPOCH * ((per_epoch - 1) // s))
+        separate_last = epochs > 1 and num_samples - without_last < threshold
+        rng = np.random.RandomState(seed)  # Megatron's generator; its stream is frozen
+        document_index = build_document_index(documents, epochs, separate_last, rng)
+        sample_index = build_sample_index(self.indexed.sequence_lengths, document_index, s)
+        total = len(sample_index) - 1
+        return document_index, sample_index, build_shuffle_index(without_last if separate_last else total, total, rng)
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Sample `index` of the shuffled order, int64 (s + 1,)."""
+        _check_index(index, self)
+        place = int(self.shuffle_index[index])
+        (first, begin), (last, end) = self.sample_index[place : place + 2].tolist()
+        parts = []
+        for i in range(first, last + 1):
+            offset = begin if i == first else 0
+            length = end + 1 - offset if i == last else None  # + 1: the token shared with the next sample
+            parts.append(self.indexed.get(self.document_index[i], offset, length))
+        tokens = np.concatenate(parts)
+        assert len(tokens) == self.seq_length + 1
+        if self.vocab_size is not None:
+            _check_tokens(tokens, self.vocab_size, self.indexed.prefix)
+        return torch.from_numpy(tokens.astype(np.int64))
+
+
+def _normalize(weights: Sequence[float]) -> list[float]:
+    wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
+    if wrong:
+        raise ValueError(
+            f"--data-path: weight {wrong[0]:g} is not a positive number; to weigh a dataset 0, leave it out"
+        )
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+class BlendedDataset:
+    """`num_samples` samples of several datasets, mixed so that any beginning of the order follows the `weights`.
+
+    Raises ValueError for a weight that is not positive and for a dataset with fewer samples than the blend takes of it.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], num_samples: int):
+        assert len(datasets) == len(weights) > 0
+        self.datasets = list(datasets)
+        self.dataset_index, self.sample_index = build_blending_indices(_normalize(weights), num_samples)
+        counts = np.bincount(self.dataset_index, minlength=len(datasets))
+        for i, (dataset, needed) in enumerate(zip(datasets, counts)):
+            if needed > len(dataset):
+                raise ValueError(
+                    f"blend of {num_samples} samples: dataset {i} has {len(dataset)}, its weight takes {needed}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int) -> Tensor:
+        _check_index(index, self)
+        return self.datasets[self.dataset_index[index]][int(self.sample_index[index])]
+
+
+class MockDataset:
+    """--mock-data: sample i is a pure function of (seed, i), uniform over the vocabulary."""
+
+    def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int):
+        self.vocab_size, self.seq_length, self.num_samples, self.seed = vocab_size, seq_length, num_samples, seed
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        _check_index(index, self)
+        rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], np.uint64)))
+        return torch.from_numpy(rng.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int64))
+
+
+def parse_split(split: str) -> list[float]:
+    """Shares of train, valid and test, summing to 1, of e.g. "969,30,1"; missing ones are 0."""
+    parts = split.split(",")
+    number = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*", re.ASCII)
+    if not 1 <= len(parts) <= 3 or not all(number.fullmatch(part) for part in parts):
+        raise ValueError(
+            f"--split {split!r}: give one to three numbers, none negative, such as 969,30,1 (train,valid,test)"
+        )
+    shares = [float(part) for part in parts] + [0.0] * (3 - len(parts))
+    if sum(shares) == 0:
+        raise ValueError(f"--split {split!r}: all shares are 0; give train a part, such as 969,30,1")
+    return [share / sum(shares) for share in shares]
+
+
+def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """(prefixes, weights) of --data-path: one prefix (weights None) or pairs of weight and prefix."""
+    if len(data_path) == 1:
+        return list(data_path), None
+    pairs = "give one prefix, or pairs: weight prefix weight prefix ..."
+    if not data_path or len(data_path) % 2:
+        raise ValueError(f"--data-path: {len(data_path)} items ({' '.join(data_path)}); {pairs}")
+    weights = []
+    for weight in data_path[::2]:
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            raise ValueError(f"--data-path: {weight!r} stands where a weight is due; {pairs}") from None
+    _normalize(weights)
+    return list(data_path[1::2]), weights
+
+
+def _split_documents(num_documents: int, shares: Sequence[float], split: int) -> np.ndarray:
+    """Ids of the documents of train (0), valid (1) or test (2): neighbouring ranges with Megatron's rounding."""
+    ends = [0.0, *accumulate(shares)]
+    return np.arange(round(ends[split] * num_documents), round(ends[split + 1] * num_documents))
+
+
+def _open(prefix: str, vocab_size: int | None, comm: Comm | None) -> IndexedDataset:
+    indexed = IndexedDataset(prefix, comm)
+    if vocab_size is not None:
+        start = CHECKED_AT_START // indexed.dtype.itemsize
+        on_root(comm, lambda: _check_tokens(indexed.tokens[:start], vocab_size, prefix))
+    return indexed
+
+
+def build_datasets(
+    data_path: Sequence[str],
+    split: str,
+    seq_length: int,
+    num_samples: Sequence[int],
+    seed: int,
+    vocab_size: int | None = None,
+    comm: Comm | None = None,
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
+
+    A dataset of which no samples are asked is None; so is valid or test if --split leaves it no documents.
+    With `comm` rank 0 alone reads the .idx files; all of its ranks must call. Raises ValueError on every rank.
+    """
+    prefixes, weights = parse_data_path(data_path)
+    shares = parse_split(split)
+    opened = {prefix: _open(prefix, vocab_size, comm) for prefix in dict.fromkeys(prefixes)}
+    built: list[Dataset | None] = []
+    for i, name in enumerate(SPLITS):
+        documents = [_split_documents(len(opened[prefix]), shares, i) for prefix in prefixes]
+        empty = [prefix for prefix, ids in zip(prefixes, documents) if not len(ids)]
+        if not num_samples[i] or (name != "train" and len(empty) == len(prefixes)):
+            built.append(None)
+            continue
+        if empty:
+            raise ValueError(
+                f"--split {split}: none of the {len(opened[empty[0]])} documents of {empty[0]} falls to {name}: "
+                f"give {name} a larger share or more documents"
+            )
+        parts = [
+            partial(GPTDataset, opened[prefix], name, ids, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+            for prefix, ids in zip(prefixes, documents)
+        ]
+        built.append(_blend(parts, weights, num_samples[i]))
+    return tuple(built)
+
+
+def _blend(parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] | None, num_samples: int) -> Dataset:
+    """The only part if it has no weight, else a blend of parts built a little above their shares."""
+    if weights is None:
+        return parts[0](num_samples=num_samples)
+    targets = [math.ceil(math.ceil(num_samples * weight) * (1 + BLEND_SURPLUS)) for weight in _normalize(weights)]
+    return BlendedDataset([part(num_samples=n) for part, n in zip(parts, targets)], weights, num_samples)

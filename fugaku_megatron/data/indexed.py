@@ -1,0 +1,227 @@
+"""Megatron-LM's indexed dataset: tokens in <prefix>.bin, the lengths and places of its sequences in <prefix>.idx.
+
+.idx, little-endian: b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, n u64 sequences, d u64 document indices; then
+lengths int32[n] in tokens, pointers int64[n] in bytes into .bin, document indices int64[d]: the first sequence of each
+document, and n. A trailing int8[n] (Megatron's multimodal modes) is accepted and ignored. Left out: object storage.
+Test: pytest tests/test_indexed.py
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fugaku_megatron.comm.agreement import on_root
+
+if TYPE_CHECKING:  # reading and writing tokens needs no torch
+    from fugaku_megatron.comm.base import Comm
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence count, document index count
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+UINT16_VOCAB = 65500  # Megatron's bound: vocabularies below it are stored as uint16
+REBUILD = "write both files again with tools/preprocess_data.py, or copy both again"
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron stores tokens in: uint16 below 65500 tokens of vocabulary, else int32."""
+    return np.dtype("<u2" if vocab_size < UINT16_VOCAB else "<i4")
+
+
+def _file_size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        remedy = (
+            "the prefix is given without .bin or .idx"
+            if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin"))
+            else REBUILD
+        )
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); a dataset is a .bin and an .idx file: {remedy}"
+        ) from None
+
+
+def _check_places(path: str, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray, itemsize: int) -> None:
+    """Sequences must lie back to back as every writer leaves them: then the size of .bin says whether it is whole."""
+    ends = np.cumsum(lengths, dtype=np.int64) * itemsize
+    if len(lengths) and (lengths.min() < 0 or not np.array_equal(pointers[1:], ends[:-1]) or pointers[0] != 0):
+        raise ValueError(f"{path}: its sequence pointers do not follow from its sequence lengths: corrupt; {REBUILD}")
+    if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or np.any(np.diff(documents) < 0):
+        raise ValueError(
+            f"{path}: its document indices do not run from 0 to its {len(lengths)} sequences: corrupt; {REBUILD}"
+        )
+
+
+def _read_index(prefix: str) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
+    """(dtype name, lengths, pointers, document indices) of <prefix>.idx, checked, also against the size of .bin."""
+    path = prefix + ".idx"
+    size = _file_size(path)
+    bin_size = _file_size(prefix + ".bin")
+    with open(path, "rb") as stream:
+        header = stream.read(HEADER.size)
+        if not header.startswith(MAGIC):
+            raise ValueError(
+                f"{path}: begins with {header[:9]!r}, not with {MAGIC!r}: not a Megatron index file; {REBUILD}"
+            )
+        if len(header) < HEADER.size:
+            raise ValueError(f"{path}: truncated: {size} bytes, but its header alone takes {HEADER.size}; {REBUILD}")
+        _, version, code, sequences, documents = HEADER.unpack(header)
+        if version != VERSION or code not in DTYPES:
+            raise ValueError(
+                f"{path}: version {version}, dtype code {code}; known: version {VERSION}, codes 1 to 8; {REBUILD}"
+            )
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        if size not in (expected, expected + sequences):
+            what = "truncated" if size < expected else "too long"
+            raise ValueError(f"{path}: {what}: {size} bytes, but its header announces {expected}; {REBUILD}")
+        lengths = np.fromfile(stream, "<i4", sequences)
+        pointers = np.fromfile(stream, "<i8", sequences)
+        indices = np.fromfile(stream, "<i8", documents)
+    _check_places(path, lengths, pointers, indices, np.dtype(DTYPES[code]).itemsize)
+    _check_bin_size(prefix, bin_size, int(lengths.sum(dtype=np.int64)), np.dtype(DTYPES[code]))
+    return DTYPES[code], lengths, pointers, indices
+
+
+def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> None:
+    expected = tokens * dtype.itemsize
+    if size != expected:
+        raise ValueError(
+            f"{prefix}.bin: {size} bytes, but {prefix}.idx announces {expected} ({tokens} tokens in {dtype.name}); "
+            f"{REBUILD}"
+        )
+
+
+class IndexedDataset:
+    """Reader of `len(data)` sequences; `data[i]` and `data.get(i, offset, length)` are views of the mapped .bin.
+
+    Attributes: dtype, sequence_lengths int32[n] in tokens, sequence_pointers int64[n] in bytes, document_indices
+    int64[d]. With `comm` only rank 0 opens .idx, and broadcasts it; a rank opens .bin when it first reads a token.
+    Raises ValueError, on every rank, for a missing, foreign, truncated or inconsistent pair of files.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):
+        self.prefix = os.fspath(prefix)
+        name, *arrays = on_root(comm, lambda: _read_index(self.prefix))
+        self.dtype = np.dtype(name)
+        self.sequence_lengths, self.sequence_pointers, self.document_indices = arrays
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in .bin."""
+        return int(self.sequence_lengths.sum(dtype=np.int64))
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """All tokens, flat, mapped from .bin."""
+        if not self.num_tokens:
+            return np.empty(0, self.dtype)
+        path = self.prefix + ".bin"
+        _check_bin_size(self.prefix, _file_size(path), self.num_tokens, self.dtype)  # this node's copy may be another
+        return np.asarray(np.memmap(path, self.dtype, mode="r"))
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` tokens (default: all that follow) of sequence `index` from token `offset` on."""
+        first = int(self.sequence_pointers[index]) // self.dtype.itemsize
+        end = int(self.sequence_lengths[index]) if length is None else offset + length
+        assert 0 <= offset <= end <= self.sequence_lengths[index]
+        return self.tokens[first + offset : first + end]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.get(index)
+
+
+class IndexedDatasetWriter:
+    """Writes <prefix>.bin and .idx under temporary names, renamed at the end: until then nothing is overwritten.
+
+    with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:      # an exception leaves no file behind
+        writer.add_document(tokens)
+    """
+
+    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | str | type):
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype.kind not in "iu" or self.dtype not in CODES:
+            raise ValueError(
+                f"{self.prefix}: tokens cannot be stored as {self.dtype}; use uint16 or int32 (best_dtype)"
+            )
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._temporary = {suffix: f"{self.prefix}{suffix}.tmp{os.getpid()}" for suffix in (".bin", ".idx")}
+        try:
+            self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
+        except OSError as error:
+            raise ValueError(
+                f"{self.prefix}.bin: cannot be written ({error.strerror}); is --output-prefix right?"
+            ) from None
+
+    def add_document(self, tokens: np.ndarray | Iterable[int], lengths: Iterable[int] | None = None) -> None:
+        """Append a document of one sequence, or of sequences of these `lengths` in tokens (none: an empty document)."""
+        tokens = np.asarray(
+            tokens if isinstance(tokens, np.ndarray) else list(tokens), None if len(tokens) else self.dtype
+        )
+        lengths = [len(tokens)] if lengths is None else list(lengths)
+        if sum(lengths) != len(tokens) or any(length < 0 for length in lengths):
+            raise ValueError(
+                f"{self.prefix}: sequence lengths {lengths} do not add up to the document's {len(tokens)} tokens"
+            )
+        bounds = np.iinfo(self.dtype)
+        if len(tokens) and not bounds.min <= tokens.min() <= tokens.max() <= bounds.max:
+            raise ValueError(
+                f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; use int32"
+            )
+        self._bin.write(np.ascontiguousarray(tokens, self.dtype))
+        self._lengths.extend(lengths)
+        self._documents.append(len(self._lengths))
+
+    def finalize(self) -> None:
+        """Write .idx and give both files their names."""
+        lengths = np.asarray(self._lengths, "<i4")
+        pointers = np.zeros(len(lengths), "<i8")
+        np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
+        with open(self._temporary[".idx"], "wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
+            for part in (lengths, pointers, np.asarray(self._documents, "<i8")):
+                index.write(part)
+            _flush(index)
+        _flush(self._bin)
+        self._bin.close()
+        if os.path.exists(self.prefix + ".idx"):
+            os.remove(
+                self.prefix + ".idx"
+            )  # an interruption between the renames leaves no .idx rather than one of another .bin
+        os.replace(self._temporary[".bin"], self.prefix + ".bin")
+        os.replace(self._temporary[".idx"], self.prefix + ".idx")
+
+    def discard(self) -> None:
+        """Remove the temporary files."""
+        self._bin.close()
+        for path in self._temporary.values():
+            if os.path.exists(path):
+                os.remove(path)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if exception_type is None:
+                self.finalize()
+        finally:
+            self.discard()
+
+
+def _flush(stream: Any) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())

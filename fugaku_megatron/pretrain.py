@@ -1,0 +1,211 @@
+"""A whole run on one rank: check, build data and trainer, resume, train, evaluate, save, leave.
+
+Left out: what a step is (`train`), MPI start-up (`comm.launch`). Entry point: pretrain_gpt.py   Test: pytest tests/mpi
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from . import accounting, batches, checkpoint, runtime
+from .accounting import Layout
+from .arguments import Arguments
+from .comm.agreement import everywhere, on_root
+from .comm.base import Comm
+from .comm.grid import Grid, Groups
+from .comm.launch import describe
+from .config import RunConfig, check
+from .data.dataset import Dataset, MockDataset, build_datasets
+from .data.tokenizer import build_tokenizer
+from .metrics import MetricsWriter, format_peak_memory, peak_memory_mib
+from .plot import loss_curve
+from .train import IterationResult, Trainer, reads_data
+
+HISTORY = "history.jsonl"
+LOSS_CURVE = "loss_curve.png"
+
+
+def with_vocabulary(run: RunConfig, world: Comm) -> RunConfig:
+    """The run with its vocabulary size known: --vocab-size, or the tokenizer's. One rank reads the files.
+
+    Raises ValueError on every rank when neither is given or the tokenizer has more tokens than --vocab-size.
+    """
+    data, given = run.data, run.model.vocab_size
+    if data.vocab_file is None:
+        check(given is not None, "the vocabulary size is unknown: give --vocab-file and --merge-file, or --vocab-size")
+        return run
+    size = on_root(world, lambda: build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file).vocab_size)
+    check(given is None or given >= size, f"--vocab-size {given} is below the {size} tokens of --vocab-file {data.vocab_file}: "
+          f"give at least {size}, or leave it out")
+    return replace(run, model=replace(run.model, vocab_size=given or size))
+
+
+def evaluations(run: RunConfig, iterations: int) -> int:
+    """How many evaluations a run of `iterations` makes: every --eval-interval, and one at the end."""
+    return (iterations // run.training.eval_interval + 1) if run.training.eval_iters else 0
+
+
+def build_data(run: RunConfig, groups: Groups, layout: Layout) -> tuple[Dataset | None, Dataset | None]:
+    """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective."""
+    size = layout.global_batch_size(run)
+    iterations, samples = batches.length(run.training, batches.RampUp.of(run.batch, size))
+    valid_samples = evaluations(run, iterations) * run.training.eval_iters * size
+    readers = groups.world.split(0 if reads_data(groups) else 1, groups.world.rank)
+    if not reads_data(groups):
+        return None, None
+    model, seed = run.model, run.training.seed
+    if run.data.mock_data:
+        return (MockDataset(model.vocab_size, model.seq_length, samples, seed),
+                MockDataset(model.vocab_size, model.seq_length, valid_samples, seed + 1) if valid_samples else None)
+    train, valid, _ = build_datasets(run.data.data_path, run.data.split, model.seq_length, (samples, valid_samples, 0), seed,
+                                     model.vocab_size, readers)
+    return train, valid
+
+
+@dataclass
+class Session:
+    """A trainer with its log, and the reasons to leave early."""
+
+    trainer: Trainer
+    writer: MetricsWriter
+    iterations: int
+    has_valid: bool
+    signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
+
+    def run(self) -> None:
+        """Train to the end, or until something asks to leave. Collective."""
+        progress, output = self.trainer.progress, self.trainer.run.output
+        timer = runtime.ExitTimer(self.trainer.run.training.exit_duration_in_mins)
+        saved = progress.iteration
+        while progress.iteration < self.iterations:
+            self._log(self.trainer.train_step())
+            self._evaluate(progress.iteration)
+            reason = self._reason_to_leave(progress.iteration, timer)
+            due = output.save_interval and progress.iteration % output.save_interval == 0
+            if output.save and (due or reason):
+                self._save(output.save)
+                saved = progress.iteration
+            if reason:
+                self.writer.print(f"leaving after iteration {progress.iteration}: {reason}")
+                break
+        if output.save and saved != progress.iteration:
+            self._save(output.save)
+
+    def _log(self, result: IterationResult) -> None:
+        trainer, run = self.trainer, self.trainer.run
+        progress, output = trainer.progress, run.output
+        norm = trainer.optimizer.params_norm() if output.log_params_norm else None
+        self.writer.add(
+            progress.iteration, consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_samples * run.model.seq_length, elapsed_seconds=result.seconds,
+            learning_rate=result.learning_rate, global_batch_size=result.global_batch_size, lm_loss=result.loss,
+            loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
+            skipped=result.skipped, flops_per_rank=accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size)
+
+    def _evaluate(self, iteration: int) -> None:
+        run, training = self.trainer.run, self.trainer.run.training
+        last = iteration == self.iterations
+        if not self.has_valid or not (last or iteration % training.eval_interval == 0):
+            return
+        number = -(-iteration // training.eval_interval) - 1
+        first = number * training.eval_iters * self.trainer.layout.global_batch_size(run)
+        loss = self.trainer.evaluate(self.trainer.valid, first, training.eval_iters)
+        self.writer.validation(iteration, loss, self.trainer.progress.consumed_samples)
+
+    def _reason_to_leave(self, iteration: int, timer: runtime.ExitTimer) -> str | None:
+        """The same answer on every rank: one small reduction per iteration."""
+        interval = self.trainer.run.training.exit_interval
+        world, signalled = self.trainer.world, self.signals.stop_requested
+        found = world.all_reduce(torch.tensor([signalled, timer.expired], dtype=torch.int32), "max").tolist()
+        if interval and iteration % interval == 0:
+            return f"--exit-interval {interval}"
+        return "a signal asked to stop" if found[0] else "--exit-duration-in-mins is over" if found[1] else None
+
+    def _save(self, directory: str) -> None:
+        self.trainer.save(directory)
+        self.writer.print(f"saved checkpoint of iteration {self.trainer.progress.iteration} to {directory}")
+        if self.writer.printing:
+            loss_curve(os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY))
+
+
+def check_early(arguments: Arguments, world_size: int) -> Layout | None:
+    """Everything that can be checked without files: the same ValueError on every rank."""
+    run = arguments.run
+    check(run.data.mock_data or run.data.data_path is not None, "give --data-path (see tools/preprocess_data.py) or --mock-data")
+    batches.length(run.training, batches.RampUp(1, 1, 0, 1))
+    Layout.of(run, world_size)
+
+
+def configure_process(run: RunConfig, world: Comm) -> str:
+    """Threads and denormals of this rank; returns the log's line about the machine. Collective."""
+    mask = sorted(os.sched_getaffinity(0))
+    here = [cpus for node, cpus in world.all_gather_object((platform.node(), mask)) if node == platform.node()]
+    threads = runtime.threads_per_rank(len(here), os.environ, runtime.physical_cores(mask), runtime.cpu_quota(),
+                                       runtime.ranks_sharing(mask, here))
+    torch.set_num_threads(threads)
+    if run.training.use_flush_denormal:
+        runtime.flush_denormals()
+    return runtime.machine_summary(describe(world), len(here), threads)
+
+
+def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str) -> list[str]:
+    """What the log says before the first iteration."""
+    size = layout.global_batch_size(run)
+    hardware, model = accounting.hardware_flops(run, size), accounting.model_flops(run, size)
+    return [
+        *(f"note: {note}" for note in arguments.notes),
+        machine,
+        f"world size {layout.world_size}: data parallel {layout.dp}, pipeline parallel {layout.pp}, tensor parallel {layout.tp}; "
+        f"{run.precision.name}, ZeRO stage {run.parallel.zero_stage}, recompute {run.training.recompute_granularity or 'none'}",
+        f"parameters {accounting.parameters(run):,}, padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
+        f"FLOPs per iteration of {size} samples: {hardware:.4e} hardware (recompute counted; TFLOPs in the log, per rank), "
+        f"{model:.4e} model (no recompute, causal attention once); ratio {model / hardware:.3f}",
+    ]
+
+
+def start(arguments: Arguments, world: Comm) -> Session:
+    """Check, build and resume. Raises ValueError for a user's mistake before anything expensive where that is possible."""
+    with everywhere():
+        check_early(arguments, world.size)
+        run = with_vocabulary(arguments.run, world)
+        layout = Layout.of(run, world.size)
+    output = run.output
+    if output.save:
+        checkpoint.check_writable(output.save, world)
+    machine = configure_process(run, world)
+    groups = Grid(world.size, layout.tp, layout.pp).groups(world)
+    train, valid = build_data(run, groups, layout)
+    trainer = Trainer(run, world, groups, train, valid)
+    lines = announce(arguments, run, layout, machine)
+    found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
+    if found:
+        trainer.load(output.load, output.ckpt_step)
+        lines.append(f"resumed from {output.load} at iteration {trainer.progress.iteration}")
+    elif output.load:
+        lines.append(f"no checkpoint in --load {output.load}: starting anew")
+    iterations, _ = batches.length(run.training, trainer.ramp)
+    writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=trainer.progress.iteration,
+                           tensorboard_dir=output.tensorboard_dir,
+                           history_path=Path(output.save) / HISTORY if output.save else None)
+    for line in lines:
+        writer.print(line)
+    return Session(trainer, writer, iterations, any(world.all_gather_object(valid is not None)))
+
+
+def pretrain(arguments: Arguments, world: Comm) -> None:
+    """The run, from checked flags to the last checkpoint. Collective over `world`."""
+    session = start(arguments, world)
+    try:
+        with session.signals:
+            session.run()
+        memory = world.gather_object(peak_memory_mib())
+        if memory is not None:
+            session.writer.print(format_peak_memory(memory))
+    finally:
+        session.trainer.close()
+        session.writer.close()

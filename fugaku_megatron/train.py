@@ -1,0 +1,192 @@
+"""The trainer: builds a rank's part of the run, steps, evaluates, logs, saves and leaves.
+
+Left out: MPI start-up and the command line (`pretrain_gpt.py`), the plan without training (`dry_run`).
+Run: mpiexec -n 2 python pretrain_gpt.py --recipe demo ...   Test: pytest tests/test_train.py tests/test_parallel.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checkpoint, schedule
+from .accounting import Layout
+from .batches import RampUp
+from .comm.base import Comm
+from .comm.grid import Grid, Groups
+from .config import RunConfig
+from .data.dataset import Dataset
+from .data.sampler import Prefetcher, first_sample, micro_batches
+from .nn.model import Stage
+from .optim import DTYPES, Optimizer, ParamSchedule
+from .step import Batch, StepExecutor
+
+
+@dataclass
+class Progress:
+    """Where the run stands; all of it is saved."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped: int = 0
+    nans: int = 0
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """What one training iteration found, equal on every rank."""
+
+    loss: float
+    grad_norm: float
+    num_zeros: float
+    skipped: bool
+    learning_rate: float
+    loss_scale: float
+    global_batch_size: int
+    seconds: float
+
+
+@dataclass
+class Trainer:
+    """One rank of a run. Raises ValueError when the run does not fit on `world.size` ranks.
+
+    train, valid: datasets, needed where `reads_data`; None elsewhere.
+    """
+
+    run: RunConfig
+    world: Comm
+    groups: Groups | None = None
+    train: Dataset | None = None
+    valid: Dataset | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        run = self.run
+        self.layout = Layout.of(run, self.world.size)
+        if self.groups is None:
+            self.groups = Grid(self.world.size, self.layout.tp, self.layout.pp).groups(self.world)
+        self.stage = Stage(run, self.groups)
+        self.optimizer = Optimizer(self.stage, run, self.groups)
+        self.ramp = RampUp.of(run.batch, self.layout.global_batch_size(run))
+        self.schedule = ParamSchedule.of(run, self.layout.global_batch_size(run))
+        self.dtype = DTYPES[run.precision.name]
+        self._batches: Prefetcher[Batch] | None = None
+
+    @property
+    def reads_data(self) -> bool:
+        """Only the first tensor-parallel rank of the first and last stage reads; it broadcasts to its group."""
+        return reads_data(self.groups)
+
+    def batch_size(self, consumed: int) -> int:
+        """Global batch size of the iteration that starts at `consumed` samples."""
+        return self.ramp(consumed)
+
+    # One step ------------------------------------------------------------------------------------------------------------------
+
+    def _samples(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int]) -> Iterator[Batch]:
+        """This rank's micro-batches from `consumed` on; only a rank that reads may call it."""
+        return micro_batches(dataset, consumed, size, self.run.batch.micro_batch_size, self.groups.dp.rank, self.layout.dp)
+
+    def _broadcast(self, source: Iterator[Batch] | None) -> Iterator[Batch]:
+        """Micro-batches on every tensor-parallel rank, read by the first."""
+        shape = (self.run.model.seq_length, self.run.batch.micro_batch_size)
+        while True:
+            tokens, labels = next(source) if source else (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+            yield self.groups.tp.broadcast(tokens), self.groups.tp.broadcast(labels)
+
+    def _execute(self, batches: Iterator[Batch], consumed: int, microbatches: int, factor: float,
+                 make: Callable[[int, int, int], list[schedule.Instruction]]) -> list[Tensor]:
+        pp, dp, b = self.groups.pp, self.groups.dp, self.run.batch.micro_batch_size
+        model = self.run.model
+        executor = StepExecutor(self.stage, pp, batches, lambda m: first_sample(consumed, m, b, dp.rank, dp.size),
+                                (model.seq_length, b, model.hidden_size), self.dtype, factor)
+        return executor.run(make(pp.rank, pp.size, microbatches))
+
+    def _mean_loss(self, losses: list[Tensor]) -> float:
+        """Mean over micro-batches and data-parallel ranks, from the last stage to all."""
+        loss = torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
+        pp = self.groups.pp
+        if pp.rank == pp.size - 1:
+            self.groups.dp.all_reduce(loss).div_(self.groups.dp.size)
+        return pp.broadcast(loss, root=pp.size - 1).item()
+
+    def _train_batches(self) -> Iterator[Batch]:
+        if self._batches is None and self.reads_data:
+            self._batches = Prefetcher(self._samples(self.train, self.progress.consumed_samples, self.batch_size))
+        return self._broadcast(self._batches)
+
+    def train_step(self) -> IterationResult:
+        """One iteration: forwards and backwards, gradient sums, update. Collective."""
+        started, consumed = time.perf_counter(), self.progress.consumed_samples
+        size = self.batch_size(consumed)
+        microbatches, scale = self.layout.microbatches(self.run, size), self.optimizer.scaler.scale
+        self.stage.train()
+        self.optimizer.zero_grad()
+        losses = self._execute(self._train_batches(), consumed, microbatches, scale / (microbatches * self.layout.dp),
+                               schedule.one_f_one_b)
+        if self.layout.pp > 1 and (self.stage.is_first or self.stage.is_last):
+            self.groups.embedding.all_reduce(self.stage.tied_weight.main_grad)
+        lr = self.schedule.learning_rate(consumed)
+        step = self.optimizer.step(lr, self.schedule.weight_decay(consumed), self.run.output.log_num_zeros_in_grad)
+        loss = self._mean_loss(losses)
+        self.progress.iteration += 1
+        self.progress.consumed_samples += size
+        self.progress.skipped += step.skipped
+        self.progress.nans += loss != loss
+        return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, time.perf_counter() - started)
+
+    @torch.no_grad()
+    def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
+        """Mean loss over `iterations` global batches of a dataset from sample `first` on. Collective."""
+        size = self.layout.global_batch_size(self.run)
+        microbatches = self.layout.microbatches(self.run, size)
+        self.stage.eval()
+        total = 0.0
+        source = self._samples(dataset, first, lambda _: size) if self.reads_data else None
+        batches = self._broadcast(source)
+        for i in range(iterations):
+            total += self._mean_loss(self._execute(batches, first + i * size, microbatches, 1.0, schedule.forward_only))
+        return total / iterations
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------------------
+
+    def _layout_record(self) -> dict[str, int]:
+        return {"tensor_model_parallel_size": self.layout.tp, "pipeline_model_parallel_size": self.layout.pp,
+                "zero_shards": self.layout.dp if self.optimizer.sharded else 1}
+
+    def state(self) -> dict[str, Any]:
+        """Everything but tensors. Dropout and initial weights are functions of (seed, sample), so the random state of every
+        rank is the seed and the position in the data."""
+        return {"progress": asdict(self.progress), "scaler": self.optimizer.scaler.state(), "optimizer_steps": self.optimizer.steps,
+                "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
+
+    def save(self, directory: str) -> None:
+        """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
+        shards = self.optimizer.checkpoint_shards() if self.optimizer.sharded or self.groups.dp.rank == 0 else []
+        checkpoint.save(directory, self.progress.iteration, shards, self.state(), self.world, self._layout_record(),
+                        asdict(self.run))
+
+    def load(self, directory: str, iteration: int | None = None) -> None:
+        """Go on from a checkpoint. Collective; ValueError on every rank, naming the file, for a damaged or foreign one."""
+        _, state = checkpoint.load(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration)
+        self.optimizer.after_load()
+        self.optimizer.scaler.load(state["scaler"])
+        self.optimizer.steps = state["optimizer_steps"]
+        self.progress = Progress(**state["progress"])
+        self.close()
+
+
+def reads_data(groups: Groups) -> bool:
+    """Whether this rank opens the data set."""
+    return groups.tp.rank == 0 and (groups.is_first_stage or groups.is_last_stage)

@@ -1,0 +1,59 @@
+"""Train a small model in every parallel layout that fits the world, as a program: mpiexec -n 8 python tests/mpi/layouts.py
+
+All ranks first train alone, which gives the expected losses and gradients; then parts of the world train together. Prints one
+line per layout; fails on the first difference. See test_layouts.py.
+"""
+
+import sys
+
+import torch
+
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.launch import describe, run_or_abort
+from fugaku_megatron.comm.local import DryComm
+from tests.helpers import make_trainer, small_run, whole_tensors
+
+ITERATIONS = 20
+SIZES = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "pp4": (4, 1, 4), "dp2": (2, 1, 1), "tp2pp2": (4, 2, 2), "tp2pp2dp2": (8, 2, 2)}
+VARIANTS = ({}, {"recompute_granularity": "full", "zero_stage": 1})  # tests/test_parallel.py has them all, on threads
+
+
+def train(world: Comm, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(losses and gradient norms (iterations, 2), gradients of the first iteration)."""
+    trainer = make_trainer(world, small_run(**changes))
+    results, gradients = [], {}
+    for i in range(ITERATIONS):
+        results.append(trainer.train_step())
+        gradients = gradients or whole_tensors(trainer, "grad") if i == 0 and not trainer.optimizer.sharded else gradients
+    trainer.close()
+    return torch.tensor([(r.loss, r.grad_norm) for r in results], dtype=torch.float64), gradients
+
+
+def compare(found, expected) -> float:
+    """The largest relative difference of losses and norms; asserts 1e-5, also for gradients against their largest element."""
+    difference = ((found[0] - expected[0]).abs() / expected[0]).max().item()
+    assert difference <= 1e-5, difference
+    for name, gradient in found[1].items():
+        wanted = expected[1].get(name, expected[1]["embedding.word_embeddings.weight"])
+        assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+    return difference
+
+
+def main(world: Comm) -> None:
+    torch.set_num_threads(1)
+    alone = train(DryComm())
+    for name, (ranks, tp, pp) in SIZES.items():
+        part = world.split(0 if world.rank < ranks else 1, world.rank)
+        for variant in VARIANTS if world.rank < ranks <= world.size else ():
+            found = train(part, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
+            difference = compare(found, alone)
+            if world.rank == 0:
+                print(f"ok {name} {variant} {difference:.1e}", flush=True)
+    world.barrier()
+    if world.rank == 0:
+        print(describe(world))
+
+
+if __name__ == "__main__":
+    run_or_abort(main)
+    sys.exit(0)

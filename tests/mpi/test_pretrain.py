@@ -1,0 +1,173 @@
+"""pretrain_gpt.py as a user starts it: trains, logs, saves, resumes, survives kills, and refuses mistakes with one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fugaku_megatron import accounting, checkpoint
+from fugaku_megatron.arguments import parse
+from fugaku_megatron.metrics import parse_log
+from tests.mpi import launch
+
+pytestmark = pytest.mark.mpi
+PROGRAM = str(launch.TESTS.parent / "pretrain_gpt.py")
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--vocab-size", "96",
+        "--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-3", "--mock-data",
+        "--log-interval", "1", "--eval-iters", "0"]
+
+
+@pytest.fixture(scope="module")
+def mpich():
+    found = launch.mpich()
+    if found is None:
+        pytest.skip(launch.MISSING["mpich"])
+    return found
+
+
+def losses(directory: Path) -> list[float]:
+    """Every training loss in the history, to the last bit."""
+    records = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
+    return [r["lm_loss"] for r in records if r["kind"] == "train"]
+
+
+def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path):
+    flags = [PROGRAM, *TINY, "--train-iters", "8", "--zero-stage", "1", "--log-params-norm", "--log-num-zeros-in-grad",
+             "--hidden-dropout", "0.1", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"]
+    whole = mpi.run(2, *flags, "--save", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    lines = parse_log(whole.stdout.splitlines())
+    assert [line.iteration for line in lines] == list(range(1, 9)) and lines[-1].params_norm > 0
+    first = mpi.run(2, *flags, "--save", str(tmp_path / "parts"), "--exit-interval", "5")
+    assert first.returncode == 0 and "leaving after iteration 5: --exit-interval 5" in first.stdout
+    second = mpi.run(2, *flags, "--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts"))
+    assert second.returncode == 0 and "at iteration 5" in second.stdout, second.stderr
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert (tmp_path / "whole" / "loss_curve.png").stat().st_size > 10_000
+    assert "peak memory per rank: max" in whole.stdout
+
+
+def test_tflops_in_the_log_are_the_formula(mpich):
+    flags = [*TINY, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--checkpoint-activations"]
+    job = mpich.run(2, PROGRAM, *flags)
+    assert job.returncode == 0, job.stderr
+    line = parse_log(job.stdout.splitlines())[-1]
+    # c B s l h^2 (1 + s/(6h) + v/(16 l h)) with c = 96, B = 8, s = 16, l = 2, h = 32, v = 96
+    by_hand = 96 * 8 * 16 * 2 * 32**2 * (1 + 16 / (6 * 32) + 96 / (16 * 2 * 32))
+    assert accounting.hardware_flops(parse(flags).run, 8) == pytest.approx(by_hand)
+    shown = re.search(r"FLOPs per iteration of 8 samples: (\S+) hardware", job.stdout)
+    assert float(shown[1]) == pytest.approx(by_hand, rel=1e-4)
+    assert line.tflops == pytest.approx(by_hand / 2 / line.elapsed_seconds / 1e12, abs=0.005 + by_hand / 1e12)
+
+
+def test_sigterm_saves_and_leaves_with_zero(mpich, tmp_path):
+    job = start(mpich, tmp_path, "--train-iters", "100000", "--save-interval", "100000")
+    wait_for_lines(job, 3)
+    for rank in ranks(job):
+        rank.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
+    assert "a signal asked to stop" in output
+    assert checkpoint.latest_iteration(tmp_path) >= 3
+
+
+def test_exit_duration_saves_and_leaves_with_zero(mpich, tmp_path):
+    job = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1000000", "--log-interval", "1000", "--save", str(tmp_path),
+                    "--exit-duration-in-mins", "0.02")
+    assert job.returncode == 0, job.stderr
+    assert "--exit-duration-in-mins is over" in job.stdout and checkpoint.latest_iteration(tmp_path)
+
+
+def start(mpi, directory: Path, *flags: str) -> subprocess.Popen:
+    command = [str(mpi.mpiexec), *mpi.options, "-n", "2", sys.executable, PROGRAM, *TINY, "--save", str(directory), "--load",
+               str(directory), *flags]
+    environment = {**os.environ, **mpi.environment, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def wait_for_lines(job: subprocess.Popen, count: int) -> bool:
+    """Read until `count` iterations were logged; False when the job ended before."""
+    seen = 0
+    for line in job.stdout:
+        seen += line.startswith(" iteration ")
+        if seen == count:
+            return True
+    return False
+
+
+def ranks(job: subprocess.Popen) -> list[psutil.Process]:
+    children = psutil.Process(job.pid).children(recursive=True)
+    return [p for p in children if "pretrain_gpt.py" in " ".join(p.cmdline())]
+
+
+def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills):
+    length = 10 + 3 * kills
+    flags = ["--train-iters", str(length), "--save-interval", "2", "--hidden-dropout", "0.1"]
+    whole = mpich.run(2, PROGRAM, *TINY, *flags, "--save", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    chance, killed = random.Random(kills), 0
+    while killed < kills:
+        job = start(mpich, tmp_path / "killed", *flags)
+        if wait_for_lines(job, chance.randint(1, 4)):
+            time.sleep(chance.random() * 0.03)
+            victims = ranks(job)
+            if victims:
+                chance.choice(victims).kill()
+        job.stdout.read()
+        if job.wait(timeout=60) == 0:
+            break  # it was faster than the kill
+        killed += 1
+    assert killed >= kills // 2
+    last = mpich.run(2, PROGRAM, *TINY, *flags, "--save", str(tmp_path / "killed"), "--load", str(tmp_path / "killed"))
+    assert last.returncode == 0, last.stderr
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_a_truncated_shard_is_refused_and_the_previous_checkpoint_loads(mpich, tmp_path):
+    flags = [PROGRAM, *TINY, "--save", str(tmp_path), "--load", str(tmp_path)]
+    assert mpich.run(2, *flags, "--train-iters", "4", "--save-interval", "2").returncode == 0
+    shard = sorted((tmp_path / "iter_0000004").glob("*.safetensors"))[0]
+    os.truncate(shard, shard.stat().st_size // 2)
+    refused = mpich.run(2, *flags, "--train-iters", "6")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert shard.name in refused.stderr and "--ckpt-step" in refused.stderr
+    previous = mpich.run(2, *flags, "--train-iters", "6", "--ckpt-step", "2")
+    assert previous.returncode == 0 and "at iteration 2" in previous.stdout, previous.stderr
+
+
+MISTAKES = {
+    "unknown flag": (["--num-layer", "2"], "did you mean --num-layers"),
+    "heads": (["--num-attention-heads", "5"], "--num-attention-heads 5"),
+    "world size": (["--tensor-model-parallel-size", "4"], "--tensor-model-parallel-size 4"),
+    "layers": (["--num-layers", "3", "--pipeline-model-parallel-size", "2"], "--num-layers 3"),
+    "batch": (["--global-batch-size", "7"], "use 4 or 8"),
+    "length": ([], "--train-iters or --train-samples"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_give_one_line(mpich, name):
+    flags, message = MISTAKES[name]
+    length = [] if name == "length" else ["--train-iters", "1"]
+    job = mpich.run(2, PROGRAM, *TINY, *length, *flags)
+    assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
+    assert message in job.stderr and job.stderr.startswith("rank 0: ")
+
+
+def test_missing_data_and_unwritable_save_give_one_line(mpich, tmp_path):
+    (tmp_path / "file").write_text("")
+    flags = [f for f in TINY if f != "--mock-data"]
+    missing = mpich.run(2, PROGRAM, *flags, "--train-iters", "1", "--data-path", str(tmp_path / "none"))
+    assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "none.idx" in missing.stderr, missing.stderr
+    unwritable = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1", "--save", str(tmp_path / "file" / "below"))
+    assert unwritable.returncode == 2 and unwritable.stderr.count("\n") == 1 and "--save" in unwritable.stderr, unwritable.stderr

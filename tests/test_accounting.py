@@ -1,0 +1,114 @@
+"""The formulas against what the model really has, computes and sends, and against rows of the benchmark tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fugaku_megatron import accounting
+from fugaku_megatron.accounting import Layout
+from fugaku_megatron.arguments import make_run
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.recording import record
+from fugaku_megatron.train import Trainer
+from tests.helpers import grid_groups, make_trainer, mock, small_run
+
+LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (8, 2, 2), (4, 1, 1)]  # world, tp, pp
+
+
+def sizes(tp: int, pp: int) -> dict[str, int]:
+    return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
+def test_parameters_are_those_of_the_stages(world, tp, pp):
+    run = small_run(**sizes(tp, pp))
+    held = ThreadWorld(world).run(lambda comm: sum(p.numel() for p in make_trainer(comm, run).stage.parameters()))
+    layout = Layout.of(run, world)
+    assert held == [accounting.stage_parameters(run, layout, rank // tp % pp) for rank in range(world)]
+
+
+def test_parameters_of_published_models():
+    assert accounting.parameters(make_run("124m", {"make_vocab_size_divisible_by": 1})) == 124_439_808  # GPT-2's own count
+    assert accounting.parameters(make_run("30b", {})) == pytest.approx(30e9, rel=0.01)
+
+
+def addmm_flops(out, a, b, **_) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_flops_are_torchs(dropout):
+    run = small_run(num_layers=2, attention_dropout=dropout, micro_batch_size=1)
+    trainer = make_trainer(DryComm(), run)
+    trainer.stage.train()
+    tokens = torch.zeros(16, 1, dtype=torch.int64)
+    # torch knows addmm, not its in-place form, by which weight gradients are accumulated
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
+    with counter, sdpa_kernel(SDPBackend.MATH):  # torch counts no FLOPs in its flash kernel for CPUs
+        loss = trainer.stage(tokens, tokens, 0)
+    forward = counter.get_total_flops()
+    with counter:
+        loss.backward()
+    records = [r for _, r in accounting.stage_records(run, Layout.of(run, 1), 0)]
+    assert forward == sum(r.flops_forward for r in records)
+    assert counter.get_total_flops() == sum(r.flops_backward for r in records)
+
+
+def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
+    """Bytes per (verb, group) of one iteration, without the few bytes of norms and losses."""
+    found: dict[tuple[str, str], int] = {}
+    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    per_microbatch = [c for _, r in accounting.stage_records(run, layout, stage) for c in (*r.forward, *r.backward)]
+    for c in per_microbatch * microbatches + accounting.gradient_collectives(run, layout, stage):
+        found[c.verb, c.group] = found.get((c.verb, c.group), 0) + c.bytes
+    sends = (stage > 0) + (stage < layout.pp - 1)
+    if sends:
+        found["send", "pp"] = found["recv", "pp"] = sends * microbatches * accounting.activation_bytes(run)
+    return found
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
+def test_bytes_are_those_communicated(world, tp, pp, zero_stage):
+    run = small_run(zero_stage=zero_stage, **sizes(tp, pp))
+    layout = Layout.of(run, world)
+
+    def traffic(comm):
+        torch.set_num_threads(1)
+        groups = record(grid_groups(comm, run))
+        trainer = Trainer(run, comm, groups, mock(run))
+        trainer.train_step()
+        trainer.close()
+        return groups.tp.tally()
+
+    small = 64  # bytes: norms, counts and losses
+    for rank, tally in enumerate(ThreadWorld(world).run(traffic)):
+        found = {(verb, group): bytes for (group, verb), (calls, bytes) in tally.items()}
+        for key, bytes in expected_traffic(run, layout, rank // tp % pp).items():
+            assert bytes <= found[key] <= bytes + small, (rank, key, bytes, found[key])
+
+
+@pytest.mark.parametrize(("recipe", "changes", "seconds", "ranks", "tflops"), [
+    ("124m", {"recompute_granularity": "full"}, 1020.3, 1, 1.092),
+    ("124m", {}, 1489.7, 1, 0.561),
+    ("30b", {"recompute_granularity": "full", **sizes(4, 48)}, 3534.9, 192, 1.16),
+])
+def test_hardware_flops_reproduce_the_tables(recipe, changes, seconds, ranks, tflops):
+    run = make_run(recipe, changes)
+    assert accounting.hardware_flops(run, run.batch.global_batch_size) / seconds / ranks / 1e12 == pytest.approx(tflops, rel=1e-3)
+
+
+def test_parameter_flops_reproduce_the_tables():
+    # The A100 table's 187B row: h 13824, 80 layers, 40 nodes of 8, 160.29 s, printed 120.05
+    run = make_run(None, {"num_layers": 80, "hidden_size": 13824, "num_attention_heads": 108, "seq_length": 2048,
+                          "vocab_size": 50257, "micro_batch_size": 1, "global_batch_size": 2048,
+                          "recompute_granularity": "full", "train_iters": 1})
+    assert accounting.parameter_flops(run, 2048) / 160.29 / 320 / 1e12 == pytest.approx(120.05, rel=1e-3)
+
+
+def test_model_flops_against_hardware_flops():
+    run = make_run("30b", {"recompute_granularity": "full"})
+    assert accounting.model_flops(run, 1536) / accounting.hardware_flops(run, 1536) == pytest.approx(0.735, abs=1e-3)

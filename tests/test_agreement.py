@@ -1,0 +1,52 @@
+"""All ranks fail or none. Run: pytest tests/test_agreement.py"""
+
+import pytest
+
+from fugaku_megatron.comm.agreement import agree, describe, on_root
+from fugaku_megatron.comm.local import ThreadWorld
+
+
+def test_results_come_back_in_rank_order_on_rank_0():
+    results = ThreadWorld(3).run(lambda comm: agree(comm, lambda: comm.rank * 10))
+    assert results == [[0, 10, 20], None, None]
+
+
+def test_every_rank_raises_the_first_failing_ranks_message():
+    def rank(comm):
+        def work():
+            if comm.rank in (1, 3):
+                raise OSError(28, "No space left on device", f"file_{comm.rank}")
+
+        with pytest.raises(ValueError) as caught:
+            agree(comm, work, "saving: ", lambda: " [hint]")
+        assert caught.value.everywhere  # run_or_abort then lets rank 0 alone report it
+        cause = type(caught.value.__cause__)
+        return str(caught.value), cause
+
+    outcomes = ThreadWorld(4).run(rank)
+    assert {text for text, _ in outcomes} == {"saving: rank 1: file_1: No space left on device [hint]"}
+    assert [cause for _, cause in outcomes] == [type(None), OSError, type(None), OSError]
+
+
+def test_only_rank_0_works_and_all_have_its_result():
+    worked = []
+
+    def rank(comm):
+        return on_root(comm, lambda: worked.append(comm.rank) or "manifest")
+
+    assert ThreadWorld(3).run(rank) == ["manifest"] * 3
+    assert worked == [0]
+
+
+def test_an_error_of_rank_0_reaches_all():
+    def rank(comm):
+        with pytest.raises(ValueError, match="^KeyError: 'size'$"):
+            on_root(comm, lambda: {}["size"])
+        return True
+
+    assert ThreadWorld(3).run(rank) == [True] * 3
+
+
+@pytest.mark.parametrize("error", [ValueError(), AssertionError(), OSError(), RuntimeError("x")])
+def test_a_description_is_never_empty(error):
+    assert describe(error)

@@ -1,0 +1,57 @@
+"""Batch ramp-up and the length of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from fugaku_megatron.batches import RampUp, length
+from fugaku_megatron.config import TrainingConfig
+
+
+def test_ramp_up_is_megatrons():
+    """Megatron-LM: start + increment * int(consumed / (samples / increments)), the full size beyond `samples`."""
+    for start, increment, samples, full in [(16, 8, 6000, 64), (32, 32, 977, 192), (4, 4, 100, 4), (1, 1, 7, 3)]:
+        ramp = RampUp(start, increment, samples, full)
+        increments = (full - start) // increment
+        for consumed in range(samples + 50):
+            expected = full
+            if consumed <= samples and increments:
+                expected = start + increment * int(consumed / (samples / increments))
+            assert ramp(consumed) == expected, (ramp, consumed)
+        assert list(ramp.sizes()) == list(range(start, full + 1, increment))
+
+
+def test_ramp_up_without_samples_is_constant():
+    assert RampUp(8, 8, 0, 64)(0) == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((16, 10, 100, 64), "minus start 16 is 48, not a multiple of the increment 10"),
+        ((128, 8, 100, 64), "is -64"),
+        ((0, 8, 100, 64), "at least 1"),
+        ((8, 0, 100, 64), "at least 1"),
+        ((8, 8, -1, 64), "samples at least 0"),
+    ],
+)
+def test_ramp_up_errors(arguments, message):
+    with pytest.raises(ValueError, match=f"--rampup-batch-size {arguments[0]} .*{message}"):
+        RampUp(*arguments)
+
+
+@pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16), RampUp(4, 4, 7, 16)])
+def test_length_walks_the_ramp(ramp):
+    consumed = [0]
+    for _ in range(60):
+        consumed.append(consumed[-1] + ramp(consumed[-1]))
+    for iterations in range(60):
+        assert length(TrainingConfig(train_iters=iterations), ramp) == (iterations, consumed[iterations])
+    for samples in range(1, 300):
+        iterations = next(i for i, c in enumerate(consumed) if c >= samples)
+        assert length(TrainingConfig(train_samples=samples), ramp) == (iterations, consumed[iterations])
+
+
+def test_length_must_be_given():
+    with pytest.raises(ValueError, match="--train-iters or --train-samples"):
+        length(TrainingConfig(), RampUp(8, 1, 0, 8))

@@ -1,0 +1,426 @@
+"""Checkpoints on four ranks: round trips, interruptions, every damage by name. Run: pytest tests/test_checkpoint.py"""
+
+import json
+import os
+import resource
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from fugaku_megatron import checkpoint, manifest
+from fugaku_megatron.checkpoint import Shard, latest_iteration, list_iterations, load, read_manifest, save
+from fugaku_megatron.comm.local import ThreadWorld
+
+WORLD = 4
+LAYOUT = {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+CONFIG = {"num_layers": 1, "hidden_size": 6}
+STATE = {"consumed_samples": 4096, "loss_scale": 65536.0, "lr": 0.1 + 0.2, "name": "é"}
+FC1, FC2, NORM = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "final_layernorm.weight"
+
+
+def _globals(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(shape, generator=generator) for key, shape in ((FC1, (8, 6)), (FC2, (6, 8)), (NORM, (6,)))}
+
+
+def _slice(whole, dim, tp):
+    """(offset, shape, values) of tensor-parallel rank `tp` of 2."""
+    if dim is None:
+        return (0,) * whole.dim(), tuple(whole.shape), whole
+    part = whole.chunk(2, dim)[tp].contiguous()
+    offset = tuple(tp * part.shape[d] if d == dim else 0 for d in range(whole.dim()))
+    return offset, tuple(part.shape), part
+
+
+def _shards(rank, seed, to_save):
+    """TP 2 x DP 2, ZeRO-1: weights replicated over DP (dp 0 saves them), exp_avg in two flat ranges, equal for FC2."""
+    tp, dp, shards = rank % 2, rank // 2, []
+    for key, dim in ((FC1, 0), (FC2, 1), (NORM, None)):
+        whole = _globals(seed)[key]
+        offset, shape, part = _slice(whole, dim, tp)
+        place = (tuple(whole.shape), offset, shape)
+        if not to_save or (dp == 0 and (dim is not None or tp == 0)):
+            shards.append(Shard(key, part.bfloat16(), *place))
+        cut = part.numel() // (2 if key == FC2 else 3)
+        flat = part.reshape(-1)[:cut] if dp == 0 else part.reshape(-1)[cut:]
+        if not to_save or dim is not None or tp == 0:
+            shards.append(Shard(key + "/exp_avg", flat * 2, *place, flat_start=cut * dp))
+    return shards
+
+
+def _zeroed(shards):
+    for shard in shards:
+        shard.tensor.zero_()
+    return shards
+
+
+def _save(directory, iteration=100, seed=1, **arguments):
+    def rank(comm):
+        return save(directory, iteration, _shards(comm.rank, seed, True), {**STATE, "seed": seed}, comm, LAYOUT, CONFIG,
+                    **arguments)
+
+    return ThreadWorld(WORLD).run(rank)
+
+
+def _load(directory, seed=1, **arguments):
+    """Load on four ranks and hold every tensor to the values of `seed`; returns (iteration, state)."""
+    def rank(comm):
+        shards = _zeroed(_shards(comm.rank, seed, False))
+        outcome = load(directory, shards, comm, LAYOUT, **arguments)
+        for got, expected in zip(shards, _shards(comm.rank, seed, False)):
+            assert torch.equal(got.tensor, expected.tensor), got.key
+        return outcome
+
+    outcomes = ThreadWorld(WORLD).run(rank)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    return outcomes[0]
+
+
+def _failure(work):
+    """Run `work(comm)` on four ranks; all must raise ValueError with one message, which is returned."""
+    def rank(comm):
+        with pytest.raises(ValueError) as caught:
+            work(comm)
+        return str(caught.value)
+
+    messages = set(ThreadWorld(WORLD).run(rank))
+    assert len(messages) == 1
+    return messages.pop()
+
+
+def _load_failure(directory, layout=LAYOUT, change=lambda shards: shards, **arguments):
+    """The message of a failing load, of which no tensor may be touched."""
+    def work(comm):
+        shards = change(_shards(comm.rank, 1, False))
+        before = [shard.tensor.clone() for shard in shards]
+        try:
+            load(directory, shards, comm, layout, **arguments)
+        finally:
+            assert all(torch.equal(a, shard.tensor) for a, shard in zip(before, shards))
+
+    return _failure(work)
+
+
+def test_round_trip_with_tensor_parallel_slices_replicas_and_zero_ranges(tmp_path):
+    final = tmp_path / "iter_0000100"
+    assert _save(tmp_path) == [final] * WORLD
+    assert _load(tmp_path) == (100, {**STATE, "seed": 1})
+    assert latest_iteration(tmp_path) == 100
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000100", manifest.TRACKER]
+    assert len(list(final.glob("rank_*.safetensors"))) == WORLD
+
+
+def test_the_manifest_describes_every_element_of_every_global_tensor_once(tmp_path):
+    _save(tmp_path)
+    stored = read_manifest(tmp_path, 100)
+    assert (stored["layout"], stored["config"], stored["iteration"]) == (LAYOUT, CONFIG, 100)
+    covered = {}
+    for entry in stored["files"].values():
+        for record in entry["shards"]:
+            seen = covered.setdefault(record["key"], torch.zeros(record["global_shape"], dtype=torch.int32))
+            part = torch.zeros(record["slice_shape"], dtype=torch.int32)
+            part.view(-1)[record["flat_start"]:record["flat_start"] + record["numel"]] = 1
+            seen[tuple(slice(o, o + n) for o, n in zip(record["offset"], record["slice_shape"]))] += part
+    assert set(covered) == {key + suffix for key in (FC1, FC2, NORM) for suffix in ("", "/exp_avg")}
+    assert all(bool((seen == 1).all()) for seen in covered.values())
+
+
+def test_views_of_one_flat_buffer_can_be_saved_and_parameters_loaded(tmp_path):
+    flat = torch.arange(10.0)
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+
+    def rank(comm):
+        layout = {"world_size": 1}
+        views = [Shard("a", flat[:4].view(2, 2), (2, 2), (0, 0), (2, 2)), Shard("b", flat[4:], (6,), (0,), (6,))]
+        save(tmp_path, 1, views, {}, comm, layout, {})
+        load(tmp_path, [Shard("a", parameter, (2, 2), (0, 0), (2, 2))], comm, layout)
+
+    ThreadWorld(1).run(rank)
+    assert torch.equal(parameter.data, flat[:4].view(2, 2))
+
+
+def test_files_get_the_permissions_of_the_directory(tmp_path):
+    mode = os.umask(0o027)
+    try:
+        _save(tmp_path)
+    finally:
+        os.umask(mode)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*.*")} == {0o640}
+
+
+def test_a_rank_without_shards_writes_no_file(tmp_path):
+    def rank(comm):
+        shards = [Shard("w", torch.ones(2), (2,), (0,), (2,))]
+        save(tmp_path, 1, shards if comm.rank == 1 else [], {}, comm, LAYOUT, {})
+        load(tmp_path, _zeroed(shards), comm, LAYOUT)
+        return shards[0].tensor.tolist()
+
+    assert ThreadWorld(WORLD).run(rank) == [[1.0, 1.0]] * WORLD
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["rank_00001.safetensors"]
+
+
+def test_a_named_iteration_can_be_loaded_and_the_tracker_follows_the_last_save(tmp_path):
+    _save(tmp_path, 90, seed=9)
+    _save(tmp_path, 100, seed=1)
+    assert _load(tmp_path)[0] == 100
+    assert _load(tmp_path, seed=9, iteration=90)[0] == 90
+    assert list_iterations(tmp_path) == [90, 100]
+
+
+def test_saving_over_an_iteration_replaces_it(tmp_path):
+    _save(tmp_path, seed=1)
+    _save(tmp_path, seed=2)
+    assert _load(tmp_path, seed=2)[1]["seed"] == 2
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000100", manifest.TRACKER]
+
+
+def test_keep_leaves_the_newest_and_what_is_not_ours(tmp_path):
+    (tmp_path / "iter_0000001").mkdir()  # Megatron's, say
+    for iteration in (10, 20, 30):
+        _save(tmp_path, iteration, keep=2)
+    assert list_iterations(tmp_path) == [20, 30]
+    assert (tmp_path / "iter_0000001").is_dir()
+    _save(tmp_path, 15, keep=1)  # started again from 10: later ones are not of this run, and stay
+    assert list_iterations(tmp_path) == [15, 20, 30]
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        save(tmp_path, 40, [], {}, None, LAYOUT, CONFIG, keep=0)
+
+
+class _Stop(BaseException):
+    """Stands for the power cut: nothing may catch it and tidy up."""
+
+
+@pytest.mark.parametrize("second", [100, 110])
+def test_a_save_interrupted_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeypatch, second):
+    """Stop before each step that changes the directory in turn: what is loaded is wholly the old or wholly the new."""
+    def rank(comm, iteration, value):
+        shards = [Shard("w", torch.full((3,), value), (3,), (0,), (3,))]
+        save(tmp_path, iteration, shards, {"value": value}, comm, {"world_size": 1}, {}, keep=1)
+
+    seen = set()
+    for stop_at in range(40):
+        shutil.rmtree(tmp_path)
+        ThreadWorld(1).run(rank, 100, 1.0)
+        if not _interrupted(monkeypatch, stop_at, lambda: ThreadWorld(1).run(rank, second, 2.0)):
+            break
+        seen.add(_whole_value(tmp_path))
+        ThreadWorld(1).run(rank, 120, 3.0)
+        assert _whole_value(tmp_path) == 3.0
+        assert sorted(os.listdir(tmp_path)) == ["iter_0000120", manifest.TRACKER]
+    assert seen == {1.0, 2.0} and 8 <= stop_at < 39
+
+
+def test_a_checkpoint_left_between_two_renames_is_loaded_and_outlives_a_failing_save(tmp_path):
+    (_save(tmp_path, seed=9)[0]).rename(tmp_path / "iter_0000100.old")
+    assert _load(tmp_path, seed=9)[0] == 100 and list_iterations(tmp_path) == [100]
+    _failure(lambda comm: save(tmp_path, 110, [], {"x": torch.ones(1)}, comm, LAYOUT, CONFIG))
+    assert _load(tmp_path, seed=9)[0] == 100
+
+
+def test_a_removal_that_fails_halfway_only_warns_and_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    def half(path, **options):
+        next(path.glob("*.safetensors")).unlink()
+        raise OSError(5, "Input/output error", str(path))
+
+    _save(tmp_path, 10)
+    monkeypatch.setattr(shutil, "rmtree", half)
+    with pytest.warns(UserWarning, match="old checkpoint .*iter_0000010 could not be removed: .*Input/output error"):
+        _save(tmp_path, 20, keep=1)
+    assert _load(tmp_path)[0] == 20
+    assert not (tmp_path / "iter_0000010").exists()
+
+
+def _interrupted(monkeypatch, stop_at, work):
+    left = [stop_at]
+
+    def guarded(function):
+        def call(*args, **kwargs):
+            if left[0] == 0:
+                raise _Stop
+            left[0] -= 1
+            return function(*args, **kwargs)
+        return call
+
+    with monkeypatch.context() as patch:
+        steps = [(Path, name) for name in ("mkdir", "rename", "replace", "chmod")]
+        steps += [(checkpoint, "save_file"), (checkpoint, "write_text"), (manifest, "write_text"), (shutil, "rmtree"),
+                  (os, "fsync")]
+        for holder, name in steps:
+            patch.setattr(holder, name, guarded(getattr(holder, name)))
+        try:
+            work()
+        except _Stop:
+            return True
+    return False
+
+
+def _whole_value(directory):
+    def rank(comm):
+        tensor = torch.zeros(3)
+        _, state = load(directory, [Shard("w", tensor, (3,), (0,), (3,))], comm, {"world_size": 1})
+        assert tensor.tolist() == [state["value"]] * 3
+        return state["value"]
+
+    return ThreadWorld(1).run(rank)[0]
+
+
+def test_a_disk_that_refuses_the_bytes_fails_on_all_ranks_and_loses_nothing(tmp_path):
+    _save(tmp_path, 90, seed=9)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def work(comm):
+        big = [Shard("big", torch.zeros(1 << 16), (1 << 16,), (0,), (1 << 16,))]
+        save(tmp_path, 100, big if comm.rank == 2 else [], STATE, comm, LAYOUT, CONFIG)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        message = _failure(work)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert message.startswith(f"--save {tmp_path}: iteration 100 is not saved: rank 2: ")
+    assert "iter_0000100.tmp/rank_00002.safetensors" in message and "File too large" in message
+    assert _load(tmp_path, seed=9)[0] == 90
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000090", manifest.TRACKER]
+
+
+def test_a_state_that_is_not_json_is_refused_before_anything_is_replaced(tmp_path):
+    _save(tmp_path, seed=9)
+    message = _failure(lambda comm: save(tmp_path, 100, [], {"x": torch.ones(1)}, comm, LAYOUT, CONFIG))
+    assert "TypeError: Object of type Tensor is not JSON serializable" in message
+    assert _load(tmp_path, seed=9)[0] == 100
+
+
+def test_a_shard_given_by_two_ranks_is_refused(tmp_path):
+    shard = Shard("w", torch.ones(2), (2,), (0,), (2,))
+    message = _failure(lambda comm: save(tmp_path, 1, [shard], {}, comm, LAYOUT, {}))
+    assert "w is given by two ranks, in rank_00000.safetensors and rank_00001.safetensors" in message
+
+
+def test_a_foreign_directory_of_the_same_name_is_not_replaced(tmp_path):
+    foreign = tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_bytes(b"precious")
+    message = _failure(lambda comm: save(tmp_path, 100, [], {}, comm, LAYOUT, {}))
+    assert "iter_0000100 exists and is not a whole checkpoint" in message and "move it away" in message
+    assert foreign.read_bytes() == b"precious"
+
+
+def test_check_writable_creates_the_directory_and_leaves_nothing_in_it(tmp_path):
+    ThreadWorld(WORLD).run(lambda comm: checkpoint.check_writable(tmp_path / "a" / "b", comm))
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def test_check_writable_names_flag_path_rank_and_reason(tmp_path):
+    (tmp_path / "file").write_text("")
+    message = _failure(lambda comm: checkpoint.check_writable(tmp_path / "file" / "b", comm))
+    assert message.startswith(f"--save {tmp_path}/file/b is not writable: ") and "Not a directory" in message
+    (tmp_path / ".write_probe_rank_00003").mkdir()
+    message = _failure(lambda comm: checkpoint.check_writable(tmp_path, comm))
+    assert f"rank 3: {tmp_path}/.write_probe_rank_00003: Is a directory" in message
+
+
+def test_nothing_there_means_start_anew_and_loading_it_is_an_error(tmp_path):
+    assert latest_iteration(tmp_path) is None and latest_iteration(tmp_path / "absent") is None
+    message = _load_failure(tmp_path)
+    assert message == f"--load {tmp_path}: no checkpoint there: {tmp_path}/{manifest.TRACKER} does not exist"
+
+
+def test_a_missing_or_foreign_tracker_never_means_start_anew(tmp_path):
+    _save(tmp_path, 90, seed=9)
+    (tmp_path / manifest.TRACKER).unlink()
+    assert "is missing beside checkpoints of iterations 90; choose one by --ckpt-step" in _load_failure(tmp_path)
+    assert _load(tmp_path, seed=9, iteration=90)[0] == 90
+    (tmp_path / manifest.TRACKER).write_text("release\n")
+    with pytest.raises(ValueError, match="it holds 'release'"):
+        latest_iteration(tmp_path)
+
+
+@pytest.mark.parametrize("text, said", [
+    (None, "manifest.json is missing"),
+    ('{"format": ', "manifest.json is damaged"),
+    ('{"args": {}}', "manifest.json is foreign"),
+    ("[1]", "manifest.json is foreign"),
+    (json.dumps({"format": manifest.FORMAT, "format_version": 99}), "has format version 99, this program reads 1"),
+])
+def test_a_manifest_that_cannot_be_used_is_named_with_what_is_intact(tmp_path, text, said):
+    _save(tmp_path, 90, seed=9)
+    path = _save(tmp_path, 100)[0] / manifest.MANIFEST
+    path.unlink() if text is None else path.write_text(text)
+    message = _load_failure(tmp_path)
+    assert said in message and str(path) in message and "Use iteration 90: --ckpt-step 90" in message
+
+
+def _truncate(path):
+    os.truncate(path, 100)
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage, said", [
+    (_truncate, "rank_00001.safetensors is 100 bytes, manifest says "),
+    (_flip, "rank_00001.safetensors has CRC-32 "),
+    (Path.unlink, "rank_00001.safetensors is missing"),
+])
+def test_a_damaged_file_fails_on_all_ranks_and_the_previous_iteration_is_named_and_loads(tmp_path, damage, said):
+    _save(tmp_path, 80, seed=8)
+    _save(tmp_path, 90, seed=9)
+    damage(_save(tmp_path, 100)[0] / "rank_00001.safetensors")
+    message = _load_failure(tmp_path)
+    assert message.startswith(f"--load {tmp_path}: rank 1: ") and said in message
+    assert message.endswith(f"Complete checkpoints: iterations 80, 90. Use iteration 90: --ckpt-step 90, or remove"
+                            f" {tmp_path}/iter_0000100.")
+    assert _load(tmp_path, seed=9, iteration=90)[0] == 90
+
+
+def test_damage_without_another_checkpoint_says_so(tmp_path):
+    _truncate(_save(tmp_path)[0] / "rank_00000.safetensors")
+    assert list_iterations(tmp_path) == []
+    assert _load_failure(tmp_path).endswith(f"No other checkpoint in {tmp_path} is complete.")
+
+
+def test_another_layout_is_refused_with_both_sides_and_the_remedy(tmp_path):
+    _save(tmp_path)
+    message = _load_failure(tmp_path, layout={**LAYOUT, "world_size": 8, "tensor_model_parallel_size": 4})
+    assert "was saved with world_size 4 (this run: 8), tensor_model_parallel_size 2 (this run: 4)" in message
+    assert message.endswith("start with mpiexec -n 4 --tensor-model-parallel-size 2")
+
+
+def _one_changed(**fields):
+    def change(shards):
+        first = {**vars(shards[0]), **fields}
+        return [Shard(**first), *shards[1:]]
+    return change
+
+
+@pytest.mark.parametrize("fields, said", [
+    ({"key": "absent.weight"}, "has no absent.weight"),
+    ({"global_shape": (16, 6)}, f"{FC1}: global shape is [8, 6] in "),
+    ({"tensor": torch.zeros(4, 6)}, f"{FC1}: dtype is bfloat16 in "),
+    ({"tensor": torch.zeros(23).bfloat16()}, f"{FC1}: this run holds elements [0, 23) of the slice [4, 6] at [0, 0]; "),
+    ({"offset": (1, 0)}, f"{FC1}: this run holds elements [0, 24) of the slice [4, 6] at [1, 0]; "),
+])
+def test_a_shard_that_does_not_fit_is_named_with_both_sides(tmp_path, fields, said):
+    _save(tmp_path)
+    message = _load_failure(tmp_path, change=_one_changed(**fields))
+    assert said in message and str(tmp_path / "iter_0000100") in message
+
+
+@pytest.mark.parametrize("fields", [
+    {"tensor": torch.zeros(4, 4).t()[:2]},
+    {"tensor": torch.zeros(9)},
+    {"flat_start": 1},
+    {"offset": (7, 0)},
+    {"offset": (0,)},
+])
+def test_an_impossible_shard_is_our_mistake(fields):
+    fitting = {"key": "w", "tensor": torch.zeros(8), "global_shape": (8, 4), "offset": (0, 0), "slice_shape": (2, 4)}
+    Shard(**fitting)
+    with pytest.raises(AssertionError, match="w"):
+        Shard(**{**fitting, **fields})

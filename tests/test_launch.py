@@ -1,0 +1,122 @@
+"""What run_or_abort reports and how long it waits, without MPI; the ends of real jobs are tested in tests/mpi."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from fugaku_megatron.comm import launch
+from fugaku_megatron.comm.agreement import everywhere
+from fugaku_megatron.comm.launch import describe, init, run_or_abort
+from fugaku_megatron.comm.local import DryComm
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No launcher around these tests, and no MPI in this process."""
+    for name in (*launch.SIZES, *launch.RANKS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+
+
+def end(error, rank=0):
+    """Exit code of a rank whose main raises `error`, and the seconds it took."""
+    def main(comm):
+        raise error
+
+    begin = time.monotonic()
+    with pytest.raises(SystemExit) as exit:
+        run_or_abort(main, DryComm(rank, 4))
+    return exit.value.code, time.monotonic() - begin
+
+
+def marked(error):
+    with pytest.raises(type(error)) as caught, everywhere():
+        raise error
+    return caught.value
+
+
+def test_a_result_is_returned():
+    assert run_or_abort(lambda comm: comm.size, DryComm(1, 4)) == 4
+
+
+@pytest.mark.parametrize("error, code, text", [
+    (ValueError("wrong\n   flag"), 2, "rank 3: wrong flag\n"),
+    (KeyboardInterrupt(), 130, "rank 3: interrupted\n"),
+    (SystemExit(7), 7, ""),
+    (SystemExit("no data"), 1, "rank 3: no data\n"),
+])
+def test_codes_and_single_lines(error, code, text, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    assert end(error, rank=3)[0] == code
+    assert capsys.readouterr().err == text
+
+
+def test_a_bug_shows_its_traceback(capsys):
+    assert end(KeyError("lost"))[0] == 1
+    text = capsys.readouterr().err
+    assert text.startswith("rank 0: Traceback") and text.endswith("KeyError: 'lost'\n") and "in main" in text
+
+
+@pytest.mark.parametrize("rank, error, least, most", [
+    (0, ValueError("x"), 0.0, 0.2), (0, marked(ValueError("x")), 0.0, 0.2),
+    (1, ValueError("x"), 0.3, 0.6), (1, marked(ValueError("x")), 0.7, 1.2), (1, marked(SystemExit(2)), 0.7, 1.2),
+])
+def test_other_ranks_leave_the_report_to_rank_0(rank, error, least, most, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.3)
+    monkeypatch.setattr(launch, "GRACE_EVERYWHERE", 0.7)
+    assert least <= end(error, rank)[1] < most
+
+
+@pytest.mark.parametrize("read_after, least, most", [(0.3, 0.3, 0.8), (None, 1.0, 1.6)])
+def test_the_end_waits_for_the_reader_of_the_report(read_after, least, most):
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream, open(reader) as other_end:
+        print("the report", file=stream, flush=True)
+        if read_after:
+            threading.Timer(read_after, other_end.readline).start()
+        begin = time.monotonic()
+        launch._wait_until_read(stream, limit=1.0)
+        assert least <= time.monotonic() - begin < most
+
+
+def test_a_normal_exit_is_left_alone():
+    with pytest.raises(SystemExit) as exit:
+        run_or_abort(lambda comm: sys.exit(0), DryComm())
+    assert exit.value.code == 0
+
+
+def test_one_process_needs_no_mpi(alone):
+    world = init()
+    assert (world.rank, world.size, describe(world)) == (0, 1, "no MPI, 1 rank(s)")
+
+
+@pytest.mark.parametrize("variable", launch.SIZES)
+def test_several_processes_need_mpi(alone, variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    assert init().size == 1
+    monkeypatch.setenv(variable, "4")
+    with pytest.raises(ValueError, match=f"{variable}=4 but MPI cannot be loaded .*pip install mpi4py mpich"):
+        init()
+
+
+def test_importing_loads_no_mpi():
+    program = "import sys, fugaku_megatron.comm.launch; sys.exit('mpi4py' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_bug_in_a_thread_ends_the_process():
+    program = """
+import threading, time
+from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.local import DryComm
+def main(comm):
+    threading.Thread(target=lambda: 1 / 0).start()
+    time.sleep(60)
+run_or_abort(main, DryComm())
+"""
+    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert job.returncode == 1 and "rank 0: Traceback" in job.stderr and "ZeroDivisionError" in job.stderr

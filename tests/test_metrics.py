@@ -1,0 +1,231 @@
+"""Log lines both ways, averages, TensorBoard, history, progress bar. Run: pytest tests/test_metrics.py"""
+
+import dataclasses
+import io
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from fugaku_megatron import metrics
+from fugaku_megatron.metrics import IterationMetrics, MetricsWriter, parse_line
+
+# printed by Megatron-DeepSpeed on A100s
+A100 = [
+    " iteration        2/   95367 | consumed samples:         4096 |"
+    " consumed tokens:      8388608 | elapsed time per iteration (s): 769.99 | learning rate: 3.787E-06 |"
+    " global batch size:  2048 | lm loss: 6.384045E+01 | loss scale: 4096.0 |"
+    " grad norm: 15906.210 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    " samples per second: 2.660 | TFLOPs: 108.47 |",
+    " iteration        2/   95367 | consumed samples:         4096 |"
+    " consumed tokens:      8388608 | elapsed time per iteration (s): 434.14 | learning rate: 3.787E-06 |"
+    " global batch size:  2048 | lm loss: 6.369444E+01 | loss scale: 1.0 |"
+    " grad norm: 6.314 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    " samples per second: 4.717 | TFLOPs: 96.19 |",
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def _step(**changes):
+    step = {"consumed_samples": 8, "consumed_tokens": 8192, "elapsed_seconds": 2.0, "learning_rate": 1e-4,
+            "global_batch_size": 8, "lm_loss": 10.0, "loss_scale": 1.0, "flops_per_rank": 3e12}
+    return {**step, **changes}
+
+
+@pytest.mark.parametrize("line", A100)
+def test_a_printed_line_comes_back_the_same(line):
+    assert parse_line(line).format_line() == line
+
+
+def test_every_field_is_read():
+    assert parse_line(A100[0]) == IterationMetrics(
+        iteration=2, train_iters=95367, consumed_samples=4096, consumed_tokens=8388608, elapsed_seconds=769.99,
+        learning_rate=3.787e-06, global_batch_size=2048, lm_loss=63.84045, loss_scale=4096.0, grad_norm=15906.21,
+        num_zeros=0.0, skipped=0, nans=0, samples_per_second=2.66, tflops=108.47)
+
+
+def test_params_norm_stands_between_num_zeros_and_skipped_iterations():
+    line = dataclasses.replace(parse_line(A100[0]), params_norm=238.9876).format_line()
+    assert " | num zeros: 0.0 | params norm: 238.988 | number of skipped iterations:   0 |" in line
+    assert parse_line(line).params_norm == 238.988
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(IterationMetrics)[2:]])
+def test_any_field_may_be_absent(field):
+    without = dataclasses.replace(parse_line(A100[0]), **{field: None})
+    assert parse_line(without.format_line()) == without
+    assert (without.format_line() == A100[0]) == (field == "params_norm")
+
+
+def test_prefixes_unknown_fields_milliseconds_and_nan_are_read():
+    parsed = parse_line("10:31:07 [rank 3]: iteration 12/ 100 | elapsed time per iteration (ms): 1250.0 |"
+                        " curriculum seqlen: 64 | lm loss: NAN | grad norm: inf |")
+    assert (parsed.iteration, parsed.train_iters, parsed.elapsed_seconds, parsed.grad_norm) == (12, 100, 1.25, math.inf)
+    assert math.isnan(parsed.lm_loss) and parsed.consumed_samples is None
+
+
+def test_other_lines_are_refused_by_name_and_passed_over_in_a_log():
+    with pytest.raises(ValueError, match="not a log line of an iteration: 'saving checkpoint'"):
+        parse_line(" saving checkpoint\n")
+    with pytest.raises(ValueError, match="loss scale: 'x' is not a number"):
+        parse_line("iteration 1/ 2 | loss scale: x |")
+    assert metrics.parse_log(["hello", A100[0], "", "time | iteration", A100[1]]) == [parse_line(line) for line in A100]
+
+
+def test_validation_lines_are_megatrons():
+    rule, text, last = metrics.format_validation(1000, 2.5)
+    assert text == " validation loss at iteration 1000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
+    assert rule == last == "-" * (len(text) + 1)
+    assert metrics.parse_validation_line(text) == (1000, 2.5, 12.18249)
+    cut = metrics.format_validation(1, 99.0)[1]
+    assert metrics.parse_validation_line(cut)[2] == pytest.approx(math.exp(20), rel=1e-6)
+    with pytest.raises(ValueError, match="not a validation line: '---'"):
+        metrics.parse_validation_line("---")
+
+
+def test_an_interval_is_averaged_and_printed_once():
+    stream = io.StringIO()
+    writer = MetricsWriter(10, 2, stream=stream)
+    assert writer.add(1, **_step(elapsed_seconds=3.0, lm_loss=11.0, grad_norm=5.0)) is None
+    assert stream.getvalue() == ""
+    second = _step(consumed_samples=16, elapsed_seconds=1.0, lm_loss=9.0, grad_norm=4.0, learning_rate=2e-4)
+    got = writer.add(2, **second)
+    assert got == IterationMetrics(
+        iteration=2, train_iters=10, consumed_samples=16, consumed_tokens=8192, elapsed_seconds=2.0,
+        learning_rate=2e-4, global_batch_size=8, lm_loss=10.0, loss_scale=1.0, grad_norm=4.0, skipped=0, nans=0,
+        samples_per_second=4.0, tflops=1.5)
+    assert stream.getvalue() == got.format_line() + "\n"
+    writer.add(3, **_step())
+    assert writer.add(4, **_step()).lm_loss == 10.0  # the interval before is forgotten
+
+
+def test_a_growing_batch_counts_the_samples_really_done():
+    writer = MetricsWriter(10, 2, stream=io.StringIO())
+    writer.add(1, **_step(global_batch_size=4, elapsed_seconds=1.0))
+    assert writer.add(2, **_step(global_batch_size=8, elapsed_seconds=2.0)).samples_per_second == 4.0
+
+
+def test_skipped_iterations_are_counted_and_do_not_enter_the_loss():
+    writer = MetricsWriter(10, 3, stream=io.StringIO())
+    writer.add(1, **_step(lm_loss=math.inf, skipped=True))
+    writer.add(2, **_step(lm_loss=7.0, skipped=True))
+    got = writer.add(3, **_step(lm_loss=5.0))
+    assert (got.lm_loss, got.skipped, got.nans) == (5.0, 2, 1)
+    writer = MetricsWriter(10, 1, stream=io.StringIO())
+    line = writer.add(1, **_step(lm_loss=math.nan, skipped=True)).format_line()
+    assert "lm loss" not in line and "number of skipped iterations:   1 | number of nan iterations:   1 |" in line
+
+
+def test_a_rank_that_does_not_print_averages_and_writes_nothing(tmp_path):
+    stream = Terminal()
+    writer = MetricsWriter(10, 1, printing=False, stream=stream, tensorboard_dir=tmp_path / "tb",
+                           history_path=tmp_path / "history")
+    assert writer.add(1, **_step()).lm_loss == 10.0
+    writer.validation(1, 3.0, 8)
+    writer.close()
+    assert stream.getvalue() == "" and list(tmp_path.iterdir()) == []
+
+
+def test_a_log_interval_of_zero_is_refused():
+    with pytest.raises(ValueError, match="--log-interval must be at least 1, got 0"):
+        MetricsWriter(10, 0)
+
+
+def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repeats(tmp_path):
+    path = tmp_path / "logs" / "history.jsonl"
+    writer = MetricsWriter(10, 1, stream=io.StringIO(), history_path=path)
+    lines = [writer.add(i, **_step(lm_loss=10.0 - i)) for i in (1, 2, 3)]
+    writer.validation(3, 7.5, 24)
+    writer.close()
+    records = metrics.read_history(path)
+    assert records[:3] == [{"kind": "train", **dataclasses.asdict(line)} for line in lines]
+    assert records[3] == {"kind": "validation", "iteration": 3, "consumed_samples": 24, "lm_loss": 7.5}
+    writer = MetricsWriter(10, 1, stream=io.StringIO(), history_path=path, start_iteration=2)
+    writer.add(3, **_step(lm_loss=6.0))
+    writer.close()
+    assert [(r["iteration"], r["lm_loss"]) for r in metrics.read_history(path)] == [(1, 9.0), (2, 8.0), (3, 6.0)]
+
+
+def test_a_history_cut_by_a_crash_is_read_and_a_broken_one_is_named(tmp_path):
+    path = tmp_path / "history.jsonl"
+    whole = json.dumps({"kind": "train", "iteration": 1})
+    path.write_text(whole + "\n" + whole[:9])
+    assert metrics.read_history(path) == [{"kind": "train", "iteration": 1}]
+    path.write_text(whole[:9] + "\n" + whole + "\n")
+    with pytest.raises(ValueError, match="history.jsonl line 1 is not JSON"):
+        metrics.read_history(path)
+
+
+def test_tensorboard_has_megatrons_tags(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = MetricsWriter(10, 2, stream=io.StringIO(), tensorboard_dir=tmp_path)
+    for i in (1, 2):
+        writer.add(i, **_step(consumed_samples=8 * i, lm_loss=10.0 - i, grad_norm=1.5))
+    writer.validation(2, 3.0, 16)
+    writer.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    both = {"lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "lm loss validation",
+            "lm loss validation ppl"}
+    expected = both | {f"{tag} vs samples" for tag in both} | {"iteration-time", "throughput"}
+    assert set(events.Tags()["scalars"]) == expected
+    assert [(e.step, e.value) for e in events.Scalars("lm loss")] == [(1, 9.0), (2, 8.0)]
+    assert [(e.step, e.value) for e in events.Scalars("lm loss vs samples")] == [(8, 9.0), (16, 8.0)]
+    assert [(e.step, e.value) for e in events.Scalars("throughput")] == [(2, 1.5)]
+
+
+@pytest.mark.parametrize("printing", [True, False])
+def test_missing_tensorboard_is_one_clear_error_on_every_rank(tmp_path, monkeypatch, printing):
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--tensorboard-dir .*: a package is missing: pip install tensorboard"):
+        MetricsWriter(10, 1, printing=printing, tensorboard_dir=tmp_path)
+
+
+def test_tensorboard_and_tqdm_are_imported_only_when_asked_for():
+    code = ("import io, sys; from fugaku_megatron.metrics import MetricsWriter;"
+            "MetricsWriter(2, 1, stream=io.StringIO());"
+            "print([name for name in ('tensorboard', 'tqdm', 'matplotlib') if name in sys.modules])")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_the_progress_bar_leaves_log_lines_whole():
+    pytest.importorskip("tqdm")
+    stream = Terminal()
+    writer = MetricsWriter(4, 2, stream=stream, start_iteration=0)
+    lines = [writer.add(i, **_step()) for i in (1, 2, 3, 4)]
+    writer.close()
+    shown = stream.getvalue()
+    assert "4/4" in shown
+    # a terminal shows what follows the last carriage return; before it, blanks have wiped the bar
+    visible = [line.rpartition("\r")[2] for line in shown.split("\n")[:-1]]
+    assert visible == [line.format_line() for line in lines if line]
+    assert all(line.split("\r")[-2].strip() == "" for line in shown.split("\n")[:-1])
+
+
+def test_no_bar_in_a_file_or_without_tqdm(monkeypatch):
+    for stream, progress in ((io.StringIO(), None), (Terminal(), False)):
+        MetricsWriter(4, 1, stream=stream, progress=progress).add(1, **_step())
+        assert "\r" not in stream.getvalue()
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    stream = Terminal()
+    MetricsWriter(4, 1, stream=stream).add(1, **_step())
+    assert "\r" not in stream.getvalue()
+
+
+def test_peak_memory_grows_with_what_the_process_held():
+    code = ("from fugaku_megatron.metrics import peak_memory_mib as peak; before = peak();"
+            "x = bytearray(b'x' * (96 << 20)); print(peak() - before)")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 90 < float(result.stdout) < 200
+
+
+def test_peak_memory_of_all_ranks_in_one_line():
+    text = metrics.format_peak_memory([790.2, 811.6, 800.0])
+    assert text == "peak memory per rank: max 812 MiB (rank 1), min 790 MiB"

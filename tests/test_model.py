@@ -1,0 +1,70 @@
+"""The model against Hugging Face's GPT2LMHeadModel with the same random weights: logits, loss and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fugaku_megatron.comm.local import DryComm
+from tests.helpers import make_trainer, small_run
+
+transformers = pytest.importorskip("transformers")
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 3, 48, 4, 20, 128
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """(our trainer, their model) with the same weights."""
+    run = small_run(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, seq_length=SEQUENCE, vocab_size=VOCABULARY,
+                    init_method_std=0.2)
+    trainer = make_trainer(DryComm(), run)
+    for p in trainer.optimizer.flat.parameters:  # biases and norms start at constants: make them random as well
+        p.data.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS,
+                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    theirs = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for name, tensor in theirs.state_dict().items():
+            if name != "lm_head.weight":
+                tensor.copy_(to_theirs(name, {p.global_name: p for p in trainer.optimizer.flat.parameters}))
+    return trainer, theirs
+
+
+PLACES = {"ln_1": "input_layernorm", "attn.c_attn": "self_attention.linear_qkv", "attn.c_proj": "self_attention.linear_proj",
+          "ln_2": "pre_mlp_layernorm", "mlp.c_fc": "mlp.linear_fc1", "mlp.c_proj": "mlp.linear_fc2"}
+
+
+def to_theirs(name: str, ours: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Our tensor in their shape: Conv1D holds (in, out), and their q, k, v lie one after the other instead of per head."""
+    fixed = {"transformer.wte.weight": "embedding.word_embeddings.weight",
+             "transformer.wpe.weight": "embedding.position_embeddings.weight",
+             "transformer.ln_f.weight": "decoder.final_layernorm.weight", "transformer.ln_f.bias": "decoder.final_layernorm.bias"}
+    if name in fixed:
+        return ours[fixed[name]]
+    _, _, layer, rest = name.split(".", 3)
+    place, kind = rest.rsplit(".", 1)
+    tensor = ours[f"decoder.layers.{layer}.{PLACES[place]}.{kind}"]
+    if place == "attn.c_attn":
+        tensor = tensor.view(HEADS, 3, HIDDEN // HEADS, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+    return tensor.t() if tensor.dim() == 2 else tensor
+
+
+def test_logits_loss_and_gradients(pair):
+    trainer, theirs = pair
+    tokens, labels = torch.randint(0, VOCABULARY, (2, SEQUENCE, 2), generator=torch.Generator().manual_seed(3))  # (s, b) each
+    stage = trainer.stage
+    logits = stage.logits(stage.decode(stage.embed(tokens, 0), 0))
+    expected = theirs(tokens.t()).logits.transpose(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+    trainer.optimizer.zero_grad()
+    loss = stage(tokens, labels, 0)
+    loss.backward()
+    expected = torch.nn.functional.cross_entropy(theirs(tokens.t()).logits.flatten(0, 1), labels.t().flatten())
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    grads = {p.global_name: p.main_grad for p in trainer.optimizer.flat.parameters}
+    for name, parameter in theirs.named_parameters():
+        scale = parameter.grad.abs().max()
+        torch.testing.assert_close(to_theirs(name, grads) / scale, parameter.grad / scale, rtol=0, atol=1e-5,
+                                   msg=lambda m, n=name: f"{n}: {m}")

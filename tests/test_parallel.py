@@ -1,0 +1,91 @@
+"""Every parallel layout trains as one rank does: losses, gradient norms and all gradients, with ranks as threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fugaku_megatron.comm.local import ThreadWorld
+from tests.helpers import make_trainer, small_run, train, whole_tensors
+
+LAYOUTS = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp4": (4, {"pipeline_model_parallel_size": 4}),
+    "dp2": (2, {}),
+    "tp2pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tp2pp2dp2": (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+}
+ITERATIONS = 20
+
+
+def losses(ranks: int, iterations: int = ITERATIONS, **changes) -> list[tuple[float, float]]:
+    results = ThreadWorld(ranks).run(lambda world: train(world, small_run(**changes), iterations))
+    found = [[(r.loss, r.grad_norm) for r in rank] for rank in results]
+    assert all(rank == found[0] for rank in found), "every rank reports the same losses"
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[tuple[float, float]]:
+    return losses(1)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_rank(name, zero_stage, recompute, reference):
+    ranks, layout = LAYOUTS[name]
+    if zero_stage and ranks // 4 == 0 and layout:
+        pytest.skip("ZeRO-1 shards over data-parallel ranks, of which this layout has one")
+    found = losses(ranks, zero_stage=zero_stage, recompute_granularity=recompute, **layout)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(reference), rtol=1e-5, atol=0)
+
+
+def test_dropout_masks_do_not_depend_on_the_layout():
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    alone = losses(1, 5, **dropout)
+    for ranks, layout in LAYOUTS.values():
+        torch.testing.assert_close(torch.tensor(losses(ranks, 5, **dropout, **layout)), torch.tensor(alone), rtol=1e-5, atol=0)
+    assert alone != losses(1, 5)
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_recompute_has_the_same_bits_with_dropout(granularity, method):
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    again = losses(1, 5, recompute_granularity=granularity, recompute_method=method, recompute_num_layers=2, **dropout)
+    assert again == losses(1, 5, **dropout)
+
+
+def gradients(ranks: int, **changes) -> dict[str, torch.Tensor]:
+    def one_step(world):
+        torch.set_num_threads(1)
+        trainer = make_trainer(world, small_run(**changes))
+        trainer.train_step()
+        trainer.close()
+        return whole_tensors(trainer, "grad")
+
+    return ThreadWorld(ranks).run(one_step)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_gradients_equal_one_rank(name):
+    ranks, layout = LAYOUTS[name]
+    alone, found = gradients(1), gradients(ranks, **layout)
+    assert alone.keys() <= found.keys()
+    for parameter, grad in alone.items():
+        scale = grad.abs().max()
+        torch.testing.assert_close(found[parameter] / scale, grad / scale, rtol=0, atol=1e-5,
+                                   msg=lambda m, p=parameter: f"{p}: {m}")
+    if "output_layer.weight" in found:
+        assert torch.equal(found["output_layer.weight"], found["embedding.word_embeddings.weight"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_layouts_stay_close(precision):
+    flags = {precision: True, "initial_loss_scale": 1024.0}
+    alone = torch.tensor(losses(1, 5, **flags))
+    for ranks, layout in (LAYOUTS["tp2pp2"], LAYOUTS["dp2"]):
+        found = torch.tensor(losses(ranks, 5, zero_stage=1, **flags, **layout))
+        torch.testing.assert_close(found, alone, rtol=0.02, atol=0)

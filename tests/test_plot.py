@@ -1,0 +1,44 @@
+"""The picture of a run. Run: pytest tests/test_plot.py"""
+
+import json
+
+import pytest
+
+from fugaku_megatron import plot
+
+TRAIN = [{"kind": "train", "iteration": i, "lm_loss": 10.0 / i, "learning_rate": 1e-4, "tflops": 0.5}
+         for i in range(1, 9)]
+VALIDATION = [{"kind": "validation", "iteration": i, "lm_loss": loss} for i, loss in ((4, 3.0), (8, 2.0))]
+
+
+def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, monkeypatch):
+    figure_module = pytest.importorskip("matplotlib.figure")
+    made = []
+    save = figure_module.Figure.savefig
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, *a, **k: (made.append(self), save(self, *a, **k)))
+    assert plot.loss_curve(tmp_path / "loss.png", TRAIN + VALIDATION) is True
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    loss, rate, tflops = made[0].axes
+    assert [line.get_label() for line in loss.lines] == ["training", "validation"]
+    assert list(loss.lines[0].get_ydata()) == [r["lm_loss"] for r in TRAIN]
+    assert list(loss.lines[1].get_xdata()) == [4, 8]
+    assert (rate.get_ylabel(), tflops.get_ylabel()) == ("learning rate", "TFLOPs per rank")
+    assert list(tflops.lines[0].get_ydata()) == [0.5] * 8
+
+
+def test_a_history_file_without_some_values_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    skipped = {**TRAIN[0], "lm_loss": None, "tflops": None}
+    path = tmp_path / "history.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in [skipped, {**TRAIN[1], "tflops": None}]))
+    assert plot.loss_curve(tmp_path / "loss.png", path) is True
+
+
+def test_nothing_to_draw_or_no_matplotlib_is_a_line_and_no_error(tmp_path, monkeypatch, capsys):
+    assert plot.loss_curve(tmp_path / "a.png", []) is False
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    assert plot.loss_curve(tmp_path / "b.png", TRAIN) is False
+    first, second = capsys.readouterr().out.splitlines()
+    assert "a.png: not drawn, the history has no loss yet" in first
+    assert "b.png: not drawn, a package is missing: pip install matplotlib" in second
+    assert list(tmp_path.iterdir()) == []

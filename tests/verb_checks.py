@@ -1,0 +1,236 @@
+"""Every verb of a communicator against plain torch, as functions of the communicator alone.
+
+tests/test_local.py runs them on threads; under MPI this file is the program that each rank runs:
+    mpiexec -n 3 python tests/verb_checks.py [large]     large: messages above 2^31 bytes and 2^31 elements, 12 GB
+
+p: ranks. Values are small integers, so that every dtype holds every sum exactly; rounding has its own check.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from fugaku_megatron.comm import mpi
+from fugaku_megatron.comm.launch import describe, run_or_abort
+from fugaku_megatron.comm.tensors import DTYPES, HALF
+
+LENGTHS = (0, 1, 5, 64, 1003)
+
+
+def values(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `rank` contributes; any rank can compute it."""
+    generator = torch.Generator().manual_seed(1000 * rank + n)
+    high = 2 if dtype == torch.bool else 20
+    return torch.randint(0, high, (n,), generator=generator).to(dtype)
+
+
+def stacked(p: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([values(rank, n, dtype) for rank in range(p)])  # (p, n)
+
+
+def expected(everyone: torch.Tensor, op: str) -> torch.Tensor:
+    wide = everyone.to(torch.float64)
+    result = {"sum": wide.sum(0), "max": wide.amax(0), "min": wide.amin(0)}[op]
+    return result.to(everyone.dtype)  # a sum of bool: true where any is
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.dtype == want.dtype and torch.equal(got, want), f"got {got}, want {want}"
+
+
+def all_reduce(comm):
+    for dtype in DTYPES:
+        for n in LENGTHS:
+            for op in ("sum", "max", "min"):
+                tensor = values(comm.rank, n, dtype)
+                assert comm.all_reduce(tensor, op) is tensor
+                same(tensor, expected(stacked(comm.size, n, dtype), op))
+
+
+def all_reduce_shapes(comm):
+    scalar = torch.tensor(float(comm.rank))
+    assert comm.all_reduce(scalar).shape == () and scalar.item() == sum(range(comm.size))
+    leaf = torch.ones(2, 3, requires_grad=True)
+    same(comm.all_reduce(leaf).detach(), torch.full((2, 3), float(comm.size)))
+
+
+def half_sums_round_once(comm):
+    for dtype in HALF:
+        for n in (7, 100003):  # gathered in one call, and in shares
+            everyone = [torch.randn(n, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(comm.size)]
+            total = everyone[0].float()
+            for part in everyone[1:]:
+                total = total + part.float()
+            same(comm.all_reduce(everyone[comm.rank].clone()), total.to(dtype))
+
+
+def all_gather(comm):
+    for dtype in DTYPES:
+        for n in LENGTHS:
+            output = torch.zeros(comm.size * n, dtype=dtype)
+            assert comm.all_gather(output, values(comm.rank, n, dtype)) is output
+            same(output, stacked(comm.size, n, dtype).flatten())
+
+
+def all_gather_in_place(comm):
+    for dtype in DTYPES:
+        output = torch.zeros(comm.size, 5, dtype=dtype)
+        output[comm.rank] = values(comm.rank, 5, dtype)
+        comm.all_gather(output, output[comm.rank])
+        same(output, stacked(comm.size, 5, dtype))
+
+
+def reduce_scatter(comm):
+    for dtype in DTYPES:
+        for n in LENGTHS:
+            everyone = stacked(comm.size, comm.size * n, dtype)
+            given = values(comm.rank, comm.size * n, dtype)
+            output = torch.zeros(n, dtype=dtype)
+            assert comm.reduce_scatter(output, given) is output
+            same(output, expected(everyone, "sum").view(comm.size, n)[comm.rank])
+            same(given, everyone[comm.rank])
+
+
+def reduce_scatter_in_place(comm):
+    for dtype in DTYPES:
+        everyone = stacked(comm.size, comm.size * 6, dtype)
+        want = everyone[comm.rank].clone().view(comm.size, 6)
+        want[comm.rank] = expected(everyone, "sum").view(comm.size, 6)[comm.rank]
+        given = everyone[comm.rank].clone().view(comm.size, 6)
+        comm.reduce_scatter(given[comm.rank], given)
+        same(given, want)
+
+
+def broadcast(comm):
+    for dtype in DTYPES:
+        for root in range(comm.size):
+            for n in LENGTHS:
+                tensor = values(comm.rank, n, dtype)
+                assert comm.broadcast(tensor, root) is tensor
+                same(tensor, values(root, n, dtype))
+
+
+def send_and_recv(comm):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for dtype in DTYPES if comm.size > 1 else ():
+        for n in LENGTHS:
+            for rank in range(comm.size):  # one sender at a time: a blocking ring would wait for itself
+                if comm.rank == rank:
+                    comm.send(values(rank, n, dtype), right, tag=n)
+                if left == rank:
+                    got = torch.zeros(n, dtype=dtype)
+                    assert comm.recv(got, left, tag=n) is got
+                    same(got, values(left, n, dtype))
+
+
+def messages_match_by_tag_and_order(comm):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = [torch.full((4,), float(10 * comm.rank + i)) for i in range(3)]
+    got = [torch.zeros(4) for _ in sent]
+    handles = [comm.irecv(got[2], left, tag=9)] + [comm.irecv(t, left, tag=1) for t in got[:2]]
+    handles += [comm.isend(t, right, tag) for t, tag in zip(sent, (1, 1, 9))]
+    for handle in handles[::-1]:
+        handle.wait()
+    for i, tensor in enumerate(got):
+        same(tensor, torch.full((4,), float(10 * left + i)))
+
+
+def objects(comm):
+    mine = {"rank": comm.rank}
+    everyone = [{"rank": rank} for rank in range(comm.size)]
+    assert comm.all_gather_object(mine) == everyone
+    for root in range(comm.size):
+        assert comm.broadcast_object(mine, root) == everyone[root]
+        assert comm.gather_object(mine, root) == (everyone if comm.rank == root else None)
+
+
+def split(comm):
+    reverse = comm.split(color=0, key=-comm.rank)
+    assert (reverse.size, reverse.rank) == (comm.size, comm.size - 1 - comm.rank)
+    assert reverse.all_gather_object(comm.rank) == list(range(comm.size))[::-1]
+    parity = comm.split(color=comm.rank % 2, key=comm.rank)
+    same_parity = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
+    assert parity.all_gather_object(comm.rank) == same_parity
+    same(parity.all_reduce(torch.tensor([comm.rank])), torch.tensor([sum(same_parity)]))
+
+
+def barrier(comm):
+    comm.barrier()
+
+
+COLLECTIVE_CHECKS = (all_reduce, all_reduce_shapes, half_sums_round_once, all_gather, all_gather_in_place,
+                     reduce_scatter, reduce_scatter_in_place, broadcast, objects, split, barrier)
+CHECKS = (*COLLECTIVE_CHECKS, send_and_recv, messages_match_by_tag_and_order)
+LIMITS = {"default": {}, "pieces": {"MAX_COUNT": 3, "STAGE": 7, "SMALL": 2}}
+
+
+def filled(n: int, value: int, dtype: torch.dtype, edge: int) -> torch.Tensor:
+    """`value` everywhere but at the ends, where a count that wrapped around would leave its trace."""
+    tensor = torch.full((n,), value, dtype=dtype)
+    tensor[0] = tensor[-1] = edge
+    return tensor
+
+
+def uniform(tensor: torch.Tensor, value: int, edge: int) -> None:
+    assert tensor[0] == tensor[-1] == edge, f"ends {tensor[0]} {tensor[-1]}, want {edge}"
+    low, high = tensor[1:-1].aminmax()
+    assert low == high == value, f"{low} .. {high}, want {value}"
+
+
+def large_all_reduce(comm, n, dtype):
+    ranks = range(1, comm.size + 1)
+    tensor = comm.all_reduce(filled(n, comm.rank + 1, dtype, 3 * (comm.rank + 1)))
+    uniform(tensor, sum(ranks), 3 * sum(ranks))
+
+
+def large_shards(comm, n, dtype):
+    """n elements a rank: gathered into p * n, and those reduced to n again."""
+    output = torch.empty(comm.size, n, dtype=dtype)
+    comm.all_gather(output, filled(n, comm.rank + 1, dtype, comm.rank + 5))
+    for rank in range(comm.size):
+        uniform(output[rank], rank + 1, rank + 5)
+    comm.reduce_scatter(output[comm.rank], output)
+    uniform(output[comm.rank], comm.size * (comm.rank + 1), comm.size * (comm.rank + 5))
+
+
+def large_message(comm, n, dtype):
+    tensor = filled(n, comm.rank + 1, dtype, comm.rank + 5)
+    if comm.rank == 0:
+        comm.send(tensor, dst=1)
+    elif comm.rank == 1:
+        uniform(comm.recv(tensor, src=0), 1, 5)
+    uniform(comm.broadcast(tensor, root=0), 1, 5)
+
+
+LARGE = ((large_all_reduce, 2**29 + 3, torch.float32), (large_all_reduce, 2**30 + 3, torch.bfloat16),
+         (large_all_reduce, 2**31 + 3, torch.uint8), (large_shards, 2**28 + 3, torch.float32),
+         (large_shards, 2**29 + 3, torch.bfloat16), (large_shards, 2**30 + 3, torch.uint8),
+         (large_message, 2**29 + 3, torch.float32), (large_message, 2**31 + 3, torch.uint8))
+
+
+def run_large(world):
+    for check, n, dtype in LARGE:
+        check(world, n, dtype)
+        if world.rank == 0:
+            print("ok", check.__name__, dtype, n, flush=True)
+
+
+def main(world):
+    assert isinstance(world, mpi.MPIComm), "no launcher: run mpiexec -n 3 python tests/verb_checks.py"
+    if "large" in sys.argv:
+        return run_large(world)
+    for limit, constants in LIMITS.items():
+        for name, value in constants.items():
+            setattr(mpi, name, value)
+        for check in CHECKS:
+            check(world)
+            if world.rank == 0:
+                print("ok", limit, check.__name__)
+    if world.rank == 0:
+        print(describe(world))
+
+
+if __name__ == "__main__":
+    run_or_abort(main)

@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""Text for the demo that every machine has: Python's own standard library, and a byte-level BPE vocabulary trained on it.
+
+Writes OUTPUT/corpus.jsonl, OUTPUT/vocab.json and OUTPUT/merges.txt. Left out: tests and installed packages of that library.
+Run: python tools/demo_corpus.py --output demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings"}
+SUFFIXES = {".py", ".txt", ".rst"}
+END_OF_TEXT = "<|endoftext|>"
+
+
+def texts(root: Path) -> Iterator[str]:
+    """Every source and documentation file below `root`, in the order of their names."""
+    for path in sorted(root.rglob("*")):
+        if path.suffix in SUFFIXES and path.is_file() and not SKIPPED & set(path.relative_to(root).parts):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if text.strip():
+                yield text
+
+
+def train_vocabulary(documents: list[str], size: int, output: Path) -> None:
+    """A vocabulary of `size` tokens, the last one being the end of text as in GPT-2's own."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(documents, vocab_size=size - 1, min_frequency=2, show_progress=False)
+    tokenizer.add_tokens([END_OF_TEXT])
+    vocabulary = tokenizer.get_vocab()
+    (output / "vocab.json").write_text(json.dumps(dict(sorted(vocabulary.items(), key=lambda item: item[1])), ensure_ascii=False))
+    tokenizer.save_model(str(output), "trained")
+    (output / "trained-vocab.json").unlink()
+    (output / "trained-merges.txt").rename(output / "merges.txt")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--vocab-size", type=int, default=512, help="tokens of the vocabulary (default: %(default)s)")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    documents = list(texts(Path(sysconfig.get_paths()["stdlib"])))
+    with open(options.output / "corpus.jsonl", "w", encoding="utf-8") as corpus:
+        corpus.writelines(json.dumps({"text": text}) + "\n" for text in documents)
+    train_vocabulary(documents, options.vocab_size, options.output)
+    print(f"{len(documents)} files, {sum(map(len, documents)) / 1e6:.1f} M characters of the standard library -> {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Continue a text with a trained checkpoint.
+
+The model and its parallel layout come from the checkpoint's manifest; start TP x PP ranks, so plain `python` for a model trained
+without either. Every token is a whole forward pass: there is no key-value cache.
+Run: python tools/generate.py --load demo/checkpoint --vocab-file demo/vocab.json --merge-file demo/merges.txt --prompt "def "
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fugaku_megatron import checkpoint  # noqa: E402
+from fugaku_megatron.comm.agreement import (
+    everywhere,
+    on_root,  # noqa: E402
+)
+from fugaku_megatron.comm.autograd import gather_from_tensor_parallel  # noqa: E402
+from fugaku_megatron.comm.base import Comm  # noqa: E402
+from fugaku_megatron.comm.launch import run_or_abort  # noqa: E402
+from fugaku_megatron.config import GROUPS, RunConfig, check  # noqa: E402
+from fugaku_megatron.data.tokenizer import build_tokenizer  # noqa: E402
+from fugaku_megatron.train import Trainer  # noqa: E402
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--load", required=True, help="directory of checkpoints")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    parser.add_argument("--vocab-file", required=True)
+    parser.add_argument("--merge-file", required=True)
+    parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens to add (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=40, help="choose among this many tokens (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1234)
+    return parser.parse_args()
+
+
+def saved_run(manifest: dict[str, Any]) -> RunConfig:
+    """The run that wrote the checkpoint, one sample at a time."""
+    groups = {}
+    for name, config in GROUPS.items():
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["config"][name].items()}
+        if name == "batch":
+            values = {"micro_batch_size": 1, "global_batch_size": 1}
+        groups[name] = config(**values)
+    return RunConfig(**groups)
+
+
+def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """One token from logits (v)."""
+    if temperature == 0.0:
+        return int(logits.argmax())
+    best, tokens = logits.topk(min(top_k, logits.numel()))
+    return int(tokens[torch.multinomial(torch.softmax(best / temperature, 0), 1, generator=generator)])
+
+
+@torch.no_grad()
+def last_logits(trainer: Trainer, tokens: Tensor) -> Tensor | None:
+    """Logits (v) after the last of `tokens` (s, 1), on the last stage; None elsewhere."""
+    stage, pp, model = trainer.stage, trainer.groups.pp, trainer.run.model
+    if stage.is_first:
+        x = stage.embed(tokens, 0)
+    else:
+        x = pp.recv(torch.empty(len(tokens), 1, model.hidden_size, dtype=trainer.dtype), pp.rank - 1)
+    x = stage.decode(x, 0)
+    if not stage.is_last:
+        pp.send(x.contiguous(), pp.rank + 1)
+        return None
+    return gather_from_tensor_parallel(stage.logits(x[-1:]).contiguous(), trainer.groups.tp)[0, 0, : model.vocab_size].float()
+
+
+def generate(trainer: Trainer, prompt: list[int], options: argparse.Namespace, eod: int) -> list[int]:
+    """Token ids of the continuation, the same on every rank. Collective."""
+    generator = torch.Generator().manual_seed(options.seed)
+    ids, pp = list(prompt), trainer.groups.pp
+    trainer.stage.eval()
+    for _ in range(options.tokens):
+        window = torch.tensor(ids[-trainer.run.model.seq_length :]).unsqueeze(1)  # (s, 1)
+        logits = last_logits(trainer, window)
+        token = torch.tensor([pick(logits, options.temperature, options.top_k, generator) if logits is not None else 0])
+        ids.append(int(pp.broadcast(token, root=pp.size - 1)))
+        if ids[-1] == eod:
+            break
+    return ids[len(prompt) :]
+
+
+def main(world: Comm) -> None:
+    options = parse()
+    with everywhere():
+        tokenizer = build_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file)
+        prompt = tokenizer.encode(options.prompt)
+        check(len(prompt) > 0, "--prompt is empty: give at least one character")
+    iteration = on_root(world, lambda: options.ckpt_step or checkpoint.latest_iteration(options.load))
+    check(iteration is not None, f"--load {options.load} holds no checkpoint")
+    manifest = on_root(world, lambda: checkpoint.read_manifest(options.load, iteration))
+    layout = manifest["layout"]
+    ranks = layout["tensor_model_parallel_size"] * layout["pipeline_model_parallel_size"]
+    with everywhere():
+        check(world.size == ranks, f"--load {options.load} was written with tensor x pipeline parallel size {ranks}, but "
+              f"{world.size} ranks were started: run mpiexec -n {ranks} python tools/generate.py ...")
+    trainer = Trainer(saved_run(manifest), world)
+    trainer.load(options.load, iteration)
+    text = tokenizer.decode(generate(trainer, prompt, options, tokenizer.eod))
+    if world.rank == 0:
+        print(f"--- iteration {iteration}, prompt in brackets ---\n[{options.prompt}]{text}")
+
+
+if __name__ == "__main__":
+    run_or_abort(main)
