@@ -91,6 +91,10 @@ struct EmbeddingArgs {
   int64_t n, first_row, table_rows, cols;
 };
 
+}  // namespace fm
+#include "gemm_args.h"
+namespace fm {
+
 struct KernelTable {
 #define FM_KERNEL(name, result, parameters) result(*name) parameters;
 #include "kernels.inc"

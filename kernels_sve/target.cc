@@ -5,7 +5,9 @@
 #include "simd.h"
 
 #include "adamw.h"
+#include "bench.h"
 #include "elementwise.h"
+#include "gemm.h"
 #include "philox.h"
 #include "pointwise.h"
 #include "pointwise_embedding.h"
