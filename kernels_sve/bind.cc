@@ -1,4 +1,5 @@
-// The Python module fugaku_megatron._kernels: the choice of target and of threads. Kernels are bound in bind_<family>.cc.
+// The Python module fugaku_megatron._kernels: the choice of target and of threads. Kernels are bound in
+// bind_<family>.cc.
 #include <pybind11/stl.h>
 
 #include "tensor_view.h"
@@ -18,7 +19,8 @@ py::dict describe(const TargetInfo& info) {
 
 void require_torch() {
   if (py::module_::import("sys").attr("modules").contains("torch")) return;
-  throw py::import_error("import torch (or fugaku_megatron.kernels) before fugaku_megatron._kernels: they share torch's OpenMP runtime");
+  throw py::import_error(
+      "import torch (or fugaku_megatron.kernels) before fugaku_megatron._kernels: they share torch's OpenMP runtime");
 }
 
 void choose_target() {
@@ -36,20 +38,30 @@ PYBIND11_MODULE(_kernels, module) {
   using namespace fm;
   require_torch();
   choose_target();
-  module.doc() = "CPU kernels of fugaku_megatron. Arguments are torch tensors in CPU memory; outputs are written in place.";
-  module.def("targets", [] {
-    py::list rows;
-    for (const TargetInfo& info : targets()) rows.append(describe(info));
-    return rows;
-  }, "Every target: name, vector_bytes, compiled, runnable, reason (why not runnable). The reference is the scalar one.");
+  module.doc() =
+      "CPU kernels of fugaku_megatron. Arguments are torch tensors in CPU memory; outputs are written in place.";
+  module.def(
+      "targets",
+      [] {
+        py::list rows;
+        for (const TargetInfo& info : targets()) rows.append(describe(info));
+        return rows;
+      },
+      "Every target: name, vector_bytes, compiled, runnable, reason (why not runnable). The reference is the scalar "
+      "one.");
   module.def("active", [] { return std::string(active()); }, "Name of the target in use.");
   module.def("use", &use, py::arg("name"),
-             "Uses this target from now on, in the whole process. ValueError: unknown name. RuntimeError: this CPU or build lacks it.");
+             "Uses this target from now on, in the whole process. ValueError: unknown name. RuntimeError: this CPU or "
+             "build lacks it.");
   module.def("kernels", &kernel_names, "Names of the kernels in the table.");
   module.def("num_threads", &num_threads, "Threads that a kernel may use.");
-  module.def("set_num_threads", [](int threads) {
-    if (threads < 1) throw py::value_error("threads: expected at least 1, got " + std::to_string(threads));
-    set_num_threads(threads);
-  }, py::arg("threads"), "Sets the threads of kernels called by this thread; the same setting as torch.set_num_threads.");
+  module.def(
+      "set_num_threads",
+      [](int threads) {
+        if (threads < 1) throw py::value_error("threads: expected at least 1, got " + std::to_string(threads));
+        set_num_threads(threads);
+      },
+      py::arg("threads"),
+      "Sets the threads of kernels called by this thread; the same setting as torch.set_num_threads.");
   for (BindFunction bind : bind_functions()) bind(module);
 }

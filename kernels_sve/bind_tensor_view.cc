@@ -110,13 +110,15 @@ const TensorView& TensorView::dtype(std::initializer_list<DType> allowed) const 
 }
 
 const TensorView& TensorView::same_dtype(const TensorView& other) const {
-  if (dtype_ != other.dtype_) fail(std::string("dtype ") + dtype_name(other.dtype_) + " as " + other.name_, dtype_name(dtype_));
+  if (dtype_ != other.dtype_)
+    fail(std::string("dtype ") + dtype_name(other.dtype_) + " as " + other.name_, dtype_name(dtype_));
   return *this;
 }
 
 const TensorView& TensorView::rank(int least, int most) const {
   if (rank() < least || rank() > most) {
-    const std::string range = least == most ? std::to_string(least) : std::to_string(least) + " to " + std::to_string(most);
+    const std::string range =
+        least == most ? std::to_string(least) : std::to_string(least) + " to " + std::to_string(most);
     fail(range + " dimensions", "shape " + shape_text());
   }
   return *this;
@@ -141,7 +143,8 @@ const TensorView& TensorView::same_shape(const TensorView& other) const {
 const TensorView& TensorView::contiguous() const {
   int64_t expected = 1;
   for (int d = rank() - 1; d >= 0 && numel_; --d) {
-    if (sizes_[d] != 1 && strides_[d] != expected) fail("a contiguous tensor", "shape " + shape_text() + " with strides " + text(strides_));
+    if (sizes_[d] != 1 && strides_[d] != expected)
+      fail("a contiguous tensor", "shape " + shape_text() + " with strides " + text(strides_));
     expected *= sizes_[d];
   }
   return *this;
@@ -155,7 +158,8 @@ const TensorView& TensorView::last_contiguous() const {
 }
 
 const TensorView& TensorView::aligned(int64_t bytes) const {
-  if (address_ % bytes) fail("data aligned to " + std::to_string(bytes) + " bytes", "an offset of " + std::to_string(address_ % bytes));
+  if (address_ % bytes)
+    fail("data aligned to " + std::to_string(bytes) + " bytes", "an offset of " + std::to_string(address_ % bytes));
   return *this;
 }
 
@@ -172,8 +176,10 @@ const TensorView& TensorView::disjoint(std::initializer_list<const TensorView*> 
 
 const TensorView& TensorView::same_or_disjoint(std::initializer_list<const TensorView*> others) const {
   for (const TensorView* other : others) {
-    const bool same = address_ == other->address_ && dtype_ == other->dtype_ && strides_ == other->strides_ && sizes_ == other->sizes_;
-    if (!same && overlaps(*other)) fail(std::string("the memory of ") + other->name_ + " or memory apart from it", "partly overlapping tensors");
+    const bool same = address_ == other->address_ && dtype_ == other->dtype_ && strides_ == other->strides_ &&
+                      sizes_ == other->sizes_;
+    if (!same && overlaps(*other))
+      fail(std::string("the memory of ") + other->name_ + " or memory apart from it", "partly overlapping tensors");
   }
   return *this;
 }

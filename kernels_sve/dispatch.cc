@@ -1,5 +1,5 @@
-// Run-time choice of target. setup.py gives the rows: FM_BUILT_ROWS and FM_OTHER_ROWS hold FM_ROW(name, vector bytes, machine, features).
-// Tested by tests/kernels/test_dispatch.py.
+// Run-time choice of target. setup.py gives the rows: FM_BUILT_ROWS and FM_OTHER_ROWS hold FM_ROW(name, vector bytes,
+// machine, features). Tested by tests/kernels/test_dispatch.py.
 #include "dispatch.h"
 
 #include <sys/auxv.h>
@@ -32,6 +32,7 @@ struct Row {
   const KernelTable* table;  // null when this build has no such target
 };
 
+// clang-format off
 const Row rows[] = {
     {"reference", 4, "any", "", &reference::kernel_table},
 #define FM_ROW(name, bytes, machine, features) {#name, bytes, machine, features, &name::kernel_table},
@@ -41,20 +42,20 @@ const Row rows[] = {
     FM_OTHER_ROWS
 #undef FM_ROW
 };
+// clang-format on
 
 std::atomic<const Row*> current{&rows[1]};
 
 #if defined(__x86_64__)
 bool has_feature(const std::string& feature, int) {
-#define FM_CPU(name) \
-  if (feature == #name) return __builtin_cpu_supports(#name);
-  FM_CPU(avx2) FM_CPU(fma) FM_CPU(f16c) FM_CPU(avx512f) FM_CPU(avx512bw) FM_CPU(avx512dq) FM_CPU(avx512vl) FM_CPU(avx512bf16)
+#define FM_CPU(name) (feature == #name && __builtin_cpu_supports(#name))
+  return FM_CPU(avx2) || FM_CPU(fma) || FM_CPU(f16c) || FM_CPU(avx512f) || FM_CPU(avx512bw) || FM_CPU(avx512dq) ||
+         FM_CPU(avx512vl) || FM_CPU(avx512bf16);
 #undef FM_CPU
-  return false;
 }
 #elif defined(__aarch64__)
-// Code built for N-bit vectors gives wrong numbers without a sign of it on any other length, so the kernel is asked for the real one.
-// prctl and not the RDVL instruction: this file is compiled for the baseline, which has no SVE.
+// Code built for N-bit vectors gives wrong numbers without a sign of it on any other length, so the kernel is asked for
+// the real one. prctl and not the RDVL instruction: this file is compiled for the baseline, which has no SVE.
 bool has_feature(const std::string& feature, int vector_bytes) {
   constexpr unsigned long HWCAP_SVE_BIT = 1UL << 22;
   constexpr int PR_SVE_GET_VL_CODE = 51, PR_SVE_VL_LENGTH = 0xffff;

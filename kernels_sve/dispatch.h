@@ -16,7 +16,8 @@ struct TargetInfo {
 
 std::vector<TargetInfo> targets();
 const char* active();
-// Throws std::invalid_argument for an unknown name, std::runtime_error with the reason when this CPU or this build lacks it.
+// Throws std::invalid_argument for an unknown name, std::runtime_error with the reason when this CPU or this build
+// lacks it.
 void use(const std::string& name);
 // The environment's FUGAKU_MEGATRON_TARGET, else the fastest runnable target. Throws as use() does.
 void use_default();

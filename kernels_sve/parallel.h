@@ -1,10 +1,14 @@
-// Threads: the only door to OpenMP. Kernels hand over a function and a range; parallel.cc, compiled once for the baseline, runs it. So the
-// vector targets hold no OpenMP calls and may come from another compiler than the one whose runtime torch shares with us.
+// Threads: the only door to OpenMP. Kernels hand over a function and a range; parallel.cc, compiled once for the
+// baseline, runs it. So the vector targets hold no OpenMP calls and may come from another compiler than the one whose
+// runtime torch shares with us.
 //
 //   parallel_for(n, grain, [&](int64_t begin, int64_t end) {...});      contiguous static ranges, multiples of grain
 //   parallel_run([&](int thread, int threads) { ...; barrier(); ... }); one call per thread
-//   double s = parallel_sum(n, [&](int64_t begin, int64_t end) {...});  fixed chunks, summed in order: same bits for any thread count
-//   float* a = (float*)scratch(0, bytes);                               this thread's own buffer, 256-byte aligned
+//   double s = parallel_sum(n, [&](int64_t begin, int64_t end) {...});  fixed chunks summed in order: the same bits for
+//                                                                       any thread count
+//   float* a = static_cast<float*>(scratch(0, bytes));                  this thread's own buffer, 256-byte aligned
+//
+// Inside a parallel region these run on the calling thread alone.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -25,23 +29,27 @@ double sum_chunks(int64_t n, double (*task)(void*, int64_t, int64_t), void* cont
 // Waits for every thread of the enclosing parallel_run.
 void barrier();
 
-// A buffer of the calling thread that lives until the thread's next call with the same slot (0 to 7). Contents are undefined.
+// A buffer of the calling thread that lives until the thread's next call with the same slot (0 to 7). Contents are
+// undefined.
 void* scratch(int slot, size_t bytes);
 
 // F is a lambda of one target's function, so each instance of these templates belongs to that target alone.
 template <class F>
 inline void parallel_for(int64_t n, int64_t grain, const F& f) {
-  detail::run_ranges(n, grain, [](void* f, int64_t begin, int64_t end) { (*static_cast<const F*>(f))(begin, end); }, (void*)&f);
+  detail::run_ranges(
+      n, grain, [](void* f, int64_t begin, int64_t end) { (*static_cast<const F*>(f))(begin, end); }, (void*)&f);
 }
 
 template <class F>
 inline void parallel_run(const F& f) {
-  detail::run_threads([](void* f, int thread, int threads) { (*static_cast<const F*>(f))(thread, threads); }, (void*)&f);
+  detail::run_threads([](void* f, int thread, int threads) { (*static_cast<const F*>(f))(thread, threads); },
+                      (void*)&f);
 }
 
 template <class F>
 inline double parallel_sum(int64_t n, const F& f) {
-  return detail::sum_chunks(n, [](void* f, int64_t begin, int64_t end) { return (*static_cast<const F*>(f))(begin, end); }, (void*)&f);
+  return detail::sum_chunks(
+      n, [](void* f, int64_t begin, int64_t end) { return (*static_cast<const F*>(f))(begin, end); }, (void*)&f);
 }
 
 }  // namespace fm

@@ -1,6 +1,6 @@
-// Counter-based random numbers in vectors: Philox4x32-10, dropout and normal initialisation. The layout is in philox_layout.h.
-// Reusable: philox_keep_bits() gives the dropout mask of 64 columns, for kernels that recompute it in tiles (attention).
-// Reference: reference_philox.cc. Tested by tests/kernels/test_philox.py.
+// Counter-based random numbers in vectors: Philox4x32-10, dropout and normal initialisation. The layout is in
+// philox_layout.h. Reusable: philox_keep_bits() gives the dropout mask of 64 columns, for kernels that recompute it in
+// tiles (attention). Reference: reference_philox.cc. Tested by tests/kernels/test_philox.py.
 #pragma once
 #include "philox_layout.h"
 #include "simd.h"
@@ -30,25 +30,27 @@ constexpr int BLOCK_VECTORS = PHILOX_BLOCK / VL;
 FM_INLINE void philox_words(PhiloxKey key, uint64_t sample, uint32_t row, uint32_t block, vu words[BLOCK_VECTORS]) {
 #pragma GCC unroll 4
   for (int part = 0; part < PHILOX_CALLS / VL; ++part) {
-    vu c[4] = {lane_index() + (block * PHILOX_CALLS + part * VL), broadcast(row), broadcast(static_cast<uint32_t>(sample)),
-               broadcast(static_cast<uint32_t>(sample >> 32))};
+    vu c[4] = {lane_index() + (block * PHILOX_CALLS + part * VL), broadcast(row),
+               broadcast(static_cast<uint32_t>(sample)), broadcast(static_cast<uint32_t>(sample >> 32))};
     philox(c, key);
 #pragma GCC unroll 4
     for (int word = 0; word < 4; ++word) words[word * (PHILOX_CALLS / VL) + part] = c[word];
   }
 }
 
-// The dropout mask of the same columns: -1 in the lanes that stay, 0 in those dropped. For attention scores, row = head * s + query in the
-// global (heads, s, s) tensor of the sample and the column is the key position.
-FM_INLINE void philox_keep_bits(PhiloxKey key, uint64_t sample, uint32_t row, uint32_t block, uint32_t threshold, vi keep[BLOCK_VECTORS]) {
+// The dropout mask of the same columns: -1 in the lanes that stay, 0 in those dropped. For attention scores, row = head
+// * s + query in the global (heads, s, s) tensor of the sample and the column is the key position.
+FM_INLINE void philox_keep_bits(PhiloxKey key, uint64_t sample, uint32_t row, uint32_t block, uint32_t threshold,
+                                vi keep[BLOCK_VECTORS]) {
   vu words[BLOCK_VECTORS];
   philox_words(key, sample, row, block, words);
 #pragma GCC unroll 16
   for (int v = 0; v < BLOCK_VECTORS; ++v) keep[v] = words[v] >= threshold;
 }
 
-// Runs body(words, i, v) for each vector of the blocks that touch columns [col0, col0 + cols): v counts vectors within the block and
-// i = column of the vector's first lane - col0, which may be negative or reach beyond cols in the first and the last block.
+// Runs body(words, i, v) for each vector of the blocks that touch columns [col0, col0 + cols): v counts vectors within
+// the block and i = column of the vector's first lane - col0, which may be negative or reach beyond cols in the first
+// and the last block.
 template <class F>
 FM_INLINE void for_philox_row(PhiloxKey key, uint64_t sample, uint32_t row, int64_t col0, int64_t cols, const F& body) {
   for (int64_t block = col0 / PHILOX_BLOCK; block * PHILOX_BLOCK < col0 + cols; ++block) {
@@ -61,7 +63,8 @@ FM_INLINE void for_philox_row(PhiloxKey key, uint64_t sample, uint32_t row, int6
   }
 }
 
-// Row-local columns [i, i + VL) cut to [0, cols), computed by f(vector in) -> vector out; whole vectors go straight through.
+// Row-local columns [i, i + VL) cut to [0, cols), computed by f(vector in) -> vector out; whole vectors go straight
+// through.
 template <class T, class F>
 FM_INLINE void map_columns(const T* x, T* out, int64_t i, int64_t cols, const F& f) {
   if (i >= 0 && i + VL <= cols) return store(out + i, f(load(x + i)));

@@ -1,12 +1,15 @@
 // Which random word belongs to which element: the definition that the vector kernels and the references share.
 //
-// Philox4x32-10 (Salmon et al., SC 2011) turns a 128-bit counter and a 64-bit key into four 32-bit words. An element has a sample (64 bits), a
-// row and a column, each counted in the GLOBAL tensor, so its word is the same in every parallel layout and for every thread count.
-// Columns are taken in blocks of 64, and a block costs 16 calls:
+// Philox4x32-10 (Salmon et al., SC 2011) turns a 128-bit counter and a 64-bit key into four 32-bit words. An element
+// has a sample (64 bits), a row and a column, each counted in the GLOBAL tensor, so its word is the same in every
+// parallel layout and for every thread count. Columns are taken in blocks of 64, and a block costs 16 calls:
 //
-//   column = 64 * block + 16 * word + call,     counter = (16 * block + call, row, sample low, sample high),     key = philox_key(seed, stream)
+//   column = 64 * block + 16 * word + call
+//   counter = (16 * block + call, row, sample low, sample high)
+//   key = philox_key(seed, stream)
 //
-// So the words number w of consecutive calls are the words of consecutive columns, and vectors of 4, 8 or 16 lanes need no shuffle.
+// So the words number w of consecutive calls are the words of consecutive columns, and vectors of 4, 8 or 16 lanes need
+// no shuffle.
 #pragma once
 #include <cstdint>
 
@@ -20,7 +23,8 @@ struct PhiloxKey {
   uint32_t k0, k1;
 };
 
-// SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014) over both, so that neighbouring seeds and streams give unrelated keys.
+// SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014) over both, so that neighbouring seeds and streams give
+// unrelated keys.
 static inline PhiloxKey philox_key(uint64_t seed, uint64_t stream) {
   uint64_t z = seed;
   for (int round = 0; round < 2; ++round) {

@@ -1,5 +1,6 @@
-// The table of scalar references, offered as the target "reference". The functions are in reference_<family>.cc: one plain loop each,
-// written from the formula, single-threaded, double inside where that costs nothing. Compiled with -ffp-contract=off.
+// The table of scalar references, offered as the target "reference". The functions are in reference_<family>.cc: one
+// plain loop each, written from the formula, single-threaded, double inside where that costs nothing. Compiled with
+// -ffp-contract=off.
 #include "reference.h"
 
 #include <cmath>

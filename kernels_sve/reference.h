@@ -1,4 +1,5 @@
-// What scalar references share: element i of a tensor of any floating dtype as a float. Each kernel's reference has its row's signature.
+// What scalar references share: element i of a tensor of any floating dtype as a float. Each kernel's reference has its
+// row's signature.
 #pragma once
 #include "table.h"
 

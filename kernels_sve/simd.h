@@ -1,14 +1,17 @@
-// Vectors of FM_VECTOR_BYTES as GNU vector types, which GCC and Clang keep in SVE, zmm, ymm or NEON registers. Arithmetic, comparison and
-// a ? b : c on them are the language's own (a * b + c becomes one FMA under -ffp-contract=fast). What the language cannot say is a hook in
-// simd_<isa>.h; this file picks it and is the only one that asks for the instruction set. Kernels never name one.
+// Vectors of FM_VECTOR_BYTES as GNU vector types, which GCC and Clang keep in SVE, zmm, ymm or NEON registers.
+// Arithmetic, comparison and a ? b : c on them are the language's own (a * b + c becomes one FMA under
+// -ffp-contract=fast). What the language cannot say is a hook in simd_<isa>.h; this file picks it and is the only one
+// that asks for the instruction set. Kernels never name one.
 //
-// Hooks, all of them on vf (float lanes), vi (int32 lanes), vu (uint32 lanes); n is the number of lanes from the first, 0 <= n <= VL:
+// Hooks, all of them on vf (float lanes), vi (int32 lanes), vu (uint32 lanes); n is the number of lanes from the first,
+// 0 <= n <= VL:
 //   load_n(p, n) store_n(p, v, n)           float, never touches memory beyond lane n; the other lanes load as 0
 //   load_u16 load_u16_n store_u16 store_u16_n   16-bit words to and from the low half of 32-bit lanes
 //   half_to_float(vu) float_to_half(vf)     IEEE binary16 bits, to nearest even
-//   hsum(v) hmax(v)                         over lanes, as a tree; once per row, not per vector (about 50 cycles on A64FX)
-//   reciprocal(v) rsqrt(v) sqrt(v)          within 2 ulp for normal numbers; no divide or square root instruction on SVE (98 cycles each)
-//   exp(v)                                  within 2 ulp; 0 below -87.3 (no denormal results), inf above 88.7, NaN stays
+//   hsum(v) hmax(v)                         over lanes, as a tree; once per row, not per vector (50 cycles on A64FX)
+//   reciprocal(v) rsqrt(v) sqrt(v)          within 2 ulp for normal numbers; SVE: estimate and Newton steps, since the
+//                                           divide and square root instructions take 98 cycles each on A64FX
+//   exp(v)                                  within 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN stays
 //   mul_high(v, m)                          upper 32 bits of the 64-bit products
 #pragma once
 #include <cstdint>

@@ -22,7 +22,9 @@ FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
   for (int i = 0; i < n; ++i) p[i] = static_cast<uint16_t>(v[i]);
 }
 FM_INLINE vf half_to_float(vu h) { return (vf)_mm256_cvtph_ps(narrow(h)); }
-FM_INLINE vu float_to_half(vf v) { return (vu)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT)); }
+FM_INLINE vu float_to_half(vf v) {
+  return (vu)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
 FM_INLINE float hsum(vf v) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));

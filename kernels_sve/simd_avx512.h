@@ -7,11 +7,17 @@ FM_INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n)
 FM_INLINE vf load_n(const float* p, int n) { return (vf)_mm512_maskz_loadu_ps(first_lanes(n), p); }
 FM_INLINE void store_n(float* p, vf v, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), (__m512)v); }
 FM_INLINE vu load_u16(const uint16_t* p) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
-FM_INLINE vu load_u16_n(const uint16_t* p, int n) { return (vu)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+FM_INLINE vu load_u16_n(const uint16_t* p, int n) {
+  return (vu)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
 FM_INLINE void store_u16(uint16_t* p, vu v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
-FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) { _mm512_mask_cvtepi32_storeu_epi16(p, first_lanes(n), (__m512i)v); }
+FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
+  _mm512_mask_cvtepi32_storeu_epi16(p, first_lanes(n), (__m512i)v);
+}
 FM_INLINE vf half_to_float(vu h) { return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h)); }
-FM_INLINE vu float_to_half(vf v) { return (vu)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT)); }
+FM_INLINE vu float_to_half(vf v) {
+  return (vu)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
 FM_INLINE float hsum(vf v) { return _mm512_reduce_add_ps((__m512)v); }
 FM_INLINE float hmax(vf v) { return _mm512_reduce_max_ps((__m512)v); }
 FM_INLINE vf reciprocal(vf v) { return 1.0f / v; }

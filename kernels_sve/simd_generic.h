@@ -1,4 +1,5 @@
-// Hooks of simd.h in plain loops over lanes, for the baseline of any machine (SSE2, NEON) and for SVE of 128 bits. Included by simd.h.
+// Hooks of simd.h in plain loops over lanes, for the baseline of any machine (SSE2, NEON) and for SVE of 128 bits.
+// Included by simd.h.
 #pragma once
 
 namespace fm::FM_TARGET {

@@ -1,11 +1,11 @@
-// Polynomial functions on vf that need no instruction set: exp where no hook has one, log and sin/cos for Box-Muller. Included by simd.h.
-// Polynomials: Cephes single precision (expf, logf, sinf, cosf), S. Moshier.
+// Polynomial functions on vf that need no instruction set: exp where no hook has one, log and sin/cos for Box-Muller.
+// Included by simd.h. Polynomials: Cephes single precision (expf, logf, sinf, cosf), S. Moshier.
 #pragma once
 
 namespace fm::FM_TARGET {
 
-constexpr float EXP_LOW = -87.336545f;   // ln of the smallest normal number
-constexpr float EXP_HIGH = 88.722836f;   // ln of the largest number
+constexpr float EXP_LOW = -87.336545f;  // ln of the smallest normal number
+constexpr float EXP_HIGH = 88.722836f;  // ln of the largest number
 
 #ifndef FM_HAS_EXP
 FM_INLINE vf exp(vf x) {
@@ -19,7 +19,8 @@ FM_INLINE vf exp(vf x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  // 2^n by adding n to the exponent: p is in [0.70, 1.42], so the sum stays a normal number on all of [EXP_LOW, EXP_HIGH].
+  // 2^n by adding n to the exponent: p is in [0.70, 1.42], so the sum stays a normal number on all of [EXP_LOW,
+  // EXP_HIGH].
   const vf scaled = (vf)((vu)p + ((vu)shifted << 23));
   const vf low = x < EXP_LOW ? vf{} : scaled;
   return x <= EXP_HIGH ? low : x + __builtin_inff();  // inf, or the NaN itself
@@ -54,7 +55,8 @@ FM_INLINE void sincos_turns(vf turns, vf& sine, vf& cosine) {
   const vf t = (turns * 4.0f - (shifted - SHIFT)) * 1.57079633f;  // [-pi/4, pi/4]
   const vf z = t * t;
   const vf s = ((-1.9515295891e-4f * z + 8.3321608736e-3f) * z - 1.6666654611e-1f) * z * t + t;
-  const vf c = ((2.443315711809948e-5f * z - 1.388731625493765e-3f) * z + 4.166664568298827e-2f) * z * z - 0.5f * z + 1.0f;
+  const vf c =
+      ((2.443315711809948e-5f * z - 1.388731625493765e-3f) * z + 4.166664568298827e-2f) * z * z - 0.5f * z + 1.0f;
   const vi swap = (quadrant & 1u) != 0u;
   sine = (vf)((vu)(swap ? c : s) ^ ((quadrant & 2u) << 30));
   cosine = (vf)((vu)(swap ? s : c) ^ (((quadrant + 1u) & 2u) << 30));

@@ -37,13 +37,14 @@ FM_INLINE vf sqrt(vf v) {
 }
 FM_INLINE vu mul_high(vu v, uint32_t m) { return (vu)svmulh_n_u32_x(svptrue_b32(), (svuint32_t)v, m); }
 
-// FEXPA makes 2^(i/64) from the low bits of i + 64 * 127: no table, a short polynomial. Constants as in Arm Optimized Routines' SVE expf.
+// FEXPA makes 2^(i/64) from the low bits of i + 64 * 127: no table, a short polynomial. Constants as in Arm Optimized
+// Routines' SVE expf.
 FM_INLINE vf exp(vf x) {
   constexpr float SHIFT = 0x1.903f8p17f;
   const vf shifted = x * 0x1.715476p+0f + SHIFT;
   const vf n = shifted - SHIFT;
   const vf r = x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
-  const vf scale = (vf)svexpa_f32((svuint32_t)shifted);
+  const vf scale = (vf)svexpa_f32((svuint32_t)(vu)shifted);
   const vf p = r + r * r * (0.5f + r * 0x1.555556p-3f);
   const vf low = x < -87.336545f ? vf{} : scale + scale * p;
   return x <= 88.71f ? low : x + __builtin_inff();  // FEXPA ends at 2^(128 - 1/64)

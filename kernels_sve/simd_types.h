@@ -1,4 +1,5 @@
-// load, store and scalar conversion of float, bf16 and f16 elements as float lanes, so that a kernel is a template over its element type:
+// load, store and scalar conversion of float, bf16 and f16 elements as float lanes, so that a kernel is a template over
+// its element type:
 //
 //   with_dtype(dtype, [&](auto element) { using T = decltype(element); run<T>(static_cast<const T*>(x), ...); });
 //
@@ -24,7 +25,9 @@ FM_INLINE void store_n(bf16* p, vf v, int n) { store_u16_n(&p->bits, float_to_bf
 FM_INLINE void store_n(f16* p, vf v, int n) { store_u16_n(&p->bits, float_to_half(v), n); }
 
 template <class T>
-FM_INLINE float load_scalar(const T* p) { return load_n(p, 1)[0]; }
+FM_INLINE float load_scalar(const T* p) {
+  return load_n(p, 1)[0];
+}
 
 // Calls f with a value of the element type; the binding has checked that dtype is one of the three.
 template <class F>
@@ -42,10 +45,15 @@ FM_INLINE void for_vectors(int64_t begin, int64_t end, const F& body) {
   if (i < end) body(i, static_cast<int>(end - i));
 }
 
-// load and store that take the whole vector when the caller's lane count says so: after inlining into for_vectors the test is gone.
+// load and store that take the whole vector when the caller's lane count says so: after inlining into for_vectors the
+// test is gone.
 template <class T>
-FM_INLINE vf load_lanes(const T* p, int lanes) { return lanes == VL ? load(p) : load_n(p, lanes); }
+FM_INLINE vf load_lanes(const T* p, int lanes) {
+  return lanes == VL ? load(p) : load_n(p, lanes);
+}
 template <class T>
-FM_INLINE void store_lanes(T* p, vf v, int lanes) { lanes == VL ? store(p, v) : store_n(p, v, lanes); }
+FM_INLINE void store_lanes(T* p, vf v, int lanes) {
+  lanes == VL ? store(p, v) : store_n(p, v, lanes);
+}
 
 }  // namespace fm::FM_TARGET

@@ -1,5 +1,5 @@
-// What every part of the extension shares: element types, argument structs, and the table of kernels made from kernels.inc.
-// Leaves out: anything with an instruction set in it (simd.h) and anything of Python (tensor_view.h).
+// What every part of the extension shares: element types, argument structs, and the table of kernels made from
+// kernels.inc. Leaves out: anything with an instruction set in it (simd.h) and anything of Python (tensor_view.h).
 #pragma once
 #include <cstdint>
 
@@ -8,8 +8,14 @@ namespace fm {
 enum class DType : int32_t { f32, f64, bf16, f16, i32, i64, u8, b8 };
 
 // Storage of the 16-bit formats. No compiler type: GCC 12 has no _Float16 in C++ on aarch64.
-struct bf16 { uint16_t bits; };
-struct f16 { uint16_t bits; };
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+enum class Function : int32_t { exp, log, sqrt, rsqrt, reciprocal };
 
 // Dropout on a contiguous (outer, samples, inner, cols) view; see philox.h for which element gets which random word.
 struct DropoutArgs {

@@ -1,9 +1,11 @@
-// Every kernel, once per row of TARGETS in setup.py: -DFM_TARGET names the namespace, -DFM_VECTOR_BYTES the vectors, -DFM_MR and
-// -DFM_NR_VECTORS the GEMM tile. Nothing here may leave a weak symbol outside fm::FM_TARGET, or code for one CPU could be picked for another
-// (tests/kernels/test_dispatch.py): headers keep to FM_INLINE functions, lambdas, and no std:: containers or algorithms.
+// Every kernel, once per row of TARGETS in setup.py: -DFM_TARGET names the namespace, -DFM_VECTOR_BYTES the vectors,
+// -DFM_MR and -DFM_NR_VECTORS the GEMM tile. Nothing here may leave a weak symbol outside fm::FM_TARGET, or code for
+// one CPU could be picked for another (tests/kernels/test_dispatch.py): headers keep to FM_INLINE functions, lambdas,
+// and no std:: containers or algorithms.
 #include "simd.h"
 
 #include "adamw.h"
+#include "elementwise.h"
 #include "philox.h"
 #include "reduce.h"
 

@@ -1,5 +1,6 @@
-// A torch tensor as C++ sees it, read through Python attributes (no torch headers, so the extension cross-compiles and fits any torch), and
-// the checks a binding makes before a byte is written. Every failed check is a ValueError: "<argument>: expected <what>, got <what>".
+// A torch tensor as C++ sees it, read through Python attributes (no torch headers, so the extension cross-compiles and
+// fits any torch), and the checks a binding makes before a byte is written. Every failed check is a ValueError:
+// "<argument>: expected <what>, got <what>".
 //
 //   TensorView x("x", x_object), out("out", out_object);
 //   x.rank(2).dtype({DType::f32, DType::bf16}).contiguous();
@@ -33,7 +34,8 @@ class TensorView {
   // Elements of the last dimension lie side by side; the other strides are free.
   const TensorView& last_contiguous() const;
   const TensorView& aligned(int64_t bytes) const;
-  // No byte shared with any of these. Compares whole address ranges, so interleaved views of one buffer count as overlapping.
+  // No byte shared with any of these. Compares whole address ranges, so interleaved views of one buffer count as
+  // overlapping.
   const TensorView& disjoint(std::initializer_list<const TensorView*> others) const;
   // Disjoint, or exactly the same memory: what an elementwise kernel may do in place.
   const TensorView& same_or_disjoint(std::initializer_list<const TensorView*> others) const;
@@ -45,7 +47,9 @@ class TensorView {
   DType dtype() const { return dtype_; }
   const char* name() const { return name_; }
   template <class T = void>
-  T* data() const { return reinterpret_cast<T*>(address_); }
+  T* data() const {
+    return reinterpret_cast<T*>(address_);
+  }
 
   // Throws the ValueError.
   [[noreturn]] void fail(const std::string& expected, const std::string& got) const;
@@ -75,8 +79,8 @@ auto unlocked(F&& f) {
 using BindFunction = void (*)(py::module_&);
 std::vector<BindFunction>& bind_functions();
 
-#define FM_BIND(family)                                                                     \
-  static void bind_##family(py::module_& module);                                           \
+#define FM_BIND(family)                                                                       \
+  static void bind_##family(py::module_& module);                                             \
   static const bool registered_##family = (bind_functions().push_back(&bind_##family), true); \
   static void bind_##family([[maybe_unused]] py::module_& module)
 
