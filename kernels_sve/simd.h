@@ -12,6 +12,8 @@
 //   reciprocal(v) rsqrt(v) sqrt(v)          within 2 ulp for normal numbers; SVE: estimate and Newton steps, since the
 //                                           divide and square root instructions take 98 cycles each on A64FX
 //   exp(v)                                  within 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN stays
+//   exp2_each(v[N])                         2^v in place for v <= 0: 0 below -126, NaN stays; N chains side by side
+//   fast_max(a, b)                          one instruction; which of a NaN and a number it returns is open
 //   mul_high(v, m)                          upper 32 bits of the 64-bit products
 #pragma once
 #include <cstdint>

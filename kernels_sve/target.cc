@@ -5,6 +5,7 @@
 #include "simd.h"
 
 #include "adamw.h"
+#include "attention.h"
 #include "elementwise.h"
 #include "philox.h"
 #include "reduce.h"
