@@ -12,6 +12,8 @@ process holds only one). A cross build is one whose CXX names another machine; i
 Python and pybind11 headers, and OPENMP_LIBRARY. Left out: Windows and macOS.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import platform
@@ -29,9 +31,9 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "kernels_sve"
 COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-# GCC 12's own AVX-512 headers trip -Wuninitialized.
-QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-TARGET_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", *QUIET]
+TARGET_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+GCC_FLAGS = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # its own AVX-512 headers trip them
+GCC_SVE_FLAGS = ["-fno-schedule-insns"]  # its scheduler brings FMAs of one accumulator too close together
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,11 @@ class Compiler:
         return [f"-DFM_BUILT_ROWS={rows(built)}", f"-DFM_OTHER_ROWS={rows([t for t in TARGETS if t not in built])}"]
 
     def target_command(self, target: Target) -> list[str]:
-        schedule = [] if "clang" in self.target_cxx[0] or target.machine != "aarch64" else ["-fno-schedule-insns"]
+        gcc = [] if "clang" in self.target_cxx[0] else GCC_FLAGS + GCC_SVE_FLAGS * (target.machine == "aarch64")
         mr, nr_vectors = target.tile
         macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}", f"-DFM_MR={mr}",
                   f"-DFM_NR_VECTORS={nr_vectors}"]
-        return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *schedule, *macros]
+        return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros]
 
     def jobs(self) -> list[tuple[list[str], Path, Path]]:
         """(command, source, object) of every file, the slowest first."""

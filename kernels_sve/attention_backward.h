@@ -74,12 +74,13 @@ FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m,
   const int64_t q0 = m.q0 + r, at = (g * BLOCK + r) * LANES, k0 = m.k0 + g * LANES;
   Tile t = {};
   multiply<P, VL>(t, head.query_rows + q0 / VL * VL * words + q0 % VL, m.key + g * words * LANES, words);
-#pragma GCC unroll 4
+  store_tile(m.prob + at, t);  // 24 accumulators leave no registers for the chains of 2^x
+#pragma GCC unroll 1
   for (int i = 0; i < ATTENTION_MR; i += 2) {
     vf x[2 * ATTENTION_NV];
 #pragma GCC unroll 6
     for (int v = 0; v < 2 * ATTENTION_NV; ++v) {
-      x[v] = t.v[i + v / ATTENTION_NV][v % ATTENTION_NV] * m.c - broadcast(head.lse[q0 + i + v / ATTENTION_NV]);
+      x[v] = load_aligned(m.prob + at + i * LANES + v * VL) * m.c - broadcast(head.lse[q0 + i + v / ATTENTION_NV]);
     }
     exp2_each(x);
     if (q0 < k0 + LANES) {

@@ -67,7 +67,7 @@ FM_INLINE void exp2_each(vf (&v)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) p[i] = v[i] * 0x1.ebfc92p-3f + 0x1.62e486p-1f;
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) shifted[i] = (vf)svexpa_f32((svuint32_t)shifted[i]);
+  for (int i = 0; i < N; ++i) shifted[i] = (vf)svexpa_f32((svuint32_t)(vu)shifted[i]);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) v[i] = v[i] * shifted[i];
 #pragma GCC unroll 16

@@ -15,9 +15,10 @@ struct f16 {
   uint16_t bits;
 };
 
+// elementwise.h
 enum class Function : int32_t { exp, log, sqrt, rsqrt, reciprocal };
 
-// Dropout on a contiguous (outer, samples, inner, cols) view; see philox.h for which element gets which random word.
+// philox.h: dropout on a contiguous (outer, samples, inner, cols) view; philox_layout.h: which word an element gets.
 struct DropoutArgs {
   int64_t outer, samples, inner, cols;
   float p;
@@ -25,14 +26,14 @@ struct DropoutArgs {
   int64_t first_sample, row0, col0;
 };
 
-// A slice of rows x cols at (row0, col0) of a global matrix.
+// philox.h: a slice of rows x cols at (row0, col0) of a global matrix.
 struct NormalArgs {
   int64_t rows, cols, row0, col0;
   uint64_t seed, stream;
   float std, mean;
 };
 
-// Causal self-attention of heads of d columns over sequences of s positions; p = 0 for no dropout. See attention.h.
+// attention.h: causal self-attention of heads of d columns over sequences of s positions; p = 0 for no dropout.
 struct AttentionArgs {
   int64_t s, b, heads, d;
   float p;
@@ -40,7 +41,7 @@ struct AttentionArgs {
   int64_t first_sample, first_head;
 };
 
-// The scalars of one AdamW step, made in double from the options by bind_adamw.cc.
+// adamw.h: the scalars of one AdamW step, made in double from the options by bind_adamw.cc.
 struct AdamWArgs {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;
 };

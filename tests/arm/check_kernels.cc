@@ -1,0 +1,145 @@
+// Every vector target that this CPU can run against the scalar reference, without Python: a static program for an
+// emulator. Exit code 0 and one line per target; the first difference is printed and ends it with 1. Built and run by
+// test_static.py.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace {
+
+using namespace fm;
+using Floats = std::vector<float>;
+
+const int64_t SIZES[] = {0, 1, 7, 15, 16, 17, 31, 33, 61, 64, 65, 257, 1031};
+
+float random_float(uint32_t i) {
+  i = (i + 1) * 2654435761u;
+  i = (i ^ (i >> 15)) * 2246822519u;
+  return static_cast<float>(static_cast<int32_t>(i ^ (i >> 13))) * 0x1p-30f;
+}
+
+Floats random_floats(int64_t n, uint32_t seed) {
+  Floats values(n);
+  for (int64_t i = 0; i < n; ++i) values[i] = random_float(static_cast<uint32_t>(i) + seed * 7919u);
+  return values;
+}
+
+void close(const char* what, const Floats& got, const Floats& want, float relative, float absolute) {
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (std::fabs(got[i] - want[i]) <= absolute + relative * std::fabs(want[i])) continue;
+    if (std::isnan(want[i]) ? std::isnan(got[i]) : got[i] == want[i]) continue;
+    std::printf("%s: %s[%zu of %zu] is %.9g, the reference %.9g\n", active(), what, i, want.size(), got[i], want[i]);
+    std::exit(1);
+  }
+}
+
+// Runs f for the target and for the reference, and compares what the two return.
+template <class F>
+void compare(const std::string& target, const char* what, float relative, float absolute, const F& f) {
+  use("reference");
+  const Floats want = f();
+  use(target);
+  close(what, f(), want, relative, absolute);
+}
+
+void check_elementwise(const std::string& target, int64_t n) {
+  const Floats x = random_floats(n, 1);
+  for (Function function : {Function::exp, Function::log, Function::sqrt, Function::rsqrt, Function::reciprocal}) {
+    compare(target, "elementwise", 4e-7f, 2e-7f, [&] {
+      Floats in = x, out(n);
+      for (float& v : in) v = function == Function::exp ? v * 40 : std::fabs(v) + 1e-6f;
+      kernels().elementwise(function, in.data(), out.data(), n);
+      return out;
+    });
+  }
+}
+
+void check_convert(const std::string& target, int64_t n) {
+  for (DType half : {DType::bf16, DType::f16}) {
+    compare(target, "convert", 0, 0, [&] {
+      Floats x = random_floats(n, 2), out(n);
+      for (size_t i = 0; i < x.size(); ++i) x[i] = std::ldexp(x[i], static_cast<int>(i % 44) - 26);
+      if (n > 3) x[0] = INFINITY, x[1] = -INFINITY, x[2] = NAN, x[3] = -0.0f;
+      std::vector<uint16_t> bits(n + 1, 0xabcd);
+      kernels().convert(x.data(), DType::f32, bits.data(), half, n);
+      kernels().convert(bits.data(), half, out.data(), DType::f32, n);
+      out.push_back(bits[n]);  // the element after the last must not be touched
+      return out;
+    });
+  }
+}
+
+void check_reduce(const std::string& target, int64_t n) {
+  compare(target, "reduce", 1e-6f, 0, [&] {
+    Floats x = random_floats(n, 3);
+    for (int64_t i = 0; i < n; i += 5) x[i] = 0;
+    return Floats{static_cast<float>(kernels().squared_norm(x.data(), DType::f32, n)),
+                  static_cast<float>(kernels().count_zeros(x.data(), DType::f32, n))};
+  });
+}
+
+void check_philox(const std::string& target, int64_t n) {
+  for (int64_t col0 : {0, 5, 64}) {
+    compare(target, "philox_normal", 1e-5f, 1e-5f, [&] {
+      Floats out(3 * n);
+      kernels().philox_normal(out.data(), {3, n, 7, col0, 1234, 5, 0.02f, 1.0f});
+      return out;
+    });
+    compare(target, "dropout", 0, 0, [&] {
+      const Floats x = random_floats(6 * n, 4);
+      Floats out(6 * n);
+      kernels().dropout(x.data(), out.data(), DType::f32, {3, 2, 1, n, 0.3f, 99, 3, INT64_C(1) << 33, 2, col0});
+      return out;
+    });
+  }
+}
+
+void check_adamw(const std::string& target, int64_t n) {
+  compare(target, "adamw", 2e-6f, 1e-7f, [&] {
+    Floats param = random_floats(n, 5), grad = random_floats(n, 6), m = random_floats(n, 7), v = random_floats(n, 8);
+    for (float& value : v) value = std::fabs(value);
+    kernels().adamw(param.data(), grad.data(), m.data(), v.data(), nullptr, DType::f32, n,
+                    {0.5f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f});
+    param.insert(param.end(), m.begin(), m.end());
+    param.insert(param.end(), v.begin(), v.end());
+    return param;
+  });
+}
+
+// Philox4x32-10 known answers of Random123.
+void check_known_answers() {
+  const uint32_t counters[8] = {0, 0, 0, 0, ~0u, ~0u, ~0u, ~0u};
+  const uint32_t zeros[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
+  const uint32_t ones[4] = {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd};
+  uint32_t out[8];
+  kernels().philox4x32(counters, out, 2, 0, 0);
+  bool good = std::memcmp(out, zeros, sizeof zeros) == 0;
+  kernels().philox4x32(counters, out, 2, ~0u, ~0u);
+  good = good && std::memcmp(out + 4, ones, sizeof ones) == 0;
+  if (!good) std::printf("%s: Philox4x32-10 misses its known answers\n", active()), std::exit(1);
+}
+
+}  // namespace
+
+int main() {
+  for (const TargetInfo& target : targets()) {
+    if (!target.runnable) {
+      std::printf("%s not run: %s\n", target.name.c_str(), target.reason.c_str());
+      continue;
+    }
+    use(target.name);
+    check_known_answers();
+    for (int64_t n : SIZES) {
+      check_elementwise(target.name, n);
+      check_convert(target.name, n);
+      check_reduce(target.name, n);
+      check_philox(target.name, n);
+      check_adamw(target.name, n);
+    }
+    std::printf("%s agrees with the reference\n", target.name.c_str());
+  }
+}

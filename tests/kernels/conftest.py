@@ -1,0 +1,68 @@
+"""Fixtures of the kernel tests: vector targets of this CPU, thread counts, the scalar reference.
+
+    python -m pytest tests/kernels
+"""
+
+import pytest
+import torch
+
+from fugaku_megatron import kernels
+
+
+@pytest.fixture(params=kernels.runnable_targets())
+def target(request):
+    """Name of the vector target in use."""
+    with kernels.target(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def same_for_any_threads():
+    """Calls f with 1 to 4 threads, asserts that the tensors it returns have the same bits, and returns them."""
+    before = kernels.num_threads()
+
+    def run(f):
+        results = []
+        for count in (1, 2, 3, 4):
+            kernels.set_num_threads(count)
+            results.append(f())
+        for other in results[1:]:
+            assert bits(other) == bits(results[0])
+        return results[0]
+
+    yield run
+    kernels.set_num_threads(before)
+
+
+def bits(value):
+    """The bytes of a tensor, a number or a tuple of them, so that NaN equals NaN and -0 differs from 0."""
+    if isinstance(value, tuple):
+        return tuple(bits(part) for part in value)
+    return torch.as_tensor(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture
+def reference():
+    """Calls f with the scalar reference in use."""
+
+    def run(f):
+        with kernels.target("reference"):
+            return f()
+
+    return run
+
+
+@pytest.fixture
+def guarded():
+    """Makes tensors of a shape and dtype inside larger buffers; nothing around them may have changed after the test."""
+    made = []
+
+    def make(shape, dtype=torch.float32):
+        count = torch.Size(shape).numel()
+        buffer = torch.full((count + 128,), 77, dtype=dtype)
+        made.append((buffer, count))
+        return buffer[64 : 64 + count].view(shape)
+
+    yield make
+    for buffer, count in made:
+        assert bool((buffer[:64] == 77).all()) and bool((buffer[64 + count :] == 77).all()), "wrote outside a tensor"

@@ -1,0 +1,190 @@
+"""The machinery of the extension: targets, threads, checks of arguments.
+
+    python -m pytest tests/kernels/test_dispatch.py
+"""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from fugaku_megatron import kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(code, **environment):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
+
+
+def test_every_row_of_the_table_is_listed_and_bound():
+    rows = re.findall(r"^FM_KERNEL\((\w+),", (ROOT / "kernels_sve" / "kernels.inc").read_text(), re.MULTILINE)
+    assert kernels.kernels() == rows
+    assert [name for name in rows if not hasattr(kernels, name)] == []
+
+
+def test_targets_say_why_they_cannot_run():
+    rows = kernels.targets()
+    assert [row["name"] for row in rows][:2] == ["reference", "portable"]
+    for row in rows:
+        assert row["runnable"] == (row["reason"] == ""), row
+        assert row["compiled"] or not row["runnable"], row
+    assert kernels.active() == os.environ.get("FUGAKU_MEGATRON_TARGET", kernels.runnable_targets()[-1])
+
+
+def test_use_unknown_target_lists_the_known():
+    with pytest.raises(ValueError, match="unknown kernel target 'avx1024'; known: reference, portable, avx2, .*sve512"):
+        kernels.use("avx1024")
+
+
+def test_use_missing_target_gives_the_reason():
+    missing = [row for row in kernels.targets() if not row["runnable"]]
+    for row in missing:
+        with pytest.raises(RuntimeError, match=f"{row['name']} cannot run here: {row['reason']}"):
+            kernels.use(row["name"])
+
+
+def test_target_context_restores_on_error():
+    before = kernels.active()
+    with pytest.raises(KeyError):
+        with kernels.target("reference"):
+            assert kernels.active() == "reference"
+            raise KeyError
+    assert kernels.active() == before
+
+
+def test_environment_chooses_the_target():
+    code = "from fugaku_megatron import kernels; print(kernels.active())"
+    assert run_python(code, FUGAKU_MEGATRON_TARGET="portable").stdout == "portable\n"
+    wrong = run_python(code, FUGAKU_MEGATRON_TARGET="sve3")
+    assert wrong.returncode == 1
+    assert wrong.stderr.splitlines()[-1].startswith(
+        "ImportError: environment variable FUGAKU_MEGATRON_TARGET: unknown kernel target 'sve3'; known: reference,"
+    )
+
+
+def test_import_without_torch_is_refused():
+    run = run_python("import fugaku_megatron._kernels")
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("ImportError:")
+
+
+THREADS_CODE = """
+import os, re, torch
+def threads(): return len(os.listdir('/proc/self/task'))
+torch.set_num_threads(3)
+a = torch.randn(512, 512)
+a @ a; a.add_(1); torch.nn.functional.gelu(a)
+alone = threads()
+from fugaku_megatron import kernels
+x = torch.ones(1 << 22)
+assert kernels.num_threads() == 3
+assert kernels.squared_norm(x) == 1 << 22
+kernels.elementwise('exp', x, x)
+a @ a
+print(alone, threads())
+print(*sorted(set(re.findall(r'\\S+/lib[gi]?omp[^/\\s]*', open('/proc/self/maps').read()))))
+"""
+
+
+def test_threads_are_shared_with_torch():
+    run = run_python(THREADS_CODE)
+    assert run.returncode == 0, run.stderr
+    counts, libraries = run.stdout.splitlines()
+    alone, both = map(int, counts.split())
+    assert both == alone >= 3
+    assert len(libraries.split()) == 1, libraries
+
+
+def test_thread_setting_is_torchs():
+    before = torch.get_num_threads()
+    try:
+        kernels.set_num_threads(3)
+        assert torch.get_num_threads() == kernels.num_threads() == 3
+        torch.set_num_threads(1)
+        assert kernels.num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
+        kernels.set_num_threads(0)
+
+
+def test_kernels_run_from_several_python_threads():
+    x = torch.arange(200_000, dtype=torch.float32)
+    expected = kernels.squared_norm(x)
+    results = []
+
+    def work():
+        results.append([kernels.squared_norm(x) for _ in range(50)])
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert results == [[expected] * 50] * 4
+
+
+def test_target_flags_stay_in_their_namespace():
+    """A weak symbol outside its target's namespace could be picked for CPUs that lack the instructions."""
+    objects = sorted((ROOT / "build").glob("kernels-*/target_*.o"))
+    if not objects:
+        pytest.skip("the objects of the build are gone")
+    for path in objects:
+        symbols = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
+        namespace = f"fm::{path.stem.removeprefix('target_')}::"
+        leaks = [line for line in symbols.splitlines() if re.search(r"^\S+ [WVuTBD] ", line) and namespace not in line]
+        assert leaks == [], path
+
+
+def test_alignment_of_views_is_not_required(target):
+    buffer = torch.arange(64, dtype=torch.float32)
+    assert kernels.squared_norm(buffer[1:18]) == float((buffer[1:18] ** 2).sum())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": 3}, "x: expected a torch tensor, got int"),
+        ({"x": None}, "x: expected a torch tensor, got NoneType"),
+        ({"x": torch.zeros(4, 6, device="meta")}, "x: expected a tensor in CPU memory, got meta"),
+        ({"x": torch.zeros(4, 6, dtype=torch.complex64)}, "x: expected a real dtype of this extension, got torch.comp"),
+        ({"x": torch.zeros(4, 6, dtype=torch.int32)}, "x: expected dtype float32 or bfloat16 or float16, got int32"),
+        ({"x": torch.zeros(6)}, r"x: expected 2 to 8 dimensions, got shape \(6,\)"),
+        ({"out": torch.zeros(6, 4)}, r"out: expected shape \(4, 6\) as x, got \(6, 4\)"),
+        ({"out": torch.zeros(4, 6, dtype=torch.bfloat16)}, "out: expected dtype float32 as x, got bfloat16"),
+        ({"x": torch.zeros(6, 4).t()}, r"x: expected a contiguous tensor, got shape \(4, 6\) with strides \(1, 4\)"),
+        ({"p": 1.0}, r"p: expected a probability in \[0, 1\), got 1.0"),
+        ({"p": float("nan")}, r"p: expected a probability in \[0, 1\), got nan"),
+        ({"sample_dim": 1}, "sample_dim: expected a dimension before the last, got 1"),
+        ({"first_sample": -1}, "first_sample: expected 0 or more, got -1"),
+        ({"row0": 2**32}, r"row0: expected fewer than 2\*\*32 rows in a sample"),
+    ],
+)
+def test_bad_arguments_are_value_errors_before_a_byte_is_written(change, message):
+    out = torch.full((4, 6), 7.0)
+    numbers = {"p": 0.1, "seed": 1, "stream": 1, "first_sample": 0, "sample_dim": 0}
+    arguments = {"x": torch.zeros(4, 6), "out": out, **numbers}
+    with pytest.raises(ValueError, match=message):
+        kernels.dropout(**{**arguments, **change})
+    assert (out == 7).all()
+
+
+def test_overlap_is_refused_and_in_place_is_not():
+    buffer = torch.arange(40.0)
+    with pytest.raises(ValueError, match="out: expected the memory of x or memory apart from it, got partly over"):
+        kernels.elementwise("sqrt", buffer[:20], buffer[10:30])
+    kernels.elementwise("sqrt", buffer[:20], buffer[20:])
+    torch.testing.assert_close(buffer[20:], torch.arange(20.0).sqrt())
+    kernels.elementwise("sqrt", buffer, buffer)
+
+
+def test_parameters_that_require_gradients_are_accepted(target):
+    weight = torch.nn.Parameter(torch.full((3, 5), 2.0))
+    assert kernels.squared_norm(weight) == 60.0

@@ -1,0 +1,96 @@
+"""The build rules of setup.py: the table of targets, flags per file, the OpenMP runtime.
+
+    python -m pytest tests/test_setup.py
+"""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def project(monkeypatch):
+    """setup.py as a module, with none of the caller's build environment."""
+    monkeypatch.syspath_prepend(ROOT)
+    for name in ("CXX", "TARGET_CXX", "CXXFLAGS", "LDFLAGS", "OPENMP_LIBRARY"):
+        monkeypatch.delenv(name, raising=False)
+    import setup
+
+    assert Path(setup.__file__) == ROOT / "setup.py"
+    return setup
+
+
+def test_table_of_targets_is_consistent(project):
+    names = [target.name for target in project.TARGETS]
+    assert names == ["portable", "avx2", "avx512", "sve128", "sve256", "sve512"]
+    for target in project.TARGETS:
+        width = re.search(r"-msve-vector-bits=(\d+)", " ".join(target.flags))
+        assert (width is not None) == (target.machine == "aarch64")
+        assert width is None or int(width[1]) == target.vector_bytes * 8
+        # Only the 512-bit build may assume the A64FX: other machines have the other lengths.
+        assert ("-mcpu=a64fx" in target.flags) == (target.name == "sve512")
+        assert bool(target.requires) == (target.machine != "any")
+
+
+def test_flags_of_a_target_stay_with_its_file(project, tmp_path):
+    compiler = project.Compiler(tmp_path)
+    jobs = compiler.jobs()
+    assert len({obj for _, _, obj in jobs}) == len(jobs)
+    for command, source, _ in jobs:
+        machine_flags = [flag for flag in command if flag.startswith(("-m", "-march")) and flag != "-MMD"]
+        assert source.name == "target.cc" or machine_flags == []
+        assert ("-fopenmp" in command) == (source.name == "parallel.cc")
+        assert "-ffast-math" not in command
+
+
+@pytest.mark.parametrize(("target_cxx", "expected"), [("g++", True), ("clang++-19 --target=aarch64-linux-gnu", False)])
+def test_gcc_does_not_reschedule_sve_loops(project, monkeypatch, tmp_path, target_cxx, expected):
+    monkeypatch.setenv("TARGET_CXX", target_cxx)
+    compiler = project.Compiler(tmp_path)
+    sve, avx = (next(t for t in project.TARGETS if t.name == name) for name in ("sve512", "avx512"))
+    assert ("-fno-schedule-insns" in compiler.target_command(sve)) == expected
+    assert "-fno-schedule-insns" not in compiler.target_command(avx)
+
+
+def test_openmp_runtime_is_the_one_torch_loads(project):
+    library = project.torch_openmp_library()
+    if library is None:
+        pytest.skip("this torch brings no OpenMP runtime of its own")
+    loaded = set(re.findall(r"\S+/lib[gi]?omp[^/\s]*", maps_after_importing_torch()))
+    assert loaded == {str(library.resolve())}
+
+
+def maps_after_importing_torch():
+    import torch
+
+    torch.ones(1 << 20).add_(1)
+    return Path("/proc/self/maps").read_text()
+
+
+def test_openmp_library_can_be_named(project, monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENMP_LIBRARY", "/opt/lib/libgomp.so.1")
+    assert project.Compiler(tmp_path).openmp() == ["/opt/lib/libgomp.so.1"]
+
+
+def test_only_what_changed_is_compiled_again(project, tmp_path, capfd):
+    header, source = tmp_path / "a.h", tmp_path / "a.cc"
+    header.write_text("#pragma once\n")
+    source.write_text('#include "a.h"\n')
+    compiler = project.Compiler(tmp_path)
+    obj = compiler.objects / "a.o"
+
+    def compiled(*flags):
+        compiler.compile([*compiler.cxx, *flags], source, obj, force=False)
+        return "compiling a" in capfd.readouterr().out
+
+    assert compiled()
+    assert not compiled()
+    later = time.time() + 5
+    os.utime(header, (later, later))
+    assert compiled()
+    assert compiled("-O2")
