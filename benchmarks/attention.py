@@ -3,7 +3,7 @@
     python -m benchmarks.attention [--threads 2] [--repeat 9] [--dropout 0.1]
 
 Rates count the causal products once: forward 2 * 2 * s * (s / 2) * d per head, backward 2.5 times that. Both sides read and write
-Megatron's fused (s, b, heads * 3 * d) tensors; torch's side makes its (b, heads, s, d) views and its gradient is that of the fused tensor.
+Megatron's fused (s, b, heads * 3 * d) tensors: torch's side works on (b, heads, s, d) views of it.
 Left out: the projections around attention.
 """
 

@@ -1,29 +1,31 @@
-// Backward pass: one task is every `groups`-th block of keys of one head; lanes are keys. Per block of keys and of queries:
+// Backward pass: one task is every `groups`-th block of keys of one head; lanes are keys. Per block of keys and of
+// queries, with delta = sum of dO O over d:
 //
-//   P = 2^(c Q K^T - c lse)    dS = P (dO V^T - delta)    dV += P^T dO    dK += dS^T Q    dQ += dS K,    delta = sum of dO O
+//   P = 2^(c Q K^T - c lse)    dS = P (dO V^T - delta)    dV += P^T dO    dK += dS^T Q    dQ += dS K
 //
-// (Dao et al., FlashAttention, 2022, algorithm 4, scaled by 1 / sqrt(d) where gradients leave). dK and dV belong to one task.
-// dQ is summed per task into a partial of its own, and the partials in order at the end: the number of tasks follows from
-// the shape alone, so results do not depend on threads. Included by attention.h.
+// (Dao et al., FlashAttention, 2022, algorithm 4; the factor 1 / sqrt(d) comes in where gradients leave). dK and dV
+// belong to one task. dQ is summed per task into a partial of its own, and the partials in order at the end: their
+// number follows from s alone, so results depend neither on threads nor on the heads and samples that a call holds.
+// Included by attention.h.
 #pragma once
 #include "attention_forward.h"
 
 namespace fm::FM_TARGET {
 
 constexpr int64_t LANE_GROUPS = BLOCK / LANES;
-constexpr int64_t BACKWARD_TASKS = 48;  // enough for 12 threads to share evenly
+constexpr int64_t DQUERY_PARTIALS = 6;  // one head keeps four threads busy, two heads twelve
 
 // What all tasks of a head read, packed once, and where they leave their part of dQ.
 template <class P>
 struct BackwardHead {
-  typename P::Word *query_rows, *dout_rows;                // crosswise
+  typename P::Word *query_rows, *dout_rows;               // crosswise
   typename P::Word *query_columns, *dout_columns, *keys;  // columnwise
-  float *lse, *delta;                                      // (s_padded): lse times log2(e); +inf and 0 beyond s
-  float* dquery;                                           // (groups, s_padded / LANES, d_padded, LANES)
+  float *lse, *delta;                                     // (s_padded): lse times log2(e); +inf and 0 beyond s
+  float* dquery;                                          // (groups, s_padded / LANES, d_padded, LANES)
 };
 
 // Memory of one task. For one block of keys: key, value, dkey, dvalue (LANE_GROUPS, d, LANES). For one block of queries
-// against it: arrays (LANE_GROUPS of keys, BLOCK queries, LANES), and dscore_crossed (LANE_GROUPS of queries, BLOCK keys, LANES).
+// against it: arrays (LANE_GROUPS of keys, BLOCK queries, LANES), and dscore_crossed with the two exchanged.
 template <class P>
 struct BackwardBlock {
   using Word = typename P::Word;
@@ -105,7 +107,8 @@ FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m,
 
 // dS of the same tile.
 template <class P, bool DROPOUT>
-FM_INLINE void dscore_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g, int64_t r) {
+FM_INLINE void dscore_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g,
+                           int64_t r) {
   const int64_t q0 = m.q0 + r, at = (g * BLOCK + r) * LANES;
   Tile t = {};
   multiply<P, VL>(t, head.dout_rows + q0 / VL * VL * words + q0 % VL, m.value + g * words * LANES, words);
@@ -261,15 +264,16 @@ static BackwardHead<P> backward_head(const AttentionShape& shape, void* memory, 
   float* at = static_cast<float*>(memory) + index * (5 * operand + 2 * shape.s_padded + groups * matrix);
   Word* words = reinterpret_cast<Word*>(at);
   float* rows = at + 5 * operand;
-  return {words, words + operand, words + 2 * operand, words + 3 * operand, words + 4 * operand,
-          rows, rows + shape.s_padded, rows + 2 * shape.s_padded};
+  return {words, words + operand,       words + 2 * operand,      words + 3 * operand, words + 4 * operand,
+          rows,  rows + shape.s_padded, rows + 2 * shape.s_padded};
 }
 
 template <class P, class T>
 static void pack_backward(const AttentionShape& shape, const BackwardHead<P>& to, const T* qkv, const T* out,
                           const float* lse, const T* dout, int64_t index, int64_t row) {
   const int64_t words = shape.d_padded / P::STEP, panel = shape.s_padded / P::STEP * ATTENTION_MR, end = row + BLOCK;
-  const Rows<const T> query = shape.qkv(qkv, index, 0), key = shape.qkv(qkv, index, 1), grad = shape.context(dout, index);
+  const Rows<const T> query = shape.qkv(qkv, index, 0), key = shape.qkv(qkv, index, 1),
+                      grad = shape.context(dout, index);
   pack_crosswise<P>(query, row, end, to.query_rows, words);
   pack_crosswise<P>(grad, row, end, to.dout_rows, words);
   pack_columnwise<P>(query, row, end, to.query_columns, shape.d_padded, panel);
@@ -279,30 +283,38 @@ static void pack_backward(const AttentionShape& shape, const BackwardHead<P>& to
 }
 
 template <class P, class T>
-static void backward_of(const T* qkv, const T* out, const float* lse, const T* dout, T* dqkv, const AttentionArgs& a) {
-  const AttentionShape shape(a);
-  const int64_t heads = shape.all_heads(), blocks = shape.s_padded / BLOCK;
-  if (!heads || !blocks) return;
-  const int64_t groups = least(blocks, (BACKWARD_TASKS + heads - 1) / heads), lane_groups = shape.s_padded / LANES;
+static void backward_heads(const T* qkv, const T* out, const float* lse, const T* dout, T* dqkv, const AttentionArgs& a,
+                           const AttentionShape& shape, int64_t first_head, int64_t heads) {
+  const int64_t blocks = shape.s_padded / BLOCK, groups = least(blocks, DQUERY_PARTIALS);
+  const int64_t lane_groups = shape.s_padded / LANES;
   const int64_t floats = shape.s_padded * ((5 / P::STEP + 1 + groups) * shape.d_padded + 2);
   void* memory = scratch(0, heads * floats * sizeof(float));
   const auto head_of = [&](int64_t index) { return backward_head<P>(shape, memory, index, groups); };
   TaskQueue packing{heads * blocks}, keys{heads * groups}, queries{heads * lane_groups};
   parallel_run([&](int, int) {
     for (int64_t task; (task = packing.take()) < packing.tasks;) {
-      pack_backward(shape, head_of(task / blocks), qkv, out, lse, dout, task / blocks, task % blocks * BLOCK);
+      pack_backward(shape, head_of(task / blocks), qkv, out, lse, dout, first_head + task / blocks,
+                    task % blocks * BLOCK);
     }
     barrier();
     for (int64_t task; (task = keys.take()) < keys.tasks;) {
-      const int64_t index = task / groups, group = task % groups;
+      const int64_t group = task % groups;
       const auto run = a.p > 0 ? &backward_task<P, true, T> : &backward_task<P, false, T>;
-      run(shape, a, head_of(index), qkv, dqkv, index, group, groups);
+      run(shape, a, head_of(task / groups), qkv, dqkv, first_head + task / groups, group, groups);
     }
     barrier();
     for (int64_t task; (task = queries.take()) < queries.tasks;) {
-      const int64_t index = task / lane_groups, first = task % lane_groups * LANES;
-      if (first < a.s) reduce_dquery(shape, head_of(index), shape.qkv(dqkv, index, 0), first, groups);
+      const int64_t head = first_head + task / lane_groups, first = task % lane_groups * LANES;
+      if (first < a.s) reduce_dquery(shape, head_of(task / lane_groups), shape.qkv(dqkv, head, 0), first, groups);
     }
+  });
+}
+
+template <class P, class T>
+static void backward_of(const T* qkv, const T* out, const float* lse, const T* dout, T* dqkv, const AttentionArgs& a) {
+  const AttentionShape shape(a);
+  for_heads(shape, [&](int64_t first, int64_t count) {
+    backward_heads<P>(qkv, out, lse, dout, dqkv, a, shape, first, count);
   });
 }
 

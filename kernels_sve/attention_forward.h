@@ -1,6 +1,6 @@
 // Forward pass: one task is LANES queries of one head, lanes are queries, so a softmax needs no operation across lanes.
 //
-//   for blocks of keys up to the diagonal:   S = K Q^T   (keys, LANES)     P = 2^(c S - c m)     O^T = O^T 2^(c m_old - c m) + V^T P
+//   for blocks of keys up to the diagonal:  S = K Q^T (keys, LANES)  P = 2^(c S - c m)  O^T = O^T 2^(c m_old - c m) + V^T P
 //
 // with c = log2(e) / sqrt(d), m the running maximum of a query and l the running sum of P (online softmax: Milakov and
 // Gimelshein, 2018; tiling: Dao et al., FlashAttention, 2022). Included by attention.h.
@@ -10,8 +10,8 @@
 
 namespace fm::FM_TARGET {
 
-constexpr int64_t BLOCK = 96;        // rows that one packing task takes; a multiple of LANES for every VL
-constexpr int64_t KEY_BLOCK = 128;   // keys of one round of the online softmax: S stays in the first-level cache
+constexpr int64_t BLOCK = 96;       // rows that one packing task takes; a multiple of LANES for every VL
+constexpr int64_t KEY_BLOCK = 128;  // keys of one round of the online softmax: S stays in the first-level cache
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
@@ -39,8 +39,10 @@ struct HeadDropout {
   uint64_t sample;
   uint32_t row0, threshold;
   HeadDropout(const AttentionArgs& a, int64_t head)
-      : key(philox_key(a.seed, a.stream)), sample(a.first_sample + head / a.heads),
-        row0(static_cast<uint32_t>((a.first_head + head % a.heads) * a.s)), threshold(dropout_threshold(a.p)) {}
+      : key(philox_key(a.seed, a.stream)),
+        sample(a.first_sample + head / a.heads),
+        row0(static_cast<uint32_t>((a.first_head + head % a.heads) * a.s)),
+        threshold(dropout_threshold(a.p)) {}
 };
 
 FM_INLINE float keep_scale(const AttentionArgs& a) { return 1.0f / (1.0f - a.p); }
@@ -131,8 +133,8 @@ FM_INLINE void make_pairs(const float* rows, uint32_t* pairs, int64_t count) {
 
 // One round of the online softmax over keys [k0, k0 + rows).
 template <class P>
-static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, int64_t rows, int64_t d_padded, float c,
-                   const HeadDropout* dropout) {
+static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, int64_t rows, int64_t d_padded,
+                   float c, const HeadDropout* dropout) {
   vf alpha[ATTENTION_NV];
 #pragma GCC unroll 3
   for (int v = 0; v < ATTENTION_NV; ++v) alpha[v] = q.maximum[v];
@@ -190,11 +192,20 @@ struct TaskQueue {
   int64_t take() { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
 };
 
+// Calls body(first, count) for runs of (sample, head) pairs: bounds the packed copies, whatever the batch.
+template <class F>
+FM_INLINE void for_heads(const AttentionShape& shape, const F& body) {
+  constexpr int64_t HEADS_AT_ONCE = 16;
+  for (int64_t first = 0; first < shape.all_heads(); first += HEADS_AT_ONCE) {
+    body(first, least(HEADS_AT_ONCE, shape.all_heads() - first));
+  }
+}
+
 template <class P, class T>
-static void forward_of(const T* qkv, T* out, float* lse, const AttentionArgs& a) {
+static void forward_heads(const T* qkv, T* out, float* lse, const AttentionArgs& a, const AttentionShape& shape,
+                          int64_t first_head, int64_t heads) {
   using Word = typename P::Word;
-  const AttentionShape shape(a);
-  const int64_t heads = shape.all_heads(), words = shape.d_padded / P::STEP, matrix = shape.s_padded * words;
+  const int64_t words = shape.d_padded / P::STEP, matrix = shape.s_padded * words;
   Word* packed = static_cast<Word*>(scratch(0, 2 * heads * matrix * sizeof(Word)));
   const auto head_of = [&](int64_t head) {
     Word* keys = packed + 2 * head * matrix;
@@ -204,20 +215,26 @@ static void forward_of(const T* qkv, T* out, float* lse, const AttentionArgs& a)
   TaskQueue packing{heads * blocks}, queries{heads * query_blocks};
   parallel_run([&](int, int) {
     for (int64_t task; (task = packing.take()) < packing.tasks;) {
-      const int64_t head = task / blocks, row = task % blocks * BLOCK;
-      const PackedKeysValues<P> to = head_of(head);
+      const int64_t head = first_head + task / blocks, row = task % blocks * BLOCK;
+      const PackedKeysValues<P> to = head_of(task / blocks);
       pack_crosswise<P>(shape.qkv(qkv, head, 1), row, row + BLOCK, to.keys, words);
       pack_columnwise<P>(shape.qkv(qkv, head, 2), row, row + BLOCK, to.values, shape.d_padded, to.panel);
     }
     barrier();
     for (int64_t task; (task = queries.take()) < queries.tasks;) {
-      const int64_t head = task / query_blocks;
+      const int64_t head = first_head + task / query_blocks;
       const HeadDropout dropout(a, head);
       const int64_t first = (query_blocks - 1 - task % query_blocks) * LANES;  // the longest first
-      forward_task<P>(shape, a, head_of(head), shape.qkv(qkv, head, 0), shape.context(out, head), lse + head * a.s, first,
-                      a.p > 0 ? &dropout : nullptr);
+      forward_task<P>(shape, a, head_of(task / query_blocks), shape.qkv(qkv, head, 0), shape.context(out, head),
+                      lse + head * a.s, first, a.p > 0 ? &dropout : nullptr);
     }
   });
+}
+
+template <class P, class T>
+static void forward_of(const T* qkv, T* out, float* lse, const AttentionArgs& a) {
+  const AttentionShape shape(a);
+  for_heads(shape, [&](int64_t first, int64_t count) { forward_heads<P>(qkv, out, lse, a, shape, first, count); });
 }
 
 }  // namespace fm::FM_TARGET

@@ -2,7 +2,7 @@
 //
 //   C[i][lane] += sum over steps of a[step * LDA + i] * b[step * LANES + lane],      i < MR, lane < LANES = NV * VL
 //
-// a is read by broadcast loads, b by vector loads, so an operand is needed in one of three packed forms (attention_pack.h).
+// a is read by broadcast loads, b by vector loads; attention_pack.h makes the three forms of operands that this needs.
 // A word of an operand is one float (Singles), or a pair of bfloat16 of neighbouring steps where the target has a dot
 // product of pairs (Pairs). Tested by tests/kernels/test_attention.py.
 #pragma once

@@ -28,9 +28,17 @@ AttentionArgs check(const TensorView& qkv, const TensorView& lse, const Dropout&
   require(dropout.first_head >= 0, "first_head", "0 or more", std::to_string(dropout.first_head));
   const int64_t s = qkv.size(0);
   require(s < INT64_C(1) << 31 && (dropout.first_head + heads) * s <= INT64_C(1) << 32, "first_head",
-          "fewer than 2**32 rows (first_head + heads) * s in a sample", std::to_string(dropout.first_head + heads) + " * " + std::to_string(s));
-  return {s, qkv.size(1), heads, width / (3 * heads), static_cast<float>(dropout.p), dropout.seed, dropout.stream,
-          dropout.first_sample, dropout.first_head};
+          "fewer than 2**32 rows (first_head + heads) * s in a sample",
+          std::to_string(dropout.first_head + heads) + " * " + std::to_string(s));
+  return {s,
+          qkv.size(1),
+          heads,
+          width / (3 * heads),
+          static_cast<float>(dropout.p),
+          dropout.seed,
+          dropout.stream,
+          dropout.first_sample,
+          dropout.first_head};
 }
 
 void check_context(const TensorView& context, const TensorView& qkv) {
@@ -59,7 +67,8 @@ void bind_backward(py::handle qkv_object, py::handle out_object, py::handle lse_
   dqkv.same_dtype(qkv).same_shape(qkv).contiguous().disjoint({&qkv, &out, &lse, &dout});
   if (!qkv.numel()) return;
   unlocked([&] {
-    kernels().attention_backward(qkv.data(), out.data(), lse.data<float>(), dout.data(), dqkv.data(), qkv.dtype(), args);
+    kernels().attention_backward(qkv.data(), out.data(), lse.data<float>(), dout.data(), dqkv.data(), qkv.dtype(),
+                                 args);
   });
 }
 
@@ -69,14 +78,17 @@ FM_BIND(attention) {
   using namespace py::literals;
   module.def("attention_forward", &bind_forward, "qkv"_a, "out"_a, "lse"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0,
              "first_sample"_a = 0, "first_head"_a = 0,
-             "out = dropout(softmax(Q K^T / sqrt(d), causal), p) V for every head, and lse = log(sum(exp(scores))) for the backward.\n"
-             "qkv: float32, bfloat16 or float16 (s, b, heads * 3 * d), for each head its query, key and value, d a multiple of 4.\n"
+             "out = dropout(softmax(Q K^T / sqrt(d), causal), p) V for every head, and lse = log(sum(exp(scores))) for "
+             "the backward.\n"
+             "qkv: float32, bfloat16 or float16 (s, b, heads * 3 * d), for each head its query, key and value, d a "
+             "multiple of 4.\n"
              "out: (s, b, heads * d). lse: float32 (b, heads, s). All contiguous. Sums are float32.\n"
              "Dropout is that of dropout() on probabilities (b, heads, s, s) with sample_dim=0, row0=first_head * s.\n"
              "A NaN or infinity in a value reaches the queries after it and those within a tile before it.");
   module.def("attention_backward", &bind_backward, "qkv"_a, "out"_a, "lse"_a, "dout"_a, "dqkv"_a, "p"_a = 0.0,
              "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "first_head"_a = 0,
-             "Writes dqkv, the gradient with respect to qkv, from dout and what attention_forward was given and gave. Shapes as\n"
+             "Writes dqkv, the gradient with respect to qkv, from dout and what attention_forward was given and gave. "
+             "Shapes as\n"
              "there; dqkv as qkv, dout as out. The dropout arguments must be those of the forward.");
 }
 

@@ -29,7 +29,8 @@ struct Head {
   // Factors 0 or 1 / (1 - p) of one query's probabilities.
   std::vector<double> dropout(int64_t q) const {
     std::vector<float> ones(a.s, 1.0f), out(a.s);
-    const DropoutArgs args{1, 1, 1, a.s, a.p, a.seed, a.stream, a.first_sample + sample, (a.first_head + head) * a.s + q, 0};
+    const DropoutArgs args{
+        1, 1, 1, a.s, a.p, a.seed, a.stream, a.first_sample + sample, (a.first_head + head) * a.s + q, 0};
     if (a.p > 0) reference::dropout(ones.data(), out.data(), DType::f32, args);
     return a.p > 0 ? std::vector<double>(out.begin(), out.end()) : std::vector<double>(a.s, 1.0);
   }
