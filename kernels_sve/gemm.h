@@ -14,7 +14,6 @@
 namespace fm::FM_TARGET {
 
 FM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-FM_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 struct Span {
   int64_t begin, end;
@@ -152,7 +151,7 @@ struct Gemm {
 // Calls f(words, element) for the input's type.
 template <class F>
 FM_INLINE void with_words(DType dtype, const F& f) {
-#ifdef FM_HAS_BF16_DOT
+#ifdef FM_HAS_BF16_PAIRS
   if (dtype == DType::bf16) return f(Bf16Pairs(), bf16());
 #endif
   with_dtype(dtype, [&](auto element) { f(FloatWords(), element); });
