@@ -1,6 +1,7 @@
 // Every vector target that this CPU can run against the scalar reference, without Python: a static program for an
 // emulator. Exit code 0 and one line per target; the first difference is printed and ends it with 1. Built and run by
 // test_static.py.
+#include <algorithm>
 #include <cstring>
 
 #include "compare.h"
@@ -111,6 +112,8 @@ void check_known_answers() {
   if (!good) std::printf("%s: Philox4x32-10 misses its known answers\n", active()), std::exit(1);
 }
 
+#include "check_gemm.h"
+
 }  // namespace
 
 int main() {
@@ -129,6 +132,7 @@ int main() {
       check_adamw(target.name, n);
     }
     for (int64_t s : {1, 17, 61, 131}) check_attention(target.name, s);
+    check_gemm(target.name);
     std::printf("%s agrees with the reference\n", target.name.c_str());
   }
 }
