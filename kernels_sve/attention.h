@@ -3,8 +3,8 @@
 //   qkv, dqkv   (s, b, heads * 3 * d)    per position and sample: for each head its query, key and value
 //   out, dout   (s, b, heads * d)        lse (b, heads, s) FP32: natural log of the sum of exp(scores / sqrt(d))
 //
-// Products are FP32, or BF16 with FP32 sums where tensors are BF16 and the target has a dot product of pairs. Dropout of
-// the probabilities is that of the kernel `dropout` on (b, heads, s, s), recomputed in both passes. Results have the
+// Products are FP32, or BF16 with FP32 sums where tensors are BF16 and the target has a dot product of pairs. Dropout
+// of the probabilities is that of the kernel `dropout` on (b, heads, s, s), recomputed in both passes. Results have the
 // same bits for any number of threads. Left out: masks other than causal, fewer key heads than query heads.
 // Reference: reference_attention.cc. Tested by tests/kernels/test_attention.py; timed by benchmarks/attention.py.
 #pragma once

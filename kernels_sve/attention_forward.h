@@ -1,6 +1,7 @@
 // Forward pass: one task is LANES queries of one head, lanes are queries, so a softmax needs no operation across lanes.
 //
-//   for blocks of keys up to the diagonal:  S = K Q^T (keys, LANES)  P = 2^(c S - c m)  O^T = O^T 2^(c m_old - c m) + V^T P
+//   for blocks of keys up to the diagonal:
+//     S = K Q^T (keys, LANES)    P = 2^(c S - c m)    O^T = O^T 2^(c m_old - c m) + V^T P
 //
 // with c = log2(e) / sqrt(d), m the running maximum of a query and l the running sum of P (online softmax: Milakov and
 // Gimelshein, 2018; tiling: Dao et al., FlashAttention, 2022). Included by attention.h.

@@ -1,5 +1,5 @@
-// Packed forms of a head's matrices X (s, d), rows of T in the caller's tensor, for attention_tile.h. Rows from s on and
-// columns from d on are zeros. W = words, d / STEP or s / STEP of them along the summed dimension.
+// Packed forms of a head's matrices X (s, d), rows of T in the caller's tensor, for attention_tile.h. Rows from s on
+// and columns from d on are zeros. W = words, d / STEP or s / STEP of them along the summed dimension.
 //
 //   crosswise   [s / VL][d words][VL]      a for sums over d: transposed VL rows at a time
 //   lanewise    [d words][LANES]           b for sums over d: the same with LANES rows side by side
