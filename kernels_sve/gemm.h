@@ -92,11 +92,23 @@ struct Gemm {
     }
   }
 
+  // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the one before:
+  // 12 + 4 rows run as 8 + 8.
+  static int64_t tile_begin(Span some, int64_t t) {
+    const int64_t tiles = ceil_div(some.size(), MR), rest = some.size() % MR;
+    if (t == tiles) return some.end;
+    const bool share = MR >= 3 * ROW_UNIT && t > 0 && t == tiles - 1 && rest && rest <= ROW_UNIT;
+    return some.begin + t * MR - (share ? ROW_UNIT : 0);
+  }
+
   void pack_a(Span some, int64_t p, int64_t deep, bool sums) {
-    const T* src = static_cast<const T*>(g.a) + some.begin * g.a_row + p * g.a_col;
-    pack<Words, MR>(src, g.a_row, g.a_col, some.begin, some.end, g.m, deep, a_panels);
-    for (int64_t i = some.begin; sums && i < some.end; i += MR) {
-      add_sums(a_panels + (i - some.begin) * words(deep), words(deep), g.a_sums + i, least(MR, some.end - i));
+    const int64_t last = ceil_div(some.size(), MR) - 1, last_begin = tile_begin(some, last), panel = words(deep) * MR;
+    const T* src = static_cast<const T*>(g.a) + p * g.a_col;
+    pack<Words, MR>(src + some.begin * g.a_row, g.a_row, g.a_col, some.begin, some.begin + last * MR, g.m, deep, a_panels);
+    pack<Words, MR>(src + last_begin * g.a_row, g.a_row, g.a_col, last_begin, some.end, g.m, deep, a_panels + last * panel);
+    for (int64_t t = 0; sums && t <= last; ++t) {
+      const int64_t i = tile_begin(some, t);
+      add_sums(a_panels + t * panel, words(deep), g.a_sums + i, tile_begin(some, t + 1) - i);
     }
   }
 
@@ -109,16 +121,21 @@ struct Gemm {
     });
   }
 
+  // While one panel of B is in use the next is fetched into L2, a slice for every tile.
   void run_tiles(Span some, Span columns, int64_t p, int64_t deep, const float* b) {
-    const int64_t panel = words(deep) * NR, slice = ceil_div(panel, ceil_div(some.size(), MR) + 1);
+    const int64_t panel = words(deep) * NR, tiles = ceil_div(some.size(), MR);
     for (int64_t j = columns.begin; j < columns.end; j += NR, b += panel) {
-      const float* next = b + panel;
-      for (int64_t i = some.begin; i < some.end; i += MR, next += slice) {
-        for (int64_t line = 0; line < slice; line += 16) __builtin_prefetch(next + line, 0, 2);
-        run_tile({i, least(some.end, i + MR)}, {j, least(columns.end, j + NR)}, columns.begin, p, deep,
-                 a_panels + (i - some.begin) * words(deep), b);
+      for (int64_t t = 0; t < tiles; ++t) {
+        fetch_slice(b + panel, panel, t, tiles);
+        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, least(columns.end, j + NR)}, columns.begin, p, deep,
+                 a_panels + t * MR * words(deep), b);
       }
     }
+  }
+
+  static void fetch_slice(const float* panel, int64_t size, int64_t t, int64_t tiles) {
+    const int64_t slice = ceil_div(size, tiles);
+    for (int64_t word = t * slice; word < least(size, (t + 1) * slice); word += 16) prefetch_l2(panel + word);
   }
 
   void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a, const float* b) {
