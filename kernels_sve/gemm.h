@@ -27,10 +27,16 @@ FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
   return {least(n, units * index / parts * unit), least(n, units * (index + 1) / parts * unit)};
 }
 
+// A result in half precision keeps partial sums beside C, so pairs take longer blocks of k, in L2, and often need no such sums.
+template <class Words>
+FM_INLINE GemmBlocks blocks_of() {
+  return gemm_blocks(MR, NR, Words::STEP);
+}
+
 // Blocks of k of equal size: a function of k and the machine's caches alone.
 template <class Words>
 FM_INLINE int64_t block_depth(int64_t k) {
-  const int64_t most = gemm_blocks(MR, NR, sizeof(typename Words::Word)).kc * Words::STEP;
+  const int64_t most = blocks_of<Words>().kc * Words::STEP;
   const int64_t count = ceil_div(k, most);
   return count ? ceil_div(ceil_div(k, count), 8) * 8 : 0;
 }
@@ -48,7 +54,7 @@ struct Gemm {
 
   static int64_t words(int64_t depth) { return ceil_div(depth, Words::STEP); }
 
-  Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(gemm_blocks(MR, NR, sizeof(Word))) {
+  Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(blocks_of<Words>()) {
     const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_UNIT, NR, g.packed != nullptr);
     rows = part(g.m, ROW_UNIT, thread % grid.rows_parts, grid.rows_parts);
     cols = part(g.n, NR, thread / grid.rows_parts, grid.cols_parts);

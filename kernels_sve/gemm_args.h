@@ -45,11 +45,11 @@ struct CacheGeometry {
 };
 const CacheGeometry& cache_geometry();
 
-// The loops' steps for tiles of mr x nr accumulators and words of word_bytes: see gemm.h.
+// The loops' steps in words for tiles of mr x nr accumulators: see gemm.h. stretch: how many L1 blocks deep a block of k is.
 struct GemmBlocks {
   int64_t kc, mc, nc;
 };
-GemmBlocks gemm_blocks(int mr, int nr, int word_bytes);
+GemmBlocks gemm_blocks(int mr, int nr, int stretch);
 
 // A grid of threads over C: rows_parts x cols_parts == threads.
 struct GemmGrid {
