@@ -1,11 +1,12 @@
 // GEMM: the loops around the micro-kernel, after Goto and van de Geijn (ACM TOMS 34(3), 2008).
 //
 //   threads: a grid over C, each thread alone on its rows and columns
-//     jc: nc columns | pc: kc of k, B packed to [kc][NR] panels (or packed before, pack_weight) | ic: mc rows, A packed to [kc][MR]
+//     jc: nc columns | pc: kc of k, B packed to [kc][NR] panels (or packed before, pack_weight)
+//       ic: mc rows, A packed to [kc][MR] panels
 //       jr: one panel of B, in L1 | ir: one panel of A, from L2: micro-kernel
 //
-// A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of threads.
-// Partial sums lie in C when it is float32, else in scratch memory. Reference: reference_gemm.cc. Tested by
+// A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of
+// threads. Partial sums lie in C when it is float32, else in scratch memory. Reference: reference_gemm.cc. Tested by
 // tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
 #pragma once
 #include "gemm_epilogue.h"
@@ -27,7 +28,8 @@ FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
   return {least(n, units * index / parts * unit), least(n, units * (index + 1) / parts * unit)};
 }
 
-// A result in half precision keeps partial sums beside C, so pairs take longer blocks of k, in L2, and often need no such sums.
+// A result in half precision keeps partial sums beside C, so pairs take longer blocks of k, in L2, and often need no
+// such sums.
 template <class Words>
 FM_INLINE GemmBlocks blocks_of() {
   return gemm_blocks(MR, NR, Words::STEP);
@@ -46,7 +48,7 @@ struct Gemm {
   using Word = typename Words::Word;
   const GemmArgs& g;
   GemmBlocks blocks;
-  int64_t depth;  // of a block of k
+  int64_t depth;    // of a block of k
   Span rows, cols;  // of this thread
   bool first_cols;  // the first of the threads with these rows
   float *a_panels, *b_panels, *partial;
@@ -69,7 +71,9 @@ struct Gemm {
     partial = in_place || depth >= g.k ? nullptr : buffer(2, rows.size() * partial_row);
   }
 
-  static float* buffer(int slot, int64_t words) { return static_cast<float*>(scratch(slot, words * sizeof(float) + 256)); }
+  static float* buffer(int slot, int64_t words) {
+    return static_cast<float*>(scratch(slot, words * sizeof(float) + 256));
+  }
 
   void run() {
     if (!rows.size() || (!cols.size() && !first_cols)) return;
@@ -86,7 +90,8 @@ struct Gemm {
 
   void run_block(Span columns, int64_t p, int64_t deep) {
     const float* b = b_panels;
-    if (g.packed) b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, NR) * NR) + columns.begin * words(deep);
+    if (g.packed)
+      b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, NR) * NR) + columns.begin * words(deep);
     if (!g.packed) {
       const T* src = static_cast<const T*>(g.b) + p * g.b_row + columns.begin * g.b_col;
       pack<Words, NR>(src, g.b_col, g.b_row, columns.begin, columns.end, g.n, deep, b_panels);
@@ -98,8 +103,8 @@ struct Gemm {
     }
   }
 
-  // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the one before:
-  // 12 + 4 rows run as 8 + 8.
+  // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the
+  // one before: 12 + 4 rows run as 8 + 8.
   static int64_t tile_begin(Span some, int64_t t) {
     const int64_t tiles = ceil_div(some.size(), MR), rest = some.size() % MR;
     if (t == tiles) return some.end;
@@ -110,8 +115,10 @@ struct Gemm {
   void pack_a(Span some, int64_t p, int64_t deep, bool sums) {
     const int64_t last = ceil_div(some.size(), MR) - 1, last_begin = tile_begin(some, last), panel = words(deep) * MR;
     const T* src = static_cast<const T*>(g.a) + p * g.a_col;
-    pack<Words, MR>(src + some.begin * g.a_row, g.a_row, g.a_col, some.begin, some.begin + last * MR, g.m, deep, a_panels);
-    pack<Words, MR>(src + last_begin * g.a_row, g.a_row, g.a_col, last_begin, some.end, g.m, deep, a_panels + last * panel);
+    pack<Words, MR>(src + some.begin * g.a_row, g.a_row, g.a_col, some.begin, some.begin + last * MR, g.m, deep,
+                    a_panels);
+    pack<Words, MR>(src + last_begin * g.a_row, g.a_row, g.a_col, last_begin, some.end, g.m, deep,
+                    a_panels + last * panel);
     for (int64_t t = 0; sums && t <= last; ++t) {
       const int64_t i = tile_begin(some, t);
       add_sums(a_panels + t * panel, words(deep), g.a_sums + i, tile_begin(some, t + 1) - i);
@@ -133,8 +140,8 @@ struct Gemm {
     for (int64_t j = columns.begin; j < columns.end; j += NR, b += panel) {
       for (int64_t t = 0; t < tiles; ++t) {
         fetch_slice(b + panel, panel, t, tiles);
-        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, least(columns.end, j + NR)}, columns.begin, p, deep,
-                 a_panels + t * MR * words(deep), b);
+        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, least(columns.end, j + NR)}, columns.begin, p,
+                 deep, a_panels + t * MR * words(deep), b);
       }
     }
   }
@@ -193,9 +200,7 @@ static void gemm(const GemmArgs& args) {
 
 static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype) {
   int64_t bytes = 0;
-  with_words(dtype, [&](auto words, auto) {
-    bytes = ceil_div(k, decltype(words)::STEP) * (ceil_div(n, NR) * NR) * 4;
-  });
+  with_words(dtype, [&](auto words, auto) { bytes = ceil_div(k, decltype(words)::STEP) * (ceil_div(n, NR) * NR) * 4; });
   return bytes;
 }
 
