@@ -1,11 +1,12 @@
-// Yardsticks for the benchmarks: what the machine can do, measured with the same vectors as the kernels. Bound in bind_bench.cc.
-// Reference: reference_bench.cc. Used by benchmarks/driver.py.
+// Yardsticks for the benchmarks: what the machine can do, measured with the same vectors as the kernels. Bound in
+// bind_bench.cc. Reference: reference_bench.cc. Used by benchmarks/driver.py.
 #pragma once
 #include "simd.h"
 
 namespace fm::FM_TARGET {
 
-// 24 independent chains of `steps` multiply-adds on vectors, in every thread; returns the number of floating-point operations.
+// 24 independent chains of `steps` multiply-adds on vectors, in every thread; returns the number of floating-point
+// operations.
 static double bench_fma(int64_t steps) {
   constexpr int CHAINS = FM_VECTOR_BYTES == 64 || FM_MR * FM_NR_VECTORS >= 24 ? 24 : 12;
   parallel_run([&](int, int) {
