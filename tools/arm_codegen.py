@@ -22,8 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import setup  # noqa: E402
 from asm_loops import Loop, faults, innermost_loops, slow_instructions  # noqa: E402
+
+import setup  # noqa: E402
 
 TARGET = "sve512"
 GCC = "aarch64-linux-gnu-g++-12"

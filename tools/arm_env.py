@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,12 +146,13 @@ def make_python(path: Path) -> None:
         raise Unavailable(f"the emulated Python says it runs on {machine}")
 
 
-def prepare(name: str, recipe: str, make) -> None:
-    """Makes one part of .arm/ from scratch unless its stamp says that this recipe has made it."""
+def digest(recipe: str) -> str:
+    return hashlib.sha256(recipe.encode()).hexdigest()
+
+
+def prepare(name: str, recipe: str, make: Callable[[Path], None]) -> None:
+    """Makes one part of .arm/ from scratch, then its stamp."""
     target, stamp = ARM / name, ARM / f"{name}.stamp"
-    wanted = hashlib.sha256(recipe.encode()).hexdigest()
-    if target.exists() and stamp.exists() and stamp.read_text() == wanted:
-        return
     print(f"arm-env: making .arm/{name} ...", end="", flush=True)
     begin = time.monotonic()
     stamp.unlink(missing_ok=True)
@@ -161,7 +163,7 @@ def prepare(name: str, recipe: str, make) -> None:
     except BaseException:
         print(flush=True)
         raise
-    stamp.write_text(wanted)
+    stamp.write_text(digest(recipe))
     print(f" {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -185,20 +187,45 @@ def make_all() -> None:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if version != PYTHON:
         raise Unavailable(f"it needs Python {PYTHON}, as Debian 12 has it; this is {version}")
-    ARM.mkdir(exist_ok=True)
-    if missing(HOST_PACKAGES):
-        print(f"arm-env: installing {' '.join(missing({**HOST_PACKAGES, **CODEGEN_PACKAGES}))} ...", flush=True)
+    if needed := missing(HOST_PACKAGES):
+        print(f"arm-env: installing {' '.join(needed)} and what the codegen gate needs ...", flush=True)
         make_host()
-    prepare("root", repr(ROOT_PACKAGES), make_root)
-    prepare("site", repr((pinned(), THEIRS, PLATFORMS, SITECUSTOMIZE)), make_site)
-    prepare("python", WRAPPER, make_python)
+    for name, (recipe, make) in parts().items():
+        if not stamped(name, recipe):
+            prepare(name, recipe, make)
+
+
+def parts() -> dict[str, tuple[str, Callable[[Path], None]]]:
+    """Part of .arm/ -> (recipe, what makes it)."""
+    site = repr((pinned(), THEIRS, PLATFORMS, SITECUSTOMIZE))
+    return {"root": (repr(ROOT_PACKAGES), make_root), "site": (site, make_site), "python": (WRAPPER, make_python)}
+
+
+def stamped(name: str, recipe: str) -> bool:
+    """Whether this part was made by this recipe."""
+    stamp = ARM / f"{name}.stamp"
+    return (ARM / name).exists() and stamp.exists() and stamp.read_text() == digest(recipe)
+
+
+def ready() -> bool:
+    """Whether .arm/ is there, whole and up to date."""
+    return not missing(HOST_PACKAGES) and all(stamped(name, recipe) for name, (recipe, _) in parts().items())
+
+
+def why_not() -> str:
+    """The reason of the last attempt that failed, for tests to name."""
+    reason = ARM / "unavailable"
+    return reason.read_text() if reason.exists() else "make arm-env"
 
 
 def main() -> int:
+    ARM.mkdir(exist_ok=True)
+    (ARM / "unavailable").unlink(missing_ok=True)
     try:
         make_all()
         return build_extension() if sys.argv[1:] == ["extension"] else 0
     except Unavailable as reason:
+        (ARM / "unavailable").write_text(str(reason))
         print(f"arm-env: no ARM environment here: {reason}", flush=True)
         return 3
 
