@@ -26,9 +26,10 @@ def main(world) -> None:
 
 def print_plan(arguments: Arguments, world) -> None:
     from fugaku_megatron.dry_run import report
+    from fugaku_megatron.pretrain import with_vocabulary
 
     with everywhere():
-        text = report(arguments.run, arguments.world_size or world.size)
+        text = report(with_vocabulary(arguments.run, world), arguments.world_size or world.size)
     if world.rank == 0:
         print(text)
 

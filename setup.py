@@ -57,6 +57,7 @@ TARGETS = (
     Target("portable", "any", (), 16, (4, 2)),
     Target("avx2", "x86_64", AVX2, 32, (6, 2), ("avx2", "fma", "f16c")),
     Target("avx512", "x86_64", AVX512, 64, (12, 2), AVX512_FEATURES),
+    Target("avx512bf16", "x86_64", (*AVX512, "-mavx512bf16"), 64, (12, 2), (*AVX512_FEATURES, "avx512bf16")),
     Target("sve128", "aarch64", (SVE, "-msve-vector-bits=128"), 16, (12, 2), ("sve",)),
     Target("sve256", "aarch64", (SVE, "-msve-vector-bits=256"), 32, (12, 2), ("sve",)),
     Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, (12, 2), ("sve",)),

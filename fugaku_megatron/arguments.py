@@ -40,6 +40,7 @@ FOREIGN_FLAGS: dict[str, tuple[int, str]] = {
     "--bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
     "--transformer-impl": (1, "there is one implementation of the layers"),
 }
+_FOREIGN = "foreign "  # their prefix among the parsed values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,8 @@ def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
     help = help.replace("%", "%%")
     names = (flag(field.name), *meta.get("aliases", ()))
     if _field_type(field) is bool:
-        group.add_argument(*names, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=help)
+        action = argparse.BooleanOptionalAction if field.default else "store_true"  # what is on by default gets a --no- flag
+        group.add_argument(*names, dest=field.name, action=action, default=argparse.SUPPRESS, help=help)
     else:
         group.add_argument(*names, dest=field.name, type=_field_type(field), nargs=meta.get("nargs"), help=help,
                            choices=meta.get("choices"), default=argparse.SUPPRESS)
@@ -92,7 +94,7 @@ def build_parser(prog: str = "pretrain_gpt.py") -> argparse.ArgumentParser:
     foreign = parser.add_argument_group("accepted from other Megatron versions")
     for name, (values, meaning) in FOREIGN_FLAGS.items():
         kind: dict[str, Any] = {"nargs": values} if values else {"action": "store_true"}
-        foreign.add_argument(name, dest="foreign " + name, default=argparse.SUPPRESS, help=meaning, **kind)
+        foreign.add_argument(name, dest=_FOREIGN + name, default=argparse.SUPPRESS, help=meaning, **kind)
     return parser
 
 
@@ -119,8 +121,8 @@ _DERIVED: dict[str, tuple[str, ...]] = {
     "hidden_size": ("ffn_hidden_size",),
     "seq_length": ("max_position_embeddings",),
     "lr": ("min_lr",),
-    "train_samples": ("train_iters",),
-    "train_iters": ("train_samples",),
+    "train_samples": ("train_iters", "lr_decay_iters", "lr_warmup_iters"),
+    "train_iters": ("train_samples", "lr_decay_samples", "lr_warmup_samples"),
     "lr_warmup_iters": ("lr_warmup_fraction", "lr_warmup_samples"),
     "lr_warmup_samples": ("lr_warmup_fraction", "lr_warmup_iters"),
     "lr_warmup_fraction": ("lr_warmup_iters", "lr_warmup_samples"),
@@ -130,21 +132,19 @@ _DERIVED: dict[str, tuple[str, ...]] = {
 def make_run(recipe: str | None, given: dict[str, Any]) -> RunConfig:
     """A RunConfig from a recipe's name (or None) and field values that override it.
 
-    Raises ValueError for values that the config refuses and for required fields that neither gives.
+    Raises ValueError for values that the config refuses and, naming all at once, for required fields that neither gives.
     """
     groups = _from_recipe(recipe)
-    built = {}
-    for group, config in GROUPS.items():
-        names = {f.name for f in fields(config)}
-        values = groups[group]
-        for name in names & given.keys():
-            for dropped in _DERIVED.get(name, ()):
-                values.pop(dropped, None)
-        values.update({name: given[name] for name in names & given.keys()})
-        missing = [flag(f.name) for f in fields(config) if f.default is MISSING and f.name not in values]
-        check(not missing, f"{', '.join(missing)} must be given (or start from a --recipe: {', '.join(RECIPES)})")
-        built[group] = config(**values)
-    return RunConfig(**built)
+    group_of = {f.name: group for group, config in GROUPS.items() for f in fields(config)}
+    assert given.keys() <= group_of.keys(), f"no such fields: {given.keys() - group_of.keys()}"
+    for dropped in (name for key in given for name in _DERIVED.get(key, ())):
+        groups[group_of[dropped]].pop(dropped, None)
+    for name, value in given.items():
+        groups[group_of[name]][name] = value
+    missing = [flag(f.name) for group, config in GROUPS.items() for f in fields(config)
+               if f.default is MISSING and f.name not in groups[group]]
+    check(not missing, f"{', '.join(missing)} must be given (or start from a --recipe: {', '.join(RECIPES)})")
+    return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -153,8 +153,9 @@ def parse(argv: Sequence[str]) -> Arguments:
     values, unknown = parser.parse_known_args(argv)
     check(not unknown, _suggest(parser, unknown) if unknown else "")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(values).items()}
-    notes = tuple(f"{k.removeprefix('foreign ')}: {FOREIGN_FLAGS[k.removeprefix('foreign ')][1]}"
-                  for k in given if k.startswith("foreign "))
+    foreign = [k for k in given if k.startswith(_FOREIGN)]
+    notes = tuple(f"{k.removeprefix(_FOREIGN)}: {FOREIGN_FLAGS[k.removeprefix(_FOREIGN)][1]}" for k in foreign)
+    given = {k: v for k, v in given.items() if k not in foreign}
     recipe, dry_run, world_size = given.pop("recipe"), given.pop("dry_run"), given.pop("world_size")
     check(world_size is None or dry_run, f"--world-size {world_size} goes with --dry-run; a real run takes it from mpiexec -n")
     check(world_size is None or world_size > 0, f"--world-size is {world_size}: give a number above 0")

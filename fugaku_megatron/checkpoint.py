@@ -101,12 +101,13 @@ def save(directory: str | os.PathLike, iteration: int, shards: list[Shard], stat
 
 
 def load(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: dict[str, int],
-         iteration: int | None = None) -> tuple[int, dict[str, Any]]:
+         iteration: int | None = None, model: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
     """Fill the tensors of `shards` in place from the latest checkpoint, or from `iteration`. Collective.
 
     Returns (iteration, state). A shard may lie in another rank's file. Nothing is copied anywhere before every rank has
-    verified the files that it needs. Raises ValueError on all ranks: no tracker, missing or foreign manifest, another
-    layout, missing, truncated or altered file, missing key, another shape or dtype.
+    verified the files that it needs. `model` names values that the saved config's "model" must have too. Raises
+    ValueError on all ranks: no tracker, missing or foreign manifest, another layout or model, missing, truncated or
+    altered file, missing key, another shape or dtype.
     """
     directory = Path(directory)
     prefix = f"--load {directory}: "
@@ -114,7 +115,8 @@ def load(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: 
     others = partial(_other_iterations, directory, iteration)
     manifest = on_root(comm, lambda: read_manifest(directory, iteration), prefix, others)
     path = on_root(comm, lambda: iteration_path(directory, iteration))
-    agree(comm, lambda: _check_layout(manifest["layout"], layout, path), prefix)
+    on_root(comm, lambda: _check_layout(manifest["layout"], layout, path), prefix)
+    on_root(comm, lambda: _check_model(manifest["config"].get("model", {}), model or {}, path), prefix)
     plan: dict[str, list[Shard]] = {}
     agree(comm, lambda: plan.update(_make_plan(manifest, shards, path)), prefix)
     agree(comm, lambda: [verify_file(path / name, manifest["files"][name]) for name in plan], prefix, others)
@@ -233,10 +235,23 @@ def _check_layout(saved: dict[str, int], wanted: dict[str, int], path: Path) -> 
     differing = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
     if not differing:
         return
-    flags = [f"mpiexec -n {saved[name]}" if name == "world_size" else f"--{name.replace('_', '-')} {saved[name]}"
-             for name in differing if name in saved]
+    flags = [_layout_flag(name, saved[name]) for name in differing if name in saved]
     both = ", ".join(f"{name} {saved.get(name)} (this run: {wanted.get(name)})" for name in differing)
     raise ValueError(f"{path} was saved with {both}; start with {' '.join(flags) or 'the layout of that time'}")
+
+
+def _layout_flag(name: str, value: int) -> str:
+    """What starts a run with this entry of a layout."""
+    if name == "zero_shards":
+        return "--zero-stage 0" if value == 1 else f"--zero-stage 1 with data-parallel size {value}"
+    return f"mpiexec -n {value}" if name == "world_size" else f"--{name.replace('_', '-')} {value}"
+
+
+def _check_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    differing = [name for name in wanted if name in saved and saved[name] != wanted[name]]
+    if differing:
+        both = ", ".join(f"--{name.replace('_', '-')} {saved[name]} (this run: {wanted[name]})" for name in differing)
+        raise ValueError(f"{path} holds another model, with {both}; give its values, or another --load")
 
 
 def _make_plan(manifest: dict[str, Any], shards: list[Shard], path: Path) -> dict[str, list[Shard]]:

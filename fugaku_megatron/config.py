@@ -46,6 +46,14 @@ def check_fraction(config: Any, *names: str) -> None:
         check(0.0 <= value < 1.0, f"{flag(name)} is {value}: give a number from 0 to below 1")
 
 
+def check_choices(config: Any) -> None:
+    """Every field with choices must hold one of them, or None where that is its default."""
+    for f in fields(config):
+        choices, value = f.metadata.get("choices"), getattr(config, f.name)
+        check(choices is None or value in choices or value is f.default,
+              f"{flag(f.name)} is {value}: give {' or '.join(map(str, choices or ()))}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The GPT that is trained (GPT-2 as Megatron-LM builds it)."""
@@ -76,6 +84,11 @@ class ModelConfig:
               f"is below --seq-length {self.seq_length}: raise it to {self.seq_length} or shorten the sequence")
 
 
+# What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
+ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
+                "make_vocab_size_divisible_by", "layernorm_epsilon")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How ranks share the model; data-parallel size is what remains of the world."""
@@ -87,7 +100,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
-        check(self.zero_stage in (0, 1), f"--zero-stage {self.zero_stage} is not supported: give 0 or 1")
+        check_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +147,12 @@ class OptimizerConfig:
         for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples"):
             check(getattr(self, name) >= 0, f"{flag(name)} is {getattr(self, name)}: give 0 or more")
         check(self.min_lr <= self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}: lower it")
-        check(self.lr_decay_style in ("constant", "linear", "cosine"),
-              f"--lr-decay-style {self.lr_decay_style}: give constant, linear or cosine")
+        check_choices(self)
+        for name in ("start_weight_decay", "end_weight_decay"):
+            value = getattr(self, name)
+            check(value is None or value >= 0, f"{flag(name)} is {value}: give 0 or more")
+            check(value is None or self.weight_decay_incr_style != "constant", f"{flag(name)} {value} has no effect with "
+                  "--weight-decay-incr-style constant: give linear or cosine, or only --weight-decay")
         given = [f for f in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction") if getattr(self, f)]
         check(len(given) <= 1, f"{' and '.join(map(flag, given))} exclude each other: give one")
         check(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
@@ -157,6 +174,8 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         check(not (self.bf16 and self.fp16), "--bf16 and --fp16 exclude each other: give one")
         check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        check(self.min_loss_scale <= self.initial_loss_scale, f"--min-loss-scale {self.min_loss_scale} is above "
+              f"--initial-loss-scale {self.initial_loss_scale}: lower it")
 
     @property
     def name(self) -> str:
@@ -190,8 +209,7 @@ class TrainingConfig:
         check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: give 0 or more")
         check(self.train_iters is None or self.train_samples is None,
               "--train-iters and --train-samples exclude each other: give one")
-        check(self.recompute_granularity in (None, "full", "selective"),
-              f"--recompute-granularity {self.recompute_granularity}: give full or selective")
+        check_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,9 @@ class Range:
     counted: bool
 
 
-def _order(parameter: nn.Parameter) -> tuple[bool, bool]:
-    return parameter.dim() < 2, not parameter.counted
+def _order(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
+    """The same on all tensor-parallel ranks, so that their ZeRO-1 shards cut a replicated parameter at the same elements."""
+    return parameter.dim() < 2, parameter.partition_dim is None, parameter.init_name != parameter.global_name
 
 
 def _merge(ranges: list[Range]) -> list[Range]:
@@ -92,12 +93,15 @@ class FlatParameters:
                 shard[a - start : b - start] = initial_values(parameter, self._seed).flatten()[a - begin : b - begin]
         return shard
 
-    def shards(self, kind: str, tensor: Tensor, start: int) -> list[Shard]:
-        """Checkpoint records of `tensor`, which holds elements [start, start + numel) of a flat buffer of this layout."""
+    def shards(self, kind: str, tensor: Tensor, start: int, owned: bool) -> list[Shard]:
+        """Checkpoint records of `tensor`, which holds elements [start, start + numel) of a flat buffer of this layout.
+
+        `owned`: without parameters that the first tensor-parallel rank holds as well.
+        """
         found = []
         for parameter, begin in zip(self.parameters, self.starts, strict=True):
             a, b = max(start, begin), min(start + tensor.numel(), begin + parameter.numel())
-            if a < b:
+            if a < b and (parameter.owned or not owned):
                 found.append(Shard(key=f"{kind}/{parameter.global_name}", tensor=tensor[a - start : b - start],
                                    global_shape=parameter.global_shape, offset=parameter.global_offset,
                                    slice_shape=tuple(parameter.shape), flat_start=a - begin))
@@ -106,12 +110,12 @@ class FlatParameters:
 
 def initial_values(parameter: nn.Parameter, seed: int) -> Tensor:
     """FP32 initial weights of this rank's slice: a function of the seed, the name and the global element alone."""
-    values = torch.full(tuple(parameter.shape), parameter.fill, dtype=torch.float32)
-    if parameter.std is not None:
+    values = torch.full(tuple(parameter.shape), parameter.init_fill, dtype=torch.float32)
+    if parameter.init_std is not None:
         assert parameter.dim() == 2
         row, column = parameter.global_offset
         kernels.philox_normal(values, seed, zlib.crc32(parameter.init_name.encode()), row, column, parameter.global_shape[1],
-                              parameter.std)
+                              parameter.init_std)
     return values
 
 
@@ -229,10 +233,12 @@ class Optimizer:
                               beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0,
                               step=self.steps, grad_scale=grad_scale, copy=None if self.low is None else self.low[a:b])
 
-    def checkpoint_shards(self) -> list[Shard]:
-        """The records of weights and moments that this rank holds (all data-parallel ranks hold the same ones without ZeRO-1)."""
+    def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
+        """The records of weights and moments that this rank holds; `owned`: that this rank saves, so that each is saved once."""
+        if owned and not self.sharded and self.groups.dp.rank > 0:
+            return []
         return [shard for kind, tensor in (("weight", self.master), ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq))
-                for shard in self.flat.shards(kind, tensor, self.start)]
+                for shard in self.flat.shards(kind, tensor, self.start, owned)]
 
     def after_load(self) -> None:
         """Make the model's weights from the loaded master weights."""

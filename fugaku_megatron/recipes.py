@@ -19,7 +19,7 @@ def demo() -> RunConfig:
         model=ModelConfig(num_layers=4, hidden_size=192, num_attention_heads=4, seq_length=128,
                           make_vocab_size_divisible_by=64, hidden_dropout=0.0, attention_dropout=0.0),
         batch=BatchConfig(micro_batch_size=8, global_batch_size=32),
-        optimizer=OptimizerConfig(lr=4e-3, min_lr=4e-4, lr_decay_style="cosine", lr_warmup_iters=20, weight_decay=0.1,
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.04, weight_decay=0.1,
                                   adam_beta2=0.95),
         training=TrainingConfig(train_iters=500, eval_interval=100, eval_iters=4),
         output=OutputConfig(log_interval=10, save_interval=100),

@@ -19,7 +19,7 @@ from .accounting import Layout
 from .batches import RampUp
 from .comm.base import Comm
 from .comm.grid import Grid, Groups
-from .config import RunConfig
+from .config import ARCHITECTURE, RunConfig
 from .data.dataset import Dataset
 from .data.sampler import Prefetcher, first_sample, micro_batches
 from .nn.model import Stage
@@ -173,13 +173,14 @@ class Trainer:
 
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
-        shards = self.optimizer.checkpoint_shards() if self.optimizer.sharded or self.groups.dp.rank == 0 else []
-        checkpoint.save(directory, self.progress.iteration, shards, self.state(), self.world, self._layout_record(),
-                        asdict(self.run))
+        checkpoint.save(directory, self.progress.iteration, self.optimizer.checkpoint_shards(owned=True), self.state(), self.world,
+                        self._layout_record(), asdict(self.run))
 
     def load(self, directory: str, iteration: int | None = None) -> None:
         """Go on from a checkpoint. Collective; ValueError on every rank, naming the file, for a damaged or foreign one."""
-        _, state = checkpoint.load(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration)
+        model = {name: getattr(self.run.model, name) for name in ARCHITECTURE}
+        _, state = checkpoint.load(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration,
+                                   model)
         self.optimizer.after_load()
         self.optimizer.scaler.load(state["scaler"])
         self.optimizer.steps = state["optimizer_steps"]

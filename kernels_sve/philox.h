@@ -9,20 +9,29 @@ namespace fm::FM_TARGET {
 
 static_assert(PHILOX_CALLS % VL == 0, "a block is a whole number of vectors");
 
-// c[0..3]: the counter words of VL calls, replaced by their random words.
-FM_INLINE void philox(vu c[4], PhiloxKey key) {
+FM_INLINE void philox_round(vu c[4], PhiloxKey key) {
+  const vu high0 = mul_high(c[0], PHILOX_M0), low0 = c[0] * PHILOX_M0;
+  const vu high1 = mul_high(c[2], PHILOX_M1), low1 = c[2] * PHILOX_M1;
+  c[0] = high1 ^ c[1] ^ key.k0;
+  c[2] = high0 ^ c[3] ^ key.k1;
+  c[1] = low1;
+  c[3] = low0;
+}
+
+// c[i][0..3]: the counter words of VL calls, replaced by their random words. N independent sets take turns, so that one
+// set's multiplications hide the other's.
+template <int N>
+FM_INLINE void philox_sets(vu c[N][4], PhiloxKey key) {
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
-    const vu high0 = mul_high(c[0], PHILOX_M0), low0 = c[0] * PHILOX_M0;
-    const vu high1 = mul_high(c[2], PHILOX_M1), low1 = c[2] * PHILOX_M1;
-    c[0] = high1 ^ c[1] ^ key.k0;
-    c[2] = high0 ^ c[3] ^ key.k1;
-    c[1] = low1;
-    c[3] = low0;
+#pragma GCC unroll 4
+    for (int i = 0; i < N; ++i) philox_round(c[i], key);
     key.k0 += PHILOX_W0;
     key.k1 += PHILOX_W1;
   }
 }
+
+FM_INLINE void philox(vu c[4], PhiloxKey key) { philox_sets<1>(reinterpret_cast<vu(*)[4]>(c), key); }
 
 constexpr int BLOCK_VECTORS = PHILOX_BLOCK / VL;
 

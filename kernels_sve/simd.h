@@ -12,6 +12,7 @@
 //   reciprocal(v) rsqrt(v) sqrt(v)          within 2 ulp for normal numbers; SVE: estimate and Newton steps, since the
 //                                           divide and square root instructions take 98 cycles each on A64FX
 //   exp(v)                                  within 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN stays
+//   dot_bf16(a, b, sum)                     only where FM_HAS_BF16_DOT: sum of each lane's pair of bfloat16 products
 //   mul_high(v, m)                          upper 32 bits of the 64-bit products
 #pragma once
 #include <cstdint>

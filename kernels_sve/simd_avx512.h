@@ -1,4 +1,4 @@
-// Hooks of simd.h for AVX-512 F, BW, DQ and VL. Included by simd.h.
+// Hooks of simd.h for AVX-512 F, BW, DQ and VL, and BF16 where the target has it. Included by simd.h.
 #pragma once
 
 namespace fm::FM_TARGET {
@@ -29,5 +29,11 @@ FM_INLINE vu mul_high(vu v, uint32_t m) {
   const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)v, 32), factor);
   return (vu)_mm512_mask_blend_epi32(0xaaaa, even, odd);
 }
+
+#ifdef __AVX512BF16__
+#define FM_HAS_BF16_DOT
+// sum + the product of each lane's pair of bfloat16; denormal inputs and results count as 0.
+FM_INLINE vf dot_bf16(vu a, vu b, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+#endif
 
 }  // namespace fm::FM_TARGET

@@ -18,7 +18,7 @@ struct f16 {
 // elementwise.h
 enum class Function : int32_t { exp, log, sqrt, rsqrt, reciprocal };
 
-// philox.h: dropout on a contiguous (outer, samples, inner, cols) view; philox_layout.h: which word an element gets.
+// philox.h: dropout on a contiguous (outer, samples, inner, cols) view; philox_layout.h says which word an element gets.
 struct DropoutArgs {
   int64_t outer, samples, inner, cols;
   float p;
@@ -37,6 +37,63 @@ struct NormalArgs {
 struct AdamWArgs {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;
 };
+
+// Layer norm of contiguous (rows, cols); weight, bias, x and y have one dtype, mean and rstd are (rows) float32.
+struct LayerNormArgs {
+  const void *x, *weight, *bias;
+  void* y;
+  float *mean, *rstd;
+  int64_t rows, cols;
+  float eps;
+  DType dtype;
+};
+
+// Its backward: dx = add + gradient through the norm, dweight and dbias are added to. add may be null.
+struct LayerNormGradArgs {
+  const void *dy, *add, *x, *weight;
+  const float *mean, *rstd;
+  void* dx;
+  float *dweight, *dbias;
+  int64_t rows, cols;
+  DType dtype;
+};
+
+// out = residual + dropout(x + bias) on (outer, samples, 1, cols); bias may be null.
+struct ResidualArgs {
+  const void *x, *bias, *residual;
+  void* out;
+  DType dtype;
+  DropoutArgs dropout;
+};
+
+// Its backward: dx = dropout(dout), dbias is added to. dx may be null (not wanted, or p = 0: it is dout), so may dbias.
+struct ResidualGradArgs {
+  const void* dout;
+  void* dx;
+  float* dbias;
+  DType dtype;
+  DropoutArgs dropout;
+};
+
+// Rows of logits whose column 0 is word first_row of the vocabulary. Each kernel uses the members it needs.
+struct CrossEntropyArgs {
+  const void* logits;
+  DType dtype;
+  int64_t rows, cols;
+  const int64_t* labels;
+  int64_t first_row;
+  float *max, *sum_exp, *target;
+};
+
+// Rows first_row to first_row + table_rows of a table of `cols` columns, looked up by n tokens.
+struct EmbeddingArgs {
+  const int64_t* tokens;
+  int64_t n, first_row, table_rows, cols;
+};
+
+}  // namespace fm
+#include "gemm_args.h"
+namespace fm {
 
 struct KernelTable {
 #define FM_KERNEL(name, result, parameters) result(*name) parameters;

@@ -5,9 +5,15 @@
 #include "simd.h"
 
 #include "adamw.h"
+#include "bench.h"
 #include "elementwise.h"
+#include "gemm.h"
 #include "philox.h"
+#include "pointwise.h"
+#include "pointwise_embedding.h"
 #include "reduce.h"
+#include "rowwise.h"
+#include "rowwise_cross_entropy.h"
 
 namespace fm::FM_TARGET {
 extern const KernelTable kernel_table;

@@ -44,7 +44,7 @@ def train_vocabulary(documents: list[str], size: int, output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--vocab-size", type=int, default=512, help="tokens of the vocabulary (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=320, help="tokens of the vocabulary (default: %(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     documents = list(texts(Path(sysconfig.get_paths()["stdlib"])))

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Continue a text with a trained checkpoint.
 
-The model and its parallel layout come from the checkpoint's manifest; start TP x PP ranks, so plain `python` for a model trained
-without either. Every token is a whole forward pass: there is no key-value cache.
+The model and its parallel layout come from the checkpoint's manifest; start TP x PP ranks, times the data-parallel size if ZeRO-1
+sharded the weights, so plain `python` for a model trained without any of them. Every token is a whole forward pass: there is no
+key-value cache.
 Run: python tools/generate.py --load demo/checkpoint --vocab-file demo/vocab.json --merge-file demo/merges.txt --prompt "def "
 """
 
@@ -19,10 +20,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fugaku_megatron import checkpoint  # noqa: E402
-from fugaku_megatron.comm.agreement import (
-    everywhere,
-    on_root,  # noqa: E402
-)
+from fugaku_megatron.comm.agreement import everywhere, on_root  # noqa: E402
 from fugaku_megatron.comm.autograd import gather_from_tensor_parallel  # noqa: E402
 from fugaku_megatron.comm.base import Comm  # noqa: E402
 from fugaku_megatron.comm.launch import run_or_abort  # noqa: E402
@@ -52,7 +50,7 @@ def saved_run(manifest: dict[str, Any]) -> RunConfig:
     for name, config in GROUPS.items():
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["config"][name].items()}
         if name == "batch":
-            values = {"micro_batch_size": 1, "global_batch_size": 1}
+            values = {"micro_batch_size": 1}
         groups[name] = config(**values)
     return RunConfig(**groups)
 
@@ -105,10 +103,12 @@ def main(world: Comm) -> None:
     check(iteration is not None, f"--load {options.load} holds no checkpoint")
     manifest = on_root(world, lambda: checkpoint.read_manifest(options.load, iteration))
     layout = manifest["layout"]
-    ranks = layout["tensor_model_parallel_size"] * layout["pipeline_model_parallel_size"]
+    tp, pp, shards = layout["tensor_model_parallel_size"], layout["pipeline_model_parallel_size"], layout["zero_shards"]
+    ranks = tp * pp * shards
     with everywhere():
-        check(world.size == ranks, f"--load {options.load} was written with tensor x pipeline parallel size {ranks}, but "
-              f"{world.size} ranks were started: run mpiexec -n {ranks} python tools/generate.py ...")
+        check(world.size == ranks, f"--load {options.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
+              f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: run mpiexec -n {ranks} python "
+              "tools/generate.py ...")
     trainer = Trainer(saved_run(manifest), world)
     trainer.load(options.load, iteration)
     text = tokenizer.decode(generate(trainer, prompt, options, tokenizer.eod))

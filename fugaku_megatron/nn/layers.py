@@ -43,10 +43,11 @@ def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, pa
         offset[partition_dim] = tp.rank * local[partition_dim]
     parameter = nn.Parameter(torch.empty(local, device="meta"))
     parameter.global_name, parameter.global_shape, parameter.global_offset = name, tuple(shape), tuple(offset)
-    parameter.partition_dim, parameter.std, parameter.fill = partition_dim, std, fill
+    parameter.partition_dim, parameter.init_std, parameter.init_fill = partition_dim, std, fill
     parameter.init_name = init_name or name
-    # A slice that every tensor-parallel rank holds, and a tied copy, count once in norms.
-    parameter.counted = init_name is None and (partition_dim is not None or tp is None or tp.rank == 0)
+    # What every tensor-parallel rank holds belongs to the first one: it saves it. Norms count that once, and no tied copy.
+    parameter.owned = partition_dim is not None or tp is None or tp.rank == 0
+    parameter.counted = parameter.owned and init_name is None
     return parameter
 
 

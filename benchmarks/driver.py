@@ -1,0 +1,138 @@
+"""Times cases in turn with their rivals, beside the machine's own limits measured in the same run; prints rows, writes JSON.
+
+Every round runs the kernel, the rival and a loop of independent multiply-adds once, so that all three meet the same clock and the
+same neighbours; figures are medians over the rounds. Left out: what is compared (gemm.py and the other families).
+Test: python -m benchmarks gemm --recipe demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fugaku_megatron import kernels
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FMA_STEPS = 500_000
+CLOCK_STEPS = 50_000_000
+TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison. `run` and `rival_run` do the same work once; `error` compares what `run` left with double precision."""
+
+    op: str
+    shape: tuple[int, ...]
+    flops: float
+    run: Callable[[], object]
+    rival: str
+    rival_run: Callable[[], object]
+    error: Callable[[], float]
+    moved_bytes: float = 0.0
+    details: dict = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What --only selects by."""
+        return f"{self.op} {'x'.join(map(str, self.shape))}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every family."""
+    parser.add_argument("--target", default=kernels.active(), help="kernel target, or all (default: %(default)s)")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name holds TEXT")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+
+
+def seconds(f: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    f()
+    return time.perf_counter() - start
+
+
+def fma_gflops() -> float:
+    """GFLOP/s of independent float32 multiply-adds in all threads."""
+    start = time.perf_counter()
+    return kernels.bench_fma(FMA_STEPS) / (time.perf_counter() - start) / 1e9
+
+
+def machine() -> dict:
+    """Clock in GHz from dependent additions, FMA peak in GFLOP/s, triad bandwidth in GB/s (12 bytes an element); best of five."""
+    x, y, out = (torch.ones(TRIAD_ELEMENTS) for _ in range(3))
+    triad = min(seconds(lambda: kernels.bench_triad(out, x, y, 2.0)) for _ in range(5))
+    clock = min(seconds(lambda: kernels.bench_clock(CLOCK_STEPS)) for _ in range(5))
+    return {"clock_ghz": CLOCK_STEPS / clock / 1e9, "fma_gflops": max(fma_gflops() for _ in range(5)),
+            "triad_gb_per_second": 12 * TRIAD_ELEMENTS / triad / 1e9}
+
+
+def measure(case: Case, options: argparse.Namespace, target: str) -> dict:
+    """The row of one case."""
+    case.run()
+    max_error = case.error()
+    case.rival_run()
+    rounds = [(seconds(case.run), seconds(case.rival_run), fma_gflops()) for _ in range(options.rounds)]
+    ours, rival, peak = (statistics.median(column) for column in zip(*rounds, strict=True))
+    gflops = case.flops / ours / 1e9
+    return {"op": case.op, "shape": list(case.shape), "dtype": options.dtype, "target": target, "threads": options.threads,
+            "seconds": ours, "gflops": gflops, "rival": case.rival, "rival_seconds": rival, "ratio": rival / ours,
+            "peak_gflops": peak, "peak_fraction": gflops / peak, "gb_per_second": case.moved_bytes / ours / 1e9,
+            "max_error": max_error, "repeat": repeat_line(case, options, target), **case.details}
+
+
+def repeat_line(case: Case, options: argparse.Namespace, target: str) -> str:
+    """The command that measures this row again."""
+    given = {name: value for name, value in vars(options).items() if value != options.defaults.get(name, value)}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if name not in ("json", "only", "target")]
+    command = ["python", "-m", "benchmarks", options.family, *words, f"--target={target}", f"--only={case.name}"]
+    return shlex.join(command)
+
+
+def geometric_mean(values: list[float]) -> float:
+    """exp of the mean logarithm."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def rows(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iterator[Case]]) -> Iterator[dict]:
+    """Measures every selected case on every selected target."""
+    for target in kernels.runnable_targets() if options.target == "all" else [options.target]:
+        with kernels.target(target):
+            for case in cases(options):
+                if options.only in case.name:
+                    yield measure(case, options, target)
+
+
+def run(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iterator[Case]]) -> None:
+    """Prints a line per row and the geometric means; writes --json. ValueError when --only selects nothing."""
+    torch.set_num_threads(options.threads)
+    limits, done = machine(), []
+    print("machine: " + ", ".join(f"{name} {value:.4g}" for name, value in limits.items()), flush=True)
+    for row in rows(options, cases):
+        done.append(row)
+        shape = "x".join(map(str, row["shape"]))
+        print(f"{row['op']:>10} {shape:>16} {row['dtype']} {row['target']:>10} {row['seconds'] * 1e3:9.3f} ms {row['gflops']:8.1f} "
+              f"GFLOP/s {100 * row['peak_fraction']:5.1f} % of FMA peak  {row['ratio']:.3f} x {row['rival']}  "
+              f"error {row['max_error']:.1e}", flush=True)
+        print(f"{'':>10} {row['repeat']}", flush=True)
+    if not done:
+        raise ValueError(f"--only {options.only!r}: no row has this in its name")
+    ratios, fractions = [r["ratio"] for r in done], [r["peak_fraction"] for r in done]
+    print(f"geometric mean of {len(done)} rows: {geometric_mean(ratios):.3f} x {done[0]['rival']} (least {min(ratios):.3f}), "
+          f"{100 * geometric_mean(fractions):.1f} % of FMA peak", flush=True)
+    if options.json:
+        report = {"command": sys.argv[1:], "torch": torch.__version__, "machine": limits, "rows": done}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,84 @@
+"""Matrix products of a model's linear layers: forward, data gradient and weight gradient against torch.
+
+Shapes are those of fugaku_megatron.accounting: M tokens of a micro-batch, N output and K input features on one tensor-parallel
+rank; a weight is (N, K). Weights are packed once, outside the timing, as the trainer packs them once per step; the weight gradient
+packs both operands inside it. Left out: bias and GELU, so that both sides do exactly the product.
+
+    python -m benchmarks gemm --recipe 124m --micro-batch-size 4
+    python -m benchmarks gemm --recipe 30b --tensor-model-parallel-size 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from fugaku_megatron import accounting, kernels
+from fugaku_megatron.recipes import RECIPES
+
+from .driver import DTYPES, Case
+
+SAMPLE_ROWS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model's shapes."""
+    parser.add_argument("--recipe", default="124m", choices=RECIPES)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+
+
+def shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """(M, N, K) of every linear layer and the logits, each once."""
+    run, tp = RECIPES[options.recipe](), options.tensor_model_parallel_size
+    model = run.model if run.model.vocab_size else dataclasses.replace(run.model, vocab_size=8192)
+    run = dataclasses.replace(run, model=model, batch=dataclasses.replace(run.batch, micro_batch_size=options.micro_batch_size))
+    records = accounting.layer_records(run, tp) + accounting.head_records(run, tp, tied=True)
+    return list(dict.fromkeys(r.gemm for r in records if r.gemm and r.name != "attention"))
+
+
+def pack(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """The weight packed for the target in use."""
+    packed = torch.empty(kernels.packed_weight_size(*weight.shape, weight.dtype, transposed), dtype=torch.uint8)
+    kernels.pack_weight(weight, packed, transposed)
+    return packed
+
+
+def sampled_error(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest difference from left @ right in double on some rows, relative to the largest value there."""
+    picked = torch.linspace(0, out.shape[0] - 1, min(SAMPLE_ROWS, out.shape[0])).long()
+    exact = left[picked].double() @ right.double()
+    return float((out[picked].double() - exact).abs().max() / exact.abs().max())
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Three products of each layer."""
+    for m, n, k in shapes(options):
+        yield from layer_cases(m, n, k, DTYPES[options.dtype])
+
+
+def layer_cases(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Case]:
+    """Forward, data gradient, weight gradient of one layer; the rival writes into memory it already holds, as the kernels do."""
+    torch.manual_seed(0)
+    x, weight, grad = (torch.randn(shape, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+    common = {"flops": 2.0 * m * n * k, "shape": (m, n, k), "rival": "torch"}
+    packed, out, rival_out = pack(weight, False), torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
+    yield Case(op="forward", run=lambda: kernels.linear_forward(x, weight, out, packed=packed),
+               rival_run=lambda: torch.mm(x, weight.T, out=rival_out), error=lambda: sampled_error(out, x, weight.T), **common)
+    packed, out, rival_out = pack(weight, True), torch.empty(m, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
+    yield Case(op="data_grad", run=lambda: kernels.linear_data_gradient(grad, weight, out, packed=packed),
+               rival_run=lambda: torch.mm(grad, weight, out=rival_out), error=lambda: sampled_error(out, grad, weight), **common)
+    main, rival_main = torch.zeros(n, k), torch.zeros(n, k)
+    half = torch.empty(n, k, dtype=dtype)
+
+    def rival_weight_gradient() -> None:
+        if dtype == torch.float32:
+            torch.addmm(rival_main, grad.T, x, out=rival_main)
+        else:
+            rival_main.add_(torch.mm(grad.T, x, out=half))
+
+    yield Case(op="weight_grad", run=lambda: kernels.linear_weight_gradient(grad, x, main), rival_run=rival_weight_gradient,
+               error=lambda: sampled_error(main, grad.T, x), **common)

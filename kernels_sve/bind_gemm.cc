@@ -1,0 +1,195 @@
+// Python functions of gemm.h: linear_forward, linear_data_gradient, linear_weight_gradient, pack_weight, packed_weight_size.
+// Legend: M rows (tokens), N output features, K input features; a weight is (N, K).
+#include <cstring>
+
+#include "tensor_view.h"
+
+namespace fm {
+namespace {
+
+constexpr int64_t ALIGNMENT = 256;
+
+// The first bytes of a packed weight: what it holds and for which target, because the layout is that target's own.
+struct PackedHeader {
+  char magic[8], target[24];
+  int64_t rows, cols, data_offset;
+  DType dtype;
+  int32_t transposed;
+};
+constexpr char MAGIC[8] = "FMGEMM1";
+static_assert(sizeof(PackedHeader) <= ALIGNMENT, "the header fits before the data");
+
+// The product's n and k for a weight (rows, cols): the forward product sums over cols, the data gradient over rows.
+int64_t packed_bytes(int64_t rows, int64_t cols, DType dtype, bool transposed) {
+  return 2 * ALIGNMENT + kernels().gemm_packed_bytes(transposed ? cols : rows, transposed ? rows : cols, dtype);
+}
+
+std::string describe(const char* target, int64_t rows, int64_t cols, DType dtype, bool transposed) {
+  return std::string(dtype_name(dtype)) + " (" + std::to_string(rows) + ", " + std::to_string(cols) + ") packed with transposed=" +
+         (transposed ? "True" : "False") + " by target " + target;
+}
+
+void pack_weight(py::handle weight_object, py::handle packed_object, bool transposed) {
+  TensorView weight("weight", weight_object), packed("packed", packed_object);
+  weight.rank(2).floating().last_contiguous();
+  packed.dtype({DType::u8}).shape({packed_bytes(weight.size(0), weight.size(1), weight.dtype(), transposed)}).contiguous();
+  packed.disjoint({&weight});
+  PackedHeader header = {};
+  std::memcpy(header.magic, MAGIC, sizeof MAGIC);
+  std::strncpy(header.target, active(), sizeof header.target - 1);
+  header.rows = weight.size(0), header.cols = weight.size(1), header.dtype = weight.dtype(), header.transposed = transposed;
+  char* base = packed.data<char>();
+  const uintptr_t first = reinterpret_cast<uintptr_t>(base) + sizeof header;
+  header.data_offset = static_cast<int64_t>((first + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT - reinterpret_cast<uintptr_t>(base));
+  std::memcpy(base, &header, sizeof header);
+  const int64_t row = weight.stride(0);
+  const GemmPackArgs args = transposed
+      ? GemmPackArgs{weight.size(1), weight.size(0), weight.dtype(), weight.data(), row, 1, base + header.data_offset}
+      : GemmPackArgs{weight.size(0), weight.size(1), weight.dtype(), weight.data(), 1, row, base + header.data_offset};
+  unlocked([&] { kernels().gemm_pack(args); });
+}
+
+const void* packed_data(py::handle object, const TensorView& weight, bool transposed, const TensorView& out) {
+  if (object.is_none()) return nullptr;
+  TensorView packed("packed", object);
+  packed.dtype({DType::u8}).contiguous().disjoint({&out});
+  PackedHeader header = {};
+  if (packed.numel() >= int64_t(sizeof header)) std::memcpy(&header, packed.data(), sizeof header);
+  if (std::memcmp(header.magic, MAGIC, sizeof MAGIC)) packed.fail("the output of pack_weight", "other bytes");
+  const bool fits = header.rows == weight.size(0) && header.cols == weight.size(1) && header.dtype == weight.dtype() &&
+                    bool(header.transposed) == transposed && !std::strcmp(header.target, active());
+  if (!fits) {
+    packed.fail("a weight " + describe(active(), weight.size(0), weight.size(1), weight.dtype(), transposed),
+                describe(header.target, header.rows, header.cols, header.dtype, header.transposed));
+  }
+  return packed.data<char>() + header.data_offset;
+}
+
+// A matrix of the epilogue: C's shape and type, rows contiguous, apart from C.
+void* epilogue_matrix(const char* name, py::handle object, const TensorView& out, int64_t& row) {
+  if (object.is_none()) return nullptr;
+  TensorView view(name, object);
+  view.same_dtype(out).same_shape(out).last_contiguous().disjoint({&out});
+  row = view.stride(0);
+  return view.data();
+}
+
+// A writable row must not lie on another: the stride is at least the row's length.
+void distinct_rows(const TensorView& t) {
+  if (t.numel() && t.size(0) > 1 && t.stride(0) < t.size(1)) {
+    t.fail("rows apart from each other", "row stride " + std::to_string(t.stride(0)));
+  }
+}
+
+void check_operands(const TensorView& x, const TensorView& weight, const TensorView& out, int64_t inputs, int64_t outputs) {
+  weight.rank(2).floating().last_contiguous();
+  x.rank(2).shape({-1, inputs}).same_dtype(weight).last_contiguous();
+  out.rank(2).shape({x.size(0), outputs}).last_contiguous().disjoint({&x, &weight});
+  if (out.dtype() != weight.dtype()) out.dtype({weight.dtype(), DType::f32});
+  distinct_rows(out);
+}
+
+void run(const GemmArgs& args) {
+  unlocked([&] { kernels().gemm(args); });
+}
+
+void linear_forward(py::handle x_object, py::handle weight_object, py::handle out_object, py::handle bias_object, bool gelu,
+                    py::handle pre_object, py::handle residual_object, py::handle packed_object) {
+  TensorView x("x", x_object), weight("weight", weight_object), out("out", out_object);
+  weight.rank(2);
+  check_operands(x, weight, out, weight.size(1), weight.size(0));
+  GemmArgs args = {};
+  args.m = x.size(0), args.n = weight.size(0), args.k = weight.size(1);
+  args.in_dtype = x.dtype(), args.out_dtype = out.dtype();
+  args.a = x.data(), args.a_row = x.stride(0), args.a_col = 1;
+  args.b = weight.data(), args.b_row = 1, args.b_col = weight.stride(0);
+  args.packed = packed_data(packed_object, weight, false, out);
+  args.c = out.data(), args.c_row = out.stride(0);
+  if (!bias_object.is_none()) {
+    TensorView bias("bias", bias_object);
+    bias.same_dtype(out).shape({weight.size(0)}).contiguous().disjoint({&out});
+    args.bias = bias.data();
+  }
+  args.gelu = gelu;
+  args.pre = epilogue_matrix("pre", pre_object, out, args.pre_row);
+  if (args.pre) {
+    TensorView pre("pre", pre_object);
+    pre.disjoint({&x, &weight});
+    distinct_rows(pre);
+  }
+  args.residual = epilogue_matrix("residual", residual_object, out, args.residual_row);
+  run(args);
+}
+
+void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle out_object, py::handle gelu_input_object,
+                          py::handle packed_object) {
+  TensorView grad("grad_output", grad_object), weight("weight", weight_object), out("out", out_object);
+  weight.rank(2);
+  check_operands(grad, weight, out, weight.size(0), weight.size(1));
+  GemmArgs args = {};
+  args.m = grad.size(0), args.n = weight.size(1), args.k = weight.size(0);
+  args.in_dtype = grad.dtype(), args.out_dtype = out.dtype();
+  args.a = grad.data(), args.a_row = grad.stride(0), args.a_col = 1;
+  args.b = weight.data(), args.b_row = weight.stride(0), args.b_col = 1;
+  args.packed = packed_data(packed_object, weight, true, out);
+  args.c = out.data(), args.c_row = out.stride(0);
+  args.gelu_input = epilogue_matrix("gelu_input", gelu_input_object, out, args.gelu_input_row);
+  run(args);
+}
+
+void linear_weight_gradient(py::handle grad_object, py::handle x_object, py::handle weight_gradient_object,
+                            py::handle bias_gradient_object) {
+  TensorView grad("grad_output", grad_object), x("x", x_object), out("weight_gradient", weight_gradient_object);
+  grad.rank(2).floating().last_contiguous();
+  x.rank(2).shape({grad.size(0), -1}).same_dtype(grad).last_contiguous();
+  out.dtype({DType::f32}).shape({grad.size(1), x.size(1)}).last_contiguous().disjoint({&grad, &x});
+  distinct_rows(out);
+  GemmArgs args = {};
+  args.m = grad.size(1), args.n = x.size(1), args.k = grad.size(0);
+  args.in_dtype = grad.dtype(), args.out_dtype = DType::f32, args.accumulate = true;
+  args.a = grad.data(), args.a_row = 1, args.a_col = grad.stride(0);
+  args.b = x.data(), args.b_row = x.stride(0), args.b_col = 1;
+  args.c = out.data(), args.c_row = out.stride(0);
+  if (!bias_gradient_object.is_none()) {
+    TensorView bias("bias_gradient", bias_gradient_object);
+    bias.dtype({DType::f32}).shape({grad.size(1)}).contiguous().disjoint({&grad, &x, &out});
+    args.a_sums = bias.data<float>();
+  }
+  run(args);
+}
+
+DType dtype_of(py::handle weight_dtype) {
+  TensorView probe("dtype", py::module_::import("torch").attr("empty")(0, py::arg("dtype") = weight_dtype));
+  return probe.floating().dtype();
+}
+
+}  // namespace
+
+FM_BIND(gemm) {
+  using namespace py::literals;
+  const py::object none = py::none();
+  module.def("packed_weight_size", [](int64_t rows, int64_t cols, py::handle dtype, bool transposed) {
+    if (rows < 0 || cols < 0) throw py::value_error("shape: expected sizes of 0 or more, got (" + std::to_string(rows) + ", " +
+                                                    std::to_string(cols) + ")");
+    return packed_bytes(rows, cols, dtype_of(dtype), transposed);
+  }, "rows"_a, "cols"_a, "dtype"_a, "transposed"_a = false,
+     "Bytes that pack_weight needs for a (rows, cols) weight of this torch dtype and the target in use.");
+  module.def("pack_weight", &pack_weight, "weight"_a, "packed"_a, "transposed"_a = false,
+             "Packs weight (N, K), rows contiguous, into `packed`, a uint8 tensor of packed_weight_size bytes, for linear_forward or,\n"
+             "with transposed, for linear_data_gradient. Valid for the target in use only, until the weight changes.");
+  module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none, "gelu"_a = false, "pre"_a = none,
+             "residual"_a = none, "packed"_a = none,
+             "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N), f the tanh GELU when gelu. pre (M, N) receives\n"
+             "the argument of f. x and weight have one floating dtype; out that dtype or float32; bias, pre and residual out's.\n"
+             "Rows may be strided. packed: the weight from pack_weight.");
+  module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a, "gelu_input"_a = none,
+             "packed"_a = none,
+             "out (M, K) = grad_output (M, N) weight (N, K), times gelu'(gelu_input (M, K)) when given. dtypes and strides as in\n"
+             "linear_forward. packed: the weight from pack_weight(transposed=True).");
+  module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a, "weight_gradient"_a,
+             "bias_gradient"_a = none,
+             "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += column sums of grad_output, both\n"
+             "float32. grad_output and x have one floating dtype; rows may be strided.");
+}
+
+}  // namespace fm

@@ -1,0 +1,23 @@
+// What the bindings of the row-wise and pointwise kernels share.
+#pragma once
+#include <optional>
+
+#include <pybind11/stl.h>
+
+#include "tensor_view.h"
+
+namespace fm {
+
+// Product of all dimensions but the last; 0 without columns.
+inline int64_t rows_of(const TensorView& x) { return x.size(-1) ? x.numel() / x.size(-1) : 0; }
+
+inline std::optional<TensorView> optional_view(const char* name, py::handle object) {
+  if (object.is_none()) return std::nullopt;
+  return TensorView(name, object);
+}
+
+inline void require(bool good, const char* name, const std::string& expected, const std::string& got) {
+  if (!good) throw py::value_error(std::string(name) + ": expected " + expected + ", got " + got);
+}
+
+}  // namespace fm

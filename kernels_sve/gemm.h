@@ -1,0 +1,195 @@
+// GEMM: the loops around the micro-kernel, after Goto and van de Geijn (ACM TOMS 34(3), 2008).
+//
+//   threads: a grid over C, each thread alone on its rows and columns
+//     jc: nc columns | pc: kc of k, B packed to [kc][NR] panels (or packed before, gemm_pack) | ic: mc rows, A packed to [kc][MR]
+//       jr: one panel of B, in L1 | ir: one panel of A, from L2: micro-kernel
+//
+// A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of threads.
+// Partial sums lie in C when it is float32, else in scratch memory. Reference: reference_gemm.cc. Tested by
+// tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
+#pragma once
+#include "gemm_epilogue.h"
+#include "gemm_pack.h"
+
+namespace fm::FM_TARGET {
+
+FM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+FM_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+struct Span {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+// Part `index` of `parts` of [0, n), its bounds multiples of unit.
+FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
+  const int64_t units = ceil_div(n, unit);
+  return {least(n, units * index / parts * unit), least(n, units * (index + 1) / parts * unit)};
+}
+
+// Blocks of k of equal size: a function of k and the machine's caches alone.
+template <class Words>
+FM_INLINE int64_t block_depth(int64_t k) {
+  const int64_t most = gemm_blocks(MR, NR, sizeof(typename Words::Word)).kc * Words::STEP;
+  const int64_t count = ceil_div(k, most);
+  return count ? ceil_div(ceil_div(k, count), 8) * 8 : 0;
+}
+
+template <class Words, class T>
+struct Gemm {
+  using Word = typename Words::Word;
+  const GemmArgs& g;
+  GemmBlocks blocks;
+  int64_t depth;  // of a block of k
+  Span rows, cols;  // of this thread
+  bool first_cols;  // the first of the threads with these rows
+  float *a_panels, *b_panels, *partial;
+  int64_t partial_row;
+
+  static int64_t words(int64_t depth) { return ceil_div(depth, Words::STEP); }
+
+  Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(gemm_blocks(MR, NR, sizeof(Word))) {
+    const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_UNIT, NR, g.packed != nullptr);
+    rows = part(g.m, ROW_UNIT, thread % grid.rows_parts, grid.rows_parts);
+    cols = part(g.n, NR, thread / grid.rows_parts, grid.cols_parts);
+    first_cols = thread < grid.rows_parts;
+    depth = block_depth<Words>(g.k);
+    const int64_t sweeps = ceil_div(rows.size(), blocks.mc);
+    blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), MR) * MR : MR;
+    a_panels = buffer(0, words(depth) * blocks.mc + VL);
+    b_panels = g.packed ? nullptr : buffer(1, words(depth) * least(blocks.nc, ceil_div(cols.size(), NR) * NR));
+    const bool in_place = g.out_dtype == DType::f32;
+    partial_row = in_place ? g.c_row : least(blocks.nc, ceil_div(cols.size(), NR) * NR);
+    partial = in_place || depth >= g.k ? nullptr : buffer(2, rows.size() * partial_row);
+  }
+
+  static float* buffer(int slot, int64_t words) { return static_cast<float*>(scratch(slot, words * sizeof(float) + 256)); }
+
+  void run() {
+    if (!rows.size() || (!cols.size() && !first_cols)) return;
+    int64_t jc = cols.begin;
+    do {  // once without columns: the sums of A's rows
+      const Span columns = {jc, least(cols.end, jc + blocks.nc)};
+      int64_t p = 0;
+      do {  // once for k == 0: the epilogue of a sum of nothing
+        run_block(columns, p, least(g.k, p + depth) - p);
+        p += depth;
+      } while (p < g.k);
+    } while ((jc += blocks.nc) < cols.end);
+  }
+
+  void run_block(Span columns, int64_t p, int64_t deep) {
+    const float* b = b_panels;
+    if (g.packed) b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, NR) * NR) + columns.begin * words(deep);
+    if (!g.packed) {
+      const T* src = static_cast<const T*>(g.b) + p * g.b_row + columns.begin * g.b_col;
+      pack<Words, NR>(src, g.b_col, g.b_row, columns.begin, columns.end, g.n, deep, b_panels);
+    }
+    for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
+      const Span some = {ic, least(rows.end, ic + blocks.mc)};
+      pack_a(some, p, deep, g.a_sums && first_cols && columns.begin == cols.begin);
+      run_tiles(some, columns, p, deep, b);
+    }
+  }
+
+  void pack_a(Span some, int64_t p, int64_t deep, bool sums) {
+    const T* src = static_cast<const T*>(g.a) + some.begin * g.a_row + p * g.a_col;
+    pack<Words, MR>(src, g.a_row, g.a_col, some.begin, some.end, g.m, deep, a_panels);
+    for (int64_t i = some.begin; sums && i < some.end; i += MR) {
+      add_sums(a_panels + (i - some.begin) * words(deep), words(deep), g.a_sums + i, least(MR, some.end - i));
+    }
+  }
+
+  // out[i] += sum over the panel's k: first in blocks of up to kc, so the error does not grow with all of k.
+  static void add_sums(const float* panel, int64_t deep, float* out, int64_t count) {
+    for_vectors(0, count, [&](int64_t i, int lanes) {
+      vf sum[2] = {};
+      for (int64_t k = 0; k < deep; ++k) sum[k & 1] = Words::sum_words(load_n(panel + k * MR + i, lanes), sum[k & 1]);
+      store_lanes(out + i, load_lanes(out + i, lanes) + (sum[0] + sum[1]), lanes);
+    });
+  }
+
+  void run_tiles(Span some, Span columns, int64_t p, int64_t deep, const float* b) {
+    const int64_t panel = words(deep) * NR, slice = ceil_div(panel, ceil_div(some.size(), MR) + 1);
+    for (int64_t j = columns.begin; j < columns.end; j += NR, b += panel) {
+      const float* next = b + panel;
+      for (int64_t i = some.begin; i < some.end; i += MR, next += slice) {
+        for (int64_t line = 0; line < slice; line += 16) __builtin_prefetch(next + line, 0, 2);
+        run_tile({i, least(some.end, i + MR)}, {j, least(columns.end, j + NR)}, columns.begin, p, deep,
+                 a_panels + (i - some.begin) * words(deep), b);
+      }
+    }
+  }
+
+  void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a, const float* b) {
+    const auto kernel = micro_kernel_for<Words>(i.size());
+    const Word* panel = reinterpret_cast<const Word*>(a);
+    const bool last = p + deep >= g.k, in_place = g.out_dtype == DType::f32, add = p > 0 || g.accumulate;
+    float* sums = in_place ? static_cast<float*>(g.c) + i.begin * g.c_row + j.begin
+                           : partial + (i.begin - rows.begin) * partial_row + (j.begin - first_col);
+    const bool finish = last && (!in_place || has_epilogue(g));
+    const bool whole = i.size() % ROW_UNIT == 0 && j.size() == NR;
+    if (!finish && whole) return kernel(words(deep), panel, b, sums, partial_row, add);
+    alignas(64) float tile[MR * NR];
+    kernel(words(deep), panel, b, tile, NR, false);
+    if (finish) return finish_as(tile, add ? sums : nullptr, i, j);
+    for (int64_t r = 0; r < i.size(); ++r) {
+      for_vectors(0, j.size(), [&](int64_t v, int lanes) {
+        float* q = sums + r * partial_row + v;
+        const vf t = load_aligned(tile + r * NR + v);
+        store_lanes(q, add ? load_lanes(q, lanes) + t : t, lanes);
+      });
+    }
+  }
+
+  void finish_as(const float* tile, const float* sums, Span i, Span j) {
+    with_dtype(g.out_dtype, [&](auto element) {
+      finish_tile<decltype(element)>(g, tile, sums, partial_row, i.begin, i.size(), j.begin, j.size());
+    });
+  }
+};
+
+// Calls f(words, element) for the input's type.
+template <class F>
+FM_INLINE void with_words(DType dtype, const F& f) {
+#ifdef FM_HAS_BF16_DOT
+  if (dtype == DType::bf16) return f(Bf16Pairs(), bf16());
+#endif
+  with_dtype(dtype, [&](auto element) { f(FloatWords(), element); });
+}
+
+static void gemm(const GemmArgs& args) {
+  if (!args.m || (!args.n && !args.a_sums)) return;
+  with_words(args.in_dtype, [&](auto words, auto element) {
+    parallel_run([&](int thread, int threads) {
+      Gemm<decltype(words), decltype(element)> work(args, thread, threads);
+      work.run();
+    });
+  });
+}
+
+static int64_t gemm_packed_bytes(int64_t n, int64_t k, DType dtype) {
+  int64_t bytes = 0;
+  with_words(dtype, [&](auto words, auto) {
+    bytes = ceil_div(k, decltype(words)::STEP) * (ceil_div(n, NR) * NR) * 4;
+  });
+  return bytes;
+}
+
+static void gemm_pack(const GemmPackArgs& args) {
+  with_words(args.dtype, [&](auto words, auto element) {
+    using Words = decltype(words);
+    using T = decltype(element);
+    const int64_t depth = block_depth<Words>(args.k), width = ceil_div(args.n, NR) * NR;
+    parallel_for(width, NR, [&](int64_t begin, int64_t end) {
+      for (int64_t p = 0; p < args.k; p += depth) {
+        const int64_t deep = least(depth, args.k - p), deep_words = ceil_div(deep, Words::STEP);
+        float* block = static_cast<float*>(args.packed) + ceil_div(p, Words::STEP) * width;
+        const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
+        pack<Words, NR>(src, args.b_col, args.b_row, begin, end, args.n, deep, block + begin * deep_words);
+      }
+    });
+  });
+}
+
+}  // namespace fm::FM_TARGET

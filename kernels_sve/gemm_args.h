@@ -1,0 +1,60 @@
+// Arguments of the GEMM family and its cache blocks. Included by table.h; the blocks are computed in gemm_blocking.cc.
+#pragma once
+#include <cstdint>
+
+namespace fm {
+
+// C(m, n) (+)= A(m, k) B(k, n), then, in this order, whatever of the epilogue is not null.
+// A and B have the same element type; one of the two strides of each is 1. Accumulating needs a float32 C.
+struct GemmArgs {
+  int64_t m, n, k;
+  DType in_dtype, out_dtype;
+  const void* a;  // element (i, p) at i * a_row + p * a_col
+  int64_t a_row, a_col;
+  const void* b;  // element (p, j) at p * b_row + j * b_col; not read when packed
+  int64_t b_row, b_col;
+  const void* packed;  // B from gemm_pack of the same target, or null
+  void* c;
+  int64_t c_row;
+  bool accumulate;
+  float* a_sums;  // (m,) += sum over k of A
+
+  // Epilogue. All of C's element type; matrices have contiguous rows.
+  const void* bias;   // (n,): C += bias
+  void* pre;          // (m, n) receives C before GELU
+  int64_t pre_row;
+  bool gelu;          // C = gelu(C), tanh form
+  const void* gelu_input;  // (m, n): C *= gelu'(gelu_input)
+  int64_t gelu_input_row;
+  const void* residual;    // (m, n): C += residual
+  int64_t residual_row;
+};
+
+// Packs B(k, n) for gemm: element (p, j) at p * b_row + j * b_col.
+struct GemmPackArgs {
+  int64_t n, k;
+  DType dtype;
+  const void* b;
+  int64_t b_row, b_col;
+  void* packed;
+};
+
+// Bytes of one core's share of each cache.
+struct CacheGeometry {
+  int64_t l1, l2, l3;  // l3 is 0 when there is none
+};
+const CacheGeometry& cache_geometry();
+
+// The loops' steps for tiles of mr x nr accumulators and words of word_bytes: see gemm.h.
+struct GemmBlocks {
+  int64_t kc, mc, nc;
+};
+GemmBlocks gemm_blocks(int mr, int nr, int word_bytes);
+
+// A grid of threads over C: rows_parts x cols_parts == threads.
+struct GemmGrid {
+  int rows_parts, cols_parts;
+};
+GemmGrid gemm_grid(int threads, int64_t m, int64_t n, int row_unit, int col_unit, bool packed);
+
+}  // namespace fm

@@ -1,0 +1,106 @@
+// The GEMM micro-kernel: a tile of ROWS x NR accumulators that stay in registers over the whole k-loop.
+// Both operands are packed: A as [k][MR] words, read by broadcast; B as [k][NR] words, read as vectors. A word is a float, or
+// a pair of consecutive k in bfloat16 where the target has a dot product of pairs (BF16_DOT).
+// A64FX: MR * NR_VECTORS accumulators hide the FMLA's latency of 9 on two pipes; a broadcast is one LD1RW. docs/kernels-howto.md
+#pragma once
+#include "simd.h"
+
+#ifndef FM_UNROLL
+#define FM_UNROLL 1
+#endif
+
+namespace fm::FM_TARGET {
+
+constexpr int MR = FM_MR;
+constexpr int UNROLL = FM_UNROLL;  // steps of the k-loop in one turn
+constexpr int NR_VECTORS = FM_NR_VECTORS;
+constexpr int NR = NR_VECTORS * VL;
+constexpr int ROW_UNIT = MR >= 8 ? 4 : 2;  // tiles at the bottom have a multiple of this many rows
+static_assert(MR % ROW_UNIT == 0, "tiles of fewer rows come in steps of ROW_UNIT");
+
+// Elements as words: how they are read for packing and multiplied.
+struct FloatWords {
+  using Word = float;
+  static constexpr int STEP = 1;  // k per word
+  template <class T>
+  FM_INLINE vf along_k(const T* p, int64_t elements) {
+    return elements >= VL ? load(p) : load_n(p, static_cast<int>(elements));
+  }
+  template <class T>
+  FM_INLINE vf across_k(const T* p, int64_t, int64_t, int lanes) {
+    return load_lanes(p, lanes);
+  }
+  FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return broadcast(x) * b + sum; }
+  FM_INLINE vf sum_words(vf words, vf sum) { return words + sum; }
+};
+
+#ifdef FM_HAS_BF16_DOT
+struct Bf16Pairs {
+  using Word = uint32_t;
+  static constexpr int STEP = 2;
+  FM_INLINE vf along_k(const bf16* p, int64_t elements) {
+    if (elements >= 2 * VL) return (vf)load(reinterpret_cast<const uint32_t*>(p));
+    vu words = {};
+    for (int i = 0; i < elements; ++i) words[i / 2] |= static_cast<uint32_t>(p[i].bits) << (i % 2 * 16);
+    return (vf)words;
+  }
+  // The pair of row p and, when there is one, the row below it.
+  FM_INLINE vf across_k(const bf16* p, int64_t stride, int64_t rows_left, int lanes) {
+    const vu low = lanes == VL ? load_u16(&p->bits) : load_u16_n(&p->bits, lanes);
+    if (rows_left < 2) return (vf)low;
+    const uint16_t* next = &(p + stride)->bits;
+    return (vf)(low | (lanes == VL ? load_u16(next) : load_u16_n(next, lanes)) << 16);
+  }
+  FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return dot_bf16(broadcast(x), (vu)b, sum); }
+  FM_INLINE vf sum_words(vf words, vf sum) {
+    return (sum + bf16_to_float((vu)words & 0xffffu)) + (vf)((vu)words & 0xffff0000u);
+  }
+};
+#endif
+
+// C = A B, or C += A B when `add`, for `words` steps of k. C has ROWS full rows of NR.
+template <class Words, int ROWS>
+static __attribute__((noinline)) void micro_kernel(int64_t words, const typename Words::Word* a, const float* b, float* c,
+                                                   int64_t ldc, bool add) {
+  vf sum[ROWS][NR_VECTORS] = {};
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NR_VECTORS; ++v) prefetch_write(c + r * ldc + v * VL);
+  }
+#pragma GCC unroll UNROLL
+  for (int64_t k = 0; k < words; ++k) {
+    vf column[NR_VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < NR_VECTORS; ++v) column[v] = load_aligned(b + v * VL);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < NR_VECTORS; ++v) sum[r][v] = Words::multiply_add(a[r], column[v], sum[r][v]);
+    }
+    a += MR;
+    b += NR;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NR_VECTORS; ++v) {
+      float* p = c + r * ldc + v * VL;
+      store(p, add ? load(p) + sum[r][v] : sum[r][v]);
+    }
+  }
+}
+
+template <class Words>
+using MicroKernel = void (*)(int64_t, const typename Words::Word*, const float*, float*, int64_t, bool);
+
+// The kernel of the fewest rows that covers `rows`.
+template <class Words, int ROWS = MR>
+FM_INLINE MicroKernel<Words> micro_kernel_for(int64_t rows) {
+  if constexpr (ROWS > ROW_UNIT) {
+    if (rows <= ROWS - ROW_UNIT) return micro_kernel_for<Words, ROWS - ROW_UNIT>(rows);
+  }
+  return &micro_kernel<Words, ROWS>;
+}
+
+}  // namespace fm::FM_TARGET

@@ -1,0 +1,124 @@
+// Packing a slice of a matrix into a panel [k][WIDTH] of words for the micro-kernel. The panel index i runs over rows of A or
+// columns of B. Lanes beyond the matrix are 0. A panel is written in order of rising address and may spill a vector over its
+// end, so panels are packed from the first to the last and the buffer has VL words to spare.
+#pragma once
+#include <utility>
+
+#include "gemm_micro.h"
+
+namespace fm::FM_TARGET {
+
+template <size_t... I>
+FM_INLINE vf zip_low(vf a, vf b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(a, b, (I / 2 + I % 2 * VL)...);
+}
+template <size_t... I>
+FM_INLINE vf zip_high(vf a, vf b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(a, b, (VL / 2 + I / 2 + I % 2 * VL)...);
+}
+
+// Rows of a VL x VL block become its columns: log2(VL) perfect shuffles of the rows.
+FM_INLINE void transpose(vf (&rows)[VL]) {
+  using Lanes = std::make_index_sequence<VL>;
+#pragma GCC unroll 8
+  for (int stage = 1; stage < VL; stage *= 2) {
+    vf next[VL];
+#pragma GCC unroll 32
+    for (int i = 0; i < VL / 2; ++i) {
+      next[2 * i] = zip_low(rows[i], rows[i + VL / 2], Lanes());
+      next[2 * i + 1] = zip_high(rows[i], rows[i + VL / 2], Lanes());
+    }
+#pragma GCC unroll 32
+    for (int i = 0; i < VL; ++i) rows[i] = next[i];
+  }
+}
+
+// Element (i, k) at src + i * stride + k; `valid` values of i exist.
+template <class Words, int WIDTH, class T>
+FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
+  constexpr int GROUPS = (WIDTH + VL - 1) / VL;
+  const int64_t words = (depth + Words::STEP - 1) / Words::STEP;
+  for (int64_t k = 0; k < words; k += VL) {
+    const int64_t elements = depth - k * Words::STEP;
+    const int columns = words - k < VL ? static_cast<int>(words - k) : VL;
+    for (int g = GROUPS - 1; g >= 0; --g) {  // the last first: what it spills over is then overwritten
+      vf block[VL];
+#pragma GCC unroll 32
+      for (int i = 0; i < VL; ++i) {
+        const int64_t row = g * VL + i;
+        block[i] = i < WIDTH - g * VL && row < valid ? Words::along_k(src + row * stride + k * Words::STEP, elements) : vf{};
+      }
+      transpose(block);
+      float* p = out + k * WIDTH + g * VL;
+      if (columns == VL) {
+#pragma GCC unroll 32
+        for (int i = 0; i < VL; ++i) store(p + i * WIDTH, block[i]);
+      } else {
+#pragma GCC unroll 32
+        for (int i = 0; i < VL; ++i) {
+          if (i < columns) store(p + i * WIDTH, block[i]);
+        }
+      }
+    }
+  }
+}
+
+// Element (i, k) at src + i + k * stride, PANELS neighbouring panels at once so that whole cache lines of a row are used.
+template <class Words, int WIDTH, int PANELS, class T>
+FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
+  constexpr int GROUPS = (WIDTH + VL - 1) / VL, AHEAD = 8 * Words::STEP;
+  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * WIDTH;
+  const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * VL;
+  for (int64_t k = 0; k < depth; k += Words::STEP, src += Words::STEP * stride, out += WIDTH) {
+    const bool last = k + Words::STEP >= depth;
+    if (k + AHEAD < depth) prefetch(src + AHEAD * stride);
+#pragma GCC unroll 8
+    for (int q = 0; q < PANELS; ++q) {
+#pragma GCC unroll 8
+      for (int g = 0; g < GROUPS; ++g) {
+        const int64_t i = q * WIDTH + g * VL, left = valid - i;
+        const int lanes = inside || left >= VL ? VL : left > 0 ? static_cast<int>(left) : 0;
+        const vf words = Words::across_k(src + i, stride, depth - k, lanes);
+        float* p = out + q * panel + g * VL;
+        constexpr int REST = WIDTH - (GROUPS - 1) * VL;
+        if (REST < VL && g == GROUPS - 1 && last) {  // or it would spill into a panel already begun
+          store_n(p, words, REST);
+        } else {
+          store(p, words);
+        }
+      }
+    }
+  }
+}
+
+// The panel that begins at src, or PANELS of them; returns how many it packed, given that `left` values of i are wanted and
+// `valid` exist.
+template <class Words, int WIDTH, class T>
+static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth, float* out) {
+  constexpr int PANELS = 4;
+  if (i_stride != 1) {
+    pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, out);
+    return 1;
+  }
+  if (left >= PANELS * WIDTH) {
+    pack_straight<Words, WIDTH, PANELS>(src, k_stride, valid, depth, out);
+    return PANELS;
+  }
+  pack_straight<Words, WIDTH, 1>(src, k_stride, valid, depth, out);
+  return 1;
+}
+
+// Panels of [begin, end) of the index i, of which there are `count` in all; src is element (begin, 0).
+template <class Words, int WIDTH, class T>
+FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end, int64_t count, int64_t depth,
+                    float* out) {
+  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * WIDTH;
+  for (int64_t i = begin; i < end;) {
+    const int packed = pack_panels<Words, WIDTH>(src, i_stride, k_stride, end - i, count - i, depth, out);
+    i += packed * WIDTH;
+    src += packed * WIDTH * i_stride;
+    out += packed * panel;
+  }
+}
+
+}  // namespace fm::FM_TARGET

@@ -1,0 +1,135 @@
+// The row-wise and pointwise kernels of every vector target that this CPU can run against the scalar reference, in
+// float32 and bfloat16, as check_kernels.cc. Built and run by test_static.py.
+#include "compare.h"
+
+namespace {
+
+const int64_t COLUMNS[] = {1, 15, 16, 17, 33, 67, 257};
+constexpr int64_t S = 5, B = 3, ROWS = S * B;  // blocks of four rows and a rest
+
+// A tensor of either dtype, made from and turned back into floats by the reference's own conversion.
+struct Tensor {
+  DType dtype;
+  int64_t n;
+  std::vector<uint32_t> words;
+
+  Tensor(DType dtype, int64_t n, uint32_t seed) : dtype(dtype), n(n), words(n + 1) {
+    const Floats values = random_floats(n, seed);
+    kernels().convert(values.data(), DType::f32, words.data(), dtype, n);
+  }
+  void* data() { return words.data(); }
+  void append_to(Floats& out) {
+    Floats values(n);
+    kernels().convert(words.data(), dtype, values.data(), DType::f32, n);
+    out.insert(out.end(), values.begin(), values.end());
+  }
+};
+
+void check_norms(const std::string& target, DType dtype, float tolerance, int64_t cols, float p) {
+  compare(target, "bias_dropout_add_layer_norm", tolerance, tolerance, [&] {
+    const int64_t n = ROWS * cols;
+    Tensor x(dtype, n, 1), residual(dtype, n, 2), dy(dtype, n, 3), dsum(dtype, n, 4), bias(dtype, cols, 5),
+        weight(dtype, cols, 6), norm_bias(dtype, cols, 7), sum(dtype, n, 8), y(dtype, n, 9), dresidual(dtype, n, 10),
+        dx(dtype, n, 11), alone(dtype, n, 12);
+    Floats mean(ROWS), rstd(ROWS), sums[4] = {Floats(cols), Floats(cols), Floats(cols), Floats(cols)};
+    const DropoutArgs dropout{S, B, 1, cols, p, 99, 3, INT64_C(1) << 33, 2, 0};
+    const LayerNormArgs norm{
+        sum.data(), weight.data(), norm_bias.data(), y.data(), mean.data(), rstd.data(), ROWS, cols, 1e-2f, dtype};
+    kernels().bias_dropout_add_layer_norm({x.data(), bias.data(), residual.data(), sum.data(), dtype, dropout}, norm);
+    const LayerNormGradArgs grad{
+        dy.data(),        dsum.data(),    sum.data(),     weight.data(), mean.data(), rstd.data(),
+        dresidual.data(), sums[0].data(), sums[1].data(), ROWS,          cols,        dtype};
+    kernels().bias_dropout_add_layer_norm_backward(grad, {dresidual.data(), dx.data(), sums[2].data(), dtype, dropout});
+    kernels().bias_dropout_add({x.data(), nullptr, residual.data(), alone.data(), dtype, dropout});
+    kernels().bias_dropout_add_backward({dy.data(), nullptr, sums[3].data(), dtype, dropout});
+    Floats out = mean;
+    out.insert(out.end(), rstd.begin(), rstd.end());
+    for (const Floats& s : sums) out.insert(out.end(), s.begin(), s.end());
+    for (Tensor* t : {&sum, &y, &dresidual, &dx, &alone}) t->append_to(out);
+    return out;
+  });
+}
+
+void check_cross_entropy(const std::string& target, DType dtype, float tolerance, int64_t cols) {
+  compare(target, "cross_entropy", tolerance, tolerance, [&] {
+    Tensor logits(dtype, ROWS * cols, 13);
+    std::vector<int64_t> labels(ROWS);
+    for (int64_t i = 0; i < ROWS; ++i) labels[i] = i * 7 % (cols + 3);  // some of them another rank's
+    Floats max(ROWS), sum(ROWS), chosen(ROWS), out, dloss = random_floats(ROWS, 14);
+    const CrossEntropyArgs args{logits.data(), dtype,      ROWS,         cols, labels.data(), 0,
+                                max.data(),    sum.data(), chosen.data()};
+    auto keep = [&] {
+      for (const Floats& part : {max, sum, chosen}) out.insert(out.end(), part.begin(), part.end());
+    };
+    kernels().cross_entropy_max(args);
+    kernels().cross_entropy_sum(args);
+    keep();
+    kernels().cross_entropy_forward(args);
+    keep();
+    kernels().cross_entropy_backward(args, dloss.data(), logits.data(), dtype);
+    logits.append_to(out);
+    return out;
+  });
+}
+
+void check_pointwise(const std::string& target, DType dtype, float tolerance, int64_t cols) {
+  compare(target, "pointwise", tolerance, tolerance, [&] {
+    const int64_t n = ROWS * cols;
+    Tensor x(dtype, n, 15), dy(dtype, n, 16), bias(dtype, cols, 17), y(dtype, n, 18), dx(dtype, n, 19),
+        added(dtype, n, 20), total(dtype, n / ROWS, 21);
+    Floats dbias(cols), sum(cols), out;
+    kernels().gelu(x.data(), bias.data(), y.data(), dtype, ROWS, cols);
+    kernels().gelu_backward(dy.data(), x.data(), bias.data(), dx.data(), dbias.data(), dtype, ROWS, cols);
+    kernels().column_sum(x.data(), dtype, sum.data(), ROWS, cols);
+    kernels().add(x.data(), dy.data(), added.data(), dtype, n);
+    kernels().axpy(-0.5f, x.data(), dtype, added.data(), dtype, n);
+    kernels().sum_rows(x.data(), dtype, ROWS, cols, total.data(), dtype, cols, 0.25f);
+    for (Tensor* t : {&y, &dx, &added, &total}) t->append_to(out);
+    for (const Floats& s : {dbias, sum}) out.insert(out.end(), s.begin(), s.end());
+    return out;
+  });
+}
+
+void check_embedding(const std::string& target, DType dtype, int64_t cols) {
+  compare(target, "embedding", 1e-6f, 1e-6f, [&] {
+    Tensor table(dtype, 9 * cols, 22), out_rows(dtype, ROWS * cols, 23), dout(dtype, ROWS * cols, 24);
+    std::vector<int64_t> tokens(ROWS);
+    for (int64_t i = 0; i < ROWS; ++i) tokens[i] = i * 5 % 13;
+    Floats grad(9 * cols), positions(S * cols), out;
+    const EmbeddingArgs args{tokens.data(), ROWS, 2, 9, cols};
+    kernels().embedding(args, table.data(), out_rows.data(), dtype);
+    kernels().embedding_backward(args, dout.data(), dtype, grad.data());
+    kernels().add_position(out_rows.data(), table.data(), out_rows.data(), dtype, S, B, cols);
+    kernels().add_position_backward(dout.data(), dtype, positions.data(), S, B, cols);
+    out_rows.append_to(out);
+    for (const Floats& part : {grad, positions}) out.insert(out.end(), part.begin(), part.end());
+    return out;
+  });
+}
+
+void check_all(const std::string& target) {
+  for (DType dtype : {DType::f32, DType::bf16}) {
+    const float tolerance = dtype == DType::f32 ? 2e-5f : 5e-2f;
+    for (int64_t cols : COLUMNS) {
+      check_norms(target, dtype, tolerance, cols, 0.0f);
+      check_norms(target, dtype, tolerance, cols, 0.3f);
+      check_cross_entropy(target, dtype, tolerance, cols);
+      check_pointwise(target, dtype, tolerance, cols);
+      check_embedding(target, dtype, cols);
+    }
+  }
+  check_cross_entropy(target, DType::f32, 2e-5f, 4133);
+}
+
+}  // namespace
+
+int main() {
+  for (const TargetInfo& target : targets()) {
+    if (!target.runnable) {
+      std::printf("%s not run: %s\n", target.name.c_str(), target.reason.c_str());
+      continue;
+    }
+    check_all(target.name);
+    std::printf("%s agrees with the reference\n", target.name.c_str());
+  }
+}

@@ -1,0 +1,130 @@
+"""Vocabulary-parallel cross-entropy on every target this CPU runs, against double precision.
+
+    python -m pytest tests/kernels/test_cross_entropy.py
+
+Legend: rows of logits, v vocabulary, of which a rank holds the words from first_row.
+"""
+
+import pytest
+import torch
+
+from fugaku_megatron import kernels
+
+TARGETS = ["reference", *kernels.runnable_targets()]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+SHAPES = [(0, 7), (1, 1), (3, 15), (2, 16), (5, 17), (7, 64), (3, 65), (4, 2048), (3, 2049), (5, 5027)]
+
+
+@pytest.fixture(params=TARGETS)
+def target(request):
+    with kernels.target(request.param):
+        yield request.param
+
+
+def sample(rows, v, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, v, generator=generator) * 5).to(dtype)
+    return logits, torch.randint(v, (rows,), generator=generator), torch.randn(rows, generator=generator)
+
+
+def forward(logits, labels):
+    out = [torch.empty(len(logits)) for _ in range(3)]
+    kernels.cross_entropy_forward(logits, labels, *out)
+    return out
+
+
+def double_loss(logits, labels, dloss):
+    leaf = logits.double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(leaf, labels, reduction="none")
+    loss.backward(dloss.double())
+    return loss.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_and_backward(target, shape, dtype):
+    logits, labels, dloss = sample(*shape, dtype)
+    top, sum_exp, chosen = forward(logits, labels)
+    loss, grad = double_loss(logits, labels, dloss)
+    torch.testing.assert_close((sum_exp.log() - chosen).double(), loss, rtol=2e-6, atol=4e-6)
+    assert torch.equal(top, logits.float().amax(-1))
+    for out in (torch.empty_like(logits, dtype=torch.bfloat16), torch.empty_like(logits, dtype=torch.float32), logits):
+        kernels.cross_entropy_backward(logits, top, sum_exp, labels, 0, dloss, out)  # the last one in place
+        torch.testing.assert_close(out.double(), grad, rtol=ROUNDING[out.dtype] * 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_split_vocabulary(target, ranks):
+    """Ranks' shares with the all-reduces done by hand give what the whole vocabulary gives."""
+    logits, labels, dloss = sample(9, 130 * ranks, seed=1)
+    shares = [share.contiguous() for share in logits.chunk(ranks, 1)]
+    tops, sums, chosen = ([torch.empty(9) for _ in shares] for _ in range(3))
+    for share, top in zip(shares, tops, strict=True):
+        kernels.cross_entropy_max(share, top)
+    top = torch.stack(tops).amax(0)
+    for i, share in enumerate(shares):
+        kernels.cross_entropy_sum(share, top, labels, 130 * i, sums[i], chosen[i])
+    sum_exp = torch.stack(sums).sum(0)
+    loss, grad = double_loss(logits, labels, dloss)
+    torch.testing.assert_close((sum_exp.log() - torch.stack(chosen).sum(0)).double(), loss, rtol=2e-6, atol=4e-6)
+    for i, share in enumerate(shares):
+        kernels.cross_entropy_backward(share, top, sum_exp, labels, 130 * i, dloss, share)
+    torch.testing.assert_close(torch.cat(shares, 1).double(), grad, rtol=4e-6, atol=1e-6)
+
+
+def test_chunks_of_rows_give_the_bits_of_the_whole(target):
+    logits, labels, dloss = sample(23, 300, seed=2)
+    top, sum_exp, _ = forward(logits, labels)
+    whole = torch.empty_like(logits)
+    kernels.cross_entropy_backward(logits, top, sum_exp, labels, 0, dloss, whole)
+    for rows in (slice(0, 7), slice(7, 8), slice(8, 23)):
+        part_top, part_sum, _ = forward(logits[rows], labels[rows])
+        part = torch.empty_like(logits[rows])
+        kernels.cross_entropy_backward(logits[rows], part_top, part_sum, labels[rows], 0, dloss[rows], part)
+        assert torch.equal(part, whole[rows])
+
+
+def test_same_bits_for_any_number_of_threads(target):
+    logits, labels, dloss = sample(29, 2501, seed=3)
+    before, results = kernels.num_threads(), []
+    try:
+        for threads in (1, 2, 3, 4):
+            kernels.set_num_threads(threads)
+            top, sum_exp, chosen = forward(logits, labels)
+            out = torch.empty_like(logits)
+            kernels.cross_entropy_backward(logits, top, sum_exp, labels, 0, dloss, out)
+            results.append(torch.cat([top, sum_exp, chosen, out.flatten()]))
+    finally:
+        kernels.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_extreme_logits_as_torch(target):
+    """Whole blocks of -inf are no words; +inf, NaN and a row of -inf give NaN, in that row alone."""
+    logits, labels, _ = sample(5, 4500, seed=4)
+    labels.fill_(4400)
+    logits[0, :4200] = float("-inf")
+    logits[1, 3000] = float("inf")
+    logits[2, 9] = float("nan")
+    logits[3] = float("-inf")
+    logits[4, 17] = 3e38
+    want = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    _, sum_exp, chosen = forward(logits, labels)
+    torch.testing.assert_close(sum_exp.log() - chosen, want, rtol=1e-6, atol=1e-5, equal_nan=True)
+    assert want.isnan().tolist() == [False, True, True, True, False]
+
+
+def test_wrong_arguments_leave_everything_untouched():
+    logits, labels, rows = torch.ones(4, 8), torch.zeros(4, dtype=torch.int64), [torch.ones(4) for _ in range(4)]
+    with pytest.raises(ValueError, match="labels: expected words of the vocabulary, 0 to 7, got 8 at 2"):
+        kernels.cross_entropy_forward(logits, torch.tensor([0, 1, 8, 2]), *rows[:3])
+    with pytest.raises(ValueError, match=r"labels: expected shape \(4,\), got \(3,\)"):
+        kernels.cross_entropy_sum(logits, rows[0], labels[:3], 0, *rows[1:3])
+    with pytest.raises(ValueError, match="labels: expected dtype int64"):
+        kernels.cross_entropy_forward(logits, labels.int(), *rows[:3])
+    with pytest.raises(ValueError, match="target: expected memory apart from sum_exp"):
+        kernels.cross_entropy_forward(logits, labels, rows[0], rows[1], rows[1])
+    with pytest.raises(ValueError, match="out: expected the memory of logits or memory apart from it"):
+        half = logits.flatten().view(torch.bfloat16)[:32].view(4, 8)  # the first half of logits' bytes
+        kernels.cross_entropy_backward(logits, rows[0], rows[1], labels, 0, rows[2], half)
+    assert (logits == 1).all() and all((t == 1).all() for t in rows)

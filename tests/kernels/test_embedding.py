@@ -1,0 +1,100 @@
+"""Word and position embedding on every target this CPU runs, against torch.
+
+    python -m pytest tests/kernels/test_embedding.py
+
+Legend: s sequence, b micro-batch, h hidden.
+"""
+
+import pytest
+import torch
+
+from fugaku_megatron import kernels
+
+TARGETS = ["reference", *kernels.runnable_targets()]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+COLUMNS = [1, 15, 16, 17, 67, 131, 768]
+
+
+@pytest.fixture(params=TARGETS)
+def target(request):
+    with kernels.target(request.param):
+        yield request.param
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
+
+
+def some_tokens(s=37, b=3, words=23):
+    return torch.randint(words, (s, b), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("h", COLUMNS)
+def test_embedding(target, h, dtype):
+    tokens, table = some_tokens(), random(23, h, dtype=dtype)
+    out = torch.empty(37, 3, h, dtype=dtype)
+    kernels.embedding(tokens, table, out, vocabulary=23)
+    assert torch.equal(out, table[tokens])
+    kernels.embedding(tokens, table[7:15].contiguous(), out, first_row=7)
+    assert torch.equal(out, table[tokens] * ((tokens >= 7) & (tokens < 15)).unsqueeze(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("h", COLUMNS)
+def test_embedding_backward(target, h, dtype):
+    tokens, dout = some_tokens(), random(37, 3, h, dtype=dtype)
+    grad = torch.ones(8, h)
+    kernels.embedding_backward(tokens, dout, grad, first_row=7)
+    want = torch.zeros(23, h).index_add_(0, tokens.flatten(), dout.float().flatten(0, 1))[7:15] + 1
+    torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("h", COLUMNS)
+def test_position(target, h, dtype):
+    x, table = random(37, 3, h, dtype=dtype), random(40, h, dtype=dtype, seed=1)
+    out, grad = torch.empty_like(x), torch.ones(40, h)
+    kernels.add_position(x, table, out)
+    assert torch.equal(out, x + table[:37].unsqueeze(1))
+    kernels.add_position_backward(x, grad)
+    torch.testing.assert_close(grad[:37], x.float().sum(1) + 1, rtol=1e-5, atol=1e-5)
+    assert (grad[37:] == 1).all()
+
+
+def test_no_tokens_and_no_positions(target):
+    tokens, table = torch.empty(0, 3, dtype=torch.int64), torch.ones(5, 16)
+    kernels.embedding(tokens, table, torch.empty(0, 3, 16), vocabulary=5)
+    kernels.embedding_backward(tokens, torch.empty(0, 3, 16), table)
+    kernels.add_position(torch.empty(0, 3, 16), table, torch.empty(0, 3, 16))
+    kernels.add_position_backward(torch.empty(4, 0, 16), table)
+    assert (table == 1).all()
+
+
+def test_same_bits_for_any_number_of_threads(target):
+    tokens, dout, before, results = some_tokens(300, 4), random(300, 4, 331), kernels.num_threads(), []
+    try:
+        for threads in (1, 2, 3, 4):
+            kernels.set_num_threads(threads)
+            grad, positions = torch.zeros(23, 331), torch.zeros(300, 331)
+            kernels.embedding_backward(tokens, dout, grad)
+            kernels.add_position_backward(dout, positions)
+            results.append(torch.cat([grad, positions]))
+    finally:
+        kernels.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_wrong_arguments_leave_everything_untouched():
+    tokens, table, out = torch.tensor([[0, 9]]), torch.ones(5, 8), torch.ones(1, 2, 8)
+    for call, message in [
+        (lambda: kernels.embedding(tokens, table, out, vocabulary=9), "tokens: expected words from 0 to 8, got 9 at 1"),
+        (lambda: kernels.embedding(tokens, table, out[:, :1].contiguous()), "out: expected a row of 8 for each of 2 tokens"),
+        (lambda: kernels.embedding(tokens.int(), table, out), "tokens: expected dtype int64"),
+        (lambda: kernels.embedding(tokens, table, out.half()), "out: expected dtype float32 as table"),
+        (lambda: kernels.embedding_backward(tokens, out, table.half()), "dtable: expected dtype float32"),
+        (lambda: kernels.add_position(torch.ones(6, 1, 8), table, torch.ones(6, 1, 8)), "table: expected at least 6 rows of 8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert (table == 1).all() and (out == 1).all()

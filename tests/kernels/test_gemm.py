@@ -1,0 +1,193 @@
+"""GEMM kernels (kernels_sve/gemm.h): every form, epilogue, dtype and target against double precision; threads; refusals.
+
+Legend: M rows, N output features, K input features; a weight is (N, K). Left out: speed (benchmarks/gemm.py).
+
+    python -m pytest tests/kernels/test_gemm.py
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fugaku_megatron import kernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+VL = 16  # lanes of the longest vectors
+EDGES = (0, 1, 5, VL - 1, VL, VL + 1, 37)
+MODEL = ((64, 144, 48), (64, 192, 48), (128, 48, 192), (61, 131, 1009), (97, 96, 256), (53, 67, 513))
+
+
+def shapes():
+    """Every small combination of edges, and the layers of a model scaled down."""
+    small = [s for i, s in enumerate(itertools.product(EDGES, EDGES, EDGES)) if i % 5 == 0 or 0 in s[2:]]
+    return small + list(MODEL)
+
+
+def strided(rows, cols, dtype, pad=3):
+    """A random matrix whose rows are `pad` elements apart from each other."""
+    return torch.randn(rows, cols + pad).to(dtype)[:, :cols]
+
+
+def packed(weight, transposed):
+    size = kernels.packed_weight_size(*weight.shape, weight.dtype, transposed)
+    buffer = torch.empty(size, dtype=torch.uint8)
+    kernels.pack_weight(weight, buffer, transposed)
+    return buffer
+
+
+def check(got, exact, magnitude, dtype, depth):
+    """`exact` in double; `magnitude`: the product of absolute values, which bounds a sum's rounding (Higham 2002, section 3.1)."""
+    bound = UNIT[dtype] * exact.abs() + 2 * UNIT[torch.float32] * (depth + 8) * magnitude + 1e-37
+    if dtype == torch.float16:
+        bound += 2.0**-24
+    assert got.shape == exact.shape
+    assert bool(((got.double() - exact).abs() <= bound).all()), float(((got.double() - exact).abs() / bound).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forms_match_double_precision(target, dtype, guarded):
+    torch.manual_seed(0)
+    for index, (m, n, k) in enumerate(shapes()):
+        x, weight, grad = strided(m, k, dtype), strided(n, k, dtype, index % 3), strided(m, n, dtype, 1)
+        forward, backward = (packed(weight, False), packed(weight, True)) if index % 2 else (None, None)
+        xd, wd, gd = x.double(), weight.double(), grad.double()
+        out, data, gradient, bias = guarded((m, n), dtype), guarded((m, k), dtype), guarded((n, k)), guarded((n,))
+        gradient.fill_(0.5)
+        bias.fill_(-0.5)
+        kernels.linear_forward(x, weight, out, packed=forward)
+        check(out, xd @ wd.T, xd.abs() @ wd.abs().T, dtype, k)
+        kernels.linear_data_gradient(grad, weight, data, packed=backward)
+        check(data, gd @ wd, gd.abs() @ wd.abs(), dtype, n)
+        kernels.linear_weight_gradient(grad, x, gradient, bias)
+        check(gradient, gd.T @ xd + 0.5, gd.abs().T @ xd.abs() + 0.5, torch.float32, m)
+        check(bias, gd.sum(0) - 0.5, gd.abs().sum(0) + 0.5, torch.float32, m)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(37, 67, 29), (5, 130, 1030), (3, 5, 0)])
+def test_epilogues(target, dtype, shape):
+    torch.manual_seed(1)
+    m, n, k = shape
+    x, weight = strided(m, k, dtype), strided(n, k, dtype)
+    bias, residual = torch.randn(n).to(dtype), strided(m, n, dtype, 5)
+    product = x.double() @ weight.double().T + bias.double()
+    tolerance = dict(rtol=2 * UNIT[dtype], atol=(UNIT[dtype] + 2e-7 * (k + 8)) * float(product.abs().max() + 1))
+    pre, out = torch.empty(m, n, dtype=dtype), strided(m, n, dtype)
+    kernels.linear_forward(x, weight, out, bias=bias, gelu=True, pre=pre, residual=residual, packed=packed(weight, False))
+    torch.testing.assert_close(pre.double(), product, **tolerance)
+    activated = F.gelu(product, approximate="tanh")
+    torch.testing.assert_close(out.double(), activated + residual.double(), **tolerance)
+    kernels.linear_forward(x, weight, out, bias=bias)
+    torch.testing.assert_close(out.double(), product, **tolerance)
+
+    grad, gelu_input = strided(m, k, dtype), (3 * torch.randn(m, n)).to(dtype).double().requires_grad_()
+    product = grad.double() @ weight.double().T
+    F.gelu(gelu_input, approximate="tanh").backward(product)
+    kernels.linear_data_gradient(grad, weight.T.contiguous(), out, gelu_input=gelu_input.detach().to(dtype))
+    torch.testing.assert_close(out.double(), gelu_input.grad, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_float32_output_of_half_inputs(target, dtype):
+    x, weight = torch.randn(19, 700).to(dtype), torch.randn(33, 700).to(dtype)
+    out = torch.empty(19, 33)
+    kernels.linear_forward(x, weight, out, bias=torch.ones(33))
+    xd, wd = x.double(), weight.double()
+    check(out, xd @ wd.T + 1, xd.abs() @ wd.abs().T + 1, torch.float32, 700)
+
+
+@pytest.mark.parametrize("shape", [(61, 131, 1009), (4, 300, 40), (300, 7, 33), (1, 1, 600)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_do_not_change_the_bits(target, same_for_any_threads, shape, dtype):
+    m, n, k = shape
+    torch.manual_seed(2)
+    x, weight, grad = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(m, n).to(dtype)
+
+    def run():
+        out, data = torch.empty(m, n, dtype=dtype), torch.empty(m, k, dtype=dtype)
+        gradient, bias = torch.ones(n, k), torch.ones(n)
+        buffer = packed(weight, False)
+        kernels.linear_forward(x, weight, out, gelu=True, packed=buffer)
+        kernels.linear_data_gradient(grad, weight, data)
+        kernels.linear_weight_gradient(grad, x, gradient, bias)
+        return out, data, gradient, bias
+
+    same_for_any_threads(run)
+
+
+def test_packed_and_unpacked_weights_give_the_same_bits(target):
+    x, weight = torch.randn(40, 900), torch.randn(70, 900)
+    one, two = torch.empty(40, 70), torch.empty(40, 70)
+    kernels.linear_forward(x, weight, one, packed=packed(weight, False))
+    kernels.linear_forward(x, weight, two)
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+def test_special_values_travel(target, special):
+    x, weight = torch.rand(20, 50) + 1, torch.rand(40, 50) + 1
+    x[13, 17] = special
+    out = torch.empty(20, 40)
+    kernels.linear_forward(x, weight, out)
+    assert torch.equal(out[13].isnan(), torch.full((40,), special != special))
+    assert not bool(out[13].isfinite().any()) and bool(out[torch.arange(20) != 13].isfinite().all())
+    pre = torch.tensor([[100.0, -100.0, 3e38, -3e38, float("inf"), float("nan")]])
+    kernels.linear_data_gradient(torch.ones(1, 1), torch.ones(1, 6), gradient := torch.empty(1, 6), gelu_input=pre)
+    assert gradient[0, :5].tolist() == [1, 0, 1, 0, 1] and bool(gradient[0, 5].isnan())
+
+
+def test_reference_agrees(reference):
+    x, weight, grad = torch.randn(7, 20), torch.randn(9, 20), torch.randn(7, 9)
+
+    def run():
+        out, data, gradient, bias = torch.empty(7, 9), torch.empty(7, 20), torch.ones(9, 20), torch.ones(9)
+        kernels.linear_forward(x, weight, out, gelu=True, packed=packed(weight, False))
+        kernels.linear_data_gradient(grad, weight, data, gelu_input=x, packed=packed(weight, True))
+        kernels.linear_weight_gradient(grad, x, gradient, bias)
+        return out, data, gradient, bias
+
+    for fast, exact in zip(run(), reference(run), strict=True):
+        torch.testing.assert_close(fast, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    x, weight, out = torch.randn(4, 6), torch.randn(5, 6), torch.empty(4, 5)
+    forward = kernels.linear_forward
+    refused = [
+        ("x: expected shape", lambda: forward(torch.randn(4, 7), weight, out)),
+        ("x: expected dtype", lambda: forward(x.bfloat16(), weight, out)),
+        ("weight: expected dtype", lambda: forward(x.double(), weight.double(), out)),
+        ("x: expected a contiguous last", lambda: forward(torch.randn(6, 4).T, weight, out)),
+        ("weight: expected 2 dimensions", lambda: forward(x, weight[0], out)),
+        ("out: expected shape", lambda: forward(x, weight, torch.empty(4, 6))),
+        ("out: expected dtype", lambda: forward(x, weight, out.bfloat16())),
+        ("out: expected memory apart from x", lambda: forward(x, weight, x[:, :5])),
+        ("out: expected rows apart", lambda: forward(x, weight, torch.empty(5).expand(4, 5))),
+        ("bias: expected shape", lambda: forward(x, weight, out, bias=torch.ones(4))),
+        ("residual: expected memory apart", lambda: forward(x, weight, out, residual=out)),
+        ("pre: expected shape", lambda: forward(x, weight, out, pre=torch.empty(5, 4))),
+        ("packed: expected the output of pack_weight", lambda: forward(x, weight, out, packed=torch.zeros(99, dtype=torch.uint8))),
+        ("packed: expected a weight", lambda: forward(x, weight, out, packed=packed(weight, True))),
+        ("packed: expected a weight", lambda: forward(x, weight, out, packed=packed(torch.randn(6, 6), False))),
+        ("packed: expected shape", lambda: kernels.pack_weight(weight, torch.empty(9, dtype=torch.uint8))),
+        ("weight_gradient: expected dtype float32", lambda: kernels.linear_weight_gradient(out, x, weight.bfloat16())),
+        ("bias_gradient: expected shape", lambda: kernels.linear_weight_gradient(out, x, torch.zeros(5, 6), torch.zeros(6))),
+        ("gelu_input: expected shape", lambda: kernels.linear_data_gradient(out, weight, torch.empty(4, 6), gelu_input=out)),
+    ]
+    for message, call in refused:
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+            call()
+
+
+def test_a_weight_packed_for_another_target_is_refused():
+    names = kernels.runnable_targets()
+    if len(names) < 2:
+        pytest.skip("this CPU runs one vector target only")
+    weight = torch.randn(5, 6)
+    with kernels.target(names[0]):
+        buffer = packed(weight, False)
+    with kernels.target(names[1]), pytest.raises(ValueError, match=f"by target {names[1]}, got .* by target {names[0]}"):
+        kernels.linear_forward(torch.randn(4, 6), weight, torch.empty(4, 5), packed=buffer)

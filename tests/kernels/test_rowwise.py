@@ -1,0 +1,205 @@
+"""Layer norm and bias_dropout_add, apart and fused, on every target this CPU runs, against double precision.
+
+    python -m pytest tests/kernels/test_rowwise.py
+
+Left out: cross-entropy (test_cross_entropy.py). Legend: s sequence, b micro-batch, h hidden; rows = s b.
+"""
+
+import pytest
+import torch
+
+from fugaku_megatron import kernels
+
+TARGETS = ["reference", *kernels.runnable_targets()]
+FAST = kernels.runnable_targets()[-1]
+VL = {row["name"]: row["vector_bytes"] // 4 for row in kernels.targets()}[FAST]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+SHAPES = [(0, 5), (1, 1), (3, VL - 1), (4, VL), (5, VL + 1), (7, 67), (211, 131), (9, 768), (6, 2053)]
+PLACE = {"p": 0.3, "seed": 11, "stream": 5, "first_sample": 2**33, "row0": 3}
+
+
+@pytest.fixture(params=TARGETS)
+def target(request):
+    with kernels.target(request.param):
+        yield request.param
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
+
+
+def assert_close(got, want, dtype, scale=1.0):
+    """Within a few units of `dtype`, relative to each element and to the largest one (a sum's terms cancel)."""
+    tolerance = ROUNDING[dtype] * scale
+    top = float(want.abs().max()) if want.numel() else 0.0
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance * max(top, 1e-3))
+
+
+def norm_forward(x, weight, bias, eps=1e-5):
+    y, rows = torch.empty_like(x), x.numel() // x.shape[-1]
+    mean, rstd = torch.empty(rows), torch.empty(rows)
+    kernels.layer_norm(x, weight, bias, y, mean, rstd, eps)
+    return y, mean, rstd
+
+
+def double_norm(x, weight, bias, eps=1e-5):
+    """(y, x, weight, bias) in double, ready for backward()."""
+    leaves = [t.double().detach().requires_grad_() for t in (x, weight, bias)]
+    return torch.nn.functional.layer_norm(leaves[0], (x.shape[-1],), *leaves[1:], eps), *leaves
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_norm(target, shape, dtype):
+    x = random(*shape, dtype=dtype) * 3 + 7
+    weight, bias = random(shape[1], dtype=dtype, seed=1), random(shape[1], dtype=dtype, seed=2)
+    y, mean, rstd = norm_forward(x, weight, bias)
+    want = double_norm(x, weight, bias)[0].detach()
+    assert_close(y, want, dtype)
+    assert_close(mean, x.double().mean(-1), torch.float32)
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    assert_close(rstd, (centred.square().mean(-1) + 1e-5).rsqrt(), torch.float32, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_norm_backward(target, shape, dtype):
+    x, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype, seed=1)
+    dy, add = random(*shape, dtype=dtype, seed=3), random(*shape, dtype=dtype, seed=4)
+    _, mean, rstd = norm_forward(x, weight, weight)
+    dx, dweight, dbias = torch.empty_like(x), torch.full((shape[1],), 2.0), torch.full((shape[1],), 3.0)
+    kernels.layer_norm_backward(dy, x, mean, rstd, weight, dx, dweight, dbias, add)
+    y, x64, weight64, bias64 = double_norm(x, weight, weight)
+    y.backward(dy.double())
+    assert_close(dx, x64.grad + add.double(), dtype, 2)
+    assert_close(dweight, weight64.grad + 2, torch.float32, 2)
+    assert_close(dbias, bias64.grad + 3, torch.float32, 2)
+
+
+def test_layer_norm_backward_is_the_slope(target):
+    """Central differences of sum(dy * y) of the kernel itself, through x, weight and bias."""
+    x, weight, bias, dy = (random(*shape, seed=i) for i, shape in enumerate([(4, 19), (19,), (19,), (4, 19)]))
+    _, mean, rstd = norm_forward(x, weight, bias)
+    grads = torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
+    kernels.layer_norm_backward(dy, x, mean, rstd, weight, *grads)
+    for leaf, grad in zip((x, weight, bias), grads, strict=True):
+        direction = random(*leaf.shape, seed=9)
+        values = []
+        for step in (1e-2, -1e-2):
+            leaf.add_(direction, alpha=step)
+            values.append((norm_forward(x, weight, bias)[0].double() * dy.double()).sum())
+            leaf.add_(direction, alpha=-step)
+        slope = (values[0] - values[1]) / 2e-2
+        torch.testing.assert_close((grad.double() * direction.double()).sum(), slope, rtol=3e-3, atol=1e-2)
+
+
+def dropped(x, place):
+    """Dropout as the dropout kernel has it, in double; (s, b, h)."""
+    ones, out = torch.ones(x.shape), torch.ones(x.shape)
+    if place["p"]:
+        kernels.dropout(ones, out, sample_dim=1, **place)
+    return x.double() * out.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("shape", [(0, 2, 5), (3, 1, 1), (3, 2, VL + 1), (5, 3, 67), (2, 2, 768)])
+def test_fused_forward_and_backward(target, shape, dtype, p):
+    place, h = {**PLACE, "p": p}, shape[-1]
+    x, residual, dy, dsum = (random(*shape, dtype=dtype, seed=i) for i in range(4))
+    bias, weight, norm_bias = (random(h, dtype=dtype, seed=i) for i in range(4, 7))
+    total, y, mean, rstd = torch.empty_like(x), torch.empty_like(x), torch.empty(x.numel() // h), torch.empty(x.numel() // h)
+    kernels.bias_dropout_add_layer_norm(x, bias, residual, total, weight, norm_bias, y, mean, rstd, 1e-5, **place)
+    assert_close(total, residual.double() + dropped(x.double() + bias.double(), place), dtype)
+    want, total64, weight64, norm_bias64 = double_norm(total, weight, norm_bias)
+    assert_close(y, want.detach(), dtype, 2)
+    dresidual, dx = torch.empty_like(x), torch.empty_like(x) if p else None
+    sums = [torch.ones(h) for _ in range(3)]
+    kernels.bias_dropout_add_layer_norm_backward(dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums, **place)
+    want.backward(dy.double())
+    assert_close(dresidual, total64.grad + dsum.double(), dtype, 4)
+    dx64 = dropped(total64.grad + dsum.double(), place)
+    if p:
+        mask = torch.empty_like(dresidual)
+        kernels.dropout(dresidual, mask, sample_dim=1, **place)
+        torch.testing.assert_close(dx, mask, rtol=0, atol=0)  # the bits of the dropout kernel
+    for got, grad in zip(sums, (weight64.grad, norm_bias64.grad, dx64.sum((0, 1))), strict=True):
+        assert_close(got, grad + 1, dtype if grad is not weight64.grad else torch.float32, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_bias_dropout_add(target, dtype, p):
+    place, shape = {**PLACE, "p": p}, (13, 3, 131)
+    x, residual, bias = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1), random(131, dtype=dtype, seed=2)
+    for b in (bias, None):
+        out = torch.empty_like(x)
+        kernels.bias_dropout_add(x, b, residual, out, **place)
+        assert_close(out, residual.double() + dropped(x.double() + (0 if b is None else b.double()), place), dtype)
+    dx, dbias = torch.empty_like(x), torch.ones(131)
+    kernels.bias_dropout_add_backward(x, dx, dbias, **place)
+    want = dropped(x, place)
+    assert_close(dx, want, dtype)
+    assert_close(dbias, want.sum((0, 1)) + 1, torch.float32)
+    kernels.bias_dropout_add(x, None, residual, residual, p=0.0)  # in place
+
+
+def everything(threads, target):
+    """All outputs of one pass, for comparing bits."""
+    with kernels.target(target):
+        before = kernels.num_threads()
+        kernels.set_num_threads(threads)
+        try:
+            x, residual, dy, dsum = (random(103, 2, 131, seed=i) for i in range(4))
+            bias, weight, norm_bias = (random(131, seed=i) for i in range(4, 7))
+            out = [torch.zeros_like(x) for _ in range(4)] + [torch.zeros(206) for _ in range(2)]
+            total, y, dresidual, dx, mean, rstd = out
+            sums = [torch.zeros(131) for _ in range(6)]
+            kernels.bias_dropout_add_layer_norm(x, bias, residual, total, weight, norm_bias, y, mean, rstd, 1e-5, **PLACE)
+            kernels.bias_dropout_add_layer_norm_backward(dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums[:3], **PLACE)
+            kernels.layer_norm_backward(dy, total, mean, rstd, weight, dx.clone(), *sums[3:5])
+            kernels.bias_dropout_add_backward(dy, dx, sums[5], **PLACE)
+            return torch.cat([t.flatten() for t in out + sums])
+        finally:
+            kernels.set_num_threads(before)
+
+
+@pytest.mark.parametrize("target_name", kernels.runnable_targets())
+def test_same_bits_for_any_number_of_threads(target_name):
+    one = everything(1, target_name)
+    for threads in (2, 3, 4):
+        assert torch.equal(everything(threads, target_name), one), threads
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_travel_within_their_row(target, bad):
+    x, weight, bias = random(6, 67), random(67, seed=1), random(67, seed=2)
+    x[2, 5] = bad
+    y, _, _ = norm_forward(x, weight, bias)
+    want = torch.nn.functional.layer_norm(x, (67,), weight, bias)
+    assert torch.equal(y.isnan(), want.isnan()) and y[2].isnan().all() and not y[3].isnan().any()
+
+
+def test_wrong_arguments_leave_everything_untouched():
+    x, weight, rows, y = torch.ones(4, 8), torch.ones(8), torch.ones(4), torch.ones(4, 8)
+    for arguments, message in [
+        ((x, weight[:7], weight, y, rows, rows.clone()), r"weight: expected shape \(8,\), got \(7,\)"),
+        ((x, weight.double(), weight, y, rows, rows.clone()), "weight: expected dtype float32 as x, got float64"),
+        ((x.t(), weight, weight, y, rows, rows.clone()), "x: expected a contiguous tensor"),
+        ((x, weight, weight, y, rows[:3], rows.clone()), r"mean: expected shape \(4,\)"),
+        ((x, weight, weight, y, rows, rows), "rstd: expected memory apart from mean"),
+        ((x[:, :0].contiguous(), weight, weight, y, rows, rows.clone()), "x: expected at least one column"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kernels.layer_norm(*arguments, 1e-5)
+    cube, out = torch.ones(2, 2, 8), torch.ones(2, 2, 8)
+    with pytest.raises(ValueError, match="p: expected a probability"):
+        kernels.bias_dropout_add(cube, None, cube, out, p=1.0)
+    with pytest.raises(ValueError, match="dx: expected a tensor, since p is not 0"):
+        kernels.bias_dropout_add_backward(cube, None, None, p=0.5)
+    with pytest.raises(ValueError, match="x: expected 3 dimensions"):
+        kernels.bias_dropout_add(x, None, x, y)
+    with pytest.raises(ValueError, match="dweight: expected dtype float32"):
+        kernels.layer_norm_backward(x, x.clone(), rows, rows, weight, y, weight.double(), weight.clone())
+    assert all((t == 1).all() for t in (x, weight, rows, y, cube, out))

@@ -1,0 +1,141 @@
+"""Config dataclasses: every field is documented, every mistake is refused with its flag and the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+from fugaku_megatron.config import (
+    ARCHITECTURE,
+    GROUPS,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OutputConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainingConfig,
+    flag,
+)
+
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_field_has_help_and_a_type_the_command_line_can_read(name):
+    for f in fields(GROUPS[name]):
+        assert len(f.metadata["help"]) > 10 and "\n" not in f.metadata["help"], f.name
+        assert f.type in ("int", "float", "str", "bool") or f.metadata["type"] in (int, float, str), f.name
+
+
+def test_groups_are_the_run_and_names_are_unique():
+    assert set(GROUPS) == {f.name for f in fields(RunConfig)}
+    names = [f.name for config in GROUPS.values() for f in fields(config)]
+    assert len(names) == len(set(names)), "one command line has room for one flag of a name"
+    assert set(ARCHITECTURE) <= {f.name for f in fields(ModelConfig)}
+
+
+def test_derived_defaults():
+    model = ModelConfig(**MODEL)
+    assert (model.ffn_hidden_size, model.max_position_embeddings, model.vocab_size) == (128, 16, None)
+    assert ModelConfig(**MODEL, ffn_hidden_size=40, max_position_embeddings=20).ffn_hidden_size == 40
+    assert [PrecisionConfig(**kind).name for kind in ({}, {"bf16": True}, {"fp16": True})] == ["fp32", "bf16", "fp16"]
+
+
+def test_flag_names():
+    assert flag("lr_warmup_iters") == "--lr-warmup-iters"
+
+
+def test_configs_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        ModelConfig(**MODEL).num_layers = 3
+
+
+def positive(config: type, required: dict, *names: str) -> list:
+    return [(config, {**required, name: value}, f"{flag(name)} is {value}: give a number above 0")
+            for name in names for value in (0, -1)]
+
+
+def fraction(config: type, required: dict, *names: str) -> list:
+    return [(config, {**required, name: value}, f"{flag(name)} is {value}: give a number from 0 to below 1")
+            for name in names for value in (-0.1, 1.0, float("nan"))]
+
+
+def not_negative(config: type, *names: str) -> list:
+    return [(config, {name: -1}, f"{flag(name)} is -1: give 0 or more") for name in names]
+
+
+def choice(config: type, name: str, value: object, choices: str) -> tuple:
+    return (config, {name: value}, f"{flag(name)} is {value}: give {choices}")
+
+
+MISTAKES = [
+    *positive(ModelConfig, MODEL, "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length",
+              "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by", "init_method_std", "layernorm_epsilon"),
+    *fraction(ModelConfig, MODEL, "hidden_dropout", "attention_dropout"),
+    (ModelConfig, {**MODEL, "num_attention_heads": 5}, "--hidden-size 32 is not divisible by --num-attention-heads 5: change one"),
+    (ModelConfig, {**MODEL, "max_position_embeddings": 15}, "--max-position-embeddings 15 is below --seq-length 16: raise"),
+    *positive(ParallelConfig, {}, "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    choice(ParallelConfig, "zero_stage", 2, "0 or 1"),
+    *positive(BatchConfig, {"micro_batch_size": 1}, "micro_batch_size", "global_batch_size"),
+    (BatchConfig, {"micro_batch_size": 1, "global_batch_size": 8, "rampup_batch_size": (1, 2)}, "--rampup-batch-size .*give three"),
+    (BatchConfig, {"micro_batch_size": 1, "rampup_batch_size": (1, 1, 8)}, "--rampup-batch-size needs --global-batch-size"),
+    *positive(OptimizerConfig, {"min_lr": -1}, "lr"),
+    *positive(OptimizerConfig, {}, "lr_decay_iters", "lr_decay_samples", "adam_eps"),
+    *fraction(OptimizerConfig, {}, "adam_beta1", "adam_beta2"),
+    *not_negative(OptimizerConfig, "min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples",
+                  "start_weight_decay", "end_weight_decay"),
+    (OptimizerConfig, {"lr": 1e-4, "min_lr": 1e-3}, "--min-lr 0.001 is above --lr 0.0001"),
+    choice(OptimizerConfig, "lr_decay_style", "stepwise", "constant or linear or cosine"),
+    choice(OptimizerConfig, "weight_decay_incr_style", "stepwise", "constant or linear or cosine"),
+    (OptimizerConfig, {"start_weight_decay": 0.1}, "--start-weight-decay 0.1 has no effect with --weight-decay-incr-style"),
+    (OptimizerConfig, {"end_weight_decay": 0.1}, "--end-weight-decay 0.1 has no effect"),
+    (OptimizerConfig, {"lr_warmup_iters": 1, "lr_warmup_samples": 1}, "--lr-warmup-iters and --lr-warmup-samples exclude"),
+    (OptimizerConfig, {"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, "--lr-warmup-iters and --lr-warmup-fraction exclude"),
+    (OptimizerConfig, {"lr_warmup_fraction": 1.1}, "--lr-warmup-fraction is 1.1: give a number from 0 to 1"),
+    (PrecisionConfig, {"bf16": True, "fp16": True}, "--bf16 and --fp16 exclude each other"),
+    *positive(PrecisionConfig, {}, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    (PrecisionConfig, {"initial_loss_scale": 4.0, "min_loss_scale": 8.0}, "--min-loss-scale 8.0 is above --initial-loss-scale"),
+    *positive(TrainingConfig, {}, "train_samples", "exit_interval", "exit_duration_in_mins", "eval_interval",
+              "recompute_num_layers"),
+    *not_negative(TrainingConfig, "train_iters", "eval_iters"),
+    (TrainingConfig, {"train_iters": 1, "train_samples": 1}, "--train-iters and --train-samples exclude each other"),
+    choice(TrainingConfig, "recompute_granularity", "some", "full or selective"),
+    choice(TrainingConfig, "recompute_method", "some", "uniform or block"),
+    (DataConfig, {"vocab_file": "v"}, "--vocab-file is v and --merge-file is None: give both or neither"),
+    (DataConfig, {"merge_file": "m"}, "--vocab-file is None and --merge-file is m"),
+    (DataConfig, {"mock_data": True, "data_path": ("a",)}, "--mock-data and --data-path exclude each other"),
+    *positive(OutputConfig, {}, "save_interval", "log_interval"),
+]
+
+
+@pytest.mark.parametrize(("config", "values", "message"), MISTAKES, ids=[f"{c.__name__}-{v}" for c, v, _ in MISTAKES])
+def test_a_mistake_is_refused_with_its_flag(config, values, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        config(**values)
+    assert "\n" not in str(caught.value)
+
+
+def run_config(**groups) -> RunConfig:
+    return RunConfig(model=ModelConfig(**MODEL), batch=BatchConfig(micro_batch_size=1), **groups)
+
+
+@pytest.mark.parametrize(("training", "optimizer", "message"), [
+    ({"train_samples": 8}, {"lr_decay_iters": 4}, "--train-samples goes with --lr-decay-samples"),
+    ({"train_samples": 8}, {"lr_warmup_iters": 4}, "--train-samples goes with --lr-decay-samples"),
+    ({"train_iters": 8}, {"lr_decay_samples": 4}, "--lr-decay-samples and --lr-warmup-samples go with --train-samples"),
+    ({"train_iters": 8}, {"lr_warmup_samples": 4}, "--lr-decay-samples and --lr-warmup-samples go with --train-samples"),
+])
+def test_iterations_and_samples_do_not_mix(training, optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        run_config(training=TrainingConfig(**training), optimizer=OptimizerConfig(**optimizer))
+
+
+def test_replace_checks_again():
+    run = run_config()
+    assert replace(run, model=replace(run.model, num_layers=3)).model.num_layers == 3
+    with pytest.raises(ValueError, match="--num-layers is 0"):
+        replace(run.model, num_layers=0)

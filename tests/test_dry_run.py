@@ -1,0 +1,88 @@
+"""The plan of runs that need hundreds and thousands of ranks, made in one process: figures by hand, and in time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fugaku_megatron.accounting import Layout, stage_parameters
+from fugaku_megatron.arguments import make_run, parse
+from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.dry_run import plan_stage, report
+from pretrain_gpt import print_plan
+from tests.helpers import small_run
+
+
+def timed(run, world_size: int) -> str:
+    started = time.perf_counter()
+    text = report(run, world_size)
+    assert time.perf_counter() - started < 10.0
+    return text
+
+
+def test_124m_on_512_ranks():
+    lines = timed(make_run("124m", {"zero_stage": 1}), 512).splitlines()
+    assert lines[0].startswith("world size 512 = DP 512 x PP 1 x TP 1 ")
+    # v h + s h + 12 (12 h^2 + 13 h) + 2 h, v 50304, h 768, s 1024
+    by_hand = 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
+    assert lines[1] == f"parameters {by_hand / 1e6:.1f} M, padded vocabulary 50304"
+    assert lines[2] == ("global batch size 1024, micro-batch size 1, 2 micro-batches per iteration; "
+                        f"95367 iterations, {95367 * 1024} samples")
+    assert "bubble 0.0%" in lines[3] and lines[4].endswith("F0 B0 F1 B1")
+    row = next(line for line in lines if "|" in line and " 0-11" in line)
+    assert f"{by_hand / 1e6:.2f}" in row
+    elements = -(-by_hand // (512 * 64)) * 512 * 64
+    whole, part = elements * 4 / 2**20, elements * 4 / 512 / 2**20
+    assert lines[-1].endswith(f"reduce_scatter dp {whole:.1f} MiB, all_gather dp {part:.1f} MiB")
+
+
+def test_30b_on_12288_ranks():
+    run = make_run("30b", {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 48, "bf16": True})
+    text = timed(run, 12288)
+    lines = text.splitlines()
+    assert lines[0].startswith("world size 12288 = DP 64 x PP 48 x TP 4 ")
+    by_hand = (50304 + 2048) * 7168 + 48 * (12 * 7168**2 + 13 * 7168) + 2 * 7168
+    assert lines[1] == f"parameters {by_hand / 1e6:.1f} M, padded vocabulary 50688"
+    assert "global batch size 1536, micro-batch size 1, 24 micro-batches per iteration" in lines[2]
+    assert f"bubble {47 / (24 + 47):.1%}" in lines[3]
+    layer = (12 * 7168**2 + 7 * 7168) // 4 + 6 * 7168  # matrices and their split biases / TP; norms and output biases whole
+    assert f"{layer / 1e6:.2f}" in text
+    assert stage_parameters(run, Layout.of(run, 12288), 5) == layer
+    rows = [line for line in lines if line.count("|") > 5]
+    assert len(rows) == 1 + 1 + 1 + 23, "head, embedding, stages 1 to 24 alike, 25 to 47 with fewer in flight"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_a_plan_fits_every_layout(world_size):
+    run = small_run(pipeline_model_parallel_size=min(world_size, 4), tensor_model_parallel_size=max(1, world_size // 4))
+    layout = Layout.of(run, world_size)
+    plans = [plan_stage(run, layout, stage, 8) for stage in range(layout.pp)]
+    assert [len(p.layers) for p in plans] == [4 // layout.pp] * layout.pp
+    assert [p.in_flight for p in plans] == list(range(layout.pp, 0, -1))
+    assert f"PP {layout.pp} x TP {layout.tp}" in report(run, world_size)
+
+
+@pytest.mark.parametrize(("changes", "world_size", "message"), [
+    ({"tensor_model_parallel_size": 2}, 3, "world size 3 is not divisible by --tensor-model-parallel-size 2 .*start 2 ranks"),
+    ({"tensor_model_parallel_size": 8}, 8, "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 8"),
+    ({"pipeline_model_parallel_size": 3}, 3, "--num-layers 4 is not divisible by --pipeline-model-parallel-size 3"),
+    ({}, 3, "--global-batch-size 16 is not divisible by --micro-batch-size 2 x data-parallel size 3 = 6: use 12 or 18"),
+    ({"vocab_size": None}, 1, "vocabulary size is unknown"),
+    ({"train_iters": None}, 1, "--train-iters or --train-samples"),
+])
+def test_what_does_not_fit_is_refused(changes, world_size, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        report(small_run(**changes), world_size)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_program_reads_the_vocabulary(tmp_path, capsys):
+    from tests.test_generate import write_tokenizer
+
+    flags = write_tokenizer(tmp_path)
+    print_plan(parse(["--recipe", "demo", "--dry-run", "--world-size", "4", *flags]), DryComm())
+    text = capsys.readouterr().out
+    assert "world size 4 = DP 4" in text and "padded vocabulary 320" in text
+    with pytest.raises(ValueError, match="--vocab-file"):
+        print_plan(parse(["--recipe", "demo", "--dry-run"]), DryComm())

@@ -1,0 +1,136 @@
+"""tools/generate.py with a tiny checkpoint: the same text every time, and the prompt's continuation that training taught."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.data.tokenizer import build_tokenizer
+from fugaku_megatron.train import Trainer
+from tests.helpers import grid_groups, small_run
+
+TOOL = Path(__file__).resolve().parents[1] / "tools" / "generate.py"
+spec = importlib.util.spec_from_file_location("generate", TOOL)
+generate = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(generate)
+TEXT = "to be or not to be, "
+LEARNS = {"seq_length": 24, "vocab_size": 257, "num_layers": 2, "micro_batch_size": 8, "global_batch_size": 8, "lr": 1e-2,
+          "adam_beta2": 0.95, "init_method_std": 0.1}
+
+
+def write_tokenizer(directory: Path) -> list[str]:
+    """A vocabulary of single bytes and the end of text, 257 tokens; returns its flags."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte alphabet
+    others = [b for b in range(256) if b not in printable]
+    letters = {**{b: chr(b) for b in printable}, **{b: chr(256 + n) for n, b in enumerate(others)}}
+    vocabulary = {letters[b]: b for b in range(256)} | {"<|endoftext|>": 256}
+    (directory / "vocab.json").write_text(json.dumps(vocabulary))
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    return ["--vocab-file", str(directory / "vocab.json"), "--merge-file", str(directory / "merges.txt")]
+
+
+class Repeated:
+    """TEXT over and over, beginning one character later in every sample."""
+
+    def __init__(self, length: int):
+        self.length, self.tokens = length, torch.tensor(list(TEXT.encode()))
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tokens[(index + torch.arange(self.length + 1)) % len(self.tokens)]
+
+
+def save_trained(world, directory: Path, iterations: int, **changes) -> None:
+    torch.set_num_threads(1)
+    run = small_run(**{**LEARNS, "train_iters": iterations, **changes})
+    data = Repeated(24)
+    trainer = Trainer(run, world, grid_groups(world, run), data, data)
+    for _ in range(iterations):
+        trainer.train_step()
+    trainer.close()
+    trainer.save(str(directory))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(directory of a checkpoint that knows TEXT by heart, flags of its tokenizer)."""
+    directory = tmp_path_factory.mktemp("generate")
+    flags = write_tokenizer(directory)
+    save_trained(DryComm(), directory / "checkpoint", 80)
+    return directory / "checkpoint", flags
+
+
+@pytest.fixture
+def write(trained, monkeypatch, capsys):
+    """write(flags ...) -> what the tool prints."""
+    def call(*flags: str, world=None, load: Path | None = None) -> str:
+        monkeypatch.setattr(sys, "argv", ["generate.py", "--load", str(load or trained[0]), *trained[1], *flags])
+        generate.main(world or DryComm())
+        return capsys.readouterr().out
+    return call
+
+
+def test_it_continues_what_it_has_learned(write):
+    text = write("--prompt", "to be or", "--tokens", "30", "--temperature", "0")
+    first, second = text.splitlines()
+    assert first == "--- iteration 80, prompt in brackets ---"
+    assert second == "[to be or] not to be, to be or not to be"
+    assert text == write("--prompt", "to be or", "--tokens", "30", "--temperature", "0")
+
+
+def test_sampling_is_a_function_of_the_seed(write):
+    flags = ["--prompt", "Q", "--tokens", "40", "--temperature", "3.0", "--top-k", "100"]
+    again, other = write(*flags, "--seed", "1"), write(*flags, "--seed", "2")
+    assert again == write(*flags, "--seed", "1") and again != other
+
+
+def test_a_prompt_longer_than_the_sequence(write):
+    assert write("--prompt", TEXT * 3, "--tokens", "6", "--temperature", "0").rstrip("\n").endswith("]to be ")
+
+
+def test_mistakes(write, tmp_path):
+    with pytest.raises(ValueError, match="--prompt is empty"):
+        write("--prompt", "")
+    with pytest.raises(ValueError, match=f"--load {tmp_path} holds no checkpoint"):
+        write("--prompt", "a", load=tmp_path)
+    with pytest.raises(ValueError, match="1 x 1 x 1 = 1, but 2 ranks were started: run mpiexec -n 1 python"):
+        write("--prompt", "a", world=DryComm(0, 2))
+    with pytest.raises(ValueError, match="iter_0000007"):
+        write("--prompt", "a", "--ckpt-step", "7")
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [
+    (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    (2, {"zero_stage": 1}),
+])
+def test_a_parallel_checkpoint_writes_what_one_rank_writes(trained, tmp_path, ranks, layout):
+    options = Namespace(tokens=12, temperature=0.5, top_k=20, seed=3)
+    prompt = build_tokenizer("GPT2BPETokenizer", *trained[1][1::2]).encode("to be")
+
+    def whole(world, directory: Path, **changes) -> list[int]:
+        save_trained(world, directory, 12, micro_batch_size=4, **changes)
+        run = generate.saved_run(generate.checkpoint.read_manifest(directory, 12))
+        trainer = Trainer(run, world)
+        trainer.load(str(directory))
+        return generate.generate(trainer, prompt, options, 256)
+
+    alone = whole(DryComm(), tmp_path / "alone")
+    found = ThreadWorld(ranks).run(lambda world: whole(world, tmp_path / "parts", **layout))
+    assert found == [alone] * ranks and len(alone) == 12
+
+
+def test_the_choice_of_a_token():
+    logits, chance = torch.tensor([0.0, 3.0, 1.0, 2.9]), torch.Generator().manual_seed(0)
+    assert generate.pick(logits, 0.0, 4, chance) == 1
+    picked = [generate.pick(logits, 1.0, 2, chance) for _ in range(400)]
+    assert set(picked) == {1, 3}, "only the best two"
+    assert abs(picked.count(1) / 400 - 1 / (1 + torch.tensor(-0.1).exp())) < 0.1

@@ -1,0 +1,253 @@
+"""Every operation of a step against plain formulas under torch's autograd in double precision, and dropout's statistics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.nn import ops
+
+S, B, H, OUT = 5, 3, 12, 7
+DTYPES = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 3e-2), "fp16": (torch.float16, 4e-3)}
+PLACE = ops.MaskPlace(seed=5, stream=9, first_sample=40, sample_dim=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def parameter(tensor: Tensor) -> torch.nn.Parameter:
+    """As optim.FlatParameters makes them: with an FP32 gradient, which here is not zero to begin with."""
+    made = torch.nn.Parameter(tensor)
+    made.main_grad = torch.full(tensor.shape, 0.5)
+    return made
+
+
+def check(op, plain, inputs: list[Tensor], weights: list[Tensor], tolerance: float) -> None:
+    """op(*inputs, *weights) against plain(the same in double): output, input gradients, and weight gradients added twice."""
+    parameters = [parameter(w) for w in weights]
+    exact = [t.detach().double().requires_grad_() for t in (*inputs, *weights)]
+    expected = plain(*exact)
+    dy = random(*expected.shape, seed=77, dtype=inputs[0].dtype)
+    gradients = torch.autograd.grad(expected, exact, dy.double())
+    for times in (1, 2):
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
+        y = op(*leaves, *parameters)
+        assert y.dtype == inputs[0].dtype and y.shape == expected.shape
+        y.backward(dy)
+        close(y, expected, tolerance)
+        for leaf, wanted in zip(leaves, gradients):
+            close(leaf.grad, wanted, tolerance)
+        for p, wanted in zip(parameters, gradients[len(inputs):]):
+            assert p.grad is None and p.main_grad.dtype == torch.float32
+            close(p.main_grad, 0.5 + times * wanted, tolerance * times)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=0, atol=tolerance * max(1.0, scale))
+
+
+each_dtype = pytest.mark.parametrize("name", DTYPES)
+
+
+@each_dtype
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(name, bias):
+    dtype, tolerance = DTYPES[name]
+    weights = [random(OUT, H, seed=1, dtype=dtype), *([random(OUT, seed=2, dtype=dtype)] if bias else [])]
+    check(ops.linear, F.linear, [random(S, B, H, dtype=dtype)], weights, tolerance)
+
+
+@each_dtype
+def test_layer_norm(name):
+    dtype, tolerance = DTYPES[name]
+    x = random(S, B, H, dtype=dtype) * 3 + 1
+    check(lambda *a: ops.layer_norm(*a, 1e-3), lambda x, w, b: F.layer_norm(x, (H,), w, b, 1e-3), [x],
+          [random(H, seed=1, dtype=dtype), random(H, seed=2, dtype=dtype)], tolerance)
+
+
+@each_dtype
+def test_gelu(name):
+    dtype, tolerance = DTYPES[name]
+    check(ops.gelu, lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+          [random(S, B, H, dtype=dtype) * 3], [], tolerance)
+
+
+@each_dtype
+def test_add_bias(name):
+    dtype, tolerance = DTYPES[name]
+    check(ops.add_bias, lambda x, b: x + b, [random(S, B, H, dtype=dtype)], [random(H, seed=1, dtype=dtype)], tolerance)
+
+
+@each_dtype
+def test_add_position(name):
+    dtype, tolerance = DTYPES[name]
+    check(ops.add_position, lambda x, w: x + w[:S].unsqueeze(1), [random(S, B, H, dtype=dtype)],
+          [random(S + 4, H, seed=1, dtype=dtype)], tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("first_row", [0, 4])
+def test_embedding(name, first_row):
+    """Tokens repeat, and with first_row some rows belong to other ranks."""
+    dtype, tolerance = DTYPES[name]
+    tokens = torch.tensor([[0, 3, 9], [3, 3, 12], [4, 5, 6]])  # (s, b)
+    tokens = tokens if first_row else tokens.clamp(max=7)
+    table = parameter(random(8, H, dtype=dtype))
+    exact = table.detach().double().requires_grad_()
+    mine = (tokens >= first_row) & (tokens < first_row + 8)
+    expected = exact[(tokens - first_row).where(mine, 0)] * mine.unsqueeze(-1)
+    dy = random(3, 3, H, seed=3, dtype=dtype)
+    (wanted,) = torch.autograd.grad(expected, exact, dy.double())
+    for times in (1, 2):
+        y = ops.embedding(tokens, table, first_row)
+        y.backward(dy)
+        assert y.dtype == dtype
+        close(y, expected, 0.0)
+        close(table.main_grad, 0.5 + times * wanted, 1e-6)
+
+
+def plain_attention(qkv: Tensor, d: int, keep: Tensor | float = 1.0) -> Tensor:
+    """The textbook's formula, head by head, on (s, b, n 3 d); `keep` multiplies the probabilities (b, n, s, s)."""
+    s, b, width = qkv.shape
+    query, key, value = qkv.view(s, b, width // (3 * d), 3, d).permute(3, 1, 2, 0, 4)
+    scores = (query @ key.transpose(-1, -2) / math.sqrt(d)).masked_fill(torch.ones(s, s).triu(1).bool(), -math.inf)
+    return ((scores.softmax(-1) * keep) @ value).permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+@each_dtype
+def test_attention(name):
+    dtype, tolerance = DTYPES[name]
+    place = ops.MaskPlace(1, 2, 3, sample_dim=0)
+    check(lambda x: ops.attention(x, 4, 0.0, place), lambda x: plain_attention(x, 4), [random(S, B, 3 * H, dtype=dtype)], [],
+          2 * tolerance)
+
+
+@each_dtype
+def test_attention_with_dropout_on_its_probabilities(name):
+    dtype, tolerance = DTYPES[name]
+    place = ops.MaskPlace(1, 2, 3, sample_dim=0)
+    keep = ops.dropout(torch.ones(B, 3, S, S), 0.4, place).double()
+    check(lambda x: ops.attention(x, 4, 0.4, place), lambda x: plain_attention(x, 4, keep), [random(S, B, 3 * H, dtype=dtype)], [],
+          3 * tolerance)
+
+
+def test_attention_does_not_look_ahead():
+    x = random(S, B, 3 * H).requires_grad_()
+    for t in range(S):
+        (grad,) = torch.autograd.grad(ops.attention(x, 4, 0.0, PLACE)[t].sum(), x)
+        assert not grad[t + 1 :].any() and grad[t].any()
+
+
+@each_dtype
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_vocab_parallel_cross_entropy(name, ranks):
+    dtype, tolerance = DTYPES[name]
+    vocabulary = 16
+    logits = (random(S, B, vocabulary) * 5 + 60).to(dtype)  # far from 0: exp would overflow without the maximum
+    labels = torch.randint(0, vocabulary, (S, B), generator=torch.Generator().manual_seed(1))
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
+    weight = random(S, B, seed=4)
+    (wanted,) = torch.autograd.grad(expected, exact, weight.double())
+
+    def part(tp):
+        own = logits.chunk(tp.size, -1)[tp.rank].contiguous().requires_grad_()
+        loss = ops.vocab_parallel_cross_entropy(own, labels, tp, tp.rank * vocabulary // tp.size)
+        loss.backward(weight)
+        return loss, own.grad
+
+    results = ThreadWorld(ranks).run(part)
+    for loss, _ in results:
+        assert loss.dtype == torch.float32
+        close(loss, expected, 2e-6)
+    found = torch.cat([grad for _, grad in results], -1)
+    assert found.dtype == dtype
+    close(found, wanted, tolerance)
+
+
+# Dropout ------------------------------------------------------------------------------------------------------------------------
+
+def mask(p: float, *, shape: tuple[int, ...] = (32, 8, 512), **place) -> Tensor:
+    """1 where an element is kept."""
+    return (ops.dropout(torch.ones(shape), p, ops.MaskPlace(**{**vars(PLACE), **place})) != 0).double()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_and_scales(p):
+    x = random(32, 8, 512) + 10.0
+    y, kept = ops.dropout(x, p, PLACE), mask(p)
+    torch.testing.assert_close(y, x / (1 - p) * kept.float(), rtol=1e-6, atol=0)
+    n = kept.numel()
+    assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n), "the share that is kept"
+    for dim in range(3):  # every row, sample and column on its own
+        share = kept.mean([d for d in range(3) if d != dim])
+        assert (share - (1 - p)).abs().max() < 5.5 * math.sqrt(p * (1 - p) * kept.shape[dim] / n)
+
+
+def test_dropout_backward_has_the_same_mask_and_p_0_is_the_identity():
+    x = random(32, 8, 512).requires_grad_()
+    ops.dropout(x, 0.3, PLACE).sum().backward()
+    assert torch.equal(x.grad, mask(0.3).float() / torch.tensor(0.7))
+    assert ops.dropout(x, 0.0, PLACE) is x
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    return ((a * b).mean() / (a.std() * b.std())).item()
+
+
+def test_masks_of_seeds_streams_samples_and_rows_are_independent():
+    first, limit = mask(0.5), 5 / math.sqrt(32 * 8 * 512)
+    for other in ({"seed": 6}, {"stream": 10}, {"stream": 8}, {"first_sample": 48}, {"row0": 32}):
+        assert abs(correlation(first, mask(0.5, **other))) < limit, other
+    assert abs(correlation(first[:, :-1], first[:, 1:])) < limit, "samples"
+    assert abs(correlation(first[:-1], first[1:])) < limit and abs(correlation(first[..., :-1], first[..., 1:])) < limit
+    assert torch.equal(first, mask(0.5))
+
+
+def test_a_mask_is_a_function_of_the_place():
+    whole = mask(0.5, first_sample=0)
+    assert torch.equal(whole[:, 3:5], mask(0.5, first_sample=3, shape=(32, 2, 512))), "samples"
+    assert torch.equal(whole[10:20], mask(0.5, first_sample=0, row0=10, shape=(10, 8, 512))), "rows"
+    scores = mask(0.5, sample_dim=0, shape=(4, 6, 16, 16))  # (b, heads, s, s)
+    part = mask(0.5, sample_dim=0, first_sample=PLACE.first_sample + 1, row0=2 * 16, shape=(2, 2, 16, 16))
+    assert torch.equal(scores[1:3, 2:4], part), "heads"
+
+
+def test_recompute_has_the_same_bits_and_keeps_no_intermediate():
+    weight = parameter(random(H, H, seed=3))
+    saved = []
+
+    def block(x: Tensor, scale: float) -> Tensor:
+        return ops.dropout(ops.gelu(ops.linear(x, weight)) * scale, 0.3, PLACE)
+
+    def step(recompute: bool) -> tuple[Tensor, Tensor, Tensor, int]:
+        saved.clear()
+        weight.main_grad.zero_()
+        x = random(S, B, H).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+            y = ops.recompute(block, x, 2.0) if recompute else block(x, 2.0)
+        held = sum(saved)
+        y.square().sum().backward()
+        return y.detach(), x.grad, weight.main_grad.clone(), held
+
+    plain, again = step(False), step(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain[:3], again[:3]))
+    assert again[3] == S * B * H < plain[3]
+
+
+def test_size_1_needs_no_communication():
+    loss = ops.vocab_parallel_cross_entropy(torch.zeros(S, B, 8), torch.zeros(S, B, dtype=torch.int64), DryComm(), 0)
+    torch.testing.assert_close(loss, torch.full((S, B), math.log(8)))
