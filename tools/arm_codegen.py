@@ -22,12 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import arm_env  # noqa: E402
 from asm_loops import Loop, faults, innermost_loops, slow_instructions  # noqa: E402
 
 import setup  # noqa: E402
 
 TARGET = "sve512"
-GCC = "aarch64-linux-gnu-g++-12"
+GCC = arm_env.CXX
 COMPILERS = {"GCC 12": GCC, "Clang 19": "clang++-19 --target=aarch64-linux-gnu"}
 MCA = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu", "-mcpu=a64fx"]
 DISPATCH = 4  # instructions an A64FX decodes per cycle; LLVM's own model says 6

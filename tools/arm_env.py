@@ -24,7 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ARM = ROOT / ".arm"
 PYTHON = "3.11"  # Debian 12's, and the one that the wheels and the extension are for
-HOST_PACKAGES = {"aarch64-linux-gnu-g++-12": "g++-12-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static",
+CXX = "aarch64-linux-gnu-g++-12"
+HOST_PACKAGES = {CXX: "g++-12-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static",
                  "mpirun.openmpi": "openmpi-bin"}
 CODEGEN_PACKAGES = {"clang++-19": "clang-19", "llvm-mca-19": "llvm-19", "ld.lld-19": "lld-19"}
 ROOT_PACKAGES = (f"python{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", f"libpython{PYTHON}-dev", "libgomp1", "libstdc++6",
@@ -173,7 +174,7 @@ def extension_environment() -> dict[str, str]:
     includes = (headers / f"python{PYTHON}", site / "pybind11" / "include")
     # The root's other headers come last: the cross compiler has its own C library, but not pyconfig.h.
     flags = " ".join([*(f"-isystem {path}" for path in includes), f"-idirafter {headers}"])
-    return {"CXX": "aarch64-linux-gnu-g++-12", "CXXFLAGS": flags, "LDFLAGS": "-Wl,--allow-shlib-undefined",
+    return {"CXX": CXX, "CXXFLAGS": flags, "LDFLAGS": "-Wl,--allow-shlib-undefined",
             "OPENMP_LIBRARY": str(next((site / "torch.libs").glob("libgomp*.so*")))}
 
 

@@ -16,7 +16,7 @@ import arm_env  # noqa: E402
 
 import setup  # noqa: E402
 
-CXX = "aarch64-linux-gnu-g++-12"
+CXX = arm_env.CXX
 QEMU = "qemu-aarch64-static"
 PYTHON = arm_env.ARM / "python"
 EXTENSION = ROOT / "fugaku_megatron" / "_kernels.cpython-311-aarch64-linux-gnu.so"
