@@ -1,4 +1,4 @@
-// Python functions of gemm.h: linear_forward, linear_data_gradient, linear_weight_gradient, pack_weight, packed_weight_size.
+// Python functions of gemm.h: gemm, linear_forward, linear_data_gradient, linear_weight_gradient, pack_weight, packed_weight_size.
 // Legend: M rows (tokens), N output features, K input features; a weight is (N, K).
 #include <cstring>
 
@@ -21,7 +21,7 @@ static_assert(sizeof(PackedHeader) <= ALIGNMENT, "the header fits before the dat
 
 // The product's n and k for a weight (rows, cols): the forward product sums over cols, the data gradient over rows.
 int64_t packed_bytes(int64_t rows, int64_t cols, DType dtype, bool transposed) {
-  return 2 * ALIGNMENT + kernels().gemm_packed_bytes(transposed ? cols : rows, transposed ? rows : cols, dtype);
+  return 2 * ALIGNMENT + kernels().packed_weight_size(transposed ? cols : rows, transposed ? rows : cols, dtype);
 }
 
 std::string describe(const char* target, int64_t rows, int64_t cols, DType dtype, bool transposed) {
@@ -46,7 +46,7 @@ void pack_weight(py::handle weight_object, py::handle packed_object, bool transp
   const GemmPackArgs args = transposed
       ? GemmPackArgs{weight.size(1), weight.size(0), weight.dtype(), weight.data(), row, 1, base + header.data_offset}
       : GemmPackArgs{weight.size(0), weight.size(1), weight.dtype(), weight.data(), 1, row, base + header.data_offset};
-  unlocked([&] { kernels().gemm_pack(args); });
+  unlocked([&] { kernels().pack_weight(args); });
 }
 
 const void* packed_data(py::handle object, const TensorView& weight, bool transposed, const TensorView& out) {
@@ -158,6 +158,33 @@ void linear_weight_gradient(py::handle grad_object, py::handle x_object, py::han
   run(args);
 }
 
+// One of the two strides of a factor is 1.
+void either_contiguous(const TensorView& t) {
+  if (t.numel() && t.stride(0) != 1 && t.stride(1) != 1) {
+    t.fail("contiguous rows or columns", "strides (" + std::to_string(t.stride(0)) + ", " + std::to_string(t.stride(1)) + ")");
+  }
+}
+
+void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object, bool accumulate) {
+  TensorView a("a", a_object), b("b", b_object), out("out", out_object);
+  a.rank(2).floating();
+  b.rank(2).shape({a.size(1), -1}).same_dtype(a);
+  either_contiguous(a);
+  either_contiguous(b);
+  out.shape({a.size(0), b.size(1)}).last_contiguous().disjoint({&a, &b});
+  if (accumulate || out.dtype() != a.dtype()) out.dtype({DType::f32});
+  distinct_rows(out);
+  GemmArgs args = {};
+  args.m = a.size(0), args.n = b.size(1), args.k = a.size(1);
+  args.in_dtype = a.dtype(), args.out_dtype = out.dtype(), args.accumulate = accumulate;
+  // A single row or column has an arbitrary stride; the other one is then 1.
+  const bool a_rows = a.stride(1) == 1 || a.size(1) <= 1, b_rows = b.stride(1) == 1 || b.size(1) <= 1;
+  args.a = a.data(), args.a_row = a_rows ? a.stride(0) : 1, args.a_col = a_rows ? 1 : a.stride(1);
+  args.b = b.data(), args.b_row = b_rows ? b.stride(0) : 1, args.b_col = b_rows ? 1 : b.stride(1);
+  args.c = out.data(), args.c_row = out.stride(0);
+  run(args);
+}
+
 DType dtype_of(py::handle weight_dtype) {
   TensorView probe("dtype", py::module_::import("torch").attr("empty")(0, py::arg("dtype") = weight_dtype));
   return probe.floating().dtype();
@@ -177,6 +204,9 @@ FM_BIND(gemm) {
   module.def("pack_weight", &pack_weight, "weight"_a, "packed"_a, "transposed"_a = false,
              "Packs weight (N, K), rows contiguous, into `packed`, a uint8 tensor of packed_weight_size bytes, for linear_forward or,\n"
              "with transposed, for linear_data_gradient. Valid for the target in use only, until the weight changes.");
+  module.def("gemm", &plain_gemm, "a"_a, "b"_a, "out"_a, "accumulate"_a = false,
+             "out (M, N) = a (M, K) b (K, N), or += with accumulate and a float32 out. a and b have one floating dtype, out that dtype\n"
+             "or float32. The rows or the columns of a and of b are contiguous: a transposed view costs nothing.");
   module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none, "gelu"_a = false, "pre"_a = none,
              "residual"_a = none, "packed"_a = none,
              "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N), f the tanh GELU when gelu. pre (M, N) receives\n"

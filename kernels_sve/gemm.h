@@ -1,7 +1,7 @@
 // GEMM: the loops around the micro-kernel, after Goto and van de Geijn (ACM TOMS 34(3), 2008).
 //
 //   threads: a grid over C, each thread alone on its rows and columns
-//     jc: nc columns | pc: kc of k, B packed to [kc][NR] panels (or packed before, gemm_pack) | ic: mc rows, A packed to [kc][MR]
+//     jc: nc columns | pc: kc of k, B packed to [kc][NR] panels (or packed before, pack_weight) | ic: mc rows, A packed to [kc][MR]
 //       jr: one panel of B, in L1 | ir: one panel of A, from L2: micro-kernel
 //
 // A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of threads.
@@ -14,7 +14,6 @@
 namespace fm::FM_TARGET {
 
 FM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-FM_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 struct Span {
   int64_t begin, end;
@@ -152,7 +151,7 @@ struct Gemm {
 // Calls f(words, element) for the input's type.
 template <class F>
 FM_INLINE void with_words(DType dtype, const F& f) {
-#ifdef FM_HAS_BF16_DOT
+#ifdef FM_HAS_BF16_PAIRS
   if (dtype == DType::bf16) return f(Bf16Pairs(), bf16());
 #endif
   with_dtype(dtype, [&](auto element) { f(FloatWords(), element); });
@@ -168,7 +167,7 @@ static void gemm(const GemmArgs& args) {
   });
 }
 
-static int64_t gemm_packed_bytes(int64_t n, int64_t k, DType dtype) {
+static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype) {
   int64_t bytes = 0;
   with_words(dtype, [&](auto words, auto) {
     bytes = ceil_div(k, decltype(words)::STEP) * (ceil_div(n, NR) * NR) * 4;
@@ -176,7 +175,7 @@ static int64_t gemm_packed_bytes(int64_t n, int64_t k, DType dtype) {
   return bytes;
 }
 
-static void gemm_pack(const GemmPackArgs& args) {
+static void pack_weight(const GemmPackArgs& args) {
   with_words(args.dtype, [&](auto words, auto element) {
     using Words = decltype(words);
     using T = decltype(element);

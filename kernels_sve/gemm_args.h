@@ -13,7 +13,7 @@ struct GemmArgs {
   int64_t a_row, a_col;
   const void* b;  // element (p, j) at p * b_row + j * b_col; not read when packed
   int64_t b_row, b_col;
-  const void* packed;  // B from gemm_pack of the same target, or null
+  const void* packed;  // B from pack_weight of the same target, or null
   void* c;
   int64_t c_row;
   bool accumulate;

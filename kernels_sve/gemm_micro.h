@@ -34,7 +34,7 @@ struct FloatWords {
   FM_INLINE vf sum_words(vf words, vf sum) { return words + sum; }
 };
 
-#ifdef FM_HAS_BF16_DOT
+#ifdef FM_HAS_BF16_PAIRS
 struct Bf16Pairs {
   using Word = uint32_t;
   static constexpr int STEP = 2;
@@ -51,7 +51,7 @@ struct Bf16Pairs {
     const uint16_t* next = &(p + stride)->bits;
     return (vf)(low | (lanes == VL ? load_u16(next) : load_u16_n(next, lanes)) << 16);
   }
-  FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return dot_bf16(broadcast(x), (vu)b, sum); }
+  FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return dot_pairs(sum, broadcast(x), (vu)b); }
   FM_INLINE vf sum_words(vf words, vf sum) {
     return (sum + bf16_to_float((vu)words & 0xffffu)) + (vf)((vu)words & 0xffff0000u);
   }

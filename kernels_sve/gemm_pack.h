@@ -2,36 +2,10 @@
 // columns of B. Lanes beyond the matrix are 0. A panel is written in order of rising address and may spill a vector over its
 // end, so panels are packed from the first to the last and the buffer has VL words to spare.
 #pragma once
-#include <utility>
-
 #include "gemm_micro.h"
+#include "transpose.h"
 
 namespace fm::FM_TARGET {
-
-template <size_t... I>
-FM_INLINE vf zip_low(vf a, vf b, std::index_sequence<I...>) {
-  return __builtin_shufflevector(a, b, (I / 2 + I % 2 * VL)...);
-}
-template <size_t... I>
-FM_INLINE vf zip_high(vf a, vf b, std::index_sequence<I...>) {
-  return __builtin_shufflevector(a, b, (VL / 2 + I / 2 + I % 2 * VL)...);
-}
-
-// Rows of a VL x VL block become its columns: log2(VL) perfect shuffles of the rows.
-FM_INLINE void transpose(vf (&rows)[VL]) {
-  using Lanes = std::make_index_sequence<VL>;
-#pragma GCC unroll 8
-  for (int stage = 1; stage < VL; stage *= 2) {
-    vf next[VL];
-#pragma GCC unroll 32
-    for (int i = 0; i < VL / 2; ++i) {
-      next[2 * i] = zip_low(rows[i], rows[i + VL / 2], Lanes());
-      next[2 * i + 1] = zip_high(rows[i], rows[i + VL / 2], Lanes());
-    }
-#pragma GCC unroll 32
-    for (int i = 0; i < VL; ++i) rows[i] = next[i];
-  }
-}
 
 // Element (i, k) at src + i * stride + k; `valid` values of i exist.
 template <class Words, int WIDTH, class T>

@@ -43,9 +43,9 @@ void gemm(const GemmArgs& g) {
   }
 }
 
-int64_t gemm_packed_bytes(int64_t n, int64_t k, DType dtype) { return n * k * element_bytes(dtype); }
+int64_t packed_weight_size(int64_t n, int64_t k, DType dtype) { return n * k * element_bytes(dtype); }
 
-void gemm_pack(const GemmPackArgs& args) {
+void pack_weight(const GemmPackArgs& args) {
   for (int64_t p = 0; p < args.k; ++p) {
     for (int64_t j = 0; j < args.n; ++j) {
       put(args.packed, args.dtype, p * args.n + j, get(args.b, args.dtype, p * args.b_row + j * args.b_col));

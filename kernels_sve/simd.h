@@ -12,7 +12,10 @@
 //   reciprocal(v) rsqrt(v) sqrt(v)          within 2 ulp for normal numbers; SVE: estimate and Newton steps, since the
 //                                           divide and square root instructions take 98 cycles each on A64FX
 //   exp(v)                                  within 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN stays
-//   dot_bf16(a, b, sum)                     only where FM_HAS_BF16_DOT: sum of each lane's pair of bfloat16 products
+//   dot_pairs(sum, a, b) to_pairs(low, high)   only where FM_HAS_BF16_PAIRS: sum + each lane's pair of bfloat16 products;
+//                                           pairs from two float vectors
+//   exp2_each(v[N])                         2^v in place for v <= 0: 0 below -126, NaN stays; N chains side by side
+//   fast_max(a, b)                          one instruction; which of a NaN and a number it returns is open
 //   mul_high(v, m)                          upper 32 bits of the 64-bit products
 #pragma once
 #include <cstdint>
@@ -57,6 +60,7 @@ FM_INLINE vu lane_index() {
   return v;
 }
 
+FM_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 FM_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 FM_INLINE vu select(vi mask, vu yes, vu no) { return mask ? yes : no; }
 FM_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }

@@ -31,9 +31,14 @@ FM_INLINE vu mul_high(vu v, uint32_t m) {
 }
 
 #ifdef __AVX512BF16__
-#define FM_HAS_BF16_DOT
-// sum + the product of each lane's pair of bfloat16; denormal inputs and results count as 0.
-FM_INLINE vf dot_bf16(vu a, vu b, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+// Pairs of bfloat16 in 32-bit lanes: the even element in the low half; denormal inputs and results count as 0.
+#define FM_HAS_BF16_PAIRS
+FM_INLINE vf dot_pairs(vf acc, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+FM_INLINE vu to_pairs(vf low, vf high) {
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  const vu order = lane_index() | ((lane_index() + 16u) << 16);
+  return (vu)_mm512_permutexvar_epi16((__m512i)order, both);
+}
 #endif
 
 }  // namespace fm::FM_TARGET

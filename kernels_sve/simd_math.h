@@ -27,6 +27,30 @@ FM_INLINE vf exp(vf x) {
 }
 #endif
 
+#ifndef FM_HAS_EXP2
+template <int N>
+FM_INLINE void exp2_each(vf (&v)[N]) {
+  constexpr float SHIFT = 0x1.8p23f;
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) {
+    const vf shifted = v[i] + SHIFT;
+    const vf r = v[i] - (shifted - SHIFT);
+    vf p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    p = p * r + 1.0f;
+    const vf scaled = (vf)((vu)p + ((vu)shifted << 23));
+    v[i] = v[i] < -126.0f ? vf{} : scaled;
+  }
+}
+#endif
+
+#ifndef FM_HAS_FAST_MAX
+FM_INLINE vf fast_max(vf a, vf b) { return max(a, b); }
+#endif
+
 // Natural logarithm of positive normal numbers.
 FM_INLINE vf log(vf x) {
   const vu bits = (vu)x;

@@ -50,4 +50,31 @@ FM_INLINE vf exp(vf x) {
   return x <= 88.71f ? low : x + __builtin_inff();  // FEXPA ends at 2^(128 - 1/64)
 }
 
+// 2^v by the same instruction. Below -127 the operand is held at -127, for which FEXPA gives an exact 0.
+#define FM_HAS_EXP2
+template <int N>
+FM_INLINE void exp2_each(vf (&v)[N]) {
+  constexpr float SHIFT = 0x1.803f8p17f;  // 1.5 * 2^17 + 127
+  vf shifted[N], p[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = (vf)svmax_n_f32_x(svptrue_b32(), (svfloat32_t)v[i], -127.0f);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) shifted[i] = v[i] + SHIFT;
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) p[i] = shifted[i] - SHIFT;
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = v[i] - p[i];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) p[i] = v[i] * 0x1.ebfc92p-3f + 0x1.62e486p-1f;
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) shifted[i] = (vf)svexpa_f32((svuint32_t)(vu)shifted[i]);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = v[i] * shifted[i];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = v[i] * p[i] + shifted[i];
+}
+
+#define FM_HAS_FAST_MAX
+FM_INLINE vf fast_max(vf a, vf b) { return (vf)svmax_f32_x(svptrue_b32(), (svfloat32_t)a, (svfloat32_t)b); }
+
 }  // namespace fm::FM_TARGET

@@ -33,6 +33,14 @@ struct NormalArgs {
   float std, mean;
 };
 
+// attention.h: causal self-attention of heads of d columns over sequences of s positions; p = 0 for no dropout.
+struct AttentionArgs {
+  int64_t s, b, heads, d;
+  float p;
+  uint64_t seed, stream;
+  int64_t first_sample, first_head;
+};
+
 // adamw.h: the scalars of one AdamW step, made in double from the options by bind_adamw.cc.
 struct AdamWArgs {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;

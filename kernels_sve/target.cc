@@ -5,6 +5,7 @@
 #include "simd.h"
 
 #include "adamw.h"
+#include "attention.h"
 #include "bench.h"
 #include "elementwise.h"
 #include "gemm.h"

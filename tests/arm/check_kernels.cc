@@ -1,6 +1,7 @@
 // Every vector target that this CPU can run against the scalar reference, without Python: a static program for an
 // emulator. Exit code 0 and one line per target; the first difference is printed and ends it with 1. Built and run by
 // test_static.py.
+#include <algorithm>
 #include <cstring>
 
 #include "compare.h"
@@ -73,6 +74,31 @@ void check_adamw(const std::string& target, int64_t n) {
   });
 }
 
+// Output, log-sum-exp and gradients of s positions, with dropout and a head size that ends in the middle of a vector.
+void check_attention(const std::string& target, int64_t s) {
+  for (DType dtype : {DType::f32, DType::f16}) {
+    const float tolerance = dtype == DType::f32 ? 4e-6f : 4e-3f;
+    compare(target, "attention", tolerance, tolerance, [&] {
+      const AttentionArgs args{s, 2, 2, 36, 0.3f, 99, 3, 5, 1};
+      const int64_t n = s * 2 * 2 * 36;
+      Floats qkv = random_floats(3 * n, 9), dout = random_floats(n, 10), out(n), lse(4 * s), dqkv(3 * n);
+      std::vector<uint16_t> half_qkv(3 * n), half_dout(n), half_out(n), half_dqkv(3 * n);
+      const bool whole = dtype == DType::f32;
+      if (!whole) kernels().convert(qkv.data(), DType::f32, half_qkv.data(), dtype, 3 * n);
+      if (!whole) kernels().convert(dout.data(), DType::f32, half_dout.data(), dtype, n);
+      const auto pick = [&](Floats& f, std::vector<uint16_t>& h) { return whole ? (void*)f.data() : (void*)h.data(); };
+      kernels().attention_forward(pick(qkv, half_qkv), pick(out, half_out), lse.data(), dtype, args);
+      kernels().attention_backward(pick(qkv, half_qkv), pick(out, half_out), lse.data(), pick(dout, half_dout),
+                                   pick(dqkv, half_dqkv), dtype, args);
+      if (!whole) kernels().convert(half_out.data(), dtype, out.data(), DType::f32, n);
+      if (!whole) kernels().convert(half_dqkv.data(), dtype, dqkv.data(), DType::f32, 3 * n);
+      out.insert(out.end(), lse.begin(), lse.end());
+      out.insert(out.end(), dqkv.begin(), dqkv.end());
+      return out;
+    });
+  }
+}
+
 // Philox4x32-10 known answers of Random123.
 void check_known_answers() {
   const uint32_t counters[8] = {0, 0, 0, 0, ~0u, ~0u, ~0u, ~0u};
@@ -85,6 +111,8 @@ void check_known_answers() {
   good = good && std::memcmp(out + 4, ones, sizeof ones) == 0;
   if (!good) std::printf("%s: Philox4x32-10 misses its known answers\n", active()), std::exit(1);
 }
+
+#include "check_gemm.h"
 
 }  // namespace
 
@@ -103,6 +131,8 @@ int main() {
       check_philox(target.name, n);
       check_adamw(target.name, n);
     }
+    for (int64_t s : {1, 17, 61, 131}) check_attention(target.name, s);
+    check_gemm(target.name);
     std::printf("%s agrees with the reference\n", target.name.c_str());
   }
 }

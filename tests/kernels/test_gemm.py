@@ -126,6 +126,18 @@ def test_packed_and_unpacked_weights_give_the_same_bits(target):
     assert torch.equal(one, two)
 
 
+def test_gemm_of_views(target):
+    a, b = torch.randn(30, 41), torch.randn(41, 50)
+    left = (a, a.T.contiguous().T, strided(30, 41, torch.float32))
+    right = (b, b.T.contiguous().T, b[:, :1], b.T.contiguous().T[:, 3:4])
+    for x, y in itertools.product(left, right):
+        out = torch.ones(30, y.shape[1])
+        kernels.gemm(x, y, out)
+        check(out, x.double() @ y.double(), x.double().abs() @ y.double().abs(), torch.float32, 41)
+        kernels.gemm(x, y, out, accumulate=True)
+        check(out, 2 * x.double() @ y.double(), 3 * x.double().abs() @ y.double().abs(), torch.float32, 41)
+
+
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
 def test_special_values_travel(target, special):
     x, weight = torch.rand(20, 50) + 1, torch.rand(40, 50) + 1
@@ -175,6 +187,8 @@ def test_refusals():
         ("packed: expected shape", lambda: kernels.pack_weight(weight, torch.empty(9, dtype=torch.uint8))),
         ("weight_gradient: expected dtype float32", lambda: kernels.linear_weight_gradient(out, x, weight.bfloat16())),
         ("bias_gradient: expected shape", lambda: kernels.linear_weight_gradient(out, x, torch.zeros(5, 6), torch.zeros(6))),
+        ("a: expected contiguous rows", lambda: kernels.gemm(torch.randn(8, 12)[::2, ::2], weight.T, out)),
+        ("out: expected dtype float32", lambda: kernels.gemm(x.half(), weight.T.half(), out.half(), accumulate=True)),
         ("gelu_input: expected shape", lambda: kernels.linear_data_gradient(out, weight, torch.empty(4, 6), gelu_input=out)),
     ]
     for message, call in refused:

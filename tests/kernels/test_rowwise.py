@@ -29,10 +29,10 @@ def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
 
 
-def assert_close(got, want, dtype, scale=1.0):
-    """Within a few units of `dtype`, relative to each element and to the largest one (a sum's terms cancel)."""
+def assert_close(got, want, dtype, scale=1.0, terms=()):
+    """Within a few units of `dtype`, relative to each element and to the largest element or cancelling term."""
     tolerance = ROUNDING[dtype] * scale
-    top = float(want.abs().max()) if want.numel() else 0.0
+    top = max((float(t.abs().max()) for t in (want, *terms) if t.numel()), default=0.0)
     torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance * max(top, 1e-3))
 
 
@@ -72,7 +72,7 @@ def test_layer_norm_backward(target, shape, dtype):
     kernels.layer_norm_backward(dy, x, mean, rstd, weight, dx, dweight, dbias, add)
     y, x64, weight64, bias64 = double_norm(x, weight, weight)
     y.backward(dy.double())
-    assert_close(dx, x64.grad + add.double(), dtype, 2)
+    assert_close(dx, x64.grad + add.double(), dtype, 2, [rstd.view(-1, 1) * dy * weight])
     assert_close(dweight, weight64.grad + 2, torch.float32, 2)
     assert_close(dbias, bias64.grad + 3, torch.float32, 2)
 
@@ -118,14 +118,15 @@ def test_fused_forward_and_backward(target, shape, dtype, p):
     sums = [torch.ones(h) for _ in range(3)]
     kernels.bias_dropout_add_layer_norm_backward(dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums, **place)
     want.backward(dy.double())
-    assert_close(dresidual, total64.grad + dsum.double(), dtype, 4)
+    terms = [rstd.view(*shape[:2], 1) * dy * weight]
+    assert_close(dresidual, total64.grad + dsum.double(), dtype, 4, terms)
     dx64 = dropped(total64.grad + dsum.double(), place)
     if p:
         mask = torch.empty_like(dresidual)
         kernels.dropout(dresidual, mask, sample_dim=1, **place)
         torch.testing.assert_close(dx, mask, rtol=0, atol=0)  # the bits of the dropout kernel
     for got, grad in zip(sums, (weight64.grad, norm_bias64.grad, dx64.sum((0, 1))), strict=True):
-        assert_close(got, grad + 1, dtype if grad is not weight64.grad else torch.float32, 4)
+        assert_close(got, grad + 1, dtype if grad is not weight64.grad else torch.float32, 4, terms)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

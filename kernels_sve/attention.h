@@ -1,0 +1,44 @@
+// Causal self-attention, forward and backward, on Megatron's fused layout, without ever holding an s x s matrix.
+//
+//   qkv, dqkv   (s, b, heads * 3 * d)    per position and sample: for each head its query, key and value
+//   out, dout   (s, b, heads * d)        lse (b, heads, s) FP32: natural log of the sum of exp(scores / sqrt(d))
+//
+// Products are FP32, or BF16 with FP32 sums where tensors are BF16 and the target has a dot product of pairs. Dropout
+// of the probabilities is that of the kernel `dropout` on (b, heads, s, s), recomputed in both passes. Results have the
+// same bits for any number of threads. Left out: masks other than causal, fewer key heads than query heads.
+// Reference: reference_attention.cc. Tested by tests/kernels/test_attention.py; timed by benchmarks/attention.py.
+#pragma once
+#include "attention_backward.h"
+#include "attention_forward.h"
+
+namespace fm::FM_TARGET {
+
+// Calls f(policy, element) for the element type of a tensor.
+template <class F>
+FM_INLINE void with_operands(DType dtype, const F& f) {
+  if (dtype == DType::f32) return f(Singles(), float());
+#ifdef FM_HAS_BF16_PAIRS
+  if (dtype == DType::bf16) return f(Pairs(), bf16());
+#else
+  if (dtype == DType::bf16) return f(Singles(), bf16());
+#endif
+  f(Singles(), f16());
+}
+
+static void attention_forward(const void* qkv, void* out, float* lse, DType dtype, const AttentionArgs& args) {
+  with_operands(dtype, [&](auto policy, auto element) {
+    using T = decltype(element);
+    forward_of<decltype(policy)>(static_cast<const T*>(qkv), static_cast<T*>(out), lse, args);
+  });
+}
+
+static void attention_backward(const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv,
+                               DType dtype, const AttentionArgs& args) {
+  with_operands(dtype, [&](auto policy, auto element) {
+    using T = decltype(element);
+    backward_of<decltype(policy)>(static_cast<const T*>(qkv), static_cast<const T*>(out), lse,
+                                  static_cast<const T*>(dout), static_cast<T*>(dqkv), args);
+  });
+}
+
+}  // namespace fm::FM_TARGET

@@ -1,0 +1,241 @@
+// Forward pass: one task is LANES queries of one head, lanes are queries, so a softmax needs no operation across lanes.
+//
+//   for blocks of keys up to the diagonal:
+//     S = K Q^T (keys, LANES)    P = 2^(c S - c m)    O^T = O^T 2^(c m_old - c m) + V^T P
+//
+// with c = log2(e) / sqrt(d), m the running maximum of a query and l the running sum of P (online softmax: Milakov and
+// Gimelshein, 2018; tiling: Dao et al., FlashAttention, 2022). Included by attention.h.
+#pragma once
+#include "attention_pack.h"
+#include "philox.h"
+
+namespace fm::FM_TARGET {
+
+constexpr int64_t BLOCK = 96;       // rows that one packing task takes; a multiple of LANES for every VL
+constexpr int64_t KEY_BLOCK = 128;  // keys of one round of the online softmax: S stays in the first-level cache
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+
+static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
+
+// The sizes of a call, and where each head's matrices lie.
+struct AttentionShape {
+  int64_t s, b, heads, d, s_padded, d_padded;
+  explicit AttentionShape(const AttentionArgs& a)
+      : s(a.s), b(a.b), heads(a.heads), d(a.d), s_padded(round_up(a.s, BLOCK)), d_padded(round_up(a.d, ATTENTION_MR)) {}
+  int64_t all_heads() const { return b * heads; }
+  // part: 0 query, 1 key, 2 value. head counts (sample, head) pairs.
+  template <class T>
+  Rows<T> qkv(T* data, int64_t head, int part) const {
+    return {data + (head * 3 + part) * d, all_heads() * 3 * d, s, d};
+  }
+  template <class T>
+  Rows<T> context(T* data, int64_t head) const {
+    return {data + head * d, all_heads() * d, s, d};
+  }
+};
+
+// What the dropout mask of one head depends on.
+struct HeadDropout {
+  PhiloxKey key;
+  uint64_t sample;
+  uint32_t row0, threshold;
+  HeadDropout(const AttentionArgs& a, int64_t head)
+      : key(philox_key(a.seed, a.stream)),
+        sample(a.first_sample + head / a.heads),
+        row0(static_cast<uint32_t>((a.first_head + head % a.heads) * a.s)),
+        threshold(dropout_threshold(a.p)) {}
+};
+
+FM_INLINE float keep_scale(const AttentionArgs& a) { return 1.0f / (1.0f - a.p); }
+
+template <class P>
+struct PackedKeysValues {
+  typename P::Word *keys, *values;
+  int64_t words, panel;  // words of a row of keys; words from one panel of values to the next
+};
+
+// One task's state; the arrays are the thread's scratch.
+template <class P>
+struct QueryBlock {
+  typename P::Word *query, *prob;  // (d words, LANES), (KEY_BLOCK / STEP, LANES)
+  float *score, *out;              // (KEY_BLOCK, LANES), (d_padded, LANES)
+  vf maximum[ATTENTION_NV], sum[ATTENTION_NV];
+  vi position[ATTENTION_NV];
+  int64_t first;
+};
+
+// Scores of keys [k0, k0 + MR) into score rows, -inf where the key is later than the query; raises the maximum.
+template <class P>
+FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, float* score) {
+  Tile t = {};
+  multiply<P, VL>(t, head.keys + k0 / VL * VL * head.words + k0 % VL, q.query, head.words);
+  if (k0 + ATTENTION_MR > q.first) {
+    for_tile([&](int i, int v) {
+      t.v[i][v] = q.position[v] < static_cast<int32_t>(k0 + i) ? broadcast(-__builtin_inff()) : t.v[i][v];
+    });
+  }
+  store_tile(score, t);
+  for_tile([&](int i, int v) { q.maximum[v] = fast_max(q.maximum[v], t.v[i][v]); });
+}
+
+// score -> P in place, for `rows` rows; adds to the sums.
+template <class P>
+FM_INLINE void exponentiate(QueryBlock<P>& q, int64_t rows, float c) {
+  vf shift[ATTENTION_NV], sum[2 * ATTENTION_NV] = {};
+#pragma GCC unroll 3
+  for (int v = 0; v < ATTENTION_NV; ++v) shift[v] = q.maximum[v] * c;
+  for (int64_t r = 0; r < rows; r += 2) {
+    float* row = q.score + r * LANES;
+    vf x[2 * ATTENTION_NV];
+#pragma GCC unroll 6
+    for (int v = 0; v < 2 * ATTENTION_NV; ++v) x[v] = load_aligned(row + v * VL) * c - shift[v % ATTENTION_NV];
+    exp2_each(x);
+#pragma GCC unroll 6
+    for (int v = 0; v < 2 * ATTENTION_NV; ++v) {
+      store_aligned(row + v * VL, x[v]);
+      sum[v] += x[v];
+    }
+  }
+#pragma GCC unroll 3
+  for (int v = 0; v < ATTENTION_NV; ++v) q.sum[v] += sum[v] + sum[v + ATTENTION_NV];
+}
+
+// Zeroes the dropped of P: lanes are rows of the mask here, so one Philox call gives keys 16 apart.
+template <class P>
+static void drop_scores(const HeadDropout& dropout, QueryBlock<P>& q, int64_t k0, int64_t rows) {
+  for (int64_t r = 0; r < rows; r += r % PHILOX_BLOCK == PHILOX_CALLS - 1 ? PHILOX_BLOCK - PHILOX_CALLS + 1 : 1) {
+    const int64_t column = k0 + r;
+#pragma GCC unroll 3
+    for (int v = 0; v < ATTENTION_NV; ++v) {
+      const vu mask_row = (vu)q.position[v] + dropout.row0;
+      const uint32_t call = static_cast<uint32_t>(column / PHILOX_BLOCK * PHILOX_CALLS + column % PHILOX_BLOCK);
+      vu word[4] = {broadcast(call), mask_row, broadcast(static_cast<uint32_t>(dropout.sample)),
+                    broadcast(static_cast<uint32_t>(dropout.sample >> 32))};
+      philox(word, dropout.key);
+      for (int w = 0; w < 4 && r + w * PHILOX_CALLS < rows; ++w) {
+        float* p = q.score + (r + w * PHILOX_CALLS) * LANES + v * VL;
+        store_aligned(p, word[w] >= dropout.threshold ? load_aligned(p) : vf{});
+      }
+    }
+  }
+}
+
+#ifdef FM_HAS_BF16_PAIRS
+FM_INLINE void make_pairs(const float* rows, uint32_t* pairs, int64_t count) {
+  for (int64_t r = 0; r < count; r += 2) {
+#pragma GCC unroll 3
+    for (int v = 0; v < ATTENTION_NV; ++v) {
+      const float* row = rows + r * LANES + v * VL;
+      store(pairs + r / 2 * LANES + v * VL, to_pairs(load_aligned(row), load_aligned(row + LANES)));
+    }
+  }
+}
+#endif
+
+// One round of the online softmax over keys [k0, k0 + rows).
+template <class P>
+static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, int64_t rows, int64_t d_padded,
+                   float c, const HeadDropout* dropout) {
+  vf alpha[ATTENTION_NV];
+#pragma GCC unroll 3
+  for (int v = 0; v < ATTENTION_NV; ++v) alpha[v] = q.maximum[v];
+  for (int64_t r = 0; r < rows; r += ATTENTION_MR) score_tile(head, q, k0 + r, q.score + r * LANES);
+#pragma GCC unroll 3
+  for (int v = 0; v < ATTENTION_NV; ++v) alpha[v] = (alpha[v] - q.maximum[v]) * c;
+  exp2_each(alpha);
+#pragma GCC unroll 3
+  for (int v = 0; v < ATTENTION_NV; ++v) q.sum[v] *= alpha[v];
+  exponentiate(q, rows, c);
+  if (dropout) drop_scores(*dropout, q, k0, rows);
+#ifdef FM_HAS_BF16_PAIRS
+  if constexpr (P::STEP == 2) make_pairs(q.score, q.prob, rows);
+#endif
+  const typename P::Word* values = head.values + k0 / P::STEP * ATTENTION_MR;
+  for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += head.panel) {
+    Tile t = load_tile(q.out + row * LANES);
+    for_tile([&](int i, int v) { t.v[i][v] *= alpha[v]; });
+    multiply<P, ATTENTION_MR>(t, values, q.prob, rows / P::STEP);
+    store_tile(q.out + row * LANES, t);
+  }
+}
+
+// Queries [first, first + LANES) of one head, from packing them to the output and the log-sum-exp.
+template <class P, class T>
+static void forward_task(const AttentionShape& shape, const AttentionArgs& a, const PackedKeysValues<P>& head,
+                         Rows<const T> query, Rows<T> out, float* lse, int64_t first, const HeadDropout* dropout) {
+  using Word = typename P::Word;
+  const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(a.d));
+  const int64_t matrix = shape.d_padded * LANES;
+  float* memory = static_cast<float*>(scratch(1, (2 * matrix + 2 * KEY_BLOCK * LANES) * sizeof(float)));
+  QueryBlock<P> q;
+  q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = memory + 2 * matrix, q.first = first;
+  q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? q.score : q.score + KEY_BLOCK * LANES);
+  pack_lanewise<P>(query, first, q.query, head.words);
+  for (int64_t i = 0; i < matrix; i += VL) store_aligned(q.out + i, vf{});
+  for (int v = 0; v < ATTENTION_NV; ++v) {
+    q.maximum[v] = broadcast(-__builtin_inff()), q.sum[v] = vf{};
+    q.position[v] = (vi)lane_index() + static_cast<int32_t>(first + v * VL);
+  }
+  for (int64_t k0 = 0; k0 < first + LANES; k0 += KEY_BLOCK) {
+    attend(head, q, k0, least(KEY_BLOCK, first + LANES - k0), shape.d_padded, c, dropout);
+  }
+  for (int v = 0; v < ATTENTION_NV && first + v * VL < a.s; ++v) {
+    const int64_t row = first + v * VL;
+    unpack_rows(q.out + v * VL, row, out, keep_scale(a) * reciprocal(q.sum[v]));
+    const vf log_sum = q.sum[v] < __builtin_inff() ? q.maximum[v] * c * LN_2 + log(q.sum[v]) : q.sum[v];
+    store_lanes(lse + row, log_sum, static_cast<int>(least(VL, a.s - row)));
+  }
+}
+
+// Hands out task numbers [0, tasks) to whichever thread is free.
+struct TaskQueue {
+  int64_t tasks, next = 0;
+  int64_t take() { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
+};
+
+// Calls body(first, count) for runs of (sample, head) pairs: bounds the packed copies, whatever the batch.
+template <class F>
+FM_INLINE void for_heads(const AttentionShape& shape, const F& body) {
+  constexpr int64_t HEADS_AT_ONCE = 16;
+  for (int64_t first = 0; first < shape.all_heads(); first += HEADS_AT_ONCE) {
+    body(first, least(HEADS_AT_ONCE, shape.all_heads() - first));
+  }
+}
+
+template <class P, class T>
+static void forward_heads(const T* qkv, T* out, float* lse, const AttentionArgs& a, const AttentionShape& shape,
+                          int64_t first_head, int64_t heads) {
+  using Word = typename P::Word;
+  const int64_t words = shape.d_padded / P::STEP, matrix = shape.s_padded * words;
+  Word* packed = static_cast<Word*>(scratch(0, 2 * heads * matrix * sizeof(Word)));
+  const auto head_of = [&](int64_t head) {
+    Word* keys = packed + 2 * head * matrix;
+    return PackedKeysValues<P>{keys, keys + matrix, words, shape.s_padded / P::STEP * ATTENTION_MR};
+  };
+  const int64_t blocks = shape.s_padded / BLOCK, query_blocks = (a.s + LANES - 1) / LANES;
+  TaskQueue packing{heads * blocks}, queries{heads * query_blocks};
+  parallel_run([&](int, int) {
+    for (int64_t task; (task = packing.take()) < packing.tasks;) {
+      const int64_t head = first_head + task / blocks, row = task % blocks * BLOCK;
+      const PackedKeysValues<P> to = head_of(task / blocks);
+      pack_crosswise<P>(shape.qkv(qkv, head, 1), row, row + BLOCK, to.keys, words);
+      pack_columnwise<P>(shape.qkv(qkv, head, 2), row, row + BLOCK, to.values, shape.d_padded, to.panel);
+    }
+    barrier();
+    for (int64_t task; (task = queries.take()) < queries.tasks;) {
+      const int64_t head = first_head + task / query_blocks;
+      const HeadDropout dropout(a, head);
+      const int64_t first = (query_blocks - 1 - task % query_blocks) * LANES;  // the longest first
+      forward_task<P>(shape, a, head_of(task / query_blocks), shape.qkv(qkv, head, 0), shape.context(out, head),
+                      lse + head * a.s, first, a.p > 0 ? &dropout : nullptr);
+    }
+  });
+}
+
+template <class P, class T>
+static void forward_of(const T* qkv, T* out, float* lse, const AttentionArgs& a) {
+  const AttentionShape shape(a);
+  for_heads(shape, [&](int64_t first, int64_t count) { forward_heads<P>(qkv, out, lse, a, shape, first, count); });
+}
+
+}  // namespace fm::FM_TARGET

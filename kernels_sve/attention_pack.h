@@ -1,0 +1,115 @@
+// Packed forms of a head's matrices X (s, d), rows of T in the caller's tensor, for attention_tile.h. Rows from s on
+// and columns from d on are zeros. W = words, d / STEP or s / STEP of them along the summed dimension.
+//
+//   crosswise   [s / VL][d words][VL]      a for sums over d: transposed VL rows at a time
+//   lanewise    [d words][LANES]           b for sums over d: the same with LANES rows side by side
+//   columnwise  [d / MR][s words][MR]      a for sums over s
+//
+// unpack turns a transposed result [d][LANES] into rows again. Tested by tests/kernels/test_attention.py.
+#pragma once
+#include "attention_tile.h"
+
+namespace fm::FM_TARGET {
+
+FM_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+FM_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// A head's matrix inside a tensor: row r begins at data + r * stride.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t stride, s, d;
+  T* row(int64_t r) const { return data + r * stride; }
+};
+
+// Words [w, w + VL) of a row, as bits in float lanes; beyond d zeros.
+template <class P, class T>
+FM_INLINE vf row_words(const T* row, int64_t w, int64_t d) {
+  const int lanes = static_cast<int>(least(VL, d / P::STEP - w));
+  if (lanes <= 0) return vf{};
+  if constexpr (P::STEP == 1) {
+    return load_lanes(row + w, lanes);
+  } else {
+    return load_lanes(reinterpret_cast<const float*>(row) + w, lanes);
+  }
+}
+
+// Rows [first, first + VL) transposed to out[w * ld + lane] for w < words.
+template <class P, class T>
+FM_INLINE void pack_rows(const Rows<const T>& x, int64_t first, float* out, int64_t ld, int64_t words) {
+  for (int64_t w = 0; w < words; w += VL) {
+    vf tile[VL];
+#pragma GCC unroll 16
+    for (int r = 0; r < VL; ++r) tile[r] = first + r < x.s ? row_words<P>(x.row(first + r), w, x.d) : vf{};
+    transpose(tile);
+    float* to = out + w * ld;
+    if (w + VL <= words) {
+#pragma GCC unroll 16
+      for (int c = 0; c < VL; ++c) store(to + c * ld, tile[c]);
+    } else {
+      for (int c = 0; c < words - w; ++c) store(to + c * ld, tile[c]);
+    }
+  }
+}
+
+template <class P, class T>
+static void pack_crosswise(const Rows<const T>& x, int64_t begin, int64_t end, typename P::Word* out, int64_t words) {
+  for (int64_t r = begin; r < end; r += VL) {
+    pack_rows<P>(x, r, reinterpret_cast<float*>(out) + r * words, VL, words);
+  }
+}
+
+template <class P, class T>
+static void pack_lanewise(const Rows<const T>& x, int64_t first, typename P::Word* out, int64_t words) {
+  for (int v = 0; v < ATTENTION_NV; ++v) {
+    pack_rows<P>(x, first + v * VL, reinterpret_cast<float*>(out) + v * VL, LANES, words);
+  }
+}
+
+// Columns [c, c + VL) of row r, or of rows r and r + 1 as pairs.
+template <class P, class T>
+FM_INLINE vf column_words(const Rows<const T>& x, int64_t r, int64_t c) {
+  const int lanes = static_cast<int>(least(VL, x.d - c));
+  if (r >= x.s || lanes <= 0) return vf{};
+  if constexpr (P::STEP == 1) {
+    return load_lanes(x.row(r) + c, lanes);
+  } else {
+    const vu low = load_u16_n(&x.row(r)[c].bits, lanes);
+    return (vf)(r + 1 < x.s ? low | load_u16_n(&x.row(r + 1)[c].bits, lanes) << 16 : low);
+  }
+}
+
+// Rows [begin, end); panel = words from one panel to the next.
+template <class P, class T>
+static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, typename P::Word* out, int64_t d_padded,
+                            int64_t panel) {
+  for (int64_t r = begin; r < end; r += P::STEP) {
+    for (int64_t c = 0; c < d_padded; c += VL) {
+      alignas(FM_VECTOR_BYTES) float words[VL];
+      store_aligned(words, column_words<P>(x, r, c));
+      for (int64_t i = 0; i < VL && c + i < d_padded; i += ATTENTION_MR) {
+        __builtin_memcpy(out + (c + i) / ATTENTION_MR * panel + r / P::STEP * ATTENTION_MR, words + i,
+                         ATTENTION_MR * sizeof(float));
+      }
+    }
+  }
+}
+
+// Rows [first, first + VL) of x = factor * transposed(in[d][LANES], its VL lanes from `in` on), factor(lane) a vector.
+template <class T>
+FM_INLINE void unpack_rows(const float* in, int64_t first, const Rows<T>& x, vf factor) {
+  for (int64_t c = 0; c < x.d; c += VL) {
+    const int lanes = static_cast<int>(least(VL, x.d - c));
+    vf tile[VL];
+#pragma GCC unroll 16
+    for (int r = 0; r < VL; ++r) tile[r] = r < lanes ? load(in + (c + r) * LANES) * factor : vf{};
+    transpose(tile);
+    const int rows = static_cast<int>(least(VL, x.s - first));
+#pragma GCC unroll 16
+    for (int r = 0; r < VL; ++r) {
+      if (r < rows) store_lanes(x.row(first + r) + c, tile[r], lanes);
+    }
+  }
+}
+
+}  // namespace fm::FM_TARGET

@@ -1,0 +1,95 @@
+// Python functions of attention.h: attention_forward, attention_backward.
+#include "tensor_view.h"
+
+namespace fm {
+namespace {
+
+void require(bool good, const char* name, const std::string& expected, const std::string& got) {
+  if (!good) throw py::value_error(std::string(name) + ": expected " + expected + ", got " + got);
+}
+
+struct Dropout {
+  double p;
+  uint64_t seed, stream;
+  int64_t first_sample, first_head;
+};
+
+// Sizes from qkv (s, b, heads * 3 * d) and lse (b, heads, s).
+AttentionArgs check(const TensorView& qkv, const TensorView& lse, const Dropout& dropout) {
+  qkv.floating().rank(3).contiguous();
+  lse.dtype({DType::f32}).rank(3).shape({qkv.size(1), -1, qkv.size(0)}).contiguous().aligned(4);
+  const int64_t heads = lse.size(1), width = qkv.size(2);
+  require(heads > 0, "lse", "one head or more in dimension 1", "0");
+  require(width > 0 && width % (12 * heads) == 0, "qkv",
+          "heads * 3 * d columns with " + std::to_string(heads) + " heads (dimension 1 of lse) and d a multiple of 4",
+          std::to_string(width) + " columns");
+  require(dropout.p >= 0 && dropout.p < 1, "p", "a probability in [0, 1)", std::to_string(dropout.p));
+  require(dropout.first_sample >= 0, "first_sample", "0 or more", std::to_string(dropout.first_sample));
+  require(dropout.first_head >= 0, "first_head", "0 or more", std::to_string(dropout.first_head));
+  const int64_t s = qkv.size(0);
+  require(s < INT64_C(1) << 31 && (dropout.first_head + heads) * s <= INT64_C(1) << 32, "first_head",
+          "fewer than 2**32 rows (first_head + heads) * s in a sample",
+          std::to_string(dropout.first_head + heads) + " * " + std::to_string(s));
+  return {s,
+          qkv.size(1),
+          heads,
+          width / (3 * heads),
+          static_cast<float>(dropout.p),
+          dropout.seed,
+          dropout.stream,
+          dropout.first_sample,
+          dropout.first_head};
+}
+
+void check_context(const TensorView& context, const TensorView& qkv) {
+  context.same_dtype(qkv).shape({qkv.size(0), qkv.size(1), qkv.size(2) / 3}).contiguous();
+}
+
+void bind_forward(py::handle qkv_object, py::handle out_object, py::handle lse_object, double p, uint64_t seed,
+                  uint64_t stream, int64_t first_sample, int64_t first_head) {
+  TensorView qkv("qkv", qkv_object), out("out", out_object), lse("lse", lse_object);
+  const AttentionArgs args = check(qkv, lse, {p, seed, stream, first_sample, first_head});
+  check_context(out, qkv);
+  out.disjoint({&qkv});
+  lse.disjoint({&qkv, &out});
+  if (!qkv.numel()) return;
+  unlocked([&] { kernels().attention_forward(qkv.data(), out.data(), lse.data<float>(), qkv.dtype(), args); });
+}
+
+void bind_backward(py::handle qkv_object, py::handle out_object, py::handle lse_object, py::handle dout_object,
+                   py::handle dqkv_object, double p, uint64_t seed, uint64_t stream, int64_t first_sample,
+                   int64_t first_head) {
+  TensorView qkv("qkv", qkv_object), out("out", out_object), lse("lse", lse_object), dout("dout", dout_object);
+  TensorView dqkv("dqkv", dqkv_object);
+  const AttentionArgs args = check(qkv, lse, {p, seed, stream, first_sample, first_head});
+  check_context(out, qkv);
+  check_context(dout, qkv);
+  dqkv.same_dtype(qkv).same_shape(qkv).contiguous().disjoint({&qkv, &out, &lse, &dout});
+  if (!qkv.numel()) return;
+  unlocked([&] {
+    kernels().attention_backward(qkv.data(), out.data(), lse.data<float>(), dout.data(), dqkv.data(), qkv.dtype(),
+                                 args);
+  });
+}
+
+}  // namespace
+
+FM_BIND(attention) {
+  using namespace py::literals;
+  module.def("attention_forward", &bind_forward, "qkv"_a, "out"_a, "lse"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0,
+             "first_sample"_a = 0, "first_head"_a = 0,
+             "out = dropout(softmax(Q K^T / sqrt(d), causal), p) V for every head, and lse = log(sum(exp(scores))) for "
+             "the backward.\n"
+             "qkv: float32, bfloat16 or float16 (s, b, heads * 3 * d), for each head its query, key and value, d a "
+             "multiple of 4.\n"
+             "out: (s, b, heads * d). lse: float32 (b, heads, s). All contiguous. Sums are float32.\n"
+             "Dropout is that of dropout() on probabilities (b, heads, s, s) with sample_dim=0, row0=first_head * s.\n"
+             "A NaN or infinity in a value reaches the queries after it and those within a tile before it.");
+  module.def("attention_backward", &bind_backward, "qkv"_a, "out"_a, "lse"_a, "dout"_a, "dqkv"_a, "p"_a = 0.0,
+             "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "first_head"_a = 0,
+             "Writes dqkv, the gradient with respect to qkv, from dout and what attention_forward was given and gave. "
+             "Shapes as\n"
+             "there; dqkv as qkv, dout as out. The dropout arguments must be those of the forward.");
+}
+
+}  // namespace fm

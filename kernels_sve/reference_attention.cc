@@ -1,0 +1,102 @@
+// Scalar references of attention.h: the formulas in double, one query at a time.
+#include <cmath>
+#include <vector>
+
+#include "philox_layout.h"
+#include "reference.h"
+
+namespace fm::reference {
+namespace {
+
+struct Head {
+  const AttentionArgs& a;
+  DType dtype;
+  int64_t sample, head;
+
+  // Element of qkv: part 0 query, 1 key, 2 value.
+  int64_t at(int64_t row, int part, int64_t column) const {
+    return (((row * a.b + sample) * a.heads + head) * 3 + part) * a.d + column;
+  }
+  int64_t context(int64_t row, int64_t column) const { return ((row * a.b + sample) * a.heads + head) * a.d + column; }
+  int64_t row(int64_t q) const { return (sample * a.heads + head) * a.s + q; }
+
+  double score(const void* qkv, int64_t q, int64_t k) const {
+    double sum = 0;
+    for (int64_t c = 0; c < a.d; ++c) sum += double(get(qkv, dtype, at(q, 0, c))) * get(qkv, dtype, at(k, 1, c));
+    return sum / std::sqrt(double(a.d));
+  }
+
+  // Factors 0 or 1 / (1 - p) of one query's probabilities.
+  std::vector<double> dropout(int64_t q) const {
+    std::vector<float> ones(a.s, 1.0f), out(a.s);
+    const DropoutArgs args{
+        1, 1, 1, a.s, a.p, a.seed, a.stream, a.first_sample + sample, (a.first_head + head) * a.s + q, 0};
+    if (a.p > 0) reference::dropout(ones.data(), out.data(), DType::f32, args);
+    return a.p > 0 ? std::vector<double>(out.begin(), out.end()) : std::vector<double>(a.s, 1.0);
+  }
+};
+
+template <class F>
+void for_heads(const AttentionArgs& a, DType dtype, const F& f) {
+  for (int64_t sample = 0; sample < a.b; ++sample)
+    for (int64_t head = 0; head < a.heads; ++head) f(Head{a, dtype, sample, head});
+}
+
+void forward_query(const Head& h, const void* qkv, void* out, float* lse, int64_t q) {
+  std::vector<double> p(q + 1), context(h.a.d);
+  double maximum = -HUGE_VAL, sum = 0;
+  for (int64_t k = 0; k <= q; ++k) maximum = std::fmax(maximum, p[k] = h.score(qkv, q, k));
+  for (int64_t k = 0; k <= q; ++k) sum += p[k] = std::exp(p[k] - maximum);
+  const std::vector<double> keep = h.dropout(q);
+  for (int64_t k = 0; k <= q; ++k)
+    for (int64_t c = 0; c < h.a.d; ++c) context[c] += p[k] / sum * keep[k] * get(qkv, h.dtype, h.at(k, 2, c));
+  for (int64_t c = 0; c < h.a.d; ++c) put(out, h.dtype, h.context(q, c), static_cast<float>(context[c]));
+  lse[h.row(q)] = static_cast<float>(maximum + std::log(sum));
+}
+
+// Adds one query's part to grad (3, s, d).
+void backward_query(const Head& h, const void* qkv, const void* out, const float* lse, const void* dout, double* grad,
+                    int64_t q) {
+  const int64_t d = h.a.d, matrix = h.a.s * d;
+  const std::vector<double> keep = h.dropout(q);
+  double delta = 0;
+  for (int64_t c = 0; c < d; ++c) {
+    delta += double(get(dout, h.dtype, h.context(q, c))) * get(out, h.dtype, h.context(q, c));
+  }
+  for (int64_t k = 0; k <= q; ++k) {
+    const double p = std::exp(h.score(qkv, q, k) - lse[h.row(q)]);
+    double dp = 0;
+    for (int64_t c = 0; c < d; ++c) {
+      dp += double(get(dout, h.dtype, h.context(q, c))) * get(qkv, h.dtype, h.at(k, 2, c));
+    }
+    const double ds = p * (dp * keep[k] - delta) / std::sqrt(double(d));
+    for (int64_t c = 0; c < d; ++c) {
+      grad[q * d + c] += ds * get(qkv, h.dtype, h.at(k, 1, c));
+      grad[matrix + k * d + c] += ds * get(qkv, h.dtype, h.at(q, 0, c));
+      grad[2 * matrix + k * d + c] += p * keep[k] * get(dout, h.dtype, h.context(q, c));
+    }
+  }
+}
+
+}  // namespace
+
+void attention_forward(const void* qkv, void* out, float* lse, DType dtype, const AttentionArgs& args) {
+  for_heads(args, dtype, [&](const Head& h) {
+    for (int64_t q = 0; q < args.s; ++q) forward_query(h, qkv, out, lse, q);
+  });
+}
+
+void attention_backward(const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv, DType dtype,
+                        const AttentionArgs& args) {
+  for_heads(args, dtype, [&](const Head& h) {
+    std::vector<double> grad(3 * args.s * args.d);
+    for (int64_t q = 0; q < args.s; ++q) backward_query(h, qkv, out, lse, dout, grad.data(), q);
+    for (int part = 0; part < 3; ++part)
+      for (int64_t r = 0; r < args.s; ++r)
+        for (int64_t c = 0; c < args.d; ++c) {
+          put(dqkv, dtype, h.at(r, part, c), static_cast<float>(grad[(part * args.s + r) * args.d + c]));
+        }
+  });
+}
+
+}  // namespace fm::reference

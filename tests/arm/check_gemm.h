@@ -1,0 +1,56 @@
+// GEMM against the scalar reference: forward, data gradient and weight gradient, packed and not. Part of check_kernels.cc.
+#pragma once
+// C = A B of the three layouts: 0 forward (B transposed in memory), 1 data gradient, 2 weight gradient (A transposed).
+GemmArgs gemm_layout(int form, int64_t m, int64_t n, int64_t k) {
+  GemmArgs g = {};
+  g.m = m, g.n = n, g.k = k;
+  g.a_row = form == 2 ? 1 : k + 3, g.a_col = form == 2 ? m + 1 : 1;
+  g.b_row = form == 0 ? 1 : n + 2, g.b_col = form == 0 ? k + 5 : 1;
+  g.c_row = n + 1;
+  g.accumulate = form == 2;
+  return g;
+}
+
+// A matrix of some dtype from float values; uint16_t words when it is a half.
+std::vector<uint32_t> stored(const Floats& values, DType dtype) {
+  std::vector<uint32_t> words(values.size() + 1);
+  kernels().convert(values.data(), DType::f32, words.data(), dtype, static_cast<int64_t>(values.size()));
+  return words;
+}
+
+Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool packed) {
+  GemmArgs g = gemm_layout(form, m, n, k);
+  const auto a = stored(random_floats((m + k + 6) * (std::max(m, k) + 4), 1), dtype);
+  const auto b = stored(random_floats((n + k + 6) * (std::max(n, k) + 6), 2), dtype);
+  const auto bias = stored(random_floats(n, 4), DType::f32), other = stored(random_floats(m * n, 5), DType::f32);
+  Floats c = random_floats(m * (n + 1) + 1, 3), pre(m * n), sums(m, 0.25f);
+  g.in_dtype = dtype, g.out_dtype = DType::f32, g.a = a.data(), g.b = b.data(), g.c = c.data();
+  std::vector<float> panels;
+  if (packed) {
+    panels.resize(kernels().packed_weight_size(n, k, dtype) / 4 + 64);
+    char* aligned = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(panels.data()) + 255) / 256 * 256);
+    kernels().pack_weight({n, k, dtype, b.data(), g.b_row, g.b_col, aligned});
+    g.packed = aligned;
+  }
+  if (form == 0) g.bias = bias.data(), g.gelu = true, g.pre = pre.data(), g.pre_row = n, g.residual = other.data(), g.residual_row = n;
+  if (form == 1) g.gelu_input = other.data(), g.gelu_input_row = n;
+  if (form == 2) g.a_sums = sums.data();
+  kernels().gemm(g);
+  c.insert(c.end(), pre.begin(), pre.end());
+  c.insert(c.end(), sums.begin(), sums.end());
+  return c;
+}
+
+void check_gemm(const std::string& target) {
+  const int64_t shapes[][3] = {{1, 1, 1}, {12, 32, 16}, {13, 33, 17}, {5, 70, 0}, {61, 67, 71}, {14, 34, 700}};
+  for (const auto& s : shapes) {
+    for (int form = 0; form < 3; ++form) {
+      for (DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+        for (bool packed : {false, true}) {
+          const float tolerance = 3e-7f * static_cast<float>(s[2] + 20);
+          compare(target, "gemm", 2e-5f, 8 * tolerance, [&] { return run_gemm(form, s[0], s[1], s[2], dtype, packed); });
+        }
+      }
+    }
+  }
+}
