@@ -247,6 +247,17 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SystemConfig:
+    """How the machine is used."""
+
+    kernels: str = opt("auto", "native: the C++ kernels; torch: torch's own; auto: whichever is faster on this run's shapes",
+                       choices=("auto", "native", "torch"))
+
+    def __post_init__(self) -> None:
+        check(self.kernels in ("auto", "native", "torch"), f"--kernels {self.kernels}: give auto, native or torch")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run, complete. Checks what spans two groups."""
 
@@ -258,6 +269,7 @@ class RunConfig:
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
     output: OutputConfig = OutputConfig()
+    system: SystemConfig = SystemConfig()
 
     def __post_init__(self) -> None:
         samples, optimizer = self.training.train_samples is not None, self.optimizer
@@ -269,5 +281,5 @@ class RunConfig:
 
 GROUPS: dict[str, type] = {
     "model": ModelConfig, "parallel": ParallelConfig, "batch": BatchConfig, "optimizer": OptimizerConfig,
-    "precision": PrecisionConfig, "training": TrainingConfig, "data": DataConfig, "output": OutputConfig,
+    "precision": PrecisionConfig, "training": TrainingConfig, "data": DataConfig, "output": OutputConfig, "system": SystemConfig,
 }

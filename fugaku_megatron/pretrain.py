@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from . import accounting, batches, checkpoint, runtime
+from . import accounting, batches, checkpoint, kernels, runtime
 from .accounting import Layout
 from .arguments import Arguments
 from .comm.agreement import everywhere, on_root
@@ -23,6 +23,8 @@ from .config import RunConfig, check
 from .data.dataset import Dataset, MockDataset, build_datasets
 from .data.tokenizer import build_tokenizer
 from .metrics import MetricsWriter, format_peak_memory, peak_memory_mib
+from .nn import autotune, ops
+from .optim import DTYPES
 from .plot import loss_curve
 from .train import IterationResult, Trainer, reads_data
 
@@ -153,6 +155,18 @@ def configure_process(run: RunConfig, world: Comm) -> str:
     return runtime.machine_summary(describe(world), len(here), threads)
 
 
+def choose_kernels(run: RunConfig, layout: Layout, world: Comm) -> list[str]:
+    """Set the kernels of every operation, the same on all ranks; returns the log's lines. Collective."""
+    wanted = run.system.kernels
+    if wanted != "auto":
+        ops.use(wanted)
+        return [f"kernels: {wanted} (instruction set {kernels.active()})"]
+    timings = autotune.measure(run, layout.tp, DTYPES[run.precision.name])
+    ops.use(world.broadcast_object({t.family: t.faster for t in timings}))
+    return [f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.active()})",
+            *autotune.table(timings)]
+
+
 def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str) -> list[str]:
     """What the log says before the first iteration."""
     size = layout.global_batch_size(run)
@@ -181,7 +195,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
     train, valid = build_data(run, groups, layout)
     trainer = Trainer(run, world, groups, train, valid)
-    lines = announce(arguments, run, layout, machine)
+    lines = announce(arguments, run, layout, machine) + choose_kernels(run, layout, world)
     found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
     if found:
         trainer.load(output.load, output.ckpt_step)

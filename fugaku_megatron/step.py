@@ -50,10 +50,9 @@ class StepExecutor:
         if self.stage.is_first or self.stage.is_last:
             tokens, labels = next(self.batches)
         x = tokens if self.stage.is_first else self.inputs[microbatch]
-        output = self.stage(x, labels, self.first_sample(microbatch))
+        output = self.stage(x, labels, self.first_sample(microbatch), self.loss_factor)
         if self.stage.is_last:
-            self.losses.append(output.detach())
-            output = output * self.loss_factor
+            self.losses.append(output.detach() / self.loss_factor)
         if torch.is_grad_enabled():
             self.outputs[microbatch] = output
         else:

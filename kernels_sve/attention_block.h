@@ -1,5 +1,6 @@
-// One block of queries against one block of keys in the backward pass: P and dS, then their products with what is packed.
-// Lanes are keys; formulas in attention_backward.h, which includes this. Tested by tests/kernels/test_attention.py.
+// One block of queries against one block of keys in the backward pass: P and dS, then their products with what is
+// packed. Lanes are keys; formulas in attention_backward.h, which includes this. Tested by
+// tests/kernels/test_attention.py.
 #pragma once
 #include "attention_forward.h"
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "train": {"checkpoint", "schedule", "accounting", "batches", "comm", "config", "data", "nn", "optim", "step"},
     "dry_run": {"accounting", "batches", "schedule", "comm", "config", "nn"},
     "pretrain": {"accounting", "batches", "checkpoint", "runtime", "arguments", "comm", "config", "data", "metrics", "plot",
-                 "train"},
+                 "train", "nn", "kernels", "optim"},
 }
 NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot"}
 

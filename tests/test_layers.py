@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.local import DryComm, RecordingComm, ThreadWorld
-from fugaku_megatron.nn import layers
+from fugaku_megatron.nn import layers, ops
 from fugaku_megatron.optim import FlatParameters
 from fugaku_megatron.train import Trainer
 from tests.helpers import grid_groups, small_run
@@ -148,14 +148,15 @@ def test_tensor_parallel_ranks_compute_what_one_rank_does(name, ranks, dropout):
 
 
 def test_the_formulas_of_the_simple_layers():
-    """Against torch's own modules' formulas; attention and the whole block are compared in test_model."""
+    """Against torch's own modules' formulas; attention and the whole block are compared in test_model. Row-parallel layers leave
+    their bias to the residual's addition."""
     x = random(S, B, H)
     for name, formula in {"column": lambda w: F.linear(x, w["x.weight"], w["x.bias"]),
-                          "row": lambda w: F.linear(x, w["x.weight"], w["x.bias"]),
+                          "row": lambda w: F.linear(x, w["x.weight"]),
                           "layer_norm": lambda w: F.layer_norm(x, (H,), w["x.weight"], w["x.bias"]),
                           "positions": lambda w: x + w["x.weight"][:S].unsqueeze(1),
                           "mlp": lambda w: F.linear(F.gelu(F.linear(x, w["x.linear_fc1.weight"], w["x.linear_fc1.bias"]),
-                                                           approximate="tanh"), w["x.linear_fc2.weight"], w["x.linear_fc2.bias"]),
+                                                           approximate="tanh"), w["x.linear_fc2.weight"]),
                           }.items():
         y, _, weights = run_layer(name, DryComm())
         torch.testing.assert_close(y, formula({k: p for k, (p, _) in weights.items()}), rtol=1e-6, atol=1e-6)
@@ -187,7 +188,7 @@ def test_every_site_of_every_layer_has_its_own_stream():
 
 def test_sites_and_layers_are_independent():
     ones = torch.ones(32, 4, 512)
-    masks = [layers.drop_hidden(ones, 0.5, SEED, layer, site, 0) != 0
+    masks = [ops.dropout(ones, 0.5, layers.hidden_place(SEED, layer, site, 0)) != 0
              for layer, site in ((1, "residual_1"), (1, "residual_2"), (2, "residual_1"), (0, "embedding"))]
     for i, a in enumerate(masks):
         for b in masks[:i]:

@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
-from fugaku_megatron.nn import ops
+from fugaku_megatron.nn import native_ops, ops, torch_ops
 
 S, B, H, OUT = 5, 3, 12, 7
 DTYPES = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 3e-2), "fp16": (torch.float16, 4e-3)}
 PLACE = ops.MaskPlace(seed=5, stream=9, first_sample=40, sample_dim=1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def implementation(request):
     torch.set_num_threads(1)
+    before = ops.choice()
+    ops.use(request.param)
+    yield request.param
+    ops.use(before)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -80,14 +85,88 @@ def test_layer_norm(name):
 @each_dtype
 def test_gelu(name):
     dtype, tolerance = DTYPES[name]
-    check(ops.gelu, lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    check(torch_ops.gelu, lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
           [random(S, B, H, dtype=dtype) * 3], [], tolerance)
 
 
 @each_dtype
 def test_add_bias(name):
     dtype, tolerance = DTYPES[name]
-    check(ops.add_bias, lambda x, b: x + b, [random(S, B, H, dtype=dtype)], [random(H, seed=1, dtype=dtype)], tolerance)
+    check(torch_ops.add_bias, lambda x, b: x + b, [random(S, B, H, dtype=dtype)], [random(H, seed=1, dtype=dtype)], tolerance)
+
+
+def plain_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@each_dtype
+def test_mlp(name):
+    dtype, tolerance = DTYPES[name]
+    weights = [random(4 * H, H, seed=1, dtype=dtype), random(4 * H, seed=2, dtype=dtype), random(H, 4 * H, seed=3, dtype=dtype) / 4]
+    check(ops.mlp, lambda x, w1, b1, w2: plain_gelu(x @ w1.t() + b1) @ w2.t(), [random(S, B, H, dtype=dtype)], weights,
+          3 * tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_bias_dropout_add(name, p):
+    dtype, tolerance = DTYPES[name]
+    keep = ops.dropout(torch.ones(S, B, H), p, PLACE).double()
+    check(lambda x, r, b: ops.bias_dropout_add(x, b, r, p, PLACE), lambda x, r, b: r + (x + b) * keep,
+          [random(S, B, H, dtype=dtype), random(S, B, H, seed=5, dtype=dtype)], [random(H, seed=1, dtype=dtype)], 2 * tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_bias_dropout_add_layer_norm(name, p):
+    """Both results are used, as in a layer: their sum, the norm doubled."""
+    dtype, tolerance = DTYPES[name]
+    keep = ops.dropout(torch.ones(S, B, H), p, PLACE).double()
+
+    def fused(x, r, b, w, c):
+        total, y = ops.bias_dropout_add_layer_norm(x, b, r, p, PLACE, w, c, 1e-3)
+        return total + 2 * y
+
+    def plain(x, r, b, w, c):
+        total = r + (x + b) * keep
+        return total + 2 * F.layer_norm(total, (H,), w, c, 1e-3)
+
+    weights = [random(H, seed=i, dtype=dtype) for i in (1, 2, 3)]
+    check(fused, plain, [random(S, B, H, dtype=dtype), random(S, B, H, seed=5, dtype=dtype)], weights, 4 * tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("logits_bytes", [1 << 26, 4 * 16 * 4])
+def test_head_loss(name, ranks, logits_bytes, monkeypatch):
+    """In one chunk and in several, over one and two tensor-parallel ranks."""
+    monkeypatch.setattr(native_ops, "LOGITS_BYTES", logits_bytes)
+    dtype, tolerance = DTYPES[name]
+    x, table, factor = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype), 0.25
+    labels = torch.randint(0, 16, (S, B), generator=torch.Generator().manual_seed(1))
+    exact = [t.double().requires_grad_() for t in (x, table)]
+    expected = F.cross_entropy((exact[0] @ exact[1].t()).flatten(0, 1), labels.flatten()) * factor
+    wanted = torch.autograd.grad(expected, exact)
+
+    def part(tp):
+        own = parameter(table.chunk(tp.size)[tp.rank].clone())
+        leaf = x.clone().requires_grad_()
+        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, tp.rank * 16 // tp.size, factor) * factor
+        loss.backward()
+        return loss, leaf.grad, own.main_grad - 0.5
+
+    results = ThreadWorld(ranks).run(part)
+    for loss, grad, _ in results:
+        close(loss, expected, tolerance)
+        close(grad, wanted[0], tolerance)
+    close(torch.cat([grad for *_, grad in results]), wanted[1], tolerance)
+
+
+def test_head_loss_without_gradients(implementation):
+    x, table = random(S, B, H), parameter(random(16, H, seed=1))
+    with torch.no_grad():
+        loss = ops.head_loss(x, table, torch.zeros(S, B, dtype=torch.int64), DryComm(), 0, 1.0)
+    assert math.isfinite(loss) and torch.equal(table.main_grad, torch.full((16, H), 0.5))
 
 
 @each_dtype
@@ -164,7 +243,7 @@ def test_vocab_parallel_cross_entropy(name, ranks):
 
     def part(tp):
         own = logits.chunk(tp.size, -1)[tp.rank].contiguous().requires_grad_()
-        loss = ops.vocab_parallel_cross_entropy(own, labels, tp, tp.rank * vocabulary // tp.size)
+        loss = torch_ops.vocab_parallel_cross_entropy(own, labels, tp, tp.rank * vocabulary // tp.size)
         loss.backward(weight)
         return loss, own.grad
 
@@ -231,7 +310,7 @@ def test_recompute_has_the_same_bits_and_keeps_no_intermediate():
     saved = []
 
     def block(x: Tensor, scale: float) -> Tensor:
-        return ops.dropout(ops.gelu(ops.linear(x, weight)) * scale, 0.3, PLACE)
+        return ops.dropout(torch_ops.gelu(ops.linear(x, weight)) * scale, 0.3, PLACE)
 
     def step(recompute: bool) -> tuple[Tensor, Tensor, Tensor, int]:
         saved.clear()
@@ -249,5 +328,5 @@ def test_recompute_has_the_same_bits_and_keeps_no_intermediate():
 
 
 def test_size_1_needs_no_communication():
-    loss = ops.vocab_parallel_cross_entropy(torch.zeros(S, B, 8), torch.zeros(S, B, dtype=torch.int64), DryComm(), 0)
+    loss = torch_ops.vocab_parallel_cross_entropy(torch.zeros(S, B, 8), torch.zeros(S, B, dtype=torch.int64), DryComm(), 0)
     torch.testing.assert_close(loss, torch.full((S, B), math.log(8)))

@@ -19,7 +19,7 @@ LAYOUTS = {"one": (1, {}), "tp2": (2, {"tensor_model_parallel_size": 2}), "pp2":
            "tp2dp2zero": (4, {"tensor_model_parallel_size": 2, "zero_stage": 1}),
            "tp2pp2dp2zero": (8, {"zero_stage": 1, **TP2PP2})}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-FP16 = {"fp16": True, "initial_loss_scale": 2.0**21, "hysteresis": 1, "loss_scale_window": 2}
+FP16 = {"fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scale_window": 2}
 SMALLER = {"num_layers": 2, "global_batch_size": 8}
 
 
@@ -170,7 +170,7 @@ def test_the_fp16_runs_resume_in_the_middle_of_loss_scaling():
     trainer = make_trainer(DryComm(), small_run(**SMALLER, **DROPOUT, **FP16))
     found = [trainer.train_step() for _ in range(4)]
     trainer.close()
-    assert [r.loss_scale for r in found] == [2.0**21, 2.0**20, 2.0**20, 2.0**21], "one of the window's two steps is before the save"
+    assert [r.loss_scale for r in found] == [2.0**22, 2.0**21, 2.0**21, 2.0**22], "one of the window's two steps is before the save"
     assert [r.skipped for r in found] == [True, False, False, True]
 
 

@@ -24,9 +24,9 @@ def mask_stream(layer: int, site: str) -> int:
     return layer * len(SITES) + SITES.index(site)
 
 
-def drop_hidden(x: Tensor, p: float, seed: int, layer: int, site: str, first_sample: int) -> Tensor:
-    """Dropout of a whole activation (s, b, h); the mask is the same on every tensor-parallel rank."""
-    return ops.dropout(x, p, ops.MaskPlace(seed, mask_stream(layer, site), first_sample, sample_dim=1))
+def hidden_place(seed: int, layer: int, site: str, first_sample: int) -> ops.MaskPlace:
+    """The mask of a whole activation (s, b, h); the same on every tensor-parallel rank."""
+    return ops.MaskPlace(seed, mask_stream(layer, site), first_sample, sample_dim=1)
 
 
 def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, partition_dim: int | None = None,
@@ -80,7 +80,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X W^T with W's columns (inputs) split over `tp`: split input, whole output; the bias is added once, after the sum."""
+    """Y = X W^T with W's columns (inputs) split over `tp`: split input, whole output. Whoever adds the residual adds the bias."""
 
     def __init__(self, name: str, inputs: int, outputs: int, tp: Comm, std: float) -> None:
         super().__init__()
@@ -89,10 +89,8 @@ class RowParallelLinear(nn.Module):
         self.bias = make_parameter(f"{name}.bias", (outputs,), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (s, b, inputs / tp) -> (s, b, outputs)."""
-        if self.tp.size == 1:
-            return ops.linear(x, self.weight, self.bias)
-        return ops.add_bias(reduce_from_tensor_parallel(ops.linear(x, self.weight), self.tp), self.bias)
+        """x (s, b, inputs / tp) -> (s, b, outputs), without the bias."""
+        return reduce_from_tensor_parallel(ops.linear(x, self.weight), self.tp)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -140,7 +138,7 @@ class SelfAttention(nn.Module):
         return ops.attention(qkv, self.head_size, self.dropout if self.training else 0.0, mask)
 
     def forward(self, x: Tensor, first_sample: int, recompute: bool) -> Tensor:
-        """x (s, b, h) -> (s, b, h)."""
+        """x (s, b, h) -> (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x)  # (s, b, n 3 d)
         context = ops.recompute(self.core, qkv, first_sample) if recompute else self.core(qkv, first_sample)
         return self.linear_proj(context)
@@ -156,8 +154,10 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", model.ffn_hidden_size, model.hidden_size, tp, output_std(model))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> (s, b, h)."""
-        return self.linear_fc2(ops.gelu(self.linear_fc1(x)))
+        """x (s, b, h) -> (s, b, h), without the second bias."""
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        partial = ops.mlp(copy_to_tensor_parallel(x, fc1.tp), fc1.weight, fc1.bias, fc2.weight)
+        return reduce_from_tensor_parallel(partial, fc2.tp)
 
 
 def output_std(model: ModelConfig) -> float:
@@ -177,12 +177,13 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = LayerNorm(f"{name}.pre_mlp_layernorm", h, model.layernorm_epsilon, tp)
         self.mlp = MLP(f"{name}.mlp", model, tp)
 
-    def drop(self, x: Tensor, site: str, first_sample: int) -> Tensor:
-        """Dropout of what a sub-layer adds. (s, b, h) -> (s, b, h)."""
-        return drop_hidden(x, self.dropout if self.training else 0.0, self.seed, self.layer, site, first_sample)
+    def _place(self, site: str, first_sample: int) -> tuple[float, ops.MaskPlace]:
+        return self.dropout if self.training else 0.0, hidden_place(self.seed, self.layer, site, first_sample)
 
     def forward(self, x: Tensor, first_sample: int, recompute_attention: bool = False) -> Tensor:
         """x (s, b, h) -> (s, b, h)."""
         attended = self.self_attention(self.input_layernorm(x), first_sample, recompute_attention)
-        x = x + self.drop(attended, "residual_1", first_sample)
-        return x + self.drop(self.mlp(self.pre_mlp_layernorm(x)), "residual_2", first_sample)
+        norm = self.pre_mlp_layernorm
+        x, normed = ops.bias_dropout_add_layer_norm(attended, self.self_attention.linear_proj.bias, x,
+                                                    *self._place("residual_1", first_sample), norm.weight, norm.bias, norm.epsilon)
+        return ops.bias_dropout_add(self.mlp(normed), self.mlp.linear_fc2.bias, x, *self._place("residual_2", first_sample))

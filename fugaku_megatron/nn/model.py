@@ -13,7 +13,7 @@ from ..comm.autograd import copy_to_tensor_parallel
 from ..comm.grid import Groups
 from ..config import RunConfig
 from . import ops
-from .layers import LayerNorm, PositionEmbedding, TransformerLayer, VocabParallelEmbedding, drop_hidden, make_parameter
+from .layers import LayerNorm, PositionEmbedding, TransformerLayer, VocabParallelEmbedding, hidden_place, make_parameter
 
 EMBEDDING = "embedding.word_embeddings"
 
@@ -52,7 +52,7 @@ class Stage(nn.Module):
         """tokens (s, b) -> (s, b, h)."""
         x = self.position_embeddings(self.word_embeddings(tokens))
         p = self.run.model.hidden_dropout if self.training else 0.0
-        return drop_hidden(x, p, self.seed, 0, "embedding", first_sample)
+        return ops.dropout(x, p, hidden_place(self.seed, 0, "embedding", first_sample))
 
     def run_layers(self, x: Tensor, first_sample: int, first: int, last: int) -> Tensor:
         """Layers [first, last) of this stage. (s, b, h) -> (s, b, h)."""
@@ -71,16 +71,19 @@ class Stage(nn.Module):
         done = accounting.recomputed_layers(count, training.recompute_method, training.recompute_num_layers)
         return self.run_layers(x, first_sample, done, count)
 
+    def head_input(self, x: Tensor) -> Tensor:
+        """What the tied head multiplies. (s, b, h) -> (s, b, h)."""
+        return copy_to_tensor_parallel(self.final_layernorm(x), self.tp)
+
     def logits(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (s, b, v): this rank's columns of the logits."""
-        return ops.linear(copy_to_tensor_parallel(self.final_layernorm(x), self.tp), self.tied_weight)
+        return ops.linear(self.head_input(x), self.tied_weight)
 
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss over the tokens of a micro-batch. x (s, b, h), labels (s, b) -> ()."""
-        return ops.vocab_parallel_cross_entropy(self.logits(x), labels, self.tp, self.tied_weight.global_offset[0]).mean()
-
-    def forward(self, x: Tensor, labels: Tensor | None, first_sample: int) -> Tensor:
-        """Tokens (s, b) or the previous stage's (s, b, h) -> (s, b, h), or the loss () on the last stage."""
+    def forward(self, x: Tensor, labels: Tensor | None, first_sample: int, factor: float = 1.0) -> Tensor:
+        """Tokens (s, b) or the previous stage's (s, b, h) -> (s, b, h), or on the last stage the mean loss () times `factor`."""
         x = self.embed(x, first_sample) if self.is_first else x
         x = self.decode(x, first_sample)
-        return self.loss(x, labels) if self.is_last else x
+        if not self.is_last:
+            return x
+        first_row = self.tied_weight.global_offset[0]
+        return ops.head_loss(self.head_input(x), self.tied_weight, labels, self.tp, first_row, factor) * factor

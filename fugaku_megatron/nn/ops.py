@@ -1,223 +1,95 @@
-"""The operations of a training step as autograd functions: one call per fused operation.
+"""The operations of a training step, and which kernels run them.
 
-Weight gradients are accumulated straight into `parameter.main_grad` (the flat FP32 buffer), so autograd carries activation
-gradients only. Left out: communication (`comm.autograd`, `layers`) and the choice of kernels.
-Legend: s sequence, b micro-batch, h hidden, n heads of this rank, d head size, v vocabulary of this rank.
+    ops.use("native")                       the C++ kernels for all (default where they are faster: see `autotune`)
+    ops.use({**ops.choice(), "attention": "torch"})
+
+Each is an autograd function over tensors (s, b, h). Weight gradients are accumulated straight into `parameter.main_grad` (the flat
+FP32 buffer), so autograd carries activation gradients only. Left out: communication (`comm.autograd`, `layers`).
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size, v vocabulary of this rank.
 Test: pytest tests/test_ops.py
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from .. import kernels
 from ..comm.base import Comm
+from . import native_ops, torch_ops
+from .shared import MaskPlace, dropout, recompute
+
+__all__ = ["FAMILIES", "MaskPlace", "add_position", "attention", "bias_dropout_add", "bias_dropout_add_layer_norm", "choice",
+           "dropout", "embedding", "head_loss", "layer_norm", "linear", "mlp", "recompute", "use"]
+
+FAMILIES = ("gemm", "attention", "rowwise", "loss", "embedding")
+_MODULES = {"native": native_ops, "torch": torch_ops}
+_choice = dict.fromkeys(FAMILIES, "native")
 
 
-@dataclass(frozen=True)
-class MaskPlace:
-    """Which dropout mask: a function of seed, stream and the element's place in its sample's global tensor.
+def use(kernels: str | Mapping[str, str]) -> None:
+    """Run all operations on "native" or "torch" kernels, or each family on its own; for the whole process.
 
-    `sample_dim` counts samples from `first_sample`, the last dimension counts columns from 0, all others together rows from `row0`.
+    Raises ValueError for other names.
     """
-
-    seed: int
-    stream: int
-    first_sample: int
-    sample_dim: int
-    row0: int = 0
-
-
-def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` (parameter's shape, any float dtype) to the parameter's FP32 gradient."""
-    parameter.main_grad.add_(grad)
+    wanted = dict.fromkeys(FAMILIES, kernels) if isinstance(kernels, str) else dict(kernels)
+    for family, name in wanted.items():
+        if family not in FAMILIES or name not in _MODULES:
+            raise ValueError(f"kernels {name} for {family}: give {' or '.join(_MODULES)}, for {', '.join(FAMILIES)}")
+    _choice.update(wanted)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # (s b, in), (s b, out)
-        if weight.dtype == torch.float32:
-            weight.main_grad.addmm_(dy_rows.t(), rows)
-        else:
-            accumulate(weight, dy_rows.t() @ rows)
-        if ctx.bias is not None:
-            accumulate(ctx.bias, dy_rows.sum(0, dtype=torch.float32))
-        return (dy_rows @ weight).view_as(x), None, None
+def choice() -> dict[str, str]:
+    """Which kernels run each family."""
+    return dict(_choice)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + bias. x (..., in), weight (out, in), bias (out) -> (..., out)."""
-    return _Linear.apply(x, weight, bias)
+    return _MODULES[_choice["gemm"]].linear(x, weight, bias)
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
-        ctx.save_for_backward(x, mean, rstd)
-        ctx.weight, ctx.bias = weight, bias
-        return y
+def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor) -> Tensor:
+    """gelu(x W1^T + bias1) W2^T, tanh approximation, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h)."""
+    return _MODULES[_choice["gemm"]].mlp(x, weight1, bias1, weight2)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        x, mean, rstd = ctx.saved_tensors
-        dx, dw, db = torch.ops.aten.native_layer_norm_backward(dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, ctx.bias,
-                                                               [True, True, True])
-        accumulate(ctx.weight, dw)
-        accumulate(ctx.bias, db)
-        return dx, None, None, None
+
+def attention(qkv: Tensor, head_size: int, p: float, mask: MaskPlace) -> Tensor:
+    """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, n 3 d), Megatron's order -> (s, b, n d)."""
+    return _MODULES[_choice["attention"]].attention(qkv, head_size, p, mask)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """Layer norm over the last dimension. x (..., h), weight and bias (h)."""
-    return _LayerNorm.apply(x, weight, bias, epsilon)
+    return _MODULES[_choice["rowwise"]].layer_norm(x, weight, bias, epsilon)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU in the tanh approximation, as GPT-2 has it."""
-    return F.gelu(x, approximate="tanh")
+def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace) -> Tensor:
+    """residual + dropout(x + bias). x and residual (s, b, h), bias (h) -> (s, b, h)."""
+    return _MODULES[_choice["rowwise"]].bias_dropout_add(x, bias, residual, p, mask)
 
 
-def _masked(x: Tensor, p: float, mask: MaskPlace) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    kernels.dropout(x, out, p, mask.seed, mask.stream, mask.first_sample, mask.sample_dim, mask.row0)
-    return out
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, mask: MaskPlace) -> Tensor:
-        ctx.p, ctx.mask = p, mask
-        return _masked(x, p, mask)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _masked(dy, ctx.p, ctx.mask), None, None
-
-
-def dropout(x: Tensor, p: float, mask: MaskPlace) -> Tensor:
-    """Zero elements of x with probability p, scale the others by 1/(1-p); the mask is a function of its place alone."""
-    return x if p == 0.0 else _Dropout.apply(x, p, mask)
-
-
-def attention(qkv: Tensor, head_size: int, p: float, mask: MaskPlace) -> Tensor:
-    """Causal self-attention of this rank's heads. qkv (s, b, n 3 d) in Megatron's order -> (s, b, n d)."""
-    s, b, width = qkv.shape
-    heads = qkv.view(s, b, width // (3 * head_size), 3, head_size).permute(3, 1, 2, 0, 4)  # (3, b, n, s, d)
-    query, key, value = heads.unbind(0)
-    if p == 0.0:
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (b, n, s, d)
-    else:
-        scores = torch.matmul(query, key.transpose(-1, -2)) * head_size**-0.5  # (b, n, s, s)
-        future = torch.ones(s, s, dtype=torch.bool, device=qkv.device).triu(1)
-        probabilities = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-        context = torch.matmul(dropout(probabilities, p, mask), value)
-    return context.permute(2, 0, 1, 3).reshape(s, b, -1)
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
-        rows = tokens - first_row
-        ctx.weight, ctx.foreign = weight, (rows < 0) | (rows >= weight.shape[0])
-        rows = rows.masked_fill(ctx.foreign, 0)
-        ctx.save_for_backward(rows)
-        return F.embedding(rows, weight).masked_fill_(ctx.foreign.unsqueeze(-1), 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
-        dy = dy.float().masked_fill(ctx.foreign.unsqueeze(-1), 0.0)
-        ctx.weight.main_grad.index_add_(0, ctx.saved_tensors[0].flatten(), dy.flatten(0, 1))
-        return None, None, None
+def bias_dropout_add_layer_norm(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, weight: Tensor,
+                                norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(sum, layer_norm(sum)), sum being that of `bias_dropout_add`."""
+    function = _MODULES[_choice["rowwise"]].bias_dropout_add_layer_norm
+    return function(x, bias, residual, p, mask, weight, norm_bias, epsilon)
 
 
 def embedding(tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
     """Rows of a table whose first row here is `first_row`, zeros for rows of others. tokens (s, b), weight (v, h) -> (s, b, h)."""
-    return _Embedding.apply(tokens, weight, first_row)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int) -> Tensor:
-        ctx.dtype, logits = logits.dtype, logits.float()  # (s, b, v)
-        top = tp.all_reduce(logits.amax(-1), "max")  # (s, b)
-        exponentials = torch.exp(logits - top.unsqueeze(-1))
-        total = tp.all_reduce(exponentials.sum(-1))
-        rows = labels - first_row
-        foreign = (rows < 0) | (rows >= logits.shape[-1])
-        rows = rows.masked_fill(foreign, 0).unsqueeze(-1)
-        target = tp.all_reduce((logits.gather(-1, rows).squeeze(-1) - top).masked_fill(foreign, 0.0))
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), rows, foreign)
-        return torch.log(total) - target
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, rows, foreign = ctx.saved_tensors
-        dlogits = probabilities
-        dlogits.scatter_add_(-1, rows, (foreign.float() - 1.0).unsqueeze(-1))
-        return dlogits.mul_(dloss.unsqueeze(-1)).to(ctx.dtype), None, None, None
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Comm, first_row: int) -> Tensor:
-    """-log softmax(logits)[label] in FP32, the vocabulary being split over `tp`. logits (s, b, v), labels (s, b) -> (s, b).
-
-    The gradient is computed in place of the saved probabilities, so backward runs once.
-    """
-    return _CrossEntropy.apply(logits, labels, tp, first_row)
-
-
-class _AddBias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.bias = bias
-        return x + bias
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        accumulate(ctx.bias, dy.sum((0, 1), dtype=torch.float32))
-        return dy, None
-
-
-def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """x (s, b, h) + bias (h)."""
-    return _AddBias.apply(x, bias)
-
-
-class _AddPosition(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return x + weight[: x.shape[0]].unsqueeze(1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.weight.main_grad[: dy.shape[0]].add_(dy.sum(1, dtype=torch.float32))
-        return dy, None
+    return _MODULES[_choice["embedding"]].embedding(tokens, weight, first_row)
 
 
 def add_position(x: Tensor, weight: Tensor) -> Tensor:
     """x (s, b, h) + the first s rows of weight (positions, h)."""
-    return _AddPosition.apply(x, weight)
+    return _MODULES[_choice["embedding"]].add_position(x, weight)
 
 
-def recompute(function: Any, x: Tensor, *args: Any) -> Tensor:
-    """function(x, *args), whose intermediate tensors are dropped and computed again in backward.
+def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float) -> Tensor:
+    """Mean cross-entropy of the logits x W^T, the vocabulary being split over `tp`, softmax in FP32.
 
-    Dropout masks are functions of their place, so there is no random state to restore and the second run has the same bits.
+    x (s, b, h), weight (v, h), labels (s, b) -> (). `factor` must be the gradient that backward will bring (the loss is multiplied
+    by it afterwards): native kernels accumulate weight gradients while they hold the logits.
     """
-    return checkpoint(function, x, *args, use_reentrant=True, preserve_rng_state=False)
+    return _MODULES[_choice["loss"]].head_loss(x, weight, labels, tp, first_row, factor)

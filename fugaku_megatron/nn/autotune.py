@@ -1,0 +1,96 @@
+"""--kernels auto: times native against torch kernels once, on this run's own shapes, and takes the faster of each family.
+
+Every rank times alone at start-up, rank 0's choice holds for all. Left out: threads and instruction sets (`kernels.use`).
+Legend: s sequence, b micro-batch, h hidden. Test: pytest tests/test_autotune.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import accounting
+from ..comm.local import DryComm
+from ..config import RunConfig
+from . import ops
+from .shared import MaskPlace
+
+REPEATS = 3
+LAYER_TOKENS = 4096  # rows that are timed at most
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of forward and backward of one family."""
+
+    family: str
+    native: float
+    torch: float
+
+    @property
+    def faster(self) -> str:
+        return "native" if self.native <= self.torch else "torch"
+
+
+def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(dtype))
+    made.main_grad = torch.zeros(shape)
+    return made
+
+
+def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """One call per family on this run's shapes; each returns a scalar to differentiate."""
+    model, b = run.model, run.batch.micro_batch_size
+    s, h, d = model.seq_length, model.hidden_size, model.hidden_size // model.num_attention_heads
+    width, heads = model.ffn_hidden_size // tp, model.num_attention_heads // tp
+    b = max(1, min(b, LAYER_TOKENS // s))
+    x = torch.randn(s, b, h).to(dtype).requires_grad_()
+    qkv = torch.randn(s, b, 3 * heads * d).to(dtype).requires_grad_()
+    fc1, fc2 = _weight(width, h, dtype=dtype), _weight(h, width, dtype=dtype)
+    bias, (add, norm, norm_bias) = _weight(width, dtype=dtype), (_weight(h, dtype=dtype) for _ in range(3))
+    rows = min(accounting.padded_vocab_size(model, tp) // tp, 8192)
+    table, tokens = _weight(rows, h, dtype=dtype), torch.randint(0, rows, (s, b))
+    hidden, scores = MaskPlace(1, 0, 0, sample_dim=1), MaskPlace(1, 1, 0, sample_dim=0)
+    return {
+        "gemm": lambda: ops.mlp(x, fc1, bias, fc2).sum(),
+        "attention": lambda: ops.attention(qkv, d, model.attention_dropout, scores).sum(),
+        "rowwise": lambda: ops.bias_dropout_add_layer_norm(x, add, x, model.hidden_dropout, hidden, norm, norm_bias,
+                                                           model.layernorm_epsilon)[1].sum(),
+        "loss": lambda: ops.head_loss(x, table, tokens, DryComm(), 0, 1.0),
+        "embedding": lambda: ops.embedding(tokens, table).sum(),
+    }
+
+
+def _seconds(case: Callable[[], Tensor]) -> float:
+    found = []
+    for _ in range(REPEATS + 1):  # the first warms up
+        started = time.perf_counter()
+        case().backward()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found[1:])
+
+
+def measure(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]:
+    """Time every family both ways, in turn. Leaves the present choice as it was."""
+    before, timings = ops.choice(), []
+    try:
+        for family, case in cases(run, tp, dtype).items():
+            seconds = {}
+            for name in ("native", "torch"):
+                ops.use({family: name})
+                seconds[name] = _seconds(case)
+            timings.append(Timing(family, **seconds))
+    finally:
+        ops.use(before)
+    return timings
+
+
+def table(timings: list[Timing]) -> list[str]:
+    """The log's lines."""
+    head = f"  {'kernels':<10} {'native ms':>10} {'torch ms':>10}  used"
+    return [head, *(f"  {t.family:<10} {t.native * 1e3:>10.2f} {t.torch * 1e3:>10.2f}  {t.faster}" for t in timings)]

@@ -1,0 +1,65 @@
+"""What the operations of both kernel choices share: gradients' accumulation, dropout, recompute.
+
+Left out: everything that has two implementations (`torch_ops`, `native_ops`). Test: pytest tests/test_ops.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .. import kernels
+
+
+@dataclass(frozen=True)
+class MaskPlace:
+    """Which dropout mask: a function of seed, stream and the element's place in its sample's global tensor.
+
+    `sample_dim` counts samples from `first_sample`, the last dimension counts columns from 0, all others together rows from `row0`.
+    """
+
+    seed: int
+    stream: int
+    first_sample: int
+    sample_dim: int
+    row0: int = 0
+
+
+def accumulate(parameter: Tensor, grad: Tensor) -> None:
+    """Add `grad` (parameter's shape, any float dtype) to the parameter's FP32 gradient."""
+    parameter.main_grad.add_(grad)
+
+
+def _masked(x: Tensor, p: float, mask: MaskPlace) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    kernels.dropout(x, out, p, mask.seed, mask.stream, mask.first_sample, mask.sample_dim, mask.row0)
+    return out
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, mask: MaskPlace) -> Tensor:
+        ctx.p, ctx.mask = p, mask
+        return _masked(x, p, mask)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _masked(dy, ctx.p, ctx.mask), None, None
+
+
+def dropout(x: Tensor, p: float, mask: MaskPlace) -> Tensor:
+    """Zero elements of x with probability p, scale the others by 1/(1-p); the mask is a function of its place alone."""
+    return x if p == 0.0 else _Dropout.apply(x, p, mask)
+
+
+def recompute(function: Any, x: Tensor, *args: Any) -> Tensor:
+    """function(x, *args), whose intermediate tensors are dropped and computed again in backward.
+
+    Dropout masks are functions of their place, so there is no random state to restore and the second run has the same bits.
+    """
+    return checkpoint(function, x, *args, use_reentrant=True, preserve_rng_state=False)
