@@ -31,8 +31,8 @@ void gemm_nt(Work& w, const Shape& n) { set_run(w, forward(w, n)); }
 // The same with the weight packed before.
 void gemm_nt_packed(Work& w, const Shape& n) {
   GemmArgs g = forward(w, n);
-  void* packed = w.memory(kernels().gemm_packed_bytes(g.n, g.k, w.dtype));
-  kernels().gemm_pack({g.n, g.k, w.dtype, g.b, g.b_row, g.b_col, packed});
+  void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.dtype));
+  kernels().pack_weight({g.n, g.k, w.dtype, g.b, g.b_row, g.b_col, packed});
   g.packed = packed;
   set_run(w, g);
 }
