@@ -29,7 +29,7 @@ from fugaku_megatron.train import Trainer
 from tests.helpers import grid_groups, mock, small_run
 
 ITERATIONS = 20
-SMALL = {"num_layers": 2, "global_batch_size": 4, "lr": 5e-3, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+SMALL = {"num_layers": 2, "global_batch_size": 4, "lr": 5e-3, "kernels": "native", "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYOUTS = {1: {"alone": {}}, 2: {"dp2": {}, "tp2": {"tensor_model_parallel_size": 2}}}  # by number of ranks
 
 
