@@ -65,7 +65,7 @@ def train(world: Comm, run: RunConfig) -> list[float]:
 def main(world: Comm) -> None:
     output, *tests = sys.argv[1:]
     counter = Counter()
-    code = int(pytest.main(["-q", "-p", "no:cacheprovider", "--durations=5", *tests], [counter])) if tests else 0
+    code = int(pytest.main(["-q", "-p", "no:cacheprovider", "--durations=12", *tests], [counter])) if tests else 0
     result = {"machine": platform.machine(), "target": kernels.active(), "ranks": world.size, "pytest": code,
               "outcomes": counter.outcomes, "losses": {}}
     for name, layout in LAYOUTS[world.size].items():
