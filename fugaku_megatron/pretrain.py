@@ -155,9 +155,15 @@ def configure_process(run: RunConfig, world: Comm) -> str:
     return runtime.machine_summary(describe(world), len(here), threads)
 
 
-def choose_kernels(run: RunConfig, layout: Layout, world: Comm) -> list[str]:
-    """Set the kernels of every operation, the same on all ranks; returns the log's lines. Collective."""
+def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> list[str]:
+    """Set the kernels of every operation, the same on all ranks; returns the log's lines. Collective.
+
+    A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
+    """
     wanted = run.system.kernels
+    if wanted == "auto" and saved:
+        ops.use(saved)
+        return [f"kernels: as saved, {', '.join(f'{family} {name}' for family, name in saved.items())}"]
     if wanted != "auto":
         ops.use(wanted)
         return [f"kernels: {wanted} (instruction set {kernels.active()})"]
@@ -195,13 +201,15 @@ def start(arguments: Arguments, world: Comm) -> Session:
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
     train, valid = build_data(run, groups, layout)
     trainer = Trainer(run, world, groups, train, valid)
-    lines = announce(arguments, run, layout, machine) + choose_kernels(run, layout, world)
+    lines = announce(arguments, run, layout, machine)
+    saved = None
     found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
     if found:
-        trainer.load(output.load, output.ckpt_step)
+        saved = trainer.load(output.load, output.ckpt_step)["kernels"]
         lines.append(f"resumed from {output.load} at iteration {trainer.progress.iteration}")
     elif output.load:
         lines.append(f"no checkpoint in --load {output.load}: starting anew")
+    lines += choose_kernels(run, layout, world, saved)
     iterations, _ = batches.length(run.training, trainer.ramp)
     writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=trainer.progress.iteration,
                            tensorboard_dir=output.tensorboard_dir,

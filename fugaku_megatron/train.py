@@ -22,6 +22,7 @@ from .comm.grid import Grid, Groups
 from .config import ARCHITECTURE, RunConfig
 from .data.dataset import Dataset
 from .data.sampler import Prefetcher, first_sample, micro_batches
+from .nn import ops
 from .nn.model import Stage
 from .optim import DTYPES, Optimizer, ParamSchedule
 from .step import Batch, StepExecutor
@@ -169,6 +170,7 @@ class Trainer:
         """Everything but tensors. Dropout and initial weights are functions of (seed, sample), so the random state of every
         rank is the seed and the position in the data."""
         return {"progress": asdict(self.progress), "scaler": self.optimizer.scaler.state(), "optimizer_steps": self.optimizer.steps,
+                "kernels": ops.choice(),
                 "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
 
     def save(self, directory: str) -> None:
@@ -176,8 +178,8 @@ class Trainer:
         checkpoint.save(directory, self.progress.iteration, self.optimizer.checkpoint_shards(owned=True), self.state(), self.world,
                         self._layout_record(), asdict(self.run))
 
-    def load(self, directory: str, iteration: int | None = None) -> None:
-        """Go on from a checkpoint. Collective; ValueError on every rank, naming the file, for a damaged or foreign one."""
+    def load(self, directory: str, iteration: int | None = None) -> dict[str, Any]:
+        """Go on from a checkpoint; returns its `state`. Collective; ValueError on every rank for a damaged or foreign one."""
         model = {name: getattr(self.run.model, name) for name in ARCHITECTURE}
         _, state = checkpoint.load(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration,
                                    model)
@@ -186,6 +188,7 @@ class Trainer:
         self.optimizer.steps = state["optimizer_steps"]
         self.progress = Progress(**state["progress"])
         self.close()
+        return state
 
 
 def reads_data(groups: Groups) -> bool:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.mpi
 PROGRAM = str(launch.TESTS.parent / "pretrain_gpt.py")
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--vocab-size", "96",
         "--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-3", "--mock-data",
-        "--log-interval", "1", "--eval-iters", "0"]
+        "--log-interval", "1", "--eval-iters", "0", "--kernels", "native"]
 
 
 @pytest.fixture(scope="module")
