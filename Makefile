@@ -73,3 +73,30 @@ test: setup lint $(STAMPS)/openmpi
 
 clean:
 	rm -rf $(VENV) build fugaku_megatron/_kernels*.so
+
+# ARM without an A64FX: an emulated one in .arm/ (tools/arm_env.py), on x86-64 Debian 12 with apt and root. `make test` uses it
+# where it can be made; elsewhere its tests are skipped with the reason.
+.PHONY: arm-env arm-ext arm-if-possible test-arm arm-codegen arm-driver driver
+
+arm-env: $(STAMPS)/test-packages
+	@$(BIN)/python tools/arm_env.py
+
+arm-ext: arm-env $(STAMPS)/kernels
+	@$(BIN)/python tools/arm_env.py extension
+
+arm-if-possible: $(STAMPS)/test-packages $(STAMPS)/kernels
+	@if $(BIN)/python tools/arm_env.py; then $(BIN)/python tools/arm_env.py extension; fi
+
+test: arm-if-possible
+
+test-arm: arm-ext
+	$(BIN)/python -m pytest -q tests/arm
+
+arm-codegen: setup
+	@$(BIN)/python tools/arm_codegen.py
+
+driver: setup
+	@$(BIN)/python tools/build_driver.py
+
+arm-driver: setup
+	@$(BIN)/python tools/build_driver.py aarch64

@@ -19,7 +19,6 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -171,6 +170,11 @@ def up_to_date(obj: Path) -> bool:
 class BuildKernels(build_ext):
     """Compiles the objects of Compiler.jobs() in parallel, then links them."""
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """As for this Python, but with the machine that the compiler builds for."""
+        machine = Compiler(ROOT / "build").machine
+        return super().get_ext_filename(fullname).replace(platform.machine(), machine)
+
     def build_extension(self, ext: Extension) -> None:
         compiler = Compiler(ROOT / "build")
         jobs = compiler.jobs()
@@ -178,9 +182,6 @@ class BuildKernels(build_ext):
             with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
                 list(pool.map(lambda job: compiler.compile(*job, force=self.force), jobs))
             output = Path(self.get_ext_fullpath(ext.name))
-            if compiler.cross:
-                version = f"{sys.version_info.major}{sys.version_info.minor}"
-                output = output.with_name(f"_kernels.cpython-{version}-{compiler.machine}-linux-gnu.so")
             compiler.link([obj for _, _, obj in jobs], output)
         except subprocess.CalledProcessError as error:
             raise SystemExit(f"setup.py: {shlex.join(map(str, error.cmd))[:200]} ... failed, see above") from None

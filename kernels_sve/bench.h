@@ -1,7 +1,7 @@
 // Yardsticks for the benchmarks: what the machine can do, measured with the same vectors as the kernels. Bound in
 // bind_bench.cc. Reference: reference_bench.cc. Used by benchmarks/driver.py.
 #pragma once
-#include "simd.h"
+#include "gemm.h"
 
 namespace fm::FM_TARGET {
 
@@ -43,6 +43,27 @@ static void bench_triad(float* out, const float* x, const float* y, float factor
       store_lanes(out + i, load_lanes(x + i, lanes) + factor * load_lanes(y + i, lanes), lanes);
     });
   });
+}
+
+// c(m, n) = sweeps * a(m, k) b(k, n) by the micro-kernel alone: packed once, then `sweeps` times added to C, on one thread.
+static void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, int64_t sweeps) {
+  const int64_t rows = ceil_div(m, MR) * MR, cols = ceil_div(n, NR) * NR;
+  float* a_panels = static_cast<float*>(scratch(0, (rows * k + VL) * sizeof(float)));
+  float* b_panels = static_cast<float*>(scratch(1, cols * k * sizeof(float)));
+  float* sums = static_cast<float*>(scratch(2, rows * cols * sizeof(float)));
+  pack<FloatWords, MR>(a, k, 1, 0, m, m, k, a_panels);
+  pack<FloatWords, NR>(b, 1, n, 0, n, n, k, b_panels);
+  for (int64_t i = 0; i < rows * cols; ++i) sums[i] = 0;
+  for (int64_t sweep = 0; sweep < sweeps; ++sweep) {
+    for (int64_t j = 0; j < n; j += NR) {
+      for (int64_t i = 0; i < m; i += MR)
+        micro_kernel<FloatWords, MR>(k, a_panels + i * k, b_panels + j * k, sums + i * cols + j, cols, true);
+    }
+  }
+  for (int64_t i = 0; i < m; ++i)
+    for_vectors(0, n, [&](int64_t j, int lanes) {
+      store_lanes(c + i * n + j, load_lanes(sums + i * cols + j, lanes), lanes);
+    });
 }
 
 }  // namespace fm::FM_TARGET

@@ -1,4 +1,4 @@
-// Python functions of bench.h: bench_fma, bench_clock, bench_triad.
+// Python functions of bench.h: bench_fma, bench_clock, bench_triad, bench_gemm_panel.
 #include "tensor_view.h"
 
 namespace fm {
@@ -33,6 +33,21 @@ FM_BIND(bench) {
             [&] { kernels().bench_triad(out.data<float>(), x.data<float>(), y.data<float>(), factor, out.numel()); });
       },
       "out"_a, "x"_a, "y"_a, "factor"_a, "out = x + factor * y on contiguous float32 tensors.");
+  module.def(
+      "bench_gemm_panel",
+      [positive](py::handle a_object, py::handle b_object, py::handle c_object, int64_t sweeps) {
+        positive(sweeps);
+        TensorView a("a", a_object), b("b", b_object), c("c", c_object);
+        a.rank(2).dtype({DType::f32}).contiguous();
+        b.rank(2).same_dtype(a).shape({a.size(1), -1}).contiguous();
+        c.rank(2).same_dtype(a).shape({a.size(0), b.size(1)}).contiguous().disjoint({&a, &b});
+        unlocked([&] {
+          kernels().bench_gemm_panel(a.data<float>(), b.data<float>(), c.data<float>(), a.size(0), b.size(1), a.size(1),
+                                     sweeps);
+        });
+      },
+      "a"_a, "b"_a, "c"_a, "sweeps"_a,
+      "c = sweeps * a @ b by the GEMM micro-kernel alone: packed once, then `sweeps` times added, on one thread.");
 }
 
 }  // namespace fm

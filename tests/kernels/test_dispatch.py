@@ -39,7 +39,7 @@ def test_targets_say_why_they_cannot_run():
 
 
 def test_use_unknown_target_lists_the_known():
-    with pytest.raises(ValueError, match="unknown kernel target 'avx1024'; known: reference, portable, avx2, .*sve512"):
+    with pytest.raises(ValueError, match="unknown kernel target 'avx1024'; known: reference, portable, .*sve512"):
         kernels.use("avx1024")
 
 

@@ -1,0 +1,61 @@
+"""What the ARM tests run with: cross compiler, emulator, the folder .arm/ of `make arm-env`, and skips that say what is missing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import arm_env  # noqa: E402
+
+import setup  # noqa: E402
+
+CXX = arm_env.CXX
+QEMU = "qemu-aarch64-static"
+PYTHON = arm_env.ARM / "python"
+EXTENSION = ROOT / "fugaku_megatron" / "_kernels.cpython-311-aarch64-linux-gnu.so"
+MPIRUN = "mpirun.openmpi"
+
+
+def absent() -> str:
+    """Why there is no ARM Python with the extension, or nothing."""
+    if not arm_env.ready():
+        return f"no ARM environment: {arm_env.why_not()}"
+    return "" if EXTENSION.exists() else f"no {EXTENSION.name}: make arm-ext"
+
+
+needs_compiler = pytest.mark.skipif(not (shutil.which(CXX) and shutil.which(QEMU)), reason=f"needs {CXX} and {QEMU}")
+needs_python = pytest.mark.skipif(bool(absent()), reason=absent())
+
+
+class Objects:
+    """Objects of the extension without Python, by setup.py's own rules; those of `make arm-ext` are used again."""
+
+    def __init__(self, build: Path, patch: pytest.MonkeyPatch, **environment: str) -> None:
+        for name in ("TARGET_CXX", "CXXFLAGS", "LDFLAGS", "OPENMP_LIBRARY"):
+            patch.delenv(name, raising=False)
+        variables = {"CXX": CXX, **(arm_env.extension_environment() if arm_env.ready() else {}), **environment}
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        compiler = setup.Compiler(build)
+        jobs = [job for job in compiler.jobs() if not job[1].name.startswith("bind")]
+        for job in jobs:
+            compiler.compile(*job, force=False)
+        self.paths = [str(obj) for _, _, obj in jobs]
+
+    def link(self, source: Path, output: Path, *flags: str) -> Path:
+        command = [CXX, "-std=c++17", "-O1", f"-I{setup.SOURCES}", str(source), *self.paths, "-fopenmp", *flags]
+        subprocess.run([*command, "-o", str(output)], check=True)
+        return output
+
+
+def emulate(cpu: str, program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program's run under qemu-user; `environment` is the emulated program's and the emulator's."""
+    command = ["env", *(f"{k}={v}" for k, v in environment.items()), QEMU, "-cpu", cpu, str(program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)

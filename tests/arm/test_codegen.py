@@ -1,0 +1,102 @@
+"""The gate on hot loops: its parser on written-out loops, good and bad, and the real kernels under both compilers.
+
+    python -m pytest tests/arm/test_codegen.py
+"""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.arm import builds
+
+from asm_loops import faults, innermost_loops, shortest_gap, slow_instructions  # isort: skip
+import arm_codegen  # isort: skip
+
+ACCUMULATORS = 24
+CLEAN = [f"fmla z{i}.s, p0/m, z30.s, z31.s" for i in range(ACCUMULATORS)]
+LOADS = ["ld1rw z30.s, p0/z, [x1]", "ld1w z31.s, p0/z, [x2]", "add x1, x1, 4"]
+
+
+def function(body, name="_ZN2fm6sve51212micro_kernelINS0_10FloatWordsELi12EEEvlPKNT_4WordEPKfPflb", file="gemm_micro.h"):
+    """A function with `body` as its inner loop and a store-only loop around it, as a compiler writes it."""
+    lines = [f'.file 1 "kernels_sve" "{file}" md5 0x0', ".text", f".type {name}, %function", f"{name}:", "mov x3, 0", ".L2:",
+             ".loc 1 7 3", ".L3:", *body, "subs x0, x0, 1", "b.ne .L3 // again", "str z0, [x4]", "bne .L2", "ret",
+             f".size {name}, .-{name}"]
+    return "\n".join("\t" + line for line in lines)
+
+
+def only_loop(body, **names):
+    (loop,) = innermost_loops(function(body, **names))
+    return loop
+
+
+def test_the_inner_loop_is_found_with_its_source_file():
+    loop = only_loop(LOADS + CLEAN)
+    assert (loop.label, loop.file, len(loop.multiply_adds), len(loop.body)) == (".L3", "gemm_micro.h", 24, 29)
+    assert faults(loop) == []
+    assert shortest_gap(loop) == ACCUMULATORS - 1
+
+
+def test_gcc_writes_file_names_in_one_piece():
+    text = function(LOADS + CLEAN).replace('"kernels_sve" "gemm_micro.h" md5 0x0', '"/src/kernels_sve/gemm_micro.h"')
+    assert innermost_loops(text)[0].file == "gemm_micro.h"
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (["str z3, [sp, #2, mul vl]"], "an accumulator in memory"),
+        (["ldr z3, [x29, #-1, mul vl]"], "an accumulator in memory"),
+        (["st1w { z3.s }, p0, [x5]"], "a store in the loop"),
+        (["fmla z24.s, z30.s, z7.s[2]"], "by element"),
+        (["insr z31.s, s2"], "one by one"),
+        (["fdiv z25.s, p0/m, z25.s, z26.s"], "98 cycles"),
+        (["fsqrt z25.s, p0/m, z26.s"], "98 cycles"),
+    ],
+)
+def test_a_bad_instruction_is_named(bad, message):
+    (fault,) = faults(only_loop(LOADS + CLEAN + bad))
+    assert message in fault and bad[0] in fault
+
+
+def test_a_scalar_division_outside_the_vectors_is_no_fault():
+    assert slow_instructions(only_loop(LOADS + CLEAN + ["fdiv s1, s2, s3"])) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "gap"),
+    [
+        (CLEAN[:12], 11),  # too few accumulators: the chain goes round the loop
+        (CLEAN + CLEAN[:1], 0),  # the last and the first of the next turn
+        ([*CLEAN, "fmad z27.s, p0/m, z30.s, z6.s"], 17),  # z27 = z27 * z30 + z6: it waits for z6
+        (["movprfx z25, z3", "fmla z25.s, p0/m, z30.s, z31.s", *CLEAN[4:14], "mov z3.d, z25.d", CLEAN[3]], 0),
+        (["mov z0.s, 0", CLEAN[0], CLEAN[1], *CLEAN[2:20]], 19),  # z0 begins anew in each turn
+    ],
+)
+def test_distance_between_two_on_one_accumulator(body, gap):
+    assert shortest_gap(only_loop(LOADS + body)) == gap
+
+
+def test_missing_loop_is_a_fault():
+    """A renamed file or a loop that the compiler no longer keeps in registers must not pass unseen."""
+    kernels = arm_codegen.hot_kernels((12, 2))
+    for text in (function(LOADS + CLEAN[:8]), function(LOADS + CLEAN, file="other.h"), function(LOADS + CLEAN, name="f")):
+        wrong = [fault for _, found in arm_codegen.check("GCC", text, kernels[:1]) for fault in found]
+        assert wrong == ["GCC GEMM k-loop: no loop of 24 or more multiply-adds in gemm_micro.h"]
+
+
+@pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
+def test_the_model_sees_a_slow_loop():
+    (kernel, _) = arm_codegen.hot_kernels((12, 2))
+    fast, slow = only_loop(LOADS + CLEAN), only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
+    assert arm_codegen.row("GCC", "f", kernel, fast)[1] == []
+    assert "of the two-FMA peak in the model, 98 % needed" in arm_codegen.row("GCC", "f", kernel, slow)[1][0]
+
+
+@builds.needs_compiler
+def test_kernels_pass_the_gate():
+    gate = subprocess.run([sys.executable, "tools/arm_codegen.py"], cwd=builds.ROOT, capture_output=True, text=True)
+    print(gate.stdout)
+    assert gate.returncode == 0, gate.stdout + gate.stderr

@@ -1,0 +1,104 @@
+"""tools/kernel_driver: every op gives the reference's checksum, here and on the emulated A64FX.
+
+    python -m pytest tests/arm/test_driver.py        (builds the programs, from what is built already)
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.arm import builds
+
+SIZES = {1: ["1000"], 2: ["17", "130"], 3: ["6", "5", "70"], 4: ["40", "1", "2", "24"]}  # by the number of a shape's numbers
+HASH_FREE = {"fma_peak"}  # its checksum is the number of operations
+
+
+@pytest.fixture(scope="module")
+def native():
+    return [build()]
+
+
+@pytest.fixture(scope="module")
+def arm():
+    return [builds.QEMU, "-cpu", "a64fx", build("aarch64")]
+
+
+def build(*machine):
+    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "CXXFLAGS", "TARGET_CXX")}
+    command = [sys.executable, "tools/build_driver.py", *machine]
+    done = subprocess.run(command, cwd=builds.ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(builds.ROOT / done.stdout.splitlines()[-1])
+
+
+def run(program, *arguments):
+    return subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def ops(program):
+    """Op -> how many numbers its shape has, from the program's own list."""
+    rows = re.findall(r"^  (\w+) +([A-Z ]+?) +default", run(program).stdout, re.MULTILINE)
+    return {name: len(shape.split()) for name, shape in rows}
+
+
+def checksum(program, *arguments):
+    done = run(program, *arguments)
+    assert done.returncode == 0, done.stderr
+    return float(re.search(r"^checksum (\S+)$", done.stdout, re.MULTILINE)[1])
+
+
+def assert_ops_agree(program, dtype, tolerance):
+    for name, numbers in ops(program).items():
+        if name not in HASH_FREE:
+            arguments = [name, *SIZES[numbers], "--dtype", dtype]
+            expected = checksum(program, *arguments, "--target", "reference")
+            assert checksum(program, *arguments) == pytest.approx(expected, rel=tolerance, abs=tolerance * 10), arguments
+
+
+def test_every_op_agrees_with_the_reference(native):
+    assert len(ops(native)) >= 31
+    assert_ops_agree(native, "f32", 1e-4)
+
+
+@builds.needs_compiler
+def test_every_op_agrees_with_the_reference_on_an_a64fx(arm):
+    assert_ops_agree(arm, "f32", 1e-4)
+
+
+@builds.needs_compiler
+def test_both_machines_generate_the_same_data(native, arm):
+    for shape in (["gemm_nt", "12", "64", "33"], ["gelu", "5", "70"]):
+        assert checksum(native, *shape, "--target", "reference") == checksum(arm, *shape, "--target", "reference")
+
+
+def test_half_precision_is_a_choice(native):
+    single, half = (checksum(native, "gelu", "8", "64", "--dtype", dtype) for dtype in ("f32", "bf16"))
+    assert half != single
+    assert half == pytest.approx(single, rel=2e-2)
+
+
+def test_times_are_printed_on_request(native):
+    assert "seconds" not in run(native, "gemm_panel").stdout
+    printed = run(native, "gemm_panel", "--repeat", "3", "--threads", "1").stdout
+    assert "of 3 runs (no meaning under an emulator)" in printed and "GFLOP/s best" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gem"], "unknown op 'gem'; known: "),
+        (["gemm_nt", "1", "2"], "gemm_nt: expected 3 numbers (M N K), got 2"),
+        (["gemm_nt", "1", "2", "x"], "shape: expected a number, got 'x'"),
+        (["exp", "--dtype", "f64"], "--dtype: expected f32, bf16 or f16, got 'f64'"),
+        (["exp", "--target", "sve3"], "unknown kernel target 'sve3'; known: reference"),
+        (["exp", "--loud", "1"], "unknown option --loud; known: --target --dtype --threads --repeat"),
+        (["exp", "--repeat"], "--repeat: expected a value"),
+    ],
+)
+def test_mistakes_are_one_line(native, arguments, message):
+    done = run(native, *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"kernel_driver: {message}") and done.stderr.count("\n") == 1

@@ -1,0 +1,71 @@
+"""ARM Python under qemu as an A64FX: the extension's own tests, and training whose losses are those of this machine.
+
+    make test-arm            (or: python -m pytest tests/arm/test_python.py, after make arm-ext)
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.arm import builds
+
+pytestmark = builds.needs_python
+
+PROGRAM = builds.ROOT / "tests" / "arm" / "train_small.py"
+KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")
+# Left out: millions of elements, and what starts Python again or imports torch._dynamo, which costs 20 s each.
+TOO_SLOW = ("whole_range", "positive_numbers", "from_every_half", "adamw_is_torchs", "environment_chooses", "shared_with_torch")
+
+
+def run(output, *command, timeout=400, **environment):
+    """What train_small.py wrote, and what it printed."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(builds.ROOT), **environment}
+    variables.pop("FUGAKU_MEGATRON_TARGET", None)
+    done = subprocess.run([*command[:-1], str(PROGRAM), str(output), *command[-1]], cwd=builds.ROOT, env=variables, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
+    assert output.exists(), done.stdout[-4000:]
+    return json.loads(output.read_text()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The losses on this machine."""
+    return run(tmp_path_factory.mktemp("x86") / "losses.json", sys.executable, [])[0]["losses"]["alone"]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """One process on the emulated A64FX: tests of kernels, then training."""
+    output = tmp_path_factory.mktemp("arm") / "losses.json"
+    return run(output, str(builds.PYTHON), [KERNEL_TESTS, "-k", f"not ({' or '.join(TOO_SLOW)})"])
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected) == 20
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0], "the model learns nothing, so equal losses say nothing"
+
+
+def test_kernels_pass_their_tests(emulated):
+    result, printed = emulated
+    print(printed)
+    assert (result["machine"], result["target"]) == ("aarch64", "sve512")
+    assert result["pytest"] == 0, printed[-4000:]
+    assert result["outcomes"]["passed"] >= 100, result["outcomes"]
+
+
+def test_losses_are_those_of_this_machine(emulated, expected):
+    assert_same(emulated[0]["losses"]["alone"], expected)
+
+
+def test_two_ranks_train_over_open_mpi(tmp_path, expected):
+    """This machine's mpirun starts emulated ranks, which use arm64 Open MPI, as Fugaku's MPI is one."""
+    root = {f"OMPI_ALLOW_RUN_AS_ROOT{suffix}": "1" for suffix in ("", "_CONFIRM")}
+    command = [builds.MPIRUN, "--oversubscribe", "-n", "2", str(builds.PYTHON)]
+    result, _ = run(tmp_path / "losses.json", *command, [], OMP_NUM_THREADS="1", **root)
+    assert (result["machine"], result["ranks"]) == ("aarch64", 2)
+    for layout in ("dp2", "tp2"):
+        assert_same(result["losses"][layout], expected)

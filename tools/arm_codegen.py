@@ -1,0 +1,131 @@
+"""Gate on the machine code of the hot loops: cross-compiles target.cc for the A64FX and reads what came out.
+
+    make arm-codegen                      (or: python tools/arm_codegen.py)
+
+Fails when an inner-product loop spills, multiplies by element, brings FMLAs of one accumulator too close together or falls
+below its share of the two-FMA peak in llvm-mca's model; when any loop holds a vector divide, square root or INSR; and when
+a loop that should be there is not found. With GCC 12 and, where installed, Clang 19; without llvm-mca-19 the model is left
+out by name. A model of one core with all data in L1: no caches, no measurement. Tested by tests/arm/test_codegen.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import arm_env  # noqa: E402
+from asm_loops import Loop, faults, innermost_loops, slow_instructions  # noqa: E402
+
+import setup  # noqa: E402
+
+TARGET = "sve512"
+GCC = arm_env.CXX
+COMPILERS = {"GCC 12": GCC, "Clang 19": "clang++-19 --target=aarch64-linux-gnu"}
+MCA = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu", "-mcpu=a64fx"]
+DISPATCH = 4  # instructions an A64FX decodes per cycle; LLVM's own model says 6
+ITERATIONS = 400
+FMA_PER_CYCLE = 2
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Loops held to a share of the peak: those in functions like `function` whose multiply-adds come from `file`."""
+
+    name: str
+    file: str
+    function: str
+    least: float  # share of two FMLAs a cycle in the model
+    multiply_adds: int = 16  # fewer than this in a turn: not one of its inner products
+
+
+def hot_kernels(tile: tuple[int, int]) -> list[Kernel]:
+    """`tile` is the GEMM tile of the target: rows, vectors."""
+    rows, vectors = tile
+    return [
+        Kernel("GEMM k-loop", "gemm_micro.h", rf"micro_kernel<.*FloatWords, {rows}>", 0.98, rows * vectors),
+        Kernel("attention inner products", "attention_tile.h", r"Singles", 0.85),
+    ]
+
+
+def assembly(cxx: str, name: str) -> str:
+    """target.cc as machine code with line numbers, by setup.py's own flags; made anew only after a change."""
+    os.environ.update(CXX=GCC, TARGET_CXX=cxx)
+    compiler = setup.Compiler(ROOT / "build")
+    target = next(t for t in setup.TARGETS if t.name == TARGET)
+    output = compiler.objects / f"codegen_{name.replace(' ', '')}.s"
+    compiler.compile([*compiler.target_command(target), "-g1", "-S"], setup.SOURCES / "target.cc", output, force=False)
+    return output.read_text()
+
+
+def demangled(names: list[str]) -> list[str]:
+    filtered = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return [re.sub(r"fm::\w+::", "", name) for name in filtered.splitlines()]
+
+
+def cycles(loop: Loop) -> float:
+    """Cycles of one turn in llvm-mca's model of the A64FX."""
+    command = [*MCA, f"-dispatch={DISPATCH}", f"-iterations={ITERATIONS}"]
+    report = subprocess.run(command, input=loop.text(), capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"Total Cycles:\s+(\d+)", report)[1]) / ITERATIONS
+
+
+def row(compiler: str, function: str, kernel: Kernel, loop: Loop) -> tuple[str, list[str]]:
+    """(line of the table, faults) of one inner-product loop."""
+    found, count = faults(loop), len(loop.multiply_adds)
+    model = f"{'':7} {'no llvm-mca':>9}"
+    if shutil.which(MCA[0]):
+        turn = cycles(loop)
+        share = count / FMA_PER_CYCLE / turn
+        model = f"{turn:7.2f} {100 * share:8.1f}%"
+        if share < kernel.least:
+            found.append(f"{100 * share:.1f} % of the two-FMA peak in the model, {100 * kernel.least:.0f} % needed")
+    name = f"{kernel.name}: {function.split('(')[0].removeprefix('void ')}"
+    return f"{compiler:9} {name:60.60} {count:5} {len(loop.body):6} {model}", [f"{compiler} {name}: {fault}" for fault in found]
+
+
+def check(compiler: str, text: str, kernels: list[Kernel]) -> Iterator[tuple[str, list[str]]]:
+    """(line, faults) of every hot loop of one assembly, then of all other vector loops together."""
+    loops = innermost_loops(text)
+    named = list(zip(demangled([loop.function for loop in loops]), loops, strict=True))
+    for kernel in kernels:
+        hot = [(name, loop) for name, loop in named if loop.file == kernel.file and re.search(kernel.function, name)
+               and len(loop.multiply_adds) >= kernel.multiply_adds]
+        if not hot:
+            yield "", [f"{compiler} {kernel.name}: no loop of {kernel.multiply_adds} or more multiply-adds in {kernel.file}"]
+        for name, loop in hot:
+            yield row(compiler, name, kernel, loop)
+    slow = [f"{compiler} {name}: {text}" for name, loop in named for text in slow_instructions(loop)]
+    yield f"{compiler:9} {len(loops)} innermost loops: {len(slow)} slow instructions", slow
+
+
+def main() -> int:
+    if not shutil.which(GCC):
+        print(f"arm-codegen: not run: no {GCC} (make arm-env)")
+        return 3
+    tile = next(t.tile for t in setup.TARGETS if t.name == TARGET)
+    print(f"model: llvm-mca of LLVM 19, A64FX, dispatch {DISPATCH}, all data in L1; not a measurement")
+    print(f"{'compiler':9} {'loop':60} {'FMLAs':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
+    found = []
+    for name, cxx in COMPILERS.items():
+        if not shutil.which(cxx.split()[0]):
+            print(f"{name}: not checked: no {cxx.split()[0]} (make arm-env)")
+            continue
+        for line, wrong in check(name, assembly(cxx, name), hot_kernels(tile)):
+            found += wrong
+            print(line, flush=True) if line else None
+    for fault in found:
+        print(f"FAULT {fault}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""AArch64 assembly as innermost loops, and what an A64FX cannot afford in them. Pure text, for tools/arm_codegen.py.
+
+A loop is known by its function's name and by the source file that the compiler's .loc lines (-g1, which changes no code)
+give its multiply-adds, so nothing in the source marks it and nothing disturbs the scheduler. Left out: loops that end in
+an indirect branch. Tested by tests/arm/test_codegen.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Multiply-add -> which operand is the accumulator; the result is the first. FMAD and its kin overwrite a factor.
+ACCUMULATOR = {"fmla": 0, "fmls": 0, "fnmla": 0, "fnmls": 0, "fmad": 3, "fmsb": 3, "fnmad": 3, "fnmsb": 3}
+MIN_BETWEEN = 18  # other FMLAs between two on one accumulator: latency 9 on two pipes
+BRANCH = re.compile(r"(b|b\.?[a-z]{2,5}|cbn?z|tbn?z)$")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    text: str
+    file: str = ""  # where it comes from, by the .loc before it
+
+    @property
+    def mnemonic(self) -> str:
+        return self.text.split(None, 1)[0].lower()
+
+    @property
+    def operands(self) -> list[str]:
+        """Split at commas outside brackets and braces."""
+        rest = self.text.split(None, 1)[1:]
+        return [part.strip() for part in re.split(r",(?![^\[{]*[\]}])", rest[0])] if rest else []
+
+    @property
+    def register(self) -> str:
+        """The vector register that it names first, without its element type: its result, or what it stores."""
+        match = re.match(r"\{?\s*(z\d+)\b", (self.operands or [""])[0])
+        return match[1] if match else ""
+
+    @property
+    def multiply_add(self) -> bool:
+        return self.mnemonic in ACCUMULATOR and self.register != ""
+
+    @property
+    def vector_store(self) -> bool:
+        return self.register != "" and self.mnemonic.startswith("st")
+
+
+@dataclass(frozen=True)
+class Loop:
+    function: str
+    label: str
+    body: tuple[Instruction, ...]
+
+    @property
+    def multiply_adds(self) -> list[Instruction]:
+        return [i for i in self.body if i.multiply_add]
+
+    @property
+    def file(self) -> str:
+        """The source file that most multiply-adds come from."""
+        files = Counter(i.file for i in self.multiply_adds)
+        return files.most_common(1)[0][0] if files else ""
+
+    def text(self) -> str:
+        return "\n".join([f"{self.label}:", *(f"\t{i.text}" for i in self.body)]) + "\n"
+
+
+def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str, int]]]:
+    """(name, instructions, label -> index of the instruction after it) of every function."""
+    files: dict[str, str] = {}
+    name, code, labels, here = "", [], {}, ""
+    for line in assembly.splitlines():
+        line = line.split("//", 1)[0].strip()
+        if match := re.match(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"', line):
+            files[match[1]] = match[2].rsplit("/", 1)[-1]
+        elif match := re.match(r"\.loc\s+(\d+)\s", line):
+            here = files.get(match[1], "")
+        elif match := re.match(r"\.type\s+(\S+),\s*[%@]function", line):
+            name, code, labels = match[1], [], {}
+        elif match := re.match(r"([.\w$]+):$", line):
+            labels[match[1]] = len(code)
+        elif re.match(r"\.size\s+(\S+),", line) and name:
+            yield name, code, labels
+            name = ""
+        elif name and line and not line.startswith((".", "#")):
+            code.append(Instruction(line.replace("\t", " "), here))
+
+
+def innermost_loops(assembly: str) -> list[Loop]:
+    """Every backward branch's body, when no other backward branch lies inside."""
+    loops = []
+    for name, code, labels in functions(assembly):
+        spans = []
+        for end, instruction in enumerate(code):
+            target = (instruction.operands or [""])[-1]
+            if BRANCH.match(instruction.mnemonic) and labels.get(target, end + 1) <= end:
+                spans.append((labels[target], end, target))
+        for begin, end, label in spans:
+            if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e, _ in spans):
+                loops.append(Loop(name, label, tuple(code[begin : end + 1])))
+    return loops
+
+
+def shortest_gap(loop: Loop) -> int:
+    """The fewest other multiply-adds between two on one accumulator, round the loop; a large number when none repeats."""
+    last: dict[str, int] = {}  # register -> number of the multiply-add whose sum it holds
+    gap, count = 10**6, 0
+    for instruction in loop.body * 2:
+        operands = [re.split(r"[./]", operand)[0] for operand in instruction.operands]
+        if instruction.multiply_add:
+            source = operands[ACCUMULATOR[instruction.mnemonic]]
+            if source in last:
+                gap = min(gap, count - last[source] - 1)
+            last[operands[0]] = count
+            count += 1
+        elif instruction.mnemonic in ("mov", "movprfx") and instruction.register and operands[-1] in last:
+            last[instruction.register] = last[operands[-1]]
+        elif instruction.register and not instruction.vector_store:
+            last.pop(instruction.register, None)
+    return gap
+
+
+def slow_instructions(loop: Loop) -> list[str]:
+    """What no vector loop may hold: an unpipelined divide or square root, INSR, a multiply-add by element."""
+    found = []
+    for i in loop.body:
+        if i.mnemonic in ("fdiv", "fdivr", "fsqrt") and i.register:
+            found.append(f"{i.mnemonic} takes 98 cycles: {i.text}")
+        if i.mnemonic == "insr":
+            found.append(f"lanes filled one by one: {i.text}")
+        if i.multiply_add and re.search(r"z\d+\.[hsd]\s*\[\d+\]", i.text):
+            found.append(f"multiply-add by element runs at half rate: {i.text}")
+    return found
+
+
+def faults(loop: Loop) -> list[str]:
+    """What keeps an inner-product loop from its peak, one line each; empty when it is clean."""
+    found = slow_instructions(loop)
+    for i in loop.body:
+        if i.register and re.search(r"\[(sp|x29|fp)\b", i.text):
+            found.append(f"an accumulator in memory: {i.text}")
+        elif i.vector_store:
+            found.append(f"a store in the loop: {i.text}")
+    gap = shortest_gap(loop)
+    if gap < MIN_BETWEEN:
+        found.append(f"only {gap} multiply-adds between two on one accumulator, {MIN_BETWEEN} needed")
+    return found

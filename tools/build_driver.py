@@ -1,0 +1,52 @@
+"""Builds build/kernel_driver-<machine>: one static program without Python that runs one kernel (tools/kernel_driver/main.cc).
+
+    make driver          this machine's                make arm-driver      an A64FX's, cross-built
+    build/kernel_driver-aarch64 gemm_nt 96 128 256 --repeat 5
+
+    python tools/build_driver.py [aarch64]
+
+CXX, TARGET_CXX and the rest of the environment are setup.py's, and so are the objects: what was built before is used again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import arm_env  # noqa: E402
+
+import setup  # noqa: E402
+
+
+def cross_environment() -> dict[str, str]:
+    """The variables of a build for ARM: those of make arm-ext, to share its objects, or the compiler alone."""
+    return arm_env.extension_environment() if arm_env.ready() else {"CXX": arm_env.CXX}
+
+
+def build(folder: Path) -> Path:
+    """Compiles what has changed and links. Raises CalledProcessError after the compiler's own words."""
+    compiler = setup.Compiler(folder)
+    jobs = [job for job in compiler.jobs() if not job[1].name.startswith("bind")]
+    for source in sorted((ROOT / "tools" / "kernel_driver").glob("*.cc")):
+        command = [*compiler.cxx, *setup.COMMON_FLAGS, f"-I{setup.SOURCES}"]
+        jobs.append((command, source, compiler.objects / f"driver_{source.stem}.o"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: compiler.compile(*job, force=False), jobs))
+    output = folder / f"kernel_driver-{compiler.machine}"
+    subprocess.run([*compiler.cxx, *(str(obj) for _, _, obj in jobs), "-fopenmp", "-static", "-o", str(output)], check=True)
+    return output
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["aarch64"]:
+        os.environ.update(cross_environment())
+    try:
+        print(build(ROOT / "build"))
+    except subprocess.CalledProcessError:
+        sys.exit("build_driver: the compiler failed, see above")

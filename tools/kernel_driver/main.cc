@@ -1,0 +1,197 @@
+// kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16] [--threads N] [--repeat N]
+//
+// Runs one kernel without Python: for a profiler on an A64FX, for a cycle-level model of one (static, one thread, few system
+// calls), and for a quick look anywhere. Prints the checksum of one run and, with --repeat N, the best and the median time of N
+// more; under an emulator those times mean nothing. Built by tools/build_driver.py (make driver, make arm-driver), tested by
+// tests/arm/test_driver.py.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#include "driver.h"
+#include "parallel.h"
+
+namespace fm::driver {
+
+std::vector<Op>& ops() {
+  static std::vector<Op> all;
+  return all;
+}
+
+namespace {
+
+float number(uint32_t i) {  // a hash of i in [-1, 1)
+  i = (i + 1) * 2654435761u;
+  i = (i ^ (i >> 15)) * 2246822519u;
+  return static_cast<float>(static_cast<int32_t>(i ^ (i >> 13))) * 0x1p-31f;
+}
+
+int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+}  // namespace
+
+void* Work::memory(int64_t bytes) {
+  void* data = std::aligned_alloc(256, (bytes + 511) / 256 * 256);
+  if (!data) throw std::runtime_error("not enough memory for this shape");
+  memory_.emplace_back(data, &std::free);
+  return data;
+}
+
+const int64_t* Work::indices(int64_t n, int64_t limit) {
+  int64_t* data = static_cast<int64_t*>(memory(8 * n));
+  for (int64_t i = 0; i < n; ++i) data[i] = (i * 7919 + 13) % limit;
+  bytes_ += 8.0 * n;
+  return data;
+}
+
+void* Work::tensor(int64_t n, DType type, float scale, bool read, bool written) {
+  const uint32_t seed = static_cast<uint32_t>(memory_.size()) * 40503u;
+  std::vector<float> values(n);
+  for (int64_t i = 0; read && i < n; ++i) values[i] = scale * number(static_cast<uint32_t>(i) + seed);
+  void* data = memory(n * element_bytes(type));
+  kernels().convert(values.data(), DType::f32, data, type, n);
+  if (written) outputs_.push_back({data, type, n});
+  bytes_ += static_cast<double>((read + written) * n * element_bytes(type));
+  return data;
+}
+
+double Work::checksum() const {
+  double sum = 0;
+  for (const Output& output : outputs_) {
+    std::vector<float> values(output.n);
+    kernels().convert(output.data, output.dtype, values.data(), DType::f32, output.n);
+    for (int64_t i = 0; i < output.n; ++i) sum += (1 + i % 7) * static_cast<double>(values[i]);
+  }
+  return sum;
+}
+
+namespace {
+
+struct Options {
+  std::string op, target, dtype = "f32";
+  Shape shape;
+  int threads = 1, repeat = 0;
+};
+
+int64_t whole_number(const std::string& what, const std::string& text) {
+  char* end = nullptr;
+  const long long value = std::strtoll(text.c_str(), &end, 10);
+  if (text.empty() || *end || value < 0) throw std::invalid_argument(what + ": expected a number, got '" + text + "'");
+  return value;
+}
+
+Options parse(int argc, char** argv) {
+  Options o;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word.rfind("--", 0) != 0) {
+      if (o.op.empty()) {
+        o.op = word;
+      } else {
+        o.shape.push_back(whole_number("shape", word));
+      }
+      continue;
+    }
+    if (i + 1 == argc) throw std::invalid_argument(word + ": expected a value");
+    const std::string value = argv[++i];
+    if (word == "--target") {
+      o.target = value;
+    } else if (word == "--dtype") {
+      o.dtype = value;
+    } else if (word == "--threads") {
+      o.threads = std::max(1, static_cast<int>(whole_number(word, value)));
+    } else if (word == "--repeat") {
+      o.repeat = static_cast<int>(whole_number(word, value));
+    } else {
+      throw std::invalid_argument("unknown option " + word + "; known: --target --dtype --threads --repeat");
+    }
+  }
+  return o;
+}
+
+DType dtype_of(const std::string& name) {
+  if (name == "f32") return DType::f32;
+  if (name == "bf16") return DType::bf16;
+  if (name == "f16") return DType::f16;
+  throw std::invalid_argument("--dtype: expected f32, bf16 or f16, got '" + name + "'");
+}
+
+const Op& find(const std::string& name) {
+  std::string known;
+  for (const Op& op : ops()) {
+    if (op.name == name) return op;
+    known += " " + op.name;
+  }
+  throw std::invalid_argument("unknown op '" + name + "'; known:" + known);
+}
+
+int list() {
+  std::printf("kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16] [--threads N] [--repeat N]\n");
+  for (const Op& op : ops()) {
+    std::printf("  %-28s %-12s default", op.name.c_str(), op.shape.c_str());
+    for (int64_t n : op.defaults) std::printf(" %lld", static_cast<long long>(n));
+    std::printf("\n");
+  }
+  std::printf("targets:");
+  for (const TargetInfo& target : targets()) {
+    if (target.runnable) std::printf(" %s", target.name.c_str());
+  }
+  std::printf("\n");
+  return 0;
+}
+
+std::vector<double> times(const Work& work, int repeat) {
+  std::vector<double> seconds;
+  for (int i = 0; i < repeat; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    work.run();
+    seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+  }
+  std::sort(seconds.begin(), seconds.end());
+  return seconds;
+}
+
+void report_times(const Work& work, const std::vector<double>& seconds) {
+  const double best = seconds[0], median = seconds[seconds.size() / 2];
+  std::printf("seconds best %.3e median %.3e of %zu runs (no meaning under an emulator)\n", best, median, seconds.size());
+  if (work.flops > 0) std::printf("GFLOP/s best %.3f median %.3f\n", work.flops / best * 1e-9, work.flops / median * 1e-9);
+  std::printf("GB/s best %.3f median %.3f, each tensor counted once per read and write\n", work.bytes() / best * 1e-9,
+              work.bytes() / median * 1e-9);
+}
+
+int run(const Options& options) {
+  const Op& op = find(options.op);
+  const Shape shape = options.shape.empty() ? op.defaults : options.shape;
+  if (shape.size() != op.defaults.size()) {
+    throw std::invalid_argument(op.name + ": expected " + std::to_string(op.defaults.size()) + " numbers (" + op.shape +
+                                "), got " + std::to_string(shape.size()));
+  }
+  set_num_threads(options.threads);
+  options.target.empty() ? use_default() : use(options.target);
+  Work work(dtype_of(options.dtype));
+  op.prepare(work, shape);
+  work.run();
+  std::printf("%s", op.name.c_str());
+  for (int64_t n : shape) std::printf(" %lld", static_cast<long long>(n));
+  std::printf(" %s target %s threads %d\n", options.dtype.c_str(), active(), options.threads);
+  std::printf("checksum %.9g\nbytes %.0f flops %.0f\n", work.checksum(), work.bytes(), work.flops);
+  if (options.repeat) report_times(work, times(work, options.repeat));
+  return 0;
+}
+
+}  // namespace
+}  // namespace fm::driver
+
+int main(int argc, char** argv) {
+  try {
+    if (argc == 1) return fm::driver::list();
+    return fm::driver::run(fm::driver::parse(argc, argv));
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "kernel_driver: %s\n", error.what());
+    return 2;
+  }
+}

@@ -1,0 +1,63 @@
+// Ops of the families philox.h, elementwise.h, reduce.h and adamw.h.
+#include "driver.h"
+
+namespace fm::driver {
+namespace {
+
+void dropout(Work& w, const Shape& n) {
+  const void* x = w.input(n[0] * n[1] * n[2]);
+  void* y = w.output(n[0] * n[1] * n[2]);
+  const DropoutArgs args{n[0], n[1], 1, n[2], 0.1f, 1234, 5, 0, 0, 0};
+  w.run = [=, &w] { kernels().dropout(x, y, w.dtype, args); };
+}
+
+void normal(Work& w, const Shape& n) {
+  float* out = w.output_f32(n[0] * n[1]);
+  const NormalArgs args{n[0], n[1], 0, 0, 1234, 5, 0.02f, 0.0f};
+  w.run = [=] { kernels().philox_normal(out, args); };
+}
+
+template <Function FUNCTION>
+void function_of(Work& w, const Shape& n) {
+  float* x = w.input_f32(n[0], 8);
+  for (int64_t i = 0; FUNCTION != Function::exp && i < n[0]; ++i) x[i] = x[i] * x[i] + 1e-3f;
+  float* y = w.output_f32(n[0]);
+  w.run = [=] { kernels().elementwise(FUNCTION, x, y, n[0]); };
+}
+
+void convert(Work& w, const Shape& n) {
+  const float* x = w.input_f32(n[0]);
+  void* y = w.output(n[0]);
+  w.run = [=, &w] { kernels().convert(x, DType::f32, y, w.dtype, n[0]); };
+}
+
+void squared_norm(Work& w, const Shape& n) {
+  const void* x = w.input(n[0]);
+  float* sum = w.output_f32(1);
+  w.flops = 2.0 * n[0];
+  w.run = [=, &w] { *sum = static_cast<float>(kernels().squared_norm(x, w.dtype, n[0])); };
+}
+
+void adamw(Work& w, const Shape& n) {
+  float *param = w.updated_f32(n[0]), *m = w.updated_f32(n[0], 0.1f), *v = w.updated_f32(n[0], 0.1f);
+  const float* grad = w.input_f32(n[0]);
+  for (int64_t i = 0; i < n[0]; ++i) v[i] *= v[i];
+  const AdamWArgs args{1.0f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f};
+  w.run = [=] { kernels().adamw(param, grad, m, v, nullptr, DType::f32, n[0], args); };
+}
+
+const Register all[] = {
+    {{"dropout", "S B COLS", {64, 4, 768}, dropout}},
+    {{"philox_normal", "ROWS COLS", {256, 768}, normal}},
+    {{"exp", "N", {65536}, function_of<Function::exp>}},
+    {{"log", "N", {65536}, function_of<Function::log>}},
+    {{"sqrt", "N", {65536}, function_of<Function::sqrt>}},
+    {{"rsqrt", "N", {65536}, function_of<Function::rsqrt>}},
+    {{"reciprocal", "N", {65536}, function_of<Function::reciprocal>}},
+    {{"convert", "N", {65536}, convert}},
+    {{"squared_norm", "N", {65536}, squared_norm}},
+    {{"adamw", "N", {65536}, adamw}},
+};
+
+}  // namespace
+}  // namespace fm::driver

@@ -1,0 +1,100 @@
+// Ops of the families gemm.h and bench.h. M, N, K are those of the product at hand: C (M, N) = A (M, K) B (K, N).
+#include "driver.h"
+
+namespace fm::driver {
+namespace {
+
+GemmArgs shape_of(const Work& w, const Shape& n) {
+  GemmArgs g{};
+  g.m = n[0], g.n = n[1], g.k = n[2];
+  g.in_dtype = g.out_dtype = w.dtype;
+  g.c_row = g.n;
+  return g;
+}
+
+void set_run(Work& w, const GemmArgs& g) {
+  w.flops = 2.0 * g.m * g.n * g.k;
+  w.run = [g] { kernels().gemm(g); };
+}
+
+// Forward: Y = X W^T, both operands with contiguous k.
+GemmArgs forward(Work& w, const Shape& n) {
+  GemmArgs g = shape_of(w, n);
+  g.a = w.input(g.m * g.k), g.a_row = g.k, g.a_col = 1;
+  g.b = w.input(g.n * g.k), g.b_row = 1, g.b_col = g.k;
+  g.c = w.output(g.m * g.n);
+  return g;
+}
+
+void gemm_nt(Work& w, const Shape& n) { set_run(w, forward(w, n)); }
+
+// The same with the weight packed before.
+void gemm_nt_packed(Work& w, const Shape& n) {
+  GemmArgs g = forward(w, n);
+  void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.dtype));
+  kernels().pack_weight({g.n, g.k, w.dtype, g.b, g.b_row, g.b_col, packed});
+  g.packed = packed;
+  set_run(w, g);
+}
+
+// The same with bias and GELU, which also keeps what GELU saw.
+void gemm_nt_bias_gelu(Work& w, const Shape& n) {
+  GemmArgs g = forward(w, n);
+  g.bias = w.input(g.n);
+  g.pre = w.output(g.m * g.n), g.pre_row = g.n;
+  g.gelu = true;
+  set_run(w, g);
+}
+
+// Data gradient: dX = dY W.
+void gemm_nn(Work& w, const Shape& n) {
+  GemmArgs g = shape_of(w, n);
+  g.a = w.input(g.m * g.k), g.a_row = g.k, g.a_col = 1;
+  g.b = w.input(g.k * g.n), g.b_row = g.n, g.b_col = 1;
+  g.c = w.output(g.m * g.n);
+  set_run(w, g);
+}
+
+// Weight gradient: dW += dY^T X into float32, and the bias gradient.
+void gemm_tn(Work& w, const Shape& n) {
+  GemmArgs g = shape_of(w, n);
+  g.a = w.input(g.k * g.m), g.a_row = 1, g.a_col = g.m;
+  g.b = w.input(g.k * g.n), g.b_row = g.n, g.b_col = 1;
+  g.c = w.updated_f32(g.m * g.n), g.out_dtype = DType::f32, g.accumulate = true;
+  g.a_sums = w.updated_f32(g.m);
+  set_run(w, g);
+}
+
+// Packed once, then SWEEPS times C += A B by the micro-kernel alone: from L1 when bytes and the tile's shape allow it.
+void gemm_panel(Work& w, const Shape& n) {
+  const float *a = w.input_f32(n[0] * n[2]), *b = w.input_f32(n[2] * n[1]);
+  float* c = w.output_f32(n[0] * n[1]);
+  w.flops = 2.0 * n[0] * n[1] * n[2] * n[3];
+  w.run = [=] { kernels().bench_gemm_panel(a, b, c, n[0], n[1], n[2], n[3]); };
+}
+
+void fma(Work& w, const Shape& n) {
+  float* flops = w.output_f32(1);
+  w.run = [=, &w] { *flops = static_cast<float>(w.flops = kernels().bench_fma(n[0])); };
+}
+
+void triad(Work& w, const Shape& n) {
+  const float *x = w.input_f32(n[0]), *y = w.input_f32(n[0]);
+  float* out = w.output_f32(n[0]);
+  w.flops = 2.0 * n[0];
+  w.run = [=] { kernels().bench_triad(out, x, y, 3.0f, n[0]); };
+}
+
+const Register all[] = {
+    {{"gemm_nt", "M N K", {96, 128, 256}, gemm_nt}},
+    {{"gemm_nt_packed", "M N K", {96, 128, 256}, gemm_nt_packed}},
+    {{"gemm_nt_bias_gelu", "M N K", {96, 128, 256}, gemm_nt_bias_gelu}},
+    {{"gemm_nn", "M N K", {96, 128, 256}, gemm_nn}},
+    {{"gemm_tn", "M N K", {96, 128, 256}, gemm_tn}},
+    {{"gemm_panel", "M N K SWEEPS", {24, 32, 256, 16}, gemm_panel}},
+    {{"fma_peak", "STEPS", {10000}, fma}},
+    {{"triad", "N", {65536}, triad}},
+};
+
+}  // namespace
+}  // namespace fm::driver
