@@ -20,6 +20,8 @@ FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int6
 #pragma GCC unroll 32
       for (int i = 0; i < VL; ++i) {
         const int64_t row = g * VL + i;
+        // Of the next panel: rows are too many and too short for the hardware to see their streams.
+        if (i < WIDTH - g * VL && row + WIDTH < valid) prefetch(src + (row + WIDTH) * stride + k * Words::STEP);
         block[i] =
             i < WIDTH - g * VL && row < valid ? Words::along_k(src + row * stride + k * Words::STEP, elements) : vf{};
       }
