@@ -1,8 +1,9 @@
 """Times cases in turn with their rivals, beside the machine's own limits measured in the same run; prints rows, writes JSON.
 
 Every round runs the kernel, the rival and a loop of independent multiply-adds once, so that all three meet the same clock and the
-same neighbours; figures are medians over the rounds. Left out: what is compared (gemm.py and the other families).
-Test: python -m benchmarks gemm --recipe demo
+same neighbours; figures are medians over the rounds. A round in which other processes took our cores (this one had less than QUIET
+of its threads' time) is run again, up to PATIENCE times as many rounds; a row that never saw enough quiet says so.
+Left out: what is compared (gemm.py and the other families). Test: python -m benchmarks gemm --recipe demo
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fugaku_megatron import kernels
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FMA_STEPS = 500_000
 CLOCK_STEPS = 50_000_000
+QUIET, PATIENCE = 0.9, 10
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 
 
@@ -85,13 +87,25 @@ def measure(case: Case, options: argparse.Namespace, target: str) -> dict:
     case.run()
     max_error = case.error()
     case.rival_run()
-    rounds = [(seconds(case.run), seconds(case.rival_run), fma_gflops()) for _ in range(options.rounds)]
+    rounds, busy = timed_rounds(case, options)
     ours, rival, peak = (statistics.median(column) for column in zip(*rounds, strict=True))
     gflops = case.flops / ours / 1e9
     return {"op": case.op, "shape": list(case.shape), "dtype": options.dtype, "target": target, "threads": options.threads,
             "seconds": ours, "gflops": gflops, "rival": case.rival, "rival_seconds": rival, "ratio": rival / ours,
             "peak_gflops": peak, "peak_fraction": gflops / peak, "gb_per_second": case.moved_bytes / ours / 1e9,
-            "max_error": max_error, "repeat": repeat_line(case, options, target), **case.details}
+            "max_error": max_error, "busy": busy, "repeat": repeat_line(case, options, target), **case.details}
+
+
+def timed_rounds(case: Case, options: argparse.Namespace) -> tuple[list[tuple[float, float, float]], bool]:
+    """Rounds of (seconds, rival's seconds, GFLOP/s of multiply-adds), and whether the machine was too busy to find quiet ones."""
+    everything, quiet = [], []
+    while len(quiet) < options.rounds and len(everything) < PATIENCE * options.rounds:
+        wall, cpu = time.perf_counter(), time.process_time()
+        everything.append((seconds(case.run), seconds(case.rival_run), fma_gflops()))
+        if time.process_time() - cpu >= QUIET * options.threads * (time.perf_counter() - wall):
+            quiet.append(everything[-1])
+    busy = len(quiet) < options.rounds
+    return (everything if busy else quiet), busy
 
 
 def repeat_line(case: Case, options: argparse.Namespace, target: str) -> str:
@@ -126,13 +140,14 @@ def run(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Itera
         shape = "x".join(map(str, row["shape"]))
         print(f"{row['op']:>10} {shape:>16} {row['dtype']} {row['target']:>10} {row['seconds'] * 1e3:9.3f} ms {row['gflops']:8.1f} "
               f"GFLOP/s {100 * row['peak_fraction']:5.1f} % of FMA peak  {row['ratio']:.3f} x {row['rival']}  "
-              f"error {row['max_error']:.1e}", flush=True)
+              f"error {row['max_error']:.1e}{'  BUSY MACHINE' if row['busy'] else ''}", flush=True)
         print(f"{'':>10} {row['repeat']}", flush=True)
     if not done:
         raise ValueError(f"--only {options.only!r}: no row has this in its name")
+    busy = sum(row["busy"] for row in done)
     ratios, fractions = [r["ratio"] for r in done], [r["peak_fraction"] for r in done]
     print(f"geometric mean of {len(done)} rows: {geometric_mean(ratios):.3f} x {done[0]['rival']} (least {min(ratios):.3f}), "
-          f"{100 * geometric_mean(fractions):.1f} % of FMA peak", flush=True)
+          f"{100 * geometric_mean(fractions):.1f} % of FMA peak" + (f"; {busy} rows on a busy machine" if busy else ""), flush=True)
     if options.json:
         report = {"command": sys.argv[1:], "torch": torch.__version__, "machine": limits, "rows": done}
         options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -14,15 +14,15 @@ GPT2_VOCABULARY = 50257
 
 
 def demo() -> RunConfig:
-    """1.9 M parameters on the standard library's text: for `make train`."""
+    """0.8 M parameters on the standard library's text: for `make train`."""
     return RunConfig(
-        model=ModelConfig(num_layers=4, hidden_size=192, num_attention_heads=4, seq_length=128,
+        model=ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128,
                           make_vocab_size_divisible_by=64, hidden_dropout=0.0, attention_dropout=0.0),
-        batch=BatchConfig(micro_batch_size=8, global_batch_size=32),
-        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.04, weight_decay=0.1,
+        batch=BatchConfig(micro_batch_size=4, global_batch_size=8),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.03, weight_decay=0.1,
                                   adam_beta2=0.95),
-        training=TrainingConfig(train_iters=500, eval_interval=100, eval_iters=4),
-        output=OutputConfig(log_interval=10, save_interval=100),
+        training=TrainingConfig(train_iters=1600, eval_interval=400, eval_iters=16),
+        output=OutputConfig(log_interval=20, save_interval=400),
     )
 
 

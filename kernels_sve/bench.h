@@ -1,11 +1,12 @@
-// Yardsticks for the benchmarks: what the machine can do, measured with the same vectors as the kernels. Bound in bind_bench.cc.
-// Reference: reference_bench.cc. Used by benchmarks/driver.py.
+// Yardsticks for the benchmarks: what the machine can do, measured with the same vectors as the kernels. Bound in
+// bind_bench.cc. Reference: reference_bench.cc. Used by benchmarks/driver.py.
 #pragma once
 #include "gemm.h"
 
 namespace fm::FM_TARGET {
 
-// 24 independent chains of `steps` multiply-adds on vectors, in every thread; returns the number of floating-point operations.
+// 24 independent chains of `steps` multiply-adds on vectors, in every thread; returns the number of floating-point
+// operations.
 static double bench_fma(int64_t steps) {
   constexpr int CHAINS = FM_VECTOR_BYTES == 64 || FM_MR * FM_NR_VECTORS >= 24 ? 24 : 12;
   parallel_run([&](int, int) {
@@ -45,7 +46,8 @@ static void bench_triad(float* out, const float* x, const float* y, float factor
 }
 
 // c(m, n) = sweeps * a(m, k) b(k, n) by the micro-kernel alone: packed once, then `sweeps` times added to C, on one thread.
-static void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, int64_t sweeps) {
+static void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
+                             int64_t sweeps) {
   const int64_t rows = ceil_div(m, MR) * MR, cols = ceil_div(n, NR) * NR;
   float* a_panels = static_cast<float*>(scratch(0, (rows * k + VL) * sizeof(float)));
   float* b_panels = static_cast<float*>(scratch(1, cols * k * sizeof(float)));
@@ -60,9 +62,8 @@ static void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m
     }
   }
   for (int64_t i = 0; i < m; ++i)
-    for_vectors(0, n, [&](int64_t j, int lanes) {
-      store_lanes(c + i * n + j, load_lanes(sums + i * cols + j, lanes), lanes);
-    });
+    for_vectors(
+        0, n, [&](int64_t j, int lanes) { store_lanes(c + i * n + j, load_lanes(sums + i * cols + j, lanes), lanes); });
 }
 
 }  // namespace fm::FM_TARGET

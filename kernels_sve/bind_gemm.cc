@@ -1,5 +1,5 @@
-// Python functions of gemm.h: gemm, linear_forward, linear_data_gradient, linear_weight_gradient, pack_weight, packed_weight_size.
-// Legend: M rows (tokens), N output features, K input features; a weight is (N, K).
+// Python functions of gemm.h: gemm, linear_forward, linear_data_gradient, linear_weight_gradient, pack_weight,
+// packed_weight_size. Legend: M rows (tokens), N output features, K input features; a weight is (N, K).
 #include <cstring>
 
 #include "tensor_view.h"
@@ -25,27 +25,33 @@ int64_t packed_bytes(int64_t rows, int64_t cols, DType dtype, bool transposed) {
 }
 
 std::string describe(const char* target, int64_t rows, int64_t cols, DType dtype, bool transposed) {
-  return std::string(dtype_name(dtype)) + " (" + std::to_string(rows) + ", " + std::to_string(cols) + ") packed with transposed=" +
-         (transposed ? "True" : "False") + " by target " + target;
+  return std::string(dtype_name(dtype)) + " (" + std::to_string(rows) + ", " + std::to_string(cols) +
+         ") packed with transposed=" + (transposed ? "True" : "False") + " by target " + target;
 }
 
 void pack_weight(py::handle weight_object, py::handle packed_object, bool transposed) {
   TensorView weight("weight", weight_object), packed("packed", packed_object);
   weight.rank(2).floating().last_contiguous();
-  packed.dtype({DType::u8}).shape({packed_bytes(weight.size(0), weight.size(1), weight.dtype(), transposed)}).contiguous();
+  packed.dtype({DType::u8})
+      .shape({packed_bytes(weight.size(0), weight.size(1), weight.dtype(), transposed)})
+      .contiguous();
   packed.disjoint({&weight});
   PackedHeader header = {};
   std::memcpy(header.magic, MAGIC, sizeof MAGIC);
   std::strncpy(header.target, active(), sizeof header.target - 1);
-  header.rows = weight.size(0), header.cols = weight.size(1), header.dtype = weight.dtype(), header.transposed = transposed;
+  header.rows = weight.size(0), header.cols = weight.size(1), header.dtype = weight.dtype(),
+  header.transposed = transposed;
   char* base = packed.data<char>();
   const uintptr_t first = reinterpret_cast<uintptr_t>(base) + sizeof header;
-  header.data_offset = static_cast<int64_t>((first + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT - reinterpret_cast<uintptr_t>(base));
+  header.data_offset =
+      static_cast<int64_t>((first + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT - reinterpret_cast<uintptr_t>(base));
   std::memcpy(base, &header, sizeof header);
   const int64_t row = weight.stride(0);
-  const GemmPackArgs args = transposed
-      ? GemmPackArgs{weight.size(1), weight.size(0), weight.dtype(), weight.data(), row, 1, base + header.data_offset}
-      : GemmPackArgs{weight.size(0), weight.size(1), weight.dtype(), weight.data(), 1, row, base + header.data_offset};
+  const GemmPackArgs args =
+      transposed ? GemmPackArgs{weight.size(1),           weight.size(0), weight.dtype(), weight.data(), row, 1,
+                                base + header.data_offset}
+                 : GemmPackArgs{weight.size(0),           weight.size(1), weight.dtype(), weight.data(), 1, row,
+                                base + header.data_offset};
   unlocked([&] { kernels().pack_weight(args); });
 }
 
@@ -81,7 +87,8 @@ void distinct_rows(const TensorView& t) {
   }
 }
 
-void check_operands(const TensorView& x, const TensorView& weight, const TensorView& out, int64_t inputs, int64_t outputs) {
+void check_operands(const TensorView& x, const TensorView& weight, const TensorView& out, int64_t inputs,
+                    int64_t outputs) {
   weight.rank(2).floating().last_contiguous();
   x.rank(2).shape({-1, inputs}).same_dtype(weight).last_contiguous();
   out.rank(2).shape({x.size(0), outputs}).last_contiguous().disjoint({&x, &weight});
@@ -93,8 +100,8 @@ void run(const GemmArgs& args) {
   unlocked([&] { kernels().gemm(args); });
 }
 
-void linear_forward(py::handle x_object, py::handle weight_object, py::handle out_object, py::handle bias_object, bool gelu,
-                    py::handle pre_object, py::handle residual_object, py::handle packed_object) {
+void linear_forward(py::handle x_object, py::handle weight_object, py::handle out_object, py::handle bias_object,
+                    bool gelu, py::handle pre_object, py::handle residual_object, py::handle packed_object) {
   TensorView x("x", x_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
   check_operands(x, weight, out, weight.size(1), weight.size(0));
@@ -121,8 +128,8 @@ void linear_forward(py::handle x_object, py::handle weight_object, py::handle ou
   run(args);
 }
 
-void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle out_object, py::handle gelu_input_object,
-                          py::handle packed_object) {
+void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle out_object,
+                          py::handle gelu_input_object, py::handle packed_object) {
   TensorView grad("grad_output", grad_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
   check_operands(grad, weight, out, weight.size(0), weight.size(1));
@@ -161,7 +168,8 @@ void linear_weight_gradient(py::handle grad_object, py::handle x_object, py::han
 // One of the two strides of a factor is 1.
 void either_contiguous(const TensorView& t) {
   if (t.numel() && t.stride(0) != 1 && t.stride(1) != 1) {
-    t.fail("contiguous rows or columns", "strides (" + std::to_string(t.stride(0)) + ", " + std::to_string(t.stride(1)) + ")");
+    t.fail("contiguous rows or columns",
+           "strides (" + std::to_string(t.stride(0)) + ", " + std::to_string(t.stride(1)) + ")");
   }
 }
 
@@ -195,30 +203,40 @@ DType dtype_of(py::handle weight_dtype) {
 FM_BIND(gemm) {
   using namespace py::literals;
   const py::object none = py::none();
-  module.def("packed_weight_size", [](int64_t rows, int64_t cols, py::handle dtype, bool transposed) {
-    if (rows < 0 || cols < 0) throw py::value_error("shape: expected sizes of 0 or more, got (" + std::to_string(rows) + ", " +
-                                                    std::to_string(cols) + ")");
-    return packed_bytes(rows, cols, dtype_of(dtype), transposed);
-  }, "rows"_a, "cols"_a, "dtype"_a, "transposed"_a = false,
-     "Bytes that pack_weight needs for a (rows, cols) weight of this torch dtype and the target in use.");
+  module.def(
+      "packed_weight_size",
+      [](int64_t rows, int64_t cols, py::handle dtype, bool transposed) {
+        if (rows < 0 || cols < 0)
+          throw py::value_error("shape: expected sizes of 0 or more, got (" + std::to_string(rows) + ", " +
+                                std::to_string(cols) + ")");
+        return packed_bytes(rows, cols, dtype_of(dtype), transposed);
+      },
+      "rows"_a, "cols"_a, "dtype"_a, "transposed"_a = false,
+      "Bytes that pack_weight needs for a (rows, cols) weight of this torch dtype and the target in use.");
   module.def("pack_weight", &pack_weight, "weight"_a, "packed"_a, "transposed"_a = false,
-             "Packs weight (N, K), rows contiguous, into `packed`, a uint8 tensor of packed_weight_size bytes, for linear_forward or,\n"
+             "Packs weight (N, K), rows contiguous, into `packed`, a uint8 tensor of packed_weight_size bytes, for "
+             "linear_forward or,\n"
              "with transposed, for linear_data_gradient. Valid for the target in use only, until the weight changes.");
   module.def("gemm", &plain_gemm, "a"_a, "b"_a, "out"_a, "accumulate"_a = false,
-             "out (M, N) = a (M, K) b (K, N), or += with accumulate and a float32 out. a and b have one floating dtype, out that dtype\n"
+             "out (M, N) = a (M, K) b (K, N), or += with accumulate and a float32 out. a and b have one floating "
+             "dtype, out that dtype\n"
              "or float32. The rows or the columns of a and of b are contiguous: a transposed view costs nothing.");
-  module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none, "gelu"_a = false, "pre"_a = none,
-             "residual"_a = none, "packed"_a = none,
-             "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N), f the tanh GELU when gelu. pre (M, N) receives\n"
-             "the argument of f. x and weight have one floating dtype; out that dtype or float32; bias, pre and residual out's.\n"
+  module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none, "gelu"_a = false,
+             "pre"_a = none, "residual"_a = none, "packed"_a = none,
+             "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N), f the tanh GELU when gelu. pre "
+             "(M, N) receives\n"
+             "the argument of f. x and weight have one floating dtype; out that dtype or float32; bias, pre and "
+             "residual out's.\n"
              "Rows may be strided. packed: the weight from pack_weight.");
   module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a, "gelu_input"_a = none,
              "packed"_a = none,
-             "out (M, K) = grad_output (M, N) weight (N, K), times gelu'(gelu_input (M, K)) when given. dtypes and strides as in\n"
+             "out (M, K) = grad_output (M, N) weight (N, K), times gelu'(gelu_input (M, K)) when given. dtypes and "
+             "strides as in\n"
              "linear_forward. packed: the weight from pack_weight(transposed=True).");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a, "weight_gradient"_a,
              "bias_gradient"_a = none,
-             "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += column sums of grad_output, both\n"
+             "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += column sums of "
+             "grad_output, both\n"
              "float32. grad_output and x have one floating dtype; rows may be strided.");
 }
 

@@ -1,11 +1,12 @@
 // GEMM: the loops around the micro-kernel, after Goto and van de Geijn (ACM TOMS 34(3), 2008).
 //
 //   threads: a grid over C, each thread alone on its rows and columns
-//     jc: nc columns | pc: kc of k, B packed to [kc][NR] panels (or packed before, pack_weight) | ic: mc rows, A packed to [kc][MR]
+//     jc: nc columns | pc: kc of k, B packed to [kc][NR] panels (or packed before, pack_weight)
+//       ic: mc rows, A packed to [kc][MR] panels
 //       jr: one panel of B, in L1 | ir: one panel of A, from L2: micro-kernel
 //
-// A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of threads.
-// Partial sums lie in C when it is float32, else in scratch memory. Reference: reference_gemm.cc. Tested by
+// A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of
+// threads. Partial sums lie in C when it is float32, else in scratch memory. Reference: reference_gemm.cc. Tested by
 // tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
 #pragma once
 #include "gemm_epilogue.h"
@@ -26,10 +27,17 @@ FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
   return {least(n, units * index / parts * unit), least(n, units * (index + 1) / parts * unit)};
 }
 
+// A result in half precision keeps partial sums beside C, so pairs take longer blocks of k, in L2, and often need no
+// such sums.
+template <class Words>
+FM_INLINE GemmBlocks blocks_of() {
+  return gemm_blocks(MR, NR, Words::STEP);
+}
+
 // Blocks of k of equal size: a function of k and the machine's caches alone.
 template <class Words>
 FM_INLINE int64_t block_depth(int64_t k) {
-  const int64_t most = gemm_blocks(MR, NR, sizeof(typename Words::Word)).kc * Words::STEP;
+  const int64_t most = blocks_of<Words>().kc * Words::STEP;
   const int64_t count = ceil_div(k, most);
   return count ? ceil_div(ceil_div(k, count), 8) * 8 : 0;
 }
@@ -39,7 +47,7 @@ struct Gemm {
   using Word = typename Words::Word;
   const GemmArgs& g;
   GemmBlocks blocks;
-  int64_t depth;  // of a block of k
+  int64_t depth;    // of a block of k
   Span rows, cols;  // of this thread
   bool first_cols;  // the first of the threads with these rows
   float *a_panels, *b_panels, *partial;
@@ -47,7 +55,7 @@ struct Gemm {
 
   static int64_t words(int64_t depth) { return ceil_div(depth, Words::STEP); }
 
-  Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(gemm_blocks(MR, NR, sizeof(Word))) {
+  Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(blocks_of<Words>()) {
     const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_UNIT, NR, g.packed != nullptr);
     rows = part(g.m, ROW_UNIT, thread % grid.rows_parts, grid.rows_parts);
     cols = part(g.n, NR, thread / grid.rows_parts, grid.cols_parts);
@@ -62,7 +70,9 @@ struct Gemm {
     partial = in_place || depth >= g.k ? nullptr : buffer(2, rows.size() * partial_row);
   }
 
-  static float* buffer(int slot, int64_t words) { return static_cast<float*>(scratch(slot, words * sizeof(float) + 256)); }
+  static float* buffer(int slot, int64_t words) {
+    return static_cast<float*>(scratch(slot, words * sizeof(float) + 256));
+  }
 
   void run() {
     if (!rows.size() || (!cols.size() && !first_cols)) return;
@@ -79,7 +89,8 @@ struct Gemm {
 
   void run_block(Span columns, int64_t p, int64_t deep) {
     const float* b = b_panels;
-    if (g.packed) b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, NR) * NR) + columns.begin * words(deep);
+    if (g.packed)
+      b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, NR) * NR) + columns.begin * words(deep);
     if (!g.packed) {
       const T* src = static_cast<const T*>(g.b) + p * g.b_row + columns.begin * g.b_col;
       pack<Words, NR>(src, g.b_col, g.b_row, columns.begin, columns.end, g.n, deep, b_panels);
@@ -91,11 +102,25 @@ struct Gemm {
     }
   }
 
+  // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the
+  // one before: 12 + 4 rows run as 8 + 8.
+  static int64_t tile_begin(Span some, int64_t t) {
+    const int64_t tiles = ceil_div(some.size(), MR), rest = some.size() % MR;
+    if (t == tiles) return some.end;
+    const bool share = MR >= 3 * ROW_UNIT && t > 0 && t == tiles - 1 && rest && rest <= ROW_UNIT;
+    return some.begin + t * MR - (share ? ROW_UNIT : 0);
+  }
+
   void pack_a(Span some, int64_t p, int64_t deep, bool sums) {
-    const T* src = static_cast<const T*>(g.a) + some.begin * g.a_row + p * g.a_col;
-    pack<Words, MR>(src, g.a_row, g.a_col, some.begin, some.end, g.m, deep, a_panels);
-    for (int64_t i = some.begin; sums && i < some.end; i += MR) {
-      add_sums(a_panels + (i - some.begin) * words(deep), words(deep), g.a_sums + i, least(MR, some.end - i));
+    const int64_t last = ceil_div(some.size(), MR) - 1, last_begin = tile_begin(some, last), panel = words(deep) * MR;
+    const T* src = static_cast<const T*>(g.a) + p * g.a_col;
+    pack<Words, MR>(src + some.begin * g.a_row, g.a_row, g.a_col, some.begin, some.begin + last * MR, g.m, deep,
+                    a_panels);
+    pack<Words, MR>(src + last_begin * g.a_row, g.a_row, g.a_col, last_begin, some.end, g.m, deep,
+                    a_panels + last * panel);
+    for (int64_t t = 0; sums && t <= last; ++t) {
+      const int64_t i = tile_begin(some, t);
+      add_sums(a_panels + t * panel, words(deep), g.a_sums + i, tile_begin(some, t + 1) - i);
     }
   }
 
@@ -108,16 +133,21 @@ struct Gemm {
     });
   }
 
+  // While one panel of B is in use the next is fetched into L2, a slice for every tile.
   void run_tiles(Span some, Span columns, int64_t p, int64_t deep, const float* b) {
-    const int64_t panel = words(deep) * NR, slice = ceil_div(panel, ceil_div(some.size(), MR) + 1);
+    const int64_t panel = words(deep) * NR, tiles = ceil_div(some.size(), MR);
     for (int64_t j = columns.begin; j < columns.end; j += NR, b += panel) {
-      const float* next = b + panel;
-      for (int64_t i = some.begin; i < some.end; i += MR, next += slice) {
-        for (int64_t line = 0; line < slice; line += 16) __builtin_prefetch(next + line, 0, 2);
-        run_tile({i, least(some.end, i + MR)}, {j, least(columns.end, j + NR)}, columns.begin, p, deep,
-                 a_panels + (i - some.begin) * words(deep), b);
+      for (int64_t t = 0; t < tiles; ++t) {
+        fetch_slice(b + panel, panel, t, tiles);
+        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, least(columns.end, j + NR)}, columns.begin, p,
+                 deep, a_panels + t * MR * words(deep), b);
       }
     }
+  }
+
+  static void fetch_slice(const float* panel, int64_t size, int64_t t, int64_t tiles) {
+    const int64_t slice = ceil_div(size, tiles);
+    for (int64_t word = t * slice; word < least(size, (t + 1) * slice); word += 16) prefetch_l2(panel + word);
   }
 
   void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a, const float* b) {
@@ -169,9 +199,7 @@ static void gemm(const GemmArgs& args) {
 
 static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype) {
   int64_t bytes = 0;
-  with_words(dtype, [&](auto words, auto) {
-    bytes = ceil_div(k, decltype(words)::STEP) * (ceil_div(n, NR) * NR) * 4;
-  });
+  with_words(dtype, [&](auto words, auto) { bytes = ceil_div(k, decltype(words)::STEP) * (ceil_div(n, NR) * NR) * 4; });
   return bytes;
 }
 

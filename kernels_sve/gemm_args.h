@@ -20,13 +20,13 @@ struct GemmArgs {
   float* a_sums;  // (m,) += sum over k of A
 
   // Epilogue. All of C's element type; matrices have contiguous rows.
-  const void* bias;   // (n,): C += bias
-  void* pre;          // (m, n) receives C before GELU
+  const void* bias;  // (n,): C += bias
+  void* pre;         // (m, n) receives C before GELU
   int64_t pre_row;
-  bool gelu;          // C = gelu(C), tanh form
+  bool gelu;               // C = gelu(C), tanh form
   const void* gelu_input;  // (m, n): C *= gelu'(gelu_input)
   int64_t gelu_input_row;
-  const void* residual;    // (m, n): C += residual
+  const void* residual;  // (m, n): C += residual
   int64_t residual_row;
 };
 
@@ -45,11 +45,12 @@ struct CacheGeometry {
 };
 const CacheGeometry& cache_geometry();
 
-// The loops' steps for tiles of mr x nr accumulators and words of word_bytes: see gemm.h.
+// The loops' steps in words for tiles of mr x nr accumulators: see gemm.h. stretch: how many L1 blocks deep a block of
+// k is.
 struct GemmBlocks {
   int64_t kc, mc, nc;
 };
-GemmBlocks gemm_blocks(int mr, int nr, int word_bytes);
+GemmBlocks gemm_blocks(int mr, int nr, int stretch);
 
 // A grid of threads over C: rows_parts x cols_parts == threads.
 struct GemmGrid {

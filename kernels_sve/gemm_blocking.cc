@@ -27,8 +27,8 @@ std::string read_word(const std::string& path) {
   return word;
 }
 
-// A64FX, whose kernel need not describe its caches: 64 KiB L1; 8 MiB L2 for 12 cores, of which 7 MiB are left when assistant
-// cores hold ways (A64FX Microarchitecture Manual 1.8.1). Elsewhere the smallest caches of this decade.
+// A64FX, whose kernel need not describe its caches: 64 KiB L1; 8 MiB L2 for 12 cores, of which 7 MiB are left when
+// assistant cores hold ways (A64FX Microarchitecture Manual 1.8.1). Elsewhere the smallest caches of this decade.
 #if defined(__aarch64__)
 constexpr CacheGeometry UNKNOWN = {64 << 10, (7 << 20) / 12, 0};
 #else
@@ -39,7 +39,8 @@ CacheGeometry read_geometry() {
   CacheGeometry geometry = {0, 0, 0};
   for (int i = 0; i < 8; ++i) {
     const std::string folder = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/";
-    const std::string type = read_word(folder + "type"), level = read_word(folder + "level"), size = read_word(folder + "size");
+    const std::string type = read_word(folder + "type"), level = read_word(folder + "level"),
+                      size = read_word(folder + "size");
     if (type.empty() || type == "Instruction" || size.empty()) continue;
     const int64_t bytes = std::stoll(size) << (size.back() == 'M' ? 20 : 10);
     const int64_t share = bytes / count_list(read_word(folder + "shared_cpu_list"));
@@ -63,17 +64,20 @@ const CacheGeometry& cache_geometry() {
   return geometry;
 }
 
-GemmBlocks gemm_blocks(int mr, int nr, int word_bytes) {
+// kc: a panel of B fills half of L1. mc: the block of A fills most of L2, or half of it where the streams of B and C
+// come from memory through the same cache. nc: the block of B fills half of L3, or what several L2 hold.
+GemmBlocks gemm_blocks(int mr, int nr, int stretch) {
+  constexpr int WORD = 4;
   const CacheGeometry& cache = cache_geometry();
   GemmBlocks blocks;
-  blocks.kc = multiple(0.5 * cache.l1 / (nr * word_bytes), 64, 64);
-  blocks.mc = multiple(0.5 * cache.l2 / (blocks.kc * word_bytes), mr, mr);
-  blocks.nc = multiple(0.5 * (cache.l3 ? cache.l3 : 8 * cache.l2) / (blocks.kc * word_bytes), nr, 8 * nr);
+  blocks.kc = stretch * multiple(0.5 * cache.l1 / (nr * WORD), 64, 64);
+  blocks.mc = multiple((cache.l3 ? 0.8 : 0.5) * cache.l2 / (blocks.kc * WORD), mr, mr);
+  blocks.nc = multiple(0.5 * (cache.l3 ? cache.l3 : 8 * cache.l2) / (blocks.kc * WORD), nr, 8 * nr);
   return blocks;
 }
 
-// Costs in multiply-adds per step of k. Packing an element takes about as long as PACK of them in a full tile; reading a packed
-// weight from a shared cache about STREAM.
+// Costs in multiply-adds per step of k. Packing an element takes about as long as PACK of them in a full tile; reading
+// a packed weight from a shared cache about STREAM.
 GemmGrid gemm_grid(int threads, int64_t m, int64_t n, int row_unit, int col_unit, bool packed) {
   constexpr double PACK = 16, STREAM = 3;
   GemmGrid best = {1, threads};

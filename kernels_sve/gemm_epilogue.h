@@ -1,5 +1,5 @@
-// What follows the product while a tile of C is still in the first-level cache: bias, GELU, its derivative, residual, conversion.
-// GELU is the tanh form, x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016).
+// What follows the product while a tile of C is still in the first-level cache: bias, GELU, its derivative, residual,
+// conversion. GELU is the tanh form, x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016).
 #pragma once
 #include "gemm_micro.h"
 
@@ -26,7 +26,8 @@ FM_INLINE vf epilogue(const GemmArgs& g, vf v, int64_t row, int64_t col, int lan
   if (g.bias) v += load_lanes(static_cast<const T*>(g.bias) + col, lanes);
   if (g.pre) store_lanes(static_cast<T*>(g.pre) + row * g.pre_row + col, v, lanes);
   if (g.gelu) v = gelu(v);
-  if (g.gelu_input) v *= gelu_derivative(load_lanes(static_cast<const T*>(g.gelu_input) + row * g.gelu_input_row + col, lanes));
+  if (g.gelu_input)
+    v *= gelu_derivative(load_lanes(static_cast<const T*>(g.gelu_input) + row * g.gelu_input_row + col, lanes));
   if (g.residual) v += load_lanes(static_cast<const T*>(g.residual) + row * g.residual_row + col, lanes);
   return v;
 }

@@ -1,7 +1,8 @@
 // The GEMM micro-kernel: a tile of ROWS x NR accumulators that stay in registers over the whole k-loop.
-// Both operands are packed: A as [k][MR] words, read by broadcast; B as [k][NR] words, read as vectors. A word is a float, or
-// a pair of consecutive k in bfloat16 where the target has a dot product of pairs (BF16_DOT).
-// A64FX: MR * NR_VECTORS accumulators hide the FMLA's latency of 9 on two pipes; a broadcast is one LD1RW. docs/kernels-howto.md
+// Both operands are packed: A as [k][MR] words, read by broadcast; B as [k][NR] words, read as vectors. A word is a
+// float, or a pair of consecutive k in bfloat16 where the target has a dot product of pairs (BF16_DOT).
+// A64FX: MR * NR_VECTORS accumulators hide the FMLA's latency of 9 on two pipes; a broadcast is one LD1RW.
+// docs/kernels-howto.md
 #pragma once
 #include "simd.h"
 
@@ -60,8 +61,8 @@ struct Bf16Pairs {
 
 // C = A B, or C += A B when `add`, for `words` steps of k. C has ROWS full rows of NR.
 template <class Words, int ROWS>
-static __attribute__((noinline)) void micro_kernel(int64_t words, const typename Words::Word* a, const float* b, float* c,
-                                                   int64_t ldc, bool add) {
+static __attribute__((noinline)) void micro_kernel(int64_t words, const typename Words::Word* a, const float* b,
+                                                   float* c, int64_t ldc, bool add) {
   vf sum[ROWS][NR_VECTORS] = {};
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {

@@ -1,6 +1,6 @@
-// Packing a slice of a matrix into a panel [k][WIDTH] of words for the micro-kernel. The panel index i runs over rows of A or
-// columns of B. Lanes beyond the matrix are 0. A panel is written in order of rising address and may spill a vector over its
-// end, so panels are packed from the first to the last and the buffer has VL words to spare.
+// Packing a slice of a matrix into a panel [k][WIDTH] of words for the micro-kernel. The panel index i runs over rows
+// of A or columns of B. Lanes beyond the matrix are 0. A panel is written in order of rising address and may spill a
+// vector over its end, so panels are packed from the first to the last and the buffer has VL words to spare.
 #pragma once
 #include "gemm_micro.h"
 #include "transpose.h"
@@ -20,7 +20,8 @@ FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int6
 #pragma GCC unroll 32
       for (int i = 0; i < VL; ++i) {
         const int64_t row = g * VL + i;
-        block[i] = i < WIDTH - g * VL && row < valid ? Words::along_k(src + row * stride + k * Words::STEP, elements) : vf{};
+        block[i] =
+            i < WIDTH - g * VL && row < valid ? Words::along_k(src + row * stride + k * Words::STEP, elements) : vf{};
       }
       transpose(block);
       float* p = out + k * WIDTH + g * VL;
@@ -37,7 +38,8 @@ FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int6
   }
 }
 
-// Element (i, k) at src + i + k * stride, PANELS neighbouring panels at once so that whole cache lines of a row are used.
+// Element (i, k) at src + i + k * stride, PANELS neighbouring panels at once so that whole cache lines of a row are
+// used.
 template <class Words, int WIDTH, int PANELS, class T>
 FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
   constexpr int GROUPS = (WIDTH + VL - 1) / VL, AHEAD = 8 * Words::STEP;
@@ -65,10 +67,11 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
   }
 }
 
-// The panel that begins at src, or PANELS of them; returns how many it packed, given that `left` values of i are wanted and
-// `valid` exist.
+// The panel that begins at src, or PANELS of them; returns how many it packed, given that `left` values of i are wanted
+// and `valid` exist.
 template <class Words, int WIDTH, class T>
-static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth, float* out) {
+static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth,
+                       float* out) {
   constexpr int PANELS = 4;
   if (i_stride != 1) {
     pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, out);
@@ -84,8 +87,8 @@ static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t
 
 // Panels of [begin, end) of the index i, of which there are `count` in all; src is element (begin, 0).
 template <class Words, int WIDTH, class T>
-FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end, int64_t count, int64_t depth,
-                    float* out) {
+FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end, int64_t count,
+                    int64_t depth, float* out) {
   const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * WIDTH;
   for (int64_t i = begin; i < end;) {
     const int packed = pack_panels<Words, WIDTH>(src, i_stride, k_stride, end - i, count - i, depth, out);

@@ -71,6 +71,7 @@ FM_INLINE vf abs(vf v) { return (vf)((vu)v & 0x7fffffffu); }
 // Of values below 2^23.
 FM_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 FM_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+FM_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 FM_INLINE void prefetch_write(void* p) { __builtin_prefetch(p, 1); }
 
 }  // namespace fm::FM_TARGET

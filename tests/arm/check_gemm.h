@@ -1,4 +1,5 @@
-// GEMM against the scalar reference: forward, data gradient and weight gradient, packed and not. Part of check_kernels.cc.
+// GEMM against the scalar reference: forward, data gradient and weight gradient, packed and not. Part of
+// check_kernels.cc.
 #pragma once
 // C = A B of the three layouts: 0 forward (B transposed in memory), 1 data gradient, 2 weight gradient (A transposed).
 GemmArgs gemm_layout(int form, int64_t m, int64_t n, int64_t k) {
@@ -32,7 +33,9 @@ Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool pac
     kernels().pack_weight({n, k, dtype, b.data(), g.b_row, g.b_col, aligned});
     g.packed = aligned;
   }
-  if (form == 0) g.bias = bias.data(), g.gelu = true, g.pre = pre.data(), g.pre_row = n, g.residual = other.data(), g.residual_row = n;
+  if (form == 0)
+    g.bias = bias.data(), g.gelu = true, g.pre = pre.data(), g.pre_row = n, g.residual = other.data(),
+    g.residual_row = n;
   if (form == 1) g.gelu_input = other.data(), g.gelu_input_row = n;
   if (form == 2) g.a_sums = sums.data();
   kernels().gemm(g);
@@ -48,7 +51,8 @@ void check_gemm(const std::string& target) {
       for (DType dtype : {DType::f32, DType::bf16, DType::f16}) {
         for (bool packed : {false, true}) {
           const float tolerance = 3e-7f * static_cast<float>(s[2] + 20);
-          compare(target, "gemm", 2e-5f, 8 * tolerance, [&] { return run_gemm(form, s[0], s[1], s[2], dtype, packed); });
+          compare(target, "gemm", 2e-5f, 8 * tolerance,
+                  [&] { return run_gemm(form, s[0], s[1], s[2], dtype, packed); });
         }
       }
     }
