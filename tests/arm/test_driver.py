@@ -30,6 +30,8 @@ def build(*machine):
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "CXXFLAGS", "TARGET_CXX")}
     command = [sys.executable, "tools/build_driver.py", *machine]
     done = subprocess.run(command, cwd=builds.ROOT, env=environment, capture_output=True, text=True)
+    if "cannot find -l" in done.stderr:
+        pytest.skip("no static libraries of the C and C++ run time here")
     assert done.returncode == 0, done.stdout + done.stderr
     return str(builds.ROOT / done.stdout.splitlines()[-1])
 

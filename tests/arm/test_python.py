@@ -17,10 +17,11 @@ pytestmark = builds.needs_python
 PROGRAM = builds.ROOT / "tests" / "arm" / "train_small.py"
 KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")
 # Left out: millions of elements, and what starts Python again or imports torch._dynamo, which costs 20 s each.
-TOO_SLOW = ("whole_range", "positive_numbers", "from_every_half", "adamw_is_torchs", "environment_chooses", "shared_with_torch")
+TOO_SLOW = ("whole_range", "positive_numbers", "from_every_half", "adamw_is_torchs", "environment_chooses", "shared_with_torch",
+            "(float32_agrees_with_formula and portable)")
 
 
-def run(output, *command, timeout=400, **environment):
+def run(output, *command, timeout=900, **environment):
     """What train_small.py wrote, and what it printed."""
     variables = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(builds.ROOT), **environment}
     variables.pop("FUGAKU_MEGATRON_TARGET", None)

@@ -26,12 +26,16 @@ class Work {
 
   // A tensor of n elements between -1 and 1 times scale, in `dtype` or in float32.
   void* input(int64_t n, float scale = 1) { return tensor(n, dtype, scale, true, false); }
-  float* input_f32(int64_t n, float scale = 1) { return static_cast<float*>(tensor(n, DType::f32, scale, true, false)); }
+  float* input_f32(int64_t n, float scale = 1) {
+    return static_cast<float*>(tensor(n, DType::f32, scale, true, false));
+  }
   // Zeros that the kernel writes; they make the checksum.
   void* output(int64_t n) { return tensor(n, dtype, 0, false, true); }
   float* output_f32(int64_t n) { return static_cast<float*>(tensor(n, DType::f32, 0, false, true)); }
   // Both: read and written.
-  float* updated_f32(int64_t n, float scale = 1) { return static_cast<float*>(tensor(n, DType::f32, scale, true, true)); }
+  float* updated_f32(int64_t n, float scale = 1) {
+    return static_cast<float*>(tensor(n, DType::f32, scale, true, true));
+  }
   // n whole numbers from 0 to below limit.
   const int64_t* indices(int64_t n, int64_t limit);
   // Uninitialised memory, in no account.

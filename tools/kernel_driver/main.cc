@@ -157,8 +157,10 @@ std::vector<double> times(const Work& work, int repeat) {
 
 void report_times(const Work& work, const std::vector<double>& seconds) {
   const double best = seconds[0], median = seconds[seconds.size() / 2];
-  std::printf("seconds best %.3e median %.3e of %zu runs (no meaning under an emulator)\n", best, median, seconds.size());
-  if (work.flops > 0) std::printf("GFLOP/s best %.3f median %.3f\n", work.flops / best * 1e-9, work.flops / median * 1e-9);
+  std::printf("seconds best %.3e median %.3e of %zu runs (no meaning under an emulator)\n", best, median,
+              seconds.size());
+  if (work.flops > 0)
+    std::printf("GFLOP/s best %.3f median %.3f\n", work.flops / best * 1e-9, work.flops / median * 1e-9);
   std::printf("GB/s best %.3f median %.3f, each tensor counted once per read and write\n", work.bytes() / best * 1e-9,
               work.bytes() / median * 1e-9);
 }

@@ -13,7 +13,9 @@ struct Tensors {
 
 Tensors prepare(Work& w, const Shape& n) {
   const int64_t context = n[0] * n[1] * n[2] * n[3];
-  return {{n[0], n[1], n[2], n[3], 0.1f, 1234, 5, 0, 0}, w.input(3 * context, 2), w.output(context),
+  return {{n[0], n[1], n[2], n[3], 0.1f, 1234, 5, 0, 0},
+          w.input(3 * context, 2),
+          w.output(context),
           w.output_f32(n[0] * n[1] * n[2])};
 }
 

@@ -7,8 +7,8 @@ namespace {
 constexpr float EPSILON = 1e-5f;
 
 LayerNormArgs norm_of(Work& w, const void* x, int64_t rows, int64_t cols) {
-  return {x, w.input(cols), w.input(cols), w.output(rows * cols), w.output_f32(rows), w.output_f32(rows), rows, cols, EPSILON,
-          w.dtype};
+  return {x,    w.input(cols), w.input(cols), w.output(rows * cols), w.output_f32(rows), w.output_f32(rows), rows,
+          cols, EPSILON,       w.dtype};
 }
 
 void layer_norm(Work& w, const Shape& n) {
@@ -18,8 +18,18 @@ void layer_norm(Work& w, const Shape& n) {
 
 LayerNormGradArgs norm_gradient(Work& w, const LayerNormArgs& norm) {
   const int64_t n = norm.rows * norm.cols;
-  return {w.input(n),   w.input(n),            norm.x,                 norm.weight, norm.mean, norm.rstd,
-          w.output(n), w.updated_f32(norm.cols), w.updated_f32(norm.cols), norm.rows,   norm.cols, w.dtype};
+  return {w.input(n),
+          w.input(n),
+          norm.x,
+          norm.weight,
+          norm.mean,
+          norm.rstd,
+          w.output(n),
+          w.updated_f32(norm.cols),
+          w.updated_f32(norm.cols),
+          norm.rows,
+          norm.cols,
+          w.dtype};
 }
 
 void layer_norm_backward(Work& w, const Shape& n) {
@@ -57,8 +67,8 @@ void bias_dropout_add_layer_norm_backward(Work& w, const Shape& n) {
 }
 
 CrossEntropyArgs entropy_of(Work& w, const Shape& n) {
-  return {w.input(n[0] * n[1], 4), w.dtype, n[0], n[1], w.indices(n[0], n[1]), 0, w.output_f32(n[0]), w.output_f32(n[0]),
-          w.output_f32(n[0])};
+  return {w.input(n[0] * n[1], 4), w.dtype,           n[0], n[1], w.indices(n[0], n[1]), 0, w.output_f32(n[0]),
+          w.output_f32(n[0]),      w.output_f32(n[0])};
 }
 
 void cross_entropy_forward(Work& w, const Shape& n) {
