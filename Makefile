@@ -11,13 +11,16 @@ TRAIN_RANKS ?= 2
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench clean
+.PHONY: help setup train test lint clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes)"
 	@echo "make test    set up, then lint and run all tests"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make lint    ruff"
+	@echo "make test-arm     kernels and training on an emulated A64FX (Debian 12 with apt and root; part of make test where possible)"
+	@echo "make arm-codegen  gate on the machine code of the hot loops for A64FX; prints modelled cycles"
+	@echo "make driver | arm-driver   a static program that runs one kernel, for this machine or for A64FX"
 	@echo "make clean   remove what was built; keeps $(DEMO)/"
 
 setup: $(STAMPS)/kernels

@@ -1,12 +1,14 @@
-"""Runs one family of benchmarks: python -m benchmarks {gemm,...} [--recipe R] [--target T|all] [--dtype D] [--threads N] [--json F]
+"""Runs one family of benchmarks: python -m benchmarks {gemm,attention,rowwise} [options]
 
-A family is a module of this package with a docstring, add_arguments(parser) and cases(options), which yields driver.Case.
+A family is a module of this package with a docstring and either add_arguments(parser) and cases(options), which yields driver.Case
+(options then: [--recipe R] [--target T|all] [--dtype D] [--threads N] [--json F]), or a main() with options of its own.
 Left out: the timing itself (driver.py). Test: python -m benchmarks gemm --recipe demo
 """
 
 import argparse
 import importlib
 import pkgutil
+import sys
 
 from . import __path__, driver
 
@@ -18,9 +20,16 @@ def families() -> list[str]:
 
 def main() -> None:
     """Parses the command line and runs the family."""
+    if len(sys.argv) > 1 and sys.argv[1] in families():
+        module = importlib.import_module(f"{__package__}.{sys.argv[1]}")
+        if not hasattr(module, "cases") or not hasattr(module, "add_arguments"):
+            del sys.argv[1]
+            return module.main()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Kernels against torch, in turn in one process.")
     names = parser.add_subparsers(dest="family", required=True)
     modules = {name: importlib.import_module(f"{__package__}.{name}") for name in families()}
+    for name in [name for name, module in modules.items() if not hasattr(module, "add_arguments")]:
+        names.add_parser(name, help=modules.pop(name).__doc__.splitlines()[0])
     for name, module in modules.items():
         sub = names.add_parser(name, help=module.__doc__.splitlines()[0])
         driver.add_arguments(sub)
