@@ -18,7 +18,7 @@ def demo() -> RunConfig:
     return RunConfig(
         model=ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128,
                           make_vocab_size_divisible_by=64, hidden_dropout=0.0, attention_dropout=0.0),
-        batch=BatchConfig(micro_batch_size=4, global_batch_size=8),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=8),
         optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.03, weight_decay=0.1,
                                   adam_beta2=0.95),
         training=TrainingConfig(train_iters=1600, eval_interval=400, eval_iters=16),

@@ -86,7 +86,7 @@ def test_loading_in_the_background_starts_no_second_openmp_team():
         before = psutil.Process().num_threads()
         with Prefetcher(micro_batches(large, 0, lambda _: 64, 64, 0, 1), depth=2) as items:
             assert next(items)[0].shape == next(items)[1].shape == (4096, 64)
-            assert psutil.Process().num_threads() == before + 1
+            assert psutil.Process().num_threads() <= before + 1  # libgomp may end idle threads of a former, larger team
     finally:
         torch.set_num_threads(threads)
 
