@@ -14,6 +14,7 @@ from .batches import RampUp
 from .config import ModelConfig, RunConfig, check
 
 FP32_BYTES = 4
+LOGITS_CHUNK_BYTES = 1 << 26  # FP32 logits that the head holds at once
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
 
@@ -148,15 +149,18 @@ def _attention(run: RunConfig, tp: int) -> Record:
     model, b = run.model, run.batch.micro_batch_size
     s, heads, d = model.seq_length, model.num_attention_heads // tp, model.hidden_size // model.num_attention_heads
     flops = 4 * b * heads * s * s * d  # Q K^T and P V over the full square, as Megatron counts it
-    width = element_bytes(run)
-    # With dropout the scores, their softmax and the dropped-out copy are whole (s, s) tensors.
-    square = b * heads * s * s * width * 2 if model.attention_dropout else b * heads * s * FP32_BYTES
+    # Kept: qkv, the context (which is also the projection's input) and the logarithm of each row's sum.
     return Record(name="attention", gemm=(s, s, d), gemm_count=b * heads, flops_forward=flops, flops_backward=2 * flops,
-                  saved_bytes=square + activation_bytes(run) // tp)
+                  saved_bytes=4 * activation_bytes(run) // tp + softmax_bytes(run, tp))
+
+
+def softmax_bytes(run: RunConfig, tp: int) -> int:
+    """What attention keeps of its softmax: one FP32 number per row and head. Selective recompute does without."""
+    return run.batch.micro_batch_size * run.model.num_attention_heads // tp * run.model.seq_length * FP32_BYTES
 
 
 def layer_records(run: RunConfig, tp: int) -> list[Record]:
-    """The operations of one transformer layer."""
+    """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x."""
     model, whole, width = run.model, activation_bytes(run), element_bytes(run)
     h, f, rows = model.hidden_size, model.ffn_hidden_size, model.seq_length * run.batch.micro_batch_size
     reduce = _reduce(whole, tp)
@@ -164,11 +168,11 @@ def layer_records(run: RunConfig, tp: int) -> list[Record]:
         _layer_norm("input_layernorm", run),
         _linear("linear_qkv", rows, 3 * h // tp, h, 3 * h // tp, whole, backward=reduce),
         _attention(run, tp),
-        _linear("linear_proj", rows, h, h // tp, h, whole // tp, forward=reduce),
+        _linear("linear_proj", rows, h, h // tp, h, 0, forward=reduce),
         _layer_norm("pre_mlp_layernorm", run),
         _linear("linear_fc1", rows, f // tp, h, f // tp, whole, backward=reduce),
         Record(name="gelu", saved_bytes=rows * f // tp * width),
-        _linear("linear_fc2", rows, h, f // tp, h, rows * f // tp * width, forward=reduce),
+        _linear("linear_fc2", rows, h, f // tp, h, 0, forward=reduce),
     ]
 
 
@@ -176,7 +180,7 @@ def embedding_records(run: RunConfig, tp: int) -> list[Record]:
     """Word and position embedding (first stage)."""
     model, vocabulary = run.model, padded_vocab_size(run.model, tp) // tp
     return [Record(name="word_embeddings", parameters=vocabulary * model.hidden_size,
-                   saved_bytes=model.seq_length * run.batch.micro_batch_size * 9, forward=_reduce(activation_bytes(run), tp)),
+                   saved_bytes=0, forward=_reduce(activation_bytes(run), tp)),
             Record(name="position_embeddings", parameters=model.max_position_embeddings * model.hidden_size)]
 
 
@@ -188,7 +192,7 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     if tied:
         logits = Record(**{**vars(logits), "parameters": 0})
     return [_layer_norm("final_layernorm", run), logits,
-            Record(name="cross_entropy", saved_bytes=rows * vocabulary * FP32_BYTES, forward=3 * _reduce(rows * FP32_BYTES, tp))]
+            Record(name="cross_entropy", forward=3 * _reduce(rows * FP32_BYTES, tp))]
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
@@ -286,16 +290,17 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
 
-def saved_bytes(run: RunConfig, records: list[Record]) -> int:
-    """Bytes one layer keeps from forward to backward under the run's recompute setting."""
-    attention = run.training.recompute_granularity == "selective"
-    kept = (r.saved_bytes for r in records if not (attention and r.name == "attention"))
-    return sum(kept) + (layer_input_bytes(run) if attention else 0)
+def layer_saved_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes that one layer keeps from forward to backward, whole layers not being recomputed."""
+    spared = softmax_bytes(run, tp) if run.training.recompute_granularity == "selective" else 0
+    return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
 
 
-def layer_input_bytes(run: RunConfig) -> int:
-    """What selective recompute keeps instead of the attention's inner tensors: its qkv, of this rank's heads."""
-    return 3 * activation_bytes(run) // run.parallel.tensor_model_parallel_size
+def logits_bytes(run: RunConfig, tp: int) -> int:
+    """FP32 logits that exist at once: the head works in chunks of rows."""
+    vocabulary = padded_vocab_size(run.model, tp) // tp
+    rows = min(run.model.seq_length * run.batch.micro_batch_size, max(1, LOGITS_CHUNK_BYTES // (FP32_BYTES * vocabulary)))
+    return rows * vocabulary * FP32_BYTES
 
 
 def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> Memory:
@@ -303,12 +308,13 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> 
     elements, shards = flat_elements(run, layout, stage), layout.dp if run.parallel.zero_stage else 1
     low = 0 if run.precision.name == "fp32" else 2
     layers, training = len(stage_layers(run.model.num_layers, layout.pp, stage)), run.training
-    per_layer = saved_bytes(run, layer_records(run, layout.tp))
+    per_layer = layer_saved_bytes(run, layout.tp)
     live = layers * per_layer * in_flight
     if training.recompute_granularity == "full":
         groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
         plain = layers - sum(map(len, groups))
         live = in_flight * (len(groups) * activation_bytes(run) + plain * per_layer) + max(map(len, groups)) * per_layer
-    logits = sum(2 * r.saved_bytes for place, r in stage_records(run, layout, stage) if r.name == "cross_entropy")
+    outside = sum(r.saved_bytes for place, r in stage_records(run, layout, stage) if place != "layer")
+    logits = logits_bytes(run, layout.tp) if stage == layout.pp - 1 else 0
     return Memory(weights=elements * (low or FP32_BYTES), gradients=elements * FP32_BYTES,
-                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live, logits=logits)
+                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live + outside, logits=logits)

@@ -122,3 +122,29 @@ def test_parameter_flops_reproduce_the_tables():
 def test_model_flops_against_hardware_flops():
     run = make_run("30b", {"recompute_granularity": "full"})
     assert accounting.model_flops(run, 1536) / accounting.hardware_flops(run, 1536) == pytest.approx(0.735, abs=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"bf16": True},
+                                     {"recompute_granularity": "selective"}, {"recompute_granularity": "full"}])
+def test_saved_bytes_are_those_that_autograd_keeps(changes):
+    run = small_run(**changes)
+    layout, trainer = Layout.of(run, 1), make_trainer(DryComm(), run)
+    tokens = torch.zeros(run.model.seq_length, run.batch.micro_batch_size, dtype=torch.int64)
+    weights, saved = trainer.optimizer.flat.values.untyped_storage().data_ptr(), {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != weights and tensor.dtype != torch.int64:
+            saved[storage.data_ptr()] = storage  # holding it keeps its address from being used again
+        return tensor
+
+    trainer.stage.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = trainer.stage(tokens, tokens, 0)
+    found = sum(storage.nbytes() for storage in saved.values())
+    layers = run.model.num_layers
+    per_layer = accounting.layer_saved_bytes(run, 1)
+    if run.training.recompute_granularity == "full":
+        per_layer = accounting.activation_bytes(run)
+    outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, layout, 0) if place != "layer")
+    assert loss.requires_grad and found == pytest.approx(layers * per_layer + outside, rel=0.02)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fugaku_megatron import accounting
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
-from fugaku_megatron.nn import native_ops, ops, torch_ops
+from fugaku_megatron.nn import ops, torch_ops
 
 S, B, H, OUT = 5, 3, 12, 7
 DTYPES = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 3e-2), "fp16": (torch.float16, 4e-3)}
@@ -140,7 +141,7 @@ def test_bias_dropout_add_layer_norm(name, p):
 @pytest.mark.parametrize("logits_bytes", [1 << 26, 4 * 16 * 4])
 def test_head_loss(name, ranks, logits_bytes, monkeypatch):
     """In one chunk and in several, over one and two tensor-parallel ranks."""
-    monkeypatch.setattr(native_ops, "LOGITS_BYTES", logits_bytes)
+    monkeypatch.setattr(accounting, "LOGITS_CHUNK_BYTES", logits_bytes)
     dtype, tolerance = DTYPES[name]
     x, table, factor = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype), 0.25
     labels = torch.randint(0, 16, (S, B), generator=torch.Generator().manual_seed(1))

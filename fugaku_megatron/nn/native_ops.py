@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import accounting, kernels
 from ..comm.base import Comm
 from .shared import MaskPlace
-
-LOGITS_BYTES = 1 << 26  # FP32 logits held at once by head_loss
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -223,7 +221,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float) -> Tensor:
         rows, labels = _rows(x), labels.reshape(-1)
-        chunk = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
+        chunk = max(1, accounting.LOGITS_CHUNK_BYTES // (accounting.FP32_BYTES * weight.shape[0]))
         total, ctx.factor, ctx.shape = 0.0, factor, x.shape
         dx = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         buffer = x.new_empty(min(chunk, len(rows)), weight.shape[0], dtype=torch.float32)
