@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fugaku_megatron import kernels
+from tests.kernels.numbers import random
 
 TARGETS = ["reference", *kernels.runnable_targets()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -19,10 +20,6 @@ COLUMNS = [1, 15, 16, 17, 67, 131, 768]
 def target(request):
     with kernels.target(request.param):
         yield request.param
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
 
 
 def some_tokens(s=37, b=3, words=23):

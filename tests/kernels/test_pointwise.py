@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fugaku_megatron import kernels
+from tests.kernels.numbers import random
 
 TARGETS = ["reference", *kernels.runnable_targets()]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -17,10 +18,6 @@ SHAPES = [(0, 5), (1, 1), (3, 15), (4, 16), (5, 17), (7, 67), (211, 131), (9, 76
 def target(request):
     with kernels.target(request.param):
         yield request.param
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
 
 
 def assert_close(got, want, dtype=torch.float32, scale=1.0):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fugaku_megatron import kernels
+from tests.kernels.numbers import random
 
 TARGETS = ["reference", *kernels.runnable_targets()]
 FAST = kernels.runnable_targets()[-1]
@@ -23,10 +24,6 @@ PLACE = {"p": 0.3, "seed": 11, "stream": 5, "first_sample": 2**33, "row0": 3}
 def target(request):
     with kernels.target(request.param):
         yield request.param
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
 
 
 def assert_close(got, want, dtype, scale=1.0, terms=()):
