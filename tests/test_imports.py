@@ -32,8 +32,10 @@ ALLOWED = {
     "dry_run": {"accounting", "batches", "schedule", "comm", "config", "nn"},
     "pretrain": {"accounting", "batches", "checkpoint", "runtime", "arguments", "comm", "config", "data", "metrics", "plot",
                  "train", "nn", "kernels", "optim"},
+    "perf": {"perf", "accounting", "batches", "config", "recipes", "arguments", "schedule"},
 }
-NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot"}
+NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot",
+            "perf/csv_table", "perf/errata", "perf/rows"}
 
 
 def modules() -> list[Path]:
