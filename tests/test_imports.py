@@ -35,7 +35,7 @@ ALLOWED = {
     "perf": {"perf", "accounting", "batches", "config", "recipes", "arguments", "schedule"},
 }
 NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot",
-            "perf/csv_table", "perf/errata", "perf/rows"}
+            "perf/csv_table", "perf/errata", "perf/rows", "perf/recompute", "perf/comparison", "perf/tables"}
 
 
 def modules() -> list[Path]:

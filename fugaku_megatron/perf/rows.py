@@ -147,6 +147,10 @@ class Row:
         """The printed cell of `column`, verbatim; empty when the table has no such column."""
         return self.cells[self.table.columns.index(column)] if column in self.table.columns else ""
 
+    def corrected(self, column: str) -> str:
+        """The cell of `column` as it should have been printed."""
+        return next((e.corrected for e in self.errata if e.column == column and e.line and e.corrected), self.cell(column))
+
     def unfit(self, purpose: str) -> bool:
         """Whether an erratum says that the row is no evidence for `purpose` ("time" or "memory")."""
         return any(erratum.unfit == purpose for erratum in self.errata)
