@@ -6,7 +6,8 @@ Left out: the model (model.py), formulas (accounting.py). Test: pytest tests/tes
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,16 @@ def predictor() -> Callable[[Row], Any] | None:
 
 def compare(rows: Sequence[Row], predict: Callable[[Row], Any] | None) -> list[Comparison]:
     """Compute everything for `rows`; a row that cannot be modelled says why."""
-    return [_compare(row, predict) for row in rows]
+    return [_compare(row, predict) for row in _with_progress(rows)]
+
+
+def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
+    """The rows, with a bar if stderr is a terminal and tqdm is installed."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        return rows
+    from tqdm import tqdm
+
+    return tqdm(rows, unit="row", leave=False)
 
 
 def _compare(row: Row, predict: Callable[[Row], Any] | None) -> Comparison:

@@ -13,8 +13,8 @@ from .comparison import NO_MODEL, Comparison
 from .errata import Erratum
 from .rows import DOCUMENTS
 
-OUR_HEADER = ("corrected", "recomputed TFLOPs", "model Sec/it", "model TFLOPs", "model MiB", "time error %", "memory error %",
-              "remarks")
+OUR_HEADER = ("corrected", "recomputed TFLOPs", "model Sec/it", "model range", "model TFLOPs", "model MiB", "time error %",
+              "memory error %", "remarks")
 
 
 def text(found: Sequence[Comparison], markdown: bool = False) -> str:
@@ -44,9 +44,11 @@ def cells(comparison: Comparison) -> tuple[str, ...]:
     names = dict(zip(row.table.columns, row.table.header))
     corrected = ", ".join(f"{names.get(column, column)} {cell}" for column, cell in comparison.corrections().items())
     seconds = NO_MODEL if comparison.problem == NO_MODEL else _number(p and p.seconds, ".1f")
+    between = f"{p.lower:.1f} to {p.upper:.1f}" if p else "-"
     errors = (_number(comparison.time_error_percent, "+.1f"), _number(comparison.memory_error_percent, "+.1f"))
-    return (*row.cells, corrected or "-", _number(comparison.recomputed, ".3f"), seconds, _number(comparison.model_tflops, ".3f"),
-            _number(p and p.memory_mib_max, ".0f"), *errors, ", ".join(comparison.remarks()) or "-")
+    return (*row.cells, corrected or "-", _number(comparison.recomputed, ".3f"), seconds, between,
+            _number(comparison.model_tflops, ".3f"), _number(p and p.memory_mib_max, ".0f"), *errors,
+            ", ".join(comparison.remarks()) or "-")
 
 
 def _number(value: float | None, form: str) -> str:
