@@ -88,9 +88,9 @@ def _pipes(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def summary(document: str, found: Sequence[Comparison]) -> str:
-    """How far the model is from the rows that count for fitting, in one line."""
+    """How far the model is from the rows that it is fitted to, in one line: unseen runs are further away."""
     times = [abs(c.time_error_percent) for c in found if c.time_error_percent is not None and c.row.fit_time]
     memory = [abs(c.memory_error_percent) for c in found if c.memory_error_percent is not None and c.row.fit_memory]
-    said = [f"model against {len(errors)} printed {name}: mean absolute error {sum(errors) / len(errors):.1f} %, "
+    said = [f"model against {len(errors)} printed {name}: mean absolute error {sum(errors) / len(errors):.1f} % in sample, "
             f"largest {max(errors):.1f} %" for name, errors in (("times", times), ("memory sizes", memory)) if errors]
     return f"{document}: {len(found)} rows; " + ("; ".join(said) or NO_MODEL)
