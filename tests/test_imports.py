@@ -34,8 +34,10 @@ ALLOWED = {
     "dry_run": {"accounting", "batches", "schedule", "comm", "config", "nn"},
     "pretrain": {"accounting", "allocator", "arguments", "batches", "checkpoint", "comm", "config", "data", "kernels", "metrics",
                  "nn", "optim", "placement", "plot", "runtime", "train"},
+    "perf": {"perf", "accounting", "batches", "config", "recipes", "arguments", "schedule"},
 }
-NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot"}
+NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot",
+            "perf/csv_table", "perf/errata", "perf/rows", "perf/recompute", "perf/comparison", "perf/tables"}
 
 
 def modules() -> list[Path]:
