@@ -267,8 +267,8 @@ class SystemConfig:
                        choices=("auto", "native", "torch"))
     allocator: str = opt("tuned", "tuned: tensors in memory that stays with the process; stock: malloc as it is. A preloaded "
                          "allocator (LD_PRELOAD) is used in either case", choices=("tuned", "stock"))
-    thread_affinity: str = opt("auto", "auto: one core for each thread, near its memory; none: the system places threads",
-                               choices=("auto", "none"))
+    thread_affinity: str = opt("auto", "pin: one core for each thread, in NUMA order; none: the system places threads; auto: "
+                               "pin on nodes of several NUMA domains", choices=("auto", "pin", "none"))
     cpu_frequency: float | None = opt(None, "the clock in GHz that the run is meant for: set where the system lets us, and "
                                       "refused when the cores run at another", type=float)
 

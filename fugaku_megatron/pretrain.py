@@ -179,10 +179,10 @@ def configure_process(run: RunConfig, world: Comm) -> str:
     here = [rank for rank, (node, _) in enumerate(everyone) if node == platform.node()]
     with everywhere():
         place = placement.place(mask, [everyone[rank][1] for rank in here], here.index(world.rank), os.environ,
-                                placement.cpu_quota(), system.thread_affinity == "auto")
+                                placement.cpu_quota(), system.thread_affinity)
         placement.apply(place, run.training.use_flush_denormal)
         ghz = runtime.check_clock(system.cpu_frequency, place.cpus or mask)
-    return runtime.machine_summary(describe(world), len(here), place.threads, memory, ghz)
+    return runtime.machine_summary(describe(world), len(mask), len(here), place.threads, bool(place.cpus), memory, ghz)
 
 
 def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> list[str]:
