@@ -1,8 +1,8 @@
 // GEMM: the loops around the micro-kernel, after Goto and van de Geijn (ACM TOMS 34(3), 2008).
 //
 //   threads: a grid over C, each thread alone on its rows and columns
-//     jc: nc columns | pc: kc of k, B packed to [kc][NR] panels (or packed before, pack_weight)
-//       ic: mc rows, A packed to [kc][MR] panels
+//     jc: nc columns | pc: kc of k
+//       ic: mc rows, A packed to [kc][MR] panels | B packed to [kc][NR] panels, a few ahead (or before: pack_weight)
 //       jr: one panel of B, in L1 | ir: one panel of A, from L2: micro-kernel
 //
 // A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of
@@ -34,6 +34,8 @@ FM_INLINE GemmBlocks blocks_of() {
   return gemm_blocks(MR, NR, Words::STEP);
 }
 
+constexpr int64_t GROUP = PACK_PANELS * NR;  // columns of B that are packed at a time
+
 // Blocks of k of equal size: a function of k and the machine's caches alone.
 template <class Words>
 FM_INLINE int64_t block_depth(int64_t k) {
@@ -50,6 +52,7 @@ struct Gemm {
   int64_t depth;    // of a block of k
   Span rows, cols;  // of this thread
   bool first_cols;  // the first of the threads with these rows
+  bool once;        // B is packed panel by panel
   float *a_panels, *b_panels, *partial;
   int64_t partial_row;
 
@@ -64,7 +67,11 @@ struct Gemm {
     const int64_t sweeps = ceil_div(rows.size(), blocks.mc);
     blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), MR) * MR : MR;
     a_panels = buffer(0, words(depth) * blocks.mc + VL);
-    b_panels = g.packed ? nullptr : buffer(1, words(depth) * least(blocks.nc, ceil_div(cols.size(), NR) * NR));
+    // One sweep over the rows needs no block of B: its panels are packed, used and overwritten while they are in L2.
+    once = !g.packed && sweeps <= 1;
+    if (once) blocks.nc = ceil_div(cols.size(), NR) * NR;
+    const int64_t width = once ? GROUP : least(blocks.nc, ceil_div(cols.size(), NR) * NR);
+    b_panels = g.packed ? nullptr : buffer(1, words(depth) * width);
     const bool in_place = g.out_dtype == DType::f32;
     partial_row = in_place ? g.c_row : least(blocks.nc, ceil_div(cols.size(), NR) * NR);
     partial = in_place || depth >= g.k ? nullptr : buffer(2, rows.size() * partial_row);
@@ -91,15 +98,21 @@ struct Gemm {
     const float* b = b_panels;
     if (g.packed)
       b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, NR) * NR) + columns.begin * words(deep);
-    if (!g.packed) {
-      const T* src = static_cast<const T*>(g.b) + p * g.b_row + columns.begin * g.b_col;
-      pack<Words, NR>(src, g.b_col, g.b_row, columns.begin, columns.end, g.n, deep, b_panels);
-    }
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
       const Span some = {ic, least(rows.end, ic + blocks.mc)};
       pack_a(some, p, deep, g.a_sums && first_cols && columns.begin == cols.begin);
-      run_tiles(some, columns, p, deep, b);
+      for (int64_t j = columns.begin; j < columns.end; j += GROUP) {
+        const Span group = {j, least(columns.end, j + GROUP)};
+        const float* panels = b + (once ? 0 : (j - columns.begin) * words(deep));
+        if (!g.packed && ic == rows.begin) pack_b(group, p, deep, const_cast<float*>(panels));
+        run_tiles(some, group, columns.begin, p, deep, panels);
+      }
     }
+  }
+
+  void pack_b(Span group, int64_t p, int64_t deep, float* panels) {
+    const T* src = static_cast<const T*>(g.b) + p * g.b_row + group.begin * g.b_col;
+    pack<Words, NR>(src, g.b_col, g.b_row, group.begin, group.end, g.n, deep, panels);
   }
 
   // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the
@@ -134,12 +147,12 @@ struct Gemm {
   }
 
   // While one panel of B is in use the next is fetched into L2, a slice for every tile.
-  void run_tiles(Span some, Span columns, int64_t p, int64_t deep, const float* b) {
+  void run_tiles(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep, const float* b) {
     const int64_t panel = words(deep) * NR, tiles = ceil_div(some.size(), MR);
     for (int64_t j = columns.begin; j < columns.end; j += NR, b += panel) {
       for (int64_t t = 0; t < tiles; ++t) {
         fetch_slice(b + panel, panel, t, tiles);
-        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, least(columns.end, j + NR)}, columns.begin, p,
+        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, least(columns.end, j + NR)}, first_col, p,
                  deep, a_panels + t * MR * words(deep), b);
       }
     }

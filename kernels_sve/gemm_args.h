@@ -45,12 +45,11 @@ struct CacheGeometry {
 };
 const CacheGeometry& cache_geometry();
 
-// The loops' steps in words for tiles of mr x nr accumulators: see gemm.h. stretch: how many L1 blocks deep a block of
-// k is.
+// The loops' steps in words for tiles of mr x nr accumulators: see gemm.h. step: elements of k per word.
 struct GemmBlocks {
   int64_t kc, mc, nc;
 };
-GemmBlocks gemm_blocks(int mr, int nr, int stretch);
+GemmBlocks gemm_blocks(int mr, int nr, int step);
 
 // A grid of threads over C: rows_parts x cols_parts == threads.
 struct GemmGrid {

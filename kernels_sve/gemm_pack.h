@@ -69,19 +69,20 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
   }
 }
 
-// The panel that begins at src, or PANELS of them; returns how many it packed, given that `left` values of i are wanted
+constexpr int PACK_PANELS = 4;
+
+// The panel that begins at src, or PACK_PANELS of them; returns how many it packed, given that `left` values of i are wanted
 // and `valid` exist.
 template <class Words, int WIDTH, class T>
 static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth,
                        float* out) {
-  constexpr int PANELS = 4;
   if (i_stride != 1) {
     pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, out);
     return 1;
   }
-  if (left >= PANELS * WIDTH) {
-    pack_straight<Words, WIDTH, PANELS>(src, k_stride, valid, depth, out);
-    return PANELS;
+  if (left >= PACK_PANELS * WIDTH) {
+    pack_straight<Words, WIDTH, PACK_PANELS>(src, k_stride, valid, depth, out);
+    return PACK_PANELS;
   }
   pack_straight<Words, WIDTH, 1>(src, k_stride, valid, depth, out);
   return 1;
