@@ -41,6 +41,25 @@ FM_INLINE vu float_to_half(vf v) {
   return sign | (bits > 0x7f800000u ? ((bits >> 13) & 0x3ffu) | 0x7e00u : half);
 }
 
+#define FM_HAS_HALF_ARITHMETIC
+FM_INLINE vu broadcast_half(f16 h) { return broadcast(h.bits * 0x10001u); }
+#ifdef __ARM_FEATURE_FP16_VECTOR_ARITHMETIC
+FM_INLINE vu fma_halves(vu a, vu b, vu sum) { return (vu)vfmaq_f16((float16x8_t)sum, (float16x8_t)a, (float16x8_t)b); }
+#else
+// For tests, by float arithmetic: the product of two halves is exact, and a sum rounded to odd (its last bit set when it
+// is not exact) rounds to half like the exact one. Error of the sum: Knuth, The Art of Computer Programming 2, 4.2.2.
+FM_INLINE vu fma_low_halves(vu a, vu b, vu sum) {
+  const vf product = half_to_float(a) * half_to_float(b), term = half_to_float(sum), total = product + term;
+  const vf part = total - product, error = (product - (total - part)) + (term - part);
+  const vu back = (vu)((error < 0.0f) == (total > 0.0f)) & 2u;
+  const vu inexact = (vu)((error < 0.0f) | (error > 0.0f)) & 1u & ~(vu)total;
+  return float_to_half((vf)((vu)total + inexact - (back & inexact << 1)));
+}
+FM_INLINE vu fma_halves(vu a, vu b, vu sum) {
+  return fma_low_halves(a, b, sum) | fma_low_halves(a >> 16, b >> 16, sum >> 16) << 16;
+}
+#endif
+
 FM_INLINE float hsum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 FM_INLINE float hmax(vf v) {
   const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
