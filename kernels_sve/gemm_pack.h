@@ -80,7 +80,7 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
   const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * ROW;
   const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * LANES;
   for (int64_t k = 0; k < depth; k += Words::STEP, src += Words::STEP * stride, out += ROW) {
-    const bool last = k + Words::STEP >= depth;
+    const bool near_end = (depth - k + Words::STEP - 1) / Words::STEP * ROW < GROUPS * VL;
     if (k + AHEAD < depth) prefetch(src + AHEAD * stride);
 #pragma GCC unroll 8
     for (int q = 0; q < PANELS; ++q) {
@@ -91,7 +91,7 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
         const vf words = Words::across_k(src + i, stride, depth - k, lanes);
         float* p = out + q * panel + g * VL;
         constexpr int REST = ROW - (GROUPS - 1) * VL;
-        if (REST < VL && g == GROUPS - 1 && last) {  // or it would spill into a panel already begun
+        if (REST < VL && g == GROUPS - 1 && near_end) {  // or it would spill into a panel already begun
           store_n(p, words, REST);
         } else {
           store(p, words);

@@ -18,7 +18,7 @@ from .numbers import random
 
 CHUNK = 16
 EDGES = (0, 1, 13, 37)
-SHAPES = [s for i, s in enumerate(itertools.product(EDGES, EDGES, EDGES)) if i % 3 == 0] + [(29, 131, 70), (48, 70, 300), (9, 140, 1030)]
+SHAPES = [*itertools.islice(itertools.product(EDGES, EDGES, EDGES), 0, None, 3), (29, 131, 70), (48, 70, 300), (9, 140, 1030)]
 
 
 def has_fp16(name):
@@ -161,5 +161,5 @@ def test_refusals(target):
 def test_a_target_without_fp16_arithmetic_refuses():
     for name in kernels.runnable_targets():
         if not has_fp16(name):
-            with kernels.target(name), pytest.raises(ValueError, match=f"expected 0 for target {name}, which has no FP16 arithmetic"):
+            with kernels.target(name), pytest.raises(ValueError, match=f"0 for target {name}, which has no FP16 arithmetic"):
                 product(half(2, 3), half(3, 4), 8)
