@@ -62,7 +62,8 @@ struct Bf16Pairs {
 };
 #endif
 
-// C = A B, or C += A B when `add`, for `words` steps of k. C has ROWS full rows of NR.
+// C = A B, or C += A B when `add`, for `words` steps of k. C has ROWS full rows of NR. Halves are not added: they are no
+// floats.
 template <class Words, int ROWS>
 static __attribute__((noinline)) void micro_kernel(int64_t words, const typename Words::Word* a, const float* b,
                                                    float* c, int64_t ldc, bool add) {
@@ -90,7 +91,7 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
 #pragma GCC unroll 8
     for (int v = 0; v < NR_VECTORS; ++v) {
       float* p = c + r * ldc + v * VL;
-      store(p, add ? load(p) + sum[r][v] : sum[r][v]);
+      store(p, Words::WIDE == 1 && add ? load(p) + sum[r][v] : sum[r][v]);
     }
   }
 }

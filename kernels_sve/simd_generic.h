@@ -42,10 +42,11 @@ FM_INLINE vu float_to_half(vf v) {
 }
 
 #define FM_HAS_HALF_ARITHMETIC
-FM_INLINE vu broadcast_half(f16 h) { return broadcast(h.bits * 0x10001u); }
 #ifdef __ARM_FEATURE_FP16_VECTOR_ARITHMETIC
+FM_INLINE vu broadcast_half(f16 h) { return (vu)vdupq_n_u16(h.bits); }
 FM_INLINE vu fma_halves(vu a, vu b, vu sum) { return (vu)vfmaq_f16((float16x8_t)sum, (float16x8_t)a, (float16x8_t)b); }
 #else
+FM_INLINE vu broadcast_half(f16 h) { return broadcast(h.bits * 0x10001u); }
 // For tests, by float arithmetic: the product of two halves is exact, and a sum rounded to odd (its last bit set when it
 // is not exact) rounds to half like the exact one. Error of the sum: Knuth, The Art of Computer Programming 2, 4.2.2.
 FM_INLINE vu fma_low_halves(vu a, vu b, vu sum) {
