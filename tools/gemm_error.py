@@ -85,10 +85,10 @@ def measure(case: Case, rows: int, depth: int, chunks: tuple[int, ...]) -> Error
     a, b = left.half(), right.half()
     exact = a.double() @ b.double()
     found = {chunk: product(a, b, chunk) for chunk in chunks}
+    in_bf16 = left.bfloat16().double() @ right.bfloat16().double()
     return Errors(
-        case=case, bf16_operands=error(left.bfloat16().double() @ right.bfloat16().double(), true), fp16_operands=error(exact, true),
-        fp16_result=error(exact.half(), exact), fp32_sums=error(product(a, b), exact),
-        chunks={chunk: error(out, exact) for chunk, out in found.items()},
+        case=case, bf16_operands=error(in_bf16, true), fp16_operands=error(exact, true), fp16_result=error(exact.half(), exact),
+        fp32_sums=error(product(a, b), exact), chunks={chunk: error(out, exact) for chunk, out in found.items()},
         overflows={chunk for chunk, out in found.items() if not bool(out.isfinite().all())})
 
 
