@@ -193,7 +193,7 @@ struct Gemm {
 
 // Calls f(words, element) for the input's type.
 template <class F>
-FM_INLINE void with_words(DType dtype, int64_t fp16_chunk, const F& f) {
+FM_INLINE void with_words(DType dtype, [[maybe_unused]] int64_t fp16_chunk, const F& f) {
 #ifdef FM_HAS_HALF_ARITHMETIC
   if (fp16_chunk) return f(HalfWords(), f16());
 #endif

@@ -18,7 +18,7 @@ struct HalfWords {
     return across_k(p, 0, 0, elements >= 2 * VL ? 2 * VL : static_cast<int>(elements));
   }
   FM_INLINE vf across_k(const f16* p, int64_t, int64_t, int elements) {
-    if (elements == 2 * VL) return (vf)load(reinterpret_cast<const uint32_t*>(p));
+    if (elements == 2 * VL) return (vf)load_pairs(&p->bits);
     return (vf)load_pairs_n(&p->bits, elements);
   }
   FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return (vf)fma_halves(broadcast_half(x), (vu)b, (vu)sum); }

@@ -44,7 +44,7 @@ struct Bf16Pairs {
   static constexpr int WIDE = 1;
   static constexpr int STEP = 2;
   FM_INLINE vf along_k(const bf16* p, int64_t elements) {
-    if (elements >= 2 * VL) return (vf)load(reinterpret_cast<const uint32_t*>(p));
+    if (elements >= 2 * VL) return (vf)load_pairs(&p->bits);
     return (vf)load_pairs_n(&p->bits, static_cast<int>(elements));
   }
   // The pair of row p and, when there is one, the row below it.

@@ -23,13 +23,12 @@ FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
 FM_INLINE vu load_u16(const uint16_t* p) { return load_u16_n(p, VL); }
 FM_INLINE void store_u16(uint16_t* p, vu v) { store_u16_n(p, v, VL); }
 
-// Integer algorithms of binary16: the exponent is moved by a multiplication, which also makes denormals exact.
+// Integer algorithms of binary16, whose denormals are exact also while float's are taken as zero.
 FM_INLINE vf half_to_float(vu h) {
-  const vu magnitude = (h & 0x7fffu) << 13;
-  const vf scaled = (vf)magnitude * 0x1p112f;
-  const vu special = (vu)scaled | 0x7f800000u;  // exponent 31 is inf or NaN
-  const vu bits = (h & 0x7c00u) == 0x7c00u ? special | magnitude : (vu)scaled;
-  return (vf)(bits | (h & 0x8000u) << 16);
+  const vu magnitude = (h & 0x7fffu) << 13, exponent = h & 0x7c00u;
+  const vu denormal = (vu)(to_float(h & 0x3ffu) * 0x1p-24f);
+  const vu bits = exponent == 0x7c00u ? magnitude | 0x7f800000u : magnitude + 0x38000000u;  // 31 is inf or NaN
+  return (vf)((exponent == 0 ? denormal : bits) | (h & 0x8000u) << 16);
 }
 FM_INLINE vu float_to_half(vf v) {
   const vu bits = (vu)v & 0x7fffffffu;
