@@ -259,9 +259,16 @@ class SystemConfig:
     fp16_accumulation_chunk: int | None = opt(
         None, "with --fp16, sum this many products of a linear layer in FP16 before adding in FP32: faster where the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)", type=int, switches={"--fp16-accumulation": FP16_CHUNK})
+    allocator: str = opt("tuned", "tuned: tensors in memory that stays with the process; stock: malloc as it is. A preloaded "
+                         "allocator (LD_PRELOAD) is used in either case", choices=("tuned", "stock"))
+    thread_affinity: str = opt("auto", "auto: one core for each thread, near its memory; none: the system places threads",
+                               choices=("auto", "none"))
+    cpu_frequency: float | None = opt(None, "the clock in GHz that the run is meant for: set where the system lets us, and "
+                                      "refused when the cores run at another", type=float)
 
     def __post_init__(self) -> None:
-        check(self.kernels in ("auto", "native", "torch"), f"--kernels {self.kernels}: give auto, native or torch")
+        check_choices(self)
+        check_positive(self, "cpu_frequency")
         chunk = self.fp16_accumulation_chunk
         check(chunk is None or 0 < chunk <= MAX_FP16_CHUNK,
               f"--fp16-accumulation-chunk is {chunk}: give a number from 1 to {MAX_FP16_CHUNK}")
