@@ -79,6 +79,22 @@ FM_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 FM_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 FM_INLINE void prefetch_write(void* p) { __builtin_prefetch(p, 1); }
 
+// While this lives FP16 arithmetic keeps its denormals, also in a thread that flushes those of float: they begin at 6.1e-5.
+class KeepHalfDenormals {
+#ifdef __ARM_FEATURE_FP16_VECTOR_ARITHMETIC
+ public:
+  KeepHalfDenormals() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before_)::"memory");
+    __asm__ volatile("msr fpcr, %0" ::"r"(before_ & ~FZ16) : "memory");
+  }
+  ~KeepHalfDenormals() { __asm__ volatile("msr fpcr, %0" ::"r"(before_) : "memory"); }
+
+ private:
+  static constexpr uint64_t FZ16 = 1 << 19;
+  uint64_t before_;
+#endif
+};
+
 }  // namespace fm::FM_TARGET
 
 #if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && FM_VECTOR_BYTES > 16

@@ -2,6 +2,7 @@
 
     python tools/gemm_error.py                 (some seconds; the table of docs/numerics.md)
     python tools/gemm_error.py --rows 16 --depth 256 --chunks 16 64
+    .arm/python tools/gemm_error.py            the same on an emulated A64FX (make arm-ext)
 
 Products of random matrices as training has them, by the kernels (a target that sums in FP16: the running one, else the portable
 one, which gives the same bits), against FP64 on the same rounded operands. The error is the root mean square of the difference
@@ -115,6 +116,7 @@ def main() -> None:
     if min(options.rows, options.depth, *chunks) < 1:
         parser.error("give numbers above 0")
     name = kernels.active() if kernels.has_fp16_arithmetic() else "portable"
+    kernels.flush_denormals(True)  # as a run does
     with kernels.target(name):
         print(f"measured: error relative to FP64, {options.rows} x {options.rows} sums of {options.depth} terms, target {name}")
         for line in table([measure(case, options.rows, options.depth, chunks) for case in CASES], chunks):
