@@ -207,9 +207,10 @@ static void gemm(const GemmArgs& args) {
   if (!args.m || (!args.n && !args.a_sums)) return;
   with_words(args.in_dtype, args.fp16_chunk, [&](auto words, auto element) {
     parallel_run([&](int thread, int threads) {
-      [[maybe_unused]] const typename decltype(words)::Mode mode{};
       Gemm<decltype(words), decltype(element)> work(args, thread, threads);
+      const uint64_t mode = decltype(words)::WIDE == 2 ? keep_half_denormals() : 0;
       work.run();
+      if (decltype(words)::WIDE == 2) restore_denormals(mode);
     });
   });
 }

@@ -12,7 +12,6 @@ namespace fm::FM_TARGET {
 #ifdef FM_HAS_HALF_ARITHMETIC
 struct HalfWords {
   using Word = f16;
-  using Mode = KeepHalfDenormals;
   static constexpr int WIDE = 2, STEP = 1;
   // Pairs of k, for pack_transposed_pairs.
   FM_INLINE vf along_k(const f16* p, int64_t elements) {

@@ -24,7 +24,6 @@ static_assert(MR % ROW_UNIT == 0, "tiles of fewer rows come in steps of ROW_UNIT
 // step of k is MR words of A and NR words of B.
 struct FloatWords {
   using Word = float;
-  struct Mode {};                 // of the processor, set while its value lives
   static constexpr int WIDE = 1;  // rows or columns in 32 bits
   static constexpr int STEP = 1;  // k per word
   template <class T>
@@ -42,7 +41,6 @@ struct FloatWords {
 #ifdef FM_HAS_BF16_PAIRS
 struct Bf16Pairs {
   using Word = uint32_t;
-  struct Mode {};
   static constexpr int WIDE = 1;
   static constexpr int STEP = 2;
   FM_INLINE vf along_k(const bf16* p, int64_t elements) {

@@ -79,21 +79,20 @@ FM_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 FM_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 FM_INLINE void prefetch_write(void* p) { __builtin_prefetch(p, 1); }
 
-// While this lives FP16 arithmetic keeps its denormals, also in a thread that flushes those of float: they begin at 6.1e-5.
-class KeepHalfDenormals {
+// Between the two FP16 arithmetic keeps its denormals, which begin at 6.1e-5, also in a thread that flushes those of float
+// (FPCR.FZ16). A pair of calls and no object: a destructor would bring exception tables, and with them weak symbols.
 #ifdef __ARM_FEATURE_FP16_VECTOR_ARITHMETIC
- public:
-  KeepHalfDenormals() {
-    __asm__ volatile("mrs %0, fpcr" : "=r"(before_)::"memory");
-    __asm__ volatile("msr fpcr, %0" ::"r"(before_ & ~FZ16) : "memory");
-  }
-  ~KeepHalfDenormals() { __asm__ volatile("msr fpcr, %0" ::"r"(before_) : "memory"); }
-
- private:
-  static constexpr uint64_t FZ16 = 1 << 19;
-  uint64_t before_;
+FM_INLINE uint64_t keep_half_denormals() {
+  uint64_t before;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(before)::"memory");
+  __asm__ volatile("msr fpcr, %0" ::"r"(before & ~(UINT64_C(1) << 19)) : "memory");
+  return before;
+}
+FM_INLINE void restore_denormals(uint64_t before) { __asm__ volatile("msr fpcr, %0" ::"r"(before) : "memory"); }
+#else
+FM_INLINE uint64_t keep_half_denormals() { return 0; }
+FM_INLINE void restore_denormals(uint64_t) {}
 #endif
-};
 
 }  // namespace fm::FM_TARGET
 
