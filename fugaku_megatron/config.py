@@ -259,12 +259,19 @@ class OutputConfig:
         check(all(rank >= 0 for rank in self.profile_ranks), f"--profile-ranks {self.profile_ranks}: give ranks from 0 on")
 
 
+FP16_CHUNK = 64  # half the error of BF16 operands, at 1.7 times the FP32 rate in the A64FX model (docs/numerics.md)
+MAX_FP16_CHUNK = 65536
+
+
 @dataclass(frozen=True, kw_only=True)
 class SystemConfig:
     """How the machine is used."""
 
     kernels: str = opt("auto", "native: the C++ kernels; torch: torch's own; auto: whichever is faster on this run's shapes",
                        choices=("auto", "native", "torch"))
+    fp16_accumulation_chunk: int | None = opt(
+        None, "with --fp16, sum this many products of a linear layer in FP16 before adding in FP32: faster where the CPU has FP16 "
+        "arithmetic (A64FX, SVE), less exact (default: sums in FP32)", type=int, switches={"--fp16-accumulation": FP16_CHUNK})
     allocator: str = opt("tuned", "tuned: tensors in memory that stays with the process; stock: malloc as it is. A preloaded "
                          "allocator (LD_PRELOAD) is used in either case", choices=("tuned", "stock"))
     thread_affinity: str = opt("auto", "pin: one core for each thread, in NUMA order; none: the system places threads; auto: "
@@ -275,6 +282,9 @@ class SystemConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_positive(self, "cpu_frequency")
+        chunk = self.fp16_accumulation_chunk
+        check(chunk is None or 0 < chunk <= MAX_FP16_CHUNK,
+              f"--fp16-accumulation-chunk is {chunk}: give a number from 1 to {MAX_FP16_CHUNK}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +307,11 @@ class RunConfig:
               "--train-samples goes with --lr-decay-samples and --lr-warmup-samples, not with their -iters kin")
         check(samples or (optimizer.lr_decay_samples is None and not optimizer.lr_warmup_samples),
               "--lr-decay-samples and --lr-warmup-samples go with --train-samples: give it, or the -iters flags")
+        chunk, kernels = self.system.fp16_accumulation_chunk, self.system.kernels
+        check(chunk is None or self.precision.fp16, f"--fp16-accumulation-chunk {chunk} is for --fp16, and this run is "
+              f"{self.precision.name}: give --fp16, or leave it out")
+        check(chunk is None or kernels != "torch", f"--fp16-accumulation-chunk {chunk} is for the C++ kernels, and --kernels is "
+              "torch: give native or auto, or leave it out")
 
 
 GROUPS: dict[str, type] = {

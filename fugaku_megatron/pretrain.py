@@ -165,6 +165,9 @@ def check_early(arguments: Arguments, world_size: int) -> Layout | None:
     run = arguments.run
     check(run.data.mock_data or run.data.data_path is not None, "give --data-path (see tools/preprocess_data.py) or --mock-data")
     batches.length(run.training, batches.RampUp(1, 1, 0, 1))
+    chunk = run.system.fp16_accumulation_chunk
+    check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
+          f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
     Layout.of(run, world_size)
 
 
@@ -201,6 +204,16 @@ def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str,
     ops.use(world.broadcast_object({t.family: t.faster for t in timings}))
     return [f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.active()})",
             *autotune.table(timings)]
+
+
+def choose_accumulation(run: RunConfig) -> list[str]:
+    """Set where linear layers sum in FP16; returns the log's lines. Only the C++ kernels can, so they then run these layers."""
+    chunk = run.system.fp16_accumulation_chunk or 0
+    ops.use_fp16_accumulation(chunk)
+    if not chunk:
+        return []
+    ops.use({"gemm": "native"})
+    return [f"kernels: gemm native, sums of {chunk} products in FP16, their sums in FP32"]
 
 
 def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str) -> list[str]:
@@ -243,7 +256,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
         lines.append(f"resumed from {output.load} at iteration {trainer.progress.iteration}")
     elif output.load:
         lines.append(f"no checkpoint in --load {output.load}: starting anew")
-    lines += choose_kernels(run, layout, world, saved)
+    lines += choose_kernels(run, layout, world, saved) + choose_accumulation(run)
     iterations, _ = batches.length(run.training, trainer.ramp)
     writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=trainer.progress.iteration,
                            tensorboard_dir=output.tensorboard_dir,

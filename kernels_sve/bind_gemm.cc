@@ -14,48 +14,63 @@ struct PackedHeader {
   char magic[8], target[24];
   int64_t rows, cols, data_offset;
   DType dtype;
-  int32_t transposed;
+  int32_t transposed, fp16_chunk;
 };
-constexpr char MAGIC[8] = "FMGEMM1";
+constexpr char MAGIC[8] = "FMGEMM2";
 static_assert(sizeof(PackedHeader) <= ALIGNMENT, "the header fits before the data");
 
 // The product's n and k for a weight (rows, cols): the forward product sums over cols, the data gradient over rows.
-int64_t packed_bytes(int64_t rows, int64_t cols, DType dtype, bool transposed) {
-  return 2 * ALIGNMENT + kernels().packed_weight_size(transposed ? cols : rows, transposed ? rows : cols, dtype);
+int64_t packed_bytes(int64_t rows, int64_t cols, DType dtype, bool transposed, int64_t fp16_chunk) {
+  return 2 * ALIGNMENT +
+         kernels().packed_weight_size(transposed ? cols : rows, transposed ? rows : cols, dtype, fp16_chunk);
 }
 
-std::string describe(const char* target, int64_t rows, int64_t cols, DType dtype, bool transposed) {
+// The chunk of FP16 sums for operands of this type, or an error: 0 is always good.
+int64_t checked_chunk(int64_t chunk, DType dtype) {
+  constexpr int64_t MOST = 1 << 16;
+  const std::string got = ", got " + std::to_string(chunk);
+  if (chunk < 0 || chunk > MOST) throw py::value_error("fp16_chunk: expected 0 to " + std::to_string(MOST) + got);
+  if (chunk && dtype != DType::f16)
+    throw py::value_error("fp16_chunk: expected 0 for operands of " + std::string(dtype_name(dtype)) + got);
+  if (chunk && !kernels().has_fp16_arithmetic())
+    throw py::value_error("fp16_chunk: expected 0 for target " + std::string(active()) +
+                          ", which has no FP16 arithmetic" + got);
+  return chunk;
+}
+
+std::string describe(const char* target, int64_t rows, int64_t cols, DType dtype, bool transposed, int64_t fp16_chunk) {
   return std::string(dtype_name(dtype)) + " (" + std::to_string(rows) + ", " + std::to_string(cols) +
-         ") packed with transposed=" + (transposed ? "True" : "False") + " by target " + target;
+         ") packed with transposed=" + (transposed ? "True" : "False") + ", fp16_chunk=" + std::to_string(fp16_chunk) +
+         " by target " + target;
 }
 
-void pack_weight(py::handle weight_object, py::handle packed_object, bool transposed) {
+void pack_weight(py::handle weight_object, py::handle packed_object, bool transposed, int64_t fp16_chunk) {
   TensorView weight("weight", weight_object), packed("packed", packed_object);
   weight.rank(2).floating().last_contiguous();
+  checked_chunk(fp16_chunk, weight.dtype());
   packed.dtype({DType::u8})
-      .shape({packed_bytes(weight.size(0), weight.size(1), weight.dtype(), transposed)})
+      .shape({packed_bytes(weight.size(0), weight.size(1), weight.dtype(), transposed, fp16_chunk)})
       .contiguous();
   packed.disjoint({&weight});
   PackedHeader header = {};
   std::memcpy(header.magic, MAGIC, sizeof MAGIC);
   std::strncpy(header.target, active(), sizeof header.target - 1);
   header.rows = weight.size(0), header.cols = weight.size(1), header.dtype = weight.dtype(),
-  header.transposed = transposed;
+  header.transposed = transposed, header.fp16_chunk = static_cast<int32_t>(fp16_chunk);
   char* base = packed.data<char>();
   const uintptr_t first = reinterpret_cast<uintptr_t>(base) + sizeof header;
   header.data_offset =
       static_cast<int64_t>((first + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT - reinterpret_cast<uintptr_t>(base));
   std::memcpy(base, &header, sizeof header);
   const int64_t row = weight.stride(0);
-  const GemmPackArgs args =
-      transposed ? GemmPackArgs{weight.size(1),           weight.size(0), weight.dtype(), weight.data(), row, 1,
-                                base + header.data_offset}
-                 : GemmPackArgs{weight.size(0),           weight.size(1), weight.dtype(), weight.data(), 1, row,
-                                base + header.data_offset};
+  void* data = base + header.data_offset;
+  GemmPackArgs args = {weight.size(0), weight.size(1), weight.dtype(), weight.data(), 1, row, data, fp16_chunk};
+  if (transposed) std::swap(args.n, args.k), std::swap(args.b_row, args.b_col);
   unlocked([&] { kernels().pack_weight(args); });
 }
 
-const void* packed_data(py::handle object, const TensorView& weight, bool transposed, const TensorView& out) {
+const void* packed_data(py::handle object, const TensorView& weight, bool transposed, int64_t fp16_chunk,
+                        const TensorView& out) {
   if (object.is_none()) return nullptr;
   TensorView packed("packed", object);
   packed.dtype({DType::u8}).contiguous().disjoint({&out});
@@ -63,10 +78,12 @@ const void* packed_data(py::handle object, const TensorView& weight, bool transp
   if (packed.numel() >= int64_t(sizeof header)) std::memcpy(&header, packed.data(), sizeof header);
   if (std::memcmp(header.magic, MAGIC, sizeof MAGIC)) packed.fail("the output of pack_weight", "other bytes");
   const bool fits = header.rows == weight.size(0) && header.cols == weight.size(1) && header.dtype == weight.dtype() &&
-                    bool(header.transposed) == transposed && !std::strcmp(header.target, active());
+                    bool(header.transposed) == transposed && header.fp16_chunk == fp16_chunk &&
+                    !std::strcmp(header.target, active());
   if (!fits) {
-    packed.fail("a weight " + describe(active(), weight.size(0), weight.size(1), weight.dtype(), transposed),
-                describe(header.target, header.rows, header.cols, header.dtype, header.transposed));
+    packed.fail(
+        "a weight " + describe(active(), weight.size(0), weight.size(1), weight.dtype(), transposed, fp16_chunk),
+        describe(header.target, header.rows, header.cols, header.dtype, header.transposed, header.fp16_chunk));
   }
   return packed.data<char>() + header.data_offset;
 }
@@ -101,16 +118,17 @@ void run(const GemmArgs& args) {
 }
 
 void linear_forward(py::handle x_object, py::handle weight_object, py::handle out_object, py::handle bias_object,
-                    bool gelu, py::handle pre_object, py::handle residual_object, py::handle packed_object) {
+                    bool gelu, py::handle pre_object, py::handle residual_object, py::handle packed_object,
+                    int64_t fp16_chunk) {
   TensorView x("x", x_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
   check_operands(x, weight, out, weight.size(1), weight.size(0));
   GemmArgs args = {};
   args.m = x.size(0), args.n = weight.size(0), args.k = weight.size(1);
-  args.in_dtype = x.dtype(), args.out_dtype = out.dtype();
+  args.in_dtype = x.dtype(), args.out_dtype = out.dtype(), args.fp16_chunk = checked_chunk(fp16_chunk, x.dtype());
   args.a = x.data(), args.a_row = x.stride(0), args.a_col = 1;
   args.b = weight.data(), args.b_row = 1, args.b_col = weight.stride(0);
-  args.packed = packed_data(packed_object, weight, false, out);
+  args.packed = packed_data(packed_object, weight, false, fp16_chunk, out);
   args.c = out.data(), args.c_row = out.stride(0);
   if (!bias_object.is_none()) {
     TensorView bias("bias", bias_object);
@@ -129,23 +147,24 @@ void linear_forward(py::handle x_object, py::handle weight_object, py::handle ou
 }
 
 void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle out_object,
-                          py::handle gelu_input_object, py::handle packed_object) {
+                          py::handle gelu_input_object, py::handle packed_object, int64_t fp16_chunk) {
   TensorView grad("grad_output", grad_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
   check_operands(grad, weight, out, weight.size(0), weight.size(1));
   GemmArgs args = {};
   args.m = grad.size(0), args.n = weight.size(1), args.k = weight.size(0);
   args.in_dtype = grad.dtype(), args.out_dtype = out.dtype();
+  args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
   args.a = grad.data(), args.a_row = grad.stride(0), args.a_col = 1;
   args.b = weight.data(), args.b_row = weight.stride(0), args.b_col = 1;
-  args.packed = packed_data(packed_object, weight, true, out);
+  args.packed = packed_data(packed_object, weight, true, fp16_chunk, out);
   args.c = out.data(), args.c_row = out.stride(0);
   args.gelu_input = epilogue_matrix("gelu_input", gelu_input_object, out, args.gelu_input_row);
   run(args);
 }
 
 void linear_weight_gradient(py::handle grad_object, py::handle x_object, py::handle weight_gradient_object,
-                            py::handle bias_gradient_object) {
+                            py::handle bias_gradient_object, int64_t fp16_chunk) {
   TensorView grad("grad_output", grad_object), x("x", x_object), out("weight_gradient", weight_gradient_object);
   grad.rank(2).floating().last_contiguous();
   x.rank(2).shape({grad.size(0), -1}).same_dtype(grad).last_contiguous();
@@ -154,6 +173,7 @@ void linear_weight_gradient(py::handle grad_object, py::handle x_object, py::han
   GemmArgs args = {};
   args.m = grad.size(1), args.n = x.size(1), args.k = grad.size(0);
   args.in_dtype = grad.dtype(), args.out_dtype = DType::f32, args.accumulate = true;
+  args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
   args.a = grad.data(), args.a_row = 1, args.a_col = grad.stride(0);
   args.b = x.data(), args.b_row = x.stride(0), args.b_col = 1;
   args.c = out.data(), args.c_row = out.stride(0);
@@ -173,7 +193,7 @@ void either_contiguous(const TensorView& t) {
   }
 }
 
-void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object, bool accumulate) {
+void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object, bool accumulate, int64_t fp16_chunk) {
   TensorView a("a", a_object), b("b", b_object), out("out", out_object);
   a.rank(2).floating();
   b.rank(2).shape({a.size(1), -1}).same_dtype(a);
@@ -185,6 +205,7 @@ void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object,
   GemmArgs args = {};
   args.m = a.size(0), args.n = b.size(1), args.k = a.size(1);
   args.in_dtype = a.dtype(), args.out_dtype = out.dtype(), args.accumulate = accumulate;
+  args.fp16_chunk = checked_chunk(fp16_chunk, a.dtype());
   // A single row or column has an arbitrary stride; the other one is then 1.
   const bool a_rows = a.stride(1) == 1 || a.size(1) <= 1, b_rows = b.stride(1) == 1 || b.size(1) <= 1;
   args.a = a.data(), args.a_row = a_rows ? a.stride(0) : 1, args.a_col = a_rows ? 1 : a.stride(1);
@@ -205,39 +226,51 @@ FM_BIND(gemm) {
   const py::object none = py::none();
   module.def(
       "packed_weight_size",
-      [](int64_t rows, int64_t cols, py::handle dtype, bool transposed) {
+      [](int64_t rows, int64_t cols, py::handle dtype, bool transposed, int64_t fp16_chunk) {
         if (rows < 0 || cols < 0)
           throw py::value_error("shape: expected sizes of 0 or more, got (" + std::to_string(rows) + ", " +
                                 std::to_string(cols) + ")");
-        return packed_bytes(rows, cols, dtype_of(dtype), transposed);
+        const DType type = dtype_of(dtype);
+        return packed_bytes(rows, cols, type, transposed, checked_chunk(fp16_chunk, type));
       },
-      "rows"_a, "cols"_a, "dtype"_a, "transposed"_a = false,
+      "rows"_a, "cols"_a, "dtype"_a, "transposed"_a = false, "fp16_chunk"_a = 0,
       "Bytes that pack_weight needs for a (rows, cols) weight of this torch dtype and the target in use.");
-  module.def("pack_weight", &pack_weight, "weight"_a, "packed"_a, "transposed"_a = false,
-             "Packs weight (N, K), rows contiguous, into `packed`, a uint8 tensor of packed_weight_size bytes, for "
-             "linear_forward or,\n"
-             "with transposed, for linear_data_gradient. Valid for the target in use only, until the weight changes.");
-  module.def("gemm", &plain_gemm, "a"_a, "b"_a, "out"_a, "accumulate"_a = false,
-             "out (M, N) = a (M, K) b (K, N), or += with accumulate and a float32 out. a and b have one floating "
-             "dtype, out that dtype\n"
-             "or float32. The rows or the columns of a and of b are contiguous: a transposed view costs nothing.");
+  module.def(
+      "pack_weight", &pack_weight, "weight"_a, "packed"_a, "transposed"_a = false, "fp16_chunk"_a = 0,
+      "Packs weight (N, K), rows contiguous, into `packed`, a uint8 tensor of packed_weight_size bytes, for "
+      "linear_forward or,\n"
+      "with transposed, for linear_data_gradient. Valid for the target in use and this fp16_chunk only, until the "
+      "weight changes.");
+  module.def(
+      "gemm", &plain_gemm, "a"_a, "b"_a, "out"_a, "accumulate"_a = false, "fp16_chunk"_a = 0,
+      "out (M, N) = a (M, K) b (K, N), or += with accumulate and a float32 out. a and b have one floating "
+      "dtype, out that dtype\n"
+      "or float32. The rows or the columns of a and of b are contiguous: a transposed view costs nothing.\n"
+      "fp16_chunk: of float16 operands and where has_fp16_arithmetic(), sums that many consecutive products in FP16 "
+      "before\n"
+      "they are added in float32; 0, the default, sums in float32 alone. See docs/numerics.md.");
   module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none, "gelu"_a = false,
-             "pre"_a = none, "residual"_a = none, "packed"_a = none,
+             "pre"_a = none, "residual"_a = none, "packed"_a = none, "fp16_chunk"_a = 0,
              "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N), f the tanh GELU when gelu. pre "
              "(M, N) receives\n"
              "the argument of f. x and weight have one floating dtype; out that dtype or float32; bias, pre and "
              "residual out's.\n"
-             "Rows may be strided. packed: the weight from pack_weight.");
+             "Rows may be strided. packed: the weight from pack_weight. fp16_chunk as in gemm.");
   module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a, "gelu_input"_a = none,
-             "packed"_a = none,
+             "packed"_a = none, "fp16_chunk"_a = 0,
              "out (M, K) = grad_output (M, N) weight (N, K), times gelu'(gelu_input (M, K)) when given. dtypes and "
              "strides as in\n"
-             "linear_forward. packed: the weight from pack_weight(transposed=True).");
+             "linear_forward. packed: the weight from pack_weight(transposed=True). fp16_chunk as in gemm.");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a, "weight_gradient"_a,
-             "bias_gradient"_a = none,
+             "bias_gradient"_a = none, "fp16_chunk"_a = 0,
              "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += column sums of "
              "grad_output, both\n"
-             "float32. grad_output and x have one floating dtype; rows may be strided.");
+             "float32. grad_output and x have one floating dtype; rows may be strided. fp16_chunk as in gemm, for the "
+             "product.");
+  module.def(
+      "has_fp16_arithmetic", [] { return kernels().has_fp16_arithmetic(); },
+      "Whether the target in use can sum in FP16 (fp16_chunk of gemm). The portable target and the reference do it "
+      "slowly.");
 }
 
 }  // namespace fm

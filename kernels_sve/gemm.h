@@ -31,22 +31,26 @@ FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
 // such sums.
 template <class Words>
 FM_INLINE GemmBlocks blocks_of() {
-  return gemm_blocks(MR, NR, Words::STEP);
+  GemmBlocks blocks = gemm_blocks(MR, NR, Words::STEP);
+  blocks.mc *= Words::WIDE, blocks.nc *= Words::WIDE;
+  return blocks;
 }
 
-constexpr int64_t GROUP = PACK_PANELS * NR;  // columns of B that are packed at a time
-
-// Blocks of k of equal size: a function of k and the machine's caches alone.
+// Blocks of k of about equal size: a function of k, the chunk and the machine's caches alone. Whole chunks of FP16 sums.
 template <class Words>
-FM_INLINE int64_t block_depth(int64_t k) {
-  const int64_t most = blocks_of<Words>().kc * Words::STEP;
+FM_INLINE int64_t block_depth(int64_t k, int64_t fp16_chunk) {
+  const int64_t unit = fp16_chunk ? fp16_chunk : 8;
+  const int64_t most = greatest(blocks_of<Words>().kc * Words::STEP / unit, 1) * unit;
   const int64_t count = ceil_div(k, most);
-  return count ? ceil_div(ceil_div(k, count), 8) * 8 : 0;
+  return count ? ceil_div(ceil_div(k, count), unit) * unit : 0;
 }
 
 template <class Words, class T>
 struct Gemm {
   using Word = typename Words::Word;
+  static constexpr int COLUMNS = NR * Words::WIDE,
+                       A_ROW = MR / Words::WIDE;           // of a tile; of A's panel, in 32-bit words
+  static constexpr int64_t GROUP = PACK_PANELS * COLUMNS;  // columns of B that are packed at a time
   const GemmArgs& g;
   GemmBlocks blocks;
   int64_t depth;    // of a block of k
@@ -59,22 +63,23 @@ struct Gemm {
   static int64_t words(int64_t depth) { return ceil_div(depth, Words::STEP); }
 
   Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(blocks_of<Words>()) {
-    const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_UNIT, NR, g.packed != nullptr);
+    const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_UNIT, COLUMNS, g.packed != nullptr);
     rows = part(g.m, ROW_UNIT, thread % grid.rows_parts, grid.rows_parts);
-    cols = part(g.n, NR, thread / grid.rows_parts, grid.cols_parts);
+    cols = part(g.n, COLUMNS, thread / grid.rows_parts, grid.cols_parts);
     first_cols = thread < grid.rows_parts;
-    depth = block_depth<Words>(g.k);
+    depth = block_depth<Words>(g.k, g.fp16_chunk);
     const int64_t sweeps = ceil_div(rows.size(), blocks.mc);
     blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), MR) * MR : MR;
-    a_panels = buffer(0, words(depth) * blocks.mc + VL);
+    a_panels = buffer(0, words(depth) * blocks.mc / Words::WIDE + VL);
+    const bool in_place = g.out_dtype == DType::f32, whole = in_place || depth >= g.k;
+    const int64_t all_columns = ceil_div(cols.size(), COLUMNS) * COLUMNS;
     // One sweep over the rows needs no block of B: its panels are packed, used and overwritten while they are in L2.
     once = !g.packed && sweeps <= 1;
-    if (once) blocks.nc = ceil_div(cols.size(), NR) * NR;
-    const int64_t width = once ? GROUP : least(blocks.nc, ceil_div(cols.size(), NR) * NR);
-    b_panels = g.packed ? nullptr : buffer(1, words(depth) * width);
-    const bool in_place = g.out_dtype == DType::f32;
-    partial_row = in_place ? g.c_row : least(blocks.nc, ceil_div(cols.size(), NR) * NR);
-    partial = in_place || depth >= g.k ? nullptr : buffer(2, rows.size() * partial_row);
+    if (once && whole) blocks.nc = all_columns;
+    const int64_t width = least(blocks.nc, all_columns);
+    b_panels = g.packed ? nullptr : buffer(1, words(depth) * (once ? GROUP : width) / Words::WIDE);
+    partial_row = in_place ? g.c_row : width;
+    partial = whole ? nullptr : buffer(2, rows.size() * partial_row);
   }
 
   static float* buffer(int slot, int64_t words) {
@@ -97,13 +102,14 @@ struct Gemm {
   void run_block(Span columns, int64_t p, int64_t deep) {
     const float* b = b_panels;
     if (g.packed)
-      b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, NR) * NR) + columns.begin * words(deep);
+      b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, COLUMNS) * NR) +
+          columns.begin / Words::WIDE * words(deep);
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
       const Span some = {ic, least(rows.end, ic + blocks.mc)};
       pack_a(some, p, deep, g.a_sums && first_cols && columns.begin == cols.begin);
       for (int64_t j = columns.begin; j < columns.end; j += GROUP) {
         const Span group = {j, least(columns.end, j + GROUP)};
-        const float* panels = b + (once ? 0 : (j - columns.begin) * words(deep));
+        const float* panels = b + (once ? 0 : (j - columns.begin) / Words::WIDE * words(deep));
         if (!g.packed && ic == rows.begin) pack_b(group, p, deep, const_cast<float*>(panels));
         run_tiles(some, group, columns.begin, p, deep, panels);
       }
@@ -112,7 +118,7 @@ struct Gemm {
 
   void pack_b(Span group, int64_t p, int64_t deep, float* panels) {
     const T* src = static_cast<const T*>(g.b) + p * g.b_row + group.begin * g.b_col;
-    pack<Words, NR>(src, g.b_col, g.b_row, group.begin, group.end, g.n, deep, panels);
+    pack<Words, COLUMNS>(src, g.b_col, g.b_row, group.begin, group.end, g.n, deep, panels);
   }
 
   // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the
@@ -125,7 +131,8 @@ struct Gemm {
   }
 
   void pack_a(Span some, int64_t p, int64_t deep, bool sums) {
-    const int64_t last = ceil_div(some.size(), MR) - 1, last_begin = tile_begin(some, last), panel = words(deep) * MR;
+    const int64_t last = ceil_div(some.size(), MR) - 1, last_begin = tile_begin(some, last),
+                  panel = words(deep) * A_ROW;
     const T* src = static_cast<const T*>(g.a) + p * g.a_col;
     pack<Words, MR>(src + some.begin * g.a_row, g.a_row, g.a_col, some.begin, some.begin + last * MR, g.m, deep,
                     a_panels);
@@ -141,7 +148,8 @@ struct Gemm {
   static void add_sums(const float* panel, int64_t deep, float* out, int64_t count) {
     for_vectors(0, count, [&](int64_t i, int lanes) {
       vf sum[2] = {};
-      for (int64_t k = 0; k < deep; ++k) sum[k & 1] = Words::sum_words(load_n(panel + k * MR + i, lanes), sum[k & 1]);
+      for (int64_t k = 0; k < deep; ++k)
+        sum[k & 1] = Words::sum_words(reinterpret_cast<const Word*>(panel) + k * MR + i, lanes, sum[k & 1]);
       store_lanes(out + i, load_lanes(out + i, lanes) + (sum[0] + sum[1]), lanes);
     });
   }
@@ -149,11 +157,11 @@ struct Gemm {
   // While one panel of B is in use the next is fetched into L2, a slice for every tile.
   void run_tiles(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep, const float* b) {
     const int64_t panel = words(deep) * NR, tiles = ceil_div(some.size(), MR);
-    for (int64_t j = columns.begin; j < columns.end; j += NR, b += panel) {
+    for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, b += panel) {
       for (int64_t t = 0; t < tiles; ++t) {
         fetch_slice(b + panel, panel, t, tiles);
-        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, least(columns.end, j + NR)}, first_col, p,
-                 deep, a_panels + t * MR * words(deep), b);
+        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, least(columns.end, j + COLUMNS)}, first_col, p,
+                 deep, a_panels + t * A_ROW * words(deep), b);
       }
     }
   }
@@ -164,21 +172,25 @@ struct Gemm {
   }
 
   void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a, const float* b) {
-    const auto kernel = micro_kernel_for<Words>(i.size());
     const Word* panel = reinterpret_cast<const Word*>(a);
     const bool last = p + deep >= g.k, in_place = g.out_dtype == DType::f32, add = p > 0 || g.accumulate;
     float* sums = in_place ? static_cast<float*>(g.c) + i.begin * g.c_row + j.begin
                            : partial + (i.begin - rows.begin) * partial_row + (j.begin - first_col);
     const bool finish = last && (!in_place || has_epilogue(g));
-    const bool whole = i.size() % ROW_UNIT == 0 && j.size() == NR;
-    if (!finish && whole) return kernel(words(deep), panel, b, sums, partial_row, add);
-    alignas(64) float tile[MR * NR];
-    kernel(words(deep), panel, b, tile, NR, false);
+    alignas(64) float tile[MR * COLUMNS];
+    if constexpr (Words::WIDE == 2) {
+      multiply_in_chunks(ceil_div(i.size(), ROW_UNIT) * ROW_UNIT, deep, g.fp16_chunk, panel, b, tile);
+    } else {
+      const auto kernel = micro_kernel_for<Words>(i.size());
+      const bool whole = i.size() % ROW_UNIT == 0 && j.size() == NR;
+      if (!finish && whole) return kernel(words(deep), panel, b, sums, partial_row, add);
+      kernel(words(deep), panel, b, tile, NR, false);
+    }
     if (finish) return finish_as(tile, add ? sums : nullptr, i, j);
     for (int64_t r = 0; r < i.size(); ++r) {
       for_vectors(0, j.size(), [&](int64_t v, int lanes) {
         float* q = sums + r * partial_row + v;
-        const vf t = load_aligned(tile + r * NR + v);
+        const vf t = load_aligned(tile + r * COLUMNS + v);
         store_lanes(q, add ? load_lanes(q, lanes) + t : t, lanes);
       });
     }
@@ -186,14 +198,17 @@ struct Gemm {
 
   void finish_as(const float* tile, const float* sums, Span i, Span j) {
     with_dtype(g.out_dtype, [&](auto element) {
-      finish_tile<decltype(element)>(g, tile, sums, partial_row, i.begin, i.size(), j.begin, j.size());
+      finish_tile<decltype(element), COLUMNS>(g, tile, sums, partial_row, i.begin, i.size(), j.begin, j.size());
     });
   }
 };
 
 // Calls f(words, element) for the input's type.
 template <class F>
-FM_INLINE void with_words(DType dtype, const F& f) {
+FM_INLINE void with_words(DType dtype, [[maybe_unused]] int64_t fp16_chunk, const F& f) {
+#ifdef FM_HAS_HALF_ARITHMETIC
+  if (fp16_chunk) return f(HalfWords(), f16());
+#endif
 #ifdef FM_HAS_BF16_PAIRS
   if (dtype == DType::bf16) return f(Bf16Pairs(), bf16());
 #endif
@@ -202,31 +217,46 @@ FM_INLINE void with_words(DType dtype, const F& f) {
 
 static void gemm(const GemmArgs& args) {
   if (!args.m || (!args.n && !args.a_sums)) return;
-  with_words(args.in_dtype, [&](auto words, auto element) {
+  with_words(args.in_dtype, args.fp16_chunk, [&](auto words, auto element) {
     parallel_run([&](int thread, int threads) {
       Gemm<decltype(words), decltype(element)> work(args, thread, threads);
+      const uint64_t mode = decltype(words)::WIDE == 2 ? keep_half_denormals() : 0;
       work.run();
+      if (decltype(words)::WIDE == 2) restore_denormals(mode);
     });
   });
 }
 
-static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype) {
+static bool has_fp16_arithmetic() {
+#ifdef FM_HAS_HALF_ARITHMETIC
+  return true;
+#else
+  return false;
+#endif
+}
+
+static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t fp16_chunk) {
   int64_t bytes = 0;
-  with_words(dtype, [&](auto words, auto) { bytes = ceil_div(k, decltype(words)::STEP) * (ceil_div(n, NR) * NR) * 4; });
+  with_words(dtype, fp16_chunk, [&](auto words, auto) {
+    using Words = decltype(words);
+    bytes = ceil_div(k, Words::STEP) * (ceil_div(n, NR * Words::WIDE) * NR) * 4;
+  });
   return bytes;
 }
 
 static void pack_weight(const GemmPackArgs& args) {
-  with_words(args.dtype, [&](auto words, auto element) {
+  with_words(args.dtype, args.fp16_chunk, [&](auto words, auto element) {
     using Words = decltype(words);
     using T = decltype(element);
-    const int64_t depth = block_depth<Words>(args.k), width = ceil_div(args.n, NR) * NR;
-    parallel_for(width, NR, [&](int64_t begin, int64_t end) {
+    constexpr int COLUMNS = NR * Words::WIDE;
+    const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk), width = ceil_div(args.n, COLUMNS) * COLUMNS;
+    parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       for (int64_t p = 0; p < args.k; p += depth) {
         const int64_t deep = least(depth, args.k - p), deep_words = ceil_div(deep, Words::STEP);
-        float* block = static_cast<float*>(args.packed) + ceil_div(p, Words::STEP) * width;
+        float* block = static_cast<float*>(args.packed) + ceil_div(p, Words::STEP) * width / Words::WIDE;
         const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
-        pack<Words, NR>(src, args.b_col, args.b_row, begin, end, args.n, deep, block + begin * deep_words);
+        pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep,
+                             block + begin / Words::WIDE * deep_words);
       }
     });
   });

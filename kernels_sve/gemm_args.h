@@ -13,11 +13,14 @@ struct GemmArgs {
   int64_t a_row, a_col;
   const void* b;  // element (p, j) at p * b_row + j * b_col; not read when packed
   int64_t b_row, b_col;
-  const void* packed;  // B from pack_weight of the same target, or null
+  const void* packed;  // B from pack_weight of the same target and fp16_chunk, or null
   void* c;
   int64_t c_row;
   bool accumulate;
   float* a_sums;  // (m,) += sum over k of A
+  // 0: products and sums in float32. Else, of f16 operands and where has_fp16_arithmetic(): every fp16_chunk consecutive
+  // products are summed in FP16, the first rounded and each of the others added with one rounding, their sums in float32.
+  int64_t fp16_chunk;
 
   // Epilogue. All of C's element type; matrices have contiguous rows.
   const void* bias;  // (n,): C += bias
@@ -37,6 +40,7 @@ struct GemmPackArgs {
   const void* b;
   int64_t b_row, b_col;
   void* packed;
+  int64_t fp16_chunk = 0;
 };
 
 // Bytes of one core's share of each cache.

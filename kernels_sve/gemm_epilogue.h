@@ -32,14 +32,14 @@ FM_INLINE vf epilogue(const GemmArgs& g, vf v, int64_t row, int64_t col, int lan
   return v;
 }
 
-// tile: rows x NR sums of the last block of k. partial: the sums of the blocks before, or null.
-template <class T>
+// tile: rows x COLUMNS sums of the last block of k. partial: the sums of the blocks before, or null.
+template <class T, int COLUMNS>
 static void finish_tile(const GemmArgs& g, const float* tile, const float* partial, int64_t partial_row, int64_t row,
                         int64_t rows, int64_t col, int64_t cols) {
   T* c = static_cast<T*>(g.c) + row * g.c_row + col;
   for (int64_t r = 0; r < rows; ++r) {
     for_vectors(0, cols, [&](int64_t j, int lanes) {
-      vf v = load_aligned(tile + r * NR + j);
+      vf v = load_aligned(tile + r * COLUMNS + j);
       if (partial) v += load_lanes(partial + r * partial_row + j, lanes);
       store_lanes(c + r * g.c_row + j, epilogue<T>(g, v, row + r, col + j, lanes), lanes);
     });

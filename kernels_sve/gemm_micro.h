@@ -1,6 +1,7 @@
 // The GEMM micro-kernel: a tile of ROWS x NR accumulators that stay in registers over the whole k-loop.
 // Both operands are packed: A as [k][MR] words, read by broadcast; B as [k][NR] words, read as vectors. A word is a
-// float, or a pair of consecutive k in bfloat16 where the target has a dot product of pairs (BF16_DOT).
+// float, or a pair of consecutive k in bfloat16 where the target has a dot product of pairs (BF16_DOT). Where sums are
+// in FP16 (gemm_half.h), a word of A is one half and a word of B two neighbouring columns.
 // A64FX: MR * NR_VECTORS accumulators hide the FMLA's latency of 9 on two pipes; a broadcast is one LD1RW.
 // docs/kernels-howto.md
 #pragma once
@@ -19,9 +20,11 @@ constexpr int NR = NR_VECTORS * VL;
 constexpr int ROW_UNIT = MR >= 8 ? 4 : 2;  // tiles at the bottom have a multiple of this many rows
 static_assert(MR % ROW_UNIT == 0, "tiles of fewer rows come in steps of ROW_UNIT");
 
-// Elements as words: how they are read for packing and multiplied.
+// Elements as words: how they are read for packing and multiplied. A tile is MR rows and WIDE * NR columns, and so a
+// step of k is MR words of A and NR words of B.
 struct FloatWords {
   using Word = float;
+  static constexpr int WIDE = 1;  // rows or columns in 32 bits
   static constexpr int STEP = 1;  // k per word
   template <class T>
   FM_INLINE vf along_k(const T* p, int64_t elements) {
@@ -32,18 +35,17 @@ struct FloatWords {
     return load_lanes(p, lanes);
   }
   FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return broadcast(x) * b + sum; }
-  FM_INLINE vf sum_words(vf words, vf sum) { return words + sum; }
+  FM_INLINE vf sum_words(const Word* words, int lanes, vf sum) { return load_n(words, lanes) + sum; }
 };
 
 #ifdef FM_HAS_BF16_PAIRS
 struct Bf16Pairs {
   using Word = uint32_t;
+  static constexpr int WIDE = 1;
   static constexpr int STEP = 2;
   FM_INLINE vf along_k(const bf16* p, int64_t elements) {
-    if (elements >= 2 * VL) return (vf)load(reinterpret_cast<const uint32_t*>(p));
-    vu words = {};
-    for (int i = 0; i < elements; ++i) words[i / 2] |= static_cast<uint32_t>(p[i].bits) << (i % 2 * 16);
-    return (vf)words;
+    if (elements >= 2 * VL) return (vf)load_pairs(&p->bits);
+    return (vf)load_pairs_n(&p->bits, static_cast<int>(elements));
   }
   // The pair of row p and, when there is one, the row below it.
   FM_INLINE vf across_k(const bf16* p, int64_t stride, int64_t rows_left, int lanes) {
@@ -53,13 +55,15 @@ struct Bf16Pairs {
     return (vf)(low | (lanes == VL ? load_u16(next) : load_u16_n(next, lanes)) << 16);
   }
   FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return dot_pairs(sum, broadcast(x), (vu)b); }
-  FM_INLINE vf sum_words(vf words, vf sum) {
-    return (sum + bf16_to_float((vu)words & 0xffffu)) + (vf)((vu)words & 0xffff0000u);
+  FM_INLINE vf sum_words(const Word* p, int lanes, vf sum) {
+    const vu words = (vu)load_n(reinterpret_cast<const float*>(p), lanes);
+    return (sum + bf16_to_float(words & 0xffffu)) + (vf)(words & 0xffff0000u);
   }
 };
 #endif
 
-// C = A B, or C += A B when `add`, for `words` steps of k. C has ROWS full rows of NR.
+// C = A B, or C += A B when `add`, for `words` steps of k. C has ROWS full rows of NR. Halves are not added: they are no
+// floats.
 template <class Words, int ROWS>
 static __attribute__((noinline)) void micro_kernel(int64_t words, const typename Words::Word* a, const float* b,
                                                    float* c, int64_t ldc, bool add) {
@@ -87,7 +91,7 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
 #pragma GCC unroll 8
     for (int v = 0; v < NR_VECTORS; ++v) {
       float* p = c + r * ldc + v * VL;
-      store(p, add ? load(p) + sum[r][v] : sum[r][v]);
+      store(p, Words::WIDE == 1 && add ? load(p) + sum[r][v] : sum[r][v]);
     }
   }
 }

@@ -2,7 +2,7 @@
 // of A or columns of B. Lanes beyond the matrix are 0. A panel is written in order of rising address and may spill a
 // vector over its end, so panels are packed from the first to the last and the buffer has VL words to spare.
 #pragma once
-#include "gemm_micro.h"
+#include "gemm_half.h"
 #include "transpose.h"
 
 namespace fm::FM_TARGET {
@@ -40,26 +40,58 @@ FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int6
   }
 }
 
+// The same where a word holds two neighbouring i: pairs of k of the even and of the odd i are transposed, then exchange
+// halves.
+template <class Words, int WIDTH, class T>
+FM_INLINE void pack_transposed_pairs(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
+  constexpr int ROW = WIDTH / 2, GROUPS = (ROW + VL - 1) / VL;
+  for (int64_t k = 0; k < depth; k += 2 * VL) {
+    const int64_t columns = depth - k;
+    for (int g = GROUPS - 1; g >= 0; --g) {
+      vf block[2][VL];
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; ++odd) {
+#pragma GCC unroll 32
+        for (int i = 0; i < VL; ++i) {
+          const int64_t row = 2 * (g * VL + i) + odd;
+          const T* p = src + row * stride + k;
+          if (i < ROW - g * VL && row + WIDTH < valid) prefetch(p + WIDTH * stride);
+          block[odd][i] = i < ROW - g * VL && row < valid ? Words::along_k(p, columns) : vf{};
+        }
+        transpose(block[odd]);
+      }
+      float* p = out + k * ROW + g * VL;
+#pragma GCC unroll 32
+      for (int i = 0; i < VL; ++i) {
+        const vu even = (vu)block[0][i], odd = (vu)block[1][i];
+        if (2 * i < columns) store(p + 2 * i * ROW, (vf)((even & 0xffffu) | odd << 16));
+        if (2 * i + 1 < columns) store(p + (2 * i + 1) * ROW, (vf)(even >> 16 | (odd & 0xffff0000u)));
+      }
+    }
+  }
+}
+
 // Element (i, k) at src + i + k * stride, PANELS neighbouring panels at once so that whole cache lines of a row are
 // used.
 template <class Words, int WIDTH, int PANELS, class T>
 FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
-  constexpr int GROUPS = (WIDTH + VL - 1) / VL, AHEAD = 8 * Words::STEP;
-  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * WIDTH;
-  const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * VL;
-  for (int64_t k = 0; k < depth; k += Words::STEP, src += Words::STEP * stride, out += WIDTH) {
-    const bool last = k + Words::STEP >= depth;
+  constexpr int ROW = WIDTH / Words::WIDE, GROUPS = (ROW + VL - 1) / VL, LANES = VL * Words::WIDE;
+  constexpr int AHEAD = 8 * Words::STEP;
+  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * ROW;
+  const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * LANES;
+  for (int64_t k = 0; k < depth; k += Words::STEP, src += Words::STEP * stride, out += ROW) {
+    const bool near_end = (depth - k + Words::STEP - 1) / Words::STEP * ROW < GROUPS * VL;
     if (k + AHEAD < depth) prefetch(src + AHEAD * stride);
 #pragma GCC unroll 8
     for (int q = 0; q < PANELS; ++q) {
 #pragma GCC unroll 8
       for (int g = 0; g < GROUPS; ++g) {
-        const int64_t i = q * WIDTH + g * VL, left = valid - i;
-        const int lanes = inside || left >= VL ? VL : left > 0 ? static_cast<int>(left) : 0;
+        const int64_t i = q * WIDTH + g * LANES, left = valid - i;
+        const int lanes = inside || left >= LANES ? LANES : left > 0 ? static_cast<int>(left) : 0;
         const vf words = Words::across_k(src + i, stride, depth - k, lanes);
         float* p = out + q * panel + g * VL;
-        constexpr int REST = WIDTH - (GROUPS - 1) * VL;
-        if (REST < VL && g == GROUPS - 1 && last) {  // or it would spill into a panel already begun
+        constexpr int REST = ROW - (GROUPS - 1) * VL;
+        if (REST < VL && g == GROUPS - 1 && near_end) {  // or it would spill into a panel already begun
           store_n(p, words, REST);
         } else {
           store(p, words);
@@ -77,7 +109,11 @@ template <class Words, int WIDTH, class T>
 static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth,
                        float* out) {
   if (i_stride != 1) {
-    pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, out);
+    if constexpr (Words::WIDE == 1) {
+      pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, out);
+    } else {
+      pack_transposed_pairs<Words, WIDTH>(src, i_stride, valid, depth, out);
+    }
     return 1;
   }
   if (left >= PACK_PANELS * WIDTH) {
@@ -92,7 +128,7 @@ static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end, int64_t count,
                     int64_t depth, float* out) {
-  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * WIDTH;
+  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * (WIDTH / Words::WIDE);
   for (int64_t i = begin; i < end;) {
     const int packed = pack_panels<Words, WIDTH>(src, i_stride, k_stride, end - i, count - i, depth, out);
     i += packed * WIDTH;

@@ -36,13 +36,13 @@ float from_half(uint16_t h) {
   return sign * (exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(float(fraction), -24));
 }
 
-uint16_t to_half(float value) {
+uint16_t to_half(double value) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   if (std::isnan(value)) return sign | 0x7e00;
-  const float size = std::fabs(value);
-  if (size >= 65520.0f) return sign | 0x7c00;
+  const double size = std::fabs(value);
+  if (size >= 65520) return sign | 0x7c00;
   int exponent = -14;  // of the leading bit; binary16 has 10 bits below it, denormals share the smallest exponent
-  if (size >= 0x1p-14f) exponent = std::ilogb(size);
+  if (size >= 0x1p-14) exponent = std::ilogb(size);
   const int units = static_cast<int>(std::nearbyint(std::ldexp(size, 10 - exponent)));
   return sign | static_cast<uint16_t>(units + (exponent + 14) * 1024);
 }
@@ -54,6 +54,10 @@ float get(const void* x, DType dtype, int64_t i) {
   const uint16_t bits = static_cast<const uint16_t*>(x)[i];
   return dtype == DType::bf16 ? float_of(uint32_t{bits} << 16) : from_half(bits);
 }
+
+// In double the product is exact, and the sum rounded to 53 bits is never taken for a tie of 11 bits that it is not: products
+// end at 2^-48, and a term that reaches 53 bits above that is too far from the small product's end.
+float fma_half(float a, float b, float sum) { return from_half(to_half(double(a) * b + sum)); }
 
 void put(void* x, DType dtype, int64_t i, float value) {
   if (dtype == DType::f32) {

@@ -10,6 +10,8 @@ namespace fm::reference {
 #undef FM_KERNEL
 
 float get(const void* x, DType dtype, int64_t i);
+// a b + sum rounded once to binary16; the three are binary16 numbers.
+float fma_half(float a, float b, float sum);
 // Rounds to nearest even; a NaN stays a NaN.
 void put(void* x, DType dtype, int64_t i, float value);
 

@@ -1,4 +1,6 @@
-// Scalar references of gemm.h: sums in double, in order of k. The packed form is B as [k][n] in its own type.
+// Scalar references of gemm.h: sums in double, in order of k; with fp16_chunk, of the chunks that were summed in FP16. The
+// packed form is B as [k][n] in its own type.
+#include <algorithm>
 #include <cmath>
 
 #include "reference.h"
@@ -15,14 +17,31 @@ double gelu_derivative(double x) {
   return s + (t == 0 ? t : x * 2 * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x) * t);
 }
 
-double b_element(const GemmArgs& g, int64_t p, int64_t j) {
+float b_element(const GemmArgs& g, int64_t p, int64_t j) {
   if (g.packed) return get(g.packed, g.in_dtype, p * g.n + j);
   return get(g.b, g.in_dtype, p * g.b_row + j * g.b_col);
 }
 
+float a_element(const GemmArgs& g, int64_t i, int64_t p) { return get(g.a, g.in_dtype, i * g.a_row + p * g.a_col); }
+
+double chunk_in_fp16(const GemmArgs& g, int64_t i, int64_t j, int64_t begin, int64_t end) {
+  float sum = 0;
+  for (int64_t p = begin; p < end; ++p) sum = fma_half(a_element(g, i, p), b_element(g, p, j), sum);
+  return sum;
+}
+
+double product(const GemmArgs& g, int64_t i, int64_t j) {
+  double sum = 0;
+  if (g.fp16_chunk) {
+    for (int64_t p = 0; p < g.k; p += g.fp16_chunk) sum += chunk_in_fp16(g, i, j, p, std::min(g.k, p + g.fp16_chunk));
+  } else {
+    for (int64_t p = 0; p < g.k; ++p) sum += double(a_element(g, i, p)) * b_element(g, p, j);
+  }
+  return sum;
+}
+
 void element(const GemmArgs& g, int64_t i, int64_t j) {
-  double v = g.accumulate ? get(g.c, g.out_dtype, i * g.c_row + j) : 0;
-  for (int64_t p = 0; p < g.k; ++p) v += double(get(g.a, g.in_dtype, i * g.a_row + p * g.a_col)) * b_element(g, p, j);
+  double v = product(g, i, j) + (g.accumulate ? get(g.c, g.out_dtype, i * g.c_row + j) : 0);
   if (g.bias) v += get(g.bias, g.out_dtype, j);
   if (g.pre) put(g.pre, g.out_dtype, i * g.pre_row + j, float(v));
   if (g.gelu) v *= gelu_sigmoid(v);
@@ -38,12 +57,14 @@ void gemm(const GemmArgs& g) {
     for (int64_t j = 0; j < g.n; ++j) element(g, i, j);
     if (!g.a_sums) continue;
     double sum = g.a_sums[i];
-    for (int64_t p = 0; p < g.k; ++p) sum += get(g.a, g.in_dtype, i * g.a_row + p * g.a_col);
+    for (int64_t p = 0; p < g.k; ++p) sum += a_element(g, i, p);
     g.a_sums[i] = float(sum);
   }
 }
 
-int64_t packed_weight_size(int64_t n, int64_t k, DType dtype) { return n * k * element_bytes(dtype); }
+bool has_fp16_arithmetic() { return true; }
+
+int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t) { return n * k * element_bytes(dtype); }
 
 void pack_weight(const GemmPackArgs& args) {
   for (int64_t p = 0; p < args.k; ++p) {

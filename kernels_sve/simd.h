@@ -14,6 +14,8 @@
 //   exp(v)                                  within 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN stays
 //   dot_pairs(sum, a, b) to_pairs(low, high)   only where FM_HAS_BF16_PAIRS: sum + each lane's pair of bfloat16 products;
 //                                           pairs from two float vectors
+//   fma_halves(a, b, sum) broadcast_half(h)   only where FM_HAS_HALF_ARITHMETIC: a b + sum on the two binary16 numbers in each
+//                                           lane of vu, rounded once to binary16; h in all of them
 //   exp2_each(v[N])                         2^v in place for v <= 0: 0 below -126, NaN stays; N chains side by side
 //   fast_max(a, b)                          one instruction; which of a NaN and a number it returns is open
 //   mul_high(v, m)                          upper 32 bits of the 64-bit products
@@ -27,6 +29,8 @@
 
 #if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && FM_VECTOR_BYTES > 16
 #include <arm_sve.h>
+#elif defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -61,6 +65,7 @@ FM_INLINE vu lane_index() {
 }
 
 FM_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+FM_INLINE int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
 FM_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 FM_INLINE vu select(vi mask, vu yes, vu no) { return mask ? yes : no; }
 FM_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
@@ -73,6 +78,21 @@ FM_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 FM_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 FM_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 FM_INLINE void prefetch_write(void* p) { __builtin_prefetch(p, 1); }
+
+// Between the two FP16 arithmetic keeps its denormals, which begin at 6.1e-5, also in a thread that flushes those of float
+// (FPCR.FZ16). A pair of calls and no object: a destructor would bring exception tables, and with them weak symbols.
+#ifdef __ARM_FEATURE_FP16_VECTOR_ARITHMETIC
+FM_INLINE uint64_t keep_half_denormals() {
+  uint64_t before;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(before)::"memory");
+  __asm__ volatile("msr fpcr, %0" ::"r"(before & ~(UINT64_C(1) << 19)) : "memory");
+  return before;
+}
+FM_INLINE void restore_denormals(uint64_t before) { __asm__ volatile("msr fpcr, %0" ::"r"(before) : "memory"); }
+#else
+FM_INLINE uint64_t keep_half_denormals() { return 0; }
+FM_INLINE void restore_denormals(uint64_t) {}
+#endif
 
 }  // namespace fm::FM_TARGET
 

@@ -23,13 +23,12 @@ FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
 FM_INLINE vu load_u16(const uint16_t* p) { return load_u16_n(p, VL); }
 FM_INLINE void store_u16(uint16_t* p, vu v) { store_u16_n(p, v, VL); }
 
-// Integer algorithms of binary16: the exponent is moved by a multiplication, which also makes denormals exact.
+// Integer algorithms of binary16, whose denormals are exact also while float's are taken as zero.
 FM_INLINE vf half_to_float(vu h) {
-  const vu magnitude = (h & 0x7fffu) << 13;
-  const vf scaled = (vf)magnitude * 0x1p112f;
-  const vu special = (vu)scaled | 0x7f800000u;  // exponent 31 is inf or NaN
-  const vu bits = (h & 0x7c00u) == 0x7c00u ? special | magnitude : (vu)scaled;
-  return (vf)(bits | (h & 0x8000u) << 16);
+  const vu magnitude = (h & 0x7fffu) << 13, exponent = h & 0x7c00u;
+  const vu denormal = (vu)(to_float(h & 0x3ffu) * 0x1p-24f);
+  const vu bits = exponent == 0x7c00u ? magnitude | 0x7f800000u : magnitude + 0x38000000u;  // 31 is inf or NaN
+  return (vf)((exponent == 0 ? denormal : bits) | (h & 0x8000u) << 16);
 }
 FM_INLINE vu float_to_half(vf v) {
   const vu bits = (vu)v & 0x7fffffffu;
@@ -40,6 +39,26 @@ FM_INLINE vu float_to_half(vf v) {
   half = bits >= 0x477ff000u ? broadcast(0x7c00u) : half;
   return sign | (bits > 0x7f800000u ? ((bits >> 13) & 0x3ffu) | 0x7e00u : half);
 }
+
+#define FM_HAS_HALF_ARITHMETIC
+#ifdef __ARM_FEATURE_FP16_VECTOR_ARITHMETIC
+FM_INLINE vu broadcast_half(f16 h) { return (vu)vdupq_n_u16(h.bits); }
+FM_INLINE vu fma_halves(vu a, vu b, vu sum) { return (vu)vfmaq_f16((float16x8_t)sum, (float16x8_t)a, (float16x8_t)b); }
+#else
+FM_INLINE vu broadcast_half(f16 h) { return broadcast(h.bits * 0x10001u); }
+// For tests, by float arithmetic: the product of two halves is exact, and a sum rounded to odd (its last bit set when it
+// is not exact) rounds to half like the exact one. Error of the sum: Knuth, The Art of Computer Programming 2, 4.2.2.
+FM_INLINE vu fma_low_halves(vu a, vu b, vu sum) {
+  const vf product = half_to_float(a) * half_to_float(b), term = half_to_float(sum), total = product + term;
+  const vf part = total - product, error = (product - (total - part)) + (term - part);
+  const vu back = (vu)((error < 0.0f) == (total > 0.0f)) & 2u;
+  const vu inexact = (vu)((error < 0.0f) | (error > 0.0f)) & 1u & ~(vu)total;
+  return float_to_half((vf)((vu)total + inexact - (back & inexact << 1)));
+}
+FM_INLINE vu fma_halves(vu a, vu b, vu sum) {
+  return fma_low_halves(a, b, sum) | fma_low_halves(a >> 16, b >> 16, sum >> 16) << 16;
+}
+#endif
 
 FM_INLINE float hsum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 FM_INLINE float hmax(vf v) {

@@ -16,6 +16,12 @@ FM_INLINE vf half_to_float(vu h) { return (vf)svcvt_f32_f16_x(svptrue_b32(), svr
 FM_INLINE vu float_to_half(vf v) {
   return (vu)svreinterpret_u32_f16(svcvt_f16_f32_x(svptrue_b32(), (svfloat32_t)v)) & 0xffffu;
 }
+#define FM_HAS_HALF_ARITHMETIC
+FM_INLINE svfloat16_t halves(vu v) { return svreinterpret_f16_u32((svuint32_t)v); }
+FM_INLINE vu fma_halves(vu a, vu b, vu sum) {
+  return (vu)svreinterpret_u32_f16(svmla_f16_x(svptrue_b16(), halves(sum), halves(a), halves(b)));
+}
+FM_INLINE vu broadcast_half(f16 h) { return (vu)svreinterpret_u32_u16(svdup_n_u16(h.bits)); }
 FM_INLINE float hsum(vf v) { return svaddv_f32(svptrue_b32(), (svfloat32_t)v); }
 FM_INLINE float hmax(vf v) { return svmaxv_f32(svptrue_b32(), (svfloat32_t)v); }
 

@@ -24,6 +24,15 @@ FM_INLINE void store(f16* p, vf v) { store_u16(&p->bits, float_to_half(v)); }
 FM_INLINE void store_n(bf16* p, vf v, int n) { store_u16_n(&p->bits, float_to_bf16(v), n); }
 FM_INLINE void store_n(f16* p, vf v, int n) { store_u16_n(&p->bits, float_to_half(v), n); }
 
+// 16-bit elements, two in a lane; n of them, the rest 0.
+typedef uint32_t vu_halves __attribute__((vector_size(FM_VECTOR_BYTES), aligned(2), may_alias));
+FM_INLINE vu load_pairs(const uint16_t* p) { return *reinterpret_cast<const vu_halves*>(p); }
+FM_INLINE vu load_pairs_n(const uint16_t* p, int n) {
+  vu words = {};
+  for (int i = 0; i < n; ++i) words[i / 2] |= static_cast<uint32_t>(p[i]) << (i % 2 * 16);
+  return words;
+}
+
 template <class T>
 FM_INLINE float load_scalar(const T* p) {
   return load_n(p, 1)[0];

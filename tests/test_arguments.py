@@ -160,6 +160,12 @@ def test_recipes_have_their_published_sizes():
     assert parameters(make_run("demo", {"vocab_size": 320})) / 1e6 == pytest.approx(0.85, abs=0.02)
 
 
+def test_sums_in_fp16_are_off_unless_asked_for():
+    chunks = [parse(["--recipe", "124m", "--fp16", *flags]).run.system.fp16_accumulation_chunk
+              for flags in ([], ["--fp16-accumulation"], ["--fp16-accumulation-chunk", "128"])]
+    assert chunks == [None, 64, 128]
+
+
 def test_a_recipe_alone_is_the_recipe():
     for name, recipe in RECIPES.items():
         assert make_run(name, {}) == recipe() and parse(["--recipe", name.upper()]).run == recipe()
@@ -177,6 +183,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name):
               "min_lr": 1e-6, "hidden_size": 96, "max_position_embeddings": 4096}
     companions = {"start_weight_decay": {"weight_decay_incr_style": "linear"}, "lr_decay_samples": {"train_samples": 9},
                   "lr_warmup_samples": {"train_samples": 9}, "vocab_file": {"merge_file": "m"}, "merge_file": {"vocab_file": "v"}}
+    companions["fp16_accumulation_chunk"] = {"fp16": True}
     companions["end_weight_decay"] = companions["start_weight_decay"]
     if name in others:
         new = others[name]

@@ -17,6 +17,7 @@ from fugaku_megatron.config import (
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
+    SystemConfig,
     TrainingConfig,
     flag,
 )
@@ -109,6 +110,8 @@ MISTAKES = [
     (DataConfig, {"merge_file": "m"}, "--vocab-file is None and --merge-file is m"),
     (DataConfig, {"mock_data": True, "data_path": ("a",)}, "--mock-data and --data-path exclude each other"),
     *positive(OutputConfig, {}, "save_interval", "log_interval"),
+    *((SystemConfig, {"fp16_accumulation_chunk": chunk}, f"--fp16-accumulation-chunk is {chunk}: give a number from 1 to 65536")
+      for chunk in (-1, 0, 65537)),
 ]
 
 
@@ -132,6 +135,17 @@ def run_config(**groups) -> RunConfig:
 def test_iterations_and_samples_do_not_mix(training, optimizer, message):
     with pytest.raises(ValueError, match=message):
         run_config(training=TrainingConfig(**training), optimizer=OptimizerConfig(**optimizer))
+
+
+@pytest.mark.parametrize(("precision", "system", "message"), [
+    ({"bf16": True}, {}, "--fp16-accumulation-chunk 64 is for --fp16, and this run is bf16: give"),
+    ({}, {}, "--fp16-accumulation-chunk 64 is for --fp16, and this run is fp32: give"),
+    ({"fp16": True}, {"kernels": "torch"}, "--fp16-accumulation-chunk 64 is for the C.. kernels, and --kernels is torch: give"),
+])
+def test_sums_in_fp16_need_fp16_and_our_kernels(precision, system, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        run_config(precision=PrecisionConfig(**precision), system=SystemConfig(fp16_accumulation_chunk=64, **system))
+    assert "\n" not in str(caught.value)
 
 
 def test_replace_checks_again():

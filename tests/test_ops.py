@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fugaku_megatron import kernels
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.nn import ops, torch_ops
@@ -254,6 +255,52 @@ def test_vocab_parallel_cross_entropy(name, ranks):
     found = torch.cat([grad for _, grad in results], -1)
     assert found.dtype == dtype
     close(found, wanted, tolerance)
+
+
+# Sums in FP16 -------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def in_fp16():
+    """Linear layers sum eight products in FP16, where the kernels' target can."""
+    with kernels.target("portable"):
+        ops.use_fp16_accumulation(8)
+        yield
+        ops.use_fp16_accumulation(0)
+
+
+def results(dtype: torch.dtype) -> list[Tensor]:
+    """Everything that linear and mlp compute, forward and backward."""
+    f = 4 * H
+    weights = [parameter(random(*shape, seed=i, dtype=dtype)) for i, shape in enumerate([(H, H), (H,), (f, H), (f,), (H, f)])]
+    x = random(S, B, H, dtype=dtype).requires_grad_()
+    y, z = ops.linear(x, *weights[:2]), ops.mlp(x, *weights[2:])
+    (y.sum() + z.sum()).backward()
+    return [y.detach(), z.detach(), x.grad, *(w.main_grad for w in weights)]
+
+
+def test_linear_layers_sum_in_fp16_on_request(implementation, in_fp16):
+    found = {dtype: results(dtype) for dtype in (torch.float16, torch.float32)}
+    ops.use_fp16_accumulation(0)
+    for dtype, tensors in found.items():
+        expected = results(dtype)
+        for other, exact in zip(tensors, expected):
+            close(other, exact.double(), 1e-2)
+        summed = implementation == "native" and dtype == torch.float16
+        linear_bias = 4  # its gradient is a sum of dy in FP32
+        assert [torch.equal(a, b) for a, b in zip(tensors, expected)] == [not summed or i == linear_bias for i in range(8)]
+
+
+def test_logits_are_summed_in_fp32(in_fp16):
+    def loss() -> Tensor:
+        weight = parameter(random(16, H, seed=1, dtype=torch.float16))
+        x = random(S, B, H, dtype=torch.float16).requires_grad_()
+        value = ops.head_loss(x, weight, torch.arange(S * B).view(S, B), DryComm(), 0, 1.0)
+        value.backward()
+        return torch.cat([value.detach().view(1), x.grad.float().flatten(), weight.main_grad.flatten()])
+
+    summed = loss()
+    ops.use_fp16_accumulation(0)
+    assert torch.equal(summed, loss())
 
 
 # Dropout ------------------------------------------------------------------------------------------------------------------------

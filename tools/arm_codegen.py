@@ -2,7 +2,8 @@
 
     make arm-codegen                      (or: python tools/arm_codegen.py)
 
-Fails when an inner-product loop spills, multiplies by element, brings FMLAs of one accumulator too close together or falls
+Prints what share of the FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h). Fails when an
+inner-product loop spills, multiplies by element, brings FMLAs of one accumulator too close together or falls
 below its share of the two-FMA peak in llvm-mca's model; when any loop holds a vector divide, square root or INSR; and when
 a loop that should be there is not found. With GCC 12 and, where installed, Clang 19; without llvm-mca-19 the model is left
 out by name. A model of one core with all data in L1: no caches, no measurement. Tested by tests/arm/test_codegen.py.
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import arm_env  # noqa: E402
-from asm_loops import Loop, faults, innermost_loops, slow_instructions  # noqa: E402
+from asm_loops import Loop, faults, innermost_loops, outside_loops, slow_instructions  # noqa: E402
 
 import setup  # noqa: E402
 
@@ -34,11 +35,12 @@ MCA = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu", "-mcpu=a64fx"]
 DISPATCH = 4  # instructions an A64FX decodes per cycle; LLVM's own model says 6
 ITERATIONS = 400
 FMA_PER_CYCLE = 2
+CHUNKS = (16, 32, 64, 128, 256)  # steps of k summed in FP16
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Loops held to a share of the peak: those in functions like `function` whose multiply-adds come from `file`."""
+    """Loops held to a share of the peak: those in functions like `function` whose multiply-adds come from `file`, a pattern."""
 
     name: str
     file: str
@@ -52,6 +54,7 @@ def hot_kernels(tile: tuple[int, int]) -> list[Kernel]:
     rows, vectors = tile
     return [
         Kernel("GEMM k-loop", "gemm_micro.h", rf"micro_kernel<.*FloatWords, {rows}>", 0.98, rows * vectors),
+        Kernel("GEMM FP16 k-loop", "gemm_half.h|simd_sve.h", rf"micro_kernel<.*HalfWords, {rows}>", 0.98, rows * vectors),
         Kernel("attention inner products", "attention_tile.h", r"Singles", 0.85),
     ]
 
@@ -97,7 +100,7 @@ def check(compiler: str, text: str, kernels: list[Kernel]) -> Iterator[tuple[str
     loops = innermost_loops(text)
     named = list(zip(demangled([loop.function for loop in loops]), loops, strict=True))
     for kernel in kernels:
-        hot = [(name, loop) for name, loop in named if loop.file == kernel.file and re.search(kernel.function, name)
+        hot = [(name, loop) for name, loop in named if re.fullmatch(kernel.file, loop.file) and re.search(kernel.function, name)
                and len(loop.multiply_adds) >= kernel.multiply_adds]
         if not hot:
             yield "", [f"{compiler} {kernel.name}: no loop of {kernel.multiply_adds} or more multiply-adds in {kernel.file}"]
@@ -105,6 +108,27 @@ def check(compiler: str, text: str, kernels: list[Kernel]) -> Iterator[tuple[str
             yield row(compiler, name, kernel, loop)
     slow = [f"{compiler} {name}: {text}" for name, loop in named for text in slow_instructions(loop)]
     yield f"{compiler:9} {len(loops)} innermost loops: {len(slow)} slow instructions", slow
+
+
+def chunk_costs(text: str, tile: tuple[int, int]) -> tuple[float, float]:
+    """Modelled cycles of the FP16 micro-kernel: (per step of k, per chunk: what is outside its k-loop, and add_chunk)."""
+    rows, vectors = tile
+    loops = innermost_loops(text)
+    names = demangled([loop.function for loop in loops])
+    step = next(loop for loop, name in zip(loops, names, strict=True)
+                if re.search(rf"micro_kernel<.*HalfWords, {rows}>", name) and loop.multiply_adds)
+    additions = [loop for loop, name in zip(loops, names, strict=True) if "add_chunk<true>" in name]
+    add = max(additions, key=lambda loop: len(loop.body))  # the unrolled one
+    widened = sum(i.mnemonic == "fcvt" for i in add.body)
+    return cycles(step), cycles(outside_loops(text, step.function)) + cycles(add) * 2 * rows * vectors / widened
+
+
+def chunk_line(compiler: str, text: str, tile: tuple[int, int]) -> str:
+    """Share of the FP16 peak by the length of a chunk."""
+    step, per_chunk = chunk_costs(text, tile)
+    peak = tile[0] * tile[1] / FMA_PER_CYCLE
+    shares = ", ".join(f"{chunk}: {100 * chunk * peak / (chunk * step + per_chunk):.0f}" for chunk in CHUNKS)
+    return f"{compiler:9} GEMM FP16 with {per_chunk:.0f} cycles per chunk, % of the FP16 peak by chunk: {shares}"
 
 
 def main() -> int:
@@ -122,6 +146,8 @@ def main() -> int:
         for line, wrong in check(name, assembly(cxx, name), hot_kernels(tile)):
             found += wrong
             print(line, flush=True) if line else None
+        if not found and shutil.which(MCA[0]):
+            print(chunk_line(name, assembly(cxx, name), tile), flush=True)
     for fault in found:
         print(f"FAULT {fault}")
     return 1 if found else 0

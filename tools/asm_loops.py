@@ -89,19 +89,28 @@ def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str,
             code.append(Instruction(line.replace("\t", " "), here))
 
 
+def innermost_spans(code: list[Instruction], labels: dict[str, int]) -> list[tuple[int, int, str]]:
+    """(first, last, label) of every backward branch's body, when no other backward branch lies inside."""
+    spans = []
+    for end, instruction in enumerate(code):
+        target = (instruction.operands or [""])[-1]
+        if BRANCH.match(instruction.mnemonic) and labels.get(target, end + 1) <= end:
+            spans.append((labels[target], end, target))
+    return [(begin, end, label) for begin, end, label in spans
+            if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e, _ in spans)]
+
+
 def innermost_loops(assembly: str) -> list[Loop]:
-    """Every backward branch's body, when no other backward branch lies inside."""
-    loops = []
-    for name, code, labels in functions(assembly):
-        spans = []
-        for end, instruction in enumerate(code):
-            target = (instruction.operands or [""])[-1]
-            if BRANCH.match(instruction.mnemonic) and labels.get(target, end + 1) <= end:
-                spans.append((labels[target], end, target))
-        for begin, end, label in spans:
-            if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e, _ in spans):
-                loops.append(Loop(name, label, tuple(code[begin : end + 1])))
-    return loops
+    return [Loop(name, label, tuple(code[begin : end + 1])) for name, code, labels in functions(assembly)
+            for begin, end, label in innermost_spans(code, labels)]
+
+
+def outside_loops(assembly: str, function: str) -> Loop:
+    """What a function does around its innermost loops, as one piece of straight code without branches."""
+    ((code, labels),) = ((code, labels) for name, code, labels in functions(assembly) if name == function)
+    inside = {i for begin, end, _ in innermost_spans(code, labels) for i in range(begin, end + 1)}
+    body = tuple(x for i, x in enumerate(code) if i not in inside and not BRANCH.match(x.mnemonic) and x.mnemonic != "ret")
+    return Loop(function, "outside", body)
 
 
 def shortest_gap(loop: Loop) -> int:

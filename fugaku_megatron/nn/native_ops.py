@@ -16,6 +16,19 @@ from .. import kernels
 from ..comm.base import Comm
 from .shared import MaskPlace
 
+_fp16_chunk = 0
+
+
+def use_fp16_accumulation(chunk: int) -> None:
+    """See `ops.use_fp16_accumulation`."""
+    global _fp16_chunk
+    _fp16_chunk = chunk
+
+
+def _chunk(x: Tensor) -> int:
+    """fp16_chunk of a linear layer's products with x; the logits are always summed in FP32."""
+    return _fp16_chunk if x.dtype == torch.float16 else 0
+
 
 def _rows(x: Tensor) -> Tensor:
     """(..., h) -> (rows, h), contiguous."""
@@ -35,15 +48,15 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(rows)
         ctx.weight, ctx.bias, ctx.shape = weight, bias, x.shape
         out = x.new_empty(rows.shape[0], weight.shape[0])
-        kernels.linear_forward(rows, weight, out, bias)
+        kernels.linear_forward(rows, weight, out, bias, fp16_chunk=_chunk(x))
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (rows,), dy = ctx.saved_tensors, _rows(dy)
-        dx = torch.empty_like(rows)
-        kernels.linear_weight_gradient(dy, rows, ctx.weight.main_grad, None if ctx.bias is None else ctx.bias.main_grad)
-        kernels.linear_data_gradient(dy, ctx.weight, dx)
+        (rows,), dy, chunk = ctx.saved_tensors, _rows(dy), _chunk(dy)
+        dx, bias_gradient = torch.empty_like(rows), None if ctx.bias is None else ctx.bias.main_grad
+        kernels.linear_weight_gradient(dy, rows, ctx.weight.main_grad, bias_gradient, chunk)
+        kernels.linear_data_gradient(dy, ctx.weight, dx, fp16_chunk=chunk)
         return dx.view(ctx.shape), None, None
 
 
@@ -57,8 +70,8 @@ class _MLP(torch.autograd.Function):
         rows = _rows(x)
         pre = x.new_empty(rows.shape[0], weight1.shape[0])  # (rows, f): argument of the GELU
         inner, out = torch.empty_like(pre), x.new_empty(rows.shape[0], weight2.shape[0])
-        kernels.linear_forward(rows, weight1, inner, bias1, True, pre)
-        kernels.linear_forward(inner, weight2, out)
+        kernels.linear_forward(rows, weight1, inner, bias1, True, pre, fp16_chunk=_chunk(x))
+        kernels.linear_forward(inner, weight2, out, fp16_chunk=_chunk(x))
         ctx.save_for_backward(rows, pre)  # gelu(pre) is cheaper to compute again than to keep
         ctx.weights, ctx.shape = (weight1, bias1, weight2), x.shape
         return out.view(*x.shape[:-1], -1)
@@ -66,13 +79,13 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (rows, pre), (weight1, bias1, weight2), dy = ctx.saved_tensors, ctx.weights, _rows(dy)
-        inner = torch.empty_like(pre)
+        inner, chunk = torch.empty_like(pre), _chunk(dy)
         kernels.gelu(pre, None, inner)
-        kernels.linear_weight_gradient(dy, inner, weight2.main_grad)
-        kernels.linear_data_gradient(dy, weight2, inner, pre)
-        kernels.linear_weight_gradient(inner, rows, weight1.main_grad, bias1.main_grad)
+        kernels.linear_weight_gradient(dy, inner, weight2.main_grad, fp16_chunk=chunk)
+        kernels.linear_data_gradient(dy, weight2, inner, pre, fp16_chunk=chunk)
+        kernels.linear_weight_gradient(inner, rows, weight1.main_grad, bias1.main_grad, chunk)
         dx = torch.empty_like(rows)
-        kernels.linear_data_gradient(inner, weight1, dx)
+        kernels.linear_data_gradient(inner, weight1, dx, fp16_chunk=chunk)
         return dx.view(ctx.shape), None, None, None
 
 

@@ -20,7 +20,8 @@ from . import native_ops, torch_ops
 from .shared import MaskPlace, backward, dropout, recompute
 
 __all__ = ["FAMILIES", "MaskPlace", "add_position", "attention", "bias_dropout_add", "bias_dropout_add_layer_norm", "choice",
-           "backward", "dropout", "embedding", "head_loss", "layer_norm", "linear", "mlp", "recompute", "use"]
+           "backward", "dropout", "embedding", "head_loss", "layer_norm", "linear", "mlp", "recompute", "use",
+           "use_fp16_accumulation"]
 
 FAMILIES = ("gemm", "attention", "rowwise", "loss", "embedding")
 _MODULES = {"native": native_ops, "torch": torch_ops}
@@ -42,6 +43,12 @@ def use(kernels: str | Mapping[str, str]) -> None:
 def choice() -> dict[str, str]:
     """Which kernels run each family."""
     return dict(_choice)
+
+
+def use_fp16_accumulation(chunk: int) -> None:
+    """Sum products of FP16 linear layers in FP16 over `chunk` terms, then in FP32, on native kernels; 0: in FP32. For the whole
+    process. Products then raise ValueError where the kernels' target has no FP16 arithmetic."""
+    native_ops.use_fp16_accumulation(chunk)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

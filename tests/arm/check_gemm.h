@@ -19,8 +19,9 @@ std::vector<uint32_t> stored(const Floats& values, DType dtype) {
   return words;
 }
 
-Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool packed) {
+Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool packed, int64_t fp16_chunk) {
   GemmArgs g = gemm_layout(form, m, n, k);
+  g.fp16_chunk = fp16_chunk;
   const auto a = stored(random_floats((m + k + 6) * (std::max(m, k) + 4), 1), dtype);
   const auto b = stored(random_floats((n + k + 6) * (std::max(n, k) + 6), 2), dtype);
   const auto bias = stored(random_floats(n, 4), DType::f32), other = stored(random_floats(m * n, 5), DType::f32);
@@ -28,9 +29,9 @@ Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool pac
   g.in_dtype = dtype, g.out_dtype = DType::f32, g.a = a.data(), g.b = b.data(), g.c = c.data();
   std::vector<float> panels;
   if (packed) {
-    panels.resize(kernels().packed_weight_size(n, k, dtype) / 4 + 64);
+    panels.resize(kernels().packed_weight_size(n, k, dtype, fp16_chunk) / 4 + 64);
     char* aligned = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(panels.data()) + 255) / 256 * 256);
-    kernels().pack_weight({n, k, dtype, b.data(), g.b_row, g.b_col, aligned});
+    kernels().pack_weight({n, k, dtype, b.data(), g.b_row, g.b_col, aligned, fp16_chunk});
     g.packed = aligned;
   }
   if (form == 0)
@@ -44,15 +45,27 @@ Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool pac
   return c;
 }
 
+// A sum in FP16 has the reference's bits: what may differ is its sum in float32.
+void check_fp16_chunks(const std::string& target, const int64_t* shape) {
+  if (!kernels().has_fp16_arithmetic()) return;
+  for (int64_t chunk : {1, 8, 24, 1000}) {
+    for (int form = 0; form < 3; ++form) {
+      compare(target, "gemm with sums in FP16", 2e-5f, 2.4e-6f * static_cast<float>(shape[2] + 20),
+              [&] { return run_gemm(form, shape[0], shape[1], shape[2], DType::f16, chunk == 8, chunk); });
+    }
+  }
+}
+
 void check_gemm(const std::string& target) {
   const int64_t shapes[][3] = {{1, 1, 1}, {12, 32, 16}, {13, 33, 17}, {5, 70, 0}, {61, 67, 71}, {14, 34, 700}};
   for (const auto& s : shapes) {
+    check_fp16_chunks(target, s);
     for (int form = 0; form < 3; ++form) {
       for (DType dtype : {DType::f32, DType::bf16, DType::f16}) {
         for (bool packed : {false, true}) {
           const float tolerance = 3e-7f * static_cast<float>(s[2] + 20);
           compare(target, "gemm", 2e-5f, 8 * tolerance,
-                  [&] { return run_gemm(form, s[0], s[1], s[2], dtype, packed); });
+                  [&] { return run_gemm(form, s[0], s[1], s[2], dtype, packed, 0); });
         }
       }
     }

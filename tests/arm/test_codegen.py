@@ -3,6 +3,7 @@
     python -m pytest tests/arm/test_codegen.py
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from tests.arm import builds
 
-from asm_loops import faults, innermost_loops, shortest_gap, slow_instructions  # isort: skip
+from asm_loops import faults, innermost_loops, outside_loops, shortest_gap, slow_instructions  # isort: skip
 import arm_codegen  # isort: skip
 
 ACCUMULATORS = 24
@@ -37,6 +38,11 @@ def test_the_inner_loop_is_found_with_its_source_file():
     assert (loop.label, loop.file, len(loop.multiply_adds), len(loop.body)) == (".L3", "gemm_micro.h", 24, 29)
     assert faults(loop) == []
     assert shortest_gap(loop) == ACCUMULATORS - 1
+
+
+def test_what_is_outside_the_loop():
+    text = function(LOADS + CLEAN)
+    assert [i.text for i in outside_loops(text, only_loop(LOADS + CLEAN).function).body] == ["mov x3, 0", "str z0, [x4]"]
 
 
 def test_gcc_writes_file_names_in_one_piece():
@@ -89,7 +95,7 @@ def test_missing_loop_is_a_fault():
 
 @pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
 def test_the_model_sees_a_slow_loop():
-    (kernel, _) = arm_codegen.hot_kernels((12, 2))
+    kernel = arm_codegen.hot_kernels((12, 2))[0]
     fast, slow = only_loop(LOADS + CLEAN), only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
     assert arm_codegen.row("GCC", "f", kernel, fast)[1] == []
     assert "of the two-FMA peak in the model, 98 % needed" in arm_codegen.row("GCC", "f", kernel, slow)[1][0]
@@ -100,3 +106,16 @@ def test_kernels_pass_the_gate():
     gate = subprocess.run([sys.executable, "tools/arm_codegen.py"], cwd=builds.ROOT, capture_output=True, text=True)
     print(gate.stdout)
     assert gate.returncode == 0, gate.stdout + gate.stderr
+
+
+@builds.needs_compiler
+@pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
+def test_a_chunk_of_fp16_sums_costs_a_share_of_the_peak():
+    """From the real kernels: a step of k takes half a cycle per accumulator, a chunk less than its steps from 32 on."""
+    text = arm_codegen.assembly(arm_codegen.GCC, "GCC 12")
+    step, per_chunk = arm_codegen.chunk_costs(text, (12, 2))
+    assert step == pytest.approx(12, rel=0.02)
+    assert 24 < per_chunk < 32 * step
+    line = arm_codegen.chunk_line("GCC 12", text, (12, 2))
+    shares = [int(share) for share in re.findall(r"\d+: (\d+)", line)]
+    assert len(shares) == len(arm_codegen.CHUNKS) and shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 100

@@ -82,6 +82,23 @@ def test_half_precision_is_a_choice(native):
     assert half == pytest.approx(single, rel=2e-2)
 
 
+def assert_chunks_agree(program, *target):
+    for name in ("gemm_nt", "gemm_nt_packed", "gemm_nt_bias_gelu", "gemm_nn", "gemm_tn"):
+        arguments = [name, "29", "131", "300", "--dtype", "f16", "--fp16-chunk", "24"]
+        exact, chunked = (checksum(program, *arguments[:end], "--target", "reference") for end in (6, 8))
+        assert exact != chunked
+        assert checksum(program, *arguments, *target) == pytest.approx(chunked, rel=1e-5, abs=1e-3), name
+
+
+def test_sums_in_fp16_are_a_choice(native):
+    assert_chunks_agree(native, "--target", "portable")
+
+
+@builds.needs_compiler
+def test_sums_in_fp16_on_an_a64fx(arm):
+    assert_chunks_agree(arm)
+
+
 def test_times_are_printed_on_request(native):
     assert "seconds" not in run(native, "gemm_panel").stdout
     printed = run(native, "gemm_panel", "--repeat", "3", "--threads", "1").stdout
@@ -96,7 +113,9 @@ def test_times_are_printed_on_request(native):
         (["gemm_nt", "1", "2", "x"], "shape: expected a number, got 'x'"),
         (["exp", "--dtype", "f64"], "--dtype: expected f32, bf16 or f16, got 'f64'"),
         (["exp", "--target", "sve3"], "unknown kernel target 'sve3'; known: reference"),
-        (["exp", "--loud", "1"], "unknown option --loud; known: --target --dtype --threads --repeat"),
+        (["exp", "--loud", "1"], "unknown option --loud; known: --target --dtype --fp16-chunk --threads --repeat"),
+        (["gelu", "--dtype", "f16", "--fp16-chunk", "8"], "--fp16-chunk: not for gelu"),
+        (["gemm_tn", "--fp16-chunk", "8"], "--fp16-chunk: expected --dtype f16, got f32"),
         (["exp", "--repeat"], "--repeat: expected a value"),
     ],
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fugaku_megatron import accounting, checkpoint
+from fugaku_megatron import accounting, checkpoint, kernels
 from fugaku_megatron.arguments import parse
 from fugaku_megatron.metrics import parse_log
 from tests.mpi import launch
@@ -162,6 +162,27 @@ def test_mistakes_give_one_line(mpich, name):
     job = mpich.run(2, PROGRAM, *TINY, *length, *flags)
     assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
     assert message in job.stderr and job.stderr.startswith("rank 0: ")
+
+
+def test_sums_in_fp16_where_the_instruction_set_can(mpich, tmp_path):
+    flags = [PROGRAM, *TINY, "--train-iters", "4", "--fp16", "--initial-loss-scale", "1024"]
+    slow = {"FUGAKU_MEGATRON_TARGET": "portable"}
+    for name, more in (("fp32", []), ("fp16", ["--fp16-accumulation-chunk", "8"])):
+        job = mpich.run(2, *flags, *more, "--save", str(tmp_path / name), **slow)
+        assert job.returncode == 0, job.stderr
+    assert "gemm native, sums of 8 products in FP16" in job.stdout
+    found, expected = losses(tmp_path / "fp16"), losses(tmp_path / "fp32")
+    assert found != expected and found == pytest.approx(expected, rel=1e-3)
+    cannot = [name for name in kernels.runnable_targets() if not fp16_arithmetic(name)]
+    if cannot:
+        job = mpich.run(2, *flags, "--fp16-accumulation", FUGAKU_MEGATRON_TARGET=cannot[0])
+        assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
+        assert f"--fp16-accumulation-chunk 64 needs FP16 arithmetic, which instruction set {cannot[0]} lacks" in job.stderr
+
+
+def fp16_arithmetic(target: str) -> bool:
+    with kernels.target(target):
+        return kernels.has_fp16_arithmetic()
 
 
 def test_missing_data_and_unwritable_save_give_one_line(mpich, tmp_path):

@@ -22,7 +22,7 @@ using Shape = std::vector<int64_t>;
 
 class Work {
  public:
-  explicit Work(DType dtype) : dtype(dtype) {}
+  Work(DType dtype, int64_t fp16_chunk) : dtype(dtype), fp16_chunk(fp16_chunk) {}
 
   // A tensor of n elements between -1 and 1 times scale, in `dtype` or in float32.
   void* input(int64_t n, float scale = 1) { return tensor(n, dtype, scale, true, false); }
@@ -45,6 +45,7 @@ class Work {
   double bytes() const { return bytes_; }
 
   const DType dtype;
+  const int64_t fp16_chunk;  // of gemm_args.h; 0 but for gemm ops
   double flops = 0;
   std::function<void()> run;
 

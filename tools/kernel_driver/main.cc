@@ -1,4 +1,4 @@
-// kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16] [--threads N] [--repeat N]
+// kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16] [--fp16-chunk K] [--threads N] [--repeat N]
 //
 // Runs one kernel without Python: for a profiler on an A64FX, for a cycle-level model of one (static, one thread, few system
 // calls), and for a quick look anywhere. Prints the checksum of one run and, with --repeat N, the best and the median time of N
@@ -75,6 +75,7 @@ struct Options {
   std::string op, target, dtype = "f32";
   Shape shape;
   int threads = 1, repeat = 0;
+  int64_t fp16_chunk = 0;
 };
 
 int64_t whole_number(const std::string& what, const std::string& text) {
@@ -102,12 +103,15 @@ Options parse(int argc, char** argv) {
       o.target = value;
     } else if (word == "--dtype") {
       o.dtype = value;
+    } else if (word == "--fp16-chunk") {
+      o.fp16_chunk = whole_number(word, value);
     } else if (word == "--threads") {
       o.threads = std::max(1, static_cast<int>(whole_number(word, value)));
     } else if (word == "--repeat") {
       o.repeat = static_cast<int>(whole_number(word, value));
     } else {
-      throw std::invalid_argument("unknown option " + word + "; known: --target --dtype --threads --repeat");
+      throw std::invalid_argument("unknown option " + word +
+                                  "; known: --target --dtype --fp16-chunk --threads --repeat");
     }
   }
   return o;
@@ -120,6 +124,16 @@ DType dtype_of(const std::string& name) {
   throw std::invalid_argument("--dtype: expected f32, bf16 or f16, got '" + name + "'");
 }
 
+// FP16 sums are for products of f16 on a target that has them.
+int64_t checked_chunk(const Options& o, DType dtype) {
+  if (!o.fp16_chunk) return 0;
+  if (o.op.rfind("gemm_n", 0) && o.op != "gemm_tn") throw std::invalid_argument("--fp16-chunk: not for " + o.op);
+  if (dtype != DType::f16) throw std::invalid_argument("--fp16-chunk: expected --dtype f16, got " + o.dtype);
+  if (!kernels().has_fp16_arithmetic())
+    throw std::invalid_argument(std::string("--fp16-chunk: target ") + active() + " has no FP16 arithmetic");
+  return o.fp16_chunk;
+}
+
 const Op& find(const std::string& name) {
   std::string known;
   for (const Op& op : ops()) {
@@ -130,7 +144,8 @@ const Op& find(const std::string& name) {
 }
 
 int list() {
-  std::printf("kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16] [--threads N] [--repeat N]\n");
+  std::printf(
+      "kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16] [--fp16-chunk K] [--threads N] [--repeat N]\n");
   for (const Op& op : ops()) {
     std::printf("  %-28s %-12s default", op.name.c_str(), op.shape.c_str());
     for (int64_t n : op.defaults) std::printf(" %lld", static_cast<long long>(n));
@@ -174,12 +189,14 @@ int run(const Options& options) {
   }
   set_num_threads(options.threads);
   options.target.empty() ? use_default() : use(options.target);
-  Work work(dtype_of(options.dtype));
+  const DType dtype = dtype_of(options.dtype);
+  Work work(dtype, checked_chunk(options, dtype));
   op.prepare(work, shape);
   work.run();
   std::printf("%s", op.name.c_str());
   for (int64_t n : shape) std::printf(" %lld", static_cast<long long>(n));
-  std::printf(" %s target %s threads %d\n", options.dtype.c_str(), active(), options.threads);
+  std::printf(" %s fp16_chunk %lld target %s threads %d\n", options.dtype.c_str(),
+              static_cast<long long>(options.fp16_chunk), active(), options.threads);
   std::printf("checksum %.9g\nbytes %.0f flops %.0f\n", work.checksum(), work.bytes(), work.flops);
   if (options.repeat) report_times(work, times(work, options.repeat));
   return 0;

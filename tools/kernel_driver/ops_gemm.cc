@@ -9,6 +9,7 @@ GemmArgs shape_of(const Work& w, const Shape& n) {
   g.m = n[0], g.n = n[1], g.k = n[2];
   g.in_dtype = g.out_dtype = w.dtype;
   g.c_row = g.n;
+  g.fp16_chunk = w.fp16_chunk;
   return g;
 }
 
@@ -31,8 +32,8 @@ void gemm_nt(Work& w, const Shape& n) { set_run(w, forward(w, n)); }
 // The same with the weight packed before.
 void gemm_nt_packed(Work& w, const Shape& n) {
   GemmArgs g = forward(w, n);
-  void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.dtype));
-  kernels().pack_weight({g.n, g.k, w.dtype, g.b, g.b_row, g.b_col, packed});
+  void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.dtype, g.fp16_chunk));
+  kernels().pack_weight({g.n, g.k, w.dtype, g.b, g.b_row, g.b_col, packed, g.fp16_chunk});
   g.packed = packed;
   set_run(w, g);
 }

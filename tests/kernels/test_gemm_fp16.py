@@ -1,0 +1,181 @@
+"""GEMM with sums in FP16 over chunks of k (kernels_sve/gemm_half.h): the reference against the definition, every target against
+the reference, overflow, refusals. Left out: how large the error is (docs/numerics.md, tools/gemm_error.py).
+
+Legend: M rows, N output features, K input features; a weight is (N, K).
+
+    python -m pytest tests/kernels/test_gemm_fp16.py
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from fugaku_megatron import kernels
+
+from .numbers import random
+
+CHUNK = 16
+EDGES = (0, 1, 13, 37)
+SHAPES = [*itertools.islice(itertools.product(EDGES, EDGES, EDGES), 0, None, 3), (29, 131, 70), (48, 70, 300), (9, 140, 1030)]
+
+
+def has_fp16(name):
+    with kernels.target(name):
+        return kernels.has_fp16_arithmetic()
+
+
+@pytest.fixture(params=[name for name in kernels.runnable_targets() if has_fp16(name)])
+def target(request):
+    """Name of the target in use: those that sum in FP16."""
+    with kernels.target(request.param):
+        yield request.param
+
+
+def half(*shape, seed=0):
+    return random(*shape, dtype=torch.float16, seed=seed)
+
+
+def strided(rows, cols, seed=0):
+    """A matrix whose rows are three elements apart from each other."""
+    return half(rows, cols + 3, seed=seed)[:, :cols]
+
+
+def packed(weight, transposed, chunk=CHUNK):
+    buffer = torch.empty(kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, chunk), dtype=torch.uint8)
+    kernels.pack_weight(weight, buffer, transposed, chunk)
+    return buffer
+
+
+def product(a, b, chunk=CHUNK):
+    out = torch.empty(a.shape[0], b.shape[1])
+    kernels.gemm(a, b, out, fp16_chunk=chunk)
+    return out
+
+
+def by_definition(a, b, chunk):
+    """Every multiply-add in double, where it is exact or all but, then rounded to FP16 once; the chunks' sums in double."""
+    a, b = a.double().numpy(), b.double().numpy()
+    total = np.zeros((a.shape[0], b.shape[1]))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for begin in range(0, a.shape[1], chunk):
+            part = np.zeros_like(total, dtype=np.float16)
+            for p in range(begin, min(a.shape[1], begin + chunk)):
+                part = (a[:, p, None] * b[p] + part.astype(np.float64)).astype(np.float16)
+            total += part
+    return torch.from_numpy(total).float()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-10, 2.0**6])  # the second ends in denormals, the third overflows
+@pytest.mark.parametrize("chunk", [1, 8, 24, 300])
+def test_reference_is_the_definition(reference, chunk, scale):
+    a, b = half(7, 100) * scale, half(100, 9, seed=1) * scale
+    torch.testing.assert_close(reference(lambda: product(a, b, chunk)), by_definition(a, b, chunk), rtol=0, atol=0, equal_nan=True)
+
+
+def forms(m, n, k, seed, with_packed):
+    """Forward, data gradient, weight gradient and bias gradient."""
+    x, weight, grad = strided(m, k, seed), strided(n, k, seed + 1), strided(m, n, seed + 2)
+    out, data, gradient, bias = torch.empty(m, n), torch.empty(m, k), torch.full((n, k), 0.5), torch.full((n,), -0.5)
+    forward, backward = (packed(weight, False), packed(weight, True)) if with_packed else (None, None)
+    kernels.linear_forward(x, weight, out, packed=forward, fp16_chunk=CHUNK)
+    kernels.linear_data_gradient(grad, weight, data, packed=backward, fp16_chunk=CHUNK)
+    kernels.linear_weight_gradient(grad, x, gradient, bias, CHUNK)
+    return out, data, gradient, bias
+
+
+def test_forms_match_the_reference(target, reference):
+    for index, (m, n, k) in enumerate(SHAPES):
+        fast, exact = forms(m, n, k, index, index % 2), reference(lambda s=(m, n, k, index, False): forms(*s))
+        for got, want, depth in zip(fast, exact, (k, n, m, m), strict=True):
+            # The FP16 sums have the same bits; what differs is the rounding of their sum.
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=2.0**-22 * (depth + 8))
+
+
+def test_epilogue_and_half_output(target, reference):
+    x, weight, bias, residual = strided(37, 130), strided(70, 130, 1), half(70, seed=2), strided(37, 70, 3)
+
+    def run():
+        out, pre = torch.empty(37, 70, dtype=torch.float16), torch.empty(37, 70, dtype=torch.float16)
+        kernels.linear_forward(x, weight, out, bias, True, pre, residual, packed(weight, False), CHUNK)
+        return out, pre
+
+    for fast, exact in zip(run(), reference(run), strict=True):
+        torch.testing.assert_close(fast, exact, rtol=2.0**-10, atol=2.0**-10)
+
+
+@pytest.mark.parametrize("shape", [(61, 131, 509), (4, 300, 40), (1, 1, 600)])
+def test_threads_and_packing_do_not_change_the_bits(target, same_for_any_threads, shape):
+    one = same_for_any_threads(lambda: forms(*shape, 0, True))
+    for a, b in zip(one, forms(*shape, 0, False), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+def test_views(target, transposed):
+    a, b = half(30, 41), half(41, 130, seed=1)
+    views = (m.T.contiguous().T if t else m for m, t in zip((a, b), transposed, strict=True))
+    torch.testing.assert_close(product(*views), by_definition(a, b, CHUNK), rtol=1e-6, atol=1e-6)
+
+
+def test_a_chunk_overflows_where_its_sum_does(target):
+    """FP16 ends at 65504: a product or a chunk's sum above it is infinite, a sum of chunks is not."""
+    a, b = torch.full((14, 64), 200.0).half(), torch.full((64, 66), 200.0).half()  # products of 40000
+    a[13] = 300.0  # 60000
+    assert bool((product(a, b, 1)[:13] == 64 * 40000).all())
+    assert bool((product(a, b, 2) == torch.inf).all())
+    assert bool((product(a, -b, 2) == -torch.inf).all())
+    a[3, 5] = torch.inf
+    a[4, 6], b[6] = 300.0, 300.0
+    found = product(a, b, 1)
+    assert bool((found[3:5] == torch.inf).all()) and bool(found[torch.tensor([0, 1, 2, 5, 12])].isfinite().all())
+    b[5, 0] = 0.0
+    assert bool(product(a, b, 1)[3, 0].isnan())
+    exact = torch.empty(14, 66)
+    kernels.gemm(a[:3], b, exact[:3])
+    assert bool(exact[:3].isfinite().all()), "without a chunk sums are FP32"
+
+
+def test_denormals(target):
+    """Those of FP32 are flushed where a run asks for it, those of FP16 never: neither read nor as sums."""
+    a, b = torch.full((14, 20), 2.0**-10).half(), torch.full((20, 66), 2.0**-13).half()
+    a[3] = 2.0**-24
+    b[:, 5] = 1.0
+    single = torch.empty(14, 66)
+    try:
+        kernels.flush_denormals(True)
+        found = product(a, b)
+        kernels.gemm(a, b, single)
+    finally:
+        kernels.flush_denormals(False)
+    assert single[3, 5] == 20 * 2.0**-24
+    assert found[0, 0] == 20 * 2.0**-23 and found[3, 5] == 20 * 2.0**-24 and found[0, 5] == 20 * 2.0**-10
+
+
+def test_longer_chunks_lose_more(target):
+    a, b = half(24, 2048), half(2048, 64, seed=1)
+    exact = a.double() @ b.double()
+    errors = [float((product(a, b, chunk) - exact).square().mean().sqrt()) for chunk in (8, 64, 512)]
+    assert errors[0] < errors[1] < errors[2]
+
+
+def test_refusals(target):
+    x, weight, out = half(4, 6), half(5, 6), torch.empty(4, 5)
+    refused = [
+        ("fp16_chunk: expected 0 for operands of float32, got 8", lambda: product(torch.randn(2, 3), torch.randn(3, 4), 8)),
+        ("fp16_chunk: expected 0 to 65536, got -1", lambda: product(x, weight.T, -1)),
+        ("packed: expected a weight .*fp16_chunk=8.* got .*fp16_chunk=16",
+         lambda: kernels.linear_forward(x, weight, out, packed=packed(weight, False), fp16_chunk=8)),
+        ("packed: expected a weight .*fp16_chunk=0", lambda: kernels.linear_forward(x, weight, out, packed=packed(weight, False))),
+    ]
+    for message, call in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_target_without_fp16_arithmetic_refuses():
+    for name in kernels.runnable_targets():
+        if not has_fp16(name):
+            with kernels.target(name), pytest.raises(ValueError, match=f"0 for target {name}, which has no FP16 arithmetic"):
+                product(half(2, 3), half(3, 4), 8)

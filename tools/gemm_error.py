@@ -1,0 +1,127 @@
+"""Measures the rounding error of FP16 and BF16 matrix products with sums in FP32 and with sums of chunks in FP16.
+
+    python tools/gemm_error.py                 (some seconds; the table of docs/numerics.md)
+    python tools/gemm_error.py --rows 16 --depth 256 --chunks 16 64
+    .arm/python tools/gemm_error.py            the same on an emulated A64FX (make arm-ext)
+
+Products of random matrices as training has them, by the kernels (a target that sums in FP16: the running one, else the portable
+one, which gives the same bits), against FP64 on the same rounded operands. The error is the root mean square of the difference
+over that of the exact result. Left out: what it does to a loss. Test: pytest tests/test_gemm_error.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fugaku_megatron import kernels  # noqa: E402
+
+CHUNKS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One product: (rows, depth) of standard deviation `left` times (depth, rows) of `right`; `outliers`: one column of 256 of the
+    left factor is that much larger, as activations of trained models have."""
+
+    name: str
+    left: float
+    right: float
+    outliers: float = 1.0
+    mean: float = 0.0  # of the left factor, in standard deviations
+
+    def operands(self, rows: int, depth: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        left = torch.randn(rows, depth, generator=generator) + self.mean
+        left[:, ::256] *= self.outliers
+        return left * self.left, torch.randn(depth, rows, generator=generator) * self.right
+
+
+CASES = (
+    Case(name="forward: activations 1, weights 0.02", left=1.0, right=0.02),
+    Case(name="the same, activations of mean 1", left=1.0, right=0.02, mean=1.0),
+    Case(name="the same, outliers of 50", left=1.0, right=0.02, outliers=50.0),
+    Case(name="data gradient: 1e-2 scaled, weights 0.02", left=1e-2, right=0.02),
+    Case(name="data gradient: 1e-4, scale too low", left=1e-4, right=0.02),
+    Case(name="weight gradient: 1e-2 scaled, activations 1", left=1e-2, right=1.0),
+    Case(name="weight gradient: 1e3, scale too high", left=1e3, right=30.0),
+)
+
+
+def error(out: Tensor, exact: Tensor) -> float:
+    """Root mean square of the difference over that of the exact values; inf or nan where a sum is not finite."""
+    return float((out.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def product(a: Tensor, b: Tensor, chunk: int = 0) -> Tensor:
+    """a b as (m, n) float32."""
+    out = torch.empty(a.shape[0], b.shape[1])
+    kernels.gemm(a, b, out, fp16_chunk=chunk)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Of one case: rounding the operands, rounding the result, FP32 sums, FP16 sums by chunk; chunks whose sums are not finite."""
+
+    case: Case
+    bf16_operands: float
+    fp16_operands: float
+    fp16_result: float
+    fp32_sums: float
+    chunks: dict[int, float]
+    overflows: set[int]
+
+
+def measure(case: Case, rows: int, depth: int, chunks: tuple[int, ...]) -> Errors:
+    left, right = case.operands(rows, depth)
+    true = left.double() @ right.double()
+    a, b = left.half(), right.half()
+    exact = a.double() @ b.double()
+    found = {chunk: product(a, b, chunk) for chunk in chunks}
+    in_bf16 = left.bfloat16().double() @ right.bfloat16().double()
+    return Errors(
+        case=case, bf16_operands=error(in_bf16, true), fp16_operands=error(exact, true), fp16_result=error(exact.half(), exact),
+        fp32_sums=error(product(a, b), exact), chunks={chunk: error(out, exact) for chunk, out in found.items()},
+        overflows={chunk for chunk, out in found.items() if not bool(out.isfinite().all())})
+
+
+def cell(errors: Errors, chunk: int) -> str:
+    return "overflow" if chunk in errors.overflows else f"{errors.chunks[chunk]:.1e}"
+
+
+def table(found: list[Errors], chunks: tuple[int, ...]) -> list[str]:
+    head = ["product", "BF16 operands", "FP16 operands", "FP16 result", "FP32 sums", *(f"chunk {chunk}" for chunk in chunks)]
+    lines = [head, ["---"] * len(head)]
+    for e in found:
+        fixed = [f"{value:.1e}" for value in (e.bf16_operands, e.fp16_operands, e.fp16_result, e.fp32_sums)]
+        lines.append([e.case.name, *fixed, *(cell(e, chunk) for chunk in chunks)])
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rounding error of half-precision matrix products.")
+    parser.add_argument("--rows", type=int, default=64, help="rows and columns of the result")
+    parser.add_argument("--depth", type=int, default=4096, help="terms of a sum, K")
+    parser.add_argument("--chunks", type=int, nargs="+", default=CHUNKS, help="terms summed in FP16")
+    options = parser.parse_args()
+    chunks = tuple(options.chunks)
+    if min(options.rows, options.depth, *chunks) < 1:
+        parser.error("give numbers above 0")
+    name = kernels.active() if kernels.has_fp16_arithmetic() else "portable"
+    kernels.flush_denormals(True)  # as a run does
+    with kernels.target(name):
+        print(f"measured: error relative to FP64, {options.rows} x {options.rows} sums of {options.depth} terms, target {name}")
+        for line in table([measure(case, options.rows, options.depth, chunks) for case in CASES], chunks):
+            print(line)
+
+
+if __name__ == "__main__":
+    main()
