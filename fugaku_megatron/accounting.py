@@ -376,5 +376,6 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> 
     outside = sum(r.saved_bytes for place, r in stage_records(run, layout, stage) if place != "layer")
     logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
     logits = logits if stage == layout.pp - 1 else 0
-    return Memory(weights=elements * (low or FP32_BYTES), gradients=elements * FP32_BYTES,
+    copies = 3 if run.system.cache_packed_weights else 1
+    return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * FP32_BYTES,
                   optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live + outside, logits=logits)

@@ -272,6 +272,8 @@ class SystemConfig:
     fp16_accumulation_chunk: int | None = opt(
         None, "with --fp16, sum this many products of a linear layer in FP16 before adding in FP32: faster where the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)", type=int, switches={"--fp16-accumulation": FP16_CHUNK})
+    cache_packed_weights: bool = opt(False, "keep weights packed for the matrix kernels from one optimizer step to the next: "
+                                     "faster with several micro-batches per step, at two more copies of the weights")
     allocator: str = opt("tuned", "tuned: tensors in memory that stays with the process; stock: malloc as it is. A preloaded "
                          "allocator (LD_PRELOAD) is used in either case", choices=("tuned", "stock"))
     thread_affinity: str = opt("auto", "pin: one core for each thread, in NUMA order; none: the system places threads; auto: "

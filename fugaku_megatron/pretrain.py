@@ -206,8 +206,10 @@ def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str,
             *autotune.table(timings)]
 
 
-def choose_accumulation(run: RunConfig) -> list[str]:
-    """Set where linear layers sum in FP16; returns the log's lines. Only the C++ kernels can, so they then run these layers."""
+def choose_products(run: RunConfig) -> list[str]:
+    """Set whether packed weights are kept and where linear layers sum in FP16; returns the log's lines. Only the C++ kernels can
+    do the latter, so they then run these layers."""
+    ops.use_packed_weights(run.system.cache_packed_weights)
     chunk = run.system.fp16_accumulation_chunk or 0
     ops.use_fp16_accumulation(chunk)
     if not chunk:
@@ -256,7 +258,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
         lines.append(f"resumed from {output.load} at iteration {trainer.progress.iteration}")
     elif output.load:
         lines.append(f"no checkpoint in --load {output.load}: starting anew")
-    lines += choose_kernels(run, layout, world, saved) + choose_accumulation(run)
+    lines += choose_kernels(run, layout, world, saved) + choose_products(run)
     iterations, _ = batches.length(run.training, trainer.ramp)
     writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=trainer.progress.iteration,
                            tensorboard_dir=output.tensorboard_dir,

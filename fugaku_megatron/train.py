@@ -135,6 +135,7 @@ class Trainer:
             self.groups.embedding.all_reduce(self.stage.tied_weight.main_grad)
         lr = self.schedule.learning_rate(consumed)
         step = self.optimizer.step(lr, self.schedule.weight_decay(consumed), self.run.output.log_num_zeros_in_grad)
+        ops.weights_changed()
         loss = self._mean_loss(losses)
         self.progress.iteration += 1
         self.progress.consumed_samples += size
@@ -186,6 +187,7 @@ class Trainer:
         _, state = checkpoint.load(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration,
                                    model)
         self.optimizer.after_load()
+        ops.weights_changed()
         self.optimizer.scaler.load(state["scaler"])
         self.optimizer.steps = state["optimizer_steps"]
         self.progress = Progress(**state["progress"])

@@ -9,9 +9,10 @@ import torch
 
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.data.sampler import fetch
+from fugaku_megatron.nn import ops
 from fugaku_megatron.train import Progress, Trainer, reads_data
 from tests import plain_gpt
-from tests.helpers import grid_groups, make_trainer, mock, small_run, whole_tensors
+from tests.helpers import grid_groups, make_trainer, mock, small_run, train, whole_tensors
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LAYOUTS = {"one": (1, {}), "tp2": (2, {"tensor_model_parallel_size": 2}), "pp2": (2, {"pipeline_model_parallel_size": 2}),
@@ -226,3 +227,16 @@ def test_what_does_not_change_the_model_may_change(saved, ranks, changes):
         assert torch.equal(trainer.optimizer.flat.values, trainer.optimizer.master.to(trainer.dtype))
 
     ThreadWorld(ranks).run(load)
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"pipeline_model_parallel_size": 2}])
+def test_packed_weights_that_are_kept_change_no_bit(changes):
+    run = small_run(**changes)
+    world = ThreadWorld(run.parallel.pipeline_model_parallel_size)
+    plain = world.run(lambda comm: train(comm, run, 3))[0]
+    ops.use_packed_weights(True)
+    try:
+        kept = world.run(lambda comm: train(comm, run, 3))[0]
+    finally:
+        ops.use_packed_weights(False)
+    assert [(r.loss, r.grad_norm) for r in kept] == [(r.loss, r.grad_norm) for r in plain]

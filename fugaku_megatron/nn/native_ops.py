@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm.base import Comm
+from .packing import packed
 from .shared import MaskPlace
 
 _fp16_chunk = 0
@@ -28,6 +29,16 @@ def use_fp16_accumulation(chunk: int) -> None:
 def _chunk(x: Tensor) -> int:
     """fp16_chunk of a linear layer's products with x; the logits are always summed in FP32."""
     return _fp16_chunk if x.dtype == torch.float16 else 0
+
+
+def _forward(x: Tensor, weight: Tensor, out: Tensor, *epilogue: Any, chunk: int = 0) -> None:
+    """linear_forward with the weight packed before, where it is kept (sums in FP16 have another layout)."""
+    kernels.linear_forward(x, weight, out, *epilogue, packed=None if chunk else packed(weight, False), fp16_chunk=chunk)
+
+
+def _data_gradient(dy: Tensor, weight: Tensor, dx: Tensor, *epilogue: Any, chunk: int = 0) -> None:
+    """linear_data_gradient, in the same way."""
+    kernels.linear_data_gradient(dy, weight, dx, *epilogue, packed=None if chunk else packed(weight, True), fp16_chunk=chunk)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -48,7 +59,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(rows)
         ctx.weight, ctx.bias, ctx.shape = weight, bias, x.shape
         out = x.new_empty(rows.shape[0], weight.shape[0])
-        kernels.linear_forward(rows, weight, out, bias, fp16_chunk=_chunk(x))
+        _forward(rows, weight, out, bias, chunk=_chunk(x))
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -56,7 +67,7 @@ class _Linear(torch.autograd.Function):
         (rows,), dy, chunk = ctx.saved_tensors, _rows(dy), _chunk(dy)
         dx, bias_gradient = torch.empty_like(rows), None if ctx.bias is None else ctx.bias.main_grad
         kernels.linear_weight_gradient(dy, rows, ctx.weight.main_grad, bias_gradient, chunk)
-        kernels.linear_data_gradient(dy, ctx.weight, dx, fp16_chunk=chunk)
+        _data_gradient(dy, ctx.weight, dx, chunk=chunk)
         return dx.view(ctx.shape), None, None
 
 
@@ -70,8 +81,8 @@ class _MLP(torch.autograd.Function):
         rows = _rows(x)
         pre = x.new_empty(rows.shape[0], weight1.shape[0])  # (rows, f): argument of the GELU
         inner, out = torch.empty_like(pre), x.new_empty(rows.shape[0], weight2.shape[0])
-        kernels.linear_forward(rows, weight1, inner, bias1, True, pre, fp16_chunk=_chunk(x))
-        kernels.linear_forward(inner, weight2, out, fp16_chunk=_chunk(x))
+        _forward(rows, weight1, inner, bias1, True, pre, chunk=_chunk(x))
+        _forward(inner, weight2, out, chunk=_chunk(x))
         ctx.save_for_backward(rows, pre)  # gelu(pre) is cheaper to compute again than to keep
         ctx.weights, ctx.shape = (weight1, bias1, weight2), x.shape
         return out.view(*x.shape[:-1], -1)
@@ -82,10 +93,10 @@ class _MLP(torch.autograd.Function):
         inner, chunk = torch.empty_like(pre), _chunk(dy)
         kernels.gelu(pre, None, inner)
         kernels.linear_weight_gradient(dy, inner, weight2.main_grad, fp16_chunk=chunk)
-        kernels.linear_data_gradient(dy, weight2, inner, pre, fp16_chunk=chunk)
+        _data_gradient(dy, weight2, inner, pre, chunk=chunk)
         kernels.linear_weight_gradient(inner, rows, weight1.main_grad, bias1.main_grad, chunk)
         dx = torch.empty_like(rows)
-        kernels.linear_data_gradient(inner, weight1, dx, fp16_chunk=chunk)
+        _data_gradient(inner, weight1, dx, chunk=chunk)
         return dx.view(ctx.shape), None, None, None
 
 
@@ -241,12 +252,12 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             logits = buffer[: len(rows[part])]
-            kernels.linear_forward(rows[part], weight, logits)
+            _forward(rows[part], weight, logits)
             total += _chunk_loss(logits, labels[part], tp, first_row, factor / len(rows) if dx is not None else None)
             if dx is not None:
                 dlogits = logits.to(x.dtype)
                 kernels.linear_weight_gradient(dlogits, rows[part], weight.main_grad)
-                kernels.linear_data_gradient(dlogits, weight, dx[part])
+                _data_gradient(dlogits, weight, dx[part])
         if dx is not None:
             ctx.save_for_backward(dx)
         return torch.tensor(total / len(rows), dtype=torch.float32)

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..comm.base import Comm
-from . import native_ops, torch_ops
+from . import native_ops, packing, torch_ops
 from .shared import MaskPlace, backward, dropout, recompute
 
 __all__ = ["FAMILIES", "MaskPlace", "add_position", "attention", "bias_dropout_add", "bias_dropout_add_layer_norm", "choice",
            "backward", "dropout", "embedding", "head_loss", "layer_norm", "linear", "mlp", "recompute", "use",
-           "use_fp16_accumulation"]
+           "use_fp16_accumulation", "use_packed_weights", "weights_changed"]
 
 FAMILIES = ("gemm", "attention", "rowwise", "loss", "embedding")
 _MODULES = {"native": native_ops, "torch": torch_ops}
@@ -49,6 +49,16 @@ def use_fp16_accumulation(chunk: int) -> None:
     """Sum products of FP16 linear layers in FP16 over `chunk` terms, then in FP32, on native kernels; 0: in FP32. For the whole
     process. Products then raise ValueError where the kernels' target has no FP16 arithmetic."""
     native_ops.use_fp16_accumulation(chunk)
+
+
+def use_packed_weights(enabled: bool) -> None:
+    """Keep weights packed for the native matrix kernels between calls of weights_changed(), or not; for the whole process."""
+    packing.use(enabled)
+
+
+def weights_changed() -> None:
+    """To be called after every change of a weight."""
+    packing.weights_changed()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

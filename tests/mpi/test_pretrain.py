@@ -149,7 +149,7 @@ MISTAKES = {
     "unknown flag": (["--num-layer", "2"], "did you mean --num-layers"),
     "heads": (["--num-attention-heads", "5"], "--num-attention-heads 5"),
     "world size": (["--tensor-model-parallel-size", "4"], "--tensor-model-parallel-size 4"),
-    "layers": (["--num-layers", "3", "--pipeline-model-parallel-size", "2"], "--num-layers 3"),
+    "layers": (["--num-layers", "3", "--pipeline-model-parallel-size", "2", "--pipeline-split", "even"], "--num-layers 3"),
     "batch": (["--global-batch-size", "7"], "use 4 or 8"),
     "length": ([], "--train-iters or --train-samples"),
 }
