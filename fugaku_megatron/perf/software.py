@@ -1,0 +1,70 @@
+"""Software as data: what an implementation does besides matrix products, and by which parameters it is judged (software.json).
+
+A style counts, per layer and micro-batch, how often element-wise operators move and allocate each kind of tensor:
+hidden (s, b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t).
+Test: pytest tests/test_perf_software.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .machine import Machine, unknown
+from .parameters import Fitted, fitted
+
+DATA = Path(__file__).parent / "software.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """An implementation.
+
+    group: whose parameters hold. style: counts of element-wise work. page_faults: "none" (memory is kept), "across nodes" (slower
+    when the network registers memory), "always slow". old_torch: element-wise work and calls take the old torch's factor.
+    machines: where it is known to run.
+    """
+
+    name: str
+    title: str
+    group: str
+    style: str
+    page_faults: str
+    old_torch: bool
+    machines: tuple[str, ...]
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        return _data()["styles"][self.style]
+
+    @property
+    def fitted(self) -> Fitted:
+        return fitted(self.group)
+
+    @property
+    def measured(self) -> bool:
+        """Whether its parameters come from measured runs."""
+        return bool(self.fitted.names)
+
+    def known_on(self, machine: Machine) -> bool:
+        return machine.name in self.machines
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return json.loads(DATA.read_text())
+
+
+def names() -> list[str]:
+    return sorted(_data()["software"])
+
+
+def load(name: str) -> Software:
+    """Software by name. Raises ValueError naming the known ones."""
+    if name not in _data()["software"]:
+        raise unknown("--software", name, names())
+    facts = _data()["software"][name]
+    return Software(name=name, **{**facts, "machines": tuple(facts["machines"])})
