@@ -84,12 +84,15 @@ class Rank:
         return count * self.parameters.call_us * 1e-6 * self._slowness
 
     def _faults(self, allocations: Iterable[tuple[int, float]]) -> float:
-        kind = self.software.page_faults
+        """Zeroing the pages of every large block again, and undoing the network's registration of each block that goes."""
+        kind, parameters = self.software.page_faults, self.parameters
         if kind == "none":
             return 0.0
-        slow = kind == "always slow" or self.nodes > 1
-        rate = (self.parameters.fault_mpi_gbs if slow else self.parameters.fault_gbs) * GB / self.ranks_per_node
-        return sum(size * times for size, times in allocations if size >= MMAP_BYTES) / rate / self.machine.clock
+        large = [(size, times) for size, times in allocations if size >= MMAP_BYTES]
+        seconds = sum(size * times for size, times in large) * self.ranks_per_node / (parameters.fault_gbs * GB)
+        if kind == "registered" or self.nodes > 1:
+            seconds += sum(times for _, times in large) * parameters.unmap_ms * 1e-3
+        return seconds / self.machine.clock
 
     def _product(self, p: Product) -> float:
         flops = 2.0 * p.m * p.n * p.k * p.count * p.times

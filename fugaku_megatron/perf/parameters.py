@@ -27,7 +27,7 @@ class Parameters:
     elementwise_fraction: float = 1.0
     call_us: float = 0.0
     fault_gbs: float = 0.0
-    fault_mpi_gbs: float = 0.0
+    unmap_ms: float = 0.0
     reduce_gbs: float = 1.0
     intra_reduce_gbs: float = 0.0
     transfer_fraction: float = 1.0
@@ -60,14 +60,14 @@ PRIORS: dict[str, tuple[Prior, ...]] = {
            "BLIS's curves of libraries at 48 cores: 62 (ArmPL) to 90 % (SSL2) at large sizes"),
         _p("gemm_half", "of the curve's", 1.0, 0.3, 0.4, 2.5, "size at which GEMM reaches half, relative to the curve",
            "BLIS's curve of 48 cores"),
-        _p("elementwise_fraction", "of STREAM", 0.12, 0.6, 0.01, 0.8, "rate of eager element-wise operators",
-           "STREAM with all pages on one CMG reaches 93 of 804 GB/s"),
-        _p("call_us", "us", 30.0, 0.7, 1.0, 500.0, "time of an operator apart from its data: dispatch, team of 48 threads",
-           "Fujitsu programming guide: parallel regions of 1-3 us; dispatch of eager PyTorch 5-10 us on faster cores"),
-        _p("fault_gbs", "GB/s", 25.0, 0.7, 1.0, 200.0, "rate at which the kernel hands out zeroed pages after each munmap",
+        _p("elementwise_fraction", "of STREAM", 0.2, 0.6, 0.01, 0.8, "rate of eager element-wise operators",
+           "between 93 of 804 GB/s, STREAM with all pages on one CMG, and half of STREAM"),
+        _p("call_us", "us", 100.0, 0.5, 1.0, 500.0, "time of an operator apart from its data: dispatch, team of 48 threads",
+           "eager PyTorch takes 10-20 us on server cores; an A64FX core is some five times slower at such code"),
+        _p("fault_gbs", "GB/s", 25.0, 0.7, 1.0, 200.0, "rate at which the kernel hands out zeroed pages again",
            "a few cores' write bandwidth"),
-        _p("fault_mpi_gbs", "GB/s", 12.0, 0.7, 1.0, 200.0, "the same once Tofu must deregister freed memory",
-           "half of the above: hypothesis, see docs/performance.md"),
+        _p("unmap_ms", "ms", 2.0, 0.7, 0.01, 50.0, "giving back one large block when the network has registered it",
+           "a hypothesis (docs/performance.md): deregistration is a system call that interrupts all 48 cores"),
         _p("reduce_gbs", "GB/s", 1.3, 0.5, 0.2, 6.3, "rate of a link in a large blocking all-reduce, summation included",
            "IMB Allreduce, slope 1-4 MiB: 2.6 GB/s of vector with 4 ranks a node; half for one rank that sums alone"),
         _p("first_call_s", "s per stage", 0.5, 0.8, 0.0, 3.0, "first micro-batch of an iteration through a stage, serial in the fill",

@@ -23,8 +23,8 @@ DATA = Path(__file__).parent / "software.json"
 class Software:
     """An implementation.
 
-    group: whose parameters hold. style: counts of element-wise work. page_faults: "none" (memory is kept), "across nodes" (slower
-    when the network registers memory), "always slow". old_torch: element-wise work and calls take the old torch's factor.
+    group: whose parameters hold. style: counts of element-wise work. page_faults: "none" (memory is kept), "across nodes" (large
+    blocks fault in again, and cost more to give back where the network has registered them), "registered" (always so). old_torch: element-wise work and calls take the old torch's factor.
     machines: where it is known to run.
     """
 
