@@ -10,29 +10,13 @@ Left out: fragmentation beyond one factor. Test: pytest tests/test_perf_memory.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .. import accounting
 from ..accounting import Layout
 from ..config import RunConfig
 from .machine import MIB, Machine
+from .parameters import MemoryParameters
 from .software import Software
 from .work import tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryParameters:
-    """What the tables' memory columns fix. base_mib: process, libraries. activation: kept and working tensors against the formula.
-    peer_mib: MPI buffers per communicating node. in_flight: copies of a stage's input and output per micro-batch in flight.
-    state_bytes: per parameter that a rank holds whole; sharded_bytes: per parameter over the ZeRO shards."""
-
-    base_mib: float = 600.0
-    activation: float = 1.0
-    peer_mib: float = 1.0
-    in_flight: float = 2.0
-    logits: float = 4.0
-    state_bytes: float = 16.0
-    sharded_bytes: float = 0.0
 
 
 PEERS = 256  # common_tofu_max_fastmode_procs: peers that get a large receive buffer
@@ -46,33 +30,38 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> float:
     return 5 * sizes["hidden"] + sizes["qkv"] + sizes["context"] + 2 * sizes["mlp"] + 2.5 * sizes["scores"]
 
 
-def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, in_flight: float) -> float:
+def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, parameters: MemoryParameters) -> float:
     """Kept and working tensors of one stage, logits apart."""
     training, hidden, saved = run.training, tensors(run, layout.tp)["hidden"], layer_saved_bytes(run, layout.tp)
     layers = len(accounting.stage_layers(run.model.num_layers, layout.pp, stage))
     held = min(layout.pp - stage, microbatches)
+    temporary = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         again = accounting.recomputed_layers(layers, training.recompute_method, training.recompute_num_layers)
         groups = accounting.recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
-        kept = held * (len(groups) * hidden + (layers - again) * saved) + max(map(len, groups)) * saved
+        kept = held * (len(groups) * hidden + (layers - again) * saved)
+        temporary += max(map(len, groups)) * saved
+    elif training.recompute_granularity == "selective":
+        scores = 3 * tensors(run, layout.tp)["scores"]
+        kept, temporary = held * layers * (saved - scores), temporary + scores
     else:
-        scores = 3 * tensors(run, layout.tp)["scores"] if training.recompute_granularity == "selective" else 0
-        kept = held * layers * (saved - scores) + scores
-    boundary = held * (in_flight if layout.pp > 1 else 0) * hidden
-    return kept + boundary + 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # the last: temporaries of a backward
+        kept = held * layers * saved
+    boundary = held * (parameters.in_flight if layout.pp > 1 else 0) * hidden
+    return parameters.activation * kept + boundary + parameters.working * temporary
 
 
 def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes: int, parameters: MemoryParameters) -> float:
     """MiB of one rank of `stage`."""
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
+    fixed += 0.0 if code.page_faults == "none" else parameters.glibc_mib
     if code.style == "native":
         held = min(layout.pp - stage, microbatches)
         return fixed + accounting.stage_memory(run, layout, stage, held).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
     sharded = parameters.sharded_bytes / (layout.dp if run.parallel.zero_stage else 1)
     bytes = count * (parameters.state_bytes + sharded)
-    bytes += parameters.activation * _activations(run, layout, stage, microbatches, parameters.in_flight)
+    bytes += _activations(run, layout, stage, microbatches, parameters)
     if stage == layout.pp - 1:
         bytes += parameters.logits * tensors(run, layout.tp)["logits"]
     return fixed + bytes / MIB
@@ -83,6 +72,6 @@ def peak_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, paramet
     return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in {0, layout.pp - 1})
 
 
-def limit_mib(machine: Machine, ranks_per_node: int) -> float:
-    """What a rank may use."""
-    return machine.node_memory_bytes / MIB / ranks_per_node
+def limit_mib(machine: Machine, code: Software, ranks_per_node: int) -> float:
+    """What a rank may use before it ends out of memory; a caching allocator first gives back what it only keeps."""
+    return machine.node_memory_bytes / MIB / ranks_per_node / (1 - code.counts["reclaimed"])

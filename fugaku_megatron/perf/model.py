@@ -18,7 +18,7 @@ from ..accounting import Layout
 from ..config import RunConfig, check
 from . import machine, memory, software, work
 from .cost import Rank, Seconds
-from .machine import MIB, Machine
+from .machine import Machine
 from .network import Network
 from .parameters import Parameters
 from .pipeline import makespan
@@ -157,33 +157,30 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
             + rank.calls(counts["calls_per_layer"] * layers))
 
 
-def sensitivities(run: RunConfig, layout: Layout, system: System, seconds: float) -> list[float]:
-    """d log(seconds) / d log(parameter), in the order of the fitted names."""
-    fitted, slopes, change = system.software.fitted, [], 0.02
-    for name in fitted.names:
-        raised = replace(fitted.values, **{name: getattr(fitted.values, name) * math.exp(change)})
-        slopes.append(math.log(step(run, layout, system, raised).seconds / seconds) / change)
-    return slopes
-
-
-def band(run: RunConfig, layout: Layout, system: System, seconds: float) -> float:
-    """Standard deviation of the logarithm of the time: parameters' uncertainty, and what rows differ by in any case."""
-    fitted = system.software.fitted
-    slopes = sensitivities(run, layout, system, seconds)
-    variance = sum(a * b * c for a, row in zip(slopes, fitted.covariance) for b, c in zip(slopes, row))
-    return math.sqrt(max(0.0, variance) + max(fitted.noise, NOISE_FLOOR) ** 2)
+def deviation(case: tuple[RunConfig, Layout, System], parameters: Parameters, names: Sequence[str],
+              covariance: Sequence[Sequence[float]], noise: float) -> float:
+    """Standard deviation of the logarithm of a case's time: the parameters' uncertainty, and what runs differ by in any case."""
+    seconds, slopes, change = step(*case, parameters).seconds, [], 0.02
+    for name in names:
+        raised = replace(parameters, **{name: getattr(parameters, name) * math.exp(change)})
+        slopes.append(math.log(step(*case, raised).seconds / seconds) / change)
+    variance = sum(a * b * c for a, row in zip(slopes, covariance) for b, c in zip(slopes, row))
+    return math.sqrt(max(0.0, variance) + noise**2)
 
 
 def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
     """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
     layout, fitted = Layout.of(run, system.world_size), system.software.fitted
     made = step(run, layout, system, fitted.values)
-    width = math.exp(BAND * band(run, layout, system, made.seconds)) if with_band else 1.0
-    used = memory.peak_mib(run, layout, system.software, system.nodes, memory.MemoryParameters(**fitted.memory))
+    width = 1.0
+    if with_band:
+        noise = max(fitted.noise, NOISE_FLOOR)
+        width = math.exp(BAND * deviation((run, layout, system), fitted.values, fitted.names, fitted.covariance, noise))
+    used = memory.peak_mib(run, layout, system.software, system.nodes, fitted.memory)
     flops = accounting.hardware_flops(run, layout.global_batch_size(run))
     return Prediction(seconds=made.seconds, lower=made.seconds / width, upper=made.seconds * width,
                       tflops_per_node=flops / made.seconds / system.nodes / 1e12, memory_mib_max=used,
-                      oom=used > memory.limit_mib(system.machine, system.ranks_per_node), bubble_fraction=made.bubble_fraction,
+                      oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node), bubble_fraction=made.bubble_fraction,
                       breakdown=made.breakdown(), warnings=warnings(run, layout, system))
 
 

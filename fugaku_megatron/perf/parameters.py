@@ -38,6 +38,21 @@ class Parameters:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryParameters:
+    """Values for memory; see MEMORY_PRIORS. The defaults are this project's, whose kernels keep what accounting counts."""
+
+    base_mib: float = 600.0
+    glibc_mib: float = 0.0
+    peer_mib: float = 1.0
+    activation: float = 1.0
+    working: float = 1.0
+    in_flight: float = 0.0
+    logits: float = 1.0
+    state_bytes: float = 16.0
+    sharded_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prior:
     """What is known of a parameter before the fit."""
 
@@ -93,11 +108,37 @@ PRIORS: dict[str, tuple[Prior, ...]] = {
         _p("iteration_s", "s", 1.0, 0.8, 0.0, 20.0, "per iteration and not shrinking", "data loading, logging"),
     ),
 }
+MEMORY_PRIORS: dict[str, tuple[Prior, ...]] = {
+    "a64fx": (
+        _p("base_mib", "MiB", 700.0, 0.5, 1.0, 3000.0, "process, Python, libraries, data", "a Python process with torch and MPI"),
+        _p("glibc_mib", "MiB", 300.0, 0.7, 1.0, 2000.0, "what glibc's arenas keep beyond tcmalloc", "fragments of mixed sizes"),
+        _p("peer_mib", "MiB", 1.0, 0.7, 0.01, 3.0, "MPI's receive buffer for each peer, up to 256 of them",
+           "Fujitsu MPI user's guide: common_tofu_max_fastmode_procs, about 1 MiB each"),
+        _p("activation", "factor", 1.0, 0.4, 0.3, 3.0, "what is kept for the backward, against the formula", "1: the formula"),
+        _p("working", "factor", 0.8, 0.5, 0.05, 3.0, "what one layer's backward needs for itself, against the formula",
+           "below 1: not all at once"),
+        _p("in_flight", "tensors", 2.0, 0.4, 0.5, 4.0, "tensors (s, b, h) at a stage's ends per micro-batch in flight",
+           "input and output, before Megatron released outputs"),
+        _p("logits", "tensors", 4.0, 0.4, 1.0, 10.0, "tensors as large as the logits at once", "logits, softmax, gradient, temporary"),
+    ),
+    "a100": (
+        _p("base_mib", "MiB", 2500.0, 0.3, 1.0, 9000.0, "CUDA context, NCCL, caches", "context and NCCL buffers"),
+        _p("activation", "factor", 1.0, 0.3, 0.3, 3.0, "what is kept for the backward, against the formula", "1: the formula"),
+        _p("working", "factor", 0.8, 0.5, 0.05, 3.0, "what one layer's backward needs for itself, against the formula",
+           "below 1: not all at once"),
+        _p("in_flight", "tensors", 1.0, 0.5, 0.2, 4.0, "tensors (s, b, h) at a stage's ends per micro-batch in flight", "one buffer"),
+        _p("logits", "tensors", 8.0, 0.4, 1.0, 20.0, "tensors as large as the 16-bit logits at once", "FP32 copies count twice"),
+        _p("state_bytes", "bytes", 4.0, 0.2, 2.0, 10.0, "per parameter on every rank", "weights and gradients of 2 bytes"),
+        _p("sharded_bytes", "bytes", 14.0, 0.2, 8.0, 24.0, "per parameter over the ZeRO-1 shards",
+           "FP32 master, two moments, and gradients in part"),
+    ),
+}
 # Not fitted: nobody has run this project on an A64FX. Each value's source is in docs/performance.md.
 MODELLED: dict[str, Parameters] = {
     "this": Parameters(gemm_fraction=1.0, gemm_half=1.0, attention_forward=0.65, attention_backward=0.55,
                        elementwise_fraction=0.7, call_us=5.0, reduce_gbs=2.6, first_call_s=0.0, iteration_s=0.3),
 }
+MODEL_ERROR = 0.2  # standard deviation of the logarithm of a time that no run has confirmed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +149,7 @@ class Fitted:
     names: tuple[str, ...]
     covariance: tuple[tuple[float, ...], ...]
     noise: float  # standard deviation of the logarithm of a row's time that remains
-    left_out: float  # root mean square error of the logarithm when a table part is left out
-    memory: dict[str, float]
+    memory: MemoryParameters
     ranges: dict[str, tuple[float, float]]  # of the rows that were fitted
 
 
@@ -117,10 +157,11 @@ class Fitted:
 def fitted(group: str) -> Fitted:
     """The committed values of a group."""
     if group in MODELLED:
-        return Fitted(values=MODELLED[group], names=(), covariance=(), noise=0.1, left_out=0.3, memory={}, ranges={})
+        return Fitted(values=MODELLED[group], names=(), covariance=(), noise=MODEL_ERROR, memory=MemoryParameters(), ranges={})
     data = json.loads(FITTED.read_text())[group]
     names = tuple(data["parameters"])
     assert set(names) <= {f.name for f in fields(Parameters)}
     return Fitted(values=Parameters(**{n: data["parameters"][n]["value"] for n in names}), names=names,
-                  covariance=tuple(map(tuple, data["covariance"])), noise=data["noise"], left_out=data["left_out"],
-                  memory=data["memory"], ranges={k: tuple(v) for k, v in data["ranges"].items()})
+                  covariance=tuple(map(tuple, data["covariance"])), noise=data["noise"],
+                  memory=MemoryParameters(**{"peer_mib": 0.0, **{n: p["value"] for n, p in data["memory"].items()}}),
+                  ranges={k: tuple(v) for k, v in data["ranges"].items()})

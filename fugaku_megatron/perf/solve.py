@@ -16,6 +16,8 @@ CHANGE = 1e-4  # of a logarithm, for slopes
 HUBER = 1.5  # residuals beyond this many standard deviations count linearly
 FLOOR = 1e-6  # a parameter whose lower bound is 0 stays above this
 
+ITERATIONS = 40
+
 Values = dict[str, float]
 
 
@@ -29,8 +31,8 @@ class Solution:
 
 
 def solve(predict: Callable[[Values], Sequence[float]], observed: Sequence[float], priors: Sequence[Prior], noise: float,
-          iterations: int = 40) -> Solution:
-    """Most probable values, rows having independent errors of `noise` in the logarithm."""
+          start: Values | None = None) -> Solution:
+    """Most probable values, rows having independent errors of `noise` in the logarithm. start: where to begin (default: priors)."""
     target = np.log(np.asarray(observed, float))
     low = np.log([max(p.bounds[0], FLOOR) for p in priors])
     high = np.log([p.bounds[1] for p in priors])
@@ -43,9 +45,9 @@ def solve(predict: Callable[[Values], Sequence[float]], observed: Sequence[float
         z = np.abs(r / noise)
         return float(np.where(z < HUBER, z**2, 2 * HUBER * z - HUBER**2).sum() + (((x - centre) / spread) ** 2).sum())
 
-    x, damping = centre.copy(), 1e-2
+    x, damping = np.log([start[p.name] for p in priors]) if start else centre.copy(), 1e-2
     r = residuals(x)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         jacobian = _jacobian(residuals, x, r, high)
         weight = np.minimum(1, HUBER * noise / np.maximum(np.abs(r), 1e-12)) / noise**2
         normal = jacobian.T @ (weight[:, None] * jacobian) + np.diag(spread**-2.0)
