@@ -69,7 +69,7 @@ class Rank:
         """Time of `work` by cause, collectives of the tensor-parallel group included."""
         gemm = sum(self._product(p) for p in work.products if not p.attention)
         attention = sum(self._product(p) for p in work.products if p.attention)
-        reduce = sum(self.network.seconds(c.verb, c.group, c.bytes) for c in work.collectives)
+        reduce = sum(times * self.network.seconds(c.verb, c.group, c.bytes) for c, times in work.collectives)
         seconds = Seconds(gemm=gemm, attention=attention, elementwise=self.traffic(work.moved),
                           page_faults=self._faults(work.allocations), calls=self.calls(work.calls), tensor_parallel=reduce)
         return seconds * self.machine.host_factor

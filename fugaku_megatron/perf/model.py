@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .. import accounting
-from ..accounting import Layout
+from ..accounting import Collective, Layout
 from ..config import RunConfig, check
 from . import machine, memory, software, work
 from .cost import Rank, Seconds
@@ -107,7 +107,7 @@ def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tu
         if here:
             forward.append((phases[f"{place}_forward"], 1))
             backward.append((phases[f"{place}_backward"], 1))
-    parameters = accounting.stage_parameters(run, layout, stage)
+    parameters = held_parameters(run, layout, stage)
     backward.append((work.weight_gradients(run, layout.tp, parameters, 12 * layers, code), 1))
     return _repeat(forward), _repeat(backward)
 
@@ -121,6 +121,18 @@ def _repeat(parts: Sequence[tuple[work.Work, int]]) -> work.Work:
 def stage_works(run: RunConfig, layout: Layout, code: Software) -> tuple[tuple[work.Work, work.Work], ...]:
     """Work of the distinct stages: first, one in the middle, last; one entry where there is one stage."""
     return tuple(stage_work(run, layout, stage, code) for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}))
+
+
+@lru_cache(maxsize=4096)
+def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
+    """accounting.stage_parameters, once."""
+    return accounting.stage_parameters(run, layout, stage)
+
+
+@lru_cache(maxsize=4096)
+def gradient_collectives(run: RunConfig, layout: Layout) -> tuple[tuple[Collective, ...], ...]:
+    """Of the first and the last stage, which also hold the embedding."""
+    return tuple(tuple(accounting.gradient_collectives(run, layout, stage)) for stage in sorted({0, layout.pp - 1}))
 
 
 def spread(distinct: Sequence, pp: int) -> list:
@@ -140,8 +152,7 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters)
     pipeline = makespan(forward, backward, transfer, microbatches)
     slowest = max(costs, key=lambda pair: pair[0].total + pair[1].total)
     busy = (sum(forward) + sum(backward)) / layout.pp * microbatches
-    gradients = max(sum(network.seconds(c.verb, c.group, c.bytes) for c in accounting.gradient_collectives(run, layout, stage))
-                    for stage in {0, layout.pp - 1})
+    gradients = max(sum(network.seconds(c.verb, c.group, c.bytes) for c in stage) for stage in gradient_collectives(run, layout))
     return Step(slowest=slowest[0] + slowest[1], microbatches=microbatches, pipeline=pipeline,
                 first_calls=(layout.pp - 1) * parameters.first_call_s, data_parallel=gradients * (1 - parameters.overlap),
                 optimizer=_optimizer(run, layout, rank), other=parameters.iteration_s, bubble_fraction=1 - busy / pipeline)
@@ -150,7 +161,7 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters)
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     """Clipping and Adam over a rank's share of the largest stage, in FP32."""
     counts = rank.software.counts["optimizer"]
-    parameters = max(accounting.stage_parameters(run, layout, stage) for stage in {0, layout.pp - 1})
+    parameters = max(held_parameters(run, layout, stage) for stage in {0, layout.pp - 1})
     shards = layout.dp if run.parallel.zero_stage else 1
     layers = run.model.num_layers // layout.pp
     return (rank.traffic(counts["moved"] * parameters * accounting.FP32_BYTES / shards)

@@ -1,6 +1,7 @@
 """How long a 1F1B pipeline takes when its stages cost different times: the critical path through schedule.py's lists.
 
-`walk` follows the instruction lists themselves; `makespan` gives the same number from their regular structure, fifty times faster. Left out: where the costs come from (`step`). Test: pytest tests/test_perf_pipeline.py
+`walk` follows the instruction lists themselves; `makespan` gives the same number from their regular structure, fast enough for
+thousands of layouts. Left out: where the costs come from (`cost`). Test: pytest tests/test_perf_pipeline.py
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .. import schedule
+
 
 def walk(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
     """Seconds until the last stage rests, one instruction after the other; sends are free for the sender and take `transfer`."""
@@ -50,25 +52,46 @@ def makespan(forward: Sequence[float], backward: Sequence[float], transfer: floa
     """What `walk` returns, by slots: stage i does forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k.
 
     This order is 1F1B's on every stage (forward k precedes backward j where k <= p - 1 - i + j), and what an operation waits for ends
-    one slot earlier on the neighbour, so a slot is two vector operations over the stages.
+    one slot earlier on the neighbour, so a slot is two vector operations over the stages. While all stages work, slots
+    repeat themselves: once 2p of them (the longest round trip) shift all clocks by the same time, they go on doing so and are skipped.
     """
     p, m = len(forward), microbatches
     if p == 1:
         return m * float(forward[0] + backward[0])
-    clock = np.zeros(p + 2)  # of stage i at i + 1; the ends are walls
-    sent_forward, sent_backward = np.full(p + 2, -np.inf), np.full(p + 2, -np.inf)
+    state = np.zeros((3, p + 2))  # clock, forward sent, backward sent of stage i at i + 1; the ends are walls
+    state[1:] = -np.inf
     f, b = np.concatenate([[0], forward, [0]]), np.concatenate([[0], backward, [0]])
-    for slot in range(2 * (m + p - 1)):
-        low, high = max(0, slot - 2 * (m - 1)), min(p - 1, slot)
-        low += (slot - low) % 2
-        if low <= high:
-            i = slice(low + 1, high + 2, 2)
-            ahead = slice(low, high + 1, 2)
-            clock[i] = sent_forward[i] = np.maximum(clock[i], sent_forward[ahead] + transfer) + f[i]
-        low, high = max(0, 2 * p - 1 - slot), min(p - 1, 2 * p - 1 - slot + 2 * (m - 1))
-        low += (slot - 2 * p + 1 + low) % 2
-        if low <= high:
-            i = slice(low + 1, high + 2, 2)
-            behind = slice(low + 2, high + 3, 2)
-            clock[i] = sent_backward[i] = np.maximum(clock[i], sent_backward[behind] + transfer) + b[i]
-    return float(clock.max())
+    slot, before, period = 0, None, 2 * p
+    while slot < 2 * (m + p - 1):
+        if slot % period == 0 and period <= slot <= 2 * (m - 1):
+            shift = None if before is None else _common_shift(before, state)
+            periods = (2 * (m - 1) - slot) // period
+            if shift is not None and periods:
+                state[:, 1:-1] += periods * shift
+                slot, before = slot + periods * period, None
+                continue
+            before = state.copy()
+        _slot(slot, p, m, state, f, b, transfer)
+        slot += 1
+    return float(state[0].max())
+
+
+def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
+    """By how much every clock moved, if by the same."""
+    moved = now[:, 1:-1] - before[:, 1:-1]
+    return float(moved[0, 0]) if np.ptp(moved) <= 1e-12 * now[0].max() else None
+
+
+def _slot(slot: int, p: int, m: int, state: np.ndarray, f: np.ndarray, b: np.ndarray, transfer: float) -> None:
+    """Every second stage does a forward, the others a backward, as far as they have any in this slot."""
+    clock, sent_forward, sent_backward = state
+    low, high = max(0, slot - 2 * (m - 1)), min(p - 1, slot)
+    low += (slot - low) % 2
+    if low <= high:
+        i = slice(low + 1, high + 2, 2)
+        clock[i] = sent_forward[i] = np.maximum(clock[i], sent_forward[low:high + 1:2] + transfer) + f[i]
+    low, high = max(0, 2 * p - 1 - slot), min(p - 1, 2 * p - 1 - slot + 2 * (m - 1))
+    low += (slot - 2 * p + 1 + low) % 2
+    if low <= high:
+        i = slice(low + 1, high + 2, 2)
+        clock[i] = sent_backward[i] = np.maximum(clock[i], sent_backward[low + 2:high + 3:2] + transfer) + b[i]

@@ -7,7 +7,7 @@ Test: pytest tests/test_perf_work.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from .. import accounting
@@ -31,13 +31,13 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Counts of one phase. moved: bytes read and written; allocations: (bytes of a tensor, how many)."""
+    """Counts of one phase. moved: bytes read and written; allocations: (bytes of a tensor, how many). collectives: (one, how many)."""
 
     products: tuple[Product, ...] = ()
     moved: float = 0.0
     allocations: tuple[tuple[int, float], ...] = ()
     calls: float = 0.0
-    collectives: tuple[Collective, ...] = field(default=())
+    collectives: tuple[tuple[Collective, int], ...] = ()
 
     def __add__(self, other: Work) -> Work:
         return Work(products=self.products + other.products, moved=self.moved + other.moved, calls=self.calls + other.calls,
@@ -61,16 +61,20 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
                 calls=software.counts[phase]["calls"])
 
 
+def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], ...]:
+    return tuple((c, 1) for c in collectives)
+
+
 def _forward(record: Record, run: RunConfig) -> Work:
     if record.gemm is None:
-        return Work(collectives=record.forward)
+        return Work(collectives=_once(record.forward))
     m, n, k = record.gemm
     if record.name == "attention":
         count = record.gemm_count
         products = (Product(m=m, n=n, k=k, count=count, attention=True), Product(m=m, n=k, k=n, count=count, attention=True))
     else:
         products = (Product(m=m, n=n, k=k),)
-    return Work(products=products, collectives=record.forward)
+    return Work(products=products, collectives=_once(record.forward))
 
 
 def _backward(record: Record, run: RunConfig) -> Work:
@@ -79,7 +83,7 @@ def _backward(record: Record, run: RunConfig) -> Work:
     for p in _forward(record, run).products:
         kind = {"count": p.count, "attention": p.attention, "backward": True}
         products += [Product(m=p.m, n=p.k, k=p.n, **kind), Product(m=p.k, n=p.n, k=p.m, **kind)]
-    return Work(products=tuple(products), collectives=record.backward)
+    return Work(products=tuple(products), collectives=_once(record.backward))
 
 
 @cache
@@ -115,4 +119,4 @@ def repeat(work: Work, times: int) -> Work:
     """`work` done `times` times."""
     return Work(products=tuple(replace(p, times=p.times * times) for p in work.products), moved=work.moved * times, calls=work.calls * times,
                 allocations=tuple((size, count * times) for size, count in work.allocations),
-                collectives=work.collectives * times)
+                collectives=tuple((c, count * times) for c, count in work.collectives))
