@@ -7,9 +7,10 @@ each time into a namespace of its own, with that row's flags; every other file i
 between rows is made at run time (kernels_sve/dispatch.cc).
 
 Environment: CXX (default g++); TARGET_CXX for target.cc alone, for example clang++, which schedules the SVE loops
-better; CXXFLAGS; LDFLAGS; OPENMP_LIBRARY, the OpenMP runtime to link (default: the one inside torch's wheel, so that a
-process holds only one). A cross build is one whose CXX names another machine; it needs CXXFLAGS with that machine's
-Python and pybind11 headers, and OPENMP_LIBRARY. Left out: Windows and macOS.
+better; CXXFLAGS; LDFLAGS; TORCH_PACKAGE, the folder of the torch to build for (default: the installed one);
+OPENMP_LIBRARY, the OpenMP runtime to link (default: the one inside that torch, so that a process holds only one). A cross
+build is one whose CXX names another machine; it needs CXXFLAGS with the Python and pybind11 headers of that machine, and
+TORCH_PACKAGE. Left out: Windows and macOS.
 """
 
 from __future__ import annotations
@@ -64,12 +65,19 @@ TARGETS = (
 )
 
 
-def torch_openmp_library() -> Path | None:
-    """The OpenMP runtime inside torch's wheel, found without importing torch; None when torch links the system's."""
+def torch_package() -> Path:
+    """The folder of the torch that the extension is for, found without importing it. SystemExit when there is none."""
+    if given := os.environ.get("TORCH_PACKAGE"):
+        return Path(given)
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        return None
-    package = Path(spec.submodule_search_locations[0])
+        raise SystemExit("setup.py: torch is not installed: run `make setup`, or pip install -r requirements.txt first")
+    return Path(spec.submodule_search_locations[0])
+
+
+def torch_openmp_library() -> Path | None:
+    """The OpenMP runtime inside torch's wheel; None when torch links the system's."""
+    package = torch_package()
     for folder in (package / "lib", package.parent / "torch.libs"):
         for pattern in ("libgomp*.so*", "libomp*.so*"):
             for library in sorted(folder.glob(pattern)):
@@ -129,6 +137,8 @@ class Compiler:
             flags = [*self.cxx, *COMMON_FLAGS, *(self.row_macros() if source.name == "dispatch.cc" else [])]
             if source.name.startswith("bind"):
                 flags += self.includes()
+            if source.name == "bind_arena.cc":
+                flags += ["-isystem", str(torch_package() / "include")]
             if source.name == "parallel.cc":
                 flags.append("-fopenmp")
             if source.name.startswith("reference"):  # a reference rounds like the formula it states
@@ -147,14 +157,15 @@ class Compiler:
         stamp.write_text("\n".join(command))
 
     def openmp(self) -> list[str]:
-        library = os.environ.get("OPENMP_LIBRARY") or (None if self.cross else torch_openmp_library())
+        library = os.environ.get("OPENMP_LIBRARY") or torch_openmp_library()
         print(f"OpenMP runtime: {library or 'the compiler default'}", flush=True)
         return [str(library)] if library else ["-fopenmp"]
 
     def link(self, objects: list[Path], output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         flags = shlex.split(os.environ.get("LDFLAGS", ""))
-        command = [*self.cxx, "-shared", *map(str, objects), *self.openmp(), *flags, "-o", str(output)]
+        torch = str(torch_package() / "lib" / "libc10.so")
+        command = [*self.cxx, "-shared", *map(str, objects), *self.openmp(), torch, *flags, "-o", str(output)]
         subprocess.run(command, check=True)
 
 

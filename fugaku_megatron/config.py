@@ -252,9 +252,16 @@ class SystemConfig:
 
     kernels: str = opt("auto", "native: the C++ kernels; torch: torch's own; auto: whichever is faster on this run's shapes",
                        choices=("auto", "native", "torch"))
+    allocator: str = opt("tuned", "tuned: tensors in memory that stays with the process; stock: malloc as it is. A preloaded "
+                         "allocator (LD_PRELOAD) is used in either case", choices=("tuned", "stock"))
+    thread_affinity: str = opt("auto", "auto: one core for each thread, near its memory; none: the system places threads",
+                               choices=("auto", "none"))
+    cpu_frequency: float | None = opt(None, "the clock in GHz that the run is meant for: set where the system lets us, and "
+                                      "refused when the cores run at another", type=float)
 
     def __post_init__(self) -> None:
-        check(self.kernels in ("auto", "native", "torch"), f"--kernels {self.kernels}: give auto, native or torch")
+        check_choices(self)
+        check_positive(self, "cpu_frequency")
 
 
 @dataclass(frozen=True, kw_only=True)

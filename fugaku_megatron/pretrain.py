@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from . import accounting, batches, checkpoint, kernels, runtime
+from . import accounting, allocator, batches, checkpoint, kernels, placement, runtime
 from .accounting import Layout
 from .arguments import Arguments
 from .comm.agreement import everywhere, on_root
@@ -144,15 +144,20 @@ def check_early(arguments: Arguments, world_size: int) -> Layout | None:
 
 
 def configure_process(run: RunConfig, world: Comm) -> str:
-    """Threads and denormals of this rank; returns the log's line about the machine. Collective."""
-    mask = sorted(os.sched_getaffinity(0))
-    here = [cpus for node, cpus in world.all_gather_object((platform.node(), mask)) if node == platform.node()]
-    threads = runtime.threads_per_rank(len(here), os.environ, runtime.physical_cores(mask), runtime.cpu_quota(),
-                                       runtime.ranks_sharing(mask, here))
-    torch.set_num_threads(threads)
-    if run.training.use_flush_denormal:
-        runtime.flush_denormals()
-    return runtime.machine_summary(describe(world), len(here), threads)
+    """Memory, threads, cores, clock and denormals of this rank, before its first large tensor; returns the log's line.
+
+    Collective; ValueError on every rank for a clock that is not the one asked for.
+    """
+    system, mask = run.system, sorted(os.sched_getaffinity(0))
+    memory = allocator.tune(system.allocator)
+    everyone = world.all_gather_object((platform.node(), mask))
+    here = [rank for rank, (node, _) in enumerate(everyone) if node == platform.node()]
+    with everywhere():
+        place = placement.place(mask, [everyone[rank][1] for rank in here], here.index(world.rank), os.environ,
+                                placement.cpu_quota(), system.thread_affinity == "auto")
+        placement.apply(place, run.training.use_flush_denormal)
+        ghz = runtime.check_clock(system.cpu_frequency, place.cpus or mask)
+    return runtime.machine_summary(describe(world), len(here), place.threads, memory, ghz)
 
 
 def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> list[str]:

@@ -1,6 +1,6 @@
-"""The process and its machine: requests to stop, time limit, denormals, threads per rank, allocator, a summary line.
+"""The process and its machine: requests to stop, time limit, clock, a summary line.
 
-Left out: the allocator's tuning and the kernels' worker threads. Test: pytest tests/test_runtime.py
+Left out: threads and cores (placement.py), memory (allocator.py). Test: pytest tests/test_runtime.py
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
 import psutil
 import torch
 
-from .comm.base import Comm
+from . import kernels
 
 # SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-# library in /proc/self/maps -> allocator. libmpg, Fujitsu's with large pages, is last: a preload takes malloc from it
-_ALLOCATORS = {"tcmalloc": "tcmalloc", "jemalloc": "jemalloc", "mimalloc": "mimalloc", "mpg": "libmpg"}
+CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
 
 # (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which gives no model name there
 _ARM_CPUS = {
@@ -39,7 +38,7 @@ _ARM_CPUS = {
 class StopSignals:
     """While entered, a first signal only sets `stop_requested`, so the trainer can save and leave; a second ends it.
 
-    Ranks do not get a signal at the same moment: decide by `any_rank(comm, signals.stop_requested)`. Outside the main
+    Ranks do not get a signal at the same moment: decide together. Outside the main
     thread, where Python allows no handlers, nothing is installed.
     """
 
@@ -83,108 +82,9 @@ class ExitTimer:
         return self._end is not None and self._clock() >= self._end
 
 
-def any_rank(comm: Comm, flag: bool) -> bool:
-    """Whether `flag` is set on any rank; the same answer on all. Collective."""
-    return bool(comm.all_reduce(torch.tensor([int(flag)], dtype=torch.int32), op="max").item())
-
-
-def flush_denormals() -> bool:
-    """Let the calling thread take denormal numbers, which are slow, as zero. False if the CPU cannot.
-
-    The mode belongs to a thread: worker threads must set it for themselves.
-    """
-    return torch.set_flush_denormal(True)
-
-
-def threads_per_rank(ranks_on_node: int, environ: Mapping[str, str], affinity: Iterable[int],
-                     quota: float | None = None, ranks_sharing: int | None = None) -> int:
-    """Compute threads of one rank.
-
-    OMP_NUM_THREADS decides if it is set. Otherwise the CPUs of this rank's mask over the ranks that share it
-    (`ranks_sharing`, all `ranks_on_node` if None), and no more than this rank's part of a cgroup `quota` (in CPUs)
-    that the whole node shares. At least 1. Raises ValueError for an OMP_NUM_THREADS that is no positive number.
-    """
-    given = environ.get("OMP_NUM_THREADS", "").strip()
-    if given:
-        outermost = given.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
-        if not outermost.isdecimal() or int(outermost) < 1:
-            raise ValueError(f"OMP_NUM_THREADS should be a positive number, it is {given!r}; correct or unset it")
-        return int(outermost)
-    threads = len(set(affinity)) // (ranks_sharing or ranks_on_node)
-    if quota is not None:
-        threads = min(threads, int(quota / ranks_on_node))
-    return max(1, threads)
-
-
-def ranks_sharing(mask: Iterable[int], masks: Iterable[Iterable[int]]) -> int:
-    """How many of the node's ranks (`masks`: theirs, with this one's) may run on a CPU of `mask`: 1 if bound apart."""
-    mine = set(mask)
-    return sum(not mine.isdisjoint(other) for other in masks)
-
-
-def physical_cores(affinity: Iterable[int], root: str | os.PathLike = "/sys/devices/system/cpu") -> set[int]:
-    """One CPU of the mask for each core, without its hardware threads; the whole mask if the kernel does not say."""
-    cores: dict[str, int] = {}
-    for cpu in sorted(set(affinity)):
-        siblings = _read(Path(root) / f"cpu{cpu}" / "topology" / "thread_siblings_list") or f"cpu {cpu} alone"
-        cores.setdefault(siblings, cpu)
-    return set(cores.values())
-
-
-def cpu_quota(proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
-              root: str | os.PathLike = "/sys/fs/cgroup") -> float | None:
-    """The tightest limit of this process's cgroup (version 1 or 2) and its ancestors, in CPUs; None if none."""
-    limits = []
-    for line in (_read(Path(proc_cgroup)) or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            limits += [_limit_v2(folder) for folder in _ancestors(Path(root), path)]
-        elif "cpu" in controllers.split(","):
-            mounts = [Path(root) / name for name in (controllers, "cpu")]  # "cpu,cpuacct", or a link to it
-            limits += [_limit_v1(folder) for mount in mounts for folder in _ancestors(mount, path)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _ancestors(mount: Path, path: str) -> list[Path]:
-    """The cgroup's directory and those above it. In a container the path may be the host's: only the mount exists."""
-    folder = Path(path.lstrip("/"))
-    return [mount / part for part in (folder, *folder.parents)]
-
-
-def _limit_v2(folder: Path) -> float | None:
-    words = (_read(folder / "cpu.max") or "max").split()
-    return None if words[0] == "max" else int(words[0]) / int(words[1])
-
-
-def _limit_v1(folder: Path) -> float | None:
-    quota, period = int(_read(folder / "cpu.cfs_quota_us") or -1), int(_read(folder / "cpu.cfs_period_us") or 0)
-    return quota / period if quota > 0 and period > 0 else None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
-
-
-def allocator_name(maps: str | None = None) -> str:
-    """The malloc in use, judged by the libraries loaded (`maps`: text of /proc/self/maps): "tcmalloc", "glibc 2.28" ...
-
-    A library that was opened late, instead of preloaded, is loaded too and does not serve malloc: this cannot tell
-    the two apart.
-    """
-    text = (_read(Path("/proc/self/maps")) or "") if maps is None else maps
-    loaded = {match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)}
-    for library, name in _ALLOCATORS.items():
-        if library in loaded:
-            return name
-    return " ".join(filter(None, platform.libc_ver())) or "unknown"
-
-
 def cpu_model(cpuinfo: str | None = None) -> str:
     """The CPU's name (`cpuinfo`: the text of /proc/cpuinfo)."""
-    text = (_read(Path("/proc/cpuinfo")) or "") if cpuinfo is None else cpuinfo
+    text = Path("/proc/cpuinfo").read_text() if cpuinfo is None else cpuinfo
     fields = dict(re.findall(r"^([^\t:]+?)\s*:\s*(\S.*)$", text, re.MULTILINE))
     if "model name" in fields:
         return fields["model name"].strip()
@@ -194,11 +94,49 @@ def cpu_model(cpuinfo: str | None = None) -> str:
     return platform.machine()
 
 
-def machine_summary(mpi_library: str, ranks_on_node: int, threads: int) -> str:
+def clock_ghz(steps: int = 1_000_000) -> float:
+    """The clock of this core in GHz: a chain of dependent additions, one cycle each, the best of three."""
+    return max(_chain_ghz(steps) for _ in range(3))
+
+
+def _chain_ghz(steps: int) -> float:
+    begin = time.perf_counter()
+    kernels.bench_clock(steps)
+    return steps / (time.perf_counter() - begin) / 1e9
+
+
+def set_clock(ghz: float, cpus: Iterable[int], root: str | os.PathLike = "/sys/devices/system/cpu") -> bool:
+    """Hold the CPUs at a clock through Linux's cpufreq. False where that is not there or not ours to write."""
+    try:
+        for cpu in cpus:
+            policy = Path(root) / f"cpu{cpu}" / "cpufreq"
+            wanted = str(round(ghz * 1e6))  # kHz
+            lower_first = ghz * 1e6 < int((policy / "scaling_min_freq").read_text())
+            for name in ("min", "max") if lower_first else ("max", "min"):
+                (policy / f"scaling_{name}_freq").write_text(wanted)
+    except OSError:
+        return False
+    return True
+
+
+def check_clock(asked: float | None, cpus: Iterable[int], measured: float | None = None) -> float:
+    """The clock in GHz; with --cpu-frequency `asked`, set where the system lets us, and measured in any case.
+
+    Raises ValueError when the core runs at another clock than asked for by more than CLOCK_TOLERANCE.
+    """
+    if asked is not None:
+        set_clock(asked, cpus)
+    measured = clock_ghz() if measured is None else measured
+    if asked is not None and abs(measured / asked - 1) > CLOCK_TOLERANCE:
+        raise ValueError(f"--cpu-frequency {asked:g}: this core runs at {measured:.2f} GHz: ask the job for that clock "
+                         f"(freq={round(asked * 1000)},eco_state=0 on Fugaku), or give --cpu-frequency {measured:.1f}")
+    return measured
+
+
+def machine_summary(mpi_library: str, ranks_on_node: int, threads: int, allocator: str, ghz: float) -> str:
     """One line: what this node is and how the run uses it."""
     affinity = os.sched_getaffinity(0)
     gib = psutil.virtual_memory().total / (1 << 30)
-    return (f"{platform.node()}: {cpu_model()}, {len(affinity)} of {os.cpu_count()} CPUs in this rank's mask,"
-            f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} threads, allocator {allocator_name()},"
-            f" torch {torch.__version__},"
-            f" MPI {' '.join(mpi_library.split())}")
+    return (f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {len(affinity)} of {os.cpu_count()} CPUs in this"
+            f" rank's mask, {gib:.1f} GiB, {ranks_on_node} ranks x {threads} threads, allocator {allocator},"
+            f" torch {torch.__version__}, MPI {' '.join(mpi_library.split())}")

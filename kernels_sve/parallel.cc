@@ -9,6 +9,8 @@
 #include <new>
 #include <vector>
 
+#include "arena.h"
+
 namespace fm {
 
 int num_threads() { return omp_get_max_threads(); }
@@ -38,8 +40,11 @@ void* scratch(int slot, size_t bytes) {
   Buffer& buffer = buffers[slot];
   if (buffer.bytes < bytes) {
     buffer.data.reset();
-    buffer.bytes = (bytes + 255) / 256 * 256;
-    buffer.data.reset(std::aligned_alloc(256, buffer.bytes));
+    // Panels are read over and over: in huge pages they do not miss in the TLB.
+    const size_t alignment = bytes < arena::HUGE_PAGE / 4 ? 256 : arena::HUGE_PAGE;
+    buffer.bytes = (bytes + alignment - 1) / alignment * alignment;
+    buffer.data.reset(std::aligned_alloc(alignment, buffer.bytes));
+    if (buffer.data && alignment == arena::HUGE_PAGE) arena::advise_huge_pages(buffer.data.get(), buffer.bytes);
     if (!buffer.data) {
       buffer.bytes = 0;
       throw std::bad_alloc();

@@ -12,11 +12,18 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace fm {
 
 int num_threads();
 void set_num_threads(int threads);
+
+// Of all worker threads of the calling thread (threads.cc). flush_denormals: denormal numbers count as zero, or not.
+// pin_threads: thread i to cpus[i]; returns where each then runs, -1 where the system refused. thread_cpus: where they run.
+void flush_denormals(bool on);
+std::vector<int> pin_threads(const std::vector<int>& cpus);
+std::vector<int> thread_cpus();
 
 constexpr int64_t SUM_CHUNK = 65536;
 

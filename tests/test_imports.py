@@ -25,17 +25,19 @@ ALLOWED = {
     "checkpoint": {"manifest", "comm"},
     "metrics": set(),
     "plot": {"metrics"},
-    "runtime": {"comm"},
+    "runtime": {"kernels"},
+    "placement": {"kernels"},
+    "allocator": {"kernels"},
     "optim": {"kernels", "accounting", "checkpoint", "comm", "config"},
     "step": {"schedule", "comm", "nn"},
     "train": {"checkpoint", "schedule", "accounting", "batches", "comm", "config", "data", "nn", "optim", "step"},
     "dry_run": {"accounting", "batches", "schedule", "comm", "config", "nn"},
-    "pretrain": {"accounting", "batches", "checkpoint", "runtime", "arguments", "comm", "config", "data", "metrics", "plot",
-                 "train", "nn", "kernels", "optim"},
+    "pretrain": {"accounting", "allocator", "arguments", "batches", "checkpoint", "comm", "config", "data", "kernels", "metrics",
+                 "nn", "optim", "placement", "plot", "runtime", "train"},
     "perf": {"perf", "accounting", "batches", "config", "recipes", "arguments", "schedule"},
 }
 NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot",
-            "perf/csv_table", "perf/errata", "perf/rows"}
+            "perf/csv_table", "perf/errata", "perf/rows", "perf/recompute", "perf/comparison", "perf/tables"}
 
 
 def modules() -> list[Path]:

@@ -93,7 +93,7 @@ def test_errata_are_all_used():
 
 
 @pytest.mark.parametrize(("file", "old", "new", "expected"), [
-    ("a64fx_tcmalloc.csv", ",1020.3,", ",abc,", ["line 2, column seconds: 'abc'", "a number is expected"]),
+    ("a64fx_tcmalloc.csv", ",1020.3,", ",abc,", ["line 2, column seconds: 'abc'", "a number above 0 is expected"]),
     ("a64fx_tcmalloc.csv", ",1020.3,", ",1020.3,7,", ["line 2, column notes", "has 17 cells, 16 are expected"]),
     ("a64fx_tcmalloc.csv", "20,002.1,ran", "20,002.1,flew", ["line 2, column status: 'flew'", "ran or oom"]),
     ("a64fx_tcmalloc.csv", "20,002.1,ran", "20,002.9,ran", ["line 2, column table: '002.9'"]),
@@ -110,6 +110,9 @@ def test_errata_are_all_used():
     ("tables.csv", "software freq ac size", "software colour", ["column assumed: 'colour'"]),
     ("errata.csv", "R2,001.2,35", "Q2,001.2,35", ["line 13, column id: 'Q2'"]),
     ("errata.csv", "R2,001.2,35", "R2,001.2,99", ["line 13, column line: 99"]),
+    ("a64fx_tcmalloc.csv", ",1020.3,", ",0.0,", ["line 2, column seconds: '0.0'", "a number above 0 is expected"]),
+    ("a64fx_tcmalloc.csv", "21,002.1,ran", "20,002.1,ran", ["line 3, column line: '20'", "a line of its own"]),
+    ("errata.csv", "35,dp,8,6", "35,dp,8,six", ["errata.csv, line 13, column corrected: 'six'", "a whole number above 0"]),
     ("errata.csv", "35,dp,8,6", "35,depth,8,6", ["line 13, column column: 'depth'"]),
 ])
 def test_wrong_cells_are_refused_in_one_line(tmp_path, file, old, new, expected):

@@ -174,8 +174,7 @@ def extension_environment() -> dict[str, str]:
     includes = (headers / f"python{PYTHON}", site / "pybind11" / "include")
     # The root's other headers come last: the cross compiler has its own C library, but not pyconfig.h.
     flags = " ".join([*(f"-isystem {path}" for path in includes), f"-idirafter {headers}"])
-    return {"CXX": CXX, "CXXFLAGS": flags, "LDFLAGS": "-Wl,--allow-shlib-undefined",
-            "OPENMP_LIBRARY": str(next((site / "torch.libs").glob("libgomp*.so*")))}
+    return {"CXX": CXX, "CXXFLAGS": flags, "LDFLAGS": "-Wl,--allow-shlib-undefined", "TORCH_PACKAGE": str(site / "torch")}
 
 
 def build_extension() -> int:

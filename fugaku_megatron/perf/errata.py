@@ -7,12 +7,14 @@ be fitted for (time or memory). Test: pytest tests/test_perf_rows.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import csv_table
 
+Parsers = Mapping[str, tuple[Callable[[str], Any], str]]  # column -> (how a cell is read, what is expected)
 COLUMNS = ("id", "table", "line", "column", "printed", "corrected", "unfit", "why")
 
 
@@ -44,16 +46,18 @@ class Erratum:
         return self.corrected
 
 
-def read(path: Path, columns: Iterable[str]) -> tuple[Erratum, ...]:
-    """The records of `path`; `columns` are those that may be corrected. Raises ValueError for a wrong cell."""
-    return tuple(_erratum(record, set(columns)) for record in csv_table.read(path, COLUMNS))
+def read(path: Path, parsers: Parsers) -> tuple[Erratum, ...]:
+    """The records of `path`; `parsers` are those of the columns that may be corrected. Raises ValueError for a wrong cell."""
+    return tuple(_erratum(record, parsers) for record in csv_table.read(path, COLUMNS))
 
 
-def _erratum(record: csv_table.Record, columns: set[str]) -> Erratum:
+def _erratum(record: csv_table.Record, parsers: Parsers) -> Erratum:
     cells = dict(record.cells)
     record.expect(cells["id"][:1] in ("R", "S") and cells["id"][1:].isdigit(), "id", "R or S and a number")
-    record.expect(cells["column"] in columns, "column", " or ".join(sorted(columns)))
+    record.expect(cells["column"] in parsers, "column", " or ".join(sorted(parsers)))
     record.expect(cells["unfit"] in ("", "time", "memory"), "unfit", "time, memory or nothing")
     record.expect(cells["why"] != "", "why", "a reason")
     line = None if cells["line"] == "*" else record.convert("line", int, "a line number or *")
+    if line is not None:  # for every row it is only a part of the cell
+        record.convert("corrected", *parsers[cells["column"]])
     return Erratum(**{**cells, "line": line}, place=f"{record.path}, line {record.line}")

@@ -16,7 +16,7 @@ corrections. Test: pytest tests/test_perf_rows.py
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -55,15 +55,18 @@ def _ghz(cell: str) -> float:
     return float(re.fullmatch(r"([\d.]+)GHz", cell).group(1))
 
 
+def _or_nothing(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda cell: None if cell in ABSENT else parse(cell)
+
+
 def _one_of(*names: str) -> tuple[Callable[[str], str], str]:
     return {name: name for name in names}.__getitem__, " or ".join(names)
 
 
 _POSITIVE = (lambda cell: int(re.fullmatch(r"0*[1-9]\d*", cell).group()), "a whole number above 0")
-_NUMBER = (lambda cell: float(re.fullmatch(r"\d+(\.\d+)?", cell).group()), "a number")
+_NUMBER = (lambda cell: float(re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?", cell).group()), "a number above 0")
 _TEXT = (str, "text")
-# column -> (how a corrected cell is read, what is expected)
-PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+_PARSERS = {
     "machine": _one_of(*RANKS_PER_NODE), "software": _one_of("torch1.7", "torch1.10", "torch1.10+tcmalloc", "megatron-a100"),
     "precision": _one_of("fp32", "fp16", "bf16"), "formula": _one_of("hardware", "parameter"),
     **{name: _POSITIVE for name in ("seq", "vocabulary", "layers", "hidden", "heads", "gpus", "dp", "tp", "pp", "mbs", "gbs")},
@@ -73,6 +76,8 @@ PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "mem": (_memory_mib, "memory such as 7718.0 MiB or 67GB"),
     "seconds": _NUMBER, "tflops": _NUMBER, "petaflops": _NUMBER, "size": _TEXT, "notes": _TEXT,
 }
+# column -> (how a corrected cell is read, None standing for nothing; what is expected)
+PARSERS: errata.Parsers = {name: (_or_nothing(parse), expected) for name, (parse, expected) in _PARSERS.items()}
 TABLE_COLUMNS = ("table", "document", "line", "title", "header", "machine", "software", "precision", "formula", "seq", "vocabulary",
                  "layers", "hidden", "heads", "ac", "zero", "freq", "size", "tp", "pp", "mbs", "gbs", "assumed")
 _FACTS = TABLE_COLUMNS[5:-1]
@@ -147,6 +152,10 @@ class Row:
         """The printed cell of `column`, verbatim; empty when the table has no such column."""
         return self.cells[self.table.columns.index(column)] if column in self.table.columns else ""
 
+    def corrected(self, column: str) -> str:
+        """The cell of `column` as it should have been printed."""
+        return next((e.corrected for e in self.errata if e.column == column and e.line and e.corrected), self.cell(column))
+
     def unfit(self, purpose: str) -> bool:
         """Whether an erratum says that the row is no evidence for `purpose` ("time" or "memory")."""
         return any(erratum.unfit == purpose for erratum in self.errata)
@@ -204,13 +213,21 @@ def read(folder: Path) -> tuple[Row, ...]:
         table = _table(record)
         record.expect(table.id not in tables, "table", "an id of its own")
         tables[table.id] = table, {name: record.cells[name] for name in _FACTS}, tuple(record.cells["assumed"].split())
-    rows = [_row(record, tables, records) for file, _ in DOCUMENTS.values()
-            for record in csv_table.read(folder / file, ("line", "table", "status"), tuple(PARSERS))]
+    rows = [row for file, _ in DOCUMENTS.values() for row in _rows(folder / file, tables, records)]
     places = {(row.table.id, row.line) for row in rows}
     for erratum in records:
         check(erratum.table in tables and (erratum.line is None or (erratum.table, erratum.line) in places),
               f"{erratum.place}, column line: {erratum.line} is given, a row of table {erratum.table} is expected")
     return _mark_duplicates(rows)
+
+
+def _rows(path: Path, tables: dict[str, Any], records: Sequence[Erratum]) -> Iterator[Row]:
+    seen: set[int] = set()
+    for record in csv_table.read(path, ("line", "table", "status"), tuple(PARSERS)):
+        row = _row(record, tables, records)
+        record.expect(row.line not in seen, "line", "a line of its own")
+        seen.add(row.line)
+        yield row
 
 
 def _table(record: csv_table.Record) -> Table:
@@ -246,7 +263,7 @@ def _row(record: csv_table.Record, tables: dict[str, Any], records: Sequence[Err
 
 def _facts(record: csv_table.Record, values: dict[str, str]) -> dict[str, Any]:
     """The fields of a Row that corrected cells say."""
-    found = {name: None if values[name] in ABSENT else record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
+    found = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
     clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])
     found["ghz"] = _ghz(clock.group(1)) if clock else found.pop("freq")
     found.pop("freq", None)

@@ -1,0 +1,88 @@
+"""Where tensors live: torch's large tensors from an arena that keeps its pages, malloc tuned for the rest, preloads respected.
+
+glibc returns every block of more than 32 MiB (and, at first, of more than 128 KiB) to the kernel when it is freed; the next
+micro-batch faults the same pages in again. A preloaded tcmalloc cures that, and so does this without a preload.
+Left out: the arena itself (kernels_sve/arena.h). Comparison: python -m benchmarks alloc   Test: pytest tests/test_allocator.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import resource
+from pathlib import Path
+
+import psutil
+
+from . import kernels
+
+# library in /proc/self/maps -> allocator. libmpg, Fujitsu's with large pages, is last: a preload takes malloc from it
+_LIBRARIES = {"tcmalloc": "tcmalloc", "jemalloc": "jemalloc", "mimalloc": "mimalloc", "mpg": "libmpg"}
+_MAPS = Path("/proc/self/maps")
+
+# malloc.h: parameter -> value. The heap grows by 16 MiB at a time and shrinks only when 1 GiB of its top is free
+_MALLOPT = {"M_TRIM_THRESHOLD": (-1, 1 << 30), "M_TOP_PAD": (-2, 16 << 20), "M_MMAP_THRESHOLD": (-3, 32 << 20)}
+RESERVED_PER_RAM = 2  # addresses cost nothing; twice the memory leaves room for holes
+
+
+def allocator_name(maps: str | None = None) -> str:
+    """The malloc in use, judged by the libraries loaded (`maps`: text of /proc/self/maps): "tcmalloc", "glibc 2.28" ...
+
+    A library that was opened late, instead of preloaded, is loaded too and does not serve malloc: this cannot tell
+    the two apart.
+    """
+    text = _read_maps() if maps is None else maps
+    loaded = {match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)}
+    for library, name in _LIBRARIES.items():
+        if library in loaded:
+            return name
+    return " ".join(filter(None, platform.libc_ver())) or "unknown"
+
+
+def _read_maps() -> str:
+    try:
+        return _MAPS.read_text()
+    except OSError:
+        return ""
+
+
+def tune(mode: str) -> str:
+    """Set up the memory of this process before its first large tensor; returns how, for the log.
+
+    mode: "tuned", or "stock" for what the process was started with. Another malloc than glibc's was chosen by the user,
+    by LD_PRELOAD or by linking, and is left to do its work in both modes.
+    """
+    name = allocator_name()
+    if name in _LIBRARIES.values():
+        return f"{name} (preloaded: --allocator tuned is off)" if mode == "tuned" else name
+    if mode == "stock":
+        return f"{name}, stock"
+    _tune_malloc()
+    if not kernels.use_arena(RESERVED_PER_RAM * psutil.virtual_memory().total):
+        return f"{name}, heap tuned; the system refused addresses for the tensor arena (ulimit -v?)"
+    return f"{name}, tuned: tensors in an arena that keeps its pages{_large_pages()}"
+
+
+def _tune_malloc() -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    for parameter, value in _MALLOPT.values() if mallopt else ():
+        mallopt(parameter, value)
+
+
+def _large_pages() -> str:
+    """What this system says of huge pages; Fujitsu's XOS has its own, set by variables."""
+    xos = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("XOS_MMM_L_")]
+    try:
+        choice = re.search(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text())
+    except OSError:
+        choice = None
+    pages = [f"transparent huge pages {choice[1]}"] if choice else []
+    return "".join(f", {text}" for text in pages + xos)
+
+
+def page_faults() -> tuple[int, float]:
+    """(minor page faults, seconds of system time) of this process since it began."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt, usage.ru_stime

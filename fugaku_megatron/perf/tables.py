@@ -1,0 +1,83 @@
+"""The published benchmark tables in their own format, with what is corrected, computed again and modelled beside what was printed.
+
+"recomputed TFLOPs" follow from the corrected time by the formula that the table used; recompute.py says how the tables round.
+Columns named "model" are modelled, not measured, and fill planned rows too; "error %" is the modelled time against the corrected
+one. The errata that a table needs stand beneath it. The documents: 000 and 002 are 124M, 001 is 30B on A64FX; 004 is A100.
+
+    python -m fugaku_megatron.perf tables --document 001 --png 30b.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import check
+from .comparison import Comparison, compare, predictor
+from .recompute import finding, petaflops
+from .rows import DOCUMENTS, load
+from .table_text import text
+
+_FIELDS = ("document", "line", "status", "machine", "software", "precision", "size", "nodes", "ranks", "ghz", "layers", "hidden",
+           "heads", "seq", "vocabulary", "dp", "tp", "pp", "mbs", "gbs", "recompute", "zero", "formula", "seconds", "tflops",
+           "memory_mib", "notes", "fit_time", "fit_memory", "duplicate_of")
+_PRINTED = ("dp", "gbs", "mem", "seconds", "tflops", "petaflops")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's flags."""
+    parser.add_argument("--document", nargs="+", default=[], metavar="ID", help=f"any of {', '.join(DOCUMENTS)} (default: all)")
+    parser.add_argument("--markdown", action="store_true", help="Markdown's headings and lists around the tables")
+    parser.add_argument("--csv", metavar="FILE", help="one line per row: printed, corrected, recomputed and modelled")
+    parser.add_argument("--png", metavar="FILE", help="time and TFLOPs against nodes, printed against modelled (needs matplotlib)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the tables and writes the files asked for. Raises ValueError for unknown documents and places that take no file."""
+    rows = load(args.document)
+    for flag, file in (("--csv", args.csv), ("--png", args.png)):
+        folder = Path(file or ".").absolute().parent
+        check(folder.is_dir(), f"{flag} {file}: {folder} is not a directory: make it, or give another file")
+        check(file is None or not Path(file).is_dir(), f"{flag} {file} is a directory: give a file in it")
+    check(args.png is None or importlib.util.find_spec("matplotlib") is not None,
+          f"--png {args.png} needs matplotlib: pip install matplotlib, or leave --png out")
+    found = compare(rows, predictor())
+    print(text(found, args.markdown))
+    if args.csv:
+        write_csv(Path(args.csv), found)
+    if args.png:
+        from .table_plot import draw
+
+        draw(Path(args.png), found)
+    return 0
+
+
+def write_csv(path: Path, found: Sequence[Comparison]) -> None:
+    """One line per row. Empty cells: nothing known. Raises ValueError when `path` cannot be written."""
+    records = [_record(comparison) for comparison in found]
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(records)
+    except OSError as error:
+        raise ValueError(f"--csv {path}: cannot be written ({error.strerror}); give another file") from None
+
+
+def _record(comparison: Comparison) -> dict[str, Any]:
+    row, p = comparison.row, comparison.prediction
+    return {
+        "table": row.table.id, "title": row.table.title, **{name: getattr(row, name) for name in _FIELDS},
+        **{f"printed_{name}": row.cell(name) for name in _PRINTED},
+        "petaflops": petaflops(row), "recomputed_tflops": comparison.recomputed, "finding": finding(row),
+        "model_seconds": p and p.seconds, "model_lower": p and p.lower, "model_upper": p and p.upper,
+        "model_tflops": comparison.model_tflops, "model_memory_mib": p and p.memory_mib_max, "model_oom": p and p.oom,
+        "time_error_percent": comparison.time_error_percent,
+        "memory_error_percent": comparison.memory_error_percent,
+        "problem": comparison.problem, "errata": " ".join(dict.fromkeys(e.id for e in row.errata)),
+        "remarks": ", ".join(comparison.remarks()),
+    }

@@ -1,0 +1,134 @@
+"""Which cores a rank's threads run on: how many threads, which cores, pinned one by one; denormals flushed in each.
+
+A rank may be bound by its launcher (numactl, Fujitsu's mpiexec, srun), or share its mask with the other ranks of the node: then
+the cores are dealt out in NUMA order, so that a rank's memory, which its threads touch first, is near.
+Left out: memory itself (allocator.py). Test: pytest tests/test_placement.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import kernels
+
+_CPUS = "/sys/devices/system/cpu"
+_PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Threads of this rank and the core of each; no cores: the system places them."""
+
+    threads: int
+    cpus: tuple[int, ...]
+
+
+def threads_per_rank(ranks_on_node: int, environ: Mapping[str, str], affinity: Iterable[int],
+                     quota: float | None = None, ranks_sharing: int | None = None) -> int:
+    """Compute threads of one rank.
+
+    OMP_NUM_THREADS decides if it is set. Otherwise the CPUs of this rank's mask over the ranks that share it
+    (`ranks_sharing`, all `ranks_on_node` if None), and no more than this rank's part of a cgroup `quota` (in CPUs)
+    that the whole node shares. At least 1. Raises ValueError for an OMP_NUM_THREADS that is no positive number.
+    """
+    given = environ.get("OMP_NUM_THREADS", "").strip()
+    if given:
+        outermost = given.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
+        if not outermost.isdecimal() or int(outermost) < 1:
+            raise ValueError(f"OMP_NUM_THREADS should be a positive number, it is {given!r}; correct or unset it")
+        return int(outermost)
+    threads = len(set(affinity)) // (ranks_sharing or ranks_on_node)
+    if quota is not None:
+        threads = min(threads, int(quota / ranks_on_node))
+    return max(1, threads)
+
+
+def physical_cores(affinity: Iterable[int], root: str | os.PathLike = _CPUS) -> set[int]:
+    """One CPU of the mask for each core, without its hardware threads; the whole mask if the kernel does not say."""
+    cores: dict[str, int] = {}
+    for cpu in sorted(set(affinity)):
+        siblings = _read(Path(root) / f"cpu{cpu}" / "topology" / "thread_siblings_list") or f"cpu {cpu} alone"
+        cores.setdefault(siblings, cpu)
+    return set(cores.values())
+
+
+def cpu_quota(proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
+              root: str | os.PathLike = "/sys/fs/cgroup") -> float | None:
+    """The tightest limit of this process's cgroup (version 1 or 2) and its ancestors, in CPUs; None if none."""
+    limits = []
+    for line in (_read(Path(proc_cgroup)) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            limits += [_limit_v2(folder) for folder in _ancestors(Path(root), path)]
+        elif "cpu" in controllers.split(","):
+            mounts = [Path(root) / name for name in (controllers, "cpu")]  # "cpu,cpuacct", or a link to it
+            limits += [_limit_v1(folder) for mount in mounts for folder in _ancestors(mount, path)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _ancestors(mount: Path, path: str) -> list[Path]:
+    """The cgroup's directory and those above it. In a container the path may be the host's: only the mount exists."""
+    folder = Path(path.lstrip("/"))
+    return [mount / part for part in (folder, *folder.parents)]
+
+
+def _limit_v2(folder: Path) -> float | None:
+    words = (_read(folder / "cpu.max") or "max").split()
+    return None if words[0] == "max" else int(words[0]) / int(words[1])
+
+
+def _limit_v1(folder: Path) -> float | None:
+    quota, period = int(_read(folder / "cpu.cfs_quota_us") or -1), int(_read(folder / "cpu.cfs_period_us") or 0)
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def numa_node(cpu: int, root: str | os.PathLike = _CPUS) -> int:
+    """The NUMA node of a CPU; 0 if the kernel does not say."""
+    return next((int(p.name[4:]) for p in (Path(root) / f"cpu{cpu}").glob("node[0-9]*")), 0)
+
+
+def compute_cores(mask: Iterable[int], root: str | os.PathLike = _CPUS) -> list[int]:
+    """Cores to compute on, in NUMA order. Nodes with less than half the CPUs of the largest are left out: on Fugaku the
+    assistant cores are NUMA nodes of their own, one or two CPUs each."""
+    nodes = {cpu: numa_node(cpu, root) for cpu in physical_cores(mask, root)}
+    size = Counter(nodes.values())
+    return sorted((cpu for cpu in nodes if 2 * size[nodes[cpu]] >= max(size.values())), key=lambda cpu: (nodes[cpu], cpu))
+
+
+def place(mask: Iterable[int], masks: Sequence[Iterable[int]], index: int, environ: Mapping[str, str], quota: float | None,
+          pin: bool, root: str | os.PathLike = _CPUS) -> Placement:
+    """Where rank `index` of the node's ranks, whose masks are `masks`, computes; ValueError as threads_per_rank.
+
+    Not pinned when there are more threads than cores, when masks overlap without being equal, or when OpenMP was told
+    (OMP_PROC_BIND, OMP_PLACES, GOMP_CPU_AFFINITY).
+    """
+    mine, cores = set(mask), compute_cores(mask, root)
+    sharers = [i for i, other in enumerate(masks) if not mine.isdisjoint(other)]
+    threads = threads_per_rank(len(masks), environ, cores, quota, len(sharers))
+    each = len(cores) // len(sharers)
+    told = any(environ.get(name) for name in _PINNING_VARIABLES)
+    if not pin or told or threads > each or any(set(masks[i]) != mine for i in sharers):
+        return Placement(threads, ())
+    first = sharers.index(index) * each
+    return Placement(threads, tuple(cores[first : first + threads]))
+
+
+def apply(placement: Placement, flush_denormals: bool) -> None:
+    """Make torch and the kernels use it: one pool of threads, each on its core, each with its own denormal mode."""
+    torch.set_num_threads(placement.threads)
+    if placement.cpus:
+        kernels.pin_threads(list(placement.cpus))
+    kernels.flush_denormals(flush_denormals)

@@ -1,0 +1,98 @@
+"""The malloc in use, the tensor arena and its reuse of memory. Run: pytest tests/test_allocator.py"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fugaku_megatron import allocator
+
+MAPS = "7f0-7f1 r-xp 00000000 08:01 12 {}\n7f2-7f3 r-xp 00000000 08:01 13 /usr/lib64/libc-2.28.so\n"
+
+
+@pytest.mark.parametrize("library, name", [
+    ("/opt/lib/libtcmalloc.so.4.5.3", "tcmalloc"),
+    ("/opt/lib/libtcmalloc_minimal.so.4", "tcmalloc"),
+    ("/usr/lib/libjemalloc.so.2", "jemalloc"),
+    ("/usr/lib/libmimalloc.so.2.1", "mimalloc"),
+    ("/opt/FJSVxos/mmm/lib64/libmpg.so.1", "libmpg"),
+    ("/opt/FJSVxos/mmm/lib64/libmpg.so.1\n1-2 r-xp 0 08:01 9 /lib/libtcmalloc.so", "tcmalloc"),
+])
+def test_allocators_are_known_by_their_library(library, name):
+    assert allocator.allocator_name(MAPS.format(library)) == name
+
+
+@pytest.mark.parametrize("library", ["/home/libtcmalloc.so/data.txt", "/usr/lib/libmpgraph.so.1", "[heap]"])
+def test_other_libraries_are_no_allocator(library):
+    assert allocator.allocator_name(MAPS.format(library)) not in allocator._LIBRARIES.values()
+
+
+def test_the_allocator_of_this_process_is_glibc_with_its_version():
+    if "LD_PRELOAD" in os.environ or not os.path.exists("/proc/self/maps"):
+        pytest.skip("another allocator may be preloaded")
+    assert allocator.allocator_name().split()[0] == "glibc" and "." in allocator.allocator_name()
+
+
+CHILD = """
+import json, random, sys, threading
+import torch
+from fugaku_megatron import allocator, kernels
+line = allocator.tune(sys.argv[1])
+torch.set_num_threads(1)
+
+def step(seed):
+    live, order = {}, random.Random(seed)
+    for i in range(60):
+        live[i] = torch.full((order.randrange(1, 1 << 20),), float(i))
+        if i % 3 == 2:
+            j = order.choice(sorted(live))
+            assert bool((live.pop(j) == j).all())
+    assert all(bool((t == i).all()) for i, t in live.items())
+
+step(0)
+faults = allocator.page_faults()[0]
+step(0)
+faults = allocator.page_faults()[0] - faults
+threads = [threading.Thread(target=step, args=(i,)) for i in range(4)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+a, b = torch.ones(1 << 20), torch.ones(3 << 20)
+stats = kernels.arena_stats()
+grown = torch.zeros(10).resize_(1 << 20)  # from malloc into the arena
+print(json.dumps({"line": line, "faults": faults, "stats": stats, "apart": a.data_ptr() % 4096 != b.data_ptr() % 4096}))
+"""
+
+
+def _child(mode, **environment):
+    result = subprocess.run([sys.executable, "-c", CHILD, mode], env={**os.environ, **environment}, capture_output=True,
+                            text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_second_step_faults_no_pages_in():
+    tuned, stock = _child("tuned"), _child("stock")
+    assert "tuned" in tuned["line"] and "stock" in stock["line"]
+    assert tuned["faults"] < 50 < 2000 < stock["faults"]
+    stats = tuned["stats"]
+    assert stats["fallbacks"] == 0 and stats["in_use"] >= 16 << 20
+    assert stats["touched"] <= stats["reserved"] and stats["in_use"] <= stats["peak"] <= stats["touched"]
+    assert tuned["apart"], "two tensors begin at the same offset in their pages"
+    assert stock["stats"]["reserved"] == 0
+
+
+def test_few_addresses_are_enough_to_go_on():
+    """A range that is too small is used up; malloc serves the rest."""
+    code = ("import torch; from fugaku_megatron import kernels; assert kernels.use_arena(16 << 20);"
+            "a = [torch.full((1 << 20,), float(i)) for i in range(8)];"
+            "assert all(bool((t == i).all()) for i, t in enumerate(a)); print(kernels.arena_stats()['fallbacks'])")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(result.stdout) >= 4
+
+
+def test_a_preloaded_allocator_is_left_alone(monkeypatch):
+    monkeypatch.setattr(allocator, "allocator_name", lambda: "tcmalloc")
+    assert allocator.tune("tuned") == "tcmalloc (preloaded: --allocator tuned is off)"
+    assert allocator.tune("stock") == "tcmalloc"
