@@ -75,6 +75,8 @@ class Step:
 
     slowest: Seconds  # of the stage that sets the pace, one micro-batch
     microbatches: int
+    stages: tuple[tuple[float, float], ...]  # forward and backward of every stage
+    transfer: float
     pipeline: float
     first_calls: float
     data_parallel: float
@@ -89,7 +91,7 @@ class Step:
     def breakdown(self) -> dict[str, float]:
         """Seconds by cause: the pace-setting stage's work, what it waits for, and what comes once per iteration."""
         busy = self.slowest * self.microbatches
-        return {**vars(busy), "bubble_and_transfers": self.pipeline - busy.total, "first_calls": self.first_calls,
+        return {**vars(busy), "bubble_and_transfers": self.pipeline - busy.total if len(self.stages) > 1 else 0.0, "first_calls": self.first_calls,
                 "data_parallel": self.data_parallel, "optimizer": self.optimizer, "other": self.other}
 
 
@@ -140,20 +142,23 @@ def spread(distinct: Sequence, pp: int) -> list:
     return list(distinct) if pp <= len(distinct) else [distinct[0], *[distinct[1]] * (pp - 2), distinct[-1]]
 
 
-def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters) -> Step:
-    """Cost one iteration at the full global batch size."""
+def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters, without: str = "") -> Step:
+    """Cost one iteration at the full global batch size. without: a cause in ranks' work (a field of Seconds) that takes no time."""
     network = Network(machine=system.machine, parameters=parameters, layout=layout, ranks_per_node=system.ranks_per_node)
     rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
                 precision=run.precision.name, ranks_per_node=system.ranks_per_node)
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     costs = spread([tuple(map(rank.seconds, pair)) for pair in stage_works(run, layout, system.software)], layout.pp)
+    if without:
+        costs = [tuple(replace(seconds, **{without: 0.0}) for seconds in pair) for pair in costs]
     forward, backward = [f.total for f, _ in costs], [b.total for _, b in costs]
     transfer = network.seconds("send", "pp", accounting.activation_bytes(run)) * system.machine.host_factor
     pipeline = makespan(forward, backward, transfer, microbatches)
     slowest = max(costs, key=lambda pair: pair[0].total + pair[1].total)
     busy = (sum(forward) + sum(backward)) / layout.pp * microbatches
     gradients = max(sum(network.seconds(c.verb, c.group, c.bytes) for c in stage) for stage in gradient_collectives(run, layout))
-    return Step(slowest=slowest[0] + slowest[1], microbatches=microbatches, pipeline=pipeline,
+    return Step(slowest=slowest[0] + slowest[1], microbatches=microbatches, pipeline=pipeline, transfer=transfer,
+                stages=tuple(zip(forward, backward)),
                 first_calls=(layout.pp - 1) * parameters.first_call_s, data_parallel=gradients * (1 - parameters.overlap),
                 optimizer=_optimizer(run, layout, rank), other=parameters.iteration_s, bubble_fraction=1 - busy / pipeline)
 

@@ -7,45 +7,55 @@ thousands of layouts. Left out: where the costs come from (`cost`). Test: pytest
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from .. import schedule
 
 
+@dataclass(frozen=True)
+class Span:
+    """One forward or backward of a stage, in seconds from the start."""
+
+    stage: int
+    forward: bool
+    microbatch: int
+    start: float
+    end: float
+
+
 def walk(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
     """Seconds until the last stage rests, one instruction after the other; sends are free for the sender and take `transfer`."""
+    return max(span.end for span in spans(forward, backward, transfer, microbatches))
+
+
+def spans(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> list[Span]:
+    """Every forward and backward of every stage, by walking the instruction lists."""
     stages = len(forward)
     lists = [schedule.one_f_one_b(stage, stages, microbatches) for stage in range(stages)]
     arrived: dict[tuple[str, int, int], float] = {}
-    position, clock = [0] * stages, [0.0] * stages
+    position, clock, found = [0] * stages, [0.0] * stages, []
     while any(position[s] < len(lists[s]) for s in range(stages)):
-        moved = False
+        before = sum(position)
         for stage in range(stages):
             while position[stage] < len(lists[stage]):
-                if not _step(lists[stage][position[stage]], stage, forward, backward, transfer, clock, arrived):
-                    break
-                position[stage], moved = position[stage] + 1, True
-        assert moved, "the schedule waits for itself"
-    return max(clock)
-
-
-def _step(instruction: schedule.Instruction, stage: int, forward: Sequence[float], backward: Sequence[float], transfer: float,
-          clock: list[float], arrived: dict[tuple[str, int, int], float]) -> bool:
-    """Do one instruction of one stage; False when what it receives has not been sent yet."""
-    op, m = instruction.op, instruction.microbatch
-    if op in (schedule.RECV_FORWARD, schedule.RECV_BACKWARD):
-        when = arrived.get((op, stage, m))
-        if when is None:
-            return False
-        clock[stage] = max(clock[stage], when)
-    elif op == schedule.SEND_FORWARD:
-        arrived[schedule.RECV_FORWARD, stage + 1, m] = clock[stage] + transfer
-    elif op == schedule.SEND_BACKWARD:
-        arrived[schedule.RECV_BACKWARD, stage - 1, m] = clock[stage] + transfer
-    else:
-        clock[stage] += (forward if op == schedule.FORWARD else backward)[stage]
-    return True
+                instruction, now = lists[stage][position[stage]], clock[stage]
+                op, m = instruction.op, instruction.microbatch
+                if op in (schedule.RECV_FORWARD, schedule.RECV_BACKWARD):
+                    if (op, stage, m) not in arrived:
+                        break
+                    clock[stage] = max(now, arrived[op, stage, m])
+                elif op == schedule.SEND_FORWARD:
+                    arrived[schedule.RECV_FORWARD, stage + 1, m] = now + transfer
+                elif op == schedule.SEND_BACKWARD:
+                    arrived[schedule.RECV_BACKWARD, stage - 1, m] = now + transfer
+                else:
+                    clock[stage] += (forward if op == schedule.FORWARD else backward)[stage]
+                    found.append(Span(stage, op == schedule.FORWARD, m, now, clock[stage]))
+                position[stage] += 1
+        assert sum(position) > before, "the schedule waits for itself"
+    return found
 
 
 def makespan(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:

@@ -20,12 +20,22 @@ DATA = Path(__file__).parent / "software.json"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offers:
+    """What software can be told. recompute: none, selective, full (all layers) or block (some layers of each stage)."""
+
+    ranks_per_node: tuple[int, ...]
+    recompute: tuple[str, ...]
+    zero_stages: tuple[int, ...]
+    schedules: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Software:
     """An implementation.
 
     group: whose parameters hold. style: counts of element-wise work. page_faults: "none" (memory is kept), "across nodes" (large
     blocks fault in again, and cost more to give back where the network has registered them), "registered" (always so). old_torch: element-wise work and calls take the old torch's factor.
-    machines: where it is known to run.
+    machines: where it is known to run. offers: what it can be told, for the planner.
     """
 
     name: str
@@ -35,6 +45,7 @@ class Software:
     page_faults: str
     old_torch: bool
     machines: tuple[str, ...]
+    offers: Offers
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -67,4 +78,5 @@ def load(name: str) -> Software:
     if name not in _data()["software"]:
         raise unknown("--software", name, names())
     facts = _data()["software"][name]
-    return Software(name=name, **{**facts, "machines": tuple(facts["machines"])})
+    offers = Offers(**{key: tuple(value) for key, value in facts["offers"].items()})
+    return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "offers": offers})
