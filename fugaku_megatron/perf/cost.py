@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .machine import GB, Machine
 from .network import Network
@@ -117,6 +117,3 @@ class Rank:
         sms = self.machine.threads
         tiles = math.ceil(p.m / rows) * math.ceil(p.n / columns) * p.count
         return p.m * p.n * p.count / (math.ceil(tiles / sms) * sms * rows * columns)
-
-    def with_parameters(self, parameters: Parameters) -> Rank:
-        return replace(self, parameters=parameters, network=replace(self.network, parameters=parameters))

@@ -74,23 +74,25 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
              Change(name="fewer faults", seconds=seconds(kept, old), note="freed memory stays with the process"),
              Change(name="native kernels", seconds=seconds(after, kernels), note="fused, attention without scores, efficiencies modelled"),
              Change(name="all-reduce, first calls", seconds=seconds(after, new), note="MPI's published rate, nothing compiled at run time")]
-    one = search(run, after, frozenset({"ranks_per_node"}))
-    if one.plans:
-        found.append(Change(name="schedule and layout", seconds=one.plans[0].seconds, note=_layout(one.plans[0])))
-    units = system.machine.units
-    if units > 1:
-        each = search(run, replace(after, ranks_per_node=units), frozenset({"ranks_per_node"}))
-        found.append(Change(name="ranks per CMG", seconds=each.plans[0].seconds, note=_layout(each.plans[0])) if each.plans
-                     else Change(name="ranks per CMG", seconds=found[-1].seconds, note="no layout fits the memory"))
+    current = found[-1].seconds
+    for name, number in (("schedule and layout", ranks), ("ranks per CMG", system.machine.units)):
+        plans = search(run, replace(after, ranks_per_node=number), frozenset({"ranks_per_node"})).plans
+        note = _layout(plans[0]) if plans else "no layout fits the memory"
+        if plans and plans[0].seconds < current:
+            current = plans[0].seconds
+        else:
+            note = "not taken: " + note + (f", {plans[0].seconds:.4g} s" if plans else "")
+        found.append(Change(name=name, seconds=current, note=note))
     made: Step = model.step(best.run, best.layout, best.system, new)
+    found.append(Change(name="best plan of the search", seconds=made.seconds, note=_layout(best)))
     found.append(Change(name="overlap", seconds=made.seconds - made.data_parallel,
-                        note="of gradient reduction with the backward, at the best plan: not in the trainer yet"))
+                        note="of gradient reduction with the backward: not in the trainer yet"))
     return found
 
 
 def _layout(plan: Plan) -> str:
     layout = plan.layout
-    return (f"DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, MBS {plan.run.batch.micro_batch_size}, 1F1B, "
+    return (f"{plan.system.ranks_per_node} ranks per node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, MBS {plan.run.batch.micro_batch_size}, 1F1B, "
             f"{plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))} micro-batches, "
             f"recompute {plan.run.training.recompute_granularity or 'none'}, bubble {plan.bubble_fraction:.0%}")
 

@@ -207,6 +207,8 @@ def warnings(run: RunConfig, layout: Layout, system: System) -> tuple[str, ...]:
         found.append(f"software {code.name} is a model of efficiencies, not fitted to measured runs")
     if not code.known_on(system.machine):
         found.append(f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over")
+    if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
+        found.append(f"the network of {system.machine.name} was not measured: calibrate on two nodes")
     return tuple(found + outside(code.fitted.ranges, facts(run, layout, system)))
 
 
