@@ -153,10 +153,12 @@ def describe(name: str, ranks: Sequence[Compute], inside: Messages | None, betwe
     assumed = {True: measured, False: "not measured: all ranks shared one node; its own messages' value"}
     curve = [{"threads": first.threads, "maximum": maximum, "half": half, "exponent": 1.0}]
     values = {
-        "units": (1, "not measured"), "threads": (sum(r.threads for r in ranks), measured), "ranks_per_node": (len(ranks), measured),
+        "units": (1, "not measured"), "threads": (sum(r.threads for r in ranks), measured),
+        "ranks_per_node": (len(ranks), measured),
         "nominal_ghz": (first.clock_ghz, measured), "clocks_ghz": ([first.clock_ghz], measured),
         "clock_gain_limit": (1.0, "one clock"), "eco_fraction": (1.0, "no power modes"),
-        "peak_tflops": ({name: peak / 1e3 for name in ("fp32", "fp16", "bf16")}, f"{measured}: FP32 multiply-adds; 16 bits are widened"),
+        "peak_tflops": ({name: peak / 1e3 for name in ("fp32", "fp16", "bf16")},
+                        f"{measured}: FP32 multiply-adds; 16 bits are widened"),
         "memory_gib": (memory_gib * USABLE, f"{USABLE:.0%} of what the system reports"),
         "stream_gbs": (sum(r.triad_gbs for r in ranks), measured), "link_gbs": (link.gbs, assumed[between is not None]),
         "injection_gbs": (link.gbs * (1 if between else len(ranks)), assumed[between is not None]),
@@ -184,7 +186,7 @@ def calibrate(world: Comm, output: Path) -> None:
 
     from ..runtime import cpu_model
 
-    check(world.size > 1, "perf calibrate measures MPI too: start it as mpiexec -n 2 (or a node's ranks) python -m fugaku_megatron.perf")
+    check(world.size > 1, "perf calibrate measures MPI too: start it as mpiexec -n 2 python -m fugaku_megatron.perf calibrate")
     hosts = world.all_gather_object(socket.gethostname())
     world.barrier()
     mine = measure_compute()
@@ -206,7 +208,8 @@ def calibrate(world: Comm, output: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("host.json"), metavar="FILE", help="the machine's file (default: host.json)")
+    parser.add_argument("--output", type=Path, default=Path("host.json"), metavar="FILE",
+                        help="the machine's file (default: host.json)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -86,9 +86,9 @@ class Rank:
     def _faults(self, allocations: Iterable[tuple[int, float]]) -> float:
         """Zeroing the pages of every large block again, and undoing the network's registration of each block that goes."""
         kind, parameters = self.software.page_faults, self.parameters
-        if kind == "none":
-            return 0.0
         large = [(size, times) for size, times in allocations if size >= MMAP_BYTES]
+        if kind == "none" or not large:
+            return 0.0
         seconds = sum(size * times for size, times in large) * self.ranks_per_node / (parameters.fault_gbs * GB)
         if kind == "registered" or self.nodes > 1:
             seconds += sum(times for _, times in large) * parameters.unmap_ms * 1e-3

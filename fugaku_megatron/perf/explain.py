@@ -72,8 +72,8 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
     kernels = replace(new, reduce_gbs=old.reduce_gbs, first_call_s=old.first_call_s, iteration_s=old.iteration_s)
     found = [Change(name=f"{against} as given", seconds=seconds(before, old)),
              Change(name="fewer faults", seconds=seconds(kept, old), note="freed memory stays with the process"),
-             Change(name="native kernels", seconds=seconds(after, kernels), note="fused, attention without scores, efficiencies modelled"),
-             Change(name="all-reduce, first calls", seconds=seconds(after, new), note="MPI's published rate, nothing compiled at run time")]
+             Change(name="native kernels", seconds=seconds(after, kernels), note="fused, attention without scores"),
+             Change(name="all-reduce, first calls", seconds=seconds(after, new), note="MPI's published rate, no warm-up")]
     current = found[-1].seconds
     for name, number in (("schedule and layout", ranks), ("ranks per CMG", system.machine.units)):
         plans = search(run, replace(after, ranks_per_node=number), frozenset({"ranks_per_node"})).plans
@@ -92,7 +92,8 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
 
 def _layout(plan: Plan) -> str:
     layout = plan.layout
-    return (f"{plan.system.ranks_per_node} ranks per node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, MBS {plan.run.batch.micro_batch_size}, 1F1B, "
+    return (f"{plan.system.ranks_per_node} ranks per node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, "
+            f"MBS {plan.run.batch.micro_batch_size}, 1F1B, "
             f"{plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))} micro-batches, "
             f"recompute {plan.run.training.recompute_granularity or 'none'}, bubble {plan.bubble_fraction:.0%}")
 

@@ -53,7 +53,8 @@ SHOWN: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
 }
 # group -> (name, rows that are left out of the fit and then predicted)
 PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
-    "a64fx": (("TP 6 from TP 4 (001.2)", lambda r: r.tp == 6), ("64-512 nodes from 1 (000)", lambda r: r.document == "000" and r.nodes > 1),
+    "a64fx": (("TP 6 from TP 4 (001.2)", lambda r: r.tp == 6),
+              ("64-512 nodes from 1 (000)", lambda r: r.document == "000" and r.nodes > 1),
               ("MBS 2 and 4 from MBS 1 (000)", lambda r: r.mbs > 1), ("document 000", lambda r: r.document == "000"),
               ("document 001", lambda r: r.document == "001"), ("document 002", lambda r: r.document == "002")),
     "a100": (("TP 2 and 4 from TP 8", lambda r: r.tp < 8), ("h 14400 from the others", lambda r: r.hidden == 14400),
@@ -202,18 +203,23 @@ def text(report: Report) -> str:
     for kind, priors in (("parameters", PRIORS), ("memory", MEMORY_PRIORS)):
         for p in priors[report.group]:
             v = described[kind][p.name]
-            lines.append(f"  {p.name:<21}{v['value']:>9.4g} {p.unit:<19}{v['low']:>9.4g} to {v['high']:<9.4g}({p.prior:g})  {p.meaning}")
+            lines.append(f"  {p.name:<21}{v['value']:>9.4g} {p.unit:<19}{v['low']:>9.4g} to {v['high']:<9.4g}"
+                         f"({p.prior:g})  {p.meaning}")
     lines.append(f"{report.group}: error of seconds per iteration, per cent        rows   mean  worst   bias  inside band")
     for title, errors in (("in sample", report.in_sample), ("left out ", report.left_out)):
         for e in errors:
             inside = "" if e.inside is None else f"{100 * e.inside:>8.0f} %"
-            lines.append(f"  {title}  {e.name:<44}{e.rows:>6}{100 * e.mean:>7.1f}{100 * e.worst:>7.1f}{100 * e.bias:>+7.1f}{inside}")
+            lines.append(f"  {title}  {_columns(e)}{inside}")
     m = report.memory_error
-    lines.append(f"  memory     {'in sample':<44}{m.rows:>6}{100 * m.mean:>7.1f}{100 * m.worst:>7.1f}{100 * m.bias:>+7.1f}")
+    lines.append(f"  in sample  {_columns(m)}")
     lines.append(f"  out of memory or not: {report.oom_rows - len(report.wrong_ooms)} of {report.oom_rows} rows right"
                  + (f"; wrong: {', '.join(report.wrong_ooms)}" if report.wrong_ooms else ""))
     lines.append(f"  rank correlation (Spearman) of {report.in_sample[0].name}: {report.spearman:.3f}")
     return "\n".join(lines)
+
+
+def _columns(e: Error) -> str:
+    return f"{e.name:<44}{e.rows:>6}{100 * e.mean:>7.1f}{100 * e.worst:>7.1f}{100 * e.bias:>+7.1f}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -107,7 +107,8 @@ def load(name: str) -> Machine:
     try:
         return _machine(path.stem, _constants(path))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"--machine {name}: {path} is not a machine's description ({error}): write one with perf calibrate") from error
+        raise ValueError(f"--machine {name}: {path} is not a machine's description ({error}): "
+                         "write one with perf calibrate") from error
 
 
 def _machine(name: str, data: dict[str, Any]) -> Machine:

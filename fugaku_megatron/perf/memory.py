@@ -18,7 +18,6 @@ from .parameters import MemoryParameters
 from .software import Software
 from .work import tensors
 
-
 PEERS = 256  # common_tofu_max_fastmode_procs: peers that get a large receive buffer
 
 

@@ -56,7 +56,7 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A modelled iteration. lower, upper: where nine of ten runs should lie. breakdown: seconds by cause, adding up to `seconds`."""
+    """A modelled iteration. lower, upper: where nine of ten runs should lie. breakdown: by cause, adding up to `seconds`."""
 
     seconds: float
     lower: float
@@ -91,7 +91,8 @@ class Step:
     def breakdown(self) -> dict[str, float]:
         """Seconds by cause: the pace-setting stage's work, what it waits for, and what comes once per iteration."""
         busy = self.slowest * self.microbatches
-        return {**vars(busy), "bubble_and_transfers": self.pipeline - busy.total if len(self.stages) > 1 else 0.0, "first_calls": self.first_calls,
+        waiting = self.pipeline - busy.total if len(self.stages) > 1 else 0.0
+        return {**vars(busy), "bubble_and_transfers": waiting, "first_calls": self.first_calls,
                 "data_parallel": self.data_parallel, "optimizer": self.optimizer, "other": self.other}
 
 
@@ -196,8 +197,8 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     flops = accounting.hardware_flops(run, layout.global_batch_size(run))
     return Prediction(seconds=made.seconds, lower=made.seconds / width, upper=made.seconds * width,
                       tflops_per_node=flops / made.seconds / system.nodes / 1e12, memory_mib_max=used,
-                      oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node), bubble_fraction=made.bubble_fraction,
-                      breakdown=made.breakdown(), warnings=warnings(run, layout, system))
+                      oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node),
+                      bubble_fraction=made.bubble_fraction, breakdown=made.breakdown(), warnings=warnings(run, layout, system))
 
 
 def warnings(run: RunConfig, layout: Layout, system: System) -> tuple[str, ...]:

@@ -61,9 +61,9 @@ def spans(forward: Sequence[float], backward: Sequence[float], transfer: float, 
 def makespan(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
     """What `walk` returns, by slots: stage i does forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k.
 
-    This order is 1F1B's on every stage (forward k precedes backward j where k <= p - 1 - i + j), and what an operation waits for ends
-    one slot earlier on the neighbour, so a slot is two vector operations over the stages. While all stages work, slots
-    repeat themselves: once 2p of them (the longest round trip) shift all clocks by the same time, they go on doing so and are skipped.
+    This order is 1F1B's on every stage (forward k precedes backward j where k <= p - 1 - i + j), and what an operation waits for
+    ends one slot earlier on the neighbour, so a slot is two vector operations over the stages. While all stages work, slots repeat
+    themselves: once 2p of them (the longest round trip) shift all clocks by the same time, they go on doing so and are skipped.
     """
     p, m = len(forward), microbatches
     if p == 1:

@@ -1,8 +1,8 @@
-"""Search the parallel layouts that a trainer can run on given nodes, and rank them by seconds per iteration. All times are modelled.
+"""Search the parallel layouts that a trainer can run on given nodes, ranked by seconds per iteration. All times are modelled.
 
     python -m fugaku_megatron.perf plan --recipe 30b --nodes 384 --machine a64fx --train-tokens 300e9
-    python -m fugaku_megatron.perf plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 \\
-        --checkpoint-activations --software this --against torch1.10 --explain
+    python -m fugaku_megatron.perf plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 \\
+        --pipeline-model-parallel-size 48 --checkpoint-activations --software this --against torch1.10 --explain
 
 A flag that is given holds; the search goes over the others among TP, PP, micro-batch, ranks per node, recompute and ZeRO, as far as
 the software offers them. With --against the flags that are given describe the run as it is, and the last step searches freely.
@@ -67,17 +67,18 @@ def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible:
 
 def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator[tuple[RunConfig, System]]:
     """Every combination of what the software offers."""
-    offers, model = system.software.offers, run.model
+    offers, model, parallel = system.software.offers, run.model, run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else offers.ranks_per_node
-    tensor = _choices(run.parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads), "tensor_model_parallel_size" in held)
-    stages = _choices(run.parallel.pipeline_model_parallel_size, _divisors(model.num_layers), "pipeline_model_parallel_size" in held)
+    tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads), "tensor_model_parallel_size" in held)
+    stages = _choices(parallel.pipeline_model_parallel_size, _divisors(model.num_layers),
+                      "pipeline_model_parallel_size" in held)
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
-    zero = _choices(run.parallel.zero_stage, offers.zero_stages, "zero_stage" in held)
+    zero = _choices(parallel.zero_stage, offers.zero_stages, "zero_stage" in held)
     for pp in stages:
         for training in _recomputes(run, model.num_layers // pp if model.num_layers % pp == 0 else 1, held, offers.recompute):
             for tp, mbs, stage, number in ((t, m, z, r) for t in tensor for m in micro for z in zero for r in ranks):
-                parallel = replace(run.parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage)
-                yield (replace(run, parallel=parallel, training=training, batch=replace(run.batch, micro_batch_size=mbs)),
+                cut = replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage)
+                yield (replace(run, parallel=cut, training=training, batch=replace(run.batch, micro_batch_size=mbs)),
                        replace(system, ranks_per_node=number))
 
 
@@ -157,7 +158,8 @@ def main(args: argparse.Namespace) -> int:
     check(bool(found.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in found.dropped.most_common()))
     best = [(plan, plan.predict()) for plan in found.plans[:SHOWN]]
     if args.json:
-        print(json.dumps({"plans": [plan_text.as_json(plan, as_json(p), args) for plan, p in best], "dropped": dict(found.dropped)}))
+        plans = [plan_text.as_json(plan, as_json(p), args) for plan, p in best]
+        print(json.dumps({"plans": plans, "dropped": dict(found.dropped)}))
         return 0
     print(plan_text.text(best, found, args))
     if args.explain:

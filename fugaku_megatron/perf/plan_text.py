@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .plan import Plan, Search
 
 WIDTH, ROWS = 100, 8  # of the picture
+HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} {'DP':>5} {'TP':>3} "
+        f"{'PP':>3} {'MBS':>3} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
 PICTURED = 4  # pipeline lengths of micro-batches that a picture shows at most
 
 
@@ -52,24 +54,25 @@ def _days(plan: Plan, train_tokens: float | None) -> tuple[str, str]:
 def text(best: Sequence[tuple[Plan, Prediction]], found: Search, args: argparse.Namespace) -> str:
     """Everything that plan prints of a search."""
     first, prediction = best[0]
-    head = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} {'DP':>5} {'TP':>3} {'PP':>3} "
-            f"{'MBS':>3} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
-    lines = [f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(found.plans)} layouts run; "
-             "seconds, memory and bubble are modelled", head]
+    lines = [f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(found.plans)} layouts "
+             "run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank", HEAD]
     lines += [_row(i + 1, plan, p, args.train_tokens) for i, (plan, p) in enumerate(best)]
     if found.dropped:
         lines.append("dropped: " + "; ".join(f"{n} {why}" for why, n in found.dropped.most_common()))
     lines += [f"warning: {w}" for w in prediction.warnings]
-    lines += ["", *picture(first), "", f"schedule {first.system.software.offers.schedules[0]}; start the first with", command(first, args)]
+    schedule = first.system.software.offers.schedules[0]
+    lines += ["", *picture(first), "", f"schedule {schedule}; start the first with", command(first, args)]
     return "\n".join(lines)
 
 
 def _row(number: int, plan: Plan, p: Prediction, train_tokens: float | None) -> str:
     days, hours = _days(plan, train_tokens)
     layout = plan.layout
-    return (f"{number:>3} {p.seconds:>8.5g} {f'{p.lower:.4g} to {p.upper:.4g}':>17} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
-            f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {layout.dp:>5} {layout.tp:>3} {layout.pp:>3} "
-            f"{plan.run.batch.micro_batch_size:>3} {recompute_name(plan.run):>10} {plan.run.parallel.zero_stage:>4} {days:>7} {hours:>10}")
+    span = f"{p.lower:.4g} to {p.upper:.4g}"
+    sizes = f"{layout.dp:>5} {layout.tp:>3} {layout.pp:>3} {plan.run.batch.micro_batch_size:>3}"
+    return (f"{number:>3} {p.seconds:>8.5g} {span:>17} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
+            f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {sizes} {recompute_name(plan.run):>10} {plan.run.parallel.zero_stage:>4} "
+            f"{days:>7} {hours:>10}")
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -84,10 +87,11 @@ def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) ->
 
 def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
     """Values that need no flag: the recipe's, or the fields' defaults."""
+    places = [(group, f) for group, config in GROUPS.items() for f in fields(config)]
     if recipe:
         run = RECIPES[recipe.lower()]()
-        return {(group, f.name): getattr(getattr(run, group), f.name) for group, config in GROUPS.items() for f in fields(config)}
-    return {(group, f.name): None if f.default is MISSING else f.default for group, config in GROUPS.items() for f in fields(config)}
+        return {(group, f.name): getattr(getattr(run, group), f.name) for group, f in places}
+    return {(group, f.name): None if f.default is MISSING else f.default for group, f in places}
 
 
 def _flag(name: str, value: Any) -> str:

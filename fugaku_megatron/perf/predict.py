@@ -37,7 +37,8 @@ def describe(run: RunConfig, system: System) -> str:
     layout = accounting.Layout.of(run, system.world_size)
     size = layout.global_batch_size(run)
     return (f"{system.nodes} nodes of {system.machine.name} at {system.machine.ghz} GHz x {system.ranks_per_node} ranks, "
-            f"{system.software.name}: DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, MBS {run.batch.micro_batch_size}, GBS {size}, "
+            f"{system.software.name}: DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, MBS {run.batch.micro_batch_size}, "
+            f"GBS {size}, "
             f"{layout.microbatches(run, size)} micro-batches")
 
 

@@ -23,7 +23,8 @@ DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"
 def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     """Machine, clock, software and nodes, and every flag of pretrain_gpt.py."""
     group = parser.add_argument_group("system")
-    group.add_argument("--machine", default="a64fx", help=f"{', '.join(machine.names())}, or a file of perf calibrate (default: a64fx)")
+    group.add_argument("--machine", default="a64fx",
+                       help=f"{', '.join(machine.names())}, or a file of perf calibrate (default: a64fx)")
     group.add_argument("--ghz", type=float, help="clock (default: the machine's nominal one)")
     group.add_argument("--eco-state", type=int, default=0, choices=(0, 2), help="2: one floating-point pipe (A64FX)")
     group.add_argument("--software", help=f"{', '.join(software.names())} (default: this, on A100 megatron-a100)")

@@ -34,7 +34,8 @@ class Software:
     """An implementation.
 
     group: whose parameters hold. style: counts of element-wise work. page_faults: "none" (memory is kept), "across nodes" (large
-    blocks fault in again, and cost more to give back where the network has registered them), "registered" (always so). old_torch: element-wise work and calls take the old torch's factor.
+    blocks fault in again, and cost more to give back where the network has registered them), "registered" (always so).
+    old_torch: element-wise work and calls take the old torch's factor.
     machines: where it is known to run. offers: what it can be told, for the planner.
     """
 

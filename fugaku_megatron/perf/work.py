@@ -31,7 +31,10 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Counts of one phase. moved: bytes read and written; allocations: (bytes of a tensor, how many). collectives: (one, how many)."""
+    """Counts of one phase. moved: bytes read and written. allocations: (bytes of a tensor, how many).
+
+    collectives: (one, how many).
+    """
 
     products: tuple[Product, ...] = ()
     moved: float = 0.0
@@ -117,6 +120,7 @@ def weight_gradients(run: RunConfig, tp: int, parameters: int, tensors: int, sof
 
 def repeat(work: Work, times: int) -> Work:
     """`work` done `times` times."""
-    return Work(products=tuple(replace(p, times=p.times * times) for p in work.products), moved=work.moved * times, calls=work.calls * times,
+    return Work(products=tuple(replace(p, times=p.times * times) for p in work.products), moved=work.moved * times,
+                calls=work.calls * times,
                 allocations=tuple((size, count * times) for size, count in work.allocations),
                 collectives=tuple((c, count * times) for c, count in work.collectives))
