@@ -222,7 +222,7 @@ def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
 
 def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
     """A line for each value beyond the rows that were fitted."""
-    return [f"{name} {values[name]:.4g} is outside the fitted {low:.4g} to {high:.4g}"
+    return [f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
             for name, (low, high) in ranges.items() if not low <= values[name] <= high]
 
 
@@ -235,4 +235,6 @@ def row_system(row: Row) -> System:
 
 def predict_row(row: Row) -> Prediction:
     """The prediction for a row of the published tables. Raises ValueError for a row that nobody can run."""
+    problem = row.problem()
+    check(problem is None, problem)
     return predict(row.run(), row_system(row))

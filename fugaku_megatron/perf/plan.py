@@ -69,7 +69,8 @@ def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator
     """Every combination of what the software offers."""
     offers, model, parallel = system.software.offers, run.model, run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else offers.ranks_per_node
-    tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads), "tensor_model_parallel_size" in held)
+    tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads),
+                      "tensor_model_parallel_size" in held)
     stages = _choices(parallel.pipeline_model_parallel_size, _divisors(model.num_layers),
                       "pipeline_model_parallel_size" in held)
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)

@@ -71,8 +71,8 @@ def _row(number: int, plan: Plan, p: Prediction, train_tokens: float | None) -> 
     span = f"{p.lower:.4g} to {p.upper:.4g}"
     sizes = f"{layout.dp:>5} {layout.tp:>3} {layout.pp:>3} {plan.run.batch.micro_batch_size:>3}"
     return (f"{number:>3} {p.seconds:>8.5g} {span:>17} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
-            f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {sizes} {recompute_name(plan.run):>10} {plan.run.parallel.zero_stage:>4} "
-            f"{days:>7} {hours:>10}")
+            f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {sizes} {recompute_name(plan.run):>10} "
+            f"{plan.run.parallel.zero_stage:>4} {days:>7} {hours:>10}")
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,7 @@ HUBER = 1.5  # residuals beyond this many standard deviations count linearly
 FLOOR = 1e-6  # a parameter whose lower bound is 0 stays above this
 
 ITERATIONS = 40
+ENOUGH = 1e-3  # of chi square, to which one row adds about 1
 
 Values = dict[str, float]
 
@@ -52,13 +53,16 @@ def solve(predict: Callable[[Values], Sequence[float]], observed: Sequence[float
         weight = np.minimum(1, HUBER * noise / np.maximum(np.abs(r), 1e-12)) / noise**2
         normal = jacobian.T @ (weight[:, None] * jacobian) + np.diag(spread**-2.0)
         gradient = jacobian.T @ (weight * r) + (x - centre) / spread**2
-        trial = np.clip(x - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient), low, high)
+        held = ((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0))  # at a bound and pushed against it
+        damped = (normal + damping * np.diag(np.diag(normal)))[np.ix_(~held, ~held)]
+        trial = x.copy()
+        trial[~held] = np.clip(x[~held] - np.linalg.solve(damped, gradient[~held]), low[~held], high[~held])
         trial_r = residuals(trial)
         gain = cost(r, x) - cost(trial_r, trial)
         damping = damping / 5 if gain > 0 else damping * 5
         if gain > 0:
             x, r = trial, trial_r
-        if 0 <= gain < 1e-5 or damping > 1e6:
+        if 0 <= gain < ENOUGH or damping > 1e6:
             break
     return Solution(values=_values(priors, x), covariance=np.linalg.inv(normal), residuals=r)
 
