@@ -36,7 +36,7 @@ def test_latency_grows_with_the_logarithm():
 
 def test_an_unfitted_rate_is_the_machines_own():
     own = machine.load("a64fx").large_allreduce_gbs
-    assert network(Layout(2, 2, 1, 1)).seconds("all_reduce", "tp", 10**9) == pytest.approx(1 / own, rel=1e-3)
+    assert network(Layout(512, 1, 1, 512)).seconds("all_reduce", "dp", 10**9) == pytest.approx(1 / own, rel=0.01)
 
 
 def test_tensor_parallel_ranks_of_a_node_do_not_use_its_ports():
