@@ -95,12 +95,17 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = opt(1, "ranks that share each layer's matrices (TP)", aliases=("--model-parallel-size",))
     pipeline_model_parallel_size: int = opt(1, "stages the layers are cut into (PP)", aliases=("--pipe-parallel-size",))
+    pipeline_split: str = opt("balanced", "layers of each stage, such as 9,3; balanced: stages of equal cost, the logits counted; "
+                              "even: equal numbers of layers")
     zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1)", choices=(0, 1),
                           switches={"--use-distributed-optimizer": 1})
 
     def __post_init__(self) -> None:
         check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
         check_choices(self)
+        numbers = all(part.isdecimal() and int(part) for part in self.pipeline_split.split(","))
+        check(numbers or self.pipeline_split in ("balanced", "even"), f"--pipeline-split {self.pipeline_split}: give the layers of "
+              "each stage, such as 9,3, or balanced or even")
 
 
 @dataclass(frozen=True, kw_only=True)

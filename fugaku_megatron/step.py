@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import schedule
 from .comm.base import Comm, Handle
+from .nn import ops
 from .nn.model import Stage
 
 FORWARD_TAG, BACKWARD_TAG = 0, 1
@@ -61,7 +62,7 @@ class StepExecutor:
 
     def backward(self, microbatch: int) -> None:
         """Gradient of the output -> weight gradients and gradient of the input."""
-        torch.autograd.backward(self.outputs.pop(microbatch), self.gradients.pop(microbatch, None))
+        ops.backward(self.outputs.pop(microbatch), self.gradients.pop(microbatch, None))
         if not self.stage.is_first:
             self.gradients[microbatch] = self.inputs.pop(microbatch).grad
 

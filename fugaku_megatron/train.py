@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import checkpoint, schedule
-from .accounting import Layout
+from .accounting import Layout, pipeline_split
 from .batches import RampUp
 from .comm.base import Comm
 from .comm.grid import Grid, Groups
@@ -162,8 +162,9 @@ class Trainer:
 
     # Checkpoints ----------------------------------------------------------------------------------------------------------------
 
-    def _layout_record(self) -> dict[str, int]:
+    def _layout_record(self) -> dict[str, int | str]:
         return {"tensor_model_parallel_size": self.layout.tp, "pipeline_model_parallel_size": self.layout.pp,
+                "pipeline_split": ",".join(map(str, pipeline_split(self.run))),
                 "zero_shards": self.layout.dp if self.optimizer.sharded else 1}
 
     def state(self) -> dict[str, Any]:
