@@ -50,7 +50,7 @@ class Machine:
     link_gbs: float  # node to node, one direction, one pair
     injection_gbs: float  # all pairs of a node together
     link_alpha_us: float
-    large_allreduce_gbs: float  # bytes of the vector / time, published, without training around it
+    large_allreduce_gbs: float  # bytes of the vector / time
     intra_gbs: float  # between ranks of a node, one direction
     intra_alpha_us: float
     gemm_curves: tuple[GemmCurve, ...]

@@ -52,8 +52,8 @@ class Network:
 
     @property
     def _inter_rate(self) -> float:
-        published = 2 * self.machine.large_allreduce_gbs  # a ring's link carries the vector twice
-        return min(self.parameters.reduce_gbs or published, self.machine.injection_gbs / self.ranks_per_node)
+        own = 2 * self.machine.large_allreduce_gbs  # a ring's link carries the vector twice
+        return min(self.parameters.reduce_gbs or own, self.machine.injection_gbs / self.ranks_per_node)
 
     @staticmethod
     def _ring(size: float, members: int, passes: int, rate: float, alpha_us: float) -> float:

@@ -17,7 +17,7 @@ FITTED = Path(__file__).parent / "fitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Values of one group of software; see PRIORS for meaning and unit. A rate of 0: the machine's published one."""
+    """Values of one group of software; see PRIORS for meaning and unit. A rate of 0: the machine's own."""
 
     gemm_fraction: float = 1.0
     gemm_half: float = 1.0
