@@ -62,10 +62,11 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
     old, new = old_code.fitted.values, new_code.fitted.values
     ranks = old_code.offers.ranks_per_node[0]
     before = replace(system, software=old_code, ranks_per_node=ranks)
-    layout = Layout.of(run, before.world_size)
+    given = old_code.cut(run)
+    layout = Layout.of(given, before.world_size)
 
     def seconds(on: System, values: Parameters) -> float:
-        return model.step(run, layout, on, values).seconds
+        return model.step(given, layout, on, values).seconds
 
     kept = replace(before, software=replace(old_code, page_faults="none"))
     after = replace(before, software=new_code)

@@ -66,7 +66,8 @@ def cases(rows: Sequence[Row]) -> list[Case]:
     """Each row as what `model.step` takes."""
     found = []
     for row in rows:
-        run, system = row.run(), model.row_system(row)
+        system = model.row_system(row)
+        run = system.software.cut(row.run())
         found.append((run, Layout.of(run, system.world_size), system))
     return found
 

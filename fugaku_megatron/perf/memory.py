@@ -10,6 +10,8 @@ Left out: fragmentation beyond one factor. Test: pytest tests/test_perf_memory.p
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from .. import accounting
 from ..accounting import Layout
 from ..config import RunConfig
@@ -19,6 +21,14 @@ from .software import Software
 from .work import tensors
 
 PEERS = 256  # common_tofu_max_fastmode_procs: peers that get a large receive buffer
+
+
+@lru_cache(maxsize=4096)
+def kinds(run: RunConfig) -> tuple[int, ...]:
+    """For each stage the first one like it: as many layers, embedding, head. Of equals the first holds most micro-batches."""
+    split = accounting.pipeline_split(run)
+    alike = [(layers, stage == 0, stage == len(split) - 1) for stage, layers in enumerate(split)]
+    return tuple(map(alike.index, alike))
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> float:
@@ -32,7 +42,7 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> float:
 def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, parameters: MemoryParameters) -> float:
     """Kept and working tensors of one stage, logits apart."""
     training, hidden, saved = run.training, tensors(run, layout.tp)["hidden"], layer_saved_bytes(run, layout.tp)
-    layers = len(accounting.stage_layers(run.model.num_layers, layout.pp, stage))
+    layers = len(accounting.stage_layers(run, stage))
     held = min(layout.pp - stage, microbatches)
     temporary = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
@@ -68,7 +78,7 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
 
 def peak_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:
     """The fullest rank: the first stage holds most micro-batches, the last one the logits."""
-    return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in {0, layout.pp - 1})
+    return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in set(kinds(run)))
 
 
 def limit_mib(machine: Machine, code: Software, ranks_per_node: int) -> float:

@@ -96,10 +96,11 @@ class Step:
                 "data_parallel": self.data_parallel, "optimizer": self.optimizer, "other": self.other}
 
 
+@lru_cache(maxsize=4096)
 def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tuple[work.Work, work.Work]:
     """(forward, backward) of one stage for one micro-batch; recompute and weight gradients belong to the backward."""
     phases, training = work.phases(run, layout.tp, code), run.training
-    layers = len(accounting.stage_layers(run.model.num_layers, layout.pp, stage))
+    layers = len(accounting.stage_layers(run, stage))
     forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
     if training.recompute_granularity == "full":
         again = accounting.recomputed_layers(layers, training.recompute_method, training.recompute_num_layers)
@@ -121,12 +122,6 @@ def _repeat(parts: Sequence[tuple[work.Work, int]]) -> work.Work:
 
 
 @lru_cache(maxsize=4096)
-def stage_works(run: RunConfig, layout: Layout, code: Software) -> tuple[tuple[work.Work, work.Work], ...]:
-    """Work of the distinct stages: first, one in the middle, last; one entry where there is one stage."""
-    return tuple(stage_work(run, layout, stage, code) for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}))
-
-
-@lru_cache(maxsize=4096)
 def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
     """accounting.stage_parameters, once."""
     return accounting.stage_parameters(run, layout, stage)
@@ -134,13 +129,8 @@ def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def gradient_collectives(run: RunConfig, layout: Layout) -> tuple[tuple[Collective, ...], ...]:
-    """Of the first and the last stage, which also hold the embedding."""
-    return tuple(tuple(accounting.gradient_collectives(run, layout, stage)) for stage in sorted({0, layout.pp - 1}))
-
-
-def spread(distinct: Sequence, pp: int) -> list:
-    """A value for every stage out of those of the distinct stages."""
-    return list(distinct) if pp <= len(distinct) else [distinct[0], *[distinct[1]] * (pp - 2), distinct[-1]]
+    """Of each kind of stage."""
+    return tuple(tuple(accounting.gradient_collectives(run, layout, stage)) for stage in sorted(set(memory.kinds(run))))
 
 
 def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters, without: str = "") -> Step:
@@ -149,13 +139,15 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
     rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
                 precision=run.precision.name, ranks_per_node=system.ranks_per_node)
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
-    costs = spread([tuple(map(rank.seconds, pair)) for pair in stage_works(run, layout, system.software)], layout.pp)
+    kinds = memory.kinds(run)
+    costs = {kind: tuple(map(rank.seconds, stage_work(run, layout, kind, system.software))) for kind in set(kinds)}
     if without:
-        costs = [tuple(replace(seconds, **{without: 0.0}) for seconds in pair) for pair in costs]
-    forward, backward = [f.total for f, _ in costs], [b.total for _, b in costs]
+        costs = {kind: tuple(replace(seconds, **{without: 0.0}) for seconds in pair) for kind, pair in costs.items()}
+    totals = {kind: (f.total, b.total) for kind, (f, b) in costs.items()}
+    forward, backward = zip(*(totals[kind] for kind in kinds))
     transfer = network.seconds("send", "pp", accounting.activation_bytes(run)) * system.machine.host_factor
     pipeline = makespan(forward, backward, transfer, microbatches)
-    slowest = max(costs, key=lambda pair: pair[0].total + pair[1].total)
+    slowest = max(costs.values(), key=lambda pair: pair[0].total + pair[1].total)
     busy = (sum(forward) + sum(backward)) / layout.pp * microbatches
     gradients = max(sum(network.seconds(c.verb, c.group, c.bytes) for c in stage) for stage in gradient_collectives(run, layout))
     return Step(slowest=slowest[0] + slowest[1], microbatches=microbatches, pipeline=pipeline, transfer=transfer,
@@ -167,9 +159,9 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     """Clipping and Adam over a rank's share of the largest stage, in FP32."""
     counts = rank.software.counts["optimizer"]
-    parameters = max(held_parameters(run, layout, stage) for stage in {0, layout.pp - 1})
+    parameters = max(held_parameters(run, layout, stage) for stage in set(memory.kinds(run)))
     shards = layout.dp if run.parallel.zero_stage else 1
-    layers = run.model.num_layers // layout.pp
+    layers = max(accounting.pipeline_split(run))
     return (rank.traffic(counts["moved"] * parameters * accounting.FP32_BYTES / shards)
             + rank.calls(counts["calls_per_layer"] * layers))
 
@@ -187,6 +179,7 @@ def deviation(case: tuple[RunConfig, Layout, System], parameters: Parameters, na
 
 def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
     """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
+    run = system.software.cut(run)
     layout, fitted = Layout.of(run, system.world_size), system.software.fitted
     made = step(run, layout, system, fitted.values)
     width = 1.0

@@ -55,6 +55,7 @@ class Search:
 
 def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False) -> Search:
     """Cost every layout that can run. held: fields of the config that keep the run's value."""
+    run = system.software.cut(run)
     plans, dropped = [], Counter()
     for candidate, on in candidates(run, system, held):
         found = _judge(candidate, on, ramp_divisible)
@@ -71,12 +72,12 @@ def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else offers.ranks_per_node
     tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads),
                       "tensor_model_parallel_size" in held)
-    stages = _choices(parallel.pipeline_model_parallel_size, _divisors(model.num_layers),
-                      "pipeline_model_parallel_size" in held)
+    cuts = _numbers(model.num_layers) if parallel.pipeline_split == "balanced" else _divisors(model.num_layers)
+    stages = _choices(parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held)
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
     zero = _choices(parallel.zero_stage, offers.zero_stages, "zero_stage" in held)
     for pp in stages:
-        for training in _recomputes(run, model.num_layers // pp if model.num_layers % pp == 0 else 1, held, offers.recompute):
+        for training in _recomputes(run, model.num_layers // pp, held, offers.recompute):
             for tp, mbs, stage, number in ((t, m, z, r) for t in tensor for m in micro for z in zero for r in ranks):
                 cut = replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage)
                 yield (replace(run, parallel=cut, training=training, batch=replace(run.batch, micro_batch_size=mbs)),
@@ -85,6 +86,10 @@ def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator
 
 def _choices(given: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:
     return (given,) if held else offered
+
+
+def _numbers(last: int) -> tuple[int, ...]:
+    return tuple(range(1, last + 1))
 
 
 def _divisors(number: int) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
 def main(args: argparse.Namespace) -> int:
     """Predict and print."""
     system = system_of(args)
-    run = run_of(args, system)
+    run = system.software.cut(run_of(args, system))
     prediction = predict(run, system)
     print(json.dumps(as_json(prediction)) if args.json else text(run, system, prediction))
     return 0

@@ -8,11 +8,12 @@ Test: pytest tests/test_perf_software.py
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..config import RunConfig
 from .machine import Machine, unknown
 from .parameters import Fitted, fitted
 
@@ -27,6 +28,7 @@ class Offers:
     recompute: tuple[str, ...]
     zero_stages: tuple[int, ...]
     schedules: tuple[str, ...]
+    pipeline_split: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,12 @@ class Software:
     old_torch: bool
     machines: tuple[str, ...]
     offers: Offers
+
+    def cut(self, run: RunConfig) -> RunConfig:
+        """The run with its layers cut into stages as this software does: evenly, unless it offers --pipeline-split."""
+        if self.offers.pipeline_split:
+            return run
+        return replace(run, parallel=replace(run.parallel, pipeline_split="even"))
 
     @property
     def counts(self) -> dict[str, Any]:
