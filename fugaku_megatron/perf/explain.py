@@ -12,11 +12,11 @@ from ..accounting import Layout
 from ..config import RunConfig
 from . import model, software
 from .cost import Seconds
-from .model import Step, System
+from .model import System
 from .parameters import Parameters
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import Plan, Search
 
 MEANINGS = {
     "gemm": "matrix products outside attention", "attention": "Q K^T and P V", "elementwise": "element-wise operators",
@@ -75,20 +75,25 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
              Change(name="fewer faults", seconds=seconds(kept, old), note="freed memory stays with the process"),
              Change(name="native kernels", seconds=seconds(after, kernels), note="fused, attention without scores"),
              Change(name="no first calls", seconds=seconds(after, new), note="nothing is compiled or set up in an iteration")]
-    current = found[-1].seconds
-    for name, number in (("schedule and layout", ranks), ("ranks per CMG", system.machine.units)):
-        plans = search(run, replace(after, ranks_per_node=number), frozenset({"ranks_per_node"})).plans
-        note = _layout(plans[0]) if plans else "no layout fits the memory"
-        if plans and plans[0].seconds < current:
-            current = plans[0].seconds
-        else:
-            note = "not taken: " + note + (f", {plans[0].seconds:.4g} s" if plans else "")
-        found.append(Change(name=name, seconds=current, note=note))
-    made: Step = model.step(best.run, best.layout, best.system, new)
-    found.append(Change(name="best plan of the search", seconds=made.seconds, note=_layout(best)))
+    cut = frozenset({"ranks_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size",
+                     "recompute_granularity", "zero_stage"})
+    spread = search(given, replace(after, ranks_per_node=system.machine.units), cut)
+    found.append(_taken("ranks per CMG", found[-1].seconds, spread))
+    made = model.step(best.run, best.layout, best.system, new)
+    found.append(Change(name="schedule and layout", seconds=made.seconds, note=_layout(best)))
     found.append(Change(name="overlap", seconds=made.seconds - made.data_parallel,
                         note="of gradient reduction with the backward: not in the trainer yet"))
     return found
+
+
+def _taken(name: str, before: float, found: Search) -> Change:
+    """A change that is made where it helps."""
+    if not found.plans:
+        return Change(name=name, seconds=before, note=f"not taken at this cut: {found.dropped.most_common(1)[0][0]}")
+    plan = found.plans[0]
+    if plan.seconds >= before:
+        return Change(name=name, seconds=before, note=f"not taken: {plan.seconds:.4g} s with {_layout(plan)}")
+    return Change(name=name, seconds=plan.seconds, note=_layout(plan))
 
 
 def _layout(plan: Plan) -> str:
