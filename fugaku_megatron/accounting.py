@@ -138,6 +138,14 @@ def _layer_norm(name: str, run: RunConfig) -> Record:
     return Record(name=name, parameters=2 * run.model.hidden_size, saved_bytes=activation_bytes(run) + 2 * rows * FP32_BYTES)
 
 
+ATTENTION_BACKWARD_SHARE = 2.5  # of forward's products: S and dP are computed again, dQ, dK and dV are new
+
+
+def causal_attention_flops(heads: int, s: int, d: int) -> float:
+    """Q K^T and P V of `heads` (times samples) heads, below the diagonal only: what a kernel that skips masked tiles does."""
+    return 2.0 * heads * s * s * d
+
+
 def _attention(run: RunConfig, tp: int) -> Record:
     model, b = run.model, run.batch.micro_batch_size
     s, heads, d = model.seq_length, model.num_attention_heads // tp, model.hidden_size // model.num_attention_heads

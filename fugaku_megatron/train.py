@@ -56,7 +56,7 @@ class IterationResult:
 class Trainer:
     """One rank of a run. Raises ValueError when the run does not fit on `world.size` ranks.
 
-    train, valid: datasets, needed where `reads_data`; None elsewhere.
+    train, valid: datasets, needed where `reads_data`; None elsewhere. watch: see StepExecutor.
     """
 
     run: RunConfig
@@ -65,6 +65,7 @@ class Trainer:
     train: Dataset | None = None
     valid: Dataset | None = None
     progress: Progress = field(default_factory=Progress)
+    watch: Callable[[StepExecutor], schedule.Executor] | None = None
 
     def __post_init__(self) -> None:
         run = self.run
@@ -105,7 +106,7 @@ class Trainer:
         pp, dp, b = self.groups.pp, self.groups.dp, self.run.batch.micro_batch_size
         model = self.run.model
         executor = StepExecutor(self.stage, pp, batches, lambda m: first_sample(consumed, m, b, dp.rank, dp.size),
-                                (model.seq_length, b, model.hidden_size), self.dtype, factor)
+                                (model.seq_length, b, model.hidden_size), self.dtype, factor, self.watch)
         return executor.run(make(pp.rank, pp.size, microbatches))
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
