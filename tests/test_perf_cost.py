@@ -42,6 +42,17 @@ def test_the_clock_gains_its_ratio(work, field):
     assert slow / fast == pytest.approx(1.10)
 
 
+def test_sixteen_bits_gain_only_where_they_are_multiplied_as_such():
+    product = Work(products=(Product(m=4096, n=4096, k=4096),))
+
+    def gain(machine: str, software: str) -> float:
+        fp32, fp16 = (replace(rank(machine, software, gemm_half=1.0), precision=p).seconds(product).gemm for p in ("fp32", "fp16"))
+        return fp32 / fp16
+
+    assert gain("a64fx", "this") == gain("a64fx", "torch1.10") == 1.0
+    assert gain("a100", "megatron-a100") == pytest.approx(16)
+
+
 def test_only_large_blocks_fault_and_cost_more_where_the_network_registered_them():
     small, large = Work(allocations=((MMAP_BYTES - 1, 5),)), Work(allocations=((10**8, 5),))
     values = {"fault_gbs": 10.0, "unmap_ms": 2.0}

@@ -59,7 +59,8 @@ class Rank:
 
     @property
     def _peak(self) -> float:
-        return self.machine.peak_tflops[self.precision] * 1e12 * self.machine.clock / self.ranks_per_node
+        precision = self.software.counts["computes_in"] or self.precision
+        return self.machine.peak_tflops[precision] * 1e12 * self.machine.clock / self.ranks_per_node
 
     @property
     def _slowness(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,6 +232,7 @@ def main(args: argparse.Namespace) -> int:
     """Fit every group, print, write."""
     data = {}
     for group in PRIORS:
+        print(f"fitting {group}, and again without each of {len(PARTS[group])} parts", file=sys.stderr)
         report = make_report(group)
         print(text(report), flush=True)
         data[group] = as_json(report)
