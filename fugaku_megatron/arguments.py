@@ -84,6 +84,12 @@ def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
 def build_parser(prog: str = "pretrain_gpt.py") -> argparse.ArgumentParser:
     """The parser; an absent flag leaves no attribute, so that a recipe's value stays."""
     parser = _Parser(prog=prog, allow_abbrev=False, description="Train a GPT over MPI: mpiexec -n N python pretrain_gpt.py ...")
+    add_flags(parser)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Every flag of pretrain_gpt.py, for other commands that speak of a run; `interpret` reads what they gave."""
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
     parser.add_argument("--dry-run", action="store_true", help="build and print the run's plan in one process, train nothing")
     parser.add_argument("--world-size", type=int, help="ranks to assume in a --dry-run")
@@ -95,10 +101,10 @@ def build_parser(prog: str = "pretrain_gpt.py") -> argparse.ArgumentParser:
     for name, (values, meaning) in FOREIGN_FLAGS.items():
         kind: dict[str, Any] = {"nargs": values} if values else {"action": "store_true"}
         foreign.add_argument(name, dest=_FOREIGN + name, default=argparse.SUPPRESS, help=meaning, **kind)
-    return parser
 
 
-def _suggest(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+def suggest(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """The one line for flags that a parser does not know."""
     word = next((u for u in unknown if u.startswith("-")), unknown[0])
     known = [option for action in parser._actions for option in action.option_strings]
     near = difflib.get_close_matches(word.split("=")[0], known, n=1)
@@ -151,8 +157,13 @@ def parse(argv: Sequence[str]) -> Arguments:
     """Read the command line. Raises ValueError with one line for a user's mistake."""
     parser = build_parser()
     values, unknown = parser.parse_known_args(argv)
-    check(not unknown, _suggest(parser, unknown) if unknown else "")
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(values).items()}
+    check(not unknown, suggest(parser, unknown) if unknown else "")
+    return interpret(vars(values))
+
+
+def interpret(values: dict[str, Any]) -> Arguments:
+    """The parsed values of `add_flags` as a run. Raises ValueError with one line for a user's mistake."""
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     foreign = [k for k in given if k.startswith(_FOREIGN)]
     notes = tuple(f"{k.removeprefix(_FOREIGN)}: {FOREIGN_FLAGS[k.removeprefix(_FOREIGN)][1]}" for k in foreign)
     given = {k: v for k, v in given.items() if k not in foreign}

@@ -126,7 +126,7 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["tabels"], "command tabels is unknown: did you mean tables?"),
     (["tables", "--document", "003"], "--document 003 is unknown: give 000 or 001 or 002 or 004"),
-    (["tables", "--markdwon"], "unrecognized arguments: --markdwon"),
+    (["tables", "--markdwon"], "unknown flag --markdwon: did you mean --markdown?"),
     (["tables", "--csv", "/no/such/place/t.csv"], "--csv /no/such/place/t.csv: /no/such/place is not a directory"),
     (["tables", "--png", "{here}"], "is a directory: give a file in it"),
 ])

@@ -13,9 +13,15 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .. import arguments
+
 PROGRAM = "python -m fugaku_megatron.perf"
 COMMANDS = {  # name and module -> what it does
     "tables": "the published benchmark tables: printed, corrected, computed again and modelled",
+    "fit": "fit the model's parameters to the tables; prints errors, in sample and left out",
+    "predict": "seconds, TFLOPs and memory of a run that pretrain_gpt.py's flags describe",
+    "plan": "search parallel layouts for a model on given nodes; picture, bottlenecks, command line",
+    "calibrate": "measure this host's peak, GEMM curve, bandwidth and MPI, and write them as a machine",
 }
 
 
@@ -41,7 +47,10 @@ def run(argv: Sequence[str]) -> int:
     parser = _Parser(prog=f"{PROGRAM} {argv[0]}", description=module.__doc__, allow_abbrev=False,
                      formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(parser)
-    return module.main(parser.parse_args(argv[1:]))
+    values, unknown = parser.parse_known_args(argv[1:])
+    if unknown:
+        raise ValueError(arguments.suggest(parser, unknown))
+    return module.main(values)
 
 
 def main() -> int:

@@ -174,7 +174,7 @@ class Row:
             model=ModelConfig(num_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
                               seq_length=self.seq, vocab_size=self.vocabulary),
             parallel=ParallelConfig(tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
-                                    zero_stage=self.zero),
+                                    pipeline_split="even", zero_stage=self.zero),
             batch=BatchConfig(micro_batch_size=self.mbs, global_batch_size=self.gbs),
             precision=PrecisionConfig(bf16=self.precision == "bf16", fp16=self.precision == "fp16"),
             training=TrainingConfig(recompute_granularity="full" if self.recompute else None))

@@ -1,0 +1,233 @@
+"""Seconds per iteration of a run on a machine: stages' costs, the schedule's critical path, and what happens once per iteration.
+
+    predict(run, System.of("a64fx", "torch1.10", nodes=192)) -> Prediction
+    predict_row(row) -> Prediction                            for a row of the published tables
+
+Left out: input and output, evaluation, checkpoints. Test: pytest tests/test_perf_model.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .. import accounting
+from ..accounting import Collective, Layout
+from ..config import RunConfig, check
+from . import machine, memory, software, work
+from .cost import Rank, Seconds
+from .machine import Machine
+from .network import Network
+from .parameters import Parameters
+from .pipeline import makespan
+from .rows import Row
+from .software import Software
+
+NOISE_FLOOR = 0.08  # campaigns of the same run differ by 5 to 13 %: no prediction of an unseen run can be closer
+BAND = 1.645  # standard deviations: nine of ten runs should lie between lower and upper
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """Where and with what a run is made."""
+
+    machine: Machine
+    software: Software
+    nodes: int
+    ranks_per_node: int
+
+    @staticmethod
+    def of(machine_name: str, software_name: str, nodes: int, ranks_per_node: int | None = None, ghz: float | None = None,
+           eco: bool = False) -> System:
+        """By name. Raises ValueError for unknown machines and software and for numbers that no node can have."""
+        found, code = machine.load(machine_name).at(ghz, eco), software.load(software_name)
+        ranks = found.ranks_per_node if ranks_per_node is None else ranks_per_node
+        check(nodes >= 1, f"--nodes is {nodes}: give a number above 0")
+        limit = found.units if found.kind == "gpu" else found.threads
+        check(1 <= ranks <= limit, f"--ranks-per-node is {ranks}: give 1 to {limit}, what a node of {found.name} has")
+        return System(machine=found, software=code, nodes=nodes, ranks_per_node=ranks)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A modelled iteration. lower, upper: where nine of ten runs should lie. breakdown: by cause, adding up to `seconds`."""
+
+    seconds: float
+    lower: float
+    upper: float
+    tflops_per_node: float
+    memory_mib_max: float
+    oom: bool
+    bubble_fraction: float
+    breakdown: dict[str, float]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step is made of, before it is turned into a Prediction."""
+
+    slowest: Seconds  # of the stage that sets the pace, one micro-batch
+    microbatches: int
+    stages: tuple[tuple[float, float], ...]  # forward and backward of every stage
+    transfer: float
+    pipeline: float
+    first_calls: float
+    data_parallel: float
+    optimizer: float
+    other: float
+    bubble_fraction: float
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline + self.first_calls + self.data_parallel + self.optimizer + self.other
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by cause: the pace-setting stage's work, what it waits for, and what comes once per iteration."""
+        busy = self.slowest * self.microbatches
+        waiting = self.pipeline - busy.total if len(self.stages) > 1 else 0.0
+        return {**vars(busy), "bubble_and_transfers": waiting, "first_calls": self.first_calls,
+                "data_parallel": self.data_parallel, "optimizer": self.optimizer, "other": self.other}
+
+
+@lru_cache(maxsize=4096)
+def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tuple[work.Work, work.Work]:
+    """(forward, backward) of one stage for one micro-batch; recompute and weight gradients belong to the backward."""
+    phases, training = work.phases(run, layout.tp, code), run.training
+    layers = len(accounting.stage_layers(run, stage))
+    forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
+    if training.recompute_granularity == "full":
+        again = accounting.recomputed_layers(layers, training.recompute_method, training.recompute_num_layers)
+        backward.append((phases["layer_forward"], again))
+    elif training.recompute_granularity == "selective":
+        backward.append((work.attention_again(run, layout.tp, code), layers))
+    for place, here in (("embedding", stage == 0), ("head", stage == layout.pp - 1)):
+        if here:
+            forward.append((phases[f"{place}_forward"], 1))
+            backward.append((phases[f"{place}_backward"], 1))
+    parameters = held_parameters(run, layout, stage)
+    backward.append((work.weight_gradients(run, layout.tp, parameters, 12 * layers, code), 1))
+    return _repeat(forward), _repeat(backward)
+
+
+def _repeat(parts: Sequence[tuple[work.Work, int]]) -> work.Work:
+    """The sum of work done several times each."""
+    return sum((work.repeat(w, times) for w, times in parts if times), work.Work())
+
+
+@lru_cache(maxsize=4096)
+def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
+    """accounting.stage_parameters, once."""
+    return accounting.stage_parameters(run, layout, stage)
+
+
+@lru_cache(maxsize=4096)
+def gradient_collectives(run: RunConfig, layout: Layout) -> tuple[tuple[Collective, ...], ...]:
+    """Of each kind of stage."""
+    return tuple(tuple(accounting.gradient_collectives(run, layout, stage)) for stage in sorted(set(memory.kinds(run))))
+
+
+def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters, without: str = "") -> Step:
+    """Cost one iteration at the full global batch size. without: a cause in ranks' work (a field of Seconds) that takes no time."""
+    network = Network(machine=system.machine, parameters=parameters, layout=layout, ranks_per_node=system.ranks_per_node)
+    rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
+                precision=run.precision.name, ranks_per_node=system.ranks_per_node)
+    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    kinds = memory.kinds(run)
+    costs = {kind: tuple(map(rank.seconds, stage_work(run, layout, kind, system.software))) for kind in set(kinds)}
+    if without:
+        costs = {kind: tuple(replace(seconds, **{without: 0.0}) for seconds in pair) for kind, pair in costs.items()}
+    totals = {kind: (f.total, b.total) for kind, (f, b) in costs.items()}
+    forward, backward = zip(*(totals[kind] for kind in kinds))
+    transfer = network.seconds("send", "pp", accounting.activation_bytes(run)) * system.machine.host_factor
+    pipeline = makespan(forward, backward, transfer, microbatches)
+    slowest = max(costs.values(), key=lambda pair: pair[0].total + pair[1].total)
+    busy = (sum(forward) + sum(backward)) / layout.pp * microbatches
+    gradients = max(sum(network.seconds(c.verb, c.group, c.bytes) for c in stage) for stage in gradient_collectives(run, layout))
+    return Step(slowest=slowest[0] + slowest[1], microbatches=microbatches, pipeline=pipeline, transfer=transfer,
+                stages=tuple(zip(forward, backward)),
+                first_calls=(layout.pp - 1) * parameters.first_call_s, data_parallel=gradients * (1 - parameters.overlap),
+                optimizer=_optimizer(run, layout, rank), other=parameters.iteration_s, bubble_fraction=1 - busy / pipeline)
+
+
+def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
+    """Clipping and Adam over a rank's share of the largest stage, in FP32."""
+    counts = rank.software.counts["optimizer"]
+    parameters = max(held_parameters(run, layout, stage) for stage in set(memory.kinds(run)))
+    shards = layout.dp if run.parallel.zero_stage else 1
+    layers = max(accounting.pipeline_split(run))
+    return (rank.traffic(counts["moved"] * parameters * accounting.FP32_BYTES / shards)
+            + rank.calls(counts["calls_per_layer"] * layers))
+
+
+def deviation(case: tuple[RunConfig, Layout, System], parameters: Parameters, names: Sequence[str],
+              covariance: Sequence[Sequence[float]], noise: float) -> float:
+    """Standard deviation of the logarithm of a case's time: the parameters' uncertainty, and what runs differ by in any case."""
+    seconds, slopes, change = step(*case, parameters).seconds, [], 0.02
+    for name in names:
+        raised = replace(parameters, **{name: getattr(parameters, name) * math.exp(change)})
+        slopes.append(math.log(step(*case, raised).seconds / seconds) / change)
+    variance = sum(a * b * c for a, row in zip(slopes, covariance) for b, c in zip(slopes, row))
+    return math.sqrt(max(0.0, variance) + noise**2)
+
+
+def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
+    """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
+    run = system.software.cut(run)
+    layout, fitted = Layout.of(run, system.world_size), system.software.fitted
+    made = step(run, layout, system, fitted.values)
+    width = 1.0
+    if with_band:
+        noise = max(fitted.noise, NOISE_FLOOR)
+        width = math.exp(BAND * deviation((run, layout, system), fitted.values, fitted.names, fitted.covariance, noise))
+    used = memory.peak_mib(run, layout, system.software, system.nodes, fitted.memory)
+    flops = accounting.hardware_flops(run, layout.global_batch_size(run))
+    return Prediction(seconds=made.seconds, lower=made.seconds / width, upper=made.seconds * width,
+                      tflops_per_node=flops / made.seconds / system.nodes / 1e12, memory_mib_max=used,
+                      oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node),
+                      bubble_fraction=made.bubble_fraction, breakdown=made.breakdown(), warnings=warnings(run, layout, system))
+
+
+def warnings(run: RunConfig, layout: Layout, system: System) -> tuple[str, ...]:
+    """What makes this prediction weaker than the fit: each a line."""
+    code, found = system.software, []
+    if not code.measured:
+        found.append(f"software {code.name} is a model of efficiencies, not fitted to measured runs")
+    if not code.known_on(system.machine):
+        found.append(f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over")
+    if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
+        found.append(f"the network of {system.machine.name} was not measured: calibrate on two nodes")
+    return tuple(found + outside(code.fitted.ranges, facts(run, layout, system)))
+
+
+def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
+    """What the fitted range is judged by."""
+    return {"nodes": system.nodes, "parameters": accounting.parameters(run), "sequence length": run.model.seq_length,
+            "micro-batch size": run.batch.micro_batch_size, "tensor-parallel size": layout.tp, "pipeline stages": layout.pp,
+            "ranks per node": system.ranks_per_node}
+
+
+def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
+    """A line for each value beyond the rows that were fitted."""
+    return [f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
+            for name, (low, high) in ranges.items() if not low <= values[name] <= high]
+
+
+def row_system(row: Row) -> System:
+    """The system of a published row."""
+    before = row.machine == "a100" and row.notes < "02-25"
+    return System.of("a100-before-0225" if before else row.machine, row.software, row.nodes,
+                     max(1, row.ranks // row.nodes), row.ghz)
+
+
+def predict_row(row: Row) -> Prediction:
+    """The prediction for a row of the published tables. Raises ValueError for a row that nobody can run."""
+    problem = row.problem()
+    check(problem is None, problem)
+    return predict(row.run(), row_system(row))

@@ -1,0 +1,61 @@
+"""Seconds per iteration, TFLOPs, memory and bubble of a run that pretrain_gpt.py's flags describe. Everything printed is modelled.
+
+    python -m fugaku_megatron.perf predict --machine a64fx --ghz 2.0 --software torch1.10 --nodes 192 --recipe 30b \\
+        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 --checkpoint-activations --json
+
+The data-parallel size is nodes x ranks per node / (TP x PP). Flags for data, optimizer and output are accepted and change nothing.
+Test: pytest tests/test_perf_predict.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from .. import accounting
+from ..config import RunConfig
+from .model import Prediction, System, predict
+from .request import add_system_arguments, run_of, system_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_system_arguments(parser)
+
+
+def as_json(prediction: Prediction) -> dict[str, Any]:
+    """The prediction under the names of the command's output."""
+    p = prediction
+    return {"seconds_per_iteration": round(p.seconds, 6), "lower": round(p.lower, 6), "upper": round(p.upper, 6),
+            "tflops_per_node": round(p.tflops_per_node, 6), "memory_mib_max": round(p.memory_mib_max, 1), "oom": p.oom,
+            "bubble_fraction": round(p.bubble_fraction, 6),
+            "breakdown": {name: round(value, 6) for name, value in p.breakdown.items()}, "warnings": list(p.warnings)}
+
+
+def describe(run: RunConfig, system: System) -> str:
+    """The layout in one line."""
+    layout = accounting.Layout.of(run, system.world_size)
+    size = layout.global_batch_size(run)
+    return (f"{system.nodes} nodes of {system.machine.name} at {system.machine.ghz} GHz x {system.ranks_per_node} ranks, "
+            f"{system.software.name}: DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, MBS {run.batch.micro_batch_size}, "
+            f"GBS {size}, "
+            f"{layout.microbatches(run, size)} micro-batches")
+
+
+def text(run: RunConfig, system: System, p: Prediction) -> str:
+    """The prediction for a reader."""
+    lines = [describe(run, system),
+             f"{p.seconds:.4g} s per iteration (model; 9 of 10 runs: {p.lower:.4g} to {p.upper:.4g}), "
+             f"{p.tflops_per_node:.3f} TFLOPs per node, bubble {p.bubble_fraction:.1%}",
+             f"{p.memory_mib_max:.0f} MiB on the fullest rank" + (": OUT OF MEMORY" if p.oom else "")]
+    lines += [f"  {name:<22}{seconds:>10.4g} s {seconds / p.seconds:>7.1%}" for name, seconds in p.breakdown.items() if seconds]
+    return "\n".join(lines + [f"warning: {w}" for w in p.warnings])
+
+
+def main(args: argparse.Namespace) -> int:
+    """Predict and print."""
+    system = system_of(args)
+    run = system.software.cut(run_of(args, system))
+    prediction = predict(run, system)
+    print(json.dumps(as_json(prediction)) if args.json else text(run, system, prediction))
+    return 0

@@ -1,0 +1,126 @@
+"""What one rank does for one micro-batch, as counts: matrix products, bytes moved and allocated, operator calls, collectives.
+
+Shapes and collectives are accounting's records; element-wise traffic is counted by the software's style. Left out: time (`cost`).
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t tensor-parallel size.
+Test: pytest tests/test_perf_work.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from .. import accounting
+from ..accounting import Collective, Record
+from ..config import RunConfig
+from .software import Software
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """`count` products (m, k) x (k, n) of one call, made `times` times; attention: they are Q K^T or P V."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+    attention: bool = False
+    backward: bool = False
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Counts of one phase. moved: bytes read and written. allocations: (bytes of a tensor, how many).
+
+    collectives: (one, how many).
+    """
+
+    products: tuple[Product, ...] = ()
+    moved: float = 0.0
+    allocations: tuple[tuple[int, float], ...] = ()
+    calls: float = 0.0
+    collectives: tuple[tuple[Collective, int], ...] = ()
+
+    def __add__(self, other: Work) -> Work:
+        return Work(products=self.products + other.products, moved=self.moved + other.moved, calls=self.calls + other.calls,
+                    allocations=self.allocations + other.allocations, collectives=self.collectives + other.collectives)
+
+
+def tensors(run: RunConfig, tp: int) -> dict[str, int]:
+    """Bytes of each kind of tensor on one rank."""
+    model, b, width = run.model, run.batch.micro_batch_size, accounting.element_bytes(run)
+    rows = model.seq_length * b * width
+    hidden = rows * model.hidden_size
+    return {"hidden": hidden, "qkv": 3 * hidden // tp, "context": hidden // tp,
+            "scores": rows * model.seq_length * model.num_attention_heads // tp, "mlp": rows * model.ffn_hidden_size // tp,
+            "logits": rows * accounting.padded_vocab_size(model, tp) // tp}
+
+
+def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
+    counts = {name: value for name, value in software.counts[phase].items() if name != "calls"}
+    return Work(moved=sum(sizes[name] * moved for name, (moved, _) in counts.items()),
+                allocations=tuple((sizes[name], allocated) for name, (_, allocated) in counts.items() if allocated),
+                calls=software.counts[phase]["calls"])
+
+
+def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], ...]:
+    return tuple((c, 1) for c in collectives)
+
+
+def _forward(record: Record, run: RunConfig) -> Work:
+    if record.gemm is None:
+        return Work(collectives=_once(record.forward))
+    m, n, k = record.gemm
+    if record.name == "attention":
+        count = record.gemm_count
+        products = (Product(m=m, n=n, k=k, count=count, attention=True), Product(m=m, n=k, k=n, count=count, attention=True))
+    else:
+        products = (Product(m=m, n=n, k=k),)
+    return Work(products=products, collectives=_once(record.forward))
+
+
+def _backward(record: Record, run: RunConfig) -> Work:
+    """Two products for each forward one: for the input's and for the weight's (or other operand's) gradient."""
+    products = []
+    for p in _forward(record, run).products:
+        kind = {"count": p.count, "attention": p.attention, "backward": True}
+        products += [Product(m=p.m, n=p.k, k=p.n, **kind), Product(m=p.k, n=p.n, k=p.m, **kind)]
+    return Work(products=tuple(products), collectives=_once(record.backward))
+
+
+@cache
+def phases(run: RunConfig, tp: int, software: Software) -> dict[str, Work]:
+    """Work of one layer, of the embedding and of the head, forward and backward, without recompute and weight gradients."""
+    sizes = tensors(run, tp)
+    places = {"layer": accounting.layer_records(run, tp), "embedding": accounting.embedding_records(run, tp),
+              "head": accounting.head_records(run, tp, tied=False)}
+    work = {}
+    for place, records in places.items():
+        for phase, of in (("forward", _forward), ("backward", _backward)):
+            name = f"{place}_{phase}"
+            work[name] = sum((of(record, run) for record in records), _elementwise(software, name, sizes))
+    return work
+
+
+def attention_again(run: RunConfig, tp: int, software: Software) -> Work:
+    """What selective recompute repeats of one layer: attention's products and the work on its scores."""
+    sizes, record = tensors(run, tp), next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
+    moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
+    return Work(products=_forward(record, run).products, moved=moved * sizes["scores"], calls=5,
+                allocations=((sizes["scores"], allocated),) if allocated else ())
+
+
+def weight_gradients(run: RunConfig, tp: int, parameters: int, tensors: int, software: Software) -> Work:
+    """Writing `parameters` weight gradients, in `tensors` tensors, and adding them to what earlier micro-batches left."""
+    counts, bytes = software.counts["weights"], parameters * accounting.element_bytes(run)
+    allocations = ((bytes // tensors, tensors * counts["allocated"]),) if counts["allocated"] else ()
+    return Work(moved=counts["moved"] * bytes, allocations=allocations, calls=tensors)
+
+
+def repeat(work: Work, times: int) -> Work:
+    """`work` done `times` times."""
+    return Work(products=tuple(replace(p, times=p.times * times) for p in work.products), moved=work.moved * times,
+                calls=work.calls * times,
+                allocations=tuple((size, count * times) for size, count in work.allocations),
+                collectives=tuple((c, count * times) for c, count in work.collectives))

@@ -1,0 +1,48 @@
+"""Calibration: curve fit and the machine's file; the command over real MPI is in tests/mpi/test_calibrate.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fugaku_megatron.perf import __main__ as door
+from fugaku_megatron.perf import calibrate, machine
+from fugaku_megatron.perf.calibrate import Compute, Messages
+
+
+def test_the_curve_that_made_the_points_is_found():
+    points = [(n, 100 * 0.9 / (1 + 60 / n)) for n in calibrate.SIZES]
+    maximum, half = calibrate.fit_curve(points, 100.0)
+    assert maximum == pytest.approx(0.9, rel=0.02) and half == pytest.approx(60, rel=0.05)
+
+
+def described(tmp_path, between: Messages | None) -> machine.Machine:
+    rank = Compute(threads=2, clock_ghz=3.0, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)))
+    data = calibrate.describe("a test", [rank, rank], Messages(alpha_us=1.0, gbs=10.0), between, 5.0, 64.0)
+    (tmp_path / "host.json").write_text(calibrate.json.dumps(data))
+    return machine.load(str(tmp_path / "host.json"))
+
+
+def test_a_nodes_rates_are_the_sums_over_its_ranks(tmp_path):
+    host = described(tmp_path, None)
+    assert (host.peak_tflops["fp32"], host.stream_gbs, host.threads, host.ranks_per_node) == (0.2, 40.0, 4, 2)
+    assert host.sources["link_gbs"].startswith("not measured") and host.link_gbs == 10.0
+
+
+def test_messages_between_nodes_are_kept_apart(tmp_path):
+    host = described(tmp_path, Messages(alpha_us=2.0, gbs=3.0))
+    assert (host.link_gbs, host.intra_gbs) == (3.0, 10.0) and host.sources["link_gbs"].startswith("measured")
+
+
+def test_one_rank_is_refused(tmp_path):
+    command = [sys.executable, "-m", "fugaku_megatron.perf", "calibrate", "--output", str(tmp_path / "host.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "mpiexec -n 2" in done.stderr and not (tmp_path / "host.json").exists()
+
+
+@pytest.mark.parametrize("output, message", [("host.txt", "ends in .json"), ("nowhere/host.json", "is not a directory")])
+def test_bad_outputs_are_refused_before_anything_is_measured(output, message):
+    with pytest.raises(ValueError, match=message):
+        door.run(["calibrate", "--output", output])

@@ -1,0 +1,75 @@
+"""The roofline: GEMM shapes, clocks, page faults and their threshold, tiles on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fugaku_megatron.accounting import Layout
+from fugaku_megatron.perf.cost import MMAP_BYTES, Rank
+from fugaku_megatron.perf.model import System
+from fugaku_megatron.perf.network import Network
+from fugaku_megatron.perf.parameters import Parameters
+from fugaku_megatron.perf.work import Product, Work
+
+
+def rank(machine: str = "a64fx", software: str = "torch1.10", nodes: int = 1, ranks_per_node: int = 1, ghz: float | None = None,
+         **values: float) -> Rank:
+    system, parameters = System.of(machine, software, nodes, ranks_per_node, ghz), Parameters(**values)
+    network = Network(machine=system.machine, parameters=parameters, layout=Layout(1, 1, 1, 1), ranks_per_node=ranks_per_node)
+    return Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, precision="fp32",
+                nodes=nodes, ranks_per_node=ranks_per_node)
+
+
+def test_a_large_product_nears_the_curve_and_a_small_one_does_not():
+    def share(n: int) -> float:
+        return 2 * n**3 / rank().seconds(Work(products=(Product(m=n, n=n, k=n),))).gemm / 6.144e12
+
+    assert share(20000) == pytest.approx(0.92, rel=0.03)
+    assert share(1050) == pytest.approx(0.46, rel=0.01)
+
+
+def test_per_cmg_ranks_have_a_better_curve():
+    product = Work(products=(Product(m=1024, n=3072, k=768),))
+    assert rank(ranks_per_node=4).seconds(product).gemm < 4 * rank().seconds(product).gemm * 0.85
+
+
+@pytest.mark.parametrize("work, field", [(Work(moved=1e9), "elementwise"), (Work(calls=10), "calls"),
+                                         (Work(products=(Product(m=512, n=512, k=512),)), "gemm")])
+def test_the_clock_gains_its_ratio(work, field):
+    slow, fast = (getattr(rank(ghz=ghz, call_us=5).seconds(work), field) for ghz in (2.0, 2.2))
+    assert slow / fast == pytest.approx(1.10)
+
+
+def test_sixteen_bits_gain_only_where_they_are_multiplied_as_such():
+    product = Work(products=(Product(m=4096, n=4096, k=4096),))
+
+    def gain(machine: str, software: str) -> float:
+        fp32, fp16 = (replace(rank(machine, software, gemm_half=1.0), precision=p).seconds(product).gemm for p in ("fp32", "fp16"))
+        return fp32 / fp16
+
+    assert gain("a64fx", "this") == gain("a64fx", "torch1.10") == 1.0
+    assert gain("a100", "megatron-a100") == pytest.approx(16)
+
+
+def test_only_large_blocks_fault_and_cost_more_where_the_network_registered_them():
+    small, large = Work(allocations=((MMAP_BYTES - 1, 5),)), Work(allocations=((10**8, 5),))
+    values = {"fault_gbs": 10.0, "unmap_ms": 2.0}
+    assert rank(**values).seconds(small).page_faults == 0.0
+    assert rank(**values).seconds(large).page_faults == pytest.approx(0.05)
+    assert rank(nodes=2, **values).seconds(large).page_faults == pytest.approx(0.05 + 0.01)
+    assert rank(software="torch1.7", **values).seconds(large).page_faults == pytest.approx(0.06)
+    assert rank(software="torch1.10+tcmalloc", nodes=2, **values).seconds(large).page_faults == 0.0
+
+
+def test_tiles_waves_and_unaligned_sides_on_a_gpu():
+    gpu = replace(rank("a100", "megatron-a100", ranks_per_node=8, gemm_half=1e-9, unaligned=0.1), precision="bf16")
+    full = 108 * 256
+
+    def share(m: int, n: int = 128, k: int = 1024) -> float:
+        return 2 * m * n * k / gpu.seconds(Work(products=(Product(m=m, n=n, k=k),))).gemm / 312e12
+
+    assert share(full) == pytest.approx(1.0)
+    assert share(full + 1) < 0.51 * 0.1 * 1.01  # a second wave for one row, on the slow path
+    assert share(full, k=1020) == pytest.approx(0.1)

@@ -1,0 +1,52 @@
+"""Machines as data: every constant has a source, clocks and eco mode change what they must, unknown hardware is an error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fugaku_megatron.perf import machine
+
+
+@pytest.mark.parametrize("name", machine.names())
+def test_every_constant_has_a_source(name):
+    loaded = machine.load(name)
+    assert all(len(source) > 3 for source in loaded.sources.values())
+    assert loaded.peak_tflops["fp32"] > 0 and loaded.gemm_curves and loaded.name == name
+
+
+def test_the_machines_that_the_tables_and_targets_need():
+    assert {"a64fx", "fx700", "a100", "graviton3", "grace"} <= set(machine.names())
+
+
+def test_a64fx_peak_follows_from_pipes_and_clock():
+    node = machine.load("a64fx")
+    assert node.peak_tflops["fp32"] == pytest.approx(48 * 2 * 16 * 2 * 2.0e9 / 1e12)
+    assert node.at(2.2).clock == pytest.approx(1.10)
+    assert node.at(2.2, eco=True).peak_tflops["fp32"] == pytest.approx(node.peak_tflops["fp32"] / 2)
+
+
+def test_a_base_is_overridden():
+    assert machine.load("fx700").ghz == 1.8 and machine.load("fx700").units == machine.load("a64fx").units
+
+
+@pytest.mark.parametrize("name, said", [("a64", "did you mean a64fx"), ("nonsense", "give one of"),
+                                        ("missing.json", "give one of")])
+def test_unknown_machines_are_refused(name, said):
+    with pytest.raises(ValueError, match=said):
+        machine.load(name)
+
+
+def test_modes_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="--ghz 3.0 is not a clock of a64fx: give 2.0 or 2.2"):
+        machine.load("a64fx").at(3.0)
+    with pytest.raises(ValueError, match="no eco mode"):
+        machine.load("grace").at(eco=True)
+
+
+@pytest.mark.parametrize("content", ["{", json.dumps({"title": "x", "kind": "cpu", "constants": {}})])
+def test_broken_files_are_refused(tmp_path, content):
+    (tmp_path / "host.json").write_text(content)
+    with pytest.raises(ValueError, match="perf calibrate"):
+        machine.load(str(tmp_path / "host.json"))

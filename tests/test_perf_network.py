@@ -1,0 +1,51 @@
+"""Collectives: size one is free, volume and latency of a ring, sharing of a node's ports."""
+
+from __future__ import annotations
+
+import pytest
+
+from fugaku_megatron.accounting import Layout
+from fugaku_megatron.perf import machine
+from fugaku_megatron.perf.network import Network
+from fugaku_megatron.perf.parameters import Parameters
+
+
+def network(layout: Layout, ranks_per_node: int = 1, name: str = "a64fx", **values: float) -> Network:
+    return Network(machine=machine.load(name), parameters=Parameters(**values), layout=layout, ranks_per_node=ranks_per_node)
+
+
+def test_a_group_of_one_is_free():
+    assert network(Layout(8, 1, 1, 8)).seconds("all_reduce", "tp", 1 << 20) == 0.0
+
+
+def test_a_large_all_reduce_is_two_passes_of_a_ring():
+    net = network(Layout(4, 4, 1, 1), reduce_gbs=2.0)
+    assert net.seconds("all_reduce", "tp", 10**9) == pytest.approx(2 * 3 / 4 / 2.0, rel=1e-3)
+    assert net.seconds("reduce_scatter", "tp", 10**9) == pytest.approx(3 / 4 / 2.0, rel=1e-3)
+
+
+def test_gathering_a_shard_moves_as_much_as_scattering_the_whole():
+    net = network(Layout(8, 1, 1, 8), reduce_gbs=1.0)
+    assert net.seconds("all_gather", "dp", 1 << 20) == pytest.approx(net.seconds("reduce_scatter", "dp", 8 << 20))
+
+
+def test_latency_grows_with_the_logarithm():
+    few, many = (network(Layout(n, 1, 1, n), reduce_gbs=1.0).seconds("all_reduce", "dp", 4) for n in (1024, 2048))
+    assert many / few == pytest.approx(11 / 10, rel=1e-3)
+
+
+def test_an_unfitted_rate_is_the_machines_own():
+    own = machine.load("a64fx").large_allreduce_gbs
+    assert network(Layout(512, 1, 1, 512)).seconds("all_reduce", "dp", 10**9) == pytest.approx(1 / own, rel=0.01)
+
+
+def test_tensor_parallel_ranks_of_a_node_do_not_use_its_ports():
+    inside = network(Layout(4, 4, 1, 1), ranks_per_node=4).seconds("all_reduce", "tp", 10**8)
+    outside = network(Layout(4, 4, 1, 1), ranks_per_node=1).seconds("all_reduce", "tp", 10**8)
+    assert inside < outside / 4
+
+
+def test_ranks_of_a_node_share_its_ports():
+    alone = network(Layout(16, 8, 2, 1), ranks_per_node=1, name="a100").seconds("send", "pp", 10**9)
+    shared = network(Layout(16, 8, 2, 1), ranks_per_node=8, name="a100").seconds("send", "pp", 10**9)
+    assert shared == pytest.approx(2 * alone, rel=0.01)

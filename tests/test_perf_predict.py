@@ -1,0 +1,73 @@
+"""The predict command: JSON alone on stdout, pretrain_gpt.py's flags, one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fugaku_megatron.perf import __main__ as door
+
+EXAMPLE = ("predict --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 "
+           "--global-batch-size 1024 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --checkpoint-activations "
+           "--machine a64fx --ghz 2.0 --software torch1.10 --nodes 16 --ranks-per-node 1")
+KEYS = {"seconds_per_iteration", "lower", "upper", "tflops_per_node", "memory_mib_max", "oom", "bubble_fraction", "breakdown",
+        "warnings"}
+
+
+def run_json(command: str, capsys) -> dict:
+    assert door.run([*command.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_alone_on_stdout():
+    command = [sys.executable, "-m", "fugaku_megatron.perf", *EXAMPLE.split(), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = json.loads(done.stdout)
+    assert done.returncode == 0 and done.stderr == "" and set(said) == KEYS
+    assert said["lower"] < said["seconds_per_iteration"] < said["upper"] and said["oom"] is False
+
+
+def test_flags_mean_what_they_mean_to_the_trainer(capsys):
+    plain = run_json(EXAMPLE, capsys)
+    assert run_json(EXAMPLE + " --data-path somewhere_text_document --lr 1e-4 --no-cuda --save checkpoints", capsys) == plain
+    assert run_json(EXAMPLE.replace("--checkpoint-activations", "--recompute-granularity full"), capsys) == plain
+    assert run_json(EXAMPLE + " --vocab-size 250000", capsys)["seconds_per_iteration"] > plain["seconds_per_iteration"]
+
+
+def test_a_recipe_and_its_defaults(capsys):
+    said = run_json("predict --recipe 30b --software torch1.10 --nodes 192 --tensor-model-parallel-size 4 "
+                    "--pipeline-model-parallel-size 48 --checkpoint-activations", capsys)
+    assert said["seconds_per_iteration"] == pytest.approx(3535, rel=0.06) and not said["oom"]
+
+
+def test_out_of_memory_is_said(capsys):
+    command = ("predict --recipe 30b --nodes 384 --software torch1.10 --tensor-model-parallel-size 8 "
+               "--pipeline-model-parallel-size 48")
+    assert run_json(command, capsys)["oom"] is True
+    assert door.run(command.split()) == 0 and "OUT OF MEMORY" in capsys.readouterr().out
+
+
+def test_the_text_names_machine_layout_and_causes(capsys):
+    assert door.run(EXAMPLE.split()) == 0
+    said = capsys.readouterr().out
+    assert "DP 16 x TP 1 x PP 1" in said and "page_faults" in said and "model" in said
+
+
+@pytest.mark.parametrize("change, said", [
+    ("--machine a64", "did you mean a64fx"), ("--software torch", "--software torch is unknown"),
+    ("--ghz 3", "--ghz 3.0 is not a clock"),
+    ("--softwear x", "unknown flag --softwear: did you mean --software"),
+    ("--num-layer 3", "did you mean --num-layers"),
+    ("--tensor-model-parallel-size 3", "world size 16 is not divisible"),
+    ("--global-batch-size 100", "--global-batch-size 100 is not"),
+    ("--nodes 0", "--nodes is 0"), ("--world-size 8", "--world-size 8 is not --nodes 16 x"),
+    ("--hidden-size 2047", "not divisible by"),
+    ("--ranks-per-node 100", "give 1 to 48")])
+def test_mistakes_are_one_line_and_exit_code_2(change, said, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["perf", *EXAMPLE.split(), *change.split()])
+    assert door.main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1

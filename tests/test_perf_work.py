@@ -1,0 +1,55 @@
+"""Counts of a rank's work agree with accounting's FLOPs, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fugaku_megatron import accounting
+from fugaku_megatron.accounting import Layout
+from fugaku_megatron.config import ParallelConfig, RunConfig, TrainingConfig
+from fugaku_megatron.perf import model, software, work
+from fugaku_megatron.recipes import gpt_30b, gpt_124m
+
+EAGER = software.load("torch1.10")
+
+
+def flops(of: work.Work) -> int:
+    return sum(2 * p.m * p.n * p.k * p.count * p.times for p in of.products)
+
+
+def expected(run: RunConfig, recompute: str | None) -> float:
+    """accounting's count; the whole square of attention is computed here, not half of it."""
+    model_config = run.model
+    square = model_config.num_layers * model_config.seq_length**2 * model_config.hidden_size
+    if recompute == "full":
+        return accounting.hardware_flops(run, 1)
+    return accounting.model_flops(run, 1) + 6 * square + (4 * square if recompute == "selective" else 0)
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize("tp, pp", [(1, 1), (4, 3)])
+def test_products_are_accountings_flops(recompute, tp, pp):
+    run = replace(gpt_124m(), training=TrainingConfig(recompute_granularity=recompute),
+                  parallel=ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp))
+    layout = Layout(tp * pp, tp, pp, 1)
+    total = tp * sum(flops(part) for stage in range(pp) for part in model.stage_work(run, layout, stage, EAGER))
+    assert total == pytest.approx(expected(run, recompute), rel=1e-12)
+
+
+def test_tensor_sizes_of_the_30b_tables():
+    sizes = work.tensors(gpt_30b(), 4)
+    assert sizes["hidden"] == 2048 * 7168 * 4 and sizes["scores"] == 14 * 2048 * 2048 * 4
+
+
+def test_repeat_multiplies_everything():
+    once = work.phases(gpt_124m(), 1, EAGER)["layer_forward"]
+    twice = work.repeat(once, 2)
+    assert flops(twice) == 2 * flops(once) and twice.moved == 2 * once.moved and twice.calls == 2 * once.calls
+    assert sum(s * t for s, t in twice.allocations) == 2 * sum(s * t for s, t in once.allocations)
+
+
+def test_native_attention_moves_no_scores():
+    native = software.load("this")
+    assert work.phases(gpt_124m(), 1, native)["layer_forward"].moved < work.phases(gpt_124m(), 1, EAGER)["layer_forward"].moved / 5
