@@ -18,14 +18,14 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     except ImportError:
         raise ValueError(f"--png {path}: a package is missing: pip install matplotlib") from None
     panels = {key: list(rows) for key, rows in groupby(result["rows"], lambda r: (r["kernels"], r["recompute"]))}
-    figure = Figure(figsize=(4.5 * len(panels), 4.5), layout="constrained")
+    figure = Figure(figsize=(max(7, 4.5 * len(panels)), 5), layout="constrained")
     FigureCanvasAgg(figure)
     for (key, rows), axes in zip(panels.items(), figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         _panel(axes, rows)
         axes.set(title=f"{key[0]} kernels, recompute {key[1]}", xlabel="ranks", ylabel="seconds per iteration")
     figure.axes[0].legend(fontsize="small")
     figure.suptitle(f"{result['recipe']} {result['dtype']}, micro-batch {result['micro_batch_size']}, global batch "
-                    f"{result['global_batch_size']}: measured, {result['cpu']}, {result['clock_ghz']:.2f} GHz")
+                    f"{result['global_batch_size']}\nmeasured, {result['cpu']}, {result['clock_ghz']:.2f} GHz")
     try:
         figure.savefig(path, dpi=110, format="png")
     except OSError as error:
