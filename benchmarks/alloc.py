@@ -26,7 +26,7 @@ from fugaku_megatron.config import check
 from fugaku_megatron.perf.rows import load
 from fugaku_megatron.perf.table_text import pipes
 
-from . import alloc_plot, driver, jobs, preloads, shapes
+from . import alloc_plot, driver, jobs, noise, preloads, shapes
 
 ALLOCATORS = ("stock", "tuned", *preloads.LIBRARIES)
 KERNELS = ("native", "torch")
@@ -91,7 +91,7 @@ def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
 def run(options: argparse.Namespace) -> None:
     """Measure in turn, print the tables, write --json and --png."""
     if options.quick:
-        vars(options).update(QUICK)
+        vars(options).update({name: value for name, value in QUICK.items() if getattr(options, name) == options.defaults[name]})
     for name in ("iterations", "rounds", "threads"):
         check(getattr(options, name) > 0, f"--{name} {getattr(options, name)}: give 1 or more")
     planned = plan(options)
@@ -134,7 +134,8 @@ def summary(measured: list[jobs.Measured]) -> dict[str, Any]:
     """Medians over the rounds; the largest memory."""
     names = ("seconds", "tflops", "minor_faults", "system_seconds", "clock_ghz")
     return {**{name: statistics.median(getattr(m, name) for m in measured) for name in names},
-            "peak_memory_mib": max(m.peak_memory_mib for m in measured), "log": measured[-1].allocator}
+            "peak_memory_mib": max(m.peak_memory_mib for m in measured), "log": measured[-1].allocator,
+            "busy": any(m.others > noise.OTHERS for m in measured)}
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
@@ -158,6 +159,7 @@ def cells(result: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
     tp = result["tensor_model_parallel_size"]
     ratio = f", {row['ratio']:.2f} x stock" if row["ratio"] and row["allocator"] != "stock" else ""
     notes = f"{row['allocator']}{ratio}, {row['minor_faults']:.0f} minor faults, {row['system_seconds']:.2f} s system time"
+    notes += "  BUSY MACHINE" if row["busy"] else ""
     return (str(row["ranks"]), f"{row['clock_ghz']:.1f}GHz", result["recipe"].upper(), str(row["ranks"] // tp), str(tp), "1",
             str(result["micro_batch_size"]), str(result["global_batch_size"]), f"{row['peak_memory_mib']:.1f} MiB",
             f"{row['seconds']:.2f}", f"{row['tflops']:.2f}", f"{row['tflops'] * row['ranks'] / 1024:.4f}", notes)

@@ -8,6 +8,7 @@ steps the process sleeps in a read. Left out: whose turn it is (step.py). Test: 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -51,8 +52,9 @@ class Contestant:
 
     def step(self) -> dict[str, float]:
         """Train one step. {"seconds", "loss", "minor_faults", "system_seconds", "peak_rss_mib", "idle_cpu_seconds"}."""
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended; _answer says so
+            self.process.stdin.write("step\n")
+            self.process.stdin.flush()
         return self._answer()
 
     def cpu_seconds(self) -> float:
@@ -62,7 +64,8 @@ class Contestant:
 
     def close(self) -> None:
         """End the process."""
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.stdout.close()
         try:
             self.process.wait(10)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from fugaku_megatron import metrics
 from fugaku_megatron.config import RunConfig, check
 
-from . import preloads
+from . import noise, preloads
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
@@ -41,7 +42,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the log says: medians over the iterations after the first; faults, system time and clock are rank 0's."""
+    """What the log says: medians over the iterations after the first; faults, system time and clock are rank 0's.
+
+    others: what other processes had of our cores, see noise.py.
+    """
 
     seconds: float
     tflops: float
@@ -52,6 +56,7 @@ class Measured:
     peak_memory_mib: int
     allocator: str
     loss: float
+    others: float
 
 
 def mpiexec() -> str:
@@ -64,8 +69,9 @@ def mpiexec() -> str:
 
 def run(job: Job) -> Measured:
     """Run it to the end. RuntimeError, with the last line of its standard error, when it fails."""
+    watch = noise.Watch(job.ranks * job.threads, _children_seconds)
     done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    lines = done.stdout.splitlines()
+    others, lines = watch.others(), done.stdout.splitlines()
     iterations, memory = metrics.parse_log(lines)[1:], metrics.parse_peak_memory(lines)
     if done.returncode or not iterations or memory is None:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
@@ -74,7 +80,14 @@ def run(job: Job) -> Measured:
               for name in ("tflops", "minor_faults", "system_seconds", "clock_ghz")}
     seconds = statistics.median(_exact_seconds(i) for i in iterations)
     return Measured(seconds=seconds, samples_per_second=iterations[-1].global_batch_size / seconds, peak_memory_mib=memory,
-                    allocator=allocator(done.stdout), loss=iterations[-1].lm_loss, **middle)
+                    allocator=allocator(done.stdout), loss=iterations[-1].lm_loss,
+                    others=others, **middle)
+
+
+def _children_seconds() -> float:
+    """CPU time of everything this process started and waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _exact_seconds(iteration: metrics.IterationMetrics) -> float:

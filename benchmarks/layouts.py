@@ -15,7 +15,7 @@ from typing import Any
 from fugaku_megatron import accounting, runtime
 from fugaku_megatron.config import check
 
-from . import driver, jobs, shapes
+from . import driver, jobs, noise, shapes
 
 MICROBATCHES = 16
 ITERATIONS = 3  # of each job; the first warms up
@@ -85,7 +85,7 @@ def report(options: argparse.Namespace, planned: list[tuple[Candidate, jobs.Job]
         rows.append({"layout": candidate.name, "ranks": candidate.ranks, "threads": task.threads, "tp": candidate.tp,
                      "pp": candidate.pp, "dp": candidate.dp, "seconds": statistics.median(m.seconds for m in measured),
                      "tokens_per_s": rate * tokens, "peak_rss_mib": max(m.peak_memory_mib for m in measured),
-                     "loss": measured[-1].loss})
+                     "loss": measured[-1].loss, "busy": any(m.others > noise.OTHERS for m in measured)})
     rows = [{**row, "ratio": row["tokens_per_s"] / rows[0]["tokens_per_s"]} for row in rows]
     clock = statistics.median(m.clock_ghz for measured in found.values() for m in measured)
     return {"layouts": rows, "recipe": options.recipe, "dtype": options.dtype, "micro_batch_size": options.micro_batch_size,
@@ -98,6 +98,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"{'layout':<12} {'ranks x threads':>16} {'tokens/s':>9} {'s/step':>8} {'of one rank':>12} {'peak MiB':>9} {'loss':>9}")
     for row in result["layouts"]:
         print(f"{row['layout']:<12} {row['ranks']:>8} x {row['threads']:>5} {row['tokens_per_s']:>9.1f} {row['seconds']:>8.3f} "
-              f"{row['ratio']:>12.3f} {row['peak_rss_mib']:>9} {row['loss']:>9.5f}")
+              f"{row['ratio']:>12.3f} {row['peak_rss_mib']:>9} {row['loss']:>9.5f}"
+              + ("  BUSY MACHINE" if row["busy"] else ""))
     print(f"{result['cpu']} at {result['clock_ghz']:.2f} GHz, measured; global batch {result['global_batch_size']}")
     print(result["repeat"])

@@ -20,18 +20,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from fugaku_megatron import accounting, runtime
 from fugaku_megatron.config import RunConfig, check
 
-from . import driver, layouts, preloads, rivals, shapes
+from . import driver, layouts, noise, preloads, rivals, shapes
 from .contestant import SIDES, Contestant, Task
 
 PRECISIONS = ("fp32", "bf16")
 PAUSE = 0.1  # s; libgomp's threads spin for some milliseconds after a parallel region, then they sleep
-OTHERS, PATIENCE = 0.1, 2  # a round in which others took more than that part of our cores is repeated, up to PATIENCE x rounds
+PATIENCE = 2  # rounds on a busy machine are repeated, up to PATIENCE x rounds
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative; BF16 rounds weights in ours and not in the rival's autocast
 
 
@@ -99,29 +98,22 @@ def measure(options: argparse.Namespace, sides: dict[str, Contestant]) -> tuple[
     quiet: list[dict[str, Any]] = []
     while len(quiet) < options.rounds and len(rounds) < (1 + PATIENCE) * options.rounds:
         rounds.append(one_round(options.threads, sides))
-        quiet += rounds[-1:] if rounds[-1]["others"] <= OTHERS else []
+        quiet += rounds[-1:] if rounds[-1]["others"] <= noise.OTHERS else []
         steps = ", ".join(f"{side} {rounds[-1][side]['seconds']:.3f} s" for side in SIDES)
-        print(f"  round {len(rounds)}: {steps}" + ("" if rounds[-1]["others"] <= OTHERS else "  BUSY MACHINE"), flush=True)
+        print(f"  round {len(rounds)}: {steps}" + ("" if rounds[-1]["others"] <= noise.OTHERS else "  BUSY MACHINE"), flush=True)
     return (quiet, len(rounds) - len(quiet)) if len(quiet) == options.rounds else (rounds, 0)
 
 
 def one_round(threads: int, sides: dict[str, Contestant]) -> dict[str, Any]:
     """Both sides once, then the machine's own limits."""
     found: dict[str, Any] = {}
-    wall, others = time.perf_counter(), foreign_seconds(sides)
+    watch = noise.Watch(threads, lambda: sum(contestant.cpu_seconds() for contestant in sides.values()))
     for side, contestant in sides.items():
         found[side] = contestant.step()
         time.sleep(PAUSE)
-    found["others"] = (foreign_seconds(sides) - others) / (threads * (time.perf_counter() - wall))
+    found["others"] = watch.others()
     found["peak_gflops"], found["clock_ghz"] = driver.fma_gflops(), runtime.clock_ghz()
     return found
-
-
-def foreign_seconds(sides: dict[str, Contestant]) -> float:
-    """CPU seconds of the machine that went to neither side, and those stolen from it."""
-    times = psutil.cpu_times()
-    busy = sum(getattr(times, name, 0.0) for name in ("user", "system", "irq", "softirq", "steal"))
-    return busy + getattr(times, "nice", 0.0) - sum(contestant.cpu_seconds() for contestant in sides.values())
 
 
 def report(options: argparse.Namespace, config: RunConfig, sides: dict[str, Contestant], rounds: list[dict[str, Any]],
@@ -139,7 +131,7 @@ def report(options: argparse.Namespace, config: RunConfig, sides: dict[str, Cont
             "cpu": runtime.cpu_model(), "recipe": options.recipe, "dtype": options.dtype,
             "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "model_flops": flops,
             "parameters": accounting.parameters(config), "torch": torch.__version__, "rounds": rounds,
-            "busy": any(r["others"] > OTHERS for r in rounds), "rounds_thrown_away": thrown, "repeat": driver.command_line()}
+            "busy": any(r["others"] > noise.OTHERS for r in rounds), "rounds_thrown_away": thrown, "repeat": driver.command_line()}
 
 
 def summary(steps: list[dict[str, float]], flops: float, tokens: int) -> dict[str, Any]:

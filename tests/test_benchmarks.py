@@ -8,12 +8,14 @@ import math
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import alloc, contestant, driver, jobs, layouts, preloads, rivals, shapes, step
+from benchmarks import alloc, contestant, driver, jobs, layouts, noise, preloads, rivals, shapes, step
 from benchmarks.__main__ import FAMILIES, main
 from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron import accounting, kernels
@@ -163,6 +165,19 @@ def test_a_compiled_rival_is_the_same_model():
     assert not ours.compiled and ours.preload is None
 
 
+def test_others_on_the_machine_are_seen():
+    watch = noise.Watch(1, time.process_time)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        time.sleep(1.0)
+        other.kill()
+    assert watch.others() > noise.OTHERS
+    begin = time.process_time()
+    own = noise.Watch(1, lambda: noise.busy_seconds())
+    while time.process_time() - begin < 0.1:
+        pass
+    assert own.others() == pytest.approx(0.0, abs=1e-2)
+
+
 def test_two_that_train_different_things_are_not_compared():
     class Side:
         def __init__(self, loss):
@@ -180,6 +195,11 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
     with pytest.raises(RuntimeError, match="the process of rival ended with exit code 1"):
         contestant.Contestant(task)
     assert "no_such_field" in capfd.readouterr().err
+    with contestant.Contestant(replace(task, given={"vocab_size": 64, "train_iters": 2, "mock_data": True})) as side:
+        side.process.kill()
+        side.process.wait()
+        with pytest.raises(RuntimeError, match="the process of rival ended with exit code -9"):
+            side.step()
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -253,7 +273,7 @@ def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
 def test_another_malloc_than_asked_for_is_not_compared():
     cell = alloc.Cell(kernels="native", recompute="none", ranks=1, allocator="tcmalloc")
     measured = jobs.Measured(seconds=1, tflops=1, samples_per_second=1, minor_faults=1, system_seconds=1, clock_ghz=1,
-                             peak_memory_mib=1, allocator="glibc 2.36, stock", loss=1)
+                             peak_memory_mib=1, allocator="glibc 2.36, stock", loss=1, others=0)
     with pytest.raises(RuntimeError, match="tcmalloc: the job's log says allocator glibc 2.36, stock"):
         alloc.check_allocator(cell, measured)
 
