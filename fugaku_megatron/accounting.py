@@ -8,13 +8,13 @@ t tensor-parallel size. Test: pytest tests/test_accounting.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .batches import RampUp
 from .config import ModelConfig, RunConfig, check
 
 FP32_BYTES = 4
-LOGITS_CHUNK_BYTES = 1 << 26  # FP32 logits that the head holds at once
+LOGITS_LEAST_BYTES, LOGITS_SHARE = 36 << 20, 8  # FP32 logits held at once: this, or this share of what the layers keep
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
 
@@ -29,12 +29,6 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
     """Vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tensor-parallel size, as Megatron does."""
     check(model.vocab_size is not None, "the vocabulary size is unknown: give --vocab-file and --merge-file, or --vocab-size")
     return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
-
-
-def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """Layers (from 0) of pipeline stage `stage`."""
-    each = num_layers // pp
-    return range(stage * each, (stage + 1) * each)
 
 
 def recompute_groups(layers: int, method: str, number: int) -> list[range]:
@@ -68,8 +62,7 @@ class Layout:
               f"change the sizes")
         for name, value in (("num-attention-heads", model.num_attention_heads), ("ffn-hidden-size", model.ffn_hidden_size)):
             check(value % tp == 0, f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them")
-        check(model.num_layers % pp == 0, f"--num-layers {model.num_layers} is not divisible by "
-              f"--pipeline-model-parallel-size {pp}: change one of them")
+        check_split(run)
         layout = Layout(world_size, tp, pp, world_size // (tp * pp))
         for size in RampUp.of(run.batch, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
@@ -145,6 +138,14 @@ def _layer_norm(name: str, run: RunConfig) -> Record:
     return Record(name=name, parameters=2 * run.model.hidden_size, saved_bytes=activation_bytes(run) + 2 * rows * FP32_BYTES)
 
 
+ATTENTION_BACKWARD_SHARE = 2.5  # of forward's products: S and dP are computed again, dQ, dK and dV are new
+
+
+def causal_attention_flops(heads: int, s: int, d: int) -> float:
+    """Q K^T and P V of `heads` (times samples) heads, below the diagonal only: what a kernel that skips masked tiles does."""
+    return 2.0 * heads * s * s * d
+
+
 def _attention(run: RunConfig, tp: int) -> Record:
     model, b = run.model, run.batch.micro_batch_size
     s, heads, d = model.seq_length, model.num_attention_heads // tp, model.hidden_size // model.num_attention_heads
@@ -195,11 +196,49 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
             Record(name="cross_entropy", forward=3 * _reduce(rows * FP32_BYTES, tp))]
 
 
+def check_split(run: RunConfig) -> None:
+    """Raises ValueError when the layers cannot be cut as --pipeline-split says."""
+    layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
+    check(layers >= pp, f"--num-layers {layers} is below --pipeline-model-parallel-size {pp}: a stage needs a layer, change one")
+    check(split != "even" or layers % pp == 0, f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}: "
+          "change one of them, or give --pipeline-split balanced")
+    if split not in ("even", "balanced"):
+        sizes = list(map(int, split.split(",")))
+        check((len(sizes), sum(sizes)) == (pp, layers), f"--pipeline-split {split} has {len(sizes)} stages and {sum(sizes)} "
+              f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: give {pp} numbers that sum to {layers}")
+
+
+def pipeline_split(run: RunConfig) -> list[int]:
+    """Layers of each pipeline stage.
+
+    balanced: the last stage, which has the logits too, gets the number of layers for which the costliest stage is cheapest, by
+    multiply-adds; of equals the one that leaves the first stages, which hold most micro-batches, least. The others share the rest
+    evenly, the later ones taking what does not divide.
+    """
+    layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
+    if split == "even" or pp == 1:
+        return [layers // pp] * pp
+    if split != "balanced":
+        return list(map(int, split.split(",")))
+    tp = run.parallel.tensor_model_parallel_size
+    layer = sum(r.flops_forward for r in layer_records(run, tp))
+    head = sum(r.flops_forward for r in head_records(run, tp, tied=True))
+    last = min(range(layers - pp + 1, 0, -1), key=lambda n: max(-(-(layers - n) // (pp - 1)) * layer, n * layer + head))
+    each, more = divmod(layers - last, pp - 1)
+    return [each + (stage >= pp - 1 - more) for stage in range(pp - 1)] + [last]
+
+
+def stage_layers(run: RunConfig, stage: int) -> range:
+    """Layers (from 0) of pipeline stage `stage`."""
+    split = pipeline_split(run)
+    return range(sum(split[:stage]), sum(split[: stage + 1]))
+
+
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything that stage `stage` does for one micro-batch; place: embedding, layer or head."""
     if stage == 0:
         yield from (("embedding", r) for r in embedding_records(run, layout.tp))
-    for _ in stage_layers(run.model.num_layers, layout.pp, stage):
+    for _ in stage_layers(run, stage):
         yield from (("layer", r) for r in layer_records(run, layout.tp))
     if stage == layout.pp - 1:
         yield from (("head", r) for r in head_records(run, layout.tp, tied=layout.pp == 1))
@@ -212,18 +251,19 @@ def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def parameters(run: RunConfig) -> int:
     """Parameters of the whole model, the tied embedding once, the vocabulary padded for one rank."""
-    return stage_parameters(run, Layout(1, 1, 1, 1), 0)
+    alone = replace(run, parallel=replace(run.parallel, pipeline_model_parallel_size=1, pipeline_split="even"))
+    return stage_parameters(alone, Layout(1, 1, 1, 1), 0)
 
 
 # FLOPs of an iteration: three named kinds ----------------------------------------------------------------------------------------
 
 def _recompute_fraction(run: RunConfig) -> float:
     """Share of the layers that full recompute runs twice."""
-    training, pp = run.training, run.parallel.pipeline_model_parallel_size
+    training = run.training
     if training.recompute_granularity != "full":
         return 0.0
-    layers = run.model.num_layers // pp
-    return recomputed_layers(layers, training.recompute_method, training.recompute_num_layers) / layers
+    stages = pipeline_split(run)
+    return sum(recomputed_layers(n, training.recompute_method, training.recompute_num_layers) for n in stages) / sum(stages)
 
 
 def hardware_flops(run: RunConfig, global_batch_size: int) -> float:
@@ -305,25 +345,36 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> int:
     return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
 
 
-def logits_bytes(run: RunConfig, tp: int) -> int:
-    """FP32 logits that exist at once: the head works in chunks of rows."""
-    vocabulary = padded_vocab_size(run.model, tp) // tp
-    rows = min(run.model.seq_length * run.batch.micro_batch_size, max(1, LOGITS_CHUNK_BYTES // (FP32_BYTES * vocabulary)))
-    return rows * vocabulary * FP32_BYTES
+def kept_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
+    """What a stage's layers keep of one micro-batch from forward to backward, and what backward holds beside it for recompute."""
+    per_layer, layers, training = layer_saved_bytes(run, layout.tp), len(stage_layers(run, stage)), run.training
+    if training.recompute_granularity != "full":
+        return layers * per_layer, 0
+    groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+    plain = layers - sum(map(len, groups))
+    return len(groups) * activation_bytes(run) + plain * per_layer, max(map(len, groups)) * per_layer
+
+
+def logits_rows(run: RunConfig, layout: Layout) -> int:
+    """Rows of logits that the head computes at once: equal chunks, as few as the memory for them allows.
+
+    A chunk pays once for packing the whole weight, so more memory is more speed; it may have an eighth of what the layers keep.
+    """
+    vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
+    rows = run.model.seq_length * run.batch.micro_batch_size
+    budget = max(LOGITS_LEAST_BYTES, kept_bytes(run, layout, layout.pp - 1)[0] // LOGITS_SHARE)
+    chunks = -(-rows * vocabulary * FP32_BYTES // budget)
+    return -(-rows // chunks)
 
 
 def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> Memory:
     """Memory of one rank of `stage` with `in_flight` micro-batches between forward and backward."""
     elements, shards = flat_elements(run, layout, stage), layout.dp if run.parallel.zero_stage else 1
     low = 0 if run.precision.name == "fp32" else 2
-    layers, training = len(stage_layers(run.model.num_layers, layout.pp, stage)), run.training
-    per_layer = layer_saved_bytes(run, layout.tp)
-    live = layers * per_layer * in_flight
-    if training.recompute_granularity == "full":
-        groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
-        plain = layers - sum(map(len, groups))
-        live = in_flight * (len(groups) * activation_bytes(run) + plain * per_layer) + max(map(len, groups)) * per_layer
+    kept, recomputed = kept_bytes(run, layout, stage)
+    live = in_flight * kept + recomputed
     outside = sum(r.saved_bytes for place, r in stage_records(run, layout, stage) if place != "layer")
-    logits = logits_bytes(run, layout.tp) if stage == layout.pp - 1 else 0
+    logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
+    logits = logits if stage == layout.pp - 1 else 0
     return Memory(weights=elements * (low or FP32_BYTES), gradients=elements * FP32_BYTES,
                   optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live + outside, logits=logits)

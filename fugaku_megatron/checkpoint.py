@@ -115,8 +115,8 @@ def load(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: 
     others = partial(_other_iterations, directory, iteration)
     manifest = on_root(comm, lambda: read_manifest(directory, iteration), prefix, others)
     path = on_root(comm, lambda: iteration_path(directory, iteration))
-    on_root(comm, lambda: _check_layout(manifest["layout"], layout, path), prefix)
     on_root(comm, lambda: _check_model(manifest["config"].get("model", {}), model or {}, path), prefix)
+    on_root(comm, lambda: _check_layout(manifest["layout"], layout, path), prefix)
     plan: dict[str, list[Shard]] = {}
     agree(comm, lambda: plan.update(_make_plan(manifest, shards, path)), prefix)
     agree(comm, lambda: [verify_file(path / name, manifest["files"][name]) for name in plan], prefix, others)

@@ -95,12 +95,17 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = opt(1, "ranks that share each layer's matrices (TP)", aliases=("--model-parallel-size",))
     pipeline_model_parallel_size: int = opt(1, "stages the layers are cut into (PP)", aliases=("--pipe-parallel-size",))
+    pipeline_split: str = opt("balanced", "layers of each stage, such as 9,3; balanced: stages of equal cost, the logits counted; "
+                              "even: equal numbers of layers")
     zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1)", choices=(0, 1),
                           switches={"--use-distributed-optimizer": 1})
 
     def __post_init__(self) -> None:
         check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
         check_choices(self)
+        numbers = all(part.isdecimal() and int(part) for part in self.pipeline_split.split(","))
+        check(numbers or self.pipeline_split in ("balanced", "even"), f"--pipeline-split {self.pipeline_split}: give the layers of "
+              "each stage, such as 9,3, or balanced or even")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +246,17 @@ class OutputConfig:
     tensorboard_dir: str | None = opt(None, "directory for TensorBoard events", type=str)
     log_params_norm: bool = opt(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = opt(False, "log how many gradient elements are zero")
+    profile: bool = opt(False, "time every operation of some iterations: a table in the log, a trace for Perfetto in --profile-dir")
+    profile_step_start: int = opt(3, "first profiled iteration of this start")
+    profile_step_end: int = opt(5, "the iteration after the last profiled one")
+    profile_ranks: tuple[int, ...] = opt((0,), "ranks that are profiled", type=int, nargs="+")
+    profile_dir: str = opt("profile", "directory for traces")
 
     def __post_init__(self) -> None:
-        check_positive(self, "save_interval", "log_interval")
+        check_positive(self, "save_interval", "log_interval", "profile_step_start")
+        check(self.profile_step_end > self.profile_step_start, f"--profile-step-end {self.profile_step_end} is not above "
+              f"--profile-step-start {self.profile_step_start}: raise it")
+        check(all(rank >= 0 for rank in self.profile_ranks), f"--profile-ranks {self.profile_ranks}: give ranks from 0 on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,8 +267,8 @@ class SystemConfig:
                        choices=("auto", "native", "torch"))
     allocator: str = opt("tuned", "tuned: tensors in memory that stays with the process; stock: malloc as it is. A preloaded "
                          "allocator (LD_PRELOAD) is used in either case", choices=("tuned", "stock"))
-    thread_affinity: str = opt("auto", "auto: one core for each thread, near its memory; none: the system places threads",
-                               choices=("auto", "none"))
+    thread_affinity: str = opt("auto", "pin: one core for each thread, in NUMA order; none: the system places threads; auto: "
+                               "pin on nodes of several NUMA domains", choices=("auto", "pin", "none"))
     cpu_frequency: float | None = opt(None, "the clock in GHz that the run is meant for: set where the system lets us, and "
                                       "refused when the cores run at another", type=float)
 

@@ -36,7 +36,7 @@ def plan_stage(run: RunConfig, layout: Layout, stage: int, microbatches: int) ->
     assert parameters == accounting.stage_parameters(run, layout, stage)
     instructions = schedule.one_f_one_b(stage, layout.pp, microbatches)
     in_flight = schedule.in_flight(instructions)
-    return StagePlan(stage, accounting.stage_layers(run.model.num_layers, layout.pp, stage), parameters, in_flight,
+    return StagePlan(stage, accounting.stage_layers(run, stage), parameters, in_flight,
                      accounting.stage_memory(run, layout, stage, in_flight), instructions)
 
 

@@ -109,17 +109,20 @@ def compute_cores(mask: Iterable[int], root: str | os.PathLike = _CPUS) -> list[
 
 
 def place(mask: Iterable[int], masks: Sequence[Iterable[int]], index: int, environ: Mapping[str, str], quota: float | None,
-          pin: bool, root: str | os.PathLike = _CPUS) -> Placement:
+          affinity: str, root: str | os.PathLike = _CPUS) -> Placement:
     """Where rank `index` of the node's ranks, whose masks are `masks`, computes; ValueError as threads_per_rank.
 
-    Not pinned when there are more threads than cores, when masks overlap without being equal, or when OpenMP was told
-    (OMP_PROC_BIND, OMP_PLACES, GOMP_CPU_AFFINITY).
+    affinity: "pin", "none", or "auto": pin where the node's cores lie in several NUMA nodes. Not pinned either way when there are
+    more threads than cores, when masks overlap without being equal, or when OpenMP was told (OMP_PROC_BIND, OMP_PLACES,
+    GOMP_CPU_AFFINITY).
     """
     mine, cores = set(mask), compute_cores(mask, root)
     sharers = [i for i, other in enumerate(masks) if not mine.isdisjoint(other)]
     threads = threads_per_rank(len(masks), environ, cores, quota, len(sharers))
     each = len(cores) // len(sharers)
     told = any(environ.get(name) for name in _PINNING_VARIABLES)
+    domains = {numa_node(cpu, root) for other in masks for cpu in compute_cores(other, root)}
+    pin = affinity == "pin" or affinity == "auto" and len(domains) > 1
     if not pin or told or threads > each or any(set(masks[i]) != mine for i in sharers):
         return Placement(threads, ())
     first = sharers.index(index) * each

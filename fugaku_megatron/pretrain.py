@@ -26,6 +26,7 @@ from .metrics import MetricsWriter, format_peak_memory, peak_memory_mib
 from .nn import autotune, ops
 from .optim import DTYPES
 from .plot import loss_curve
+from .profiler import Profiler
 from .train import IterationResult, Trainer, reads_data
 
 HISTORY = "history.jsonl"
@@ -77,7 +78,9 @@ class Session:
     writer: MetricsWriter
     iterations: int
     has_valid: bool
+    profiler: Profiler | None = None
     signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
+    started: int = 0  # iterations since this start
 
     def run(self) -> None:
         """Train to the end, or until something asks to leave. Collective."""
@@ -86,7 +89,7 @@ class Session:
         saved = progress.iteration
         while progress.iteration < self.iterations:
             before = allocator.page_faults()
-            result = self.trainer.train_step()
+            result = self._step()
             self._log(result, [after - former for after, former in zip(allocator.page_faults(), before, strict=True)])
             self._evaluate(progress.iteration)
             reason = self._reason_to_leave(progress.iteration, timer)
@@ -99,6 +102,28 @@ class Session:
                 break
         if output.save and saved != progress.iteration:
             self._save(output.save)
+
+    def _step(self) -> IterationResult:
+        """One iteration, profiled if it is among those asked for; after the last of them the results are written."""
+        if self.profiler is None:
+            return self.trainer.train_step()
+        output = self.trainer.run.output
+        self.started += 1
+        with self.profiler.step(output.profile_step_start <= self.started < output.profile_step_end):
+            result = self.trainer.train_step()
+        if self.started == output.profile_step_end - 1:
+            self._write_profile(output.profile_dir)
+        return result
+
+    def _write_profile(self, directory: str) -> None:
+        rank, path = self.trainer.world.rank, Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        trace = path / f"trace_rank{rank}.json"
+        self.profiler.write_trace(trace, rank)
+        lines = [*self.profiler.table(), f"trace: {trace} (open it in ui.perfetto.dev)"]
+        (path / f"table_rank{rank}.txt").write_text("\n".join(lines) + "\n")
+        for line in lines:
+            self.writer.print(line)
 
     def _log(self, result: IterationResult, usage: list[float]) -> None:
         """usage: minor page faults and system seconds of the iteration."""
@@ -160,10 +185,10 @@ def configure_process(run: RunConfig, world: Comm) -> str:
     here = [rank for rank, (node, _) in enumerate(everyone) if node == platform.node()]
     with everywhere():
         place = placement.place(mask, [everyone[rank][1] for rank in here], here.index(world.rank), os.environ,
-                                placement.cpu_quota(), system.thread_affinity == "auto")
+                                placement.cpu_quota(), system.thread_affinity)
         placement.apply(place, run.training.use_flush_denormal)
         ghz = runtime.check_clock(system.cpu_frequency, place.cpus or mask)
-    return runtime.machine_summary(describe(world), len(here), place.threads, memory, ghz)
+    return runtime.machine_summary(describe(world), len(mask), len(here), place.threads, bool(place.cpus), memory, ghz)
 
 
 def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> list[str]:
@@ -211,7 +236,11 @@ def start(arguments: Arguments, world: Comm) -> Session:
     machine = configure_process(run, world)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
     train, valid = build_data(run, groups, layout)
-    trainer = Trainer(run, world, groups, train, valid)
+    profiler = Profiler() if output.profile and world.rank in output.profile_ranks else None
+    if profiler:
+        trainer = Trainer(run, world, profiler.groups(groups), train, valid, watch=profiler.watch)
+    else:
+        trainer = Trainer(run, world, groups, train, valid)
     lines = announce(arguments, run, layout, machine)
     saved = None
     found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
@@ -227,7 +256,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
                            history_path=Path(output.save) / HISTORY if output.save else None)
     for line in lines:
         writer.print(line)
-    return Session(trainer, writer, iterations, any(world.all_gather_object(valid is not None)))
+    return Session(trainer, writer, iterations, any(world.all_gather_object(valid is not None)), profiler)
 
 
 def pretrain(arguments: Arguments, world: Comm) -> None:

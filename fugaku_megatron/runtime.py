@@ -133,10 +133,10 @@ def check_clock(asked: float | None, cpus: Iterable[int], measured: float | None
     return measured
 
 
-def machine_summary(mpi_library: str, ranks_on_node: int, threads: int, allocator: str, ghz: float) -> str:
-    """One line: what this node is and how the run uses it."""
-    affinity = os.sched_getaffinity(0)
+def machine_summary(mpi_library: str, cpus: int, ranks_on_node: int, threads: int, pinned: bool, allocator: str,
+                    ghz: float) -> str:
+    """One line: what this node is and how the run uses it. cpus: in this rank's mask."""
     gib = psutil.virtual_memory().total / (1 << 30)
-    return (f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {len(affinity)} of {os.cpu_count()} CPUs in this"
-            f" rank's mask, {gib:.1f} GiB, {ranks_on_node} ranks x {threads} threads, allocator {allocator},"
+    return (f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {cpus} of {os.cpu_count()} CPUs in this rank's mask,"
+            f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} {'pinned ' if pinned else ''}threads, allocator {allocator},"
             f" torch {torch.__version__}, MPI {' '.join(mpi_library.split())}")

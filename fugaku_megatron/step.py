@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import schedule
 from .comm.base import Comm, Handle
+from .nn import ops
 from .nn.model import Stage
 
 FORWARD_TAG, BACKWARD_TAG = 0, 1
@@ -24,13 +25,16 @@ class StepExecutor:
     """Runs forwards and backwards of one iteration, sending to and receiving from the neighbouring stages.
 
     batches: this rank's micro-batches in order (first and last stage). first_sample(m): global index of micro-batch m's first
-    sample. shape, dtype: of the activation between stages, (s, b, h). loss_factor: scales the loss before backward.
+    sample. shape, dtype: of the activation between stages, (s, b, h). loss_factor: scales the loss before backward. watch: what
+    stands between the schedule and this executor, to observe it.
     """
 
     def __init__(self, stage: Stage, pp: Comm, batches: Iterator[Batch] | None, first_sample: Callable[[int], int],
-                 shape: tuple[int, int, int], dtype: torch.dtype, loss_factor: float) -> None:
+                 shape: tuple[int, int, int], dtype: torch.dtype, loss_factor: float,
+                 watch: Callable[[StepExecutor], schedule.Executor] | None = None) -> None:
         self.stage, self.pp, self.batches, self.first_sample = stage, pp, batches, first_sample
         self.shape, self.dtype, self.loss_factor = shape, dtype, loss_factor
+        self.watched = watch(self) if watch else self
         self.inputs: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
@@ -39,7 +43,7 @@ class StepExecutor:
 
     def run(self, instructions: list[schedule.Instruction]) -> list[Tensor]:
         """Walk the schedule; returns the micro-batches' losses (last stage; empty elsewhere)."""
-        schedule.run(instructions, self)
+        schedule.run(instructions, self.watched)
         while self.sending:
             self.sending.popleft().wait()
         return self.losses
@@ -61,7 +65,7 @@ class StepExecutor:
 
     def backward(self, microbatch: int) -> None:
         """Gradient of the output -> weight gradients and gradient of the input."""
-        torch.autograd.backward(self.outputs.pop(microbatch), self.gradients.pop(microbatch, None))
+        ops.backward(self.outputs.pop(microbatch), self.gradients.pop(microbatch, None))
         if not self.stage.is_first:
             self.gradients[microbatch] = self.inputs.pop(microbatch).grad
 

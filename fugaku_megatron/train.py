@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import checkpoint, schedule
-from .accounting import Layout
+from .accounting import Layout, pipeline_split
 from .batches import RampUp
 from .comm.base import Comm
 from .comm.grid import Grid, Groups
@@ -56,7 +56,7 @@ class IterationResult:
 class Trainer:
     """One rank of a run. Raises ValueError when the run does not fit on `world.size` ranks.
 
-    train, valid: datasets, needed where `reads_data`; None elsewhere.
+    train, valid: datasets, needed where `reads_data`; None elsewhere. watch: see StepExecutor.
     """
 
     run: RunConfig
@@ -65,6 +65,7 @@ class Trainer:
     train: Dataset | None = None
     valid: Dataset | None = None
     progress: Progress = field(default_factory=Progress)
+    watch: Callable[[StepExecutor], schedule.Executor] | None = None
 
     def __post_init__(self) -> None:
         run = self.run
@@ -105,7 +106,7 @@ class Trainer:
         pp, dp, b = self.groups.pp, self.groups.dp, self.run.batch.micro_batch_size
         model = self.run.model
         executor = StepExecutor(self.stage, pp, batches, lambda m: first_sample(consumed, m, b, dp.rank, dp.size),
-                                (model.seq_length, b, model.hidden_size), self.dtype, factor)
+                                (model.seq_length, b, model.hidden_size), self.dtype, factor, self.watch)
         return executor.run(make(pp.rank, pp.size, microbatches))
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
@@ -162,8 +163,9 @@ class Trainer:
 
     # Checkpoints ----------------------------------------------------------------------------------------------------------------
 
-    def _layout_record(self) -> dict[str, int]:
+    def _layout_record(self) -> dict[str, int | str]:
         return {"tensor_model_parallel_size": self.layout.tp, "pipeline_model_parallel_size": self.layout.pp,
+                "pipeline_split": ",".join(map(str, pipeline_split(self.run))),
                 "zero_shards": self.layout.dp if self.optimizer.sharded else 1}
 
     def state(self) -> dict[str, Any]:

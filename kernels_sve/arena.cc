@@ -13,20 +13,19 @@
 namespace fm::arena {
 namespace {
 
-constexpr size_t UNIT = size_t(64) << 10;  // blocks are multiples of this: the largest base page in use
-constexpr size_t LINE = 256;               // A64FX's cache line, a multiple of everybody else's
+constexpr size_t UNIT = size_t(64) << 10;      // blocks are multiples of this: the largest base page in use
+constexpr size_t HUGE_PAGE = size_t(2) << 20;  // the usual one; where the kernel has another it ignores the advice
+constexpr size_t LINE = 256;                   // A64FX's cache line, a multiple of everybody else's
 
 // Blocks all beginning at the same offset in a page would meet in the same sets of a first-level cache; each begins another
 // STAGGERS-th of a page further.
 constexpr size_t STAGGERS = 16;
 
-struct Arena {
-  std::mutex mutex;
+struct Range {
   char *begin = nullptr, *top = nullptr, *end = nullptr;
-  std::map<char*, size_t> free;                     // by address
-  std::unordered_map<void*, std::pair<char*, size_t>> used;  // handed out -> block
-  Stats stats{};
-  size_t turn = 0;
+  std::map<char*, size_t> free;  // by address
+
+  size_t touched() const { return static_cast<size_t>(top - begin); }
 
   char* take(size_t bytes) {
     for (auto block = free.begin(); block != free.end(); ++block) {
@@ -46,7 +45,6 @@ struct Arena {
     if (static_cast<size_t>(end - address) < bytes) return nullptr;
     if (address != top) free.erase(address);
     top = address + bytes;
-    stats.touched = static_cast<size_t>(top - begin);
     return address;
   }
 
@@ -67,53 +65,68 @@ struct Arena {
   }
 };
 
+struct Block {
+  Range* range;
+  char* address;
+  size_t size;
+};
+
+struct Arena {
+  std::mutex mutex;
+  Range tensors, buffers;
+  char *begin = nullptr, *end = nullptr;
+  std::unordered_map<void*, Block> used;  // handed out -> block
+  Stats stats{};
+  size_t turn = 0;
+};
+
 // Never destroyed: tensors may outlive static objects.
 Arena& the_arena() {
   static Arena& arena = *new Arena;
   return arena;
 }
 
-}  // namespace
+constexpr size_t BUFFER_SHARE = 8;  // part of the range
 
-void advise_huge_pages(void* begin, size_t bytes) {
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-  const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) / HUGE_PAGE * HUGE_PAGE;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-}
+}  // namespace
 
 bool reserve(size_t bytes) {
   Arena& arena = the_arena();
   const std::lock_guard<std::mutex> lock(arena.mutex);
   if (arena.begin) return true;
-  for (; bytes >= HUGE_PAGE; bytes /= 2) {
+  for (; bytes >= 2 * BUFFER_SHARE * HUGE_PAGE; bytes /= 2) {
     void* range = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) continue;
-    advise_huge_pages(range, bytes);
-    arena.begin = arena.top = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(range) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
-    arena.end = static_cast<char*>(range) + bytes;
+    madvise(range, bytes, MADV_HUGEPAGE);
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(range) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    arena.begin = reinterpret_cast<char*>(first), arena.end = static_cast<char*>(range) + bytes;
+    char* middle = arena.begin + bytes / HUGE_PAGE / BUFFER_SHARE * HUGE_PAGE;
+    arena.buffers.begin = arena.buffers.top = arena.begin, arena.buffers.end = middle;
+    arena.tensors.begin = arena.tensors.top = middle, arena.tensors.end = arena.end;
     arena.stats.reserved = bytes;
     return true;
   }
   return false;
 }
 
-void* allocate(size_t bytes) {
+void* allocate(size_t bytes, Use use) {
   if (!bytes) return nullptr;
   Arena& arena = the_arena();
-  if (bytes >= SMALL) {
+  if (bytes >= SMALL && arena.begin) {
     const std::lock_guard<std::mutex> lock(arena.mutex);
+    Range& range = use == Use::tensor ? arena.tensors : arena.buffers;
     const size_t offset = arena.turn % STAGGERS * LINE, size = (bytes + offset + UNIT - 1) / UNIT * UNIT;
-    if (char* block = arena.take(size)) {
+    if (char* block = range.take(size)) {
       ++arena.turn;
       arena.stats.in_use += size;
       arena.stats.peak = std::max(arena.stats.peak, arena.stats.in_use);
-      arena.used[block + offset] = {block, size};
+      arena.used[block + offset] = {&range, block, size};
       return block + offset;
     }
     ++arena.stats.fallbacks;
   }
   void* block = nullptr;
-  return posix_memalign(&block, 64, bytes) ? nullptr : block;
+  return posix_memalign(&block, use == Use::tensor ? 64 : LINE, bytes) ? nullptr : block;
 }
 
 void release(void* block) {
@@ -122,16 +135,18 @@ void release(void* block) {
   if (block < arena.begin || block >= arena.end) return std::free(block);
   const std::lock_guard<std::mutex> lock(arena.mutex);
   const auto found = arena.used.find(block);
-  const auto [address, size] = found->second;
+  const Block freed = found->second;
   arena.used.erase(found);
-  arena.stats.in_use -= size;
-  arena.give_back(address, size);
+  arena.stats.in_use -= freed.size;
+  freed.range->give_back(freed.address, freed.size);
 }
 
 Stats stats() {
   Arena& arena = the_arena();
   const std::lock_guard<std::mutex> lock(arena.mutex);
-  return arena.stats;
+  Stats now = arena.stats;
+  now.touched = arena.tensors.touched() + arena.buffers.touched();
+  return now;
 }
 
 }  // namespace fm::arena

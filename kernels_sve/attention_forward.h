@@ -193,12 +193,13 @@ struct TaskQueue {
   int64_t take() { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
 };
 
-// Calls body(first, count) for runs of (sample, head) pairs: bounds the packed copies, whatever the batch.
+// Calls body(first, count) for runs of (sample, head) pairs: bounds the packed copies whatever the batch, and keeps them
+// in cache, with work enough for all threads.
 template <class F>
 FM_INLINE void for_heads(const AttentionShape& shape, const F& body) {
-  constexpr int64_t HEADS_AT_ONCE = 16;
-  for (int64_t first = 0; first < shape.all_heads(); first += HEADS_AT_ONCE) {
-    body(first, least(HEADS_AT_ONCE, shape.all_heads() - first));
+  const int64_t at_once = least(16, num_threads() < 2 ? 2 : num_threads());
+  for (int64_t first = 0; first < shape.all_heads(); first += at_once) {
+    body(first, least(at_once, shape.all_heads() - first));
   }
 }
 

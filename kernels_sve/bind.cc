@@ -63,10 +63,12 @@ PYBIND11_MODULE(_kernels, module) {
       },
       py::arg("threads"),
       "Sets the threads of kernels called by this thread; the same setting as torch.set_num_threads.");
-  module.def("flush_denormals", &flush_denormals, py::arg("on"),
-             "Denormal numbers, which are slow, count as zero in all threads of the calling thread's kernels and of torch.");
+  module.def(
+      "flush_denormals", &flush_denormals, py::arg("on"),
+      "Denormal numbers, which are slow, count as zero in all threads of the calling thread's kernels and of torch.");
   module.def("pin_threads", &pin_threads, py::arg("cpus"),
-             "Thread i of the calling thread's kernels (0 is the caller) runs on cpus[i] only. Returns where each now runs, -1 "
+             "Thread i of the calling thread's kernels (0 is the caller) runs on cpus[i] only. Returns where each now "
+             "runs, -1 "
              "where the system refused.");
   module.def("thread_cpus", &thread_cpus, "The CPU that each thread runs on.");
   for (BindFunction bind : bind_functions()) bind(module);

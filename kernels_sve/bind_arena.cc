@@ -14,7 +14,7 @@ namespace {
 
 struct ArenaAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* data = arena::allocate(bytes);
+    void* data = arena::allocate(bytes, arena::Use::tensor);
     if (bytes && !data) throw std::bad_alloc();
     return {data, data, &arena::release, c10::Device(c10::DeviceType::CPU)};
   }
@@ -47,9 +47,10 @@ FM_BIND(arena) {
              "Serve torch's large CPU tensors from now on, in the whole process, from memory that is never given back "
              "(arena.h); `bytes` of\n"
              "addresses are reserved at the first call. False when the system refuses.");
-  module.def("arena_stats", &arena_stats,
-             "Bytes: reserved (addresses), touched (ever handed out), in_use, peak (of in_use); fallbacks: large blocks "
-             "left to malloc.");
+  module.def(
+      "arena_stats", &arena_stats,
+      "Bytes: reserved (addresses), touched (ever handed out), in_use, peak (of in_use); fallbacks: large blocks "
+      "left to malloc.");
 }
 
 }  // namespace fm

@@ -4,10 +4,6 @@
 namespace fm {
 namespace {
 
-void require(bool good, const char* name, const std::string& expected, const std::string& got) {
-  if (!good) throw py::value_error(std::string(name) + ": expected " + expected + ", got " + got);
-}
-
 struct Dropout {
   double p;
   uint64_t seed, stream;

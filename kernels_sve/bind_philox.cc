@@ -11,10 +11,6 @@ void bind_philox4x32(py::handle counter_object, py::handle out_object, uint32_t 
   unlocked([&] { kernels().philox4x32(counter.data<uint32_t>(), out.data<uint32_t>(), counter.size(0), key0, key1); });
 }
 
-void require(bool good, const char* name, const std::string& expected, const std::string& got) {
-  if (!good) throw py::value_error(std::string(name) + ": expected " + expected + ", got " + got);
-}
-
 void bind_normal(py::handle out_object, uint64_t seed, uint64_t stream, int64_t row0, int64_t col0, int64_t full_cols,
                  double std, double mean) {
   TensorView out("out", out_object);

@@ -16,8 +16,4 @@ inline std::optional<TensorView> optional_view(const char* name, py::handle obje
   return TensorView(name, object);
 }
 
-inline void require(bool good, const char* name, const std::string& expected, const std::string& got) {
-  if (!good) throw py::value_error(std::string(name) + ": expected " + expected + ", got " + got);
-}
-
 }  // namespace fm

@@ -65,14 +65,14 @@ const CacheGeometry& cache_geometry() {
 }
 
 // kc: a panel of B fills half of L1. mc: the block of A fills most of L2, or half of it where the streams of B and C
-// come from memory through the same cache. nc: the block of B fills half of L3, or what several L2 hold.
+// come from memory through the same cache. nc: the block of B fills a quarter of L3, or what several L2 hold.
 GemmBlocks gemm_blocks(int mr, int nr, int stretch) {
   constexpr int WORD = 4;
   const CacheGeometry& cache = cache_geometry();
   GemmBlocks blocks;
   blocks.kc = stretch * multiple(0.5 * cache.l1 / (nr * WORD), 64, 64);
   blocks.mc = multiple((cache.l3 ? 0.8 : 0.5) * cache.l2 / (blocks.kc * WORD), mr, mr);
-  blocks.nc = multiple(0.5 * (cache.l3 ? cache.l3 : 8 * cache.l2) / (blocks.kc * WORD), nr, 8 * nr);
+  blocks.nc = multiple((cache.l3 ? 0.25 * cache.l3 : 4.0 * cache.l2) / (blocks.kc * WORD), nr, 8 * nr);
   return blocks;
 }
 

@@ -4,7 +4,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <new>
 #include <vector>
@@ -23,7 +22,7 @@ void barrier() {
 namespace {
 
 struct Buffer {
-  std::unique_ptr<void, decltype(&std::free)> data{nullptr, &std::free};
+  std::unique_ptr<void, decltype(&arena::release)> data{nullptr, &arena::release};
   size_t bytes = 0;
 };
 
@@ -40,11 +39,8 @@ void* scratch(int slot, size_t bytes) {
   Buffer& buffer = buffers[slot];
   if (buffer.bytes < bytes) {
     buffer.data.reset();
-    // Panels are read over and over: in huge pages they do not miss in the TLB.
-    const size_t alignment = bytes < arena::HUGE_PAGE / 4 ? 256 : arena::HUGE_PAGE;
-    buffer.bytes = (bytes + alignment - 1) / alignment * alignment;
-    buffer.data.reset(std::aligned_alloc(alignment, buffer.bytes));
-    if (buffer.data && alignment == arena::HUGE_PAGE) arena::advise_huge_pages(buffer.data.get(), buffer.bytes);
+    buffer.bytes = (bytes + 255) / 256 * 256;
+    buffer.data.reset(arena::allocate(buffer.bytes, arena::Use::buffer));
     if (!buffer.data) {
       buffer.bytes = 0;
       throw std::bad_alloc();

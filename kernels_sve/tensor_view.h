@@ -75,6 +75,11 @@ auto unlocked(F&& f) {
   return f();
 }
 
+// Raises Python's ValueError unless `good`: for arguments that are no tensors.
+inline void require(bool good, const char* name, const std::string& expected, const std::string& got) {
+  if (!good) throw py::value_error(std::string(name) + ": expected " + expected + ", got " + got);
+}
+
 // FM_BIND(family) { module.def(...); } in bind_<family>.cc adds that family's functions to the extension.
 using BindFunction = void (*)(py::module_&);
 std::vector<BindFunction>& bind_functions();

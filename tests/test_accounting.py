@@ -150,3 +150,30 @@ def test_saved_bytes_are_those_that_autograd_keeps(changes):
         per_layer = accounting.activation_bytes(run)
     outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, layout, 0) if place != "layer")
     assert loss.requires_grad and found == pytest.approx(layers * per_layer + outside, rel=0.02)
+
+
+@pytest.mark.parametrize(("recipe", "pp", "changes", "layers"), [
+    ("124m", 2, {}, [8, 4]),  # the logits weigh as much as four and a half layers
+    ("124m", 2, {"pipeline_split": "even"}, [6, 6]),
+    ("124m", 2, {"pipeline_split": "8,4"}, [8, 4]),
+    ("124m", 4, {}, [3, 4, 4, 1]),
+    ("124m", 5, {}, [2, 3, 3, 3, 1]),  # no even split
+    ("30b", 48, {}, [1] * 48),
+])
+def test_stages_cost_alike(recipe, pp, changes, layers):
+    run = make_run(recipe, {"pipeline_model_parallel_size": pp, "vocab_size": 50257, **changes})
+    accounting.check_split(run)
+    assert accounting.pipeline_split(run) == layers
+    assert [list(accounting.stage_layers(run, stage)) for stage in range(pp)][-1] == list(range(sum(layers[:-1]), sum(layers)))
+    assert accounting.parameters(run) == accounting.parameters(make_run(recipe, {"vocab_size": 50257}))
+
+
+@pytest.mark.parametrize(("pp", "split", "message"), [
+    (5, "even", "--num-layers 12 is not divisible by --pipeline-model-parallel-size 5"),
+    (13, "balanced", "--num-layers 12 is below --pipeline-model-parallel-size 13"),
+    (2, "9,4", "--pipeline-split 9,4 has 2 stages and 13 layers, .* give 2 numbers that sum to 12"),
+    (2, "4,4,4", "has 3 stages and 12 layers"),
+])
+def test_layers_that_cannot_be_cut(pp, split, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.of(make_run("124m", {"pipeline_model_parallel_size": pp, "pipeline_split": split}), 2 * pp)

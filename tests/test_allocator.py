@@ -75,7 +75,7 @@ def _child(mode, **environment):
 def test_a_second_step_faults_no_pages_in():
     tuned, stock = _child("tuned"), _child("stock")
     assert "tuned" in tuned["line"] and "stock" in stock["line"]
-    assert tuned["faults"] < 50 < 2000 < stock["faults"]
+    assert tuned["faults"] < 200 < 2000 < stock["faults"]
     stats = tuned["stats"]
     assert stats["fallbacks"] == 0 and stats["in_use"] >= 16 << 20
     assert stats["touched"] <= stats["reserved"] and stats["in_use"] <= stats["peak"] <= stats["touched"]
@@ -85,11 +85,11 @@ def test_a_second_step_faults_no_pages_in():
 
 def test_few_addresses_are_enough_to_go_on():
     """A range that is too small is used up; malloc serves the rest."""
-    code = ("import torch; from fugaku_megatron import kernels; assert kernels.use_arena(16 << 20);"
-            "a = [torch.full((1 << 20,), float(i)) for i in range(8)];"
+    code = ("import torch; from fugaku_megatron import kernels; assert kernels.use_arena(64 << 20);"
+            "a = [torch.full((1 << 20,), float(i)) for i in range(24)];"
             "assert all(bool((t == i).all()) for i, t in enumerate(a)); print(kernels.arena_stats()['fallbacks'])")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(result.stdout) >= 4
+    assert int(result.stdout) >= 8
 
 
 def test_a_preloaded_allocator_is_left_alone(monkeypatch):

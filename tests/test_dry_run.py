@@ -66,7 +66,8 @@ def test_a_plan_fits_every_layout(world_size):
 @pytest.mark.parametrize(("changes", "world_size", "message"), [
     ({"tensor_model_parallel_size": 2}, 3, "world size 3 is not divisible by --tensor-model-parallel-size 2 .*start 2 ranks"),
     ({"tensor_model_parallel_size": 8}, 8, "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 8"),
-    ({"pipeline_model_parallel_size": 3}, 3, "--num-layers 4 is not divisible by --pipeline-model-parallel-size 3"),
+    ({"pipeline_model_parallel_size": 3, "pipeline_split": "even"}, 3,
+     "--num-layers 4 is not divisible by --pipeline-model-parallel-size 3"),
     ({}, 3, "--global-batch-size 16 is not divisible by --micro-batch-size 2 x data-parallel size 3 = 6: use 12 or 18"),
     ({"vocab_size": None}, 1, "vocabulary size is unknown"),
     ({"train_iters": None}, 1, "--train-iters or --train-samples"),

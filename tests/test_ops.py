@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron import accounting
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.nn import ops, torch_ops
@@ -138,10 +137,9 @@ def test_bias_dropout_add_layer_norm(name, p):
 
 @each_dtype
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("logits_bytes", [1 << 26, 4 * 16 * 4])
-def test_head_loss(name, ranks, logits_bytes, monkeypatch):
+@pytest.mark.parametrize("rows_at_once", [None, 4])
+def test_head_loss(name, ranks, rows_at_once):
     """In one chunk and in several, over one and two tensor-parallel ranks."""
-    monkeypatch.setattr(accounting, "LOGITS_CHUNK_BYTES", logits_bytes)
     dtype, tolerance = DTYPES[name]
     x, table, factor = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype), 0.25
     labels = torch.randint(0, 16, (S, B), generator=torch.Generator().manual_seed(1))
@@ -152,7 +150,8 @@ def test_head_loss(name, ranks, logits_bytes, monkeypatch):
     def part(tp):
         own = parameter(table.chunk(tp.size)[tp.rank].clone())
         leaf = x.clone().requires_grad_()
-        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, tp.rank * 16 // tp.size, factor) * factor
+        first_row = tp.rank * 16 // tp.size
+        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, first_row, factor, rows_at_once) * factor
         loss.backward()
         return loss, leaf.grad, own.main_grad - 0.5
 

@@ -97,25 +97,31 @@ def test_assistant_cores_do_not_compute(fugaku):
 
 
 def test_four_ranks_of_a_node_get_a_numa_node_each(fugaku):
-    places = [place(ALL, [ALL] * 4, rank, {}, None, True, fugaku) for rank in range(4)]
+    places = [place(ALL, [ALL] * 4, rank, {}, None, "auto", fugaku) for rank in range(4)]
     assert [p.cpus for p in places] == [tuple(range(12 + 12 * i, 24 + 12 * i)) for i in range(4)]
     assert {p.threads for p in places} == {12}
 
 
 def test_one_rank_takes_the_node_and_bound_ranks_keep_their_mask(fugaku):
-    assert place(ALL, [ALL], 0, {}, None, True, fugaku) == Placement(48, tuple(range(12, 60)))
+    assert place(ALL, [ALL], 0, {}, None, "auto", fugaku) == Placement(48, tuple(range(12, 60)))
     masks = [list(range(12 + 12 * i, 24 + 12 * i)) for i in range(4)]
-    assert place(masks[2], masks, 2, {}, None, True, fugaku) == Placement(12, tuple(masks[2]))
+    assert place(masks[2], masks, 2, {}, None, "auto", fugaku) == Placement(12, tuple(masks[2]))
 
 
-@pytest.mark.parametrize("environ, pin, masks", [
-    ({}, False, [ALL] * 2),
-    ({"OMP_PROC_BIND": "close"}, True, [ALL] * 2),
-    ({"OMP_NUM_THREADS": "25"}, True, [ALL] * 2),
-    ({}, True, [ALL, list(range(12, 24))]),  # overlapping, not equal
+@pytest.mark.parametrize("environ, affinity, masks", [
+    ({}, "none", [ALL] * 2),
+    ({"OMP_PROC_BIND": "close"}, "auto", [ALL] * 2),
+    ({"OMP_NUM_THREADS": "25"}, "pin", [ALL] * 2),
+    ({}, "pin", [ALL, list(range(12, 24))]),  # overlapping, not equal
+    ({}, "auto", [list(range(12, 24))]),  # one NUMA node: nothing to be near to
 ])
-def test_who_is_not_pinned(fugaku, environ, pin, masks):
-    assert place(ALL, masks, 0, environ, None, pin, fugaku).cpus == ()
+def test_who_is_not_pinned(fugaku, environ, affinity, masks):
+    assert place(masks[0], masks, 0, environ, None, affinity, fugaku).cpus == ()
+
+
+def test_pinning_can_be_asked_for(fugaku):
+    cores = list(range(12, 24))
+    assert place(cores, [cores] * 2, 1, {}, None, "pin", fugaku).cpus == tuple(range(18, 24))
 
 
 CHILD = """

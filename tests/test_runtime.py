@@ -94,9 +94,9 @@ def test_cpu_models(text, name):
 
 
 def test_the_summary_is_one_line_with_what_matters():
-    line = runtime.machine_summary("MPICH Version:\t4.3\nrelease", 2, 6, "glibc 2.28", 2.0)
-    assert "\n" not in line and "2 ranks x 6 threads" in line and line.endswith("MPI MPICH Version: 4.3 release")
-    for part in (runtime.cpu_model(), "at 2.00 GHz", "allocator glibc 2.28", f"torch {torch.__version__}"):
+    line = runtime.machine_summary("MPICH Version:\t4.3\nrelease", 12, 2, 6, True, "glibc 2.28", 2.0)
+    assert "\n" not in line and "2 ranks x 6 pinned threads" in line and line.endswith("MPI MPICH Version: 4.3 release")
+    for part in ("12 of ", runtime.cpu_model(), "at 2.00 GHz", "allocator glibc 2.28", f"torch {torch.__version__}"):
         assert part in line
 
 

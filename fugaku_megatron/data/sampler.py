@@ -8,6 +8,7 @@ Test: pytest tests/test_sampler.py
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -55,6 +56,9 @@ def micro_batches(
         consumed += size
 
 
+_CPUS = os.sched_getaffinity(0)  # of the process, before its main thread is pinned: a thread inherits its maker's
+
+
 class Prefetcher(Generic[T]):
     """Iterator over `source`, run `depth` items ahead by one thread, so that loading stays off the critical path.
 
@@ -73,6 +77,7 @@ class Prefetcher(Generic[T]):
         self._thread.start()
 
     def _run(self) -> None:
+        os.sched_setaffinity(0, _CPUS)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)

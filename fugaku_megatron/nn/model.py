@@ -31,12 +31,14 @@ class Stage(nn.Module):
         self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
         self.recompute = run.training.recompute_granularity
         vocabulary = accounting.padded_vocab_size(model, tp.size)
+        world = tp.size * pp.size * groups.dp.size
+        self.logits_rows = accounting.logits_rows(run, accounting.Layout(world, tp.size, pp.size, groups.dp.size))
         if self.is_first:
             self.word_embeddings = VocabParallelEmbedding(EMBEDDING, vocabulary, model.hidden_size, tp, model.init_method_std)
             self.position_embeddings = PositionEmbedding("embedding.position_embeddings", model.max_position_embeddings,
                                                          model.hidden_size, tp, model.init_method_std)
         self.layers = nn.ModuleList(TransformerLayer(n + 1, model, tp, self.seed)
-                                    for n in accounting.stage_layers(model.num_layers, pp.size, pp.rank))
+                                    for n in accounting.stage_layers(run, pp.rank))
         if self.is_last:
             self.final_layernorm = LayerNorm("decoder.final_layernorm", model.hidden_size, model.layernorm_epsilon, tp)
         if self.is_last and not self.is_first:
@@ -86,4 +88,4 @@ class Stage(nn.Module):
         if not self.is_last:
             return x
         first_row = self.tied_weight.global_offset[0]
-        return ops.head_loss(self.head_input(x), self.tied_weight, labels, self.tp, first_row, factor) * factor
+        return ops.head_loss(self.head_input(x), self.tied_weight, labels, self.tp, first_row, factor, self.logits_rows) * factor

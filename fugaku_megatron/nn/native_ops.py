@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import accounting, kernels
+from .. import kernels
 from ..comm.base import Comm
 from .shared import MaskPlace
 
@@ -219,9 +219,9 @@ class _HeadLoss(torch.autograd.Function):
     backward will bring, because weight gradients are accumulated before it comes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
+                chunk: int) -> Tensor:
         rows, labels = _rows(x), labels.reshape(-1)
-        chunk = max(1, accounting.LOGITS_CHUNK_BYTES // (accounting.FP32_BYTES * weight.shape[0]))
         total, ctx.factor, ctx.shape = 0.0, factor, x.shape
         dx = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         buffer = x.new_empty(min(chunk, len(rows)), weight.shape[0], dtype=torch.float32)
@@ -241,7 +241,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         assert dloss.item() == torch.tensor(ctx.factor, dtype=torch.float32).item(), (dloss.item(), ctx.factor)
-        return ctx.saved_tensors[0].view(ctx.shape), None, None, None, None, None
+        return ctx.saved_tensors[0].view(ctx.shape), None, None, None, None, None, None
 
 
 def _chunk_loss(logits: Tensor, labels: Tensor, tp: Comm, first_row: int, gradient: float | None) -> float:
@@ -260,5 +260,6 @@ def _chunk_loss(logits: Tensor, labels: Tensor, tp: Comm, first_row: int, gradie
     return (torch.log(total) - target).sum(dtype=torch.float64).item()
 
 
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float) -> Tensor:
-    return _HeadLoss.apply(x, weight, labels, tp, first_row, factor)
+def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
+              rows_at_once: int | None = None) -> Tensor:
+    return _HeadLoss.apply(x, weight, labels, tp, first_row, factor, rows_at_once or labels.numel())

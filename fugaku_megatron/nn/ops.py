@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..comm.base import Comm
 from . import native_ops, torch_ops
-from .shared import MaskPlace, dropout, recompute
+from .shared import MaskPlace, backward, dropout, recompute
 
 __all__ = ["FAMILIES", "MaskPlace", "add_position", "attention", "bias_dropout_add", "bias_dropout_add_layer_norm", "choice",
-           "dropout", "embedding", "head_loss", "layer_norm", "linear", "mlp", "recompute", "use"]
+           "backward", "dropout", "embedding", "head_loss", "layer_norm", "linear", "mlp", "recompute", "use"]
 
 FAMILIES = ("gemm", "attention", "rowwise", "loss", "embedding")
 _MODULES = {"native": native_ops, "torch": torch_ops}
@@ -86,10 +86,11 @@ def add_position(x: Tensor, weight: Tensor) -> Tensor:
     return _MODULES[_choice["embedding"]].add_position(x, weight)
 
 
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float) -> Tensor:
+def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
+              rows_at_once: int | None = None) -> Tensor:
     """Mean cross-entropy of the logits x W^T, the vocabulary being split over `tp`, softmax in FP32.
 
     x (s, b, h), weight (v, h), labels (s, b) -> (). `factor` must be the gradient that backward will bring (the loss is multiplied
     by it afterwards): native kernels accumulate weight gradients while they hold the logits.
     """
-    return _MODULES[_choice["loss"]].head_loss(x, weight, labels, tp, first_row, factor)
+    return _MODULES[_choice["loss"]].head_loss(x, weight, labels, tp, first_row, factor, rows_at_once)

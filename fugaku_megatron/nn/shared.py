@@ -5,12 +5,12 @@ Left out: everything that has two implementations (`torch_ops`, `native_ops`). T
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
 
@@ -57,9 +57,35 @@ def dropout(x: Tensor, p: float, mask: MaskPlace) -> Tensor:
     return x if p == 0.0 else _Dropout.apply(x, p, mask)
 
 
-def recompute(function: Any, x: Tensor, *args: Any) -> Tensor:
+def backward(y: Tensor, dy: Tensor | None) -> None:
+    """torch.autograd.backward(y, dy), by the engine itself: torch's function first loads its symbolic-shape checks with sympy,
+    500 modules and 32 MiB a rank."""
+    dy = torch.ones_like(y) if dy is None else dy
+    torch.autograd.Variable._execution_engine.run_backward((y,), (dy,), False, False, (), allow_unreachable=True,
+                                                           accumulate_grad=True)
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        ctx.function, ctx.args = function, args
+        ctx.save_for_backward(x)
+        return function(x, *args)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x, *ctx.args)
+        backward(y, dy)
+        return None, x.grad, *(None for _ in ctx.args)
+
+
+def recompute(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     """function(x, *args), whose intermediate tensors are dropped and computed again in backward.
 
     Dropout masks are functions of their place, so there is no random state to restore and the second run has the same bits.
+    torch.utils.checkpoint does the same and more, but its first call loads torch's compiler, 70 MiB a rank.
     """
-    return checkpoint(function, x, *args, use_reentrant=True, preserve_rng_state=False)
+    assert x.requires_grad or not torch.is_grad_enabled(), "autograd would drop the function's gradients"
+    return _Recompute.apply(function, x, *args)

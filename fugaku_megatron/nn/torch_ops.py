@@ -187,6 +187,7 @@ def bias_dropout_add_layer_norm(x: Tensor, bias: Tensor, residual: Tensor, p: fl
     return total, layer_norm(total, weight, norm_bias, epsilon)
 
 
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float) -> Tensor:
+def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
+              rows_at_once: int | None = None) -> Tensor:
     """Mean cross-entropy of the logits x W^T. x (s, b, h), weight (v, h), labels (s, b) -> ()."""
     return vocab_parallel_cross_entropy(linear(x, weight), labels, tp, first_row).mean()
