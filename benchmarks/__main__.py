@@ -7,11 +7,22 @@ Left out: the timing itself (driver.py, step.py, alloc.py). Test: pytest tests/t
 
 import argparse
 import importlib
+import os
 from collections.abc import Sequence
+
+from fugaku_megatron.config import check
 
 from . import driver
 
 FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc")
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """ValueError, before anything is measured, for a file that cannot be written."""
+    for name in ("json", "png"):
+        path = getattr(options, name, None)
+        writable = path is None or (not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK))
+        check(writable, f"--{name} {path}: cannot be written; give a file in a folder that exists")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     module = modules[options.family]
     try:
+        check_outputs(options)
         if hasattr(module, "cases"):
             driver.run(options, module.cases)
         else:

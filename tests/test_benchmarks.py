@@ -90,6 +90,7 @@ def test_a_row_can_be_repeated_alone(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
+    (("--json", "/no/such/folder/a.json"), "--json /no/such/folder/a.json: cannot be written; give a file in a folder that exists"),
     (("--rounds", "0"), "--rounds 0: give 1 or more"), (("--threads", "0"), "--threads 0: give 1 or more"),
     (("--target", "x"), "--target x cannot run here: give"),
     (("--tensor-model-parallel-size", "3"), "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
