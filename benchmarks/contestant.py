@@ -141,4 +141,5 @@ def main(task: Task) -> None:
 
 
 if __name__ == "__main__":
-    main(Task(**json.loads(sys.argv[1])))
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the parent has left, or is leaving
+        main(Task(**json.loads(sys.argv[1])))
