@@ -11,13 +11,14 @@ TRAIN_RANKS ?= 2
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint clean
+.PHONY: help setup train test lint bench clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes)"
 	@echo "make test    set up, then lint and run all tests"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make lint    ruff"
+	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
 	@echo "make test-arm     kernels and training on an emulated A64FX (Debian 12 with apt and root; part of make test where possible)"
 	@echo "make arm-codegen  gate on the machine code of the hot loops for A64FX; prints modelled cycles"
 	@echo "make driver | arm-driver   a static program that runs one kernel, for this machine or for A64FX"
@@ -73,6 +74,14 @@ lint: $(STAMPS)/test-packages
 
 test: setup lint $(STAMPS)/openmpi
 	$(BIN)/python -m pytest -q
+
+# Mallocs and layouts take longer: python -m benchmarks alloc, python -m benchmarks step --ranks 2
+bench: setup
+	@mkdir -p bench
+	$(BIN)/python -m benchmarks gemm --micro-batch-size 4 --json bench/gemm.json
+	$(BIN)/python -m benchmarks attention --json bench/attention.json
+	$(BIN)/python -m benchmarks rowwise --micro-batch-size 4 --json bench/rowwise.json
+	$(BIN)/python -m benchmarks step --micro-batch-size 4 --json bench/step.json
 
 clean:
 	rm -rf $(VENV) build fugaku_megatron/_kernels*.so

@@ -1,1 +1,1 @@
-"""Timed comparisons of the kernels with torch: python -m benchmarks FAMILY --help"""
+"""Measured comparisons with torch and other programs: python -m benchmarks FAMILY --help"""

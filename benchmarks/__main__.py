@@ -1,43 +1,50 @@
-"""Runs one family of benchmarks: python -m benchmarks {gemm,attention,rowwise} [options]
+"""Runs one family of benchmarks: python -m benchmarks {gemm,attention,rowwise,step,alloc} [options]
 
-A family is a module of this package with a docstring and either add_arguments(parser) and cases(options), which yields driver.Case
-(options then: [--recipe R] [--target T|all] [--dtype D] [--threads N] [--json F]), or a main() with options of its own.
-Left out: the timing itself (driver.py). Test: python -m benchmarks gemm --recipe demo
+A family is a module of this package with a docstring, add_arguments(parser), and either cases(options), which yields driver.Case
+(kernels against torch; options then: [--recipe R] [--target T|all] [--dtype D] [--threads N] [--json F]), or run(options).
+Left out: the timing itself (driver.py, step.py, alloc.py). Test: pytest tests/test_benchmarks.py
 """
 
 import argparse
 import importlib
-import pkgutil
-import sys
+import os
+from collections.abc import Sequence
 
-from . import __path__, driver
+from fugaku_megatron.config import check
+
+from . import driver
+
+FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc")
 
 
-def families() -> list[str]:
-    """Names of the family modules."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("__main__", "driver"))
+def check_outputs(options: argparse.Namespace) -> None:
+    """ValueError, before anything is measured, for a file that cannot be written."""
+    for name in ("json", "png"):
+        path = getattr(options, name, None)
+        writable = path is None or (not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK))
+        check(writable, f"--{name} {path}: cannot be written; give a file in a folder that exists")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the family."""
-    if len(sys.argv) > 1 and sys.argv[1] in families():
-        module = importlib.import_module(f"{__package__}.{sys.argv[1]}")
-        if not hasattr(module, "cases") or not hasattr(module, "add_arguments"):
-            del sys.argv[1]
-            return module.main()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Kernels against torch, in turn in one process.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measured comparisons, in turn in one run.")
     names = parser.add_subparsers(dest="family", required=True)
-    modules = {name: importlib.import_module(f"{__package__}.{name}") for name in families()}
-    for name in [name for name, module in modules.items() if not hasattr(module, "add_arguments")]:
-        names.add_parser(name, help=modules.pop(name).__doc__.splitlines()[0])
+    modules = {name: importlib.import_module(f"{__package__}.{name}") for name in FAMILIES}
     for name, module in modules.items():
-        sub = names.add_parser(name, help=module.__doc__.splitlines()[0])
-        driver.add_arguments(sub)
+        sub = names.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__,
+                               formatter_class=argparse.RawDescriptionHelpFormatter)
+        if hasattr(module, "cases"):
+            driver.add_arguments(sub)
         module.add_arguments(sub)
         sub.set_defaults(defaults={a: sub.get_default(a) for a in vars(sub.parse_args([]))})
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    module = modules[options.family]
     try:
-        driver.run(options, modules[options.family].cases)
+        check_outputs(options)
+        if hasattr(module, "cases"):
+            driver.run(options, module.cases)
+        else:
+            module.run(options)
     except (ValueError, RuntimeError) as error:
         raise SystemExit(f"python -m benchmarks {options.family}: {error}") from None
 

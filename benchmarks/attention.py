@@ -1,100 +1,92 @@
-"""Causal attention, forward and backward, against torch's scaled_dot_product_attention, in turn in one process.
+"""Causal attention between its two projections: forward alone, forward and backward, against torch's scaled_dot_product_attention.
 
-    python -m benchmarks.attention [--threads 2] [--repeat 9] [--dropout 0.1]
+Shapes are those of fugaku_megatron.accounting: sequence s, this rank's heads, head size d. Both sides read and write Megatron's
+fused (s, b, heads * 3 * d) tensor; torch's side works on (b, heads, s, d) views of it. FLOPs count causal products once and
+backward twice the forward; what the kernels compute again in backward is not counted. Left out: dropout, the projections.
 
-Rates count the causal products once: forward 2 * 2 * s * (s / 2) * d per head, backward 2.5 times that. Both sides read and write
-Megatron's fused (s, b, heads * 3 * d) tensors: torch's side works on (b, heads, s, d) views of it.
-Left out: the projections around attention.
+    python -m benchmarks attention --recipe 124m                                        12 heads, s 1024, d 64
+    python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4          14 heads, s 2048, d 128
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from fugaku_megatron import kernels
+from fugaku_megatron import accounting, kernels
 
-# heads, s, d: GPT-2 124M and the sizes of larger models
-SHAPES = [(12, 1024, 64), (14, 2048, 128), (12, 1024, 80), (8, 1024, 96)]
-DTYPES = [torch.float32, torch.bfloat16]
+from .driver import DTYPES, Case
+from .shapes import add_arguments, run_of
 
-
-def seconds(functions: list[Callable[[], None]], repeat: int) -> list[float]:
-    """Median seconds of each function, called in turn `repeat` times after one warm-up."""
-    times: list[list[float]] = [[] for _ in functions]
-    for function in functions:
-        function()
-    for _ in range(repeat):
-        for function, record in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            function()
-            record.append(time.perf_counter() - start)
-    return [statistics.median(record) for record in times]
+__all__ = ["add_arguments", "cases"]
 
 
-def ours(qkv: torch.Tensor, heads: int, p: float) -> list[Callable[[], None]]:
-    """Forward and backward of the kernels, into tensors made once."""
-    s, b, width = qkv.shape
-    out = qkv.new_empty(s, b, width // 3)
-    lse = torch.empty(b, heads, s)
-    dout, dqkv = torch.randn_like(out), torch.empty_like(qkv)
-    where = {"p": p, "seed": 1, "stream": 2}
-    return [
-        lambda: kernels.attention_forward(qkv, out, lse, **where),
-        lambda: kernels.attention_backward(qkv, out, lse, dout, dqkv, **where),
-    ]
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Forward, and forward with backward."""
+    run, tp, b = run_of(options), options.tensor_model_parallel_size, options.micro_batch_size
+    record = next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
+    s, _, d = record.gemm
+    heads = record.gemm_count // b
+    torch.manual_seed(0)
+    qkv = torch.randn(s, b, heads * 3 * d).to(DTYPES[options.dtype])
+    dout = torch.randn(s, b, heads * d).to(qkv.dtype)
+    ours, theirs = kernel_calls(qkv, dout, heads), torch_calls(qkv, dout, heads)
+    common = {"shape": (heads, s, d), "rival": "torch sdpa", "details": {"micro_batch_size": b}}
+    forward, both = record.flops_forward / 2, (record.flops_forward + record.flops_backward) / 2  # half the square is causal
+    yield Case(op="attention_forward", flops=forward, run=ours[0], rival_run=theirs[0], error=lambda: ours[2](False), **common)
+    yield Case(op="attention", flops=both, run=ours[1], rival_run=theirs[1], error=lambda: ours[2](True), **common)
 
 
-def torch_sdpa(qkv: torch.Tensor, heads: int, p: float) -> list[Callable[[], None]]:
-    """Forward and backward of torch on the same tensor."""
-    s, b, width = qkv.shape
-    leaf = qkv.detach().requires_grad_()
-    dout = torch.randn(s, b, width // 3).to(qkv.dtype)
-    saved: dict[str, torch.Tensor] = {}
+def kernel_calls(qkv: Tensor, dout: Tensor, heads: int) -> tuple[Callable[[], None], Callable[[], None], Callable[[bool], float]]:
+    """(forward, forward and backward, error) of the kernels, into tensors made once.
+
+    qkv (s, b, heads 3 d), dout (s, b, heads d).
+    """
+    out, dqkv = torch.empty_like(dout), torch.empty_like(qkv)
+    lse = torch.empty(qkv.shape[1], heads, qkv.shape[0])
 
     def forward() -> None:
-        q, k, v = leaf.view(s, b, heads, 3, -1).permute(3, 1, 2, 0, 4)  # (b, heads, s, d) each
-        context = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
-        saved["out"] = context.permute(2, 0, 1, 3).reshape(s, b, -1)
+        kernels.attention_forward(qkv, out, lse)
 
-    def backward() -> None:
+    def both() -> None:
+        forward()
+        kernels.attention_backward(qkv, out, lse, dout, dqkv)
+
+    return forward, both, lambda backward: error(qkv, dout, heads, out, dqkv if backward else None)
+
+
+def torch_calls(qkv: Tensor, dout: Tensor, heads: int) -> tuple[Callable[[], object], Callable[[], None]]:
+    """(forward, forward and backward) of torch on the same tensor."""
+    leaf = qkv.detach().clone().requires_grad_()
+
+    def forward() -> Tensor:
+        return sdpa(leaf, heads)
+
+    def both() -> None:
         leaf.grad = None
-        torch.autograd.backward(saved["out"], dout, inputs=[leaf])
+        torch.autograd.backward(forward(), dout, inputs=[leaf])
 
-    return [forward, backward]
-
-
-def rows(repeat: int = 9, p: float = 0.0) -> Iterator[dict[str, object]]:
-    """One row per shape and dtype: GFLOP/s of forward, backward and both, ours and torch's, and the ratio of both."""
-    for heads, s, d in SHAPES:
-        forward_flops = 2 * 2 * s * (s / 2) * d * heads
-        for dtype in DTYPES:
-            qkv = torch.randn(s, 1, heads * 3 * d).to(dtype)
-            times = seconds([*ours(qkv, heads, p), *torch_sdpa(qkv, heads, p)], repeat)
-            row: dict[str, object] = {"heads": heads, "s": s, "d": d, "dtype": str(dtype).removeprefix("torch.")}
-            for name, (forward, backward) in (("ours", times[:2]), ("torch", times[2:])):
-                row[f"{name} forward"] = forward_flops / forward / 1e9
-                row[f"{name} backward"] = 2.5 * forward_flops / backward / 1e9
-                row[f"{name} both"] = 3.5 * forward_flops / (forward + backward) / 1e9
-            row["ratio"] = (times[2] + times[3]) / (times[0] + times[1])
-            yield row
+    return torch.no_grad()(forward), both
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    print(f"torch {torch.__version__}, target {kernels.active()}, {args.threads} threads, GFLOP/s")
-    for row in rows(args.repeat, args.dropout):
-        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+def sdpa(qkv: Tensor, heads: int) -> Tensor:
+    """(s, b, heads 3 d) -> (s, b, heads d)."""
+    s, b, _ = qkv.shape
+    q, k, v = qkv.view(s, b, heads, 3, -1).permute(3, 1, 2, 0, 4)  # (b, heads, s, d) each
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
-if __name__ == "__main__":
-    main()
+def error(qkv: Tensor, dout: Tensor, heads: int, out: Tensor, dqkv: Tensor | None) -> float:
+    """Largest difference of the last sample's last head from double precision, relative to the largest value there."""
+    d = dout.shape[-1] // heads
+    one = qkv[:, -1:, -3 * d:].double().requires_grad_()  # (s, 1, 3 d)
+    exact = sdpa(one, 1)
+    pairs = [(out[:, -1:, -d:], exact.detach())]
+    if dqkv is not None:
+        exact.backward(dout[:, -1:, -d:].double())
+        pairs.append((dqkv[:, -1:, -3 * d:], one.grad))
+    return max(float((got.double() - right).abs().max() / right.abs().max()) for got, right in pairs)

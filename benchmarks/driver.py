@@ -1,8 +1,9 @@
 """Times cases in turn with their rivals, beside the machine's own limits measured in the same run; prints rows, writes JSON.
 
 Every round runs the kernel, the rival and a loop of independent multiply-adds once, so that all three meet the same clock and the
-same neighbours; figures are medians over the rounds. A round in which other processes took our cores (this one had less than QUIET
-of its threads' time) is run again, up to PATIENCE times as many rounds; a row that never saw enough quiet says so.
+same neighbours; figures are medians over the rounds. Memory is set up as the trainer sets it up (allocator.tune), for both
+sides. A round in which other processes took our cores (this one had less than QUIET of its threads' time) is run again, up to
+PATIENCE times as many rounds; a row that never saw enough quiet says so.
 Left out: what is compared (gemm.py and the other families). Test: python -m benchmarks gemm --recipe demo
 """
 
@@ -21,7 +22,10 @@ from pathlib import Path
 
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron import allocator, kernels, runtime
+from fugaku_megatron.config import check
+
+from . import shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FMA_STEPS = 500_000
@@ -32,15 +36,18 @@ TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison. `run` and `rival_run` do the same work once; `error` compares what `run` left with double precision."""
+    """One comparison. `run` and `rival_run` do the same work once; `error` compares what `run` left with double precision.
+
+    flops: multiplies and adds counted apart, 0 where an operation is bound by memory; moved_bytes: that it must read and write.
+    """
 
     op: str
     shape: tuple[int, ...]
-    flops: float
     run: Callable[[], object]
     rival: str
     rival_run: Callable[[], object]
     error: Callable[[], float]
+    flops: float = 0.0
     moved_bytes: float = 0.0
     details: dict = field(default_factory=dict)
 
@@ -82,17 +89,19 @@ def machine() -> dict:
             "triad_gb_per_second": 12 * TRIAD_ELEMENTS / triad / 1e9}
 
 
-def measure(case: Case, options: argparse.Namespace, target: str) -> dict:
-    """The row of one case."""
+def measure(case: Case, options: argparse.Namespace, target: str, limits: dict) -> dict:
+    """The row of one case; rates and fractions that have no meaning for it are None."""
     case.run()
     max_error = case.error()
     case.rival_run()
     rounds, busy = timed_rounds(case, options)
     ours, rival, peak = (statistics.median(column) for column in zip(*rounds, strict=True))
-    gflops = case.flops / ours / 1e9
+    gflops = case.flops / ours / 1e9 if case.flops else None
+    rate = case.moved_bytes / ours / 1e9 if case.moved_bytes else None
     return {"op": case.op, "shape": list(case.shape), "dtype": options.dtype, "target": target, "threads": options.threads,
             "seconds": ours, "gflops": gflops, "rival": case.rival, "rival_seconds": rival, "ratio": rival / ours,
-            "peak_gflops": peak, "peak_fraction": gflops / peak, "gb_per_second": case.moved_bytes / ours / 1e9,
+            "peak_gflops": peak, "peak_fraction": gflops and gflops / peak, "gb_per_second": rate,
+            "bandwidth_fraction": rate and rate / limits["triad_gb_per_second"],
             "max_error": max_error, "busy": busy, "repeat": repeat_line(case, options, target), **case.details}
 
 
@@ -116,38 +125,63 @@ def repeat_line(case: Case, options: argparse.Namespace, target: str) -> str:
     return shlex.join(command)
 
 
+def command_line() -> str:
+    """The command of this process, to be run again."""
+    return shlex.join(["python", "-m", __package__, *sys.argv[1:]])
+
+
 def geometric_mean(values: list[float]) -> float:
     """exp of the mean logarithm."""
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def rows(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iterator[Case]]) -> Iterator[dict]:
+def rows(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iterator[Case]], limits: dict) -> Iterator[dict]:
     """Measures every selected case on every selected target."""
     for target in kernels.runnable_targets() if options.target == "all" else [options.target]:
         with kernels.target(target):
             for case in cases(options):
                 if options.only in case.name:
-                    yield measure(case, options, target)
+                    yield measure(case, options, target, limits)
+
+
+def line(row: dict) -> str:
+    """A row as printed."""
+    fraction, rate = ("peak_fraction", f"{row['gflops']:8.1f} GFLOP/s") if row["gflops"] is not None else (
+        "bandwidth_fraction", f"{row['gb_per_second']:8.1f} GB/s   ")
+    limit = "FMA peak" if fraction == "peak_fraction" else "triad   "
+    shape = "x".join(map(str, row["shape"]))
+    return (f"{row['op']:>17} {shape:>16} {row['dtype']} {row['target']:>10} {row['seconds'] * 1e3:9.3f} ms "
+            f"{rate} {100 * row[fraction]:5.1f} % of {limit}  {row['ratio']:.3f} x {row['rival']}  error {row['max_error']:.1e}"
+            + ("  BUSY MACHINE" if row["busy"] else ""))
+
+
+def totals(done: list[dict]) -> str:
+    """Geometric means of all rows."""
+    ratios, busy = [r["ratio"] for r in done], sum(row["busy"] for row in done)
+    fractions = [r["peak_fraction"] for r in done if r["peak_fraction"] is not None]
+    return (f"geometric mean of {len(done)} rows: {geometric_mean(ratios):.3f} x the rival (least {min(ratios):.3f})"
+            + (f", {100 * geometric_mean(fractions):.1f} % of FMA peak" if fractions else "")
+            + (f"; {busy} rows on a busy machine" if busy else ""))
 
 
 def run(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iterator[Case]]) -> None:
     """Prints a line per row and the geometric means; writes --json. ValueError when --only selects nothing."""
+    for name in ("rounds", "threads"):
+        check(getattr(options, name) > 0, f"--{name} {getattr(options, name)}: give 1 or more")
+    known = [*kernels.runnable_targets(), "all"]
+    check(options.target in known, f"--target {options.target} cannot run here: give {' or '.join(known)}")
+    shapes.run_of(options)  # refuses sizes that do not fit, before anything is measured
     torch.set_num_threads(options.threads)
-    limits, done = machine(), []
+    memory, limits, done = allocator.tune("tuned"), machine(), []
+    print(f"{runtime.cpu_model()}, {options.threads} threads, torch {torch.__version__}, allocator of both sides: {memory}")
     print("machine: " + ", ".join(f"{name} {value:.4g}" for name, value in limits.items()), flush=True)
-    for row in rows(options, cases):
+    for row in rows(options, cases, limits):
         done.append(row)
-        shape = "x".join(map(str, row["shape"]))
-        print(f"{row['op']:>10} {shape:>16} {row['dtype']} {row['target']:>10} {row['seconds'] * 1e3:9.3f} ms {row['gflops']:8.1f} "
-              f"GFLOP/s {100 * row['peak_fraction']:5.1f} % of FMA peak  {row['ratio']:.3f} x {row['rival']}  "
-              f"error {row['max_error']:.1e}{'  BUSY MACHINE' if row['busy'] else ''}", flush=True)
-        print(f"{'':>10} {row['repeat']}", flush=True)
-    if not done:
-        raise ValueError(f"--only {options.only!r}: no row has this in its name")
-    busy = sum(row["busy"] for row in done)
-    ratios, fractions = [r["ratio"] for r in done], [r["peak_fraction"] for r in done]
-    print(f"geometric mean of {len(done)} rows: {geometric_mean(ratios):.3f} x {done[0]['rival']} (least {min(ratios):.3f}), "
-          f"{100 * geometric_mean(fractions):.1f} % of FMA peak" + (f"; {busy} rows on a busy machine" if busy else ""), flush=True)
+        print(line(row), flush=True)
+        print(f"{'':>17} {row['repeat']}", flush=True)
+    check(done != [], f"--only {options.only!r}: no row has this in its name")
+    print(totals(done), flush=True)
     if options.json:
-        report = {"command": sys.argv[1:], "torch": torch.__version__, "machine": limits, "rows": done}
+        report = {"command": sys.argv[1:], "torch": torch.__version__, "cpu": runtime.cpu_model(), "allocator": memory,
+                  "machine": limits, "rows": done}
         options.json.write_text(json.dumps(report, indent=1) + "\n")

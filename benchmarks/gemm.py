@@ -11,31 +11,22 @@ packs both operands inside it. Left out: bias and GELU, so that both sides do ex
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator
 
 import torch
 
 from fugaku_megatron import accounting, kernels
-from fugaku_megatron.recipes import RECIPES
 
 from .driver import DTYPES, Case
+from .shapes import add_arguments, run_of
 
+__all__ = ["add_arguments", "cases"]
 SAMPLE_ROWS = 16
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model's shapes."""
-    parser.add_argument("--recipe", default="124m", choices=RECIPES)
-    parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
 
 
 def shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(M, N, K) of every linear layer and the logits, each once."""
-    run, tp = RECIPES[options.recipe](), options.tensor_model_parallel_size
-    model = run.model if run.model.vocab_size else dataclasses.replace(run.model, vocab_size=8192)
-    run = dataclasses.replace(run, model=model, batch=dataclasses.replace(run.batch, micro_batch_size=options.micro_batch_size))
+    run, tp = run_of(options), options.tensor_model_parallel_size
     records = accounting.layer_records(run, tp) + accounting.head_records(run, tp, tied=True)
     return list(dict.fromkeys(r.gemm for r in records if r.gemm and r.name != "attention"))
 

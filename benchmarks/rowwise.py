@@ -1,190 +1,188 @@
-"""Row-wise and pointwise kernels against torch's eager operations, forward + backward, at the shapes of the recipes.
+"""Row-wise and pointwise kernels and AdamW, forward and backward, against torch's eager operations.
 
-    python -m benchmarks.rowwise [--threads 2] [--repeat 15] [--cases layer_norm gelu ...]
-    python -m benchmarks.rowwise --cpu-time        one thread and its CPU time: for a machine with other work on it
+Shapes are those of fugaku_megatron.accounting on one tensor-parallel rank. Ours writes into tensors made once, as the trainer does;
+torch makes its own, in the same tuned memory. AdamW's rival is torch.optim.AdamW(fused=True); axpy shows what updates in place can
+reach. These operations are bound by memory: rates are bytes that must move over time, beside the triad of the same run.
 
-Both sides are timed in turn in one process; medians. Ours writes into tensors made once, outside the timing, as the trainer
-does. torch makes its own, and is timed twice: with glibc's defaults, which give every large tensor back to the kernel and
-fault it in again, and after mallopt has told glibc to keep memory. Left out: half precision, other machines' shapes.
+    python -m benchmarks rowwise --recipe 124m --micro-batch-size 4 [--dtype bf16]
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron import accounting, kernels, recipes
+from fugaku_megatron import accounting, kernels
 
-Timed = Callable[[], object]
-SETTINGS = (("124M, micro-batch 1", recipes.gpt_124m, 1, 1), ("124M, micro-batch 4", recipes.gpt_124m, 4, 1),
-            ("30B, TP 4", recipes.gpt_30b, 1, 4))
-ADAMW_ELEMENTS = 30_000_000  # 480 MB in four buffers: far beyond any cache
+from .driver import DTYPES, Case
+from .shapes import add_arguments, run_of
 
-
-def keep_memory() -> None:
-    """Tell glibc to take large blocks from the heap and never to give it back."""
-    libc = ctypes.CDLL(None)
-    m_trim_threshold, m_mmap_max = -1, -4
-    if not (libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, 2**31 - 1)):
-        raise RuntimeError("mallopt refused: this C library cannot be told to keep memory")
+__all__ = ["add_arguments", "cases"]
+ADAMW_ELEMENTS = 30_000_000  # 480 MB in four buffers: far beyond any cache; a model with fewer parameters has its own
+EPSILON = 1e-5
+Eager = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def layer_norm(rows: int, h: int) -> tuple[Timed, Timed, int]:
-    x, dy, weight, bias = torch.randn(rows, h), torch.randn(rows, h), torch.randn(h), torch.randn(h)
-    y, dx, mean, rstd, dw, db = (torch.empty(rows, h), torch.empty(rows, h), torch.empty(rows), torch.empty(rows),
-                                 torch.zeros(h), torch.zeros(h))
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Every operation of a layer and the head, then the update."""
+    run, tp, dtype = run_of(options), options.tensor_model_parallel_size, DTYPES[options.dtype]
+    model = run.model
+    rows, h, f = model.seq_length * options.micro_batch_size, model.hidden_size, model.ffn_hidden_size // tp
+    v = accounting.padded_vocab_size(model, tp) // tp
+    torch.manual_seed(0)
+    yield layer_norm(rows, h, dtype)
+    yield residual_norm(rows, h, dtype)
+    yield gelu(rows, f, dtype)
+    yield cross_entropy(rows, v)
+    yield embedding(rows, h, v, dtype)
+    elements = min(ADAMW_ELEMENTS, accounting.stage_parameters(run, accounting.Layout(tp, tp, 1, 1), 0))
+    yield adamw(elements)
+    yield axpy(elements)
+
+
+def gradients(function: Eager, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Forward and backward by autograd; gradients of all floating inputs."""
+    leaves = [t for t in inputs if t.requires_grad]
+    return list(torch.autograd.grad(function(inputs), leaves, grads))
+
+
+def compare(op: str, shape: tuple[int, ...], ours: Callable[[], None], results: Sequence[Tensor], function: Eager,
+            inputs: Sequence[Tensor], grads: Sequence[Tensor], moved: float, **details: str) -> Case:
+    """A case whose rival is `function` forward and backward; `results`: our gradients, in the order of the leaves."""
+    def leaves(dtype: torch.dtype | None) -> list[Tensor]:
+        made = [t.to(dtype or t.dtype) if t.is_floating_point() else t for t in inputs]
+        return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in made]
+
+    theirs = leaves(None)
+
+    def error() -> float:
+        for sums in results:
+            if sums.dim() == 1:  # sums over rows are added to
+                sums.zero_()
+        ours()
+        exact = gradients(function, leaves(torch.float64), [g.double() for g in grads])
+        return max(float((got.double() - right).abs().max() / right.abs().max()) for got, right in zip(results, exact, strict=True))
+
+    return Case(op=op, shape=shape, run=ours, rival="torch", rival_run=lambda: gradients(function, theirs, grads), error=error,
+                moved_bytes=moved, details=details)
+
+
+def layer_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
+    """x and dy are read, y and dx written, x read again."""
+    x, dy = (torch.randn(rows, h).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(h).to(dtype) for _ in range(2))
+    y, dx, mean, rstd = torch.empty_like(x), torch.empty_like(x), torch.empty(rows), torch.empty(rows)
+    dw, db = torch.zeros(h), torch.zeros(h)
 
     def ours() -> None:
-        kernels.layer_norm(x, weight, bias, y, mean, rstd, 1e-5)
+        kernels.layer_norm(x, weight, bias, y, mean, rstd, EPSILON)
         kernels.layer_norm_backward(dy, x, mean, rstd, weight, dx, dw, db)
 
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    return ours, lambda: torch.autograd.grad(F.layer_norm(leaves[0], (h,), *leaves[1:]), leaves, dy), 5 * 4 * rows * h
+    return compare("layer_norm", (rows, h), ours, (dx, dw, db), lambda t: (F.layer_norm(t[0], (h,), t[1], t[2], EPSILON),),
+                   (x, weight, bias), (dy,), 5 * x.nbytes)
 
 
-def residual_norm(rows: int, h: int, p: float = 0.1) -> tuple[Timed, Timed, int]:
-    x, residual, dy, dsum = (torch.randn(rows, 1, h) for _ in range(4))
-    bias, weight, norm_bias = (torch.randn(h) for _ in range(3))
-    total, y, dresidual, dx = (torch.empty(rows, 1, h) for _ in range(4))
-    mean, rstd, sums = torch.empty(rows), torch.empty(rows), [torch.zeros(h) for _ in range(3)]
+def residual_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
+    """sum = residual + x + bias, y = layer_norm(sum), one pass each way, without dropout."""
+    x, residual, dy, dsum = (torch.randn(rows, 1, h).to(dtype) for _ in range(4))
+    bias, weight, norm_bias = (torch.randn(h).to(dtype) for _ in range(3))
+    total, y, dx = (torch.empty_like(x) for _ in range(3))
+    mean, rstd, dbias, dweight, dnorm = torch.empty(rows), torch.empty(rows), *(torch.zeros(h) for _ in range(3))
 
     def ours() -> None:
-        kernels.bias_dropout_add_layer_norm(x, bias, residual, total, weight, norm_bias, y, mean, rstd, 1e-5, p, 1)
-        kernels.bias_dropout_add_layer_norm_backward(dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums, p, 1)
+        kernels.bias_dropout_add_layer_norm(x, bias, residual, total, weight, norm_bias, y, mean, rstd, EPSILON)
+        kernels.bias_dropout_add_layer_norm_backward(dy, dsum, total, mean, rstd, weight, dx, None, dweight, dnorm, dbias)
 
-    leaves = [t.clone().requires_grad_() for t in (x, bias, residual, weight, norm_bias)]
+    def eager(t: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        summed = t[2] + (t[0] + t[1])
+        return summed, F.layer_norm(summed, (h,), t[3], t[4], EPSILON)
 
-    def eager() -> None:
-        r = leaves[2] + F.dropout(leaves[0] + leaves[1], p)
-        torch.autograd.grad((r, F.layer_norm(r, (h,), *leaves[3:])), leaves, (dsum, dy))
-
-    return ours, eager, 9 * 4 * rows * h
+    return compare("residual_norm", (rows, h), ours, (dx, dbias, dx, dweight, dnorm), eager, (x, bias, residual, weight, norm_bias),
+                   (dsum, dy), 8 * x.nbytes)
 
 
-def gelu(rows: int, f: int) -> tuple[Timed, Timed, int]:
-    x, dy, bias = torch.randn(rows, f), torch.randn(rows, f), torch.randn(f)
-    y, dx, db = torch.empty(rows, f), torch.empty(rows, f), torch.zeros(f)
+def gelu(rows: int, f: int, dtype: torch.dtype) -> Case:
+    """gelu(x + bias) in the tanh approximation."""
+    x, dy, bias = torch.randn(rows, f).to(dtype), torch.randn(rows, f).to(dtype), torch.randn(f).to(dtype)
+    y, dx, db = torch.empty_like(x), torch.empty_like(x), torch.zeros(f)
 
     def ours() -> None:
         kernels.gelu(x, bias, y)
         kernels.gelu_backward(dy, x, bias, dx, db)
 
-    leaves = [t.clone().requires_grad_() for t in (x, bias)]
-    return ours, lambda: torch.autograd.grad(F.gelu(leaves[0] + leaves[1], approximate="tanh"), leaves, dy), 5 * 4 * rows * f
+    return compare("bias_gelu", (rows, f), ours, (dx, db), lambda t: (F.gelu(t[0] + t[1], approximate="tanh"),), (x, bias), (dy,),
+                   5 * x.nbytes)
 
 
-def cross_entropy(rows: int, v: int) -> tuple[Timed, Timed, int]:
+def cross_entropy(rows: int, v: int) -> Case:
+    """Of FP32 logits, in every precision."""
     logits, labels, dloss = torch.randn(rows, v), torch.randint(v, (rows,)), torch.full((rows,), 1 / rows)
-    dlogits, (top, sum_exp, target) = torch.empty(rows, v), (torch.empty(rows) for _ in range(3))
+    dlogits, (top, total, target) = torch.empty_like(logits), torch.empty(3, rows)
 
     def ours() -> None:
-        kernels.cross_entropy_forward(logits, labels, top, sum_exp, target)
-        kernels.cross_entropy_backward(logits, top, sum_exp, labels, 0, dloss, dlogits)
+        kernels.cross_entropy_forward(logits, labels, top, total, target)
+        kernels.cross_entropy_backward(logits, top, total, labels, 0, dloss, dlogits)
 
-    leaf = logits.clone().requires_grad_()
-    return ours, lambda: torch.autograd.grad(F.cross_entropy(leaf, labels), leaf), 3 * 4 * rows * v
-
-
-def adamw(n: int) -> tuple[Timed, Timed, int]:
-    param, grad, m, v = torch.randn(n), torch.randn(n), torch.zeros(n), torch.zeros(n)
-    rival = param.clone().requires_grad_()
-    rival.grad = grad.clone()
-    optimizer = torch.optim.AdamW([rival], lr=1e-4, fused=True)
-    return lambda: kernels.adamw(param, grad, m, v, 1e-4, 0.9, 0.999, 1e-8, 0.01, 1), optimizer.step, 7 * 4 * n
+    return compare("cross_entropy", (rows, v), ours, (dlogits,), lambda t: (F.cross_entropy(t[0], t[1]),), (logits, labels),
+                   (torch.ones(()),), 3 * logits.nbytes, dtype="fp32")
 
 
-def axpy(n: int) -> tuple[Timed, Timed, int]:
-    """The bandwidth of in-place updates: what AdamW can reach at best."""
-    x, y = torch.randn(n), torch.randn(n)
-    return lambda: kernels.axpy(1e-6, x, y), lambda: y.add_(x, alpha=1e-6), 3 * 4 * n
-
-
-def embedding(rows: int, h: int, v: int) -> tuple[Timed, Timed, int]:
-    tokens, table, dout = torch.randint(v, (rows,)), torch.randn(v, h), torch.randn(rows, h)
-    out, grad = torch.empty(rows, h), torch.zeros(v, h)
+def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
+    """Into an FP32 gradient of the whole table; autograd's dense one would cost torch far more than index_add_ does."""
+    tokens, table, dout = torch.randint(v, (rows,)), torch.randn(v, h).to(dtype), torch.randn(rows, h).to(dtype)
+    out, grad, rival_grad = torch.empty_like(dout), torch.zeros(v, h), torch.zeros(v, h)
 
     def ours() -> None:
         kernels.embedding(tokens, table, out)
         kernels.embedding_backward(tokens, dout, grad)
 
-    def eager() -> None:  # into the same kind of buffer; autograd's dense gradient of the whole table would cost far more
+    def eager() -> None:
         F.embedding(tokens, table)
-        grad.index_add_(0, tokens, dout)
+        rival_grad.index_add_(0, tokens, dout.float())
 
-    return ours, eager, 5 * 4 * rows * h
+    def error() -> float:
+        grad.zero_()
+        ours()
+        exact = torch.zeros(v, h, dtype=torch.float64).index_add_(0, tokens, dout.double())
+        return max(float((grad - exact).abs().max() / exact.abs().max()), float((out - table[tokens]).abs().max()))
 
-
-def cases() -> Iterator[tuple[str, str, str, Callable[[], tuple[Timed, Timed, int]]]]:
-    """(kernel, setting, shape, maker of (ours, torch's, bytes that must move))."""
-    for setting, recipe, b, tp in SETTINGS:
-        model = recipe().model
-        rows, h, f = model.seq_length * b, model.hidden_size, model.ffn_hidden_size // tp
-        v = accounting.padded_vocab_size(model, tp) // tp
-        for name, make, shape in (("layer_norm", layer_norm, (rows, h)), ("residual_norm", residual_norm, (rows, h)),
-                                  ("gelu", gelu, (rows, f)), ("cross_entropy", cross_entropy, (rows, v)),
-                                  ("embedding", embedding, (rows, h, v))):
-            yield name, setting, "x".join(map(str, shape)), lambda make=make, shape=shape: make(*shape)
-    for name, make in (("adamw", adamw), ("axpy", axpy)):
-        yield name, "flat buffer", str(ADAMW_ELEMENTS), lambda make=make: make(ADAMW_ELEMENTS)
+    return Case(op="embedding", shape=(rows, h, v), run=ours, rival="torch", rival_run=eager, error=error,
+                moved_bytes=3 * dout.nbytes + 2 * rows * h * grad.element_size())
 
 
-def turns(functions: tuple[Timed, ...], repeat: int, clock: Callable[[], float], seconds: float = 1.5) -> list[list[float]]:
-    """Seconds of each call, the functions called in turn; fewer turns than `repeat` once `seconds` have passed, never below 3."""
-    times: list[list[float]] = [[] for _ in functions]
-    for function in functions:
-        function()
-    start = time.perf_counter()
-    for turn in range(repeat):
-        if turn >= 3 and time.perf_counter() - start > seconds:
-            break
-        for function, taken in zip(functions, times, strict=True):
-            begin = clock()
-            function()
-            taken.append(clock() - begin)
-    return times
+def adamw(n: int) -> Case:
+    """One update of FP32 master weights: three streams read and written, the gradient read."""
+    param, grad, m, v = torch.randn(n), torch.randn(n), torch.zeros(n), torch.zeros(n)
+    rival = param.clone().requires_grad_()
+    rival.grad = grad.clone()
+    optimizer = torch.optim.AdamW([rival], lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=True)
+
+    def error() -> float:
+        """Of a fresh first step on part of the buffer."""
+        part = torch.randn(2, min(n, 1 << 16))
+        values, exact = part[0].clone(), part[0].double().requires_grad_()
+        kernels.adamw(values, part[1], torch.zeros_like(values), torch.zeros_like(values), 1e-4, 0.9, 0.999, 1e-8, 0.01, 1)
+        exact.grad = part[1].double()
+        torch.optim.AdamW([exact], lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01).step()
+        return float((values - exact.detach()).abs().max() / exact.detach().abs().max())
+
+    return Case(op="adamw", shape=(n,), run=lambda: kernels.adamw(param, grad, m, v, 1e-4, 0.9, 0.999, 1e-8, 0.01, 1),
+                rival="torch fused", rival_run=optimizer.step, error=error, moved_bytes=7 * param.nbytes,
+                details={"dtype": "fp32"})
 
 
-def rows(repeat: int = 15, names: list[str] | None = None,
-         clock: Callable[[], float] = time.perf_counter) -> Iterator[dict[str, object]]:
-    """One row per kernel and shape, first with glibc's defaults, then with memory kept: medians of ours and of torch's in ms, their
-    ratio, the ratio of the two shortest times (which other work on the machine disturbs least), GB/s of our shortest."""
-    for memory in ("glibc defaults", "memory kept"):
-        if memory == "memory kept":
-            keep_memory()
-        for name, setting, shape, make in cases():
-            if names and name not in names:
-                continue
-            ours, eager, moved = make()
-            mine, rival = turns((ours, eager), repeat, clock)
-            median = statistics.median(mine), statistics.median(rival)
-            yield {"kernel": name, "setting": setting, "shape": shape, "memory": memory, "ours ms": median[0] * 1e3,
-                   "torch ms": median[1] * 1e3, "torch / ours": median[1] / median[0], "shortest": min(rival) / min(mine),
-                   "ours GB/s": moved / min(mine) / 1e9}
+def axpy(n: int) -> Case:
+    """y += alpha x: the bandwidth of an update in place."""
+    x, y, rival_y = (torch.randn(n) for _ in range(3))
 
+    def error() -> float:
+        before = y.double()
+        kernels.axpy(1e-6, x, y)
+        return float((y - (before + 1e-6 * x.double())).abs().max() / before.abs().max())
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--cases", nargs="*")
-    parser.add_argument("--cpu-time", action="store_true")
-    options = parser.parse_args()
-    threads = 1 if options.cpu_time else options.threads
-    clock = time.thread_time if options.cpu_time else time.perf_counter
-    torch.set_num_threads(threads)
-    # torch's backward of a CPU graph runs on the calling thread, so its CPU time is counted too.
-    print(f"target {kernels.active()}, {threads} threads, {clock.__name__}, torch {torch.__version__}")
-    for i, row in enumerate(rows(options.repeat, options.cases, clock)):
-        if i == 0:
-            print("  ".join(f"{name:>{12 if isinstance(value, float) else 19}}" for name, value in row.items()))
-        print("  ".join(f"{value:12.2f}" if isinstance(value, float) else f"{value:>19}" for value in row.values()), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return Case(op="axpy", shape=(n,), run=lambda: kernels.axpy(1e-6, x, y), rival="torch",
+                rival_run=lambda: rival_y.add_(x, alpha=1e-6), error=error, moved_bytes=3 * x.nbytes, details={"dtype": "fp32"})

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-# attribute, name in the line, format: in Megatron-DeepSpeed's order
+# attribute, name in the line, format: in Megatron-DeepSpeed's order, then fields of our own
 _FIELDS = (
     ("consumed_samples", "consumed samples", "{:12d}"),
     ("consumed_tokens", "consumed tokens", "{:12d}"),
@@ -35,6 +35,9 @@ _FIELDS = (
     ("nans", "number of nan iterations", "{:3d}"),
     ("samples_per_second", "samples per second", "{:.3f}"),
     ("tflops", "TFLOPs", "{:.2f}"),
+    ("minor_faults", "minor faults", "{:d}"),
+    ("system_seconds", "system time (s)", "{:.3f}"),
+    ("clock_ghz", "clock (GHz)", "{:.2f}"),
 )
 # Megatron's TensorBoard tag -> argument of MetricsWriter.add
 _TAGS = {
@@ -47,12 +50,16 @@ _TAGS = {
     "params-norm": "params_norm",
 }
 _HEAD = re.compile(r"\biteration\s+(\d+)/\s*(\d+) \|")
+_PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|")
 
 
 @dataclass(frozen=True)
 class IterationMetrics:
-    """One log line; None: not in the line. Seconds are per iteration, `tflops` 10^12 operations per second and rank."""
+    """One log line; None: not in the line. Seconds are per iteration, `tflops` 10^12 operations per second and rank.
+
+    Of the rank that prints: `minor_faults` and `system_seconds` per iteration, `clock_ghz` measured after the last one.
+    """
 
     iteration: int
     train_iters: int
@@ -70,6 +77,9 @@ class IterationMetrics:
     samples_per_second: float | None = None
     tflops: float | None = None
     params_norm: float | None = None
+    minor_faults: int | None = None
+    system_seconds: float | None = None
+    clock_ghz: float | None = None
 
     def format_line(self) -> str:
         """The line as Megatron-DeepSpeed prints it; fields that are None are left out."""
@@ -155,10 +165,12 @@ class MetricsWriter:
     def add(self, iteration: int, *, consumed_samples: int, consumed_tokens: int, elapsed_seconds: float,
             learning_rate: float, global_batch_size: int, lm_loss: float, loss_scale: float, flops_per_rank: float,
             skipped: bool = False, grad_norm: float | None = None, num_zeros: float | None = None,
-            params_norm: float | None = None) -> IterationMetrics | None:
+            params_norm: float | None = None, minor_faults: int | None = None, system_seconds: float | None = None,
+            clock_ghz: float | None = None) -> IterationMetrics | None:
         """Take one iteration; at the end of a log interval write its line and return it, else None.
 
-        `elapsed_seconds` and `flops_per_rank` (operations of the iteration / ranks) are those of this iteration alone.
+        `elapsed_seconds`, `flops_per_rank` (operations of the iteration / ranks), `minor_faults` and `system_seconds` are those
+        of this iteration alone.
         """
         values = {name: value for name, value in locals().items() if name != "self"}
         self._interval.append(values)
@@ -225,7 +237,8 @@ def _average(interval: list[dict[str, Any]], train_iters: int) -> IterationMetri
     last, seconds = interval[-1], sum(step["elapsed_seconds"] for step in interval)
     losses = [step["lm_loss"] for step in interval if not step["skipped"]]
     same = ("iteration", "consumed_samples", "consumed_tokens", "learning_rate", "global_batch_size", "loss_scale",
-            "grad_norm", "num_zeros", "params_norm")
+            "grad_norm", "num_zeros", "params_norm", "clock_ghz")
+    faults, system = (_mean([step[name] for step in interval]) for name in ("minor_faults", "system_seconds"))
     return IterationMetrics(
         train_iters=train_iters,
         elapsed_seconds=seconds / len(interval),
@@ -234,8 +247,14 @@ def _average(interval: list[dict[str, Any]], train_iters: int) -> IterationMetri
         nans=sum(not math.isfinite(step["lm_loss"]) for step in interval),
         samples_per_second=sum(step["global_batch_size"] for step in interval) / seconds,
         tflops=sum(step["flops_per_rank"] for step in interval) / seconds / 1e12,
+        minor_faults=None if faults is None else round(faults),
+        system_seconds=system,
         **{name: last[name] for name in same},
     )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    return None if None in values else sum(values) / len(values)
 
 
 def _summary_writer(directory: str | os.PathLike) -> Any:
@@ -288,3 +307,8 @@ def format_peak_memory(mib: list[float]) -> str:
     """`mib`: every rank's peak_memory_mib(), in rank order."""
     most = max(range(len(mib)), key=mib.__getitem__)
     return f"peak memory per rank: max {mib[most]:.0f} MiB (rank {most}), min {min(mib):.0f} MiB"
+
+
+def parse_peak_memory(lines: Iterable[str]) -> int | None:
+    """MiB of the largest rank from a log that `format_peak_memory` wrote into; None: the run did not reach its end."""
+    return next((int(found[1]) for line in lines if (found := _PEAK_MEMORY.search(line))), None)

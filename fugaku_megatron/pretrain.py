@@ -88,7 +88,9 @@ class Session:
         timer = runtime.ExitTimer(self.trainer.run.training.exit_duration_in_mins)
         saved = progress.iteration
         while progress.iteration < self.iterations:
-            self._log(self._step())
+            before = allocator.page_faults()
+            result = self._step()
+            self._log(result, [after - former for after, former in zip(allocator.page_faults(), before, strict=True)])
             self._evaluate(progress.iteration)
             reason = self._reason_to_leave(progress.iteration, timer)
             due = output.save_interval and progress.iteration % output.save_interval == 0
@@ -123,16 +125,20 @@ class Session:
         for line in lines:
             self.writer.print(line)
 
-    def _log(self, result: IterationResult) -> None:
+    def _log(self, result: IterationResult, usage: list[float]) -> None:
+        """usage: minor page faults and system seconds of the iteration."""
         trainer, run = self.trainer, self.trainer.run
         progress, output = trainer.progress, run.output
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
+        printed = self.writer.printing and progress.iteration % output.log_interval == 0
         self.writer.add(
             progress.iteration, consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_samples * run.model.seq_length, elapsed_seconds=result.seconds,
             learning_rate=result.learning_rate, global_batch_size=result.global_batch_size, lm_loss=result.loss,
             loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
-            skipped=result.skipped, flops_per_rank=accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size)
+            skipped=result.skipped, minor_faults=usage[0], system_seconds=usage[1],
+            clock_ghz=runtime.clock_ghz() if printed else None,
+            flops_per_rank=accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size)
 
     def _evaluate(self, iteration: int) -> None:
         run, training = self.trainer.run, self.trainer.run.training

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.arguments import make_run
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Grid, Groups
-from fugaku_megatron.config import RunConfig
+from fugaku_megatron.config import ModelConfig, RunConfig
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.train import IterationResult, Trainer
 
@@ -62,3 +63,10 @@ def whole_tensors(trainer: Trainer, of: str) -> dict[str, torch.Tensor]:
         target = whole.setdefault(name, torch.zeros(shape))
         target[tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))] = piece
     return whole
+
+
+def plain_loss(weights: dict[str, torch.Tensor], tokens: torch.Tensor, labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Mean cross entropy of the model in plain torch with named global weights, without dropout. tokens, labels (s, b) -> ()."""
+    with torch.device("meta"):
+        plain = PlainGPT(model, len(weights["embedding.word_embeddings.weight"]))
+    return torch.func.functional_call(plain, weights, (tokens.t(), labels.t()))

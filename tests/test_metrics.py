@@ -56,11 +56,26 @@ def test_params_norm_stands_between_num_zeros_and_skipped_iterations():
     assert parse_line(line).params_norm == 238.988
 
 
+def test_fields_of_our_own_stand_behind_megatrons():
+    ours = dataclasses.replace(parse_line(A100[0]), minor_faults=1234, system_seconds=0.5, clock_ghz=2.0)
+    line = ours.format_line()
+    assert line == A100[0] + " minor faults: 1234 | system time (s): 0.500 | clock (GHz): 2.00 |"
+    assert parse_line(line) == ours
+
+
+def test_faults_and_system_time_are_means_and_the_clock_is_the_last():
+    writer = MetricsWriter(10, 2, stream=io.StringIO())
+    writer.add(1, **_step(minor_faults=100, system_seconds=0.5))
+    got = writer.add(2, **_step(minor_faults=301, system_seconds=1.5, clock_ghz=2.2))
+    assert (got.minor_faults, got.system_seconds, got.clock_ghz) == (200, 1.0, 2.2)
+
+
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(IterationMetrics)[2:]])
 def test_any_field_may_be_absent(field):
-    without = dataclasses.replace(parse_line(A100[0]), **{field: None})
+    whole = dataclasses.replace(parse_line(A100[0]), params_norm=1.0, minor_faults=5, system_seconds=0.5, clock_ghz=2.0)
+    without = dataclasses.replace(whole, **{field: None})
     assert parse_line(without.format_line()) == without
-    assert (without.format_line() == A100[0]) == (field == "params_norm")
+    assert len(without.format_line()) < len(whole.format_line())
 
 
 def test_prefixes_unknown_fields_milliseconds_and_nan_are_read():
@@ -229,3 +244,4 @@ def test_peak_memory_grows_with_what_the_process_held():
 def test_peak_memory_of_all_ranks_in_one_line():
     text = metrics.format_peak_memory([790.2, 811.6, 800.0])
     assert text == "peak memory per rank: max 812 MiB (rank 1), min 790 MiB"
+    assert metrics.parse_peak_memory(["hello", text]) == 812 and metrics.parse_peak_memory(["hello"]) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.rivals import in_their_shape, our_name
 from fugaku_megatron.comm.local import DryComm
 from tests.helpers import make_trainer, small_run
 
@@ -30,23 +31,9 @@ def pair():
     return trainer, theirs
 
 
-PLACES = {"ln_1": "input_layernorm", "attn.c_attn": "self_attention.linear_qkv", "attn.c_proj": "self_attention.linear_proj",
-          "ln_2": "pre_mlp_layernorm", "mlp.c_fc": "mlp.linear_fc1", "mlp.c_proj": "mlp.linear_fc2"}
-
-
 def to_theirs(name: str, ours: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Our tensor in their shape: Conv1D holds (in, out), and their q, k, v lie one after the other instead of per head."""
-    fixed = {"transformer.wte.weight": "embedding.word_embeddings.weight",
-             "transformer.wpe.weight": "embedding.position_embeddings.weight",
-             "transformer.ln_f.weight": "decoder.final_layernorm.weight", "transformer.ln_f.bias": "decoder.final_layernorm.bias"}
-    if name in fixed:
-        return ours[fixed[name]]
-    _, _, layer, rest = name.split(".", 3)
-    place, kind = rest.rsplit(".", 1)
-    tensor = ours[f"decoder.layers.{layer}.{PLACES[place]}.{kind}"]
-    if place == "attn.c_attn":
-        tensor = tensor.view(HEADS, 3, HIDDEN // HEADS, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
-    return tensor.t() if tensor.dim() == 2 else tensor
+    """Our tensor that is theirs of that name, in their shape."""
+    return in_their_shape(name, ours[our_name(name)], HEADS)
 
 
 def test_logits_loss_and_gradients(pair):

@@ -14,8 +14,7 @@ from fugaku_megatron.config import PrecisionConfig
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.optim import LossScaler, ParamSchedule, initial_values
 from fugaku_megatron.train import Trainer
-from tests import plain_gpt
-from tests.helpers import grid_groups, make_trainer, small_run, train, whole_tensors
+from tests.helpers import grid_groups, make_trainer, plain_loss, small_run, train, whole_tensors
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LAYOUTS = {"tp2": (2, {"tensor_model_parallel_size": 2}), "pp2": (2, {"pipeline_model_parallel_size": 2}), "tp2pp2": (4, TP2PP2),
@@ -50,7 +49,7 @@ def test_ten_steps_equal_torch_adamw():
         for group in adamw.param_groups:
             group["lr"] = result.learning_rate
         adamw.zero_grad()
-        expected = plain_gpt.loss(plain, *fetch(trainer.train, 16 * step, 16), run.model)
+        expected = plain_loss(plain, *fetch(trainer.train, 16 * step, 16), run.model)
         expected.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.values(), 0.3)
         adamw.step()

@@ -11,8 +11,7 @@ from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn import ops
 from fugaku_megatron.train import Progress, Trainer, reads_data
-from tests import plain_gpt
-from tests.helpers import grid_groups, make_trainer, mock, small_run, train, whole_tensors
+from tests.helpers import grid_groups, make_trainer, mock, plain_loss, small_run, train, whole_tensors
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LAYOUTS = {"one": (1, {}), "tp2": (2, {"tensor_model_parallel_size": 2}), "pp2": (2, {"pipeline_model_parallel_size": 2}),
@@ -48,7 +47,7 @@ def test_evaluation_is_deterministic_and_without_dropout(name):
 
     trainer = make_trainer(DryComm(), small_run(**SMALLER))
     weights = whole_tensors(trainer, "weight")
-    expected = [plain_gpt.loss(weights, *fetch(mock(trainer.run, 8), first, 16), trainer.run.model).item() for first in (0, 16)]
+    expected = [plain_loss(weights, *fetch(mock(trainer.run, 8), first, 16), trainer.run.model).item() for first in (0, 16)]
     for first, again, other in ThreadWorld(ranks).run(evaluate):
         assert first == again
         assert [first, other] == pytest.approx(expected, rel=1e-5)

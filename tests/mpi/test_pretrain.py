@@ -48,6 +48,7 @@ def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path):
     assert whole.returncode == 0, whole.stderr
     lines = parse_log(whole.stdout.splitlines())
     assert [line.iteration for line in lines] == list(range(1, 9)) and lines[-1].params_norm > 0
+    assert all(line.minor_faults >= 0 and line.system_seconds >= 0 and 0.1 < line.clock_ghz < 10 for line in lines)
     first = mpi.run(2, *flags, "--save", str(tmp_path / "parts"), "--exit-interval", "5")
     assert first.returncode == 0 and "leaving after iteration 5: --exit-interval 5" in first.stdout
     second = mpi.run(2, *flags, "--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts"))

@@ -1,0 +1,145 @@
+"""One side of `benchmarks step` in a process of its own: trains a step when told to and says what it took.
+
+    python -m benchmarks.contestant '{"side": "ours", ...}'        started by Contestant, see `Task`
+
+Protocol: one JSON object a line on standard output; first {"allocator": ...}, then one for every line on standard input. Between
+steps the process sleeps in a read. Left out: whose turn it is (step.py). Test: pytest tests/test_benchmarks.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from . import jobs, preloads
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDES = ("ours", "rival")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a contestant trains. given: fields of the run beside the recipe's; kernels are ours alone, rival and compiled its."""
+
+    side: str
+    recipe: str
+    given: dict[str, Any]
+    threads: int
+    rival: str = "plain"
+    compiled: bool = False
+    preload: str | None = None
+
+
+class Contestant:
+    """The parent's end of the pipe. RuntimeError when the process ends before it answers; its own words are on standard error."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        environment = {**preloads.environment(Path(task.preload) if task.preload else None), "OMP_NUM_THREADS": str(task.threads)}
+        self.process = subprocess.Popen([sys.executable, "-m", f"{__package__}.contestant", json.dumps(asdict(task))], cwd=ROOT,
+                                        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.usage = psutil.Process(self.process.pid)
+        self.ready = self._answer()
+
+    def step(self) -> dict[str, float]:
+        """Train one step. {"seconds", "loss", "minor_faults", "system_seconds", "peak_rss_mib", "idle_cpu_seconds"}."""
+        with contextlib.suppress(BrokenPipeError):  # it ended; _answer says so
+            self.process.stdin.write("step\n")
+            self.process.stdin.flush()
+        return self._answer()
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the process so far."""
+        times = self.usage.cpu_times()
+        return times.user + times.system
+
+    def close(self) -> None:
+        """End the process."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.task.side} ended with exit code {self.process.wait()}; its message is above")
+        return json.loads(line)
+
+    def __enter__(self) -> Contestant:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
+    """(step, what it runs on): the trainer as pretrain.py sets it up."""
+    from fugaku_megatron import pretrain
+    from fugaku_megatron.arguments import make_run
+    from fugaku_megatron.comm.grid import Grid
+    from fugaku_megatron.comm.local import DryComm
+    from fugaku_megatron.nn import ops
+    from fugaku_megatron.train import Trainer
+
+    run, world = make_run(task.recipe, task.given), DryComm()
+    machine = pretrain.configure_process(run, world)
+    groups = Grid(1, 1, 1).groups(world)
+    layout = pretrain.Layout.of(run, 1)
+    trainer = Trainer(run, world, groups, *pretrain.build_data(run, groups, layout))
+    pretrain.choose_kernels(run, layout, world, None)
+    return lambda: trainer.train_step().loss, {"kernels": ops.choice(), "allocator": jobs.allocator(machine)}
+
+
+def _rival(task: Task) -> tuple[Any, dict[str, Any]]:
+    """(step, what it runs on)."""
+    import torch
+
+    from fugaku_megatron.arguments import make_run
+
+    from .rivals import RivalTrainer
+
+    torch.set_num_threads(task.threads)
+    trainer = RivalTrainer(task.rival, make_run(task.recipe, task.given), task.compiled)
+    return trainer.step, {"torch": torch.__version__}
+
+
+def main(task: Task) -> None:
+    """The child's side."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not be taken for an answer
+    step, facts = (_ours if task.side == "ours" else _rival)(task)
+
+    from fugaku_megatron import allocator
+    from fugaku_megatron.metrics import peak_memory_mib
+
+    loaded = Path("/proc/self/maps").read_text() if task.preload else ""
+    if task.preload and os.path.realpath(task.preload) not in loaded:
+        raise SystemExit(f"{task.preload} was to be preloaded and is not: is it a library of this machine?")
+    print(json.dumps({"allocator": allocator.allocator_name(), **facts}), file=answers, flush=True)
+    idle_since = time.process_time()
+    for _ in sys.stdin:
+        begin, faults, idle = time.perf_counter(), allocator.page_faults(), time.process_time() - idle_since
+        loss = step()
+        seconds = time.perf_counter() - begin
+        after, idle_since = allocator.page_faults(), time.process_time()
+        print(json.dumps({"seconds": seconds, "loss": loss, "minor_faults": after[0] - faults[0], "idle_cpu_seconds": idle,
+                          "system_seconds": after[1] - faults[1], "peak_rss_mib": peak_memory_mib()}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the parent has left, or is leaving
+        main(Task(**json.loads(sys.argv[1])))

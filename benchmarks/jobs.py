@@ -1,0 +1,118 @@
+"""Real training jobs for measuring: mpiexec ... pretrain_gpt.py, its log read back.
+
+Left out: which jobs are compared (alloc.py, layouts.py). Test: pytest tests/test_benchmarks.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from fugaku_megatron import metrics
+from fugaku_megatron.config import RunConfig, check
+
+from . import noise, preloads
+
+PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run. preload: a malloc for LD_PRELOAD. The first iteration warms up."""
+
+    ranks: int
+    threads: int
+    flags: tuple[str, ...]
+    preload: Path | None = None
+
+    def command(self) -> list[str]:
+        """The command line; LD_PRELOAD and OMP_NUM_THREADS are in `environment`."""
+        return [mpiexec(), "-n", str(self.ranks), sys.executable, str(PROGRAM), *self.flags]
+
+    def environment(self) -> dict[str, str]:
+        return {**preloads.environment(self.preload), "OMP_NUM_THREADS": str(self.threads)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the log says: medians over the iterations after the first; faults, system time and clock are rank 0's.
+
+    others: what other processes had of our cores, see noise.py.
+    """
+
+    seconds: float
+    tflops: float
+    samples_per_second: float
+    minor_faults: float
+    system_seconds: float
+    clock_ghz: float
+    peak_memory_mib: int
+    allocator: str
+    loss: float
+    others: float
+
+
+def mpiexec() -> str:
+    """The mpiexec next to python, else that on the PATH. ValueError when there is none."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    check(found is not None, "no mpiexec next to python nor on the PATH: pip install mpich, or load the site's MPI")
+    return found
+
+
+def run(job: Job) -> Measured:
+    """Run it to the end. RuntimeError, with the last line of its standard error, when it fails."""
+    watch = noise.Watch(job.ranks * job.threads, _children_seconds)
+    done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    others, lines = watch.others(), done.stdout.splitlines()
+    iterations, memory = metrics.parse_log(lines)[1:], metrics.parse_peak_memory(lines)
+    if done.returncode or not iterations or memory is None:
+        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+        raise RuntimeError(f"{' '.join(job.command())} ended with exit code {done.returncode} and said: {said}")
+    middle = {name: statistics.median(getattr(i, name) for i in iterations)
+              for name in ("tflops", "minor_faults", "system_seconds", "clock_ghz")}
+    seconds = statistics.median(_exact_seconds(i) for i in iterations)
+    return Measured(seconds=seconds, samples_per_second=iterations[-1].global_batch_size / seconds, peak_memory_mib=memory,
+                    allocator=allocator(done.stdout), loss=iterations[-1].lm_loss,
+                    others=others, **middle)
+
+
+def _children_seconds() -> float:
+    """CPU time of everything this process started and waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _exact_seconds(iteration: metrics.IterationMetrics) -> float:
+    """Time of an iteration from its samples per second, which the log prints with more digits than the time."""
+    return iteration.global_batch_size / iteration.samples_per_second
+
+
+def allocator(log: str) -> str:
+    """What the log says of the malloc in use: "tcmalloc", "glibc 2.36, tuned" ..."""
+    found = re.search(r" threads, allocator (.*?)(?:: tensors| \(preloaded|, torch)", log)
+    return found[1] if found else "unknown"
+
+
+def flags(options: argparse.Namespace, run: RunConfig, iterations: int, kernels: str, *more: object) -> tuple[str, ...]:
+    """The command line of `run`, which `options` (see shapes.add_arguments, and dtype) describe, on mock tokens."""
+    parallel, batch = run.parallel, run.batch
+    given = ("--recipe", options.recipe, "--vocab-size", run.model.vocab_size, "--mock-data", "--eval-iters", 0, "--log-interval",
+             1, "--train-iters", iterations, "--micro-batch-size", batch.micro_batch_size, "--global-batch-size",
+             batch.global_batch_size, "--tensor-model-parallel-size", parallel.tensor_model_parallel_size,
+             "--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size, "--kernels", kernels,
+             *(["--bf16"] if options.dtype == "bf16" else []), *more)
+    return tuple(map(str, given))
+
+
+def threads_each(ranks: int, threads: int) -> int:
+    """Threads of one of `ranks` ranks that share `threads` cores. ValueError when there are not enough."""
+    check(ranks <= threads, f"--ranks {ranks} needs {ranks} cores, one thread each; this run has {threads}: give fewer ranks")
+    return threads // ranks

@@ -1,0 +1,37 @@
+"""Which model a benchmark measures: the options of every family and the run that they mean.
+
+Left out: the sizes themselves (fugaku_megatron/recipes.py) and what follows from them (fugaku_megatron/accounting.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fugaku_megatron.accounting import Layout
+from fugaku_megatron.arguments import make_run
+from fugaku_megatron.config import RunConfig
+from fugaku_megatron.recipes import RECIPES
+
+VOCABULARY = 8192  # of recipes that take theirs from a tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model's shapes."""
+    parser.add_argument("--recipe", default="124m", choices=RECIPES)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+
+
+def run_of(options: argparse.Namespace, **given: Any) -> RunConfig:
+    """The run of `options`, other fields `given`. ValueError for sizes that do not fit together."""
+    values = {"micro_batch_size": options.micro_batch_size, "tensor_model_parallel_size": options.tensor_model_parallel_size,
+              "global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe), **given}
+    run = make_run(options.recipe, values)
+    Layout.of(run, run.parallel.tensor_model_parallel_size * run.parallel.pipeline_model_parallel_size)
+    return run
+
+
+def vocabulary(recipe: str) -> int:
+    """The recipe's vocabulary, or VOCABULARY."""
+    return RECIPES[recipe]().model.vocab_size or VOCABULARY

@@ -1,0 +1,308 @@
+"""Every benchmark command on the demo's model, one round: what is measured and written, never how fast. Also the rivals' parity."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import alloc, contestant, driver, jobs, layouts, noise, preloads, rivals, shapes, step
+from benchmarks.__main__ import FAMILIES, main
+from benchmarks.plain_gpt import PlainGPT
+from fugaku_megatron import accounting, kernels
+from fugaku_megatron.comm.local import DryComm
+from tests.helpers import make_trainer, small_run
+
+ROOT = Path(__file__).resolve().parents[1]
+ROW = {"op", "shape", "dtype", "target", "threads", "seconds", "gflops", "rival", "rival_seconds", "ratio", "peak_fraction",
+       "max_error", "repeat"}
+
+
+def benchmark(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """`python -m benchmarks ...` on one thread."""
+    return subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+def result(path: Path, *arguments: str) -> tuple[dict, str]:
+    """(what --json wrote, what was printed)."""
+    done = benchmark(*arguments, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text()), done.stdout
+
+
+def options(family: str, *arguments: str) -> argparse.Namespace:
+    """Parsed options of a family with run() of its own."""
+    parser = argparse.ArgumentParser()
+    (step if family == "step" else alloc).add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+# Kernels against torch -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family, dtype, ops", [
+    ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}),
+    ("attention", "fp32", {"attention_forward", "attention"}),
+    ("attention", "bf16", {"attention_forward", "attention"}),
+    ("rowwise", "fp32", {"layer_norm", "residual_norm", "bias_gelu", "cross_entropy", "embedding", "adamw", "axpy"}),
+    ("rowwise", "bf16", {"layer_norm", "residual_norm", "bias_gelu", "cross_entropy", "embedding", "adamw", "axpy"}),
+])
+def test_a_family_of_kernels(tmp_path, family, dtype, ops):
+    found, printed = result(tmp_path / "rows.json", family, "--recipe", "demo", "--rounds", "1", "--dtype", dtype)
+    assert {row["op"] for row in found["rows"]} == ops
+    assert "tuned" in found["allocator"] and found["allocator"] in printed.splitlines()[0]
+    for row in found["rows"]:
+        assert row.keys() >= ROW and row["seconds"] > 0 and row["target"] == kernels.active() and row["threads"] == 1
+        assert row["ratio"] == pytest.approx(row["rival_seconds"] / row["seconds"])
+        assert row["max_error"] < (2e-5 if row["dtype"] == "fp32" else 2e-2), row["op"]
+        assert (row["gflops"] is None) == (row["peak_fraction"] is None) == (family == "rowwise")
+        assert f"--only={row['op']} " in row["repeat"].replace("'", "") and row["repeat"] in printed
+
+
+def test_attention_shapes_are_those_of_the_published_aims():
+    def shape(*arguments):
+        parser = argparse.ArgumentParser()
+        driver.add_arguments(parser)
+        shapes.add_arguments(parser)
+        run = shapes.run_of(parser.parse_args(arguments))
+        record = next(r for r in accounting.layer_records(run, run.parallel.tensor_model_parallel_size) if r.name == "attention")
+        return record.gemm_count, *record.gemm[1:]
+
+    assert shape("--recipe", "124m") == (12, 1024, 64)
+    assert shape("--recipe", "30b", "--tensor-model-parallel-size", "4") == (14, 2048, 128)
+
+
+def test_a_row_can_be_repeated_alone(tmp_path):
+    found, _ = result(tmp_path / "a.json", "attention", "--recipe", "demo", "--rounds", "1", "--only", "attention_forward")
+    assert len(found["rows"]) == 1
+    done = benchmark("attention", "--recipe", "demo", "--only", "nothing")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "--only 'nothing': no row has this in its name" in done.stderr
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("--json", "/no/such/folder/a.json"), "--json /no/such/folder/a.json: cannot be written; give a file in a folder that exists"),
+    (("--rounds", "0"), "--rounds 0: give 1 or more"), (("--threads", "0"), "--threads 0: give 1 or more"),
+    (("--target", "x"), "--target x cannot run here: give"),
+    (("--tensor-model-parallel-size", "3"), "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
+])
+def test_mistakes_in_a_family_of_kernels_are_one_line(arguments, message):
+    with pytest.raises(SystemExit) as error:
+        main(["attention", "--recipe", "demo", *arguments])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# The step ------------------------------------------------------------------------------------------------------------------------
+
+def test_plain_gpt_has_the_same_loss_and_gradients():
+    trainer = make_trainer(DryComm(), small_run(init_method_std=0.2))
+    model = trainer.run.model
+    tokens, labels = torch.randint(0, model.vocab_size, (2, model.seq_length, 3), generator=torch.Generator().manual_seed(4))
+    plain = PlainGPT(model, accounting.padded_vocab_size(model, 1))
+    plain.load_state_dict({p.global_name: p.data for p in trainer.optimizer.flat.parameters})
+    trainer.optimizer.zero_grad()
+    loss, expected = trainer.stage(tokens, labels, 0), plain(tokens.t(), labels.t())
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    grads = {p.global_name: p.main_grad for p in trainer.optimizer.flat.parameters}
+    assert grads.keys() == dict(plain.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        scale = parameter.grad.abs().max()
+        torch.testing.assert_close(grads[name] / scale, parameter.grad / scale, rtol=0, atol=1e-5,
+                                   msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("rival", rivals.RIVALS)
+def test_a_rival_trains_with_our_losses(rival):
+    if rival == "hf":
+        pytest.importorskip("transformers")
+    run = small_run(lr_decay_style="constant", lr=3e-3, train_iters=6, weight_decay=0.1, clip_grad=0.5, global_batch_size=8)
+    theirs = rivals.RivalTrainer(rival, run, compiled=False)
+    trainer = make_trainer(DryComm(), run)
+    trainer.train = rivals.MockDataset(run.model.vocab_size, run.model.seq_length, 48, run.training.seed)
+    for _ in range(5):
+        assert theirs.step() == pytest.approx(trainer.train_step().loss, rel=2e-5)
+    trainer.close()
+    theirs.batches.close()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--dtype", "bf16", "--rival", "hf", "--rival-preload", "tcmalloc")],
+                         ids=["fp32", "bf16 hf"])
+def test_the_step(tmp_path, arguments):
+    if "hf" in arguments:
+        pytest.importorskip("transformers")
+        if preloads.find("tcmalloc") is None:
+            pytest.skip(preloads.missing("tcmalloc"))
+    found, printed = result(tmp_path / "step.json", "step", "--recipe", "demo", "--rounds", "1", "--micro-batch-size", "2",
+                            "--global-batch-size", "4", *arguments)
+    for side in ("ours", "rival"):
+        assert found[side]["seconds"] > 0 and found[side]["peak_rss_mib"] > 50 and found[side]["minor_faults_per_step"] >= 0
+        assert found[side]["tokens_per_s"] == pytest.approx(4 * 128 / found[side]["seconds"])
+        assert found[side]["tflops"] == pytest.approx(found["model_flops"] / found[side]["seconds"] / 1e12)
+    assert "tuned" in found["ours"]["allocator"]
+    assert found["rival"]["allocator"].startswith("tcmalloc" if "tcmalloc" in arguments else "glibc")
+    assert found["ratio"] == pytest.approx(found["rival"]["seconds"] / found["ours"]["seconds"])
+    ceiling = found["model_flops"] / found["ours"]["seconds"] / found["peak_gflops"] / 1e9
+    assert found["ceiling_fraction"] == (pytest.approx(ceiling) if not arguments else None)
+    assert found["threads"] == 1 and found["clock_ghz"] > 0 and found["cpu"] in printed and found["repeat"] in printed
+    assert found["ours"]["losses"] == pytest.approx(found["rival"]["losses"], rel=step.SAME_LOSS[found["dtype"]])
+
+
+def test_a_compiled_rival_is_the_same_model():
+    """The whole command would spend minutes in the compiler; this holds the flag to its meaning."""
+    task = step.task(options("step", "--rival-compile"), "rival", Path("/lib/libx.so"))
+    assert task.compiled and task.preload == "/lib/libx.so"
+    ours = step.task(options("step", "--rival-compile"), "ours", Path("/lib/libx.so"))
+    assert not ours.compiled and ours.preload is None
+
+
+def test_others_on_the_machine_are_seen():
+    watch = noise.Watch(1, time.process_time)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        time.sleep(1.0)
+        other.kill()
+    assert watch.others() > noise.OTHERS
+    begin = time.process_time()
+    own = noise.Watch(1, lambda: noise.busy_seconds())
+    while time.process_time() - begin < 0.1:
+        pass
+    assert own.others() == pytest.approx(0.0, abs=1e-2)
+
+
+def test_two_that_train_different_things_are_not_compared():
+    class Side:
+        def __init__(self, loss):
+            self.loss = loss
+
+        def step(self):
+            return {"loss": self.loss, "seconds": 1.0}
+
+    with pytest.raises(RuntimeError, match="the two do not train the same: first losses 9.000000 .ours., 9.100000"):
+        step.measure(options("step"), {"ours": Side(9.0), "rival": Side(9.1)})
+
+
+def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
+    task = contestant.Task(side="rival", recipe="demo", given={"no_such_field": 1}, threads=1)
+    with pytest.raises(RuntimeError, match="the process of rival ended with exit code 1"):
+        contestant.Contestant(task)
+    assert "no_such_field" in capfd.readouterr().err
+    with contestant.Contestant(replace(task, given={"vocab_size": 64, "train_iters": 2, "mock_data": True})) as side:
+        side.process.kill()
+        side.process.wait()
+        with pytest.raises(RuntimeError, match="the process of rival ended with exit code -9"):
+            side.step()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("--rival-preload", "/no/such.so"), "/no/such.so is no file: give a library's path, or one of tcmalloc"),
+    (("--rounds", "0"), "--rounds 0: give 1 or more"),
+    (("--tensor-model-parallel-size", "2"), "need --ranks"),
+    (("--micro-batch-size", "3", "--global-batch-size", "4"), "--global-batch-size 4 is not divisible by --micro-batch-size 3"),
+    (("--ranks", "1"), "--ranks 1: give 2 or more"),
+    (("--ranks", "4", "--threads", "2"), "--ranks 4 needs 4 cores, one thread each; this run has 2"),
+    (("--ranks", "3", "--threads", "4"), "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
+    (("--ranks", "4", "--threads", "4", "--pipeline-model-parallel-size", "3"), "--ranks 4 is not divisible by"),
+])
+def test_mistakes_in_the_step_are_one_line(arguments, message):
+    with pytest.raises(SystemExit) as error:
+        main(["step", "--recipe", "demo", *arguments])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_layouts_of_four_ranks():
+    named = layouts.candidates(options("step", "--ranks", "4"))
+    assert [(c.name, c.ranks, c.tp, c.pp, c.dp) for c in named] == [
+        ("one rank", 1, 1, 1, 1), ("TP4", 4, 4, 1, 1), ("DP4", 4, 1, 1, 4), ("PP4", 4, 1, 4, 1)]
+    sizes = "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
+    both = layouts.candidates(options("step", "--ranks", "4", *sizes))
+    assert [(c.name, c.dp) for c in both] == [("one rank", 1), ("TP2 x PP2", 1)]
+
+
+needs_mpi = pytest.mark.skipif(not (Path(sys.executable).parent / "mpiexec").exists(),
+                               reason="no mpiexec next to python: pip install mpich")
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_layouts_are_measured_by_real_jobs(tmp_path):
+    flags = "--recipe", "demo", "--rounds", "1", "--ranks", "2", "--threads", "2"
+    found, printed = result(tmp_path / "layouts.json", "step", *flags)
+    rows = found["layouts"]
+    assert [(r["layout"], r["ranks"], r["threads"]) for r in rows] == [
+        ("one rank", 1, 2), ("TP2", 2, 1), ("DP2", 2, 1), ("PP2", 2, 1)]
+    assert found["global_batch_size"] == 16 and rows[0]["ratio"] == 1.0
+    for row in rows:
+        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4), "layouts train the same"
+        assert row["tokens_per_s"] == pytest.approx(16 * 128 / row["seconds"])
+        assert row["layout"] in printed
+
+
+# Mallocs -------------------------------------------------------------------------------------------------------------------------
+
+def test_a_library_is_found_in_the_loaders_path_and_its_package_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(preloads, "_cache", lambda: [])
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert preloads.find("tcmalloc") is None
+    with pytest.raises(ValueError, match="tcmalloc: no libtcmalloc.so on this system: apt-get install libgoogle-perftools4"):
+        preloads.resolve("tcmalloc")
+    (tmp_path / "libtcmalloc_minimal.so.4").touch()
+    assert preloads.resolve("tcmalloc") == tmp_path / "libtcmalloc_minimal.so.4"
+    (tmp_path / "libtcmalloc.so.4.5").touch()
+    (tmp_path / "libtcmalloc.so.data").touch()
+    assert preloads.resolve("tcmalloc") == tmp_path / "libtcmalloc.so.4.5"
+
+
+def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(preloads, "find", lambda name: None)
+    planned = alloc.plan(options("alloc", "--recipe", "demo", "--ranks", "1", "--threads", "2"))
+    assert {cell.allocator for cell in planned} == {"stock", "tuned"} and len(planned) == 8
+    printed = capsys.readouterr().out
+    for name in preloads.LIBRARIES:
+        assert f"skipped {name}: " in printed and preloads.LIBRARIES[name][0] in printed
+
+
+def test_another_malloc_than_asked_for_is_not_compared():
+    cell = alloc.Cell(kernels="native", recompute="none", ranks=1, allocator="tcmalloc")
+    measured = jobs.Measured(seconds=1, tflops=1, samples_per_second=1, minor_faults=1, system_seconds=1, clock_ghz=1,
+                             peak_memory_mib=1, allocator="glibc 2.36, stock", loss=1, others=0)
+    with pytest.raises(RuntimeError, match="tcmalloc: the job's log says allocator glibc 2.36, stock"):
+        alloc.check_allocator(cell, measured)
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_mallocs_are_measured_by_real_jobs(tmp_path):
+    names = ["stock", "tuned", *(["tcmalloc"] if preloads.find("tcmalloc") else [])]
+    found, printed = result(tmp_path / "alloc.json", "alloc", "--quick", "--kernels", "torch", "--ranks", "1", "--recompute",
+                            "full", "--allocators", *names, "--png", str(tmp_path / "alloc.png"))
+    rows = {row["allocator"]: row for row in found["rows"]}
+    assert list(rows) == names and all(row["recompute"] == "full" and row["kernels"] == "torch" for row in rows.values())
+    for name, row in rows.items():
+        assert name in row["log"] and row["peak_memory_mib"] > 50 and math.isfinite(row["system_seconds"]) and row["clock_ghz"] > 0
+        assert row["ratio"] == pytest.approx(rows["stock"]["seconds"] / row["seconds"])
+    assert rows["tuned"]["minor_faults"] < rows["stock"]["minor_faults"]
+    assert f"measured, {found['cpu']}, {found['clock_ghz']:.2f} GHz" in printed and found["repeat"] in printed
+    assert "Sec/it | TFLOPs | Est. Aggr. PetaFLOPs | Notes" in " ".join(printed.split())
+    assert (tmp_path / "alloc.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_mpi
+def test_a_job_that_fails_is_quoted():
+    job = jobs.Job(ranks=1, threads=1, flags=("--recipe", "no"))
+    with pytest.raises(RuntimeError, match="--recipe no is unknown"):
+        jobs.run(job)
+
+
+def test_every_family_says_what_it_is():
+    shown = benchmark("--help").stdout
+    assert all(family in shown for family in FAMILIES)
