@@ -36,10 +36,11 @@ ALLOWED = {
     "pretrain": {"accounting", "allocator", "arguments", "batches", "checkpoint", "comm", "config", "data", "kernels", "metrics",
                  "nn", "optim", "placement", "plot", "profiler", "runtime", "train"},
     "perf": {"perf", "accounting", "batches", "config", "recipes", "arguments", "schedule"},
-    "perf.calibrate": {"perf", "config", "comm", "kernels", "runtime"},
+    "perf.calibrate": {"perf", "config", "comm", "kernels", "metrics", "runtime"},
+    "perf.host_kernels": {"perf", "accounting", "arguments", "comm", "config", "data", "kernels", "train"},
 }
 NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot",
-            *(f"perf/{p.stem}" for p in (PACKAGE / "perf").glob("*.py") if p.stem != "calibrate")}
+            *(f"perf/{p.stem}" for p in (PACKAGE / "perf").glob("*.py") if p.stem not in ("calibrate", "host_kernels"))}
 
 
 def modules() -> list[Path]:
