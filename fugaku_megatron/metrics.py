@@ -1,7 +1,8 @@
 """What a run says of itself: Megatron-DeepSpeed's log line, TensorBoard, a progress bar, a history file, peak memory.
 
 The log line is a table of fields, read both ways: `format_line` prints it, `parse_line` turns logs (ours, those of
-Megatron-DeepSpeed) into records again. Left out: the formulas of FLOPs (the caller passes them) and drawing (plot.py).
+Megatron-DeepSpeed) into records again. `python -m fugaku_megatron.metrics LOG` makes tables of them (log_table.py). Left out: the
+formulas of FLOPs (the caller passes them) and drawing (plot.py).
 Test: pytest tests/test_metrics.py
 """
 
@@ -47,6 +48,7 @@ _TAGS = {
     "params-norm": "params_norm",
 }
 _HEAD = re.compile(r"\biteration\s+(\d+)/\s*(\d+) \|")
+_PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|")
 
 
@@ -288,3 +290,14 @@ def format_peak_memory(mib: list[float]) -> str:
     """`mib`: every rank's peak_memory_mib(), in rank order."""
     most = max(range(len(mib)), key=mib.__getitem__)
     return f"peak memory per rank: max {mib[most]:.0f} MiB (rank {most}), min {min(mib):.0f} MiB"
+
+
+def parse_peak_memory(lines: Iterable[str]) -> int | None:
+    """MiB of the largest rank from a log that `format_peak_memory` wrote into; None: the run did not reach its end."""
+    return next((int(found[1]) for line in lines if (found := _PEAK_MEMORY.search(line))), None)
+
+
+if __name__ == "__main__":
+    from .log_table import main
+
+    sys.exit(main())

@@ -35,7 +35,7 @@ def _table(found: Sequence[Comparison], markdown: bool) -> str:
     problems = [f"line {c.row.line} {'cannot run' if c.row.status == 'impossible' else 'is not modelled'}: {c.problem}"
                 for c in found if c.problem not in ("", NO_MODEL)]
     notes = [("- " if markdown else "  ") + note for note in assumed + problems + _errata(found)]
-    return "\n".join([title, "", *_pipes([(*table.header, *OUR_HEADER), *map(cells, found)]), *([""] if notes else []), *notes])
+    return "\n".join([title, "", *pipes([(*table.header, *OUR_HEADER), *map(cells, found)]), *([""] if notes else []), *notes])
 
 
 def cells(comparison: Comparison) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def _width(cell: str) -> int:
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in cell)
 
 
-def _pipes(rows: Sequence[Sequence[str]]) -> list[str]:
+def pipes(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table between pipes, aligned to the right except for the last column."""
     widths = [max(_width(cell) for cell in column) for column in zip(*rows)]
     rule = "| " + " | ".join("-" * (width - 1) + ":" for width in widths[:-1]) + " | " + "-" * widths[-1] + " |"
