@@ -36,6 +36,7 @@ ALLOWED = {
     "pretrain": {"accounting", "allocator", "arguments", "batches", "checkpoint", "comm", "config", "data", "kernels", "metrics",
                  "nn", "optim", "placement", "plot", "profiler", "runtime", "train"},
     "perf": {"perf", "accounting", "batches", "config", "recipes", "arguments", "schedule"},
+    "jobs": {"jobs", "comm.grid", "config", "arguments", "accounting", "batches", "recipes", "perf"},
     "perf.calibrate": {"perf", "config", "comm", "kernels", "runtime"},
 }
 NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot",
