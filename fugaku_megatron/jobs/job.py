@@ -1,7 +1,7 @@
 """A job, decided: nodes and their shape, layout, memory and elapse time from the performance model, whose figures are modelled.
 
 `decide` takes pretrain_gpt.py's flags; what they leave open the planner fills in. Left out: the script (render.py), its checks
-(check.py). Test: pytest tests/test_jobs_job.py
+(check.py). Test: pytest tests/test_jobs_submit.py
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Job:
 
 
 def start_up(nodes: int) -> float:
-    """Seconds before the first iteration, rounded up: MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648),
-    and an assumed 5 minutes for staging, Python and the data index, 2 more for every 1000 nodes."""
+    """Seconds before the first iteration: MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), and
+    an assumed 5 minutes for staging, Python and the data index, 2 more for every 1000 nodes."""
     return 300 + 120 * nodes / 1000 + 2.8 * (nodes / 432) ** 0.38
 
 
@@ -78,8 +78,8 @@ def node_shape(nodes: int) -> torus.Shape | None:
     """The torus of a job; None for a small one that is not made of units. Raises ValueError for a large one that is not."""
     shape = torus.best_shape(nodes) if nodes % torus.UNIT_NODES == 0 else None
     near = " or ".join(map(str, torus.nearest(nodes)))
-    check(shape is not None or nodes <= limits.TORUS_ABOVE, f"--nodes {nodes}: above {limits.TORUS_ABOVE} nodes Fugaku gives a torus "
-          f"of 2x3x2 units, XxYxZ with X, Z even and Y a multiple of 3: give {near}")
+    check(shape is not None or nodes <= limits.TORUS_ABOVE, f"--nodes {nodes}: above {limits.TORUS_ABOVE} nodes Fugaku gives a "
+          f"torus of 2x3x2 units, XxYxZ with X, Z even and Y a multiple of 3: give {near}")
     return shape
 
 
@@ -97,7 +97,7 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, plan.Pl
     iterations, _ = batches.length(best.run.training, batches.RampUp.of(best.run.batch, best.run.batch.global_batch_size))
     whole = start_up(args.nodes) + iterations * best.seconds + MARGIN
     elapse = _elapse(args.elapse, whole, group)
-    flags = _flags(best, args, given, elapse)
+    flags = _flags(best, args, given)
     job = Job(name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"), nodes=args.nodes,
               ranks_per_node=best.system.ranks_per_node, shape=shape, resource_group=group.name, elapse=elapse, mode=given,
               volumes=tuple(args.volumes.split(":")), group=args.group, flags=flags, kind=args.kind,
@@ -118,8 +118,8 @@ def _elapse(asked: str | None, whole: float, group: ResourceGroup) -> int:
     return limits.seconds(asked) if asked else min(limit, 60 * math.ceil(whole / 60))
 
 
-def _flags(best: plan.Plan, args: argparse.Namespace, given: Mode, elapse: int) -> tuple[str, ...]:
-    """pretrain_gpt.py's flags of the plan, with the layout said in full, the clock, and the time to leave at."""
+def _flags(best: plan.Plan, args: argparse.Namespace, given: Mode) -> tuple[str, ...]:
+    """pretrain_gpt.py's flags of the plan, with the layout and the clock said in full."""
     run, parallel = best.run, best.run.parallel
     text = plan_text.command(best, args)
     words = shlex.split(text)[shlex.split(text).index("pretrain_gpt.py") + 1:]
@@ -129,8 +129,7 @@ def _flags(best: plan.Plan, args: argparse.Namespace, given: Mode, elapse: int) 
               "--cpu-frequency": f"{given.ghz:.1f}"}
     for name, value in always.items():
         words += [] if name in words else [name, str(value)]
-    minutes = max(1, (elapse - MARGIN) // 60)
-    return (*words, *([] if "--exit-duration-in-mins" in words else ["--exit-duration-in-mins", str(minutes)]))
+    return tuple(words)
 
 
 def reasons(job: Job, best: plan.Plan, whole: float, source: str) -> list[str]:
@@ -146,11 +145,12 @@ def reasons(job: Job, best: plan.Plan, whole: float, source: str) -> list[str]:
         f"{batch.global_batch_size // dp // batch.micro_batch_size} micro-batches; recompute {plan_text.recompute_name(best.run)}, "
         f"ZeRO {best.run.parallel.zero_stage}",
         f"model: {best.seconds:.4g} s per iteration (9 of 10 runs: {prediction.lower:.4g} to {prediction.upper:.4g}), "
-        f"{prediction.tflops_per_node:.3f} TFLOPs per node, bubble {best.bubble_fraction:.1%}, {best.memory_mib:.0f} MiB on the fullest "
-        "rank",
+        f"{prediction.tflops_per_node:.3f} TFLOPs per node, bubble {best.bubble_fraction:.1%}, "
+        f"{best.memory_mib:.0f} MiB on the "
+        "fullest rank",
         f"elapse {limits.clock(job.elapse)} in {job.resource_group} ({source}): {job.iterations} iterations and the start take "
-        f"{limits.clock(whole)} (model), {math.ceil(whole / job.elapse)} jobs in a row; each saves and leaves {MARGIN // 60} minutes "
-        "before its end",
+        f"{limits.clock(whole)} (model), {math.ceil(whole / job.elapse)} jobs in a row; each saves and leaves {MARGIN // 60} "
+        "minutes before its end",
     ]
     return lines
 
@@ -163,8 +163,8 @@ def rank_map(job: Job) -> torus.RankMap | None:
 def hop_lines(made: torus.RankMap) -> list[str]:
     """Hop statistics for a reader."""
     found = made.statistics()
-    return [f"rank map: replicas of a stage fill a box of {torus.text(made.box)} tensor groups; hops between ring neighbours (mean, "
-            "most): " + ", ".join(f"{kind.upper()} {mean:.2f}, {most}" for kind, (mean, most) in found.items())]
+    return [f"rank map: replicas of a stage fill a box of {torus.text(made.box)} tensor groups; hops between ring neighbours "
+            "(mean, most): " + ", ".join(f"{kind.upper()} {mean:.2f}, {most}" for kind, (mean, most) in found.items())]
 
 
 def interpret(flags: list[str]) -> Any:

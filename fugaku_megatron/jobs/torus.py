@@ -1,9 +1,9 @@
 """Tofu: the shape of a job's nodes, and which rank runs on which of them.
 
-A unit of Tofu-D is 2x3x2 nodes. A tensor-parallel group stays inside a node or a box inside one unit; the boxes then form a grid that
-is cut, along each axis, into a box of data-parallel replicas for every pipeline stage.
+A unit of Tofu-D is 2x3x2 nodes. A tensor-parallel group stays inside a node or a box inside one unit; the boxes then form a grid
+that is cut, along each axis, into a box of data-parallel replicas for every pipeline stage.
 
-    python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map        (shape, ranks per node, TP, PP: a file for mpiexec --vcoordfile)
+    python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     (shape, ranks per node, TP, PP: for mpiexec --vcoordfile)
 
 Left out: routing; hops are shortest ways on a torus. Test: pytest tests/test_jobs_torus.py
 """
