@@ -1,8 +1,8 @@
-"""Runs one family of benchmarks: python -m benchmarks {gemm,attention,rowwise,step,alloc} [options]
+"""Runs one family of benchmarks: python -m benchmarks {gemm,attention,rowwise,step,alloc,tables} [options]
 
 A family is a module of this package with a docstring, add_arguments(parser), and either cases(options), which yields driver.Case
 (kernels against torch; options then: [--recipe R] [--target T|all] [--dtype D] [--threads N] [--json F]), or run(options).
-Left out: the timing itself (driver.py, step.py, alloc.py). Test: pytest tests/test_benchmarks.py
+Left out: the timing itself (driver.py, step.py, alloc.py, tables.py). Test: pytest tests/test_benchmarks.py
 """
 
 import argparse
@@ -14,12 +14,12 @@ from fugaku_megatron.config import check
 
 from . import driver
 
-FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc")
+FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc", "tables")
 
 
 def check_outputs(options: argparse.Namespace) -> None:
     """ValueError, before anything is measured, for a file that cannot be written."""
-    for name in ("json", "png"):
+    for name in ("json", "csv", "png"):
         path = getattr(options, name, None)
         writable = path is None or (not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK))
         check(writable, f"--{name} {path}: cannot be written; give a file in a folder that exists")

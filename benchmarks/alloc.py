@@ -23,16 +23,14 @@ import torch
 
 from fugaku_megatron import accounting, runtime
 from fugaku_megatron.config import check
-from fugaku_megatron.perf.rows import load
 from fugaku_megatron.perf.table_text import pipes
 
-from . import alloc_plot, driver, jobs, noise, preloads, shapes
+from . import alloc_plot, driver, jobs, noise, preloads, published, shapes
 
 ALLOCATORS = ("stock", "tuned", *preloads.LIBRARIES)
 KERNELS = ("native", "torch")
 RECOMPUTE = {"none": (), "full": ("--checkpoint-activations",)}
 QUICK = {"recipe": "demo", "iterations": 2, "rounds": 1}
-PUBLISHED = "002"  # the document whose columns the tables have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,26 +138,23 @@ def summary(measured: list[jobs.Measured]) -> dict[str, Any]:
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """Tables with the published columns, one for every kind of kernels and recompute."""
-    header = next(row.table.header for row in load([PUBLISHED]))
     machine = f"measured, {result['cpu']}, {result['clock_ghz']:.2f} GHz"
     model = shapes.run_of(options).model
     parts = []
     for (kernels, recompute), group in itertools.groupby(result["rows"], lambda r: (r["kernels"], r["recompute"])):
-        activation = "\\w" if recompute == "full" else "\\w\\o"
-        parts.append(f"### {result['recipe'].upper()} model, Sequence Length={model.seq_length} {activation} Activation "
-                     f"Checkpointing, PyTorch {result['torch']}, {kernels} kernels, {result['dtype']}: {machine}")
-        parts.append("\n".join(pipes([header, *(cells(result, row) for row in group)])))
+        software = f"PyTorch {result['torch']}, {kernels} kernels, {result['dtype']}: {machine}"
+        parts.append("### " + published.title(result["recipe"], model.seq_length, recompute == "full", software))
+        parts.append("\n".join(pipes([published.header(), *(cells(result, row) for row in group)])))
     parts.append(f"A node here is a rank on this one machine, {result['threads']} threads for all ranks together; "
                  f"faults and system time per iteration, of rank 0.\n{result['repeat']}")
     return "\n\n".join(parts)
 
 
 def cells(result: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
-    """A row in the published format: Nodes, Freq, Size, DP, TP, PP, MBS, GBS, Mem, Sec/it, TFLOPs, Est. Aggr. PetaFLOPs, Notes."""
-    tp = result["tensor_model_parallel_size"]
+    """A row in the published format; what malloc costs stands in the notes."""
     ratio = f", {row['ratio']:.2f} x stock" if row["ratio"] and row["allocator"] != "stock" else ""
     notes = f"{row['allocator']}{ratio}, {row['minor_faults']:.0f} minor faults, {row['system_seconds']:.2f} s system time"
-    notes += "  BUSY MACHINE" if row["busy"] else ""
-    return (str(row["ranks"]), f"{row['clock_ghz']:.1f}GHz", result["recipe"].upper(), str(row["ranks"] // tp), str(tp), "1",
-            str(result["micro_batch_size"]), str(result["global_batch_size"]), f"{row['peak_memory_mib']:.1f} MiB",
-            f"{row['seconds']:.2f}", f"{row['tflops']:.2f}", f"{row['tflops'] * row['ranks'] / 1024:.4f}", notes)
+    return published.cells(
+        ranks=row["ranks"], ghz=row["clock_ghz"], size=result["recipe"], tp=result["tensor_model_parallel_size"], pp=1,
+        micro_batch_size=result["micro_batch_size"], global_batch_size=result["global_batch_size"], mib=row["peak_memory_mib"],
+        seconds=row["seconds"], tflops=row["tflops"], notes=notes + ("  BUSY MACHINE" if row["busy"] else ""))

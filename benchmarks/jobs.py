@@ -25,12 +25,13 @@ PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run. preload: a malloc for LD_PRELOAD. The first iteration warms up."""
+    """What to run. preload: a malloc for LD_PRELOAD. warm_up: first iterations that do not count."""
 
     ranks: int
     threads: int
     flags: tuple[str, ...]
     preload: Path | None = None
+    warm_up: int = 1
 
     def command(self) -> list[str]:
         """The command line; LD_PRELOAD and OMP_NUM_THREADS are in `environment`."""
@@ -42,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the log says: medians over the iterations after the first; faults, system time and clock are rank 0's.
+    """What the log says: medians over the iterations after the warm-up; faults, system time and clock are rank 0's.
 
     others: what other processes had of our cores, see noise.py.
     """
@@ -72,7 +73,7 @@ def run(job: Job) -> Measured:
     watch = noise.Watch(job.ranks * job.threads, _children_seconds)
     done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
     others, lines = watch.others(), done.stdout.splitlines()
-    iterations, memory = metrics.parse_log(lines)[1:], metrics.parse_peak_memory(lines)
+    iterations, memory = metrics.parse_log(lines)[job.warm_up:], metrics.parse_peak_memory(lines)
     if done.returncode or not iterations or memory is None:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
         raise RuntimeError(f"{' '.join(job.command())} ended with exit code {done.returncode} and said: {said}")

@@ -105,13 +105,14 @@ def load(name: str) -> Machine:
     if not path.is_file():
         raise unknown("--machine", name, names())
     try:
-        return _machine(path.stem, _constants(path))
+        return from_data(path.stem, _constants(path))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"--machine {name}: {path} is not a machine's description ({error}): "
                          "write one with perf calibrate") from error
 
 
-def _machine(name: str, data: dict[str, Any]) -> Machine:
+def from_data(name: str, data: dict[str, Any]) -> Machine:
+    """A machine from the contents of its file. Raises KeyError or TypeError for what is no description."""
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
     values["gemm_curves"] = tuple(GemmCurve(**curve) for curve in values["gemm_curves"])
