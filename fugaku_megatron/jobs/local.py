@@ -125,8 +125,9 @@ def _enter(given: script.Script, own: dict[str, str], file: Path) -> list[Path]:
         shutil.copy(file, sub / "script.sh")
         variables = [f"{variable}={value.text}" for variable, value in given.settings.get("-x", {}).items()]
         write(sub, id=f"{number}{tag}", number=number, tag=tag, step=int(tag[1:]) if tag.startswith("_") else None,
-              name=name, state="QUE", elapse=elapse, scale=own.get("--scale"), margin=own.get("--margin", "0"), flags=own.get("--flags", ""),
-              variables=variables, depends=sparam.get("sd"), directory=os.getcwd(), statistics="-S" in given.switches, code=None,
+              name=name, state="QUE", elapse=elapse, scale=own.get("--scale"), margin=own.get("--margin", "0"),
+              flags=own.get("--flags", ""), variables=variables, depends=sparam.get("sd"), directory=os.getcwd(),
+              statistics="-S" in given.switches, code=None,
               pjm_code=0, pid=None, nodes=(given.get("-L", "node") or script.Value("1", 0)).text,
               mpi=(given.get("--mpi", "proc") or script.Value("1", 0)).text)
         subs.append(sub)
