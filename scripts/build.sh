@@ -6,7 +6,7 @@
 # On Fugaku on a compute node, because packages must be built for it:
 #   pjsub --interact -g GROUP -L "node=1,rscgrp=int,elapse=3:00:00,freq=2000,eco_state=0" --llio cn-cache-size=1Gi \
 #       -x PJM_LLIO_GFSCACHE=/vol0004 --sparam "wait-time=600"
-# The same on Debian or RHEL. Needed: python3 >= 3.10 with venv, g++ >= 11; with mpicc on the PATH mpi4py is built for that MPI,
+# The same on Debian or RHEL. Needed: python3 >= 3.10 with venv, g++ >= 11; with a working mpicc on the PATH mpi4py is built for that MPI,
 # else MPICH comes as a wheel. PYTHON, CXX and MPI=system|mpich choose others.
 set -euo pipefail
 
@@ -41,7 +41,7 @@ CXX=${CXX:-g++}
 command -v "$CXX" >/dev/null || fail "$CXX is not on the PATH: install g++ 11 or newer, or give CXX"
 [ "$("$CXX" -dumpversion | cut -d. -f1)" -ge 11 ] || fail "$CXX is version $("$CXX" -dumpversion): 11 or newer is needed (CXX=...)"
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$PYTHON is older than 3.10: give PYTHON=/path/to/python3"
-MPI=${MPI:-$(command -v mpicc >/dev/null && echo system || echo mpich)}
+MPI=${MPI:-$(echo '#include <mpi.h>' | mpicc -E - >/dev/null 2>&1 && echo system || echo mpich)}
 
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT

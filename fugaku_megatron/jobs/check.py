@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +45,13 @@ class Asked:
         return self.nodes * self.ranks_per_node
 
 
-def problems(text: str, group: str | None = None, files: bool = True) -> list[Problem]:
-    """All mistakes, by line. group: given to pjsub beside the script; files: whether staged files must be there."""
+def problems(text: str, group: str | None = None, files: bool = True, options: Sequence[str] = ()) -> list[Problem]:
+    """All mistakes, by line. group: given to pjsub beside the script; files: whether staged files must be
+    there; options: of pjsub, which replace directives."""
     try:
-        asked = _asked(script.parse(text), group, files)
+        given = script.parse(text)
+        script.add_options(given, options, given.last_directive)
+        asked = _asked(given, group, files)
     except ValueError as error:
         line = re.match(r"line (\d+): (.*)", str(error), re.DOTALL)
         return [Problem(int(line[1]), line[2]) if line else Problem(1, str(error))]
