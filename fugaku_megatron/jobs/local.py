@@ -230,10 +230,10 @@ def _subs() -> list[Path]:
 
 def status() -> int:
     """pjstat."""
-    print(f"{'JOB_ID':<12}{'JOB_NAME':<24}{'ST':<5}{'EC':<5}{'NODE':<24}ELAPSE_LIM")
+    print(f"{'JOB_ID':<12}{'JOB_NAME':<24}{'ST':<5}{'EC':<5}{'NODE':<32}ELAPSE_LIM")
     for record in map(read, _subs()):
         code = "-" if record["code"] is None else record["code"]
-        print(f"{record['id']:<12}{record['name']:<24}{record['state']:<5}{code!s:<5}{record['nodes']:<24}"
+        print(f"{record['id']:<12}{record['name']:<24}{record['state']:<5}{code!s:<5}{record['nodes']:<32}"
               f"{limits.clock(record['elapse'])}")
     return 0
 
