@@ -76,11 +76,11 @@ done
 if [ "$MPI" = mpich ]; then cp -RL "$WORK"/venv/lib/libmpi* "$TREE/lib/"; fi
 
 echo "4/5 libraries that are not the system's"
-find "$TREE" \( -name '*.so*' -o -path "$TREE/bin/*" \) -type f -exec ldd {} + 2>/dev/null |
+{ find "$TREE" \( -name '*.so*' -o -path "$TREE/bin/*" \) -type f -exec ldd {} + 2>/dev/null || true; } |  # ldd fails on scripts
     awk '/=> \// {print $3}' | sort -u | while read -r library; do
     case $library in
         /lib/* | /lib64/* | /usr/lib/* | /usr/lib64/* | /opt/FJSV* | "$TREE"/* | "$WORK"/*) ;;
-        *) cp -Ln "$library" "$TREE/lib/" ;;
+        *) [ -e "$TREE/lib/${library##*/}" ] || cp -L "$library" "$TREE/lib/" ;;
     esac
 done
 find "$TREE" -name __pycache__ -type d -prune -exec rm -rf {} +

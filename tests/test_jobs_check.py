@@ -10,11 +10,14 @@ from fugaku_megatron.jobs import check, limits, script
 from fugaku_megatron.jobs.options import decided
 from fugaku_megatron.jobs.render import render
 
-# job -> its flags; made once
-JOBS = {"small": "--recipe 124m --nodes 256 --name small", "large": "--recipe 30b --nodes 6144 --name large",
-        "top": "--recipe 30b --nodes 12288 --name top",
+HELD = "--micro-batch-size 1 --recompute-granularity full --zero-stage 1 --ranks-per-node 2 --tensor-model-parallel-size 8"
+# job -> its flags; made once, with the layout held, so that there is nothing to search
+JOBS = {"small": "--recipe 124m --nodes 256 --name small --ranks-per-node 4 --tensor-model-parallel-size 2 --zero-stage 1 "
+                 "--pipeline-model-parallel-size 1 --micro-batch-size 2 --recompute-granularity selective",
+        "large": f"--recipe 30b --nodes 6144 --name large --pipeline-model-parallel-size 32 {HELD}",
+        "top": f"--recipe 30b --nodes 12288 --name top --pipeline-model-parallel-size 6 {HELD}",
         "tensor": "--recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 24 "
-                  "--micro-batch-size 1 --name tensor"}
+                  "--micro-batch-size 1 --zero-stage 1 --name tensor"}
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_mistakes_are_one_line(words, answer, capsys):
 
 @pytest.mark.parametrize("name", [name for name, mode in limits.MODES.items() if not mode.refused])
 def test_every_power_state_is_said(name, capsys):
-    assert main(f"render --recipe 124m --nodes 12 --mode {name}".split()) == 0
+    assert main(f"render --recipe 124m --nodes 12 --ranks-per-node 4 --micro-batch-size 1 --mode {name}".split()) == 0
     text, mode = capsys.readouterr().out, limits.MODES[name]
     assert f"freq={mode.freq},eco_state={mode.eco_state},retention_state=0,throttling_state=0" in text
     assert f"--cpu-frequency {mode.ghz:.1f}" in text

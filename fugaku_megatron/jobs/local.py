@@ -124,11 +124,10 @@ def _enter(given: script.Script, own: dict[str, str], file: Path) -> list[Path]:
         sub.mkdir(exist_ok=True)
         shutil.copy(file, sub / "script.sh")
         variables = [f"{variable}={value.text}" for variable, value in given.settings.get("-x", {}).items()]
-        write(sub, id=f"{number}{tag}", number=number, tag=tag, step=int(tag[1:]) if tag.startswith("_") else None,
-              name=name, state="QUE", elapse=elapse, scale=own.get("--scale"), margin=own.get("--margin", "0"),
-              flags=own.get("--flags", ""), variables=variables, depends=sparam.get("sd"), directory=os.getcwd(),
-              statistics="-S" in given.switches, code=None,
-              pjm_code=0, pid=None, nodes=(given.get("-L", "node") or script.Value("1", 0)).text,
+        write(sub, id=f"{number}{tag}", number=number, tag=tag, step=int(tag[1:]) if tag.startswith("_") else None, name=name,
+              scale=own.get("--scale"), margin=own.get("--margin", "0"), flags=own.get("--flags", ""), elapse=elapse, state="QUE",
+              variables=variables, depends=sparam.get("sd"), directory=os.getcwd(), statistics="-S" in given.switches,
+              code=None, pjm_code=0, pid=None, nodes=(given.get("-L", "node") or script.Value("1", 0)).text,
               mpi=(given.get("--mpi", "proc") or script.Value("1", 0)).text)
         subs.append(sub)
     return subs
@@ -231,10 +230,10 @@ def _subs() -> list[Path]:
 
 def status() -> int:
     """pjstat."""
-    print(f"{'JOB_ID':<12}{'JOB_NAME':<24}{'ST':<5}{'EC':<5}{'NODE':<24}ELAPSE_LIM")
+    print(f"{'JOB_ID':<12}{'JOB_NAME':<24}{'ST':<5}{'EC':<5}{'NODE':<32}ELAPSE_LIM")
     for record in map(read, _subs()):
         code = "-" if record["code"] is None else record["code"]
-        print(f"{record['id']:<12}{record['name']:<24}{record['state']:<5}{code!s:<5}{record['nodes']:<24}"
+        print(f"{record['id']:<12}{record['name']:<24}{record['state']:<5}{code!s:<5}{record['nodes']:<32}"
               f"{limits.clock(record['elapse'])}")
     return 0
 

@@ -107,7 +107,7 @@ else
     DATA_FLAGS=(--data-path "$LOCAL/data/$DATA" --vocab-file "$LOCAL/data/vocab.json" --merge-file "$LOCAL/data/merges.txt")
 fi
 
-minutes_left() { awk "BEGIN {m = ($ELAPSE - $SECONDS - $MARGIN) / 60; print m > 0.01 ? m : 0.01}"; }  # at least one iteration
+minutes_left() { awk "BEGIN {m = ($ELAPSE - $SECONDS - $MARGIN) / 60; print (m > 0.01 ? m : 0.01)}"; }  # at least one iteration
 
 train() {  # train LABEL [flags]: one run on all ranks
     local label=$1
