@@ -40,7 +40,7 @@ ALLOWED = {
                  "nn", "optim", "placement", "plot", "profiler", "run_log", "runtime", "train"},
     "perf": {"perf", "accounting", "batches", "config", "recipes", "arguments", "schedule"},
     "jobs": {"jobs", "comm.grid", "config", "arguments", "accounting", "batches", "recipes", "perf"},
-    "jobs.slurm": {"accounting", "arguments", "config", "schedule"},
+    "jobs.slurm": {"jobs", "accounting", "arguments", "config", "schedule"},
     "perf.calibrate": {"perf", "config", "comm", "kernels", "runtime"},
 }
 NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot",

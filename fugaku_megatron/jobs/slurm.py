@@ -17,6 +17,7 @@ from .. import accounting, schedule
 from ..accounting import Layout
 from ..arguments import parse
 from ..config import check
+from .render import flag_lines
 
 LEAVE_SECONDS = 300  # before the limit the trainer is told to save and leave
 USABLE = 0.8  # share of a node's memory that the model may fill: the rest is for MPI, Python and the system
@@ -108,9 +109,7 @@ else
     DATA_FLAGS=(--data-path "$DATA" --vocab-file "${VOCAB:?give VOCAB, the vocab.json of DATA}"
         --merge-file "${MERGES:?give MERGES, the merges.txt of DATA}")
 fi
-FLAGS=(
 @FLAGS@
-)
 
 # Before the limit Slurm signals this shell; the trainer saves after its iteration and leaves, and the job goes back into the queue
 # under its number, to resume from SAVE. A job that leaves by itself has reached its end and is not started again.
@@ -133,7 +132,7 @@ exit "$code"
 '''
 
 
-def flags(cluster: Cluster, job: Recipe) -> tuple[str, ...]:
+def flags(job: Recipe) -> tuple[str, ...]:
     """pretrain_gpt.py's flags, without paths."""
     return ("--recipe", job.recipe, "--tensor-model-parallel-size", str(job.tp), "--pipeline-model-parallel-size", str(job.pp),
             *job.flags)
@@ -141,7 +140,7 @@ def flags(cluster: Cluster, job: Recipe) -> tuple[str, ...]:
 
 def memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     """Layout, and MiB of the fullest rank (model). Raises ValueError for a recipe that does not run on the cluster."""
-    run = parse(["--mock-data", *flags(cluster, job)]).run
+    run = parse(["--mock-data", *flags(job)]).run
     layout = Layout.of(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
     most = max(accounting.stage_memory(run, layout, stage, schedule.in_flight(schedule.one_f_one_b(stage, job.pp, batches))).total
@@ -155,11 +154,8 @@ def memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
 def render(cluster: Cluster, job: Recipe) -> str:
     """The script. Raises ValueError for a recipe that does not run on the cluster."""
     layout, most = memory_mib(cluster, job)
-    words, lines = flags(cluster, job), []
-    for word in words:
-        lines += [f"    {word}"] if word.startswith("--") else [f"{lines.pop()} {word}"]
     filled = {"NAME": f"gpt_{job.recipe.replace('.', '_')}", "NODES": job.nodes, "RANKS": cluster.ranks_per_node,
-              "CPUS": cluster.cores // cluster.ranks_per_node, "LEAVE": LEAVE_SECONDS, "FLAGS": "\n".join(lines),
+              "CPUS": cluster.cores // cluster.ranks_per_node, "LEAVE": LEAVE_SECONDS, "FLAGS": "\n".join(flag_lines(flags(job))),
               "COMMENTS": "\n".join(f"# {line}" for line in cluster.comments),
               "LAYOUT": f"DP {layout.dp} x TP {layout.tp} x PP {layout.pp}; {most:.0f} MiB on the fullest rank (model)"}
     text = TEMPLATE

@@ -57,8 +57,22 @@ start() {
 }
 
 stop() {
+    local daemon pid
+    export SLURM_CONF=$DIR/slurm.conf
+    timeout 5 scancel --user=root 2>/dev/null || true  # jobs end while their slurmctld is there to be told
+    for _ in $(seq 50); do
+        [ -z "$(timeout 5 squeue -h 2>/dev/null)" ] && break
+        sleep 0.2
+    done
     for daemon in slurmd slurmctld munged; do
-        [ -s "$DIR/$daemon.pid" ] && kill "$(<"$DIR/$daemon.pid")" 2>/dev/null || true
+        [ -s "$DIR/$daemon.pid" ] || continue
+        pid=$(<"$DIR/$daemon.pid")
+        kill "$pid" 2>/dev/null || continue
+        for _ in $(seq 50); do  # slurmd waits for the ends of jobs that never come once slurmctld is gone
+            kill -0 "$pid" 2>/dev/null || continue 2
+            sleep 0.1
+        done
+        kill -KILL "$pid" 2>/dev/null || true
     done
 }
 
