@@ -34,6 +34,7 @@ TOKENS = 4096  # of an iteration, where one micro-batch on each data-parallel ra
 WARM_UP = 2  # iterations that do not count
 SOFTWARE = "this"
 CALIBRATION_SECONDS = 300  # a limit: it takes less than one minute
+ATTEMPTS = 3  # at a row while other processes take this host's cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +161,7 @@ def measure(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[
         print("calibrating this host", flush=True)
     host = calibrate(options)
     for number, (cell, task) in enumerate(planned.items(), 1):
-        measured = jobs.run(task)
-        alloc.check_allocator(cell, measured)
+        measured = quiet(cell, task)
         rows.append({**asdict(measured), **asdict(cell), "log": measured.allocator, "dp": cell.dp, "recipe": options.recipe,
                      "gbs": config(options, cell).batch.global_batch_size, "tokens": options.tokens, "threads": task.threads,
                      "busy": measured.others > noise.OTHERS, "cpu": runtime.cpu_model(), "torch": torch.__version__,
@@ -169,6 +169,17 @@ def measure(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[
         print(f"  {number} of {len(planned)}, {(time.perf_counter() - begin) / 60:.1f} min: {cell}: {measured.seconds:.3f} s at "
               f"{measured.clock_ghz:.2f} GHz" + ("  BUSY MACHINE" if rows[-1]["busy"] else ""), flush=True)
     return rows
+
+
+def quiet(cell: Cell, task: jobs.Job) -> jobs.Measured:
+    """The job's figures, from the quietest of up to ATTEMPTS: none after the first that others left alone."""
+    tried: list[jobs.Measured] = []
+    while not tried or (tried[-1].others > noise.OTHERS and len(tried) < ATTEMPTS):
+        if tried:
+            print(f"  again, because others took {tried[-1].others:.0%} of the cores: {cell}", flush=True)
+        tried.append(jobs.run(task))
+        alloc.check_allocator(cell, tried[-1])
+    return min(tried, key=lambda measured: measured.others)
 
 
 def former(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -41,11 +41,12 @@ ALLOWED = {
     "perf": {"perf", "accounting", "batches", "config", "recipes", "arguments", "schedule"},
     "jobs": {"jobs", "comm.grid", "config", "arguments", "accounting", "batches", "recipes", "perf"},
     "jobs.slurm": {"jobs", "accounting", "arguments", "config", "schedule"},
-    "perf.calibrate": {"perf", "config", "comm", "kernels", "runtime"},
+    "perf.calibrate": {"perf", "config", "comm", "kernels", "metrics", "runtime"},
+    "perf.host_kernels": {"perf", "accounting", "arguments", "comm", "config", "data", "kernels", "train"},
 }
 NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot",
             "run_log", "published_row", "log_table",
-            *(f"perf/{p.stem}" for p in (PACKAGE / "perf").glob("*.py") if p.stem != "calibrate")}
+            *(f"perf/{p.stem}" for p in (PACKAGE / "perf").glob("*.py") if p.stem not in ("calibrate", "host_kernels"))}
 
 
 def modules() -> list[Path]:

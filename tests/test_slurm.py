@@ -115,6 +115,7 @@ def state(cluster, job: str) -> str:
     return re.search(r"JobState=(\w+)", cluster("scontrol", "show", "job", job))[1]
 
 
+@pytest.mark.slow  # a real cluster of one node: python -m pytest -m slow tests/test_slurm.py
 def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
     job, log = submit(cluster, tmp_path, launcher, "--train-iters", "5")
     wait(lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log)
@@ -124,6 +125,7 @@ def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
 
 
+@pytest.mark.slow
 def test_a_job_near_its_limit_saves_is_queued_again_and_resumes(cluster, launcher, tmp_path):
     job, log = submit(cluster, tmp_path, launcher, "--train-iters", "100000", "--save-interval", "1000000")
     wait(lambda: log.exists() and parse_log(log.read_text().splitlines()), log)

@@ -1,10 +1,11 @@
-"""Measure this host and write it as a machine for predict and plan: clock, FMA peak, GEMM curve, bandwidth, MPI's latency and rate.
+"""Measure this host and write it as a machine for predict and plan: clock, FMA peak, bandwidth, kernels, MPI's latency and rates.
 
     mpiexec -n 2 python -m fugaku_megatron.perf calibrate --output host.json
     python -m fugaku_megatron.perf predict --machine host.json ...
 
 Start as many ranks as a training run has on a node, or on several nodes: all measure at the same time, so that they share caches,
-memory and network as they will. A node's rates are the sums over its ranks. Left out: 16-bit peaks (the kernels widen to FP32).
+memory and network as they will. A node's rates are the sums over its ranks; products are measured by one rank with all threads of
+the node, too. Left out: 16-bit peaks (the kernels widen to FP32), the kernels' measurements themselves (host_kernels.py).
 Test: pytest tests/test_perf_calibrate.py
 """
 
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,18 +33,29 @@ ROUNDS = 5
 FMA_STEPS, CLOCK_STEPS = 2_000_000, 50_000_000
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 SMALL, LARGE = 8, 4 << 20  # bytes of the messages whose times give latency and rate
+REDUCED = 128 << 20  # bytes of the vector whose all-reduce is timed: as gradients, beyond the caches
 USABLE = 0.9  # of a node's memory
+
+
+Points = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """One rank's measurements. gemm: (n, GFLOP/s) of n x n x n products with the native kernel."""
+    """One rank's measurements. gemm: (n, GFLOP/s) of n x n x n products; attention: (s, forward's, backward's) over s tokens.
+
+    call_us: an operator call apart from its data; iteration_s: an iteration apart from its calls; process_mib: before any tensor.
+    """
 
     threads: int
     clock_ghz: float
     fma_gflops: float
     triad_gbs: float
-    gemm: tuple[tuple[int, float], ...]
+    gemm: Points
+    attention: tuple[tuple[int, float, float], ...]
+    call_us: float
+    iteration_s: float
+    process_mib: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,32 +82,46 @@ def measure_compute() -> Compute:
     import torch
 
     from .. import kernels
+    from ..metrics import peak_memory_mib
+    from . import host_kernels
 
+    process = peak_memory_mib()
     flops = kernels.bench_fma(FMA_STEPS)
     fma = flops / best_seconds(lambda: kernels.bench_fma(FMA_STEPS)) / 1e9
     clock = CLOCK_STEPS / best_seconds(lambda: kernels.bench_clock(CLOCK_STEPS)) / 1e9
     x, y, out = (torch.ones(TRIAD_ELEMENTS) for _ in range(3))
     triad = 12 * TRIAD_ELEMENTS / best_seconds(lambda: kernels.bench_triad(out, x, y, 2.0)) / 1e9
-    return Compute(threads=torch.get_num_threads(), clock_ghz=clock, fma_gflops=fma, triad_gbs=triad,
-                   gemm=tuple((n, gemm_gflops(n)) for n in SIZES))
+    call_us, iteration_s = host_kernels.step_overhead()
+    return Compute(threads=torch.get_num_threads(), clock_ghz=clock, fma_gflops=fma, triad_gbs=triad, gemm=measure_gemm(),
+                   attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS), call_us=call_us,
+                   iteration_s=iteration_s, process_mib=process)
 
 
-def gemm_gflops(n: int) -> float:
-    """GFLOP/s of an n x n x n product with a weight that was packed before, as in training."""
+def measure_gemm() -> Points:
+    """Square products of every size."""
+    from . import host_kernels
+
+    return tuple((n, host_kernels.gemm_gflops(n)) for n in SIZES)
+
+
+def measure_team(world: Comm, threads: int) -> Points:
+    """Square products by rank 0 with `threads` threads, while the node's other ranks sleep; () on them. Collective."""
     import torch
 
-    from .. import kernels
-
-    x, weight, out = torch.randn(n, n), torch.randn(n, n), torch.empty(n, n)
-    packed = torch.empty(kernels.packed_weight_size(n, n, weight.dtype, False), dtype=torch.uint8)
-    kernels.pack_weight(weight, packed, False)
-    repeats = max(1, (1 << 28) // n**3)
-
-    def products() -> None:
-        for _ in range(repeats):
-            kernels.linear_forward(x, weight, out, packed=packed)
-
-    return 2 * n**3 * repeats / best_seconds(products) / 1e9
+    handle, name = tempfile.mkstemp() if world.rank == 0 else (None, None)
+    awake = Path(world.broadcast_object(name))
+    if world.rank:
+        while awake.exists():  # a barrier would poll, and take a core
+            time.sleep(0.01)
+        return ()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        return measure_gemm()
+    finally:
+        torch.set_num_threads(before)
+        os.close(handle)
+        awake.unlink()
 
 
 def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
@@ -139,21 +167,42 @@ def all_reduce_gbs(world: Comm) -> float:
     """Bytes of the vector over the time of a large all-reduce over all ranks."""
     import torch
 
-    vector = torch.zeros(LARGE)
-    return 4 * LARGE / best_seconds(lambda: world.all_reduce(vector)) / 1e9
+    vector = torch.zeros(REDUCED // 4)
+    return REDUCED / best_seconds(lambda: world.all_reduce(vector)) / 1e9
 
 
-def describe(name: str, ranks: Sequence[Compute], inside: Messages | None, between: Messages | None, reduce_gbs: float,
-             memory_gib: float) -> dict[str, Any]:
-    """The machine's file. ranks: those of one node; inside, between: messages within a node and across nodes."""
-    first, peak = ranks[0], sum(r.fma_gflops for r in ranks)
-    maximum, half = fit_curve(first.gemm, first.fma_gflops)
+def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
+    """What this project's kernels reach here, under the names of parameters.Parameters. reduce_gbs: all-reduce within the node."""
+    first, members = ranks[0], len(ranks)
+    found = {"call_us": first.call_us, "iteration_s": first.iteration_s}
+    for name, column in (("attention_forward", 1), ("attention_backward", 2)):
+        points = [(row[0], row[column]) for row in first.attention]
+        found[name], found[f"{name}_half"] = fit_curve(points, first.fma_gflops)
+    if reduce_gbs is not None and members > 1:
+        found["intra_reduce_gbs"] = 2 * (members - 1) / members * reduce_gbs  # of a ring's link
+    return found
+
+
+def gemm_curve(threads: int, points: Points, peak_gflops: float) -> dict[str, float]:
+    """A curve as machines have it."""
+    maximum, half = fit_curve(points, peak_gflops)
+    return {"threads": threads, "maximum": maximum, "half": half, "exponent": 1.0}
+
+
+def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages | None, between: Messages | None,
+             reduce_gbs: float, memory_gib: float) -> dict[str, Any]:
+    """The machine's file. ranks: those of one node; team: products with all its threads in one rank; inside, between: messages
+    within a node and across nodes."""
+    first, peak, threads = ranks[0], sum(r.fma_gflops for r in ranks), sum(r.threads for r in ranks)
     measured = "measured by perf calibrate"
     link, intra = between or inside, inside or between
     assumed = {True: measured, False: "not measured: all ranks shared one node; its own messages' value"}
-    curve = [{"threads": first.threads, "maximum": maximum, "half": half, "exponent": 1.0}]
+    curves = [gemm_curve(first.threads, first.gemm, first.fma_gflops)]
+    curves += [gemm_curve(threads, team, peak)] if threads > first.threads else []
+    shown = ", ".join(f"{n}: {g:.0f}" for n, g in first.gemm) + "; one rank with all threads " + ", ".join(
+        f"{n}: {g:.0f}" for n, g in team)
     values = {
-        "units": (1, "not measured"), "threads": (sum(r.threads for r in ranks), measured),
+        "units": (1, "not measured"), "threads": (threads, measured),
         "ranks_per_node": (len(ranks), measured),
         "nominal_ghz": (first.clock_ghz, measured), "clocks_ghz": ([first.clock_ghz], measured),
         "clock_gain_limit": (1.0, "one clock"), "eco_fraction": (1.0, "no power modes"),
@@ -164,7 +213,8 @@ def describe(name: str, ranks: Sequence[Compute], inside: Messages | None, betwe
         "injection_gbs": (link.gbs * (1 if between else len(ranks)), assumed[between is not None]),
         "link_alpha_us": (link.alpha_us, assumed[between is not None]), "large_allreduce_gbs": (reduce_gbs, measured),
         "intra_gbs": (intra.gbs, measured), "intra_alpha_us": (intra.alpha_us, measured),
-        "gemm_curves": (curve, f"{measured}: native kernel, " + ", ".join(f"{n}: {g:.0f} GFLOP/s" for n, g in first.gemm)),
+        "gemm_curves": (curves, f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown}"),
+        "native": (native(ranks, None if between else reduce_gbs), measured), "process_mib": (first.process_mib, measured),
         "host_factor": (1.0, "none known"),
     }
     return {"title": name, "kind": "cpu",
@@ -196,11 +246,12 @@ def calibrate(world: Comm, output: Path) -> None:
     inside = None if near is None else measure_messages(world, near)
     between = None if far is None else measure_messages(world, far)
     reduce = all_reduce_gbs(world)
+    node = [c for host, c in zip(hosts, computed) if host == hosts[0]]
+    team = measure_team(world, sum(c.threads for c in node))
     if world.rank:
         return
-    node = [c for host, c in zip(hosts, computed) if host == hosts[0]]
     name = f"{cpu_model()}, {sum(c.threads for c in node)} threads, measured {time.strftime('%Y-%m-%d')}"
-    data = describe(name, node, inside, between, reduce, psutil.virtual_memory().total / 2**30)
+    data = describe(name, node, team, inside, between, reduce, psutil.virtual_memory().total / 2**30)
     output.write_text(json.dumps(data, indent=1) + "\n")
     for key, constant in data["constants"].items():
         print(f"{key:<20} {constant['value']}   ({constant['source']})")

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .. import accounting
 from .machine import GB, Machine
 from .network import Network
 from .parameters import Parameters
@@ -98,9 +99,16 @@ class Rank:
     def _product(self, p: Product) -> float:
         flops = 2.0 * p.m * p.n * p.k * p.count * p.times
         if p.attention and self.parameters.attention_forward:
-            share = self.parameters.attention_backward if p.backward else self.parameters.attention_forward
-            return flops * (0.5 if self.software.counts["causal"] else 1.0) / (self._peak * share)
+            return self._attention(p, flops)
         return flops / (self._peak * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p)))
+
+    def _attention(self, p: Product, flops: float) -> float:
+        """A kernel of its own: below the diagonal only, and in the backward the scores' products once more."""
+        name = "attention_backward" if p.backward else "attention_forward"
+        share = getattr(self.parameters, name) / (1 + getattr(self.parameters, f"{name}_half") / p.m)
+        if self.software.counts["causal"]:
+            flops *= 0.5 * (accounting.ATTENTION_BACKWARD_SHARE / 2 if p.backward else 1.0)
+        return flops / (self._peak * share)
 
     def _cpu(self, p: Product) -> float:
         curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)

@@ -38,7 +38,7 @@ class Change:
 
 def gains(plan: Plan) -> dict[str, float]:
     """Cause -> seconds per iteration that removing it alone would save, the schedule walked again."""
-    run, layout, system, parameters = plan.run, plan.layout, plan.system, plan.system.software.fitted.values
+    run, layout, system, parameters = plan.run, plan.layout, plan.system, plan.system.parameters
     made = model.step(run, layout, system, parameters)
     found = {f.name: made.seconds - model.step(run, layout, system, parameters, without=f.name).seconds for f in fields(Seconds)}
     found["bubble_and_transfers"] = made.breakdown()["bubble_and_transfers"]

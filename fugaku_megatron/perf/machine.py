@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..config import check
 
 FOLDER = Path(__file__).parent / "machines"
 MIB, GIB, GB = 2**20, 2**30, 10**9
+OPTIONAL = ("native", "process_mib")  # constants that only perf calibrate knows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class Machine:
     gemm_curves: tuple[GemmCurve, ...]
     host_factor: float  # time lost to a known fault of the machine's set-up, 1: none
     sources: dict[str, str]
+    native: dict[str, float] = field(default_factory=dict)  # parameters.Parameters of software `this`, measured here
+    process_mib: float | None = None  # a rank of software `this` before it has tensors, measured here
 
     @property
     def clock(self) -> float:
@@ -117,7 +120,7 @@ def from_data(name: str, data: dict[str, Any]) -> Machine:
     values = {key: constant["value"] for key, constant in constants.items()}
     values["gemm_curves"] = tuple(GemmCurve(**curve) for curve in values["gemm_curves"])
     values["clocks_ghz"] = tuple(values["clocks_ghz"])
-    missing = {f.name for f in fields(Machine)} - values.keys() - {"name", "title", "kind", "ghz", "sources"}
+    missing = {f.name for f in fields(Machine)} - values.keys() - {"name", "title", "kind", "ghz", "sources", *OPTIONAL}
     if missing:
         raise KeyError(f"no {', '.join(sorted(missing))}")
     return Machine(name=name, title=data["title"], kind=data["kind"], ghz=values["nominal_ghz"],

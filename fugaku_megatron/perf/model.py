@@ -53,6 +53,11 @@ class System:
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def parameters(self) -> Parameters:
+        """What the software reaches of the machine."""
+        return self.software.parameters(self.machine)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -181,12 +186,12 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
     run = system.software.cut(run)
     layout, fitted = Layout.of(run, system.world_size), system.software.fitted
-    made = step(run, layout, system, fitted.values)
+    made = step(run, layout, system, system.parameters)
     width = 1.0
     if with_band:
         noise = max(fitted.noise, NOISE_FLOOR)
-        width = math.exp(BAND * deviation((run, layout, system), fitted.values, fitted.names, fitted.covariance, noise))
-    used = memory.peak_mib(run, layout, system.software, system.nodes, fitted.memory)
+        width = math.exp(BAND * deviation((run, layout, system), system.parameters, fitted.names, fitted.covariance, noise))
+    used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
     flops = accounting.hardware_flops(run, layout.global_batch_size(run))
     return Prediction(seconds=made.seconds, lower=made.seconds / width, upper=made.seconds * width,
                       tflops_per_node=flops / made.seconds / system.nodes / 1e12, memory_mib_max=used,

@@ -17,12 +17,17 @@ FITTED = Path(__file__).parent / "fitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Values of one group of software; see PRIORS for meaning and unit. A rate of 0: the machine's own."""
+    """Values of one group of software; see PRIORS for meaning and unit. A rate of 0: the machine's own.
+
+    attention_forward, _backward: share of peak over half the square, maximum / (1 + half / s); 0: as other products.
+    """
 
     gemm_fraction: float = 1.0
     gemm_half: float = 1.0
     attention_forward: float = 0.0
     attention_backward: float = 0.0
+    attention_forward_half: float = 0.0
+    attention_backward_half: float = 0.0
     unaligned: float = 1.0
     elementwise_fraction: float = 1.0
     call_us: float = 0.0

@@ -127,11 +127,10 @@ def _judge(run: RunConfig, system: System, ramp_divisible: bool) -> Plan | str:
         layout = Layout.of(run, system.world_size)
     except ValueError:
         return "heads, MLP or layers do not divide"
-    fitted = system.software.fitted
-    used = memory.peak_mib(run, layout, system.software, system.nodes, fitted.memory)
+    used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
     if used > memory.limit_mib(system.machine, system.software, system.ranks_per_node):
         return "out of memory"
-    made = step(run, layout, system, fitted.values)
+    made = step(run, layout, system, system.parameters)
     return Plan(run=run, system=system, layout=layout, seconds=made.seconds, memory_mib=used, bubble_fraction=made.bubble_fraction)
 
 

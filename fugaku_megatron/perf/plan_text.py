@@ -113,7 +113,7 @@ def command(plan: Plan, args: argparse.Namespace) -> str:
 
 
 def _spans(plan: Plan) -> tuple[list[Span], int, int]:
-    made = step(plan.run, plan.layout, plan.system, plan.system.software.fitted.values)
+    made = step(plan.run, plan.layout, plan.system, plan.system.parameters)
     shown = min(made.microbatches, PICTURED * plan.layout.pp)
     forward, backward = zip(*made.stages)
     return spans(forward, backward, made.transfer, shown), shown, made.microbatches

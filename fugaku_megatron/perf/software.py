@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config import RunConfig
 from .machine import Machine, unknown
-from .parameters import Fitted, fitted
+from .parameters import Fitted, MemoryParameters, Parameters, fitted
 
 DATA = Path(__file__).parent / "software.json"
 
@@ -71,7 +71,20 @@ class Software:
         return bool(self.fitted.names)
 
     def known_on(self, machine: Machine) -> bool:
-        return machine.name in self.machines
+        return machine.name in self.machines or self.measured_on(machine)
+
+    def measured_on(self, machine: Machine) -> bool:
+        """Whether perf calibrate measured this software's kernels on the machine."""
+        return self.style == "native" and bool(machine.native)
+
+    def parameters(self, machine: Machine) -> Parameters:
+        """What a prediction on the machine uses: the group's values, and what was measured on the machine itself."""
+        return replace(self.fitted.values, **machine.native) if self.measured_on(machine) else self.fitted.values
+
+    def memory(self, machine: Machine) -> MemoryParameters:
+        """The same of memory."""
+        measured = self.style == "native" and machine.process_mib is not None
+        return replace(self.fitted.memory, base_mib=machine.process_mib) if measured else self.fitted.memory
 
 
 @cache

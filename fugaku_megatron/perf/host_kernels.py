@@ -1,0 +1,86 @@
+"""What this project's kernels reach on this host in the state that training leaves them in, for calibrate.
+
+Products read operands that are not in the caches and pack their weight, as a training step does without --cache-packed-weights:
+each call takes another set of tensors out of COLD_BYTES. Test: pytest tests/test_perf_host_kernels.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .. import accounting, kernels
+from ..arguments import make_run
+from ..comm.local import DryComm
+from ..config import ModelConfig, RunConfig
+from ..data.dataset import MockDataset
+from ..train import Trainer
+from . import model, software
+
+COLD_BYTES = 256 << 20  # of the sets of operands together: beyond the caches of all cores
+LENGTHS = (512, 1024, 2048)  # of the sequences that attention is measured on
+HEADS, HEAD_SIZE = 12, 64
+TINY = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64, "make_vocab_size_divisible_by": 8,
+        "mock_data": True, "micro_batch_size": 1}
+STEPS = 15  # of a tiny model, timed
+
+
+def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> float:
+    """Seconds of one of `calls`, which are made in turn: the fastest round's mean, after one that warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        times.append((time.perf_counter() - start) / len(calls))
+    return min(times[1:])
+
+
+def gemm_gflops(n: int) -> float:
+    """GFLOP/s of n x n x n products: forward, data gradient and weight gradient, a third of the calls each."""
+    sets = max(3, COLD_BYTES // (12 * n * n))
+    tensors = [tuple(torch.randn(n, n) for _ in range(2)) + (torch.zeros(n, n),) for _ in range(sets)]
+    kinds = (kernels.linear_forward, kernels.linear_data_gradient, kernels.linear_weight_gradient)
+    calls = [lambda t=t, f=kinds[i % 3]: f(*t) for i, t in enumerate(tensors)]
+    return 2 * n**3 / seconds_each(calls) / 1e9
+
+
+def attention_gflops(s: int) -> tuple[float, float]:
+    """GFLOP/s of causal attention over s tokens, forward and backward, with Megatron's default dropout."""
+    heads, width = HEADS, HEADS * HEAD_SIZE
+    qkv, dqkv = torch.randn(s, 1, 3 * width), torch.empty(s, 1, 3 * width)
+    out, dout, lse = torch.empty(s, 1, width), torch.randn(s, 1, width), torch.empty(1, heads, s)
+    dropout = (ModelConfig.__dataclass_fields__["attention_dropout"].default, 1, 2, 0, 0)
+    flops = accounting.causal_attention_flops(heads, s, HEAD_SIZE)
+    forward = seconds_each([lambda: kernels.attention_forward(qkv, out, lse, *dropout)] * 3)
+    backward = seconds_each([lambda: kernels.attention_backward(qkv, out, lse, dout, dqkv, *dropout)] * 3)
+    return flops / forward / 1e9, accounting.ATTENTION_BACKWARD_SHARE * flops / backward / 1e9
+
+
+def _tiny(layers: int, microbatches: int) -> RunConfig:
+    return make_run(None, {**TINY, "num_layers": layers, "global_batch_size": microbatches, "train_iters": STEPS + 5})
+
+
+def _step_seconds(run: RunConfig) -> float:
+    data = [MockDataset(run.model.vocab_size, run.model.seq_length, 1024, seed) for seed in (1, 2)]
+    trainer = Trainer(run, DryComm(), None, *data)
+    try:
+        return statistics.median(trainer.train_step().seconds for _ in range(STEPS))
+    finally:
+        trainer.close()
+
+
+def step_overhead() -> tuple[float, float]:
+    """(us of an operator call, seconds of an iteration) apart from data: steps of two models too small for their data to count."""
+    code, points = software.load("this"), []
+    for layers, microbatches in ((1, 1), (8, 8)):
+        run = _tiny(layers, microbatches)
+        layout = accounting.Layout.of(run, 1)
+        calls = sum(work.calls for work in model.stage_work(run, layout, 0, code)) * microbatches
+        points.append((calls, _step_seconds(run)))
+    (few, short), (many, long) = points
+    each = max(0.0, (long - short) / (many - few))
+    return each * 1e6, max(0.0, short - few * each)
