@@ -21,7 +21,8 @@ def test_the_curve_that_made_the_points_is_found():
 def described(tmp_path, between: Messages | None) -> machine.Machine:
     rank = Compute(threads=2, clock_ghz=3.0, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)),
                    attention=((1024, 50.0, 40.0), (2048, 60.0, 50.0)), call_us=20.0, iteration_s=0.01, process_mib=250.0)
-    data = calibrate.describe("a test", [rank, rank], ((256, 130.0), (1024, 170.0)), Messages(alpha_us=1.0, gbs=10.0), between, 5.0, 64.0)
+    team = ((256, 130.0), (1024, 170.0))
+    data = calibrate.describe("a test", [rank, rank], team, Messages(alpha_us=1.0, gbs=10.0), between, 5.0, 64.0)
     (tmp_path / "host.json").write_text(calibrate.json.dumps(data))
     return machine.load(str(tmp_path / "host.json"))
 
