@@ -71,7 +71,7 @@ def mpiexec() -> str:
 
 def run(job: Job) -> Measured:
     """Run it to the end. RuntimeError, with the last line of its standard error, when it fails."""
-    watch = noise.Watch(job.ranks * job.threads, _children_seconds)
+    watch = noise.Watch(job.ranks * job.threads, children_seconds)
     done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
     others, lines = watch.others(), done.stdout.splitlines()
     iterations, memory = metrics.parse_log(lines)[job.warm_up:], metrics.parse_peak_memory(lines)
@@ -86,7 +86,7 @@ def run(job: Job) -> Measured:
                     others=others, **middle)
 
 
-def _children_seconds() -> float:
+def children_seconds() -> float:
     """CPU time of everything this process started and waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fugaku_megatron.perf import __main__ as door
-from fugaku_megatron.perf import calibrate, machine
+from fugaku_megatron.perf import calibrate, machine, software
 from fugaku_megatron.perf.calibrate import Compute, Messages
 
 
@@ -20,8 +20,9 @@ def test_the_curve_that_made_the_points_is_found():
 
 def described(tmp_path, between: Messages | None) -> machine.Machine:
     rank = Compute(threads=2, clock_ghz=3.0, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)),
-                   attention=((1024, 50.0, 40.0), (2048, 60.0, 50.0)), call_us=20.0, iteration_s=0.01, process_mib=250.0)
-    team = ((256, 130.0), (1024, 170.0))
+                   attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)), elementwise_gbs=15.0, call_us=7.0, iteration_s=0.01,
+                   process_mib=250.0)
+    team = ((256, 120.0), (1024, 160.0))
     data = calibrate.describe("a test", [rank, rank], team, Messages(alpha_us=1.0, gbs=10.0), between, 5.0, 64.0)
     (tmp_path / "host.json").write_text(calibrate.json.dumps(data))
     return machine.load(str(tmp_path / "host.json"))
@@ -31,6 +32,21 @@ def test_a_nodes_rates_are_the_sums_over_its_ranks(tmp_path):
     host = described(tmp_path, None)
     assert (host.peak_tflops["fp32"], host.stream_gbs, host.threads, host.ranks_per_node) == (0.2, 40.0, 4, 2)
     assert host.sources["link_gbs"].startswith("not measured") and host.link_gbs == 10.0
+
+
+def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path):
+    host = described(tmp_path, None)
+    assert [curve.threads for curve in host.gemm_curves] == [2, 4]
+    assert host.gemm_curve(4).maximum / (1 + host.gemm_curve(4).half / 1024) == pytest.approx(0.8, rel=1e-2)  # 160 of 2 x 100, found on a grid
+    code = software.load("this")
+    found = code.parameters(host)
+    assert (found.call_us, found.iteration_s, found.elementwise_fraction) == (7.0, 0.01, 0.75)
+    assert found.attention_forward / (1 + found.attention_forward_half / 2048) == pytest.approx(0.64, rel=1e-2)
+    assert found.intra_reduce_gbs == 5.0  # two ranks: the vector once over a link
+    assert code.memory(host).base_mib == 250.0 and code.known_on(host)
+    other = software.load("torch1.10")
+    assert other.parameters(host) == other.fitted.values and other.memory(host) == other.fitted.memory
+    assert "intra_reduce_gbs" not in described(tmp_path, Messages(alpha_us=2.0, gbs=3.0)).native
 
 
 def test_messages_between_nodes_are_kept_apart(tmp_path):

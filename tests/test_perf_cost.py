@@ -35,6 +35,25 @@ def test_per_cmg_ranks_have_a_better_curve():
     assert rank(ranks_per_node=4).seconds(product).gemm < 4 * rank().seconds(product).gemm * 0.85
 
 
+def test_thin_products_lose_by_their_operands_where_those_are_moved():
+    def share(m: int, n: int, k: int) -> float:
+        return 2 * m * n * k / rank(software="this").seconds(Work(products=(Product(m=m, n=n, k=k),))).gemm
+
+    assert share(256, 4096, 4096) < share(1625, 1625, 1625)  # as many multiply-adds
+    assert share(256, 4096, 1024) == pytest.approx(share(4096, 1024, 256))
+
+
+def test_native_attention_is_half_a_square_and_forms_scores_again_in_the_backward():
+    def seconds(s: int, backward: bool, **values: float) -> float:
+        product = Product(m=64, n=s, k=s, count=12, attention=True, backward=backward)
+        shares = {"attention_forward": 0.5, "attention_backward": 0.5, **values}
+        return rank(software="this", **shares).seconds(Work(products=(product,))).attention
+
+    assert seconds(1024, False) == pytest.approx(0.5 * 2 * 12 * 64 * 1024**2 / 0.5 / 6.144e12)
+    assert seconds(1024, True) == pytest.approx(1.25 * seconds(1024, False))
+    assert seconds(1024, False, attention_forward_half=1024.0) == pytest.approx(2 * seconds(1024, False))
+
+
 @pytest.mark.parametrize("work, field", [(Work(moved=1e9), "elementwise"), (Work(calls=10), "calls"),
                                          (Work(products=(Product(m=512, n=512, k=512),)), "gemm")])
 def test_the_clock_gains_its_ratio(work, field):

@@ -53,3 +53,13 @@ def test_repeat_multiplies_everything():
 def test_native_attention_moves_no_scores():
     native = software.load("this")
     assert work.phases(gpt_124m(), 1, native)["layer_forward"].moved < work.phases(gpt_124m(), 1, EAGER)["layer_forward"].moved / 5
+
+
+def test_native_logits_come_in_accountings_chunks():
+    run, native = gpt_124m(), software.load("this")
+    rows = accounting.logits_rows(run, Layout(1, 1, 1, 1))
+    assert rows < run.model.seq_length
+    for phase, of in (("head_forward", 1), ("head_backward", 2)):
+        products = work.phases(run, 1, native)[phase].products
+        assert len(products) == of and all(rows in (p.m, p.n, p.k) and p.times * rows == 1024 for p in products)
+        assert flops(work.phases(run, 1, native)[phase]) == flops(work.phases(run, 1, EAGER)[phase])

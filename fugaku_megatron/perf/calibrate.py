@@ -44,7 +44,8 @@ Points = tuple[tuple[int, float], ...]
 class Compute:
     """One rank's measurements. gemm: (n, GFLOP/s) of n x n x n products; attention: (s, forward's, backward's) over s tokens.
 
-    call_us: an operator call apart from its data; iteration_s: an iteration apart from its calls; process_mib: before any tensor.
+    elementwise_gbs: the optimizer's update. call_us: an operator call apart from its data. iteration_s: an iteration apart from its
+    calls. process_mib: before any tensor.
     """
 
     threads: int
@@ -53,6 +54,7 @@ class Compute:
     triad_gbs: float
     gemm: Points
     attention: tuple[tuple[int, float, float], ...]
+    elementwise_gbs: float
     call_us: float
     iteration_s: float
     process_mib: float
@@ -94,7 +96,7 @@ def measure_compute() -> Compute:
     call_us, iteration_s = host_kernels.step_overhead()
     return Compute(threads=torch.get_num_threads(), clock_ghz=clock, fma_gflops=fma, triad_gbs=triad, gemm=measure_gemm(),
                    attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS), call_us=call_us,
-                   iteration_s=iteration_s, process_mib=process)
+                   elementwise_gbs=host_kernels.elementwise_gbs(), iteration_s=iteration_s, process_mib=process)
 
 
 def measure_gemm() -> Points:
@@ -174,7 +176,8 @@ def all_reduce_gbs(world: Comm) -> float:
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
     """What this project's kernels reach here, under the names of parameters.Parameters. reduce_gbs: all-reduce within the node."""
     first, members = ranks[0], len(ranks)
-    found = {"call_us": first.call_us, "iteration_s": first.iteration_s}
+    found = {"call_us": first.call_us, "iteration_s": first.iteration_s,
+             "elementwise_fraction": first.elementwise_gbs / first.triad_gbs}
     for name, column in (("attention_forward", 1), ("attention_backward", 2)):
         points = [(row[0], row[column]) for row in first.attention]
         found[name], found[f"{name}_half"] = fit_curve(points, first.fma_gflops)

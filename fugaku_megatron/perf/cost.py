@@ -1,9 +1,10 @@
 """Seconds of counted work on one rank: a roofline whose roofs are shares of the machine's, as the software reaches them.
 
 Time is matrix products + element-wise traffic + page faults + operator calls; nothing overlaps inside one rank.
-GEMM, CPU: peak x fraction x maximum / (1 + (half / n)^exponent), n = cube root of m n k, the published curves of libraries on
-square products. GEMM, GPU: tiles of 256 x 128 in waves over the SMs, K / (K + half), and a slow path for sides that 8 does not
-divide. Test: pytest tests/test_perf_cost.py
+GEMM, CPU: peak x fraction x maximum / (1 + (half / n)^exponent), the curves of libraries on square products; n is the cube root of
+m n k, or the harmonic mean of the sides where packing and moving the operands is what small products lose by. GEMM, GPU: tiles
+of 256 x 128 in waves over the SMs, K / (K + half), and a slow path for sides that 8 does not divide.
+Test: pytest tests/test_perf_cost.py
 """
 
 from __future__ import annotations
@@ -105,14 +106,18 @@ class Rank:
     def _attention(self, p: Product, flops: float) -> float:
         """A kernel of its own: below the diagonal only, and in the backward the scores' products once more."""
         name = "attention_backward" if p.backward else "attention_forward"
-        share = getattr(self.parameters, name) / (1 + getattr(self.parameters, f"{name}_half") / p.m)
+        length = max(p.m, p.n, p.k)  # which of them it is depends on the product; heads are narrower
+        share = getattr(self.parameters, name) / (1 + getattr(self.parameters, f"{name}_half") / length)
         if self.software.counts["causal"]:
             flops *= 0.5 * (accounting.ATTENTION_BACKWARD_SHARE / 2 if p.backward else 1.0)
         return flops / (self._peak * share)
 
     def _cpu(self, p: Product) -> float:
         curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
-        n = (p.m * p.n * p.k) ** (1 / 3)
+        if self.software.counts["streams_operands"]:  # what is moved over what is multiplied: 3 / n of a square product
+            n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
+        else:
+            n = (p.m * p.n * p.k) ** (1 / 3)
         shape = curve.maximum / (1 + (curve.half * self.parameters.gemm_half / n) ** curve.exponent)
         return self.parameters.gemm_fraction * shape
 

@@ -25,6 +25,7 @@ LENGTHS = (512, 1024, 2048)  # of the sequences that attention is measured on
 HEADS, HEAD_SIZE = 12, 64
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64, "make_vocab_size_divisible_by": 8,
         "mock_data": True, "micro_batch_size": 1}
+ELEMENTS = 1 << 24  # of a vector: 64 MiB
 STEPS = 15  # of a tiny model, timed
 
 
@@ -58,6 +59,13 @@ def attention_gflops(s: int) -> tuple[float, float]:
     forward = seconds_each([lambda: kernels.attention_forward(qkv, out, lse, *dropout)] * 3)
     backward = seconds_each([lambda: kernels.attention_backward(qkv, out, lse, dout, dqkv, *dropout)] * 3)
     return flops / forward / 1e9, accounting.ATTENTION_BACKWARD_SHARE * flops / backward / 1e9
+
+
+def elementwise_gbs() -> float:
+    """GB/s of the optimizer's update, which reads four vectors and writes three."""
+    weights, gradients, first, second = (torch.full((ELEMENTS,), 1e-3) for _ in range(4))
+    update = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 1, "grad_scale": 1.0, "copy": None}
+    return 28 * ELEMENTS / seconds_each([lambda: kernels.adamw(weights, gradients, first, second, **update)]) / 1e9
 
 
 def _tiny(layers: int, microbatches: int) -> RunConfig:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from .. import accounting
-from ..accounting import Collective, Record
+from ..accounting import Collective, Layout, Record
 from ..config import RunConfig
 from .software import Software
 
@@ -68,23 +68,32 @@ def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], 
     return tuple((c, 1) for c in collectives)
 
 
-def _forward(record: Record, run: RunConfig) -> Work:
+def _chunks(run: RunConfig, tp: int) -> int:
+    """Into how many parts this project's head cuts a micro-batch's rows."""
+    pp = run.parallel.pipeline_model_parallel_size
+    rows = run.model.seq_length * run.batch.micro_batch_size
+    return -(-rows // accounting.logits_rows(run, Layout(tp * pp, tp, pp, 1)))
+
+
+def _forward(record: Record, chunks: int) -> Work:
     if record.gemm is None:
         return Work(collectives=_once(record.forward))
     m, n, k = record.gemm
     if record.name == "attention":
         count = record.gemm_count
         products = (Product(m=m, n=n, k=k, count=count, attention=True), Product(m=m, n=k, k=n, count=count, attention=True))
+    elif record.name == "logits":
+        products = (Product(m=m // chunks, n=n, k=k, times=chunks),)
     else:
         products = (Product(m=m, n=n, k=k),)
     return Work(products=products, collectives=_once(record.forward))
 
 
-def _backward(record: Record, run: RunConfig) -> Work:
+def _backward(record: Record, chunks: int) -> Work:
     """Two products for each forward one: for the input's and for the weight's (or other operand's) gradient."""
     products = []
-    for p in _forward(record, run).products:
-        kind = {"count": p.count, "attention": p.attention, "backward": True}
+    for p in _forward(record, chunks).products:
+        kind = {"count": p.count, "attention": p.attention, "backward": True, "times": p.times}
         products += [Product(m=p.m, n=p.k, k=p.n, **kind), Product(m=p.k, n=p.n, k=p.m, **kind)]
     return Work(products=tuple(products), collectives=_once(record.backward))
 
@@ -92,14 +101,14 @@ def _backward(record: Record, run: RunConfig) -> Work:
 @cache
 def phases(run: RunConfig, tp: int, software: Software) -> dict[str, Work]:
     """Work of one layer, of the embedding and of the head, forward and backward, without recompute and weight gradients."""
-    sizes = tensors(run, tp)
+    sizes, chunks = tensors(run, tp), _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
     places = {"layer": accounting.layer_records(run, tp), "embedding": accounting.embedding_records(run, tp),
               "head": accounting.head_records(run, tp, tied=False)}
     work = {}
     for place, records in places.items():
         for phase, of in (("forward", _forward), ("backward", _backward)):
             name = f"{place}_{phase}"
-            work[name] = sum((of(record, run) for record in records), _elementwise(software, name, sizes))
+            work[name] = sum((of(record, chunks) for record in records), _elementwise(software, name, sizes))
     return work
 
 
@@ -107,7 +116,7 @@ def attention_again(run: RunConfig, tp: int, software: Software) -> Work:
     """What selective recompute repeats of one layer: attention's products and the work on its scores."""
     sizes, record = tensors(run, tp), next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
-    return Work(products=_forward(record, run).products, moved=moved * sizes["scores"], calls=5,
+    return Work(products=_forward(record, 1).products, moved=moved * sizes["scores"], calls=5,
                 allocations=((sizes["scores"], allocated),) if allocated else ())
 
 
