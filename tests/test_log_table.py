@@ -90,9 +90,14 @@ def test_the_command_follows_a_job_to_its_last_line(logs):
     assert (logs / "live.csv").exists()
 
 
+def heed_interrupts():
+    """A shell starts its background jobs, tests among them, with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_following_with_the_table(logs):
     job = subprocess.Popen([*COMMAND, str(logs / "a100.log"), "--follow", "--interval", "0.1"], stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, text=True)
+                           stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
     job.stderr.readline()
     time.sleep(0.2)
     os.kill(job.pid, signal.SIGINT)
