@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fugaku_megatron import metrics
 from fugaku_megatron.config import RunConfig, check
+from fugaku_megatron.run_log import exact_seconds
 
 from . import noise, preloads
 
@@ -79,7 +80,7 @@ def run(job: Job) -> Measured:
         raise RuntimeError(f"{' '.join(job.command())} ended with exit code {done.returncode} and said: {said}")
     middle = {name: statistics.median(getattr(i, name) for i in iterations)
               for name in ("tflops", "minor_faults", "system_seconds", "clock_ghz")}
-    seconds = statistics.median(_exact_seconds(i) for i in iterations)
+    seconds = statistics.median(exact_seconds(i) for i in iterations)
     return Measured(seconds=seconds, samples_per_second=iterations[-1].global_batch_size / seconds, peak_memory_mib=memory,
                     allocator=allocator(done.stdout), loss=iterations[-1].lm_loss,
                     others=others, **middle)
@@ -89,11 +90,6 @@ def children_seconds() -> float:
     """CPU time of everything this process started and waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def _exact_seconds(iteration: metrics.IterationMetrics) -> float:
-    """Time of an iteration from its samples per second, which the log prints with more digits than the time."""
-    return iteration.global_batch_size / iteration.samples_per_second
 
 
 def allocator(log: str) -> str:

@@ -27,6 +27,7 @@ from .nn import autotune, ops
 from .optim import DTYPES
 from .plot import loss_curve
 from .profiler import Profiler
+from .run_log import format_run
 from .train import IterationResult, Trainer, reads_data
 
 HISTORY = "history.jsonl"
@@ -224,13 +225,14 @@ def choose_products(run: RunConfig) -> list[str]:
     return [f"kernels: gemm native, sums of {chunk} products in FP16, their sums in FP32"]
 
 
-def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str) -> list[str]:
+def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str, nodes: int) -> list[str]:
     """What the log says before the first iteration."""
     size = layout.global_batch_size(run)
     hardware, model = accounting.hardware_flops(run, size), accounting.model_flops(run, size)
     return [
         *(f"note: {note}" for note in arguments.notes),
         machine,
+        format_run(run, layout, nodes),
         f"world size {layout.world_size}: data parallel {layout.dp}, pipeline parallel {layout.pp}, tensor parallel {layout.tp}; "
         f"{run.precision.name}, ZeRO stage {run.parallel.zero_stage}, recompute {run.training.recompute_granularity or 'none'}",
         f"parameters {accounting.parameters(run):,}, padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
@@ -256,7 +258,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
         trainer = Trainer(run, world, profiler.groups(groups), train, valid, watch=profiler.watch)
     else:
         trainer = Trainer(run, world, groups, train, valid)
-    lines = announce(arguments, run, layout, machine)
+    lines = announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node()))))
     saved = None
     found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
     if found:

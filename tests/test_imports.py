@@ -23,7 +23,10 @@ ALLOWED = {
     "schedule": set(),
     "manifest": set(),
     "checkpoint": {"manifest", "comm"},
-    "metrics": set(),
+    "metrics": {"log_table"},  # the door of python -m fugaku_megatron.metrics
+    "run_log": {"accounting", "arguments", "config", "metrics"},
+    "published_row": {"perf.rows"},
+    "log_table": {"accounting", "arguments", "config", "perf.table_text", "perf.rows", "plot", "published_row", "run_log"},
     "plot": {"metrics"},
     "runtime": {"kernels"},
     "placement": {"kernels"},
@@ -34,12 +37,15 @@ ALLOWED = {
     "train": {"checkpoint", "schedule", "accounting", "batches", "comm", "config", "data", "nn", "optim", "step"},
     "dry_run": {"accounting", "batches", "schedule", "comm", "config", "nn"},
     "pretrain": {"accounting", "allocator", "arguments", "batches", "checkpoint", "comm", "config", "data", "kernels", "metrics",
-                 "nn", "optim", "placement", "plot", "profiler", "runtime", "train"},
+                 "nn", "optim", "placement", "plot", "profiler", "run_log", "runtime", "train"},
     "perf": {"perf", "accounting", "batches", "config", "recipes", "arguments", "schedule"},
+    "jobs": {"jobs", "comm.grid", "config", "arguments", "accounting", "batches", "recipes", "perf"},
+    "jobs.slurm": {"jobs", "accounting", "arguments", "config", "schedule"},
     "perf.calibrate": {"perf", "config", "comm", "kernels", "metrics", "runtime"},
     "perf.host_kernels": {"perf", "accounting", "arguments", "comm", "config", "data", "kernels", "train"},
 }
 NO_TORCH = {"config", "batches", "recipes", "accounting", "arguments", "schedule", "manifest", "metrics", "plot",
+            "run_log", "published_row", "log_table",
             *(f"perf/{p.stem}" for p in (PACKAGE / "perf").glob("*.py") if p.stem not in ("calibrate", "host_kernels"))}
 
 

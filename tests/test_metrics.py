@@ -11,20 +11,7 @@ import pytest
 
 from fugaku_megatron import metrics
 from fugaku_megatron.metrics import IterationMetrics, MetricsWriter, parse_line
-
-# printed by Megatron-DeepSpeed on A100s
-A100 = [
-    " iteration        2/   95367 | consumed samples:         4096 |"
-    " consumed tokens:      8388608 | elapsed time per iteration (s): 769.99 | learning rate: 3.787E-06 |"
-    " global batch size:  2048 | lm loss: 6.384045E+01 | loss scale: 4096.0 |"
-    " grad norm: 15906.210 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-    " samples per second: 2.660 | TFLOPs: 108.47 |",
-    " iteration        2/   95367 | consumed samples:         4096 |"
-    " consumed tokens:      8388608 | elapsed time per iteration (s): 434.14 | learning rate: 3.787E-06 |"
-    " global batch size:  2048 | lm loss: 6.369444E+01 | loss scale: 1.0 |"
-    " grad norm: 6.314 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-    " samples per second: 4.717 | TFLOPs: 96.19 |",
-]
+from tests.helpers import A100
 
 
 class Terminal(io.StringIO):

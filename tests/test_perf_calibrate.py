@@ -37,7 +37,7 @@ def test_a_nodes_rates_are_the_sums_over_its_ranks(tmp_path):
 def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path):
     host = described(tmp_path, None)
     assert [curve.threads for curve in host.gemm_curves] == [2, 4]
-    assert host.gemm_curve(4).maximum / (1 + host.gemm_curve(4).half / 1024) == pytest.approx(0.8, rel=1e-3)  # 160 of 2 x 100
+    assert host.gemm_curve(4).maximum / (1 + host.gemm_curve(4).half / 1024) == pytest.approx(0.8, rel=1e-2)  # 160 of 200
     code = software.load("this")
     found = code.parameters(host)
     assert (found.call_us, found.iteration_s, found.elementwise_fraction) == (7.0, 0.01, 0.75)

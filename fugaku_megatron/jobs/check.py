@@ -1,0 +1,256 @@
+"""Every mistake of a job script that is known before it waits in a queue, each with the line to change.
+
+One function per subject, each a generator of problems. Left out: whether bash can read it (bash -n does that).
+Test: pytest tests/test_jobs_check.py
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..accounting import Layout
+from ..config import RunConfig
+from ..perf import memory
+from ..perf.model import System, step
+from . import limits, script, torus
+from .job import RANKS_PER_NODE, interpret, start_up
+from .script import Script
+
+
+@dataclass(frozen=True)
+class Problem:
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a script asks for, as far as it can be read. group, files: from the command line."""
+
+    script: Script
+    nodes: int
+    shape: torus.Shape | None
+    ranks_per_node: int
+    elapse: int
+    group: str | None
+    files: bool
+
+    @property
+    def processes(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def problems(text: str, group: str | None = None, files: bool = True, options: Sequence[str] = ()) -> list[Problem]:
+    """All mistakes, by line. group: given to pjsub beside the script; files: whether staged files must be
+    there; options: of pjsub, which replace directives."""
+    try:
+        given = script.parse(text)
+        script.add_options(given, options, given.last_directive)
+        asked = _asked(given, group, files)
+    except ValueError as error:
+        line = re.match(r"line (\d+): (.*)", str(error), re.DOTALL)
+        return [Problem(int(line[1]), line[2]) if line else Problem(1, str(error))]
+    found = [problem for subject in SUBJECTS for problem in subject(asked)]
+    return sorted(dict.fromkeys(found), key=lambda p: p.line)
+
+
+def _asked(given: Script, group: str | None, files: bool) -> Asked:
+    node = given.get("-L", "node")
+    if node is None:
+        raise ValueError(f'line {given.line("-L")}: no nodes are asked for: add #PJM -L "node=XxYxZ:torus"')
+    numbers = node.text.split(":")[0].split("x")
+    if not all(n.isdecimal() and int(n) for n in numbers):
+        raise ValueError(f"line {node.line}: node={node.text}: give a number or XxYxZ")
+    sizes = tuple(map(int, numbers))
+    ranks = given.get("--mpi", "max-proc-per-node")
+    if ranks is None or not ranks.text.isdecimal() or int(ranks.text) not in RANKS_PER_NODE:
+        raise ValueError(f"line {given.line('--mpi')}: max-proc-per-node={ranks.text if ranks else 'missing'}: give 1, 2 or 4, "
+                         "ranks of whole CMGs")
+    elapse = given.get("-L", "elapse")
+    if elapse is None:
+        raise ValueError(f"line {given.line('-L')}: no elapse time: add elapse=HH:MM:SS")
+    try:
+        seconds = limits.seconds(elapse.text.split("-")[-1])
+    except ValueError as error:
+        raise ValueError(f"line {elapse.line}: {error}") from error
+    return Asked(script=given, nodes=math.prod(sizes), shape=sizes if len(sizes) == 3 else None, ranks_per_node=int(ranks.text),
+                 elapse=seconds, group=group, files=files)
+
+
+def _shape(asked: Asked) -> Iterator[Problem]:
+    """Units of the torus."""
+    line, shape = asked.script.line("-L", "node"), asked.shape
+    best = torus.best_shape(asked.nodes)
+    remedy = f"write node={torus.text(best)}:torus" if best else f"take {' or '.join(map(str, torus.nearest(asked.nodes)))} nodes"
+    if asked.nodes > limits.TORUS_ABOVE and (shape is None or "torus" not in asked.script.get("-L", "node").text):
+        yield Problem(line, f"{asked.nodes} nodes are above {limits.TORUS_ABOVE}, where only a torus of 2x3x2 units is given: "
+                      + remedy)
+    if shape is None or asked.nodes <= limits.TORUS_ABOVE and "torus" not in asked.script.get("-L", "node").text:
+        return
+    for axis, size, unit, most in zip("XYZ", shape, torus.UNIT, torus.WHOLE):
+        if size % unit:
+            yield Problem(line, f"node={torus.text(shape)}: {axis}={size} is not a multiple of {unit} (units are 2x3x2): {remedy}")
+        if size > most:
+            yield Problem(line, f"node={torus.text(shape)}: {axis}={size} is above {most}, the whole machine: {remedy}")
+
+
+def _resource_group(asked: Asked) -> Iterator[Problem]:
+    groups, source = limits.resource_groups()
+    named, given = asked.script.get("-L", "rscgrp"), asked.script
+    if named is None or named.text not in groups:
+        yield Problem(given.line("-L", "rscgrp"), f"rscgrp={named.text if named else 'missing'}: give one of {', '.join(groups)} "
+                      f"({source})")
+        return
+    group = groups[named.text]
+    low, high = group.nodes
+    if not low <= asked.nodes <= high:
+        fits = [g.name for g in groups.values() if g.nodes[0] <= asked.nodes <= g.nodes[1]]
+        yield Problem(named.line, f"rscgrp={group.name} takes {low} to {high} nodes, node asks for {asked.nodes} ({source}): "
+                      + (f"give rscgrp={fits[0]}" if fits else "ask for fewer nodes"))
+    if asked.elapse > group.hours * limits.HOUR:
+        yield Problem(given.line("-L", "elapse"), f"elapse={limits.clock(asked.elapse)} is above {group.hours:g} h, the limit of "
+                      f"{group.name} ({source}): write elapse={limits.clock(group.hours * limits.HOUR)} and continue with --steps")
+
+
+def _processes(asked: Asked) -> Iterator[Problem]:
+    given = asked.script
+    found, value = given.get("--mpi", "proc"), asked.processes
+    if found is None or found.text != str(value):
+        yield Problem(given.line("--mpi", "proc"), f"proc={found.text if found else 'missing'}, but {asked.nodes} nodes x "
+                      f"{asked.ranks_per_node} ranks are {value}: write proc={value}")
+    for name, value in (("RANKS_PER_NODE", asked.ranks_per_node), ("NODES", asked.nodes)):
+        found = given.variables.get(name)
+        if found and found.text != str(value):
+            yield Problem(found.line, f"{name}={found.text}, but the directives ask for {value}: write {name}={value}")
+
+
+def _power(asked: Asked) -> Iterator[Problem]:
+    given = asked.script
+    freq, eco = given.get("-L", "freq"), given.get("-L", "eco_state")
+    for name, found in (("freq", freq), ("eco_state", eco), ("retention_state", given.get("-L", "retention_state"))):
+        if found is None:
+            line = (freq or eco).line if freq or eco else given.line("-L")
+            yield Problem(line, f"{name} is not said, and the site's default is Boost-Eco, one floating-point "
+                          f"pipe: add {name}={limits.MODES['normal-2.0'].states[name]}")
+    retention = given.get("-L", "retention_state")
+    if retention and retention.text != "0" and asked.nodes > limits.RETENTION_NODES:
+        yield Problem(retention.line, f"retention_state={retention.text} is not for more than {limits.RETENTION_NODES} nodes: "
+                      "write retention_state=0")
+    if freq is None or eco is None:
+        return
+    mode = next((m for m in limits.MODES.values() if (str(m.freq), str(m.eco_state)) == (freq.text, eco.text)), None)
+    if mode is None or mode.refused:
+        yield Problem(freq.line, mode.refused if mode else f"freq={freq.text},eco_state={eco.text} is no mode: give "
+                      + " or ".join(f"freq={m.freq},eco_state={m.eco_state}" for m in limits.MODES.values() if not m.refused))
+        return
+    if "--cpu-frequency" in given.flags:
+        clock = given.flags[given.flags.index("--cpu-frequency") + 1]
+        if clock != f"{mode.ghz:.1f}":
+            yield Problem(given.flag_lines["--cpu-frequency"], f"--cpu-frequency {clock}, but freq={mode.freq}: write "
+                          f"--cpu-frequency {mode.ghz:.1f}")
+
+
+def _money(asked: Asked) -> Iterator[Problem]:
+    if not asked.group and asked.script.get("-g") is None:
+        yield Problem(asked.script.last_directive, "no group to charge: add #PJM -g GROUP, or give -g or FUGAKU_GROUP")
+
+
+def _run(asked: Asked) -> Iterator[Problem]:
+    """Flags, batch, memory, time and the place of tensor groups."""
+    given = asked.script
+    line = next(iter(given.flag_lines.values()), given.last_directive)
+    try:
+        run = interpret(given.flags)
+        layout = Layout.of(run, asked.processes)
+        microbatches = layout.microbatches(run, layout.global_batch_size(run))
+        assert microbatches
+    except ValueError as error:
+        named = min((flag for flag in given.flag_lines if flag in str(error)), key=str(error).index, default="")
+        yield Problem(given.flag_lines.get(named, line), str(error))
+        return
+    tensor = given.flag_lines.get("--tensor-model-parallel-size", line)
+    try:
+        torus.check_tensor(layout.tp, asked.ranks_per_node)
+    except ValueError as error:
+        yield Problem(tensor, str(error))
+    if asked.shape is None and asked.ranks_per_node % layout.tp:
+        yield Problem(tensor, f"--tensor-model-parallel-size {layout.tp} spans nodes, and node={asked.nodes} has no units to keep "
+                      f"it in: write node=XxYxZ:torus with whole units, or give at most {asked.ranks_per_node}")
+    yield from _cost(asked, run, layout, line)
+
+
+def _cost(asked: Asked, run: RunConfig, layout: Layout, line: int) -> Iterator[Problem]:
+    given = asked.script
+    system = System.of("a64fx", "this", asked.nodes, asked.ranks_per_node)
+    fitted = system.software.fitted
+    used = memory.peak_mib(run, layout, system.software, asked.nodes, fitted.memory)
+    limit = memory.limit_mib(system.machine, system.software, asked.ranks_per_node)
+    if used > limit:
+        yield Problem(given.flag_lines.get("--micro-batch-size", line), f"out of memory: {used:.0f} MiB on the fullest rank "
+                      f"(model), {limit:.0f} are there: lower --micro-batch-size, raise --tensor- or --pipeline-model-parallel-size"
+                      ", or give --checkpoint-activations or --zero-stage 1")
+    needed = start_up(asked.nodes) + step(run, layout, system, fitted.values).seconds
+    for name in ("ELAPSE", "MARGIN"):
+        text = script.default(given.variables.get(name), {})
+        if name == "ELAPSE" and text and text != str(asked.elapse):
+            yield Problem(given.variables[name].line, f"ELAPSE={text}, but elapse={limits.clock(asked.elapse)}: "
+                          f"write {asked.elapse}")
+        if name == "MARGIN" and text.isdecimal():
+            needed += int(text)
+    if needed > asked.elapse:
+        yield Problem(given.line("-L", "elapse"), f"elapse={limits.clock(asked.elapse)} ends before the first iteration and its "
+                      f"checkpoint (model): write at least elapse={limits.clock(needed)}")
+
+
+def _volumes(asked: Asked) -> Iterator[Problem]:
+    given = asked.script
+    named = given.get("-x", "PJM_LLIO_GFSCACHE")
+    volumes = set(named.text.split(":")) if named else set()
+    if named is None:
+        yield Problem(given.line("-x"), "PJM_LLIO_GFSCACHE is not given, and the job will find no file: add "
+                      "#PJM -x PJM_LLIO_GFSCACHE=/vol0004")
+    for name in ("ARCHIVE", "SAVE", "OUT", "TCMALLOC"):
+        path = script.default(given.variables.get(name))
+        volume = re.match(r"/vol\d+", os.path.realpath(path)) if path else None
+        if named and volume and volume[0] not in volumes:
+            yield Problem(named.line, f"{name} is on {volume[0]} (line {given.variables[name].line}), which PJM_LLIO_GFSCACHE does "
+                          f"not name: write PJM_LLIO_GFSCACHE={':'.join([*named.text.split(':'), volume[0]])}")
+
+
+def _files(asked: Asked) -> Iterator[Problem]:
+    given = asked.script
+    archive = given.variables.get("ARCHIVE")
+    path = script.default(archive)
+    if asked.files and archive and not Path(path).is_file():
+        yield Problem(archive.line, f"ARCHIVE {path} does not exist: write it with scripts/build.sh, or give ARCHIVE=FILE")
+    size = given.get("--llio", "localtmp-size")
+    amount = re.fullmatch(r"(\d+)Gi", size.text) if size else None
+    if amount is None or not 0 < int(amount[1]) <= limits.LOCAL_TMP_GIB:
+        yield Problem(given.line("--llio"), f"localtmp-size={size.text if size else 'missing'}: the archive is unpacked there: "
+                      f"give 1Gi to {limits.LOCAL_TMP_GIB}Gi")
+    elif asked.files and Path(path).is_file() and Path(path).stat().st_size > int(amount[1]) << 30:
+        yield Problem(size.line, f"localtmp-size={size.text} is less than {path} holds: raise it")
+    many = asked.nodes > limits.SINGLE_FILE_NODES or asked.processes > limits.SINGLE_FILE_PROCESSES
+    if many and not given.find('llio_transfer "$ARCHIVE"'):
+        yield Problem(archive.line if archive else given.last_directive, f"{asked.nodes} nodes would open one file, and more "
+                      f'than {limits.SINGLE_FILE_NODES} bring the file system down: stage it with llio_transfer "$ARCHIVE"')
+    elsewhere = given.find("python3 ") or given.find("python3\" ")
+    if many and not given.find("$LOCAL/bin/python3"):
+        yield Problem(elsewhere or given.last_directive, "ranks must start the interpreter that was unpacked: write "
+                      "$LOCAL/bin/python3")
+
+
+def _output(asked: Asked) -> Iterator[Problem]:
+    for number, line in asked.script.body:
+        if asked.processes > limits.SPLIT_OUTPUT_ABOVE and "-stdout-proc" in line and "/1000r/" not in line:
+            yield Problem(number, f"{asked.processes} processes would write into one directory: split it above "
+                          f"{limits.SPLIT_OUTPUT_ABOVE}, -stdout-proc \"$OUT/%/1000r/stdout\"")
+
+
+SUBJECTS: tuple[Callable[[Asked], Iterator[Problem]], ...] = (
+    _shape, _resource_group, _processes, _power, _money, _run, _volumes, _files, _output)

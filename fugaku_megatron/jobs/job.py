@@ -1,0 +1,173 @@
+"""A job, decided: nodes and their shape, layout, memory and elapse time from the performance model, whose figures are modelled.
+
+`decide` takes pretrain_gpt.py's flags; what they leave open the planner fills in. Left out: the script (render.py), its checks
+(check.py). Test: pytest tests/test_jobs_submit.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import arguments, batches
+from ..config import RunConfig, check
+from ..perf import plan, plan_text
+from ..perf.model import System
+from ..perf.request import run_of
+from . import limits, torus
+from .limits import HOUR, Mode, ResourceGroup
+
+RANKS_PER_NODE = (1, 2, 4)  # whole CMGs
+MARGIN = 900  # seconds before the end of a job in which the trainer saves and leaves
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything a script says. flags: pretrain_gpt.py's, without paths. seconds: one iteration, modelled."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    shape: torus.Shape | None
+    resource_group: str
+    elapse: int
+    mode: Mode
+    volumes: tuple[str, ...]
+    group: str | None
+    flags: tuple[str, ...]
+    layout: tuple[int, int, int]  # DP, TP, PP
+    seconds: float
+    memory_mib: float
+    iterations: int
+    why: tuple[str, ...]
+    kind: str = "train"
+
+    @property
+    def processes(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def start_up(nodes: int) -> float:
+    """Seconds before the first iteration: MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), and
+    an assumed 5 minutes for staging, Python and the data index, 2 more for every 1000 nodes."""
+    return 300 + 120 * nodes / 1000 + 2.8 * (nodes / 432) ** 0.38
+
+
+def placeable(found: plan.Plan, shape: torus.Shape | None) -> bool:
+    """Whether the tensor groups of a plan stay inside a node, or a unit where there is a torus."""
+    tp, ranks = found.layout.tp, found.system.ranks_per_node
+    return ranks in RANKS_PER_NODE and torus.tensor_fits(tp, ranks) and (shape is not None or ranks % tp == 0)
+
+
+def choose(run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None) -> plan.Plan:
+    """The fastest plan that can be placed. Raises ValueError when there is none."""
+    found = plan.search(run, system, held)
+    check(bool(found.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in found.dropped.most_common()))
+    best = next((p for p in found.plans if placeable(p, shape)), None)
+    inside = "a node or a 2x3x2 unit" if shape else "a node (give a multiple of 12 --nodes for a torus with units of 2x3x2)"
+    check(best is not None, f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
+          "--ranks-per-node or --nodes")
+    return best
+
+
+def node_shape(nodes: int) -> torus.Shape | None:
+    """The torus of a job; None for a small one that is not made of units. Raises ValueError for a large one that is not."""
+    shape = torus.best_shape(nodes) if nodes % torus.UNIT_NODES == 0 else None
+    near = " or ".join(map(str, torus.nearest(nodes)))
+    check(shape is not None or nodes <= limits.TORUS_ABOVE, f"--nodes {nodes}: above {limits.TORUS_ABOVE} nodes Fugaku gives a "
+          f"torus of 2x3x2 units, XxYxZ with X, Z even and Y a multiple of 3: give {near}")
+    return shape
+
+
+def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, plan.Plan]:
+    """The job for parsed flags. own: names among them that are not pretrain_gpt.py's. Raises ValueError for what cannot be."""
+    given = limits.mode(args.mode)
+    groups, source = limits.resource_groups()
+    shape = node_shape(args.nodes)
+    system = System.of("a64fx", "this", args.nodes, args.ranks_per_node, given.ghz, given.eco_state == 2)
+    run = run_of(args, system, own, {"micro_batch_size": 1})
+    check(run.batch.global_batch_size is not None, "--global-batch-size must be given: a layout is chosen for one batch")
+    held = frozenset(name for name, value in vars(args).items() if value is not None and name not in own)
+    best = choose(run, system, held | ({"ranks_per_node"} if args.ranks_per_node else set()), shape)
+    group = _group(args, groups)
+    iterations, _ = batches.length(best.run.training, batches.RampUp.of(best.run.batch, best.run.batch.global_batch_size))
+    whole = start_up(args.nodes) + iterations * best.seconds + MARGIN
+    elapse = _elapse(args.elapse, whole, group)
+    flags = _flags(best, args, given)
+    job = Job(name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"), nodes=args.nodes,
+              ranks_per_node=best.system.ranks_per_node, shape=shape, resource_group=group.name, elapse=elapse, mode=given,
+              volumes=tuple(args.volumes.split(":")), group=args.group, flags=flags, kind=args.kind,
+              layout=(best.layout.dp, best.layout.tp, best.layout.pp), seconds=best.seconds, memory_mib=best.memory_mib,
+              iterations=iterations, why=())
+    return replace(job, why=tuple(reasons(job, best, whole, source))), best
+
+
+def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> ResourceGroup:
+    if args.resource_group is None:
+        return limits.smallest(args.nodes, groups)
+    check(args.resource_group in groups, f"--resource-group {args.resource_group} is unknown: give one of {', '.join(groups)}")
+    return groups[args.resource_group]
+
+
+def _elapse(asked: str | None, whole: float, group: ResourceGroup) -> int:
+    limit = int(group.hours * HOUR)
+    return limits.seconds(asked) if asked else min(limit, 60 * math.ceil(whole / 60))
+
+
+def _flags(best: plan.Plan, args: argparse.Namespace, given: Mode) -> tuple[str, ...]:
+    """pretrain_gpt.py's flags of the plan, with the layout and the clock said in full."""
+    run, parallel = best.run, best.run.parallel
+    text = plan_text.command(best, args)
+    words = shlex.split(text)[shlex.split(text).index("pretrain_gpt.py") + 1:]
+    always = {"--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+              "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+              "--micro-batch-size": run.batch.micro_batch_size, "--global-batch-size": run.batch.global_batch_size,
+              "--cpu-frequency": f"{given.ghz:.1f}"}
+    for name, value in always.items():
+        words += [] if name in words else [name, str(value)]
+    return tuple(words)
+
+
+def reasons(job: Job, best: plan.Plan, whole: float, source: str) -> list[str]:
+    """What was decided and why, a line each."""
+    dp, tp, pp = job.layout
+    batch = best.run.batch
+    prediction = best.predict()
+    place = "inside a node" if job.ranks_per_node % tp == 0 else f"{tp // job.ranks_per_node} nodes inside a 2x3x2 unit"
+    lines = [
+        f"{job.nodes} nodes" + (f" as {torus.text(job.shape)} torus" if job.shape else "")
+        + f" x {job.ranks_per_node} ranks = DP {dp} x TP {tp} x PP {pp}; each tensor-parallel group {place}",
+        f"micro-batch {batch.micro_batch_size}, global batch {batch.global_batch_size}: "
+        f"{batch.global_batch_size // dp // batch.micro_batch_size} micro-batches; recompute {plan_text.recompute_name(best.run)}, "
+        f"ZeRO {best.run.parallel.zero_stage}",
+        f"model: {best.seconds:.4g} s per iteration (9 of 10 runs: {prediction.lower:.4g} to {prediction.upper:.4g}), "
+        f"{prediction.tflops_per_node:.3f} TFLOPs per node, bubble {best.bubble_fraction:.1%}, "
+        f"{best.memory_mib:.0f} MiB on the "
+        "fullest rank",
+        f"elapse {limits.clock(job.elapse)} in {job.resource_group} ({source}): {job.iterations} iterations and the start take "
+        f"{limits.clock(whole)} (model), {math.ceil(whole / job.elapse)} jobs in a row; each saves and leaves {MARGIN // 60} "
+        "minutes before its end",
+    ]
+    return lines
+
+
+def rank_map(job: Job) -> torus.RankMap | None:
+    """The map of a job with a torus."""
+    return torus.RankMap.of(job.shape, job.ranks_per_node, job.layout[1], job.layout[2]) if job.shape else None
+
+
+def hop_lines(made: torus.RankMap) -> list[str]:
+    """Hop statistics for a reader."""
+    found = made.statistics()
+    return [f"rank map: replicas of a stage fill a box of {torus.text(made.box)} tensor groups; hops between ring neighbours "
+            "(mean, most): " + ", ".join(f"{kind.upper()} {mean:.2f}, {most}" for kind, (mean, most) in found.items())]
+
+
+def interpret(flags: list[str]) -> Any:
+    """The run of a script's flags, vocabulary filled in. Raises ValueError as pretrain_gpt.py would."""
+    run = arguments.parse(flags).run
+    return replace(run, model=replace(run.model, vocab_size=run.model.vocab_size or 50257))

@@ -1,0 +1,132 @@
+"""What a site allows: resource groups, clocks and power modes, file rules. Values change: `pjacl --rg` is asked where it exists.
+
+Sources: Fugaku user's guide 1.52 (resource groups, power control, LLIO), RIKEN's LLIO briefing of July 2025. Read on 2026-11-20.
+Test: pytest tests/test_jobs_check.py
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from ..config import check
+from ..perf.machine import unknown
+
+TABLE_DATE = "2026-11-20"
+HOUR = 3600
+TORUS_ABOVE = 384  # nodes; more come only as a torus of whole units
+SINGLE_FILE_NODES, SINGLE_FILE_PROCESSES = 7000, 28000  # one file opened by more stops the file system
+SPLIT_OUTPUT_ABOVE = 10000  # processes whose output files share a directory
+LOCAL_TMP_GIB = 87  # a node's share of the SSD
+RETENTION_NODES = 9216  # larger jobs may not ask for retention_state=1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceGroup:
+    name: str
+    nodes: tuple[int, int]
+    hours: float
+
+
+GROUPS = {g.name: g for g in (
+    ResourceGroup(name="small", nodes=(1, 384), hours=72),
+    ResourceGroup(name="small-torus", nodes=(1, 384), hours=72),
+    ResourceGroup(name="small-s1", nodes=(1, 384), hours=72),
+    ResourceGroup(name="large", nodes=(385, 12288), hours=24),
+    ResourceGroup(name="huge", nodes=(12289, 82944), hours=8),
+    ResourceGroup(name="int", nodes=(1, 384), hours=6),
+    ResourceGroup(name="f-pt", nodes=(1, 12288), hours=24),
+    ResourceGroup(name="spot-int", nodes=(1, 384), hours=4),
+    ResourceGroup(name="spot-small", nodes=(1, 384), hours=4),
+    ResourceGroup(name="spot-large", nodes=(385, 12288), hours=4),
+)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A clock and power mode. refused: why the site does not take it today."""
+
+    name: str
+    freq: int
+    eco_state: int
+    refused: str = ""
+
+    @property
+    def ghz(self) -> float:
+        return self.freq / 1000
+
+    @property
+    def states(self) -> dict[str, int]:
+        """Every state of a job, each said: the site's defaults have changed before."""
+        return {"freq": self.freq, "eco_state": self.eco_state, "retention_state": 0, "throttling_state": 0, "issue_state": 0,
+                "ex_pipe_state": 0}
+
+
+MODES = {m.name: m for m in (
+    Mode(name="normal-2.0", freq=2000, eco_state=0),
+    Mode(name="boost-2.2", freq=2200, eco_state=0, refused="Fugaku refuses freq=2200,eco_state=0 since April 2025: take "
+         "--mode normal-2.0 (freq=2000,eco_state=0), both floating-point pipes at 2.0 GHz"),
+    Mode(name="boost-eco-2.2", freq=2200, eco_state=2),
+    Mode(name="eco-2.0", freq=2000, eco_state=2),
+)}
+
+
+def mode(name: str) -> Mode:
+    """Raises ValueError naming those there are."""
+    if name not in MODES:
+        raise unknown("--mode", name, MODES)
+    return MODES[name]
+
+
+def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
+    """Resource groups from what `pjacl --rg` prints: blocks that begin with the group and name node and elapse limits.
+
+    Blocks that this does not understand are left out, and the table above holds for them.
+    """
+    found = {}
+    for block in re.split(r"(?=rscgrp\s*[:=]|\[\s*rscgrp)", text):
+        name = re.search(r"rscgrp\s*[:=]\s*([\w-]+)", block)
+        nodes = re.search(r"\bnode\b[^\d\n]*(\d+)\s*[-,]\s*(\d+)", block)
+        elapse = re.search(r"\belapse\b[^\d\n]*(?:[\d:]+\s*[-,]\s*)?(\d+):(\d\d):(\d\d)", block)
+        if name and nodes and elapse:
+            hours = int(elapse[1]) + int(elapse[2]) / 60 + int(elapse[3]) / HOUR
+            found[name[1]] = ResourceGroup(name=name[1], nodes=(int(nodes[1]), int(nodes[2])), hours=hours)
+    return found
+
+
+def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
+    """(groups, where they come from)."""
+    if shutil.which("pjacl"):
+        try:
+            shown = subprocess.run(["pjacl", "--rg"], capture_output=True, text=True, timeout=20).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            shown = ""
+        found = parse_pjacl(shown)
+        if found:
+            return {**GROUPS, **found}, "pjacl --rg"
+    return GROUPS, f"the table of {TABLE_DATE}"
+
+
+def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
+    """The usual group for that many nodes. Raises ValueError when none takes them."""
+    for name in ("small", "large", "huge"):
+        if name in groups and groups[name].nodes[0] <= nodes <= groups[name].nodes[1]:
+            return groups[name]
+    most = max(g.nodes[1] for g in groups.values())
+    check(False, f"--nodes {nodes}: no resource group takes that many; give 1 to {most}")
+    raise AssertionError
+
+
+def seconds(clock: str) -> int:
+    """HH:MM:SS, MM:SS or seconds. Raises ValueError for anything else."""
+    parts = clock.split(":")
+    check(1 <= len(parts) <= 3 and all(p.isdecimal() for p in parts), f"elapse={clock}: write HH:MM:SS")
+    return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))
+
+
+def clock(total: float) -> str:
+    """Seconds as HH:MM:SS, rounded up."""
+    whole = -int(-total // 1)
+    return f"{whole // HOUR:02d}:{whole % HOUR // 60:02d}:{whole % 60:02d}"

@@ -1,0 +1,47 @@
+"""The options of a job, beside pretrain_gpt.py's flags. Test: pytest tests/test_jobs_submit.py"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from .. import arguments
+from ..config import check
+from . import job as jobs
+from . import limits, render
+
+PROGRAM = "submit.py"
+OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resource_group", "name", "kind", "output")
+GROUP_VARIABLE = "FUGAKU_GROUP"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(message)
+
+
+def job_parser(command: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=f"{PROGRAM} {command}", allow_abbrev=False, description="decide a job from pretrain_gpt.py's flags")
+    group = parser.add_argument_group("job")
+    group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
+    group.add_argument("--ranks-per-node", type=int, choices=jobs.RANKS_PER_NODE, help="default: what is fastest in the model")
+    group.add_argument("--mode", default="normal-2.0", help=f"clock and power: {', '.join(limits.MODES)} (default: normal-2.0)")
+    group.add_argument("-g", "--group", default=None, help=f"project to charge (default: ${GROUP_VARIABLE} when submitting)")
+    group.add_argument("--volumes", default="/vol0004", help="volumes that the job opens, joined by colons (default: /vol0004)")
+    group.add_argument("--elapse", help="HH:MM:SS (default: what the model says, at most the resource group's limit)")
+    group.add_argument("--resource-group", help="default: small, large or huge, by nodes")
+    group.add_argument("--name", help="name of the job")
+    group.add_argument("--kind", default="train", choices=sorted(render.RUNS), help="what the script does (default: train)")
+    group.add_argument("-o", "--output", help="file to write")
+    arguments.add_flags(parser)
+    return parser
+
+
+def decided(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, jobs.Job]:
+    """The job that the words of a command line describe. Raises ValueError for a user's mistake."""
+    parser = job_parser(command)
+    args, unknown = parser.parse_known_args(argv)
+    check(not unknown, arguments.suggest(parser, unknown) if unknown else "")
+    given = limits.mode(args.mode)
+    check(not given.refused, f"--mode {args.mode}: {given.refused}")
+    return args, jobs.decide(args, OWN)[0]

@@ -1,0 +1,109 @@
+"""What local_pjsub puts on a job's PATH instead of Fugaku's commands: mpiexec with Fujitsu's options, and llio_transfer.
+
+Under --scale mpiexec starts that many ranks of a tiny model. Test: pytest tests/mpi/test_jobs_local.py
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = "pretrain_gpt.py"
+TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --make-vocab-size-divisible-by 8 "
+        "--micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+        "--pipeline-split even --eval-iters 0 --kernels native")
+VALUED = {"-n": 1, "-mca": 2, "--vcoordfile": 1, "-stdout-proc": 1, "-stderr-proc": 1, "-x": 1}
+
+
+def write(folder: Path) -> None:
+    """The commands as files."""
+    folder.mkdir(exist_ok=True)
+    for name in ("mpiexec", "llio_transfer"):
+        words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "fugaku_megatron.jobs.shims", name]
+        (folder / name).write_text(f"#!/bin/sh\nexec {shlex.join(words)} \"$@\"\n")
+        (folder / name).chmod(0o755)
+
+
+def archive(folder: Path) -> Path:
+    """A stand-in for the archive of scripts/build.sh: this Python, and this program by a link."""
+    path, python = folder / "archive.tar", folder / "python3"
+    python.write_text(f"#!/bin/sh\nunset PYTHONHOME\nexec {shlex.quote(sys.executable)} \"$@\"\n")
+    python.chmod(0o755)
+    link = tarfile.TarInfo("app")
+    link.type, link.linkname = tarfile.SYMTYPE, str(ROOT)
+    with tarfile.open(path, "w") as tar:
+        tar.add(python, "bin/python3")
+        tar.addfile(link)
+    return path
+
+
+def split(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Options of Fujitsu's mpiexec, and the command. ValueError for an option that is not known here."""
+    options: dict[str, list[str]] = {}
+    while words and words[0].startswith("-"):
+        name = words.pop(0)
+        if name not in VALUED or len(words) < VALUED[name]:
+            raise ValueError(f"mpiexec option {name} is not known to this stand-in, or lacks its value")
+        options[name] = [words.pop(0) for _ in range(VALUED[name])]
+    return options, words
+
+
+def scaled(command: list[str]) -> list[str]:
+    """The command with a tiny model: later flags win. This machine's clock is not Fugaku's, so it is not asked for."""
+    if not any(word.endswith(PROGRAM) for word in command):
+        return command
+    pairs = zip(["", *command], command)
+    kept = [word for before, word in pairs if "--cpu-frequency" not in (before, word)]
+    return [*kept, *shlex.split(TINY),
+            *shlex.split(os.environ.get("LOCAL_PJSUB_FLAGS", ""))]
+
+
+def mpiexec(words: list[str]) -> int:
+    """Start the command with the MPI that is installed here."""
+    options, command = split(words)
+    asked, scale = int(options.get("-n", ["1"])[0]), os.environ.get("LOCAL_PJSUB_SCALE")
+    placed = options.get("--vcoordfile")
+    if placed and len(Path(placed[0]).read_text().splitlines()) != asked:
+        raise ValueError(f"--vcoordfile {placed[0]} has not the {asked} lines of -n")
+    beside = Path(sys.executable).parent / "mpiexec"
+    path = os.pathsep.join(os.environ["PATH"].split(os.pathsep)[1:])  # without this stand-in
+    real = str(beside) if beside.exists() else shutil.which("mpiexec", path=path)
+    if real is None:
+        raise ValueError("no mpiexec is installed here: pip install mpich")
+    ranks = min(asked, int(scale)) if scale else asked
+    out, err = (_file(options.get(name)) for name in ("-stdout-proc", "-stderr-proc"))
+    return subprocess.run([real, "-n", str(ranks), *(scaled(command) if scale else command)], stdout=out, stderr=err,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"} if scale else None).returncode
+
+
+def _file(pattern: list[str] | None):
+    """All ranks' output in one file, named as rank 0's."""
+    if pattern is None:
+        return None
+    path = Path(pattern[0].replace("/%/", "/0/").replace("/1000r/", "/0/") + ".1.0")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "a")
+
+
+def main(words: list[str]) -> int:
+    try:
+        if words[0] == "mpiexec":
+            return mpiexec(words[1:])
+        names = [word for word in words[1:] if word != "--purge"]
+        missing = [name for name in names if not Path(name).is_file()]
+        if missing or not names:
+            raise ValueError(f"{' '.join(missing) or 'nothing'} to transfer: no such file")
+        return 0
+    except ValueError as error:
+        print(f"local stand-in: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""Tofu: the shape of a job's nodes, and which rank runs on which of them.
+
+A unit of Tofu-D is 2x3x2 nodes. A tensor-parallel group stays inside a node or a box inside one unit; the boxes then form a grid
+that is cut, along each axis, into a box of data-parallel replicas for every pipeline stage.
+
+    python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     (shape, ranks per node, TP, PP: for mpiexec --vcoordfile)
+
+Left out: routing; hops are shortest ways on a torus. Test: pytest tests/test_jobs_torus.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..comm.grid import Grid
+from ..config import check
+
+Shape = tuple[int, int, int]
+UNIT: Shape = (2, 3, 2)
+UNIT_NODES = math.prod(UNIT)
+WHOLE: Shape = (48, 69, 48)  # 24 x 23 x 24 units, 158,976 nodes
+# nodes of a tensor-parallel group -> the box they take of a unit
+TILES: dict[int, Shape] = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2), 6: (2, 3, 1), 12: (2, 3, 2)}
+
+
+def text(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+def shapes(nodes: int) -> Iterator[Shape]:
+    """Every box of whole units with that many nodes."""
+    for x in range(UNIT[0], WHOLE[0] + 1, UNIT[0]):
+        for y in range(UNIT[1], WHOLE[1] + 1, UNIT[1]):
+            z, rest = divmod(nodes, x * y)
+            if not rest and z and z % UNIT[2] == 0 and z <= WHOLE[2]:
+                yield x, y, z
+
+
+def best_shape(nodes: int) -> Shape | None:
+    """The most compact box (smallest sum of edges, then smallest longest edge), None if there is none."""
+    return min(shapes(nodes), key=lambda s: (sum(s), max(s), s), default=None)
+
+
+def nearest(nodes: int) -> list[int]:
+    """Node counts next to `nodes`, below and above, that have a shape."""
+    around = (range(nodes, 0, -1), range(nodes, math.prod(WHOLE) + 1))
+    found = [next((n for n in numbers if n % UNIT_NODES == 0 and best_shape(n)), None) for numbers in around]
+    return sorted({n for n in found if n})
+
+
+def tensor_fits(tp: int, ranks_per_node: int) -> bool:
+    """Whether tensor-parallel groups can lie inside nodes, or inside units."""
+    return ranks_per_node % tp == 0 or tp % ranks_per_node == 0 and tp // ranks_per_node in TILES
+
+
+def check_tensor(tp: int, ranks_per_node: int) -> None:
+    """Raises ValueError unless `tensor_fits`."""
+    sizes = sorted({ranks_per_node * n for n in TILES} | {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0})
+    check(tensor_fits(tp, ranks_per_node), f"--tensor-model-parallel-size {tp} with {ranks_per_node} ranks per node fits neither "
+          f"into a node nor into a 2x3x2 unit: give {', '.join(map(str, sizes))}")
+
+
+def snake(box: Shape) -> list[Shape]:
+    """All points of a box, each next to the one before it."""
+    return [(x, y if x % 2 == 0 else box[1] - 1 - y, z if (x * box[1] + y) % 2 == 0 else box[2] - 1 - z)
+            for x in range(box[0]) for y in range(box[1]) for z in range(box[2])]
+
+
+def cut(cells: Shape, replicas: int) -> Shape:
+    """Edges of a box of `replicas` cells that tiles `cells`: of all such boxes the most cubic. `replicas` divides the cells."""
+    divisors = ([d for d in range(1, c + 1) if c % d == 0] for c in cells)
+    return min((b for b in itertools.product(*divisors) if math.prod(b) == replicas), key=lambda b: (sum(b), b))
+
+
+def hops(a: Shape, b: Shape, shape: Shape) -> int:
+    """Links on the shortest way."""
+    return sum(min(abs(p - q), size - abs(p - q)) for p, q, size in zip(a, b, shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMap:
+    """nodes[rank]: the node (x, y, z) that runs it. box: the data-parallel replicas of a stage, in cells of a tensor group each."""
+
+    shape: Shape
+    ranks_per_node: int
+    grid: Grid
+    nodes: tuple[Shape, ...]
+    box: Shape
+
+    @staticmethod
+    def of(shape: Shape, ranks_per_node: int, tp: int, pp: int) -> RankMap:
+        """Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
+        check(all(n > 0 and n % u == 0 for n, u in zip(shape, UNIT)), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
+              "must be even, Y a multiple of 3")
+        check_tensor(tp, ranks_per_node)
+        grid = Grid(math.prod(shape) * ranks_per_node, tp, pp)
+        tile = TILES[max(1, tp // ranks_per_node)]
+        cells = tuple(n // t for n, t in zip(shape, tile))
+        slots = max(1, ranks_per_node // tp)  # tensor groups of a node: neighbouring stages first, then replicas
+        stages = math.gcd(slots, pp)
+        replicas = slots // stages
+        box = cut(cells, grid.dp // replicas)
+        path = [tuple(c // b for c, b in zip(cells, box)), box]
+        stage_at, replica_at = (snake(size) for size in path)
+        inside = snake(tile)
+
+        def node(rank: int) -> Shape:
+            dp, stage, index = grid.coords(rank)
+            corner, offset = stage_at[stage // stages], replica_at[dp // replicas]
+            within = inside[index // ranks_per_node] if tp > ranks_per_node else (0, 0, 0)
+            return tuple((c * b + o) * t + w for c, b, o, t, w in zip(corner, box, offset, tile, within))
+
+        return RankMap(shape=shape, ranks_per_node=ranks_per_node, grid=grid, box=box,
+                       nodes=tuple(node(rank) for rank in range(grid.world_size)))
+
+    def lines(self) -> str:
+        """The file for mpiexec --vcoordfile: one line (x,y,z) per rank."""
+        return "".join(f"({x},{y},{z})\n" for x, y, z in self.nodes)
+
+    def statistics(self) -> dict[str, tuple[float, int]]:
+        """(mean, maximum) hops between neighbours of each kind of group, in ring order."""
+        found = {}
+        for kind in ("tp", "pp", "dp"):
+            seen, ways = set(), []
+            for rank in range(self.grid.world_size):
+                dp, pp, tp = self.grid.coords(rank)
+                key = {"tp": (dp, pp), "pp": (dp, tp), "dp": (pp, tp)}[kind]
+                if key in seen:
+                    continue
+                seen.add(key)
+                ranks = self.grid.ranks(rank)[kind]
+                ways += [hops(self.nodes[a], self.nodes[b], self.shape) for a, b in zip(ranks, ranks[1:])]
+            found[kind] = (sum(ways) / len(ways), max(ways)) if ways else (0.0, 0)
+        return found
+
+
+def read(lines: Sequence[str]) -> tuple[Shape, ...]:
+    """The nodes of a vcoordfile, in rank order. Raises ValueError naming the line that is none."""
+    nodes = []
+    for number, line in enumerate(lines, 1):
+        words = line.strip().removeprefix("(").split(")")[0].split(",")
+        check(line.startswith("(") and len(words) == 3 and all(w.isdecimal() for w in words),
+              f"line {number} of the rank map is {line.strip()!r}: write (x,y,z)")
+        nodes.append(tuple(map(int, words)))
+    return tuple(nodes)
+
+
+def check_map(nodes: Sequence[Shape], shape: Shape, ranks_per_node: int, tp: int, pp: int) -> None:
+    """Raises ValueError unless every node has its ranks and every tensor group lies inside a node or a unit."""
+    grid = Grid(math.prod(shape) * ranks_per_node, tp, pp)
+    check(len(nodes) == grid.world_size, f"the rank map has {len(nodes)} lines for {grid.world_size} ranks: write it again")
+    load: dict[Shape, int] = {}
+    for node in nodes:
+        check(all(0 <= c < size for c, size in zip(node, shape)), f"the rank map names node {node} outside of {text(shape)}")
+        load[node] = load.get(node, 0) + 1
+    wrong = next((node for node, ranks in load.items() if ranks != ranks_per_node), None)
+    check(wrong is None, f"the rank map puts {load.get(wrong)} ranks on node {wrong} instead of {ranks_per_node}")
+    for first in range(0, grid.world_size, tp):
+        group = set(nodes[first : first + tp])
+        units = {tuple(c // u for c, u in zip(node, UNIT)) for node in group}
+        check(len(group) == 1 or len(units) == 1, f"ranks {first} to {first + tp - 1}, a tensor-parallel group, lie in "
+              f"{len(units)} units: write the rank map again")
+
+
+def parse_shape(word: str) -> Shape:
+    """XxYxZ. Raises ValueError for anything else."""
+    parts = word.split("x")
+    check(len(parts) == 3 and all(p.isdecimal() and int(p) for p in parts), f"node shape {word!r}: give XxYxZ, such as 4x6x16")
+    return tuple(map(int, parts))
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        check(len(argv) == 4 and all(w.isdecimal() for w in argv[1:]), "give SHAPE RANKS_PER_NODE TP PP, such as 16x24x32 2 8 6")
+        made = RankMap.of(parse_shape(argv[0]), *map(int, argv[1:]))
+    except ValueError as error:
+        print(f"fugaku_megatron.jobs.torus: {error}", file=sys.stderr)
+        return 2
+    sys.stdout.write(made.lines())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

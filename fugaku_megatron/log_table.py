@@ -1,0 +1,224 @@
+"""Run logs as the published tables' rows, CSV and a picture: python -m fugaku_megatron.metrics LOG... --help
+
+    python -m fugaku_megatron.metrics run.log                                       a row for each log, from what the log says
+    python -m fugaku_megatron.metrics run.log --follow --png run.png                redrawn while the job runs, until it ends
+    python -m fugaku_megatron.metrics a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
+        --pipeline-model-parallel-size 10                                           a log of another program
+
+Sec/it and TFLOPs (per rank, the log's own) are medians over the last job's iterations after its first two, all of them when there
+are no more. With the model known, TFLOPs are also computed again from the time. Flags of pretrain_gpt.py describe logs of
+Megatron-LM, Megatron-DeepSpeed and others that print their lines; logs of pretrain_gpt.py describe themselves.
+Test: pytest tests/test_log_table.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import accounting, arguments, plot
+from .config import check
+from .perf.rows import HEADERS
+from .perf.table_text import pipes
+from .published_row import HEADER, PublishedRow, rate_text, seconds_text
+from .run_log import FORMULAS, Job, LogFile, LogSummary
+
+PROGRAM = "python -m fugaku_megatron.metrics"
+CSV_COLUMNS = ("log", *(HEADERS[name] for name in HEADER), "precision", "ac", "zero", "seq", "layers", "hidden", "heads",
+               "recomputed_tflops", "iterations", "last_iteration", "loss")
+OWN = ("logs", "csv", "png", "markdown", "follow", "interval", "nodes", "ranks_per_node", "formula")
+
+
+def size_name(parameters: int) -> str:
+    """124M, 1.3B, 30B."""
+    unit, letter = (10**9, "B") if parameters >= 10**9 else (10**6, "M")
+    return f"{parameters / unit:.{0 if parameters >= 10 * unit else 1}f}{letter}"
+
+
+def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
+    """The log as a row. Raises ValueError for flags that do not fit together. notes: instead of what the log says."""
+    job, run = log.job, log.job.run
+    return PublishedRow(nodes=job.nodes, ranks=job.ranks, ghz=log.ghz, size=size_name(accounting.parameters(run)) if run else "-",
+                        dp=job.dp, tp=job.tp, pp=job.pp, mbs=job.mbs, gbs=log.gbs, memory_mib=log.memory_mib, seconds=log.seconds,
+                        tflops=log.tflops, notes=_notes(log) if notes is None else notes)
+
+
+def _notes(log: LogSummary) -> str:
+    job, again, loss = log.job, log.recomputed_tflops, log.iterations[-1].lm_loss if log.iterations else None
+    said = (Path(log.path).name, job.precision, job.recompute and f"recompute {job.recompute}",
+            None if (zero := job.zero_stage) is None else f"ZeRO {zero}",
+            None if again is None else f"{rate_text(again)} TFLOPs recomputed",
+            None if loss is None else f"loss {loss:.4g}")
+    return ", ".join(part for part in said if part)
+
+
+def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
+    """The table, and beneath it what each row rests on; markdown: with a heading and lists."""
+    lines = [("- " if markdown else "  ") + _basis(log) for log in logs]
+    title = ["### Runs, measured", ""] if markdown else []
+    return "\n".join([*title, *pipes([HEADER, *(row_of(log).cells() for log in logs)]), "", *lines])
+
+
+def _basis(log: LogSummary) -> str:
+    if not log.iterations:
+        return f"{log.path}: no iteration yet"
+    last = log.iterations[-1]
+    state = "" if log.finished else ", not at its end"
+    return (f"{log.path}: medians over {len(log.counted)} lines; iteration {last.iteration} of {last.train_iters}{state}"
+            + (f"; {log.machine}" if log.machine else ""))
+
+
+def record(log: LogSummary) -> dict[str, Any]:
+    """A row of the CSV file, under CSV_COLUMNS; numbers unrounded, empty where unknown."""
+    row, job, run = row_of(log), log.job, log.job.run
+    model = {"seq": run.model.seq_length, "layers": run.model.num_layers, "hidden": run.model.hidden_size,
+             "heads": run.model.num_attention_heads} if run else {}
+    last = log.iterations[-1] if log.iterations else None
+    return {"log": log.path, **{HEADERS[name]: cell for name, cell in zip(HEADER, row.cells())}, "seconds": row.seconds,
+            "tflops": row.tflops, "petaflops": row.petaflops, "precision": job.precision, "ac": job.recompute,
+            "zero": job.zero_stage, **model, "recomputed_tflops": log.recomputed_tflops,
+            "iterations": len(log.counted), "last_iteration": last and last.iteration, "loss": last and last.lm_loss}
+
+
+def write_csv(path: str | os.PathLike, logs: Sequence[LogSummary]) -> None:
+    """One row per log, written aside and renamed: a reader never sees half a file."""
+    aside = Path(f"{path}.tmp")
+    with open(aside, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: "" if value in (None, "-") else value for name, value in record(log).items()} for log in logs)
+    aside.replace(path)
+
+
+def draw(path: str | os.PathLike, logs: Sequence[LogSummary]) -> bool:
+    """Loss, learning rate and TFLOPs over iterations into one picture; False when there is nothing to draw (and says so)."""
+    runs = {log.path: [{"kind": "train", **asdict(i)} for i in log.iterations]
+            + [{"kind": "validation", "iteration": n, "lm_loss": loss} for n, loss in log.validations] for log in logs}
+    return plot.loss_curves(path, runs)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's log")
+    parser.add_argument("--csv", metavar="FILE", help="write a row per log into FILE")
+    parser.add_argument("--png", metavar="FILE", help="draw loss and TFLOPs over iterations into FILE")
+    parser.add_argument("--markdown", action="store_true", help="with a heading and lists, for a document")
+    parser.add_argument("--follow", action="store_true", help="go on while the jobs run, until their last line or Ctrl-C")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks with --follow (default: 2)")
+    group = parser.add_argument_group("logs of other programs, with pretrain_gpt.py's flags for the rest")
+    group.add_argument("--nodes", type=int, help="nodes of the job")
+    group.add_argument("--ranks-per-node", type=int, default=1, help="ranks, or GPUs, of a node (default: 1)")
+    group.add_argument("--formula", default="hardware", choices=sorted(FORMULAS),
+                       help="how TFLOPs are computed again: hardware as Narayanan et al. (2021), parameter as 8 (6 without "
+                            "recompute) per parameter of the layers and token")
+    arguments.add_flags(parser)
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """What the flags say of logs without a `run:` line. ValueError when they are refused or do not fit together."""
+    for name in ("nodes", "ranks_per_node", "interval"):
+        value = getattr(options, name)
+        check(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: give a number above 0")
+    check(options.world_size is None and not options.dry_run, "--world-size and --dry-run have no meaning here: give --nodes and "
+          "--ranks-per-node")
+    known = {name: value for name, value in vars(options).items() if name not in (*OWN, "recipe", "dry_run", "world_size")}
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items() if not name.startswith("foreign ")}
+    ranks = options.nodes and options.nodes * options.ranks_per_node
+    job = Job(given=given, recipe=options.recipe, nodes=options.nodes, ranks=ranks, foreign=True)
+    _ = job.run, job.dp  # ValueError for flags that are wrong, before any log is read
+    return job
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(message)
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit code. Raises ValueError, one line, for a user's mistake."""
+    parser = _Parser(prog=PROGRAM, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    options, unknown = parser.parse_known_args(argv)
+    check(not unknown, arguments.suggest(parser, unknown) if unknown else "")
+    job = job_of(options)
+    for name in ("csv", "png"):
+        if path := getattr(options, name):
+            check(os.access(Path(path).resolve().parent, os.W_OK), f"--{name} {path}: its folder is not there or not writable")
+    files = [LogFile(path, job, options.formula) for path in options.logs]
+    logs = follow(files, options) if options.follow else _read(files)
+    for log in logs:
+        check(bool(log.iterations), f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): give a run's log")
+    _write(options, logs)
+    print(text(logs, options.markdown))
+    return 0
+
+
+def _read(files: Sequence[LogFile]) -> list[LogSummary]:
+    for file in files:
+        file.poll()
+    return [file.finish() for file in files]
+
+
+def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
+    if options.csv:
+        write_csv(options.csv, logs)
+    if options.png:
+        draw(options.png, logs)
+
+
+@dataclass
+class _Seen:
+    """What was last said of a log."""
+
+    iteration: int = 0
+
+
+def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSummary]:
+    """Read the logs as they grow, saying where they are and redrawing, until each is finished or Ctrl-C."""
+    said = [_Seen() for _ in files]
+    try:
+        while True:
+            grown = [file.poll() for file in files]
+            logs = [file.reader.summary() for file in files]
+            for log, seen in zip(logs, said):
+                _say(log, seen)
+            if any(grown) and any(log.iterations for log in logs):
+                _write(options, [log for log in logs if log.iterations])
+            if all(log.finished for log in logs):
+                break
+            time.sleep(options.interval)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    return [file.finish() for file in files]
+
+
+def _say(log: LogSummary, seen: _Seen) -> None:
+    """One line on standard error when there is a new iteration, with an estimate of what is left."""
+    if not log.iterations or log.iterations[-1].iteration == seen.iteration:
+        return
+    last = log.iterations[-1]
+    seen.iteration = last.iteration
+    left = (last.train_iters - last.iteration) * (log.seconds or 0)
+    loss = "" if last.lm_loss is None else f", loss {last.lm_loss:.4g}"
+    print(f"{log.path}: iteration {last.iteration} of {last.train_iters}, {seconds_text(log.seconds)} s each, "
+          f"{rate_text(log.tflops)} TFLOPs per rank{loss}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Runs the command line; a user's mistake is one line and exit code 2."""
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+        return code
+    except ValueError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

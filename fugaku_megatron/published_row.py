@@ -1,0 +1,62 @@
+"""A row in the format of the published A64FX tables (document 002): one home for its columns and number formats.
+
+Test: pytest tests/test_log_table.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .perf.rows import load
+
+HEADER = load(["002"])[0].table.header
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def seconds_text(value: float | None) -> str:
+    """As the tables print times; small models need more digits: four behind the point below 0.1, two below 100, else one."""
+    return _or_dash(value, ".1f" if value and value >= 100 else _digits(value))
+
+
+def rate_text(value: float | None) -> str:
+    """TFLOPs as the tables print them, with two digits behind the point; four below 0.1."""
+    return _or_dash(value, _digits(value))
+
+
+def _digits(value: float | None) -> str:
+    return ".2f" if value is None or value >= 0.1 else ".4f"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """One run; None is printed as "-". seconds per iteration, tflops per rank, memory of the largest rank, ghz the cores' clock."""
+
+    nodes: int | None
+    ranks: int | None
+    ghz: float | None
+    size: str
+    dp: int | None
+    tp: int | None
+    pp: int | None
+    mbs: int | None
+    gbs: int | None
+    memory_mib: float | None
+    seconds: float | None
+    tflops: float | None
+    notes: str = "-"
+
+    @property
+    def petaflops(self) -> float | None:
+        """The estimate of the whole run, TFLOPs x ranks / 1024 as the tables count (one rank per node there)."""
+        return None if self.tflops is None or self.ranks is None else self.tflops * self.ranks / 1024
+
+    def cells(self) -> tuple[str, ...]:
+        """The cells under HEADER."""
+        ghz, mib = (_or_dash(value, ".1f") + (unit if value is not None else "")
+                    for value, unit in ((self.ghz, "GHz"), (self.memory_mib, " MiB")))
+        layout = (_or_dash(value, "d") for value in (self.dp, self.tp, self.pp, self.mbs, self.gbs))
+        return (_or_dash(self.nodes, "d"), ghz, self.size, *layout, mib, seconds_text(self.seconds), rate_text(self.tflops),
+                _or_dash(self.petaflops, ".4f"), self.notes)

@@ -1,0 +1,258 @@
+"""A run's log read back: its iterations, and what the run was, from its `run:` line or, for logs of other programs, from flags.
+
+    summary = read_log("run.log"); summary.seconds, summary.tflops, summary.job.tp ...
+
+Left out: rows and the command (log_table.py), the line of an iteration (metrics.py). Test: pytest tests/test_run_log.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from . import accounting
+from .accounting import Layout
+from .arguments import make_run
+from .config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, check
+from .metrics import IterationMetrics, parse_line, parse_peak_memory, parse_validation_line
+
+WARM_UP = 2  # iterations of a job that are not counted: memory is touched for the first time, caches and the arena fill
+_RUN = "run: "
+_CLOCK = re.compile(r" at ([\d.]+) GHz \(measured\)")
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_GROUPS = {"model": ModelConfig, "batch": BatchConfig, "parallel": ParallelConfig, "precision": PrecisionConfig}
+FORMULAS = {"hardware": accounting.hardware_flops,
+            "parameter": lambda run, size: accounting.parameter_flops(run, size, replicas=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a run was. given: values of config's fields; foreign: they come from flags.
+
+    Without a model, what is not given is None.
+    """
+
+    given: dict[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    nodes: int | None = None
+    ranks: int | None = None
+    foreign: bool = False
+
+    @property
+    def run(self) -> RunConfig | None:
+        """The run, None when the model is unknown. ValueError when it is half known or refused."""
+        if self.recipe is None and not any(f.name in self.given for f in fields(ModelConfig)):
+            return None
+        run = make_run(self.recipe, self.given)
+        check(run.model.vocab_size is not None, "--vocab-size must be given with the other sizes of the model")
+        return run
+
+    def parallel(self, name: str) -> int | None:
+        """A field of the run's parallel layout; without a model what was given."""
+        return getattr(self.run.parallel, name) if self.run else self.given.get(name)
+
+    @property
+    def tp(self) -> int | None:
+        return self.parallel("tensor_model_parallel_size")
+
+    @property
+    def pp(self) -> int | None:
+        return self.parallel("pipeline_model_parallel_size")
+
+    @property
+    def zero_stage(self) -> int | None:
+        return self.parallel("zero_stage")
+
+    @property
+    def dp(self) -> int | None:
+        """Data-parallel size: what the other two leave of the ranks. ValueError when they do not divide."""
+        if None in (self.ranks, self.tp, self.pp):
+            return None
+        check(self.ranks % (self.tp * self.pp) == 0, f"{self.ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
+              f"--tensor-model-parallel-size {self.tp} x --pipeline-model-parallel-size {self.pp}: change one of them")
+        return self.ranks // (self.tp * self.pp)
+
+    @property
+    def mbs(self) -> int | None:
+        return self.run.batch.micro_batch_size if self.run else self.given.get("micro_batch_size")
+
+    @property
+    def precision(self) -> str | None:
+        if self.run:
+            return self.run.precision.name
+        return next((name for name in ("bf16", "fp16") if self.given.get(name)), None)
+
+    @property
+    def recompute(self) -> str | None:
+        return self.run.training.recompute_granularity or "none" if self.run else self.given.get("recompute_granularity")
+
+
+def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
+    """The log's `run:` line: JSON of nodes, ranks and every field that a row needs and that is not config's default."""
+    given = {f.name: value for group in _GROUPS for f in fields(_GROUPS[group])
+             if (value := getattr(getattr(run, group), f.name)) != f.default}
+    default = {f.name: f.default for f in fields(run.training)}
+    given |= {name: value for name in _RECOMPUTE if (value := getattr(run.training, name)) != default[name]}
+    given["global_batch_size"] = layout.global_batch_size(run)
+    return _RUN + json.dumps({"nodes": nodes, "world_size": layout.world_size, **given})
+
+
+def parse_run(line: str) -> Job:
+    """The inverse of `format_run`. Raises ValueError if it is another line."""
+    try:
+        said = json.loads(line[line.index(_RUN + "{") + len(_RUN):])
+        nodes, ranks = said.pop("nodes"), said.pop("world_size")
+    except (ValueError, KeyError):
+        raise ValueError(f"not a run line: {line.strip()[:80]!r}") from None
+    return Job(given={name: tuple(v) if isinstance(v, list) else v for name, v in said.items()}, nodes=nodes, ranks=ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSummary:
+    """A log. iterations: of all jobs in it, what a resumed job repeated once; the medians are over `counted`, the last job's
+    iterations after its first two (all of them when there are no more). memory_mib: the largest rank's. finished: the job's last
+    line has come. machine: the line that describes the node.
+    """
+
+    path: str
+    iterations: tuple[IterationMetrics, ...]
+    validations: tuple[tuple[int, float], ...]
+    counted: tuple[IterationMetrics, ...]
+    job: Job
+    formula: str
+    machine: str
+    ghz: float | None
+    memory_mib: int | None
+    finished: bool
+
+    @property
+    def seconds(self) -> float | None:
+        return _median(map(exact_seconds, self.counted))
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOPs per rank as the log says them."""
+        return _median(i.tflops for i in self.counted)
+
+    @property
+    def recomputed_tflops(self) -> float | None:
+        """TFLOPs per rank by `accounting` from the model, the batch and the time; None where one of them is unknown."""
+        run, ranks = self.job.run, self.job.ranks
+        if run is None or ranks is None:
+            return None
+        flops = FORMULAS[self.formula if self.job.foreign else "hardware"]  # ours always count hardware
+        return _median(flops(run, i.global_batch_size) / ranks / exact_seconds(i) / 1e12
+                       for i in self.counted if i.global_batch_size and exact_seconds(i))
+
+    @property
+    def gbs(self) -> int | None:
+        return self.counted[-1].global_batch_size if self.counted else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def exact_seconds(iteration: IterationMetrics) -> float | None:
+    """Seconds of an iteration, from samples per second (3 decimals) where the printed time (2 decimals) is the coarser one."""
+    seconds, rate, size = iteration.elapsed_seconds, iteration.samples_per_second, iteration.global_batch_size
+    if rate and size and (seconds is None or 0.005 * rate > 0.0005 * seconds):
+        return size / rate
+    return seconds
+
+
+class LogReader:
+    """Takes a log line by line, as it grows; `summary()` at any moment. job: for logs without a `run:` line."""
+
+    def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
+        self.path, self.job, self.formula = path, job or Job(foreign=True), formula
+        self.by_iteration: dict[int, IterationMetrics] = {}
+        self.validations: dict[int, float] = {}
+        self._lines = 0
+        self._start("")
+
+    def _start(self, machine: str) -> None:
+        """A job begins."""
+        self.machine, self._here, self._memory, self._ended = machine, [], None, False
+
+    def feed(self, lines: Iterable[str]) -> None:
+        """Whole lines. Raises ValueError, with file and line, for an iteration whose numbers cannot be read."""
+        for line in lines:
+            self._lines += 1
+            try:
+                self._take(line)
+            except ValueError as error:
+                raise ValueError(f"{self.path} line {self._lines}: {error}") from None
+
+    def _take(self, line: str) -> None:
+        if _CLOCK.search(line):
+            self._start(line.strip())
+        elif _RUN + "{" in line:
+            self.job = parse_run(line)
+        elif "iteration" in line and " | " in line:
+            self._take_iteration(line)
+        elif (memory := parse_peak_memory([line])) is not None:
+            self._memory, self._ended = memory, True
+
+    def _take_iteration(self, line: str) -> None:
+        if "validation loss at iteration" in line:
+            number, loss, _ = parse_validation_line(line)
+            self.validations[number] = loss
+        elif re.search(r"\biteration\s+\d+/", line):
+            taken = parse_line(line)
+            self._here.append(taken)
+            self.by_iteration[taken.iteration] = taken
+
+    def summary(self) -> LogSummary:
+        iterations = tuple(self.by_iteration[number] for number in sorted(self.by_iteration))
+        foreign_end = self.job.foreign and bool(self._here) and self._here[-1].iteration >= self._here[-1].train_iters
+        clock = _CLOCK.search(self.machine)
+        return LogSummary(path=self.path, iterations=iterations, validations=tuple(sorted(self.validations.items())),
+                          counted=tuple(self._here[WARM_UP:] or self._here), job=self.job, formula=self.formula,
+                          machine=self.machine, ghz=float(clock[1]) if clock else self.job.given.get("cpu_frequency"),
+                          memory_mib=self._memory, finished=self._ended or foreign_end)
+
+
+class LogFile:
+    """A log on disk that may still grow; a last line without its end waits for the rest."""
+
+    def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
+        self.reader, self._path, self._offset, self._rest = LogReader(path, job, formula), Path(path), 0, b""
+
+    def poll(self) -> bool:
+        """Read what is new; whether there was something. ValueError when the file cannot be read."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except OSError as error:
+            raise ValueError(f"{self._path}: {error.strerror}: give a run's log") from None
+        self._offset += len(new)
+        *whole, self._rest = (self._rest + new).split(b"\n")
+        self.reader.feed(line.decode(errors="replace") for line in whole)
+        return bool(new)
+
+    def finish(self) -> LogSummary:
+        """The summary; a last line without a newline counts when it is whole."""
+        if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
+            self.reader.feed([self._rest.decode(errors="replace")])
+            self._rest = b""
+        return self.reader.summary()
+
+
+_PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
+
+
+def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware") -> LogSummary:
+    """A whole log. job: for logs of other programs. Raises ValueError when it cannot be read or has no iterations."""
+    file = LogFile(str(path), job, formula)
+    file.poll()
+    summary = file.finish()
+    check(bool(summary.iterations), f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): give a run's log")
+    return summary

@@ -1,0 +1,99 @@
+#!/bin/bash
+# Builds what a job needs and packs it into one archive: interpreter, packages, kernels, program and, if given, data.
+#
+#   scripts/build.sh [--data PREFIX --vocab vocab.json --merges merges.txt] [-o fugaku_megatron.tar]
+#
+# On Fugaku on a compute node, because packages must be built for it:
+#   pjsub --interact -g GROUP -L "node=1,rscgrp=int,elapse=3:00:00,freq=2000,eco_state=0" --llio cn-cache-size=1Gi \
+#       -x PJM_LLIO_GFSCACHE=/vol0004 --sparam "wait-time=600"
+# The same on Debian or RHEL. Needed: python3 >= 3.10 with venv, g++ >= 11; with a working mpicc on the PATH mpi4py is built for that MPI,
+# else MPICH comes as a wheel. PYTHON, CXX and MPI=system|mpich choose others.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+OUTPUT=$PWD/fugaku_megatron.tar DATA='' VOCAB='' MERGES=''
+fail() { echo "build.sh: $*" >&2; exit 2; }
+while (($#)); do
+    (($# > 1)) || fail "$1 needs a value: see the top of this file"
+    case $1 in
+        --data) DATA=$2 ;;
+        --vocab) VOCAB=$2 ;;
+        --merges) MERGES=$2 ;;
+        -o) OUTPUT=$(realpath -m "$2") ;;
+        *) fail "unknown option $1: give --data, --vocab, --merges or -o" ;;
+    esac
+    shift 2
+done
+if [ -n "$DATA" ]; then
+    for file in "$DATA.bin" "$DATA.idx" "$VOCAB" "$MERGES"; do
+        [ -f "$file" ] || fail "--data $DATA: '$file' is no file: give --data PREFIX of .bin and .idx, --vocab and --merges"
+    done
+fi
+
+SPACK=/vol0004/apps/oss/spack/share/spack/setup-env.sh
+if [ -f "$SPACK" ]; then
+    # shellcheck disable=SC1090,SC1091
+    . "$SPACK"
+    spack load gcc@13.4 python@3.13.5 fujitsu-mpi%gcc
+fi
+PYTHON=${PYTHON:-$(command -v python3)} || fail "python3 is not on the PATH: install it, or give PYTHON=/path/to/python3"
+CXX=${CXX:-g++}
+command -v "$CXX" >/dev/null || fail "$CXX is not on the PATH: install g++ 11 or newer, or give CXX"
+[ "$("$CXX" -dumpversion | cut -d. -f1)" -ge 11 ] || fail "$CXX is version $("$CXX" -dumpversion): 11 or newer is needed (CXX=...)"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$PYTHON is older than 3.10: give PYTHON=/path/to/python3"
+MPI=${MPI:-$(echo '#include <mpi.h>' | mpicc -E - >/dev/null 2>&1 && echo system || echo mpich)}
+
+WORK=$(mktemp -d)
+trap 'rm -rf "$WORK"' EXIT
+TREE=$WORK/tree
+mkdir -p "$TREE/bin" "$TREE/lib" "$TREE/site" "$TREE/app" "$TREE/data"
+
+echo "1/5 packages ($PYTHON, $CXX, MPI $MPI)"
+"$PYTHON" -m venv "$WORK/venv"
+pip=("$WORK/venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+"${pip[@]}" -r "$ROOT/requirements.txt"
+if [ "$MPI" = system ]; then
+    "${pip[@]}" --no-binary mpi4py mpi4py==4.1.2
+else
+    "${pip[@]}" mpi4py==4.1.2 mpich==5.0.2
+fi
+
+echo "2/5 kernels"
+for part in fugaku_megatron kernels_sve tools pretrain_gpt.py setup.py pyproject.toml README.md LICENSE; do
+    cp -R "$ROOT/$part" "$TREE/app/"
+done
+find "$TREE/app" -name '_kernels*.so' -delete
+(cd "$TREE/app" && CXX=$CXX "$WORK/venv/bin/python" setup.py --quiet build_ext --inplace && rm -rf build)
+
+echo "3/5 interpreter"
+cp -L "$("$PYTHON" -c 'import os, sys; print(os.path.realpath(sys.executable))')" "$TREE/bin/python3"
+cp -R "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" "$TREE/lib/"
+rm -rf "$TREE"/lib/python3*/{site-packages,dist-packages,test}
+cp -R "$("$WORK/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/." "$TREE/site/"
+for name in mpiexec mpiexec.hydra hydra_pmi_proxy; do
+    if [ -f "$WORK/venv/bin/$name" ]; then cp -L "$WORK/venv/bin/$name" "$TREE/bin/"; fi
+done
+if [ "$MPI" = mpich ]; then cp -RL "$WORK"/venv/lib/libmpi* "$TREE/lib/"; fi
+
+echo "4/5 libraries that are not the system's"
+{ find "$TREE" \( -name '*.so*' -o -path "$TREE/bin/*" \) -type f -exec ldd {} + 2>/dev/null || true; } |  # ldd fails on scripts
+    awk '/=> \// {print $3}' | sort -u | while read -r library; do
+    case $library in
+        /lib/* | /lib64/* | /usr/lib/* | /usr/lib64/* | /opt/FJSV* | "$TREE"/* | "$WORK"/*) ;;
+        *) [ -e "$TREE/lib/${library##*/}" ] || cp -L "$library" "$TREE/lib/" ;;
+    esac
+done
+find "$TREE" -name __pycache__ -type d -prune -exec rm -rf {} +
+"$PYTHON" -m compileall -q "$TREE/site" "$TREE/app" "$TREE"/lib/python3* >/dev/null || true  # nodes do not write bytecode
+
+echo "5/5 archive"
+if [ -n "$DATA" ]; then
+    cp "$DATA.bin" "$DATA.idx" "$TREE/data/"
+    cp "$VOCAB" "$TREE/data/vocab.json"
+    cp "$MERGES" "$TREE/data/merges.txt"
+fi
+PYTHONHOME=$TREE PYTHONPATH=$TREE/app:$TREE/site PYTHONDONTWRITEBYTECODE=1 LD_LIBRARY_PATH=$TREE/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
+    "$TREE/bin/python3" -c 'import torch, numpy, regex, psutil; from fugaku_megatron import kernels; print("  kernels:", kernels.active())'
+tar -cf "$OUTPUT.part" -C "$TREE" .
+mv "$OUTPUT.part" "$OUTPUT"
+echo "wrote $OUTPUT ($(du -h "$OUTPUT" | cut -f1)); put it where the job's ARCHIVE points"

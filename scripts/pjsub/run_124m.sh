@@ -1,0 +1,123 @@
+#!/bin/bash
+#PJM -L "node=256,rscunit=rscunit_ft01,rscgrp=small,elapse=37:11:00"
+#PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
+#PJM --mpi "proc=1024,max-proc-per-node=4,rank-map-bychip"
+#PJM -x PJM_LLIO_GFSCACHE=/vol0004
+#PJM --llio localtmp-size=50Gi
+#PJM -N gpt_124m
+#PJM -S
+#
+# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
+# 256 nodes x 4 ranks = DP 512 x TP 2 x PP 1; each tensor-parallel group inside a node
+# micro-batch 2, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
+# model: 1.39 s per iteration (9 of 10 runs: 1.001 to 1.932), 2.348 TFLOPs per node, bubble 0.0%, 1989 MiB on the fullest rank
+# elapse 37:11:00 in small (the table of 2026-11-20): 95367 iterations and the start take 37:10:34 (model), 1 jobs in a row; each
+# saves and leaves 15 minutes before its end
+set -euo pipefail
+
+RANKS_PER_NODE=4
+FLAGS=(
+    --recipe 124m
+    --tensor-model-parallel-size 2
+    --zero-stage 1
+    --micro-batch-size 2
+    --pipeline-model-parallel-size 1
+    --global-batch-size 1024
+    --cpu-frequency 2.0
+)
+
+NODES=256
+JOB=${PJM_SUBJOBID:-${PJM_JOBID:?submit this file: pjsub -g GROUP FILE}}
+LOCAL=${PJM_LOCALTMP:?}/fugaku_megatron
+MPI_OPTIONS=(
+    -mca common_tofu_use_memory_pool 1   # memory registered with Tofu is kept, not registered for every message
+    -mca coll_base_reduce_commute_safe 1 # sums in one fixed order: the same bits in every run
+)
+# All-reduce algorithm: Fujitsu MPI chooses by size and box. To force one: -mca coll_select_allreduce_algorithm ring|trinaryx3
+export PLE_MPI_STD_EMPTYFILE=off  # no files for ranks that print nothing
+MAP=
+
+share_archive() { llio_transfer "$ARCHIVE"; }  # a copy on every storage node: no file is opened by thousands of compute nodes
+forget_archive() { llio_transfer --purge "$ARCHIVE"; }
+
+launch() {  # launch LABEL COMMAND: on all ranks; output of a thousand ranks to a directory
+    local label=$1
+    shift
+    mkdir -p "$OUT/$label"
+    mpiexec -n "$((NODES * RANKS_PER_NODE))" "${MPI_OPTIONS[@]}" ${MAP:+--vcoordfile "$MAP"} \
+        -stdout-proc "$OUT/$label/%/1000r/stdout" -stderr-proc "$OUT/$label/%/1000r/stderr" "$@"
+}
+
+# Paths; each can be given from outside (pjsub -x NAME=value)
+ARCHIVE=${ARCHIVE:-$PWD/fugaku_megatron.tar}    # scripts/build.sh writes it: interpreter, packages, program and data
+DATA=${DATA:-mock}                              # prefix of .bin/.idx under data/ of the archive; mock: random tokens
+SAVE=${SAVE:-$PWD/checkpoints/gpt_124m}
+OUT=${OUT:-$PWD/output/gpt_124m.$JOB}
+TCMALLOC=${TCMALLOC:-}                          # a libtcmalloc.so to preload; without one the trainer keeps its memory itself
+ELAPSE=${ELAPSE:-133860}                      # seconds of the job, as the directive above says
+MARGIN=${MARGIN:-900}                      # seconds before its end in which the trainer saves and leaves
+
+local_rank() { echo "${OMPI_COMM_WORLD_LOCAL_RANK:-${PLE_RANK_ON_NODE:-${MPI_LOCALRANKID:-${SLURM_LOCALID:-0}}}}"; }
+
+stage_node() {  # one rank of each node unpacks; nobody else opens the archive
+    [ "$(local_rank)" = 0 ] || return 0
+    mkdir -p "$LOCAL"
+    tar -xf "$ARCHIVE" -C "$LOCAL"
+}
+
+use_local() {  # what was unpacked, and nothing that thousands of nodes share
+    export PYTHONHOME=$LOCAL PYTHONPATH=$LOCAL/app:$LOCAL/site PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1
+    export LD_LIBRARY_PATH=/lib64:$LOCAL/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    export XDG_CACHE_HOME=$LOCAL/cache MPLCONFIGDIR=$LOCAL/cache TORCHINDUCTOR_CACHE_DIR=$LOCAL/cache
+    export XOS_MMM_L_PAGING_POLICY=demand:demand:demand  # pages where their thread runs, not all on one CMG
+    export FLIB_CNTL_BARRIER_ERR=FALSE                   # Python starts threads that Fujitsu's runtime does not expect
+}
+
+run_rank() {  # one rank: bound to its share of the NUMA nodes that compute; those of assistant cores are much smaller
+    local node cpus most=0 nodes=() bind=() preload=${LD_PRELOAD:-} each first
+    for node in /sys/devices/system/node/node[0-9]*; do
+        cpus=("$node"/cpu[0-9]*)
+        ((${#cpus[@]} > most)) && most=${#cpus[@]}
+    done
+    for node in /sys/devices/system/node/node[0-9]*; do
+        cpus=("$node"/cpu[0-9]*)
+        ((2 * ${#cpus[@]} >= most)) && nodes+=("${node##*node}")
+    done
+    if command -v numactl >/dev/null && ((${#nodes[@]} % RANKS_PER_NODE == 0)); then
+        each=$((${#nodes[@]} / RANKS_PER_NODE))
+        first=$((($(local_rank) % RANKS_PER_NODE) * each))
+        bind=("${nodes[@]:first:each}")
+        bind=(numactl "--cpunodebind=$(IFS=,; echo "${bind[*]}")" "--membind=$(IFS=,; echo "${bind[*]}")")
+    fi
+    use_local
+    if [ -n "$TCMALLOC" ]; then  # first, before what was preloaded already
+        preload=$TCMALLOC${preload:+:$preload}
+        export XOS_MMM_L_HPAGE_TYPE=none  # libmpg's malloc would take tcmalloc's place
+    fi
+    exec "${bind[@]}" env ${preload:+LD_PRELOAD="$preload"} "$LOCAL/bin/python3" "$@"
+}
+
+export LOCAL ARCHIVE TCMALLOC RANKS_PER_NODE
+
+if [ "$DATA" = mock ]; then
+    DATA_FLAGS=(--mock-data)
+else
+    DATA_FLAGS=(--data-path "$LOCAL/data/$DATA" --vocab-file "$LOCAL/data/vocab.json" --merge-file "$LOCAL/data/merges.txt")
+fi
+
+minutes_left() { awk "BEGIN {m = ($ELAPSE - $SECONDS - $MARGIN) / 60; print (m > 0.01 ? m : 0.01)}"; }  # at least one iteration
+
+train() {  # train LABEL [flags]: one run on all ranks
+    local label=$1
+    shift
+    launch "$label" bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\$@\"" run_rank \
+        "$LOCAL/app/pretrain_gpt.py" \
+        "${FLAGS[@]}" "${DATA_FLAGS[@]}" --exit-duration-in-mins "$(minutes_left)" "$@"
+}
+
+echo "staging $ARCHIVE on $NODES nodes"
+share_archive
+trap forget_archive EXIT
+launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
+
+train train --save "$SAVE" --load "$SAVE"

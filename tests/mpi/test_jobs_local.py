@@ -1,0 +1,119 @@
+"""local_pjsub: runs our scripts as pjsub would, keeps limits, chains steps to the same losses, knows bulk jobs and pjdel."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron.jobs import shims
+from tests.mpi import launch
+
+pytestmark = pytest.mark.mpi
+SCRIPTS = launch.TESTS.parent / "scripts" / "pjsub"
+FLAGS = "--train-iters 300 --save-interval 100000"
+TRIAL = ["--scale", "2", "--elapse", "120", "--wait"]
+
+
+@pytest.fixture
+def local(tmp_path):
+    if launch.mpich() is None:
+        pytest.skip(launch.MISSING["mpich"])
+
+    def run(program: str, *words: str) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "PWD": str(tmp_path), "LOCAL_PJSUB": str(tmp_path / "jobs")}
+        return subprocess.run([sys.executable, str(SCRIPTS / program), *words], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=120, env=environment)
+
+    return run
+
+
+def losses(directory: Path) -> list[float]:
+    records = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
+    return [r["lm_loss"] for r in records if r["kind"] == "train"]
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "job.sh"
+    path.write_text('#!/bin/bash\n#PJM -L "node=1,elapse=00:00:30"\n#PJM -N job\n#PJM -S\n' + body)
+    return str(path)
+
+
+def test_a_chain_through_the_elapse_limit_has_the_losses_of_one_run(local, tmp_path):
+    every = f"{FLAGS} --log-interval 1"
+    resume = str(SCRIPTS / "resume.sh")
+    first = local("local_pjsub", *TRIAL, "--margin", "120", "--flags", every, "--step", "--sparam", "jnam=c,sn=1", resume)
+    said = (tmp_path / "gpt_124m_chain.1_1.err").read_text()
+    assert first.returncode == 0, said + first.stderr
+    log = next((tmp_path / "output" / "gpt_124m_chain.1_1" / "train").rglob("stdout*")).read_text()
+    assert "--exit-duration-in-mins is over" in log
+    second = local("local_pjsub", *TRIAL, "--flags", every, "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", resume)
+    assert second.returncode == 0 and "1_2" in local("local_pjstat").stdout
+    assert "resumed from" in next((tmp_path / "output" / "gpt_124m_chain.1_2" / "train").rglob("stdout*")).read_text()
+    whole = local("local_pjsub", *TRIAL, "--flags", every, "-x", f"SAVE={tmp_path / 'whole'}", resume)
+    assert whole.returncode == 0, whole.stderr
+    assert losses(tmp_path / "checkpoints" / "gpt_124m_chain") == losses(tmp_path / "whole")
+    assert "EXIT CODE               : 0" in (tmp_path / "gpt_124m_chain.1_2.stats").read_text()
+
+
+def test_the_script_is_checked(local):
+    refused = local("local_pjsub", "--scale", "2", "-L", "freq=2200", str(SCRIPTS / "run_124m.sh"))
+    assert refused.returncode == 2 and "since April 2025" in refused.stderr
+
+
+def test_the_elapse_limit_ends_a_job(local, tmp_path):
+    ended = local("local_pjsub", "--no-check", "--wait", "-L", "elapse=1", script(tmp_path, "sleep 60\n"))
+    stats = (tmp_path / "job.1.stats").read_text()
+    assert ended.returncode != 0 and "ELAPSE LIMIT EXCEEDED" in stats and "PJM CODE                : 11" in stats
+
+
+def test_bulk_jobs_and_variables(local, tmp_path):
+    body = 'echo "$PJM_BULKNUM of $PJM_JOBID in $PJM_SUBJOBID, $COLOUR"\necho oops >&2\n'
+    done = local("local_pjsub", "--no-check", "--wait", "--bulk", "--sparam", "0-1", "-x", "COLOUR=red", script(tmp_path, body))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "job.1[1].out").read_text() == "1 of 1 in 1[1], red\n"
+    assert (tmp_path / "job.1[0].err").read_text() == "oops\n"
+
+
+def test_a_failed_step_drops_the_next(local, tmp_path):
+    path = script(tmp_path, "exit 3\n")
+    assert local("local_pjsub", "--no-check", "--wait", "--step", "--sparam", "jnam=c,sn=1", path).returncode == 3
+    local("local_pjsub", "--no-check", "--wait", "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", path)
+    assert " RJT " in local("local_pjstat").stdout.splitlines()[-1]
+    assert not (tmp_path / "job.1_2.out").exists()
+
+
+def test_pjdel(local, tmp_path):
+    assert local("local_pjsub", "--no-check", script(tmp_path, "sleep 60\n")).returncode == 0
+    deadline = time.monotonic() + 20
+    while " RUN " not in local("local_pjstat").stdout and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert local("local_pjdel", "1").returncode == 0
+    assert " CCL " in local("local_pjstat").stdout
+    assert local("local_pjdel", "7").returncode == 2
+
+
+def test_interactive(local):
+    assert local("local_pjsub", "--interact", "-L", "node=1,rscgrp=int,elapse=1:00:00", "/bin/true").returncode == 0
+
+
+def test_mistakes_are_one_line(local):
+    for words in ("nowhere.sh", "-Q x", "--scale many x", "--step --sparam jid=9 --no-check"):
+        said = local("local_pjsub", *shlex.split(words))
+        assert said.returncode == 2 and said.stderr.count("\n") == 1, words
+
+
+def test_the_stand_in_of_mpiexec(monkeypatch):
+    monkeypatch.setenv("LOCAL_PJSUB_FLAGS", "--seed 7")
+    options, command = shims.split(["-n", "8", "-mca", "a", "1", "--vcoordfile", "m", "bash", "-c", "x"])
+    assert options["-mca"] == ["a", "1"] and command == ["bash", "-c", "x"]
+    words = shims.scaled(["python", "pretrain_gpt.py", "--cpu-frequency", "2.0", "--lr", "1"])
+    assert "--cpu-frequency" not in words and "2.0" not in words and words[-2:] == ["--seed", "7"] and "--lr" in words
+    with pytest.raises(ValueError, match="-ppn is not known"):
+        shims.split(["-ppn", "1", "bash"])

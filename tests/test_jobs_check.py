@@ -1,0 +1,114 @@
+"""submit.py check: a good script passes, and every deliberate mistake is refused at the line that holds it."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from fugaku_megatron.jobs import check, limits, script
+from fugaku_megatron.jobs.options import decided
+from fugaku_megatron.jobs.render import render
+
+HELD = "--micro-batch-size 1 --recompute-granularity full --zero-stage 1 --ranks-per-node 2 --tensor-model-parallel-size 8"
+# job -> its flags; made once, with the layout held, so that there is nothing to search
+JOBS = {"small": "--recipe 124m --nodes 256 --name small --ranks-per-node 4 --tensor-model-parallel-size 2 --zero-stage 1 "
+                 "--pipeline-model-parallel-size 1 --micro-batch-size 2 --recompute-granularity selective",
+        "large": f"--recipe 30b --nodes 6144 --name large --pipeline-model-parallel-size 32 {HELD}",
+        "top": f"--recipe 30b --nodes 12288 --name top --pipeline-model-parallel-size 6 {HELD}",
+        "tensor": "--recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 24 "
+                  "--micro-batch-size 1 --zero-stage 1 --name tensor"}
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    return {name: render(decided("render", [*shlex.split(flags), "-g", "hp000000"])[1]) for name, flags in JOBS.items()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_is_rendered_passes(name, scripts):
+    assert check.problems(scripts[name], files=False) == []
+
+
+# script, what stands there, the mistake, words of the answer (a line of `mistake` must be the line it names)
+MISTAKES = [
+    ("small", "proc=1024", "proc=1000", "write proc=1024"),
+    ("small", "max-proc-per-node=4", "max-proc-per-node=3", "give 1, 2 or 4"),
+    ("small", "RANKS_PER_NODE=4", "RANKS_PER_NODE=2", "write RANKS_PER_NODE=4"),
+    ("small", "NODES=256", "NODES=255", "write NODES=256"),
+    ("small", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3", "start 1023 ranks"),
+    ("small", "--global-batch-size 1024", "--global-batch-size 1000", "--global-batch-size 1000"),
+    ("small", "--micro-batch-size 2", "--micro-batch-size x", "--micro-batch-size"),
+    ("small", "--zero-stage 1", "--zero-stag 1", "did you mean --zero-stage"),
+    ("tensor", "--micro-batch-size 1", "--micro-batch-size 32", "out of memory"),
+    ("tensor", "--tensor-model-parallel-size 4", "--tensor-model-parallel-size 8", "fits neither"),
+    ("small", "node=256", "node=385", "only a torus"),
+    ("small", "rscgrp=small", "rscgrp=large", "give rscgrp=small"),
+    ("small", "rscgrp=small", "rscgrp=tiny", "give one of small"),
+    ("large", "rscgrp=large", "rscgrp=small", "give rscgrp=large"),
+    ("large", "elapse=24:00:00", "elapse=24:00:01", "the limit of large"),
+    ("large", "elapse=24:00:00", "elapse=00:05:00", "ends before the first iteration"),
+    ("large", "elapse=24:00:00", "elapse=soon", "write HH:MM:SS"),
+    ("large", "node=16x24x16:torus", "node=16x24x16", "only a torus"),
+    ("large", "node=16x24x16", "node=15x24x16", "X=15 is not a multiple of 2"),
+    ("large", "node=16x24x16", "node=16x23x16", "Y=23 is not a multiple of 3"),
+    ("large", "node=16x24x16", "node=16x24x15", "Z=15 is not a multiple of 2"),
+    ("large", "node=16x24x16", "node=64x6x16", "X=64 is above 48"),
+    ("small", "freq=2000,eco_state=0", "freq=2200,eco_state=0", "since April 2025"),
+    ("small", "freq=2000,eco_state=0", "freq=2000,eco_state=1", "is no mode"),
+    ("small", "freq=2000,", "", "freq is not said"),
+    ("small", "eco_state=0,", "", "eco_state is not said"),
+    ("top", "retention_state=0", "retention_state=1", "write retention_state=0"),
+    ("small", "--cpu-frequency 2.0", "--cpu-frequency 2.2", "write --cpu-frequency 2.0"),
+    ("small", "SAVE=${SAVE:-$PWD/", "SAVE=${SAVE:-/vol0009/", "PJM_LLIO_GFSCACHE=/vol0004:/vol0009"),
+    ("small", "-x PJM_LLIO_GFSCACHE=/vol0004", "-x OTHER=1", "PJM_LLIO_GFSCACHE is not given"),
+    ("small", "localtmp-size=50Gi", "localtmp-size=88Gi", "87Gi"),
+    ("top", 'llio_transfer "$ARCHIVE"', "true", "stage it with llio_transfer"),
+    ("top", "$LOCAL/bin/python3", "/usr/bin/python3", "$LOCAL/bin/python3"),
+    ("top", "/%/1000r/", "/", "split it above 10000"),
+    ("small", "ELAPSE=${ELAPSE:-", "ELAPSE=${ELAPSE:-1", "write "),
+    ("small", "#PJM -S", "#PJM -Q", "option -Q is unknown"),
+    ("small", "#PJM -L \"node=256", "#PJM -L \"nodes=256", "no nodes are asked for"),
+]
+
+
+@pytest.mark.parametrize("name, right, wrong, answer", MISTAKES, ids=lambda v: v[:30])
+def test_a_mistake_is_refused_at_its_line(name, right, wrong, answer, scripts):
+    text = scripts[name].replace(right, wrong)
+    assert text != scripts[name], f"{right} is not in the script"
+    found = [p for p in check.problems(text, files=False) if answer in p.text]
+    assert len(found) == 1, check.problems(text, files=False)
+    changed = [i for i, (a, b) in enumerate(zip(scripts[name].splitlines(), text.splitlines()), 1) if a != b]
+    about_other_line = {"freq is not said", "PJM_LLIO_GFSCACHE=/vol0004:/vol0009", "stage it with llio_transfer",
+                        "$LOCAL/bin/python3", "PJM_LLIO_GFSCACHE is not given"}
+    assert found[0].line in changed or answer in about_other_line, (found, changed)
+
+
+def test_group_and_archive(scripts, tmp_path, monkeypatch):
+    text = scripts["small"].replace("#PJM -g hp000000\n", "")
+    assert ["no group" in p.text for p in check.problems(text, files=False)] == [True]
+    assert check.problems(text, group="hp1", files=False) == []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    assert any("build.sh" in p.text for p in check.problems(text, group="hp1"))
+    (tmp_path / "fugaku_megatron.tar").touch()
+    assert check.problems(text, group="hp1") == []
+
+
+def test_options_given_to_pjsub_replace_directives():
+    given = script.parse('#PJM -L "node=12,elapse=10" -S\n#PJM --llio localtmp-size=50Gi,sio-read-cache=off\necho\n')
+    assert given.get("--llio", "sio-read-cache").text == "off" and given.switches == {"-S": 1}
+    assert script.add_options(given, ["-L", "elapse=20", "--bulk", "job.sh"], 0) == ["job.sh"]
+    assert given.get("-L", "elapse").text == "20" and given.get("-L", "node").text == "12"
+    with pytest.raises(ValueError, match="line 2: a directive after"):
+        script.parse("echo\n#PJM -S\n")
+
+
+def test_limits_of_pjacl():
+    shown = "rscgrp: small\n  node: 1 - 200\n  elapse: 00:00:01 - 48:00:00\nrscgrp: odd\n  text\n"
+    groups = limits.parse_pjacl(shown)
+    assert groups == {"small": limits.ResourceGroup(name="small", nodes=(1, 200), hours=48)}
+
+
+def test_clock_text():
+    assert limits.seconds("24:00:00") == 86400 and limits.seconds("90") == 90 and limits.clock(89.5) == "00:01:30"

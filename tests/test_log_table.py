@@ -1,0 +1,110 @@
+"""Rows, CSV, picture and --follow of python -m fugaku_megatron.metrics. Run: pytest tests/test_log_table.py"""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fugaku_megatron import log_table
+from fugaku_megatron.perf.rows import load
+from fugaku_megatron.published_row import HEADER, PublishedRow
+from tests.helpers import A100, OUR_LOG
+
+COMMAND = [sys.executable, "-m", "fugaku_megatron.metrics"]
+A100_FLAGS = ("--nodes 1 --ranks-per-node 8 --fp16 --num-layers 8 --hidden-size 14400 --seq-length 2048 --num-attention-heads 32 "
+              "--vocab-size 250000 --micro-batch-size 1 --tensor-model-parallel-size 8 --checkpoint-activations "
+              "--formula parameter").split()
+
+
+@pytest.fixture
+def logs(tmp_path):
+    for name, text in (("ours.log", OUR_LOG), ("a100.log", A100[0] + "\n")):
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("row", [r for r in load(["002"]) if r.fit_time], ids=lambda r: str(r.line))
+def test_the_published_rows_come_out_as_they_were_printed(row):
+    ours = PublishedRow(nodes=row.nodes, ranks=row.ranks, ghz=row.ghz, size=row.size, dp=row.dp, tp=row.tp, pp=row.pp, mbs=row.mbs,
+                        gbs=row.gbs, memory_mib=row.memory_mib, seconds=row.seconds, tflops=row.tflops).cells()
+    assert (*ours[:9], ours[-1]) == (*row.cells[:9], row.cells[-1])
+    assert float(ours[9]) == row.seconds and float(ours[10]) == pytest.approx(row.tflops, abs=0.005)
+    assert float(ours[11]) == pytest.approx(row.petaflops, rel=0.02, abs=1.1e-4)  # theirs were cut, or come from other digits
+
+
+def test_a_row_for_each_log(logs, capsys):
+    assert log_table.run([str(logs / "ours.log"), str(logs / "a100.log"), *A100_FLAGS]) == 0
+    header, _, ours, a100, *_ = capsys.readouterr().out.splitlines()
+    assert tuple(cells(header)) == HEADER
+    assert cells(ours)[:9] == ["1", "4.5GHz", "0.9M", "2", "1", "1", "2", "8", "294.0 MiB"]
+    assert cells(ours)[-1] == "ours.log, fp32, recompute none, ZeRO 0, 0.0589 TFLOPs recomputed, loss 6.26"
+    assert cells(ours)[10] == "0.0600"
+    assert cells(a100) == ["1", "-", "24B", "1", "8", "1", "1", "2048", "-", "770.0", "108.47", "0.8474",
+                           "a100.log, fp16, recompute full, ZeRO 0, 108.47 TFLOPs recomputed, loss 63.84"]
+
+
+def test_csv_and_picture_hold_the_same(logs, capsys):
+    pytest.importorskip("matplotlib")
+    paths = [str(logs / name) for name in ("ours.log", "a100.log")]
+    assert log_table.run([*paths, "--csv", str(logs / "t.csv"), "--png", str(logs / "t.png"), "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("### Runs, measured\n\n| Nodes")
+    ours, a100 = csv.DictReader((logs / "t.csv").open())
+    assert (ours["layers"], ours["dp"], ours["precision"], ours["iterations"], ours["tflops"]) == ("4", "2", "fp32", "4", "0.06")
+    assert (a100["dp"], a100["layers"], a100["seconds"], a100["loss"]) == ("", "", "769.99", "63.84045")
+    assert (logs / "t.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["gone.log"], "gone.log: No such file or directory: give a run's log"),
+    (["ours.log", "--csv", "nowhere/t.csv"], "--csv nowhere/t.csv: its folder is not there or not writable"),
+    (["ours.log", "--nodes", "0"], "--nodes is 0: give a number above 0"),
+    (["ours.log", "--world-size", "4", "--dry-run"], "give --nodes and --ranks-per-node"),
+    (["ours.log", "--num-layers", "8"], "--hidden-size, --num-attention-heads"),
+    (["ours.log", "--nodes", "3", "--recipe", "30b", "--tensor-model-parallel-size", "2"], "3 ranks .* are not divisible"),
+    (["ours.log", "--folow"], "unknown flag --folow: did you mean --follow?"),
+])
+def test_a_mistake_is_one_line(logs, monkeypatch, flags, said):
+    monkeypatch.chdir(logs)
+    with pytest.raises(ValueError, match=said):
+        log_table.run(flags)
+
+
+def test_the_command_follows_a_job_to_its_last_line(logs):
+    path, head = logs / "live.log", OUR_LOG.index(" iteration        4/")
+    path.write_text(OUR_LOG[:head])
+    job = subprocess.Popen([*COMMAND, str(path), "--follow", "--interval", "0.1", "--csv", str(logs / "live.csv")],
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert job.stderr.readline().startswith(f"{path}: iteration 3 of 6, ")
+    with path.open("a") as file:
+        file.write(OUR_LOG[head:])
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 0 and "iteration 6 of 6" in err and "| 294.0 MiB |" in out
+    assert (logs / "live.csv").exists()
+
+
+def heed_interrupts():
+    """A shell starts its background jobs, tests among them, with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_ctrl_c_ends_following_with_the_table(logs):
+    job = subprocess.Popen([*COMMAND, str(logs / "a100.log"), "--follow", "--interval", "0.1"], stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
+    job.stderr.readline()
+    time.sleep(0.2)
+    os.kill(job.pid, signal.SIGINT)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and "| 108.47 |" in out
+
+
+def test_the_command_ends_with_one_line_and_code_2_on_a_mistake(logs):
+    job = subprocess.run([*COMMAND, str(logs / "gone.log")], capture_output=True, text=True)
+    assert job.returncode == 2 and job.stderr.count("\n") == 1 and job.stderr.startswith("python -m fugaku_megatron.metrics: ")

@@ -1,0 +1,45 @@
+"""tools/plot_profile.py reads what --profile writes. Run: pytest tests/test_plot_profile.py"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron.profiler import Event, Profiler
+
+TOOL = Path(__file__).resolve().parents[1] / "tools" / "plot_profile.py"
+
+
+def plot(*arguments):
+    return subprocess.run([sys.executable, str(TOOL), *map(str, arguments)], capture_output=True, text=True)
+
+
+@pytest.fixture
+def table(tmp_path):
+    profiler = Profiler()
+    profiler.peak_gflops, profiler.steps = 100.0, [2.0]
+    profiler.events = [Event("kernels", "linear_forward", 0.0, 1.0, 40e9), Event("communication", "dp all_reduce", 1.0, 0.5)]
+    path = tmp_path / "table_rank0.txt"
+    path.write_text("\n".join(profiler.table()) + "\n")
+    return path
+
+
+def test_a_table_is_read_back(table, monkeypatch):
+    monkeypatch.syspath_prepend(TOOL.parent)
+    import plot_profile
+
+    assert plot_profile.read_table(table) == {"linear_forward": 1.0, "dp all_reduce": 0.5, "Python, autograd and the rest": 0.5}
+
+
+def test_a_picture_comes_out(table, tmp_path):
+    result = plot("--output", tmp_path / "step.png", f"before={table}", f"after={table}")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text, message", [("table.txt", "give LABEL=FILE"), ("a=/absent", "give a table that --profile wrote"),
+                                           (f"a={TOOL}", "no row of an operation")])
+def test_mistakes_give_one_line(text, message, tmp_path):
+    result = plot("--output", tmp_path / "x.png", text)
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1

