@@ -1,9 +1,10 @@
 """Seconds of counted work on one rank: a roofline whose roofs are shares of the machine's, as the software reaches them.
 
 Time is matrix products + element-wise traffic + page faults + operator calls; nothing overlaps inside one rank.
-GEMM, CPU: peak x fraction x maximum / (1 + (half / n)^exponent), the curves of libraries on square products; n is the cube root of
-m n k, or the harmonic mean of the sides where packing and moving the operands is what small products lose by. GEMM, GPU: tiles
-of 256 x 128 in waves over the SMs, K / (K + half), and a slow path for sides that 8 does not divide.
+GEMM, CPU: peak x fraction x maximum / (1 + (half / n)^exponent), curves of square products. On published curves, which lose by the
+division among threads, n is the cube root of m n k; on those that calibrate measured, which lose by packing and moving operands
+that come from memory, n is the harmonic mean of the sides. GEMM, GPU: tiles of 256 x 128 in waves over the SMs, K / (K + half), and
+a slow path for sides that 8 does not divide.
 Test: pytest tests/test_perf_cost.py
 """
 
@@ -114,7 +115,7 @@ class Rank:
 
     def _cpu(self, p: Product) -> float:
         curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
-        if self.software.counts["streams_operands"]:  # what is moved over what is multiplied: 3 / n of a square product
+        if self.software.measured_on(self.machine):  # what is moved over what is multiplied: 3 / n of a square product
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)

@@ -12,8 +12,8 @@
 # Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
 # 64 nodes x 4 ranks = DP 256 x TP 1 x PP 1; each tensor-parallel group inside a node
 # micro-batch 4, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
-# model: 3.798 s per iteration (9 of 10 runs: 2.733 to 5.277), 3.437 TFLOPs per node, bubble 0.0%, 3568 MiB on the fullest rank
-# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 100:56:10 (model), 2 jobs in a row; each
+# model: 3.518 s per iteration (9 of 10 runs: 2.532 to 4.889), 3.710 TFLOPs per node, bubble 0.0%, 3568 MiB on the fullest rank
+# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 93:32:09 (model), 2 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 

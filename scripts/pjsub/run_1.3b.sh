@@ -8,17 +8,17 @@
 #PJM -S
 #
 # Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
-# 384 nodes as 8x6x8 torus x 4 ranks = DP 128 x TP 4 x PP 3; each tensor-parallel group inside a node
-# micro-batch 1, global batch 512: 4 micro-batches; recompute none, ZeRO 1
-# model: 9.801 s per iteration (9 of 10 runs: 7.053 to 13.62), 2.486 TFLOPs per node, bubble 34.7%, 4168 MiB on the fullest rank
-# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 259:59:16 (model), 4 jobs in a row; each
+# 384 nodes as 8x6x8 torus x 4 ranks = DP 64 x TP 8 x PP 3; each tensor-parallel group 2 nodes inside a 2x3x2 unit
+# micro-batch 1, global batch 512: 8 micro-batches; recompute none, ZeRO 1
+# model: 9.646 s per iteration (9 of 10 runs: 6.942 to 13.4), 2.527 TFLOPs per node, bubble 22.9%, 3302 MiB on the fullest rank
+# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 255:52:48 (model), 4 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
 RANKS_PER_NODE=4
 FLAGS=(
     --recipe 1.3b
-    --tensor-model-parallel-size 4
+    --tensor-model-parallel-size 8
     --pipeline-model-parallel-size 3
     --zero-stage 1
     --micro-batch-size 1
@@ -121,6 +121,6 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 4 3) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 8 3) > "$MAP"
 
 train train --save "$SAVE" --load "$SAVE"

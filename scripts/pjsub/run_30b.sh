@@ -10,8 +10,8 @@
 # Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
 # 6144 nodes as 16x24x16 torus x 2 ranks = DP 48 x TP 8 x PP 32; each tensor-parallel group 4 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 1536: 32 micro-batches; recompute none, ZeRO 1
-# model: 62.47 s per iteration (9 of 10 runs: 44.96 to 86.81), 1.538 TFLOPs per node, bubble 56.7%, 11580 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1655:23:44 (model), 69 jobs in a row; each
+# model: 61.57 s per iteration (9 of 10 runs: 44.31 to 85.56), 1.561 TFLOPs per node, bubble 56.7%, 11580 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1631:35:50 (model), 68 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 

@@ -12,8 +12,8 @@
 # Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
 # 384 nodes as 8x6x8 torus x 1 ranks = DP 12 x TP 2 x PP 16; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 1536: 128 micro-batches; recompute block 1, ZeRO 1
-# model: 533.3 s per iteration (9 of 10 runs: 383.8 to 741.1), 3.203 TFLOPs per node, bubble 21.4%, 25805 MiB on the fullest rank
-# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:49:42 (model), 1 jobs in a row; each saves
+# model: 510.4 s per iteration (9 of 10 runs: 367.3 to 709.2), 3.347 TFLOPs per node, bubble 20.4%, 25805 MiB on the fullest rank
+# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:45:53 (model), 1 jobs in a row; each saves
 # and leaves 15 minutes before its end
 set -euo pipefail
 
