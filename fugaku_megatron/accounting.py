@@ -14,7 +14,8 @@ from .batches import RampUp
 from .config import ModelConfig, RunConfig, check
 
 FP32_BYTES = 4
-LOGITS_LEAST_BYTES, LOGITS_SHARE = 36 << 20, 8  # FP32 logits held at once: this, or this share of what the layers keep
+LOGITS_LEAST_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
+LOGITS_MOST_ROWS = 1024  # more rows are no faster
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
 
@@ -358,12 +359,13 @@ def kept_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
 def logits_rows(run: RunConfig, layout: Layout) -> int:
     """Rows of logits that the head computes at once: equal chunks, as few as the memory for them allows.
 
-    A chunk pays once for packing the whole weight, so more memory is more speed; it may have an eighth of what the layers keep.
+    A chunk pays once for packing the whole weight, so more memory is more speed, up to LOGITS_MOST_ROWS; it may have a quarter of
+    what the layers keep.
     """
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
     rows = run.model.seq_length * run.batch.micro_batch_size
     budget = max(LOGITS_LEAST_BYTES, kept_bytes(run, layout, layout.pp - 1)[0] // LOGITS_SHARE)
-    chunks = -(-rows * vocabulary * FP32_BYTES // budget)
+    chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MOST_ROWS))
     return -(-rows // chunks)
 
 

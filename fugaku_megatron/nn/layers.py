@@ -182,8 +182,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, first_sample: int, recompute_attention: bool = False) -> Tensor:
         """x (s, b, h) -> (s, b, h)."""
-        attended = self.self_attention(self.input_layernorm(x), first_sample, recompute_attention)
-        norm = self.pre_mlp_layernorm
-        x, normed = ops.bias_dropout_add_layer_norm(attended, self.self_attention.linear_proj.bias, x,
-                                                    *self._place("residual_1", first_sample), norm.weight, norm.bias, norm.epsilon)
+        attention, norm = self.self_attention, self.pre_mlp_layernorm
+        x, normed = ops.bias_dropout_add_layer_norm(  # no name for what attention returns: it is freed before the MLP
+            attention(self.input_layernorm(x), first_sample, recompute_attention), attention.linear_proj.bias, x,
+            *self._place("residual_1", first_sample), norm.weight, norm.bias, norm.epsilon)
         return ops.bias_dropout_add(self.mlp(normed), self.mlp.linear_fc2.bias, x, *self._place("residual_2", first_sample))

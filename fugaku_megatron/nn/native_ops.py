@@ -94,6 +94,7 @@ class _MLP(torch.autograd.Function):
         kernels.gelu(pre, None, inner)
         kernels.linear_weight_gradient(dy, inner, weight2.main_grad, fp16_chunk=chunk)
         _data_gradient(dy, weight2, inner, pre, chunk=chunk)
+        pre.untyped_storage().resize_(0)  # the largest saved tensor: autograd would hold it beside dx
         kernels.linear_weight_gradient(inner, rows, weight1.main_grad, bias1.main_grad, chunk)
         dx = torch.empty_like(rows)
         _data_gradient(inner, weight1, dx, chunk=chunk)

@@ -10,8 +10,8 @@
 # Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
 # 16 nodes x 2 ranks = DP 32 x TP 1 x PP 1; each tensor-parallel group inside a node
 # micro-batch 16, global batch 1024: 2 micro-batches; recompute none, ZeRO 1
-# model: 11.97 s per iteration (9 of 10 runs: 8.611 to 16.63), 4.363 TFLOPs per node, bubble 0.0%, 9400 MiB on the fullest rank
-# elapse 01:00:00 in small (the table of 2026-11-20): 20 iterations and the start take 00:24:03 (model), 1 jobs in a row; each saves
+# model: 12.11 s per iteration (9 of 10 runs: 8.718 to 16.83), 4.310 TFLOPs per node, bubble 0.0%, 8811 MiB on the fullest rank
+# elapse 01:00:00 in small (the table of 2026-11-20): 20 iterations and the start take 00:24:06 (model), 1 jobs in a row; each saves
 # and leaves 15 minutes before its end
 set -euo pipefail
 

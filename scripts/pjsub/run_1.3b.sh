@@ -10,8 +10,8 @@
 # Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
 # 384 nodes as 8x6x8 torus x 4 ranks = DP 64 x TP 8 x PP 3; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 512: 8 micro-batches; recompute none, ZeRO 1
-# model: 9.646 s per iteration (9 of 10 runs: 6.942 to 13.4), 2.527 TFLOPs per node, bubble 22.9%, 3302 MiB on the fullest rank
-# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 255:52:48 (model), 4 jobs in a row; each
+# model: 9.656 s per iteration (9 of 10 runs: 6.949 to 13.42), 2.525 TFLOPs per node, bubble 22.8%, 3302 MiB on the fullest rank
+# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 256:08:50 (model), 4 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
