@@ -3,10 +3,11 @@
     python -m benchmarks alloc --json alloc.json --png alloc.png         every combination, in turn
     python -m benchmarks alloc --quick                                   a small model, few iterations
     python -m benchmarks alloc --kernels torch --ranks 1 --allocators stock tuned tcmalloc
+    python -m benchmarks alloc --from-logs stock/stdout tcmalloc/stdout  runs of a cluster, such as compare_tcmalloc.sh's
 
 Every figure is read from the log of `mpiexec ... pretrain_gpt.py`, ranks being data parallel. With --kernels torch a step makes and
-frees its tensors as PyTorch programs do, which is what the published tables show. Left out: starting jobs (jobs.py), the picture
-(alloc_plot.py). Test: pytest tests/test_benchmarks.py
+frees its tensors as PyTorch programs do, which is what the published tables show. Left out: starting jobs (jobs.py), logs of other
+runs (alloc_logs.py), the picture (alloc_plot.py). Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fugaku_megatron import accounting, runtime
 from fugaku_megatron.config import check
 from fugaku_megatron.perf.table_text import pipes
 
-from . import alloc_plot, driver, jobs, noise, preloads, published, shapes
+from . import alloc_logs, alloc_plot, driver, jobs, noise, preloads, published, shapes
 
 ALLOCATORS = ("stock", "tuned", *preloads.LIBRARIES)
 KERNELS = ("native", "torch")
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="jobs of each combination, in turn (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of all ranks together (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="the demo's model, two iterations, one round")
+    parser.add_argument("--from-logs", nargs="+", type=Path, metavar="LOG", help="run nothing: the table of these logs of runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the rows into FILE")
 
@@ -87,7 +89,10 @@ def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure in turn, print the tables, write --json and --png."""
+    """Measure in turn, print the tables, write --json and --png; or print the table of --from-logs."""
+    if options.from_logs:
+        check(not options.json and not options.png, "--from-logs prints a table; for files use python -m fugaku_megatron.metrics")
+        return print(alloc_logs.text(alloc_logs.read(options.from_logs)))
     if options.quick:
         vars(options).update({name: value for name, value in QUICK.items() if getattr(options, name) == options.defaults[name]})
     for name in ("iterations", "rounds", "threads"):

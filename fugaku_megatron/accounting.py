@@ -1,8 +1,8 @@
-"""THE formulas: sizes, parameters, FLOPs, activation memory and communicated bytes of a run. Pure integers, no torch.
+"""THE formulas: sizes, parameters, FLOPs, saved activations and communicated bytes of a run. Pure integers, no torch.
 
 The trainer, the log, the performance model, the planner and the benchmarks read them here; tests hold them to the trainer.
-Left out: time (see `perf`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, l layers, v padded vocabulary,
-t tensor-parallel size. Test: pytest tests/test_accounting.py
+Left out: what a rank holds at once (`memory`), time (`perf`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads,
+l layers, v padded vocabulary, t tensor-parallel size. Test: pytest tests/test_accounting.py
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from .batches import RampUp
 from .config import ModelConfig, RunConfig, check
 
 FP32_BYTES = 4
-LOGITS_LEAST_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
-LOGITS_MOST_ROWS = 1024  # more rows are no faster
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
 
@@ -178,6 +176,11 @@ def layer_records(run: RunConfig, tp: int) -> list[Record]:
     ]
 
 
+def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
+    """What full recompute repeats of a layer; of the last of a group not the product whose result alone nobody reads again."""
+    return [r for r in layer_records(run, tp) if not (last and r.name == "linear_fc2")]
+
+
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
     """Word and position embedding (first stage)."""
     model, vocabulary = run.model, padded_vocab_size(run.model, tp) // tp
@@ -303,7 +306,7 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
     return float(global_batch_size * (model.num_layers * layer + 6 * s * h * v))
 
 
-# Communication and memory of an iteration ----------------------------------------------------------------------------------------
+# Communication of an iteration --------------------------------------------------------------------------------------------------
 
 def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
     """Elements of a rank's flat buffers: its parameters, padded so that every data-parallel rank's shard is aligned."""
@@ -323,61 +326,3 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
     elif layout.dp > 1:
         collectives.append(Collective("all_reduce", "dp", elements * FP32_BYTES))
     return collectives
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that one rank holds at the peak of a step, by use."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
-
-
-def layer_saved_bytes(run: RunConfig, tp: int) -> int:
-    """Bytes that one layer keeps from forward to backward, whole layers not being recomputed."""
-    spared = softmax_bytes(run, tp) if run.training.recompute_granularity == "selective" else 0
-    return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
-
-
-def kept_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
-    """What a stage's layers keep of one micro-batch from forward to backward, and what backward holds beside it for recompute."""
-    per_layer, layers, training = layer_saved_bytes(run, layout.tp), len(stage_layers(run, stage)), run.training
-    if training.recompute_granularity != "full":
-        return layers * per_layer, 0
-    groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
-    plain = layers - sum(map(len, groups))
-    return len(groups) * activation_bytes(run) + plain * per_layer, max(map(len, groups)) * per_layer
-
-
-def logits_rows(run: RunConfig, layout: Layout) -> int:
-    """Rows of logits that the head computes at once: equal chunks, as few as the memory for them allows.
-
-    A chunk pays once for packing the whole weight, so more memory is more speed, up to LOGITS_MOST_ROWS; it may have a quarter of
-    what the layers keep.
-    """
-    vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
-    rows = run.model.seq_length * run.batch.micro_batch_size
-    budget = max(LOGITS_LEAST_BYTES, kept_bytes(run, layout, layout.pp - 1)[0] // LOGITS_SHARE)
-    chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MOST_ROWS))
-    return -(-rows // chunks)
-
-
-def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> Memory:
-    """Memory of one rank of `stage` with `in_flight` micro-batches between forward and backward."""
-    elements, shards = flat_elements(run, layout, stage), layout.dp if run.parallel.zero_stage else 1
-    low = 0 if run.precision.name == "fp32" else 2
-    kept, recomputed = kept_bytes(run, layout, stage)
-    live = in_flight * kept + recomputed
-    outside = sum(r.saved_bytes for place, r in stage_records(run, layout, stage) if place != "layer")
-    logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
-    logits = logits if stage == layout.pp - 1 else 0
-    copies = 3 if run.system.cache_packed_weights else 1
-    return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * FP32_BYTES,
-                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live + outside, logits=logits)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import accounting, batches, schedule
-from .accounting import Layout, Memory
+from .accounting import Layout
 from .comm.grid import Grid
 from .comm.local import DryComm
 from .config import RunConfig
+from .memory import Memory, stage_memory
 from .nn.model import Stage
 
 
@@ -37,7 +38,7 @@ def plan_stage(run: RunConfig, layout: Layout, stage: int, microbatches: int) ->
     instructions = schedule.one_f_one_b(stage, layout.pp, microbatches)
     in_flight = schedule.in_flight(instructions)
     return StagePlan(stage, accounting.stage_layers(run, stage), parameters, in_flight,
-                     accounting.stage_memory(run, layout, stage, in_flight), instructions)
+                     stage_memory(run, layout, stage, in_flight), instructions)
 
 
 def _alike(a: StagePlan, b: StagePlan) -> bool:

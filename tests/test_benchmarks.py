@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from benchmarks.__main__ import FAMILIES, main
 from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron import accounting, kernels
 from fugaku_megatron.comm.local import DryComm
-from tests.helpers import make_trainer, small_run
+from tests.helpers import OUR_LOG, make_trainer, small_run
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = {"op", "shape", "dtype", "target", "threads", "seconds", "gflops", "rival", "rival_seconds", "ratio", "peak_fraction",
@@ -294,6 +295,45 @@ def test_mallocs_are_measured_by_real_jobs(tmp_path):
     assert f"measured, {found['cpu']}, {found['clock_ghz']:.2f} GHz" in printed and found["repeat"] in printed
     assert "Sec/it | TFLOPs | Est. Aggr. PetaFLOPs | Notes" in " ".join(printed.split())
     assert (tmp_path / "alloc.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def two_logs(tmp_path):
+    """A run with stock glibc and the same with tcmalloc, twice as fast."""
+    stock = re.sub(r"tuned: .*? madvise", "stock", OUR_LOG)
+    stock = re.sub(r"(TFLOPs: \S+ \|)$", r"\1 minor faults: 12 | system time (s): 0.020 | clock (GHz): 4.30 |", stock, flags=re.M)
+    faster = re.sub(r"allocator glibc [^,]*, stock", "allocator tcmalloc (preloaded: /usr/lib/libtcmalloc.so.4)", stock)
+    faster = re.sub(r"iteration \(s\): ([\d.]+) ", lambda m: f"iteration (s): {float(m[1]) / 2:.2f} ", faster)
+    faster = re.sub(r"samples per second: ([\d.]+) ", lambda m: f"samples per second: {float(m[1]) * 2:.3f} ", faster)
+    for name, log in (("stock", stock), ("tcmalloc", faster)):
+        (tmp_path / name).write_text(log)
+    return tmp_path / "stock", tmp_path / "tcmalloc"
+
+
+def test_the_table_of_two_logs(two_logs, capsys):
+    main(["alloc", "--from-logs", *map(str, two_logs)])
+    title, header, _, stock, tcmalloc, *basis = capsys.readouterr().out.splitlines()
+    assert "Sequence Length=128" in title and "Sec/it" in header
+    assert "glibc" in stock and "stock" in stock and "12 minor faults, 0.02 s system time" in stock
+    assert "tcmalloc, 2.00 x glibc" in tcmalloc
+    assert all(any(str(path) in line for line in basis) for path in two_logs)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda text: text.replace('"num_layers": 4', '"num_layers": 2'), "stock has num_layers 4, .*tcmalloc 2: give logs"),
+    (lambda text: "\n".join(line for line in text.splitlines() if not line.startswith("run: ")), "tcmalloc: has no 'run:' line"),
+    (lambda text: text[: text.index("peak memory")], "tcmalloc: the run is not at its end"),
+    (lambda text: "", "tcmalloc: has no line of an iteration"),
+])
+def test_logs_that_cannot_be_compared(two_logs, change, message):
+    two_logs[1].write_text(change(two_logs[1].read_text()))
+    with pytest.raises(SystemExit, match=message):
+        main(["alloc", "--from-logs", *map(str, two_logs)])
+
+
+def test_one_log_is_not_compared(two_logs):
+    with pytest.raises(SystemExit, match="give two logs or more"):
+        main(["alloc", "--from-logs", str(two_logs[0])])
 
 
 @needs_mpi

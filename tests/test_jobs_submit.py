@@ -84,3 +84,8 @@ def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
     lines = said.read_text().splitlines()
     assert lines[0] == f"-g hp1 --step --sparam jnam=resume,sn=1 {file}"
     assert lines[2] == f"-g hp1 --step --sparam jid=4711,sn=3,sd=ec!=0:all:2 {file}"
+    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-x", "SAVE=/vol0004/a"]) == 0
+    assert said.read_text().splitlines()[3] == f"-g hp1 -x SAVE=/vol0004/a {file}"
+    capfd.readouterr()
+    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-L", "freq=2200"]) == 2
+    assert "since April 2025" in capfd.readouterr().err and len(said.read_text().splitlines()) == 4

@@ -374,6 +374,19 @@ def test_recompute_has_the_same_bits_and_keeps_no_intermediate():
     assert again[3] == S * B * H < plain[3]
 
 
+def test_mlp_for_backward_alone_has_the_same_gradients():
+    weights = [parameter(random(*shape, seed=3)) for shape in ((4 * H, H), (4 * H,), (H, 4 * H))]
+
+    def step(graph_only: bool) -> list[Tensor]:
+        for weight in weights:
+            weight.main_grad.zero_()
+        x = random(S, B, H).requires_grad_()
+        ops.mlp(x, *weights, graph_only).backward(random(S, B, H, seed=5))
+        return [x.grad, *(weight.main_grad.clone() for weight in weights)]
+
+    assert all(torch.equal(a, b) for a, b in zip(step(True), step(False)))
+
+
 def test_size_1_needs_no_communication():
     loss = torch_ops.vocab_parallel_cross_entropy(torch.zeros(S, B, 8), torch.zeros(S, B, dtype=torch.int64), DryComm(), 0)
     torch.testing.assert_close(loss, torch.full((S, B), math.log(8)))

@@ -16,7 +16,7 @@ from . import check as checks
 from . import job as jobs
 from . import limits, options, render, scripts
 
-USAGE = (f"usage: {options.PROGRAM} plan|render --nodes N --recipe R ... | check FILE | submit FILE     "
+USAGE = (f"usage: {options.PROGRAM} plan|render --nodes N --recipe R ... | check FILE | submit FILE [-- options of pjsub]     "
          f"({options.PROGRAM} plan --help)")
 
 
@@ -63,9 +63,10 @@ def _file_parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _problems(args: argparse.Namespace) -> int:
+def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
+    """How many mistakes, each printed. passed: options of pjsub, which replace directives."""
     check(Path(args.file).is_file(), f"{args.file} is no file: give a job script")
-    found = checks.problems(Path(args.file).read_text(), args.group, files=not args.no_files)
+    found = checks.problems(Path(args.file).read_text(), args.group, files=not args.no_files, options=passed)
     for problem in found:
         print(f"{args.file}:{problem.line}: {problem.text}", file=sys.stderr)
     return len(found)
@@ -81,25 +82,28 @@ def verify(argv: Sequence[str]) -> int:
 
 
 def submit(argv: Sequence[str]) -> int:
-    """Check, then hand over to pjsub."""
-    parser = _file_parser("submit")
+    """Check, then hand over to pjsub. What stands behind "--" goes to pjsub as it is: -- -x TCMALLOC=/path -L freq=2200"""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    parser, passed = _file_parser("submit"), words[end + 1:]
     parser.add_argument("--steps", type=int, help="a chain of this many step jobs, each after the one before it has ended well")
-    args = parser.parse_args(argv)
+    parser.epilog = "options of pjsub, behind --, replace the script's directives"
+    args = parser.parse_args(words[:end])
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: give a number above 0")
     check(bool(shutil.which("pjsub")), "pjsub is not on the PATH: submit on a login node of Fugaku, or try the job here with "
           "scripts/pjsub/local_pjsub")
-    if _problems(args):
+    if _problems(args, passed):
         return 2
-    group = ["-g", args.group] if args.group else []
+    given = [*(["-g", args.group] if args.group else []), *passed]
     if args.steps is None:
-        return subprocess.run(["pjsub", *group, args.file]).returncode
-    return _chain(group, args.file, args.steps)
+        return subprocess.run(["pjsub", *given, args.file]).returncode
+    return _chain(given, args.file, args.steps)
 
 
-def _chain(group: list[str], file: str, steps: int) -> int:
+def _chain(given: list[str], file: str, steps: int) -> int:
     """Step jobs: the next one starts when the one before has ended with 0, and the rest is dropped when it has not."""
     name = Path(file).stem
-    first = subprocess.run(["pjsub", *group, "--step", "--sparam", f"jnam={name},sn=1", file], capture_output=True, text=True)
+    first = subprocess.run(["pjsub", *given, "--step", "--sparam", f"jnam={name},sn=1", file], capture_output=True, text=True)
     sys.stdout.write(first.stdout)
     sys.stderr.write(first.stderr)
     job = re.search(r"Job (\d+)", first.stdout)
@@ -107,7 +111,7 @@ def _chain(group: list[str], file: str, steps: int) -> int:
         return first.returncode or 1
     for step in range(2, steps + 1):
         depends = f"jid={job[1]},sn={step},sd=ec!=0:all:{step - 1}"
-        code = subprocess.run(["pjsub", *group, "--step", "--sparam", depends, file]).returncode
+        code = subprocess.run(["pjsub", *given, "--step", "--sparam", depends, file]).returncode
         if code:
             return code
     return 0

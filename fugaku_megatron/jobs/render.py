@@ -114,17 +114,19 @@ train train --save "$SAVE" --load "$SAVE"
 train train --save "$SAVE" --load "$SAVE"
 ''',
     "tcmalloc": '''
-# The same iterations with three allocators. Compare the logs in $OUT with python -m fugaku_megatron.metrics
+# The same iterations with three allocators
 [ -n "$TCMALLOC" ] || { echo "give TCMALLOC=/path/to/libtcmalloc.so (pjsub -x TCMALLOC=...)" >&2; exit 2; }
 preload=$TCMALLOC
 TCMALLOC='' train stock --allocator stock
 TCMALLOC=$preload train tcmalloc --allocator stock
 TCMALLOC='' train tuned --allocator tuned
+echo "table: python -m benchmarks alloc --from-logs" "$OUT"/{stock,tcmalloc,tuned}/0/0/stdout.1.0
 ''',
     "frequency": '''
 # A job has one clock. For the others submit this file again, the options given replace the directives:
 @OTHERS@
 train "clock-$CPU_GHZ" --cpu-frequency "$CPU_GHZ"
+echo "table: python -m benchmarks alloc --from-logs, this job's $OUT/clock-$CPU_GHZ/0/0/stdout.1.0 and the others'"
 ''',
     "topology": '''
 # Sub-job 0: ranks in node order; 1: the rank map; 2 and 3: the map with one all-reduce algorithm for everything

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import accounting, schedule
+from .. import memory, schedule
 from ..accounting import Layout
 from ..arguments import parse
 from ..config import check
@@ -143,7 +143,7 @@ def memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     run = parse(["--mock-data", *flags(job)]).run
     layout = Layout.of(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
-    most = max(accounting.stage_memory(run, layout, stage, schedule.in_flight(schedule.one_f_one_b(stage, job.pp, batches))).total
+    most = max(memory.stage_memory(run, layout, stage, schedule.in_flight(schedule.one_f_one_b(stage, job.pp, batches))).total
                for stage in range(job.pp)) / 2**20
     room = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
     check(most <= room, f"{cluster.name}, {job.recipe}: {most:.0f} MiB per rank (model) are more than the {room:.0f} that "

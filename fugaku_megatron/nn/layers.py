@@ -153,11 +153,11 @@ class MLP(nn.Module):
                                                model.init_method_std)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", model.ffn_hidden_size, model.hidden_size, tp, output_std(model))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> (s, b, h), without the second bias."""
+    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        """x (s, b, h) -> (s, b, h), without the second bias. graph_only: see ops.mlp."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        partial = ops.mlp(copy_to_tensor_parallel(x, fc1.tp), fc1.weight, fc1.bias, fc2.weight)
-        return reduce_from_tensor_parallel(partial, fc2.tp)
+        partial = ops.mlp(copy_to_tensor_parallel(x, fc1.tp), fc1.weight, fc1.bias, fc2.weight, graph_only)
+        return partial if graph_only else reduce_from_tensor_parallel(partial, fc2.tp)
 
 
 def output_std(model: ModelConfig) -> float:
@@ -180,10 +180,11 @@ class TransformerLayer(nn.Module):
     def _place(self, site: str, first_sample: int) -> tuple[float, ops.MaskPlace]:
         return self.dropout if self.training else 0.0, hidden_place(self.seed, self.layer, site, first_sample)
 
-    def forward(self, x: Tensor, first_sample: int, recompute_attention: bool = False) -> Tensor:
-        """x (s, b, h) -> (s, b, h)."""
+    def forward(self, x: Tensor, first_sample: int, recompute_attention: bool = False, graph_only: bool = False) -> Tensor:
+        """x (s, b, h) -> (s, b, h). graph_only: for backward alone; the result's values may be anything."""
         attention, norm = self.self_attention, self.pre_mlp_layernorm
         x, normed = ops.bias_dropout_add_layer_norm(  # no name for what attention returns: it is freed before the MLP
             attention(self.input_layernorm(x), first_sample, recompute_attention), attention.linear_proj.bias, x,
             *self._place("residual_1", first_sample), norm.weight, norm.bias, norm.epsilon)
-        return ops.bias_dropout_add(self.mlp(normed), self.mlp.linear_fc2.bias, x, *self._place("residual_2", first_sample))
+        out = self.mlp(normed, graph_only)
+        return ops.bias_dropout_add(out, self.mlp.linear_fc2.bias, x, *self._place("residual_2", first_sample))

@@ -6,9 +6,11 @@ Legend: s sequence, b micro-batch, h hidden, v vocabulary of this rank. Test: py
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
-from .. import accounting
+from .. import accounting, memory
 from ..comm.autograd import copy_to_tensor_parallel
 from ..comm.grid import Groups
 from ..config import RunConfig
@@ -32,7 +34,7 @@ class Stage(nn.Module):
         self.recompute = run.training.recompute_granularity
         vocabulary = accounting.padded_vocab_size(model, tp.size)
         world = tp.size * pp.size * groups.dp.size
-        self.logits_rows = accounting.logits_rows(run, accounting.Layout(world, tp.size, pp.size, groups.dp.size))
+        self.logits_rows = memory.logits_rows(run, accounting.Layout(world, tp.size, pp.size, groups.dp.size))
         if self.is_first:
             self.word_embeddings = VocabParallelEmbedding(EMBEDDING, vocabulary, model.hidden_size, tp, model.init_method_std)
             self.position_embeddings = PositionEmbedding("embedding.position_embeddings", model.max_position_embeddings,
@@ -56,10 +58,11 @@ class Stage(nn.Module):
         p = self.run.model.hidden_dropout if self.training else 0.0
         return ops.dropout(x, p, hidden_place(self.seed, 0, "embedding", first_sample))
 
-    def run_layers(self, x: Tensor, first_sample: int, first: int, last: int) -> Tensor:
-        """Layers [first, last) of this stage. (s, b, h) -> (s, b, h)."""
+    def run_layers(self, x: Tensor, first_sample: int, first: int, last: int, graph_only: bool = False) -> Tensor:
+        """Layers [first, last) of this stage. (s, b, h) -> (s, b, h). graph_only: the last one's values may be anything."""
         for layer in self.layers[first:last]:
-            x = layer(x, first_sample, self.recompute == "selective" and self.training)
+            ends = graph_only and layer is self.layers[last - 1]
+            x = layer(x, first_sample, self.recompute == "selective" and self.training, ends)
         return x
 
     def decode(self, x: Tensor, first_sample: int) -> Tensor:
@@ -68,8 +71,9 @@ class Stage(nn.Module):
         if self.recompute != "full" or not self.training:
             return self.run_layers(x, first_sample, 0, count)
         training = self.run.training
+        again = partial(self.run_layers, graph_only=True)
         for group in accounting.recompute_groups(count, training.recompute_method, training.recompute_num_layers):
-            x = ops.recompute(self.run_layers, x, first_sample, group.start, group.stop)
+            x = ops.recompute(self.run_layers, x, first_sample, group.start, group.stop, again=again)
         done = accounting.recomputed_layers(count, training.recompute_method, training.recompute_num_layers)
         return self.run_layers(x, first_sample, done, count)
 

@@ -77,18 +77,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool) -> Tensor:
         rows = _rows(x)
         pre = x.new_empty(rows.shape[0], weight1.shape[0])  # (rows, f): argument of the GELU
-        inner, out = torch.empty_like(pre), x.new_empty(rows.shape[0], weight2.shape[0])
-        _forward(rows, weight1, inner, bias1, True, pre, chunk=_chunk(x))
-        _forward(inner, weight2, out, chunk=_chunk(x))
+        out = x.new_empty(rows.shape[0], weight2.shape[0])
+        if graph_only:
+            _forward(rows, weight1, pre, bias1, chunk=_chunk(x))
+        else:
+            inner = torch.empty_like(pre)
+            _forward(rows, weight1, inner, bias1, True, pre, chunk=_chunk(x))
+            _forward(inner, weight2, out, chunk=_chunk(x))
         ctx.save_for_backward(rows, pre)  # gelu(pre) is cheaper to compute again than to keep
         ctx.weights, ctx.shape = (weight1, bias1, weight2), x.shape
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         (rows, pre), (weight1, bias1, weight2), dy = ctx.saved_tensors, ctx.weights, _rows(dy)
         inner, chunk = torch.empty_like(pre), _chunk(dy)
         kernels.gelu(pre, None, inner)
@@ -98,11 +102,11 @@ class _MLP(torch.autograd.Function):
         kernels.linear_weight_gradient(inner, rows, weight1.main_grad, bias1.main_grad, chunk)
         dx = torch.empty_like(rows)
         _data_gradient(inner, weight1, dx, chunk=chunk)
-        return dx.view(ctx.shape), None, None, None
+        return dx.view(ctx.shape), None, None, None, None
 
 
-def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor) -> Tensor:
-    return _MLP.apply(x, weight1, bias1, weight2)
+def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool = False) -> Tensor:
+    return _MLP.apply(x, weight1, bias1, weight2, graph_only)
 
 
 class _LayerNorm(torch.autograd.Function):

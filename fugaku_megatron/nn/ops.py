@@ -66,9 +66,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _MODULES[_choice["gemm"]].linear(x, weight, bias)
 
 
-def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor) -> Tensor:
-    """gelu(x W1^T + bias1) W2^T, tanh approximation, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h)."""
-    return _MODULES[_choice["gemm"]].mlp(x, weight1, bias1, weight2)
+def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool = False) -> Tensor:
+    """gelu(x W1^T + bias1) W2^T, tanh approximation, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h).
+
+    graph_only: backward will follow and nobody reads the result, whose values may be anything then.
+    """
+    return _MODULES[_choice["gemm"]].mlp(x, weight1, bias1, weight2, graph_only)
 
 
 def attention(qkv: Tensor, head_size: int, p: float, mask: MaskPlace) -> Tensor:

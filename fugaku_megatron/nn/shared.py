@@ -67,8 +67,8 @@ def backward(y: Tensor, dy: Tensor | None) -> None:
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-        ctx.function, ctx.args = function, args
+    def forward(ctx: Any, function: Callable[..., Tensor], again: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        ctx.again, ctx.args = again, args
         ctx.save_for_backward(x)
         return function(x, *args)
 
@@ -76,17 +76,18 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
-            y = ctx.function(x, *ctx.args)
+            y = ctx.again(x, *ctx.args)
         y.data = y.new_empty(1)  # backward reads none of the result
         backward(y, dy)
-        return None, x.grad, *(None for _ in ctx.args)
+        return None, None, x.grad, *(None for _ in ctx.args)
 
 
-def recompute(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+def recompute(function: Callable[..., Tensor], x: Tensor, *args: Any, again: Callable[..., Tensor] | None = None) -> Tensor:
     """function(x, *args), whose intermediate tensors are dropped and computed again in backward.
 
+    again: what backward calls instead, to leave out what only the result's values need; the same graph comes of it.
     Dropout masks are functions of their place, so there is no random state to restore and the second run has the same bits.
     torch.utils.checkpoint does the same and more, but its first call loads torch's compiler, 70 MiB a rank.
     """
     assert x.requires_grad or not torch.is_grad_enabled(), "autograd would drop the function's gradients"
-    return _Recompute.apply(function, x, *args)
+    return _Recompute.apply(function, again or function, x, *args)

@@ -170,8 +170,8 @@ def add_position(x: Tensor, weight: Tensor) -> Tensor:
     return _AddPosition.apply(x, weight)
 
 
-def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor) -> Tensor:
-    """gelu(x W1^T + bias1) W2^T, without the second bias. x (s, b, h) -> (s, b, h)."""
+def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool = False) -> Tensor:
+    """gelu(x W1^T + bias1) W2^T, without the second bias. x (s, b, h) -> (s, b, h). Always with its values."""
     return linear(gelu(linear(x, weight1, bias1)), weight2)
 
 

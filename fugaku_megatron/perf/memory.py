@@ -1,6 +1,6 @@
 """Memory of one rank at the peak of a step, for each style of software.
 
-This project's kernels keep what accounting counts (`accounting.stage_memory`). Eager PyTorch and Megatron on CUDA keep more: per
+This project's kernels keep what `fugaku_megatron.memory` counts. Eager PyTorch and Megatron on CUDA keep more: per
 layer, in elements of (s, b, h), 6 (two layer norms' inputs and outputs, two dropout masks), 12/t (qkv, context, two of width 4h)
 and 3 tensors of scores (softmax, its dropout's mask and output); with 2 bytes and byte masks this is equation 2 of Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models" (2022), sbh (10 + 24/t + 5 a s / (h t)). With full recompute a
@@ -15,6 +15,7 @@ from functools import lru_cache
 from .. import accounting
 from ..accounting import Layout
 from ..config import RunConfig
+from ..memory import stage_memory
 from .machine import MIB, Machine
 from .parameters import MemoryParameters
 from .software import Software
@@ -66,7 +67,7 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
     fixed += 0.0 if code.page_faults == "none" else parameters.glibc_mib
     if code.style == "native":
         held = min(layout.pp - stage, microbatches)
-        return fixed + accounting.stage_memory(run, layout, stage, held).total / MIB
+        return fixed + stage_memory(run, layout, stage, held).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
     sharded = parameters.sharded_bytes / (layout.dp if run.parallel.zero_stage else 1)
     bytes = count * (parameters.state_bytes + sharded)

@@ -108,8 +108,8 @@ def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tu
     layers = len(accounting.stage_layers(run, stage))
     forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
     if training.recompute_granularity == "full":
-        again = accounting.recomputed_layers(layers, training.recompute_method, training.recompute_num_layers)
-        backward.append((phases["layer_forward"], again))
+        groups = accounting.recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+        backward.append((work.layers_again(run, layout.tp, groups, code), 1))
     elif training.recompute_granularity == "selective":
         backward.append((work.attention_again(run, layout.tp, code), layers))
     for place, here in (("embedding", stage == 0), ("head", stage == layout.pp - 1)):

@@ -2,7 +2,7 @@
 
 A style counts, per layer and micro-batch, how often element-wise operators move and allocate each kind of tensor:
 hidden (s, b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t).
-logits_in_chunks: of rows, as accounting.logits_rows says.
+logits_in_chunks: of rows, as memory.logits_rows says. recompute_ends_early: see accounting.recomputed_records.
 computes_in: fp32 where 16-bit operands are widened, null where products run in the run's own precision.
 Test: pytest tests/test_perf_software.py
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from .. import accounting
+from .. import accounting, memory
 from ..accounting import Collective, Layout, Record
 from ..config import RunConfig
 from .software import Software
@@ -72,7 +72,7 @@ def _chunks(run: RunConfig, tp: int) -> int:
     """Into how many parts this project's head cuts a micro-batch's rows."""
     pp = run.parallel.pipeline_model_parallel_size
     rows = run.model.seq_length * run.batch.micro_batch_size
-    return -(-rows // accounting.logits_rows(run, Layout(tp * pp, tp, pp, 1)))
+    return -(-rows // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1)))
 
 
 def _forward(record: Record, chunks: int) -> Work:
@@ -110,6 +110,16 @@ def phases(run: RunConfig, tp: int, software: Software) -> dict[str, Work]:
             name = f"{place}_{phase}"
             work[name] = sum((of(record, chunks) for record in records), _elementwise(software, name, sizes))
     return work
+
+
+def layers_again(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
+    """What full recompute repeats of a stage's layers."""
+    whole = phases(run, tp, software)["layer_forward"]
+    if not software.counts["recompute_ends_early"]:
+        return repeat(whole, sum(map(len, groups)))
+    records = accounting.recomputed_records(run, tp, last=True)
+    last = sum((_forward(record, 1) for record in records), _elementwise(software, "layer_forward", tensors(run, tp)))
+    return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
 
 
 def attention_again(run: RunConfig, tp: int, software: Software) -> Work:

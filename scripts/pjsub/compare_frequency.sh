@@ -127,3 +127,4 @@ launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 #   boost-eco-2.2: pjsub -g GROUP -L "freq=2200,eco_state=2,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0" -x CPU_GHZ=2.2 FILE
 #   eco-2.0: pjsub -g GROUP -L "freq=2000,eco_state=2,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0" -x CPU_GHZ=2.0 FILE
 train "clock-$CPU_GHZ" --cpu-frequency "$CPU_GHZ"
+echo "table: python -m benchmarks alloc --from-logs, this job's $OUT/clock-$CPU_GHZ/0/0/stdout.1.0 and the others'"

@@ -122,9 +122,10 @@ share_archive
 trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 
-# The same iterations with three allocators. Compare the logs in $OUT with python -m fugaku_megatron.metrics
+# The same iterations with three allocators
 [ -n "$TCMALLOC" ] || { echo "give TCMALLOC=/path/to/libtcmalloc.so (pjsub -x TCMALLOC=...)" >&2; exit 2; }
 preload=$TCMALLOC
 TCMALLOC='' train stock --allocator stock
 TCMALLOC=$preload train tcmalloc --allocator stock
 TCMALLOC='' train tuned --allocator tuned
+echo "table: python -m benchmarks alloc --from-logs" "$OUT"/{stock,tcmalloc,tuned}/0/0/stdout.1.0

@@ -8,10 +8,10 @@
 #PJM -S
 #
 # Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
-# 6144 nodes as 16x24x16 torus x 2 ranks = DP 48 x TP 8 x PP 32; each tensor-parallel group 4 nodes inside a 2x3x2 unit
-# micro-batch 1, global batch 1536: 32 micro-batches; recompute none, ZeRO 1
-# model: 61.57 s per iteration (9 of 10 runs: 44.31 to 85.56), 1.561 TFLOPs per node, bubble 56.7%, 11580 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1631:35:50 (model), 68 jobs in a row; each
+# 6144 nodes as 16x24x16 torus x 2 ranks = DP 256 x TP 8 x PP 6; each tensor-parallel group 4 nodes inside a 2x3x2 unit
+# micro-batch 1, global batch 1536: 6 micro-batches; recompute block 4, ZeRO 1
+# model: 58.78 s per iteration (9 of 10 runs: 42.3 to 81.68), 1.907 TFLOPs per node, bubble 46.6%, 14391 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1557:41:37 (model), 65 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
@@ -19,8 +19,11 @@ RANKS_PER_NODE=2
 FLAGS=(
     --recipe 30b
     --tensor-model-parallel-size 8
-    --pipeline-model-parallel-size 32
+    --pipeline-model-parallel-size 6
     --zero-stage 1
+    --recompute-granularity full
+    --recompute-method block
+    --recompute-num-layers 4
     --micro-batch-size 1
     --global-batch-size 1536
     --cpu-frequency 2.0
@@ -121,6 +124,6 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 16x24x16 "$RANKS_PER_NODE" 8 32) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 16x24x16 "$RANKS_PER_NODE" 8 6) > "$MAP"
 
 train train --save "$SAVE" --load "$SAVE"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import preloads
 from fugaku_megatron.jobs import shims
 from tests.mpi import launch
 
@@ -60,6 +61,48 @@ def test_a_chain_through_the_elapse_limit_has_the_losses_of_one_run(local, tmp_p
     assert whole.returncode == 0, whole.stderr
     assert losses(tmp_path / "checkpoints" / "gpt_124m_chain") == losses(tmp_path / "whole")
     assert "EXIT CODE               : 0" in (tmp_path / "gpt_124m_chain.1_2.stats").read_text()
+
+
+def logs(tmp_path: Path) -> list[str]:
+    """Rank 0's training logs, in the order of their jobs."""
+    return sorted(str(path) for path in (tmp_path / "output").glob("*/*/0/0/stdout.1.0") if path.parts[-4] != "stage")
+
+
+def table(*words: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-m", *words], cwd=launch.TESTS.parent, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("|")]
+
+
+def test_a_job_trains_to_a_checkpoint_and_a_row(local, tmp_path):
+    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 6 --log-interval 1", str(SCRIPTS / "run_124m.sh"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoints" / "gpt_124m" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+    header, _, row = table("fugaku_megatron.metrics", *logs(tmp_path))
+    assert "Sec/it" in header and row.split("|")[1].strip() == "2"
+
+
+def test_allocators_end_in_the_published_table(local, tmp_path):
+    library = preloads.find("tcmalloc")
+    if library is None:
+        pytest.skip(preloads.missing("tcmalloc"))
+    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 5 --log-interval 1", "-x", f"TCMALLOC={library}",
+                 str(SCRIPTS / "compare_tcmalloc.sh"))
+    assert done.returncode == 0, done.stderr
+    said = next(line for line in (tmp_path / "compare_tcmalloc.1.out").read_text().splitlines() if line.startswith("table: "))
+    _, _, *rows = table(*shlex.split(said.partition("python -m ")[2]))
+    assert ["stock" in rows[0], "tcmalloc, " in rows[1], "tuned" in rows[2]] == [True] * 3
+
+
+def test_clocks_end_in_the_published_table(local, tmp_path):
+    script = str(SCRIPTS / "compare_frequency.sh")
+    other = next(line for line in Path(script).read_text().splitlines() if "boost-eco-2.2: pjsub" in line)
+    given = shlex.split(other.partition("-g GROUP ")[2])[:-1]
+    for words in ((), given):
+        done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 5 --log-interval 1", *words, script)
+        assert done.returncode == 0, done.stderr
+    _, _, *rows = table("benchmarks", "alloc", "--from-logs", *logs(tmp_path))
+    assert len(rows) == 2 and all("GHz" in row for row in rows)
 
 
 def test_the_script_is_checked(local):

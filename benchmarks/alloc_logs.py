@@ -1,0 +1,61 @@
+"""`benchmarks alloc --from-logs A B ...`: the published table from logs of one run with several mallocs, the first the reference.
+
+Left out: reading a log (fugaku_megatron/run_log.py). Test: pytest tests/test_benchmarks.py
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fugaku_megatron import accounting
+from fugaku_megatron.config import check
+from fugaku_megatron.log_table import row_of, size_name
+from fugaku_megatron.perf.table_text import pipes
+from fugaku_megatron.run_log import LogSummary, read_log
+
+from . import jobs, published
+
+MAY_DIFFER = ("cpu_frequency",)
+
+
+def read(paths: Sequence[Path]) -> list[LogSummary]:
+    """The logs. ValueError for one that cannot be read, or of another run than the first."""
+    check(len(paths) > 1, f"--from-logs {paths[0]}: give two logs or more, the first is what the others are compared with")
+    logs = [read_log(path) for path in paths]
+    first = _run(logs[0])
+    for log in logs:
+        check(log.job.run is not None, f"--from-logs {log.path}: has no 'run:' line; for logs of other programs use "
+              "python -m fugaku_megatron.metrics with their flags")
+        check(log.finished, f"--from-logs {log.path}: the run is not at its end, or was killed; wait for it or give another")
+        for name in sorted(first.keys() | _run(log).keys()):
+            wanted, found = first.get(name), _run(log).get(name)
+            check(found == wanted, f"--from-logs: {logs[0].path} has {name} {wanted}, {log.path} {found}: give logs of one run")
+    return logs
+
+
+def _run(log: LogSummary) -> dict[str, Any]:
+    known = {name: value for name, value in log.job.given.items() if name not in MAY_DIFFER}
+    return {**known, "nodes": log.job.nodes, "ranks": log.job.ranks}
+
+
+def text(logs: Sequence[LogSummary]) -> str:
+    """The table with its title; in the notes the allocator and what it costs, and beneath it where the rows are from."""
+    run = logs[0].job.run
+    title = published.title(size_name(accounting.parameters(run)), run.model.seq_length,
+                            run.training.recompute_granularity == "full", f"{run.precision.name}, measured")
+    rows = [row_of(log, _notes(logs[0], log)).cells() for log in logs]
+    basis = [f"{log.path}: medians over {len(log.counted)} iterations; {log.machine}" for log in logs]
+    return "\n".join([f"### {title}", *pipes([published.header(), *rows]), "", *basis])
+
+
+def _notes(first: LogSummary, log: LogSummary) -> str:
+    parts = [jobs.allocator(log.machine)]
+    if log is not first:
+        parts.append(f"{first.seconds / log.seconds:.2f} x {jobs.allocator(first.machine)}")
+    for name, form, unit in (("minor_faults", ".0f", "minor faults"), ("system_seconds", ".2f", "s system time")):
+        if known := [value for i in log.counted if (value := getattr(i, name)) is not None]:
+            parts.append(f"{statistics.median(known):{form}} {unit}")
+    return ", ".join(parts)

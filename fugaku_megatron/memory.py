@@ -1,0 +1,84 @@
+"""What one rank holds at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
+
+Left out: what an operation keeps (`accounting`), other software and the MPI's buffers (`perf.memory`).
+Legend: s sequence, b micro-batch, v vocabulary of a rank. Test: pytest tests/test_memory.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .accounting import (
+    FP32_BYTES,
+    Layout,
+    activation_bytes,
+    flat_elements,
+    layer_records,
+    padded_vocab_size,
+    recompute_groups,
+    softmax_bytes,
+    stage_layers,
+    stage_records,
+)
+from .config import RunConfig
+
+LOGITS_LEAST_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
+LOGITS_MOST_ROWS = 1024  # more rows are no faster
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds at the peak of a step, by use."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def layer_saved_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes that one layer keeps from forward to backward, whole layers not being recomputed."""
+    spared = softmax_bytes(run, tp) if run.training.recompute_granularity == "selective" else 0
+    return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
+
+
+def kept_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
+    """What a stage's layers keep of one micro-batch from forward to backward, and what backward holds beside it for recompute."""
+    per_layer, layers, training = layer_saved_bytes(run, layout.tp), len(stage_layers(run, stage)), run.training
+    if training.recompute_granularity != "full":
+        return layers * per_layer, 0
+    groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+    plain = layers - sum(map(len, groups))
+    return len(groups) * activation_bytes(run) + plain * per_layer, max(map(len, groups)) * per_layer
+
+
+def logits_rows(run: RunConfig, layout: Layout) -> int:
+    """Rows of logits that the head computes at once: equal chunks, as few as the memory for them allows.
+
+    A chunk pays once for packing the whole weight, so more memory is more speed, up to LOGITS_MOST_ROWS; it may have a quarter of
+    what the layers keep.
+    """
+    vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
+    rows = run.model.seq_length * run.batch.micro_batch_size
+    budget = max(LOGITS_LEAST_BYTES, kept_bytes(run, layout, layout.pp - 1)[0] // LOGITS_SHARE)
+    chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MOST_ROWS))
+    return -(-rows // chunks)
+
+
+def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> Memory:
+    """Memory of one rank of `stage` with `in_flight` micro-batches between forward and backward."""
+    elements, shards = flat_elements(run, layout, stage), layout.dp if run.parallel.zero_stage else 1
+    low = 0 if run.precision.name == "fp32" else 2
+    kept, recomputed = kept_bytes(run, layout, stage)
+    live = in_flight * kept + recomputed
+    outside = sum(r.saved_bytes for place, r in stage_records(run, layout, stage) if place != "layer")
+    logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
+    logits = logits if stage == layout.pp - 1 else 0
+    copies = 3 if run.system.cache_packed_weights else 1
+    return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * FP32_BYTES,
+                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live + outside, logits=logits)

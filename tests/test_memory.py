@@ -1,0 +1,49 @@
+"""What a rank holds against what autograd keeps, and how many rows of logits are held at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fugaku_megatron import accounting, memory
+from fugaku_megatron.accounting import Layout
+from fugaku_megatron.arguments import make_run
+from fugaku_megatron.comm.local import DryComm
+from tests.helpers import make_trainer, small_run
+
+
+@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"bf16": True},
+                                     {"recompute_granularity": "selective"}, {"recompute_granularity": "full"}])
+def test_saved_bytes_are_those_that_autograd_keeps(changes):
+    run = small_run(**changes)
+    layout, trainer = Layout.of(run, 1), make_trainer(DryComm(), run)
+    tokens = torch.zeros(run.model.seq_length, run.batch.micro_batch_size, dtype=torch.int64)
+    weights, saved = trainer.optimizer.flat.values.untyped_storage().data_ptr(), {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != weights and tensor.dtype != torch.int64:
+            saved[storage.data_ptr()] = storage  # holding it keeps its address from being used again
+        return tensor
+
+    trainer.stage.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = trainer.stage(tokens, tokens, 0)
+    found = sum(storage.nbytes() for storage in saved.values())
+    layers = run.model.num_layers
+    per_layer = memory.layer_saved_bytes(run, 1)
+    if run.training.recompute_granularity == "full":
+        per_layer = accounting.activation_bytes(run)
+    outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, layout, 0) if place != "layer")
+    assert loss.requires_grad and found == pytest.approx(layers * per_layer + outside, rel=0.02)
+
+
+@pytest.mark.parametrize(("changes", "rows"), [
+    ({"micro_batch_size": 1}, 512),  # a quarter of what the layers keep holds half of the logits
+    ({"micro_batch_size": 4}, 1024),  # the most
+    ({"micro_batch_size": 1, "recompute_granularity": "full"}, 171),  # the least memory, in equal chunks
+    ({"micro_batch_size": 1, "tensor_model_parallel_size": 4}, 1024),
+])
+def test_rows_of_logits(changes, rows):
+    run = make_run("124m", {"vocab_size": 50257, **changes})
+    assert memory.logits_rows(run, Layout.of(run, run.parallel.tensor_model_parallel_size)) == rows
