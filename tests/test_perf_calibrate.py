@@ -18,6 +18,11 @@ def test_the_curve_that_made_the_points_is_found():
     assert maximum == pytest.approx(0.9, rel=0.02) and half == pytest.approx(60, rel=0.05)
 
 
+def test_one_disturbed_size_does_not_bend_the_curve():
+    points = [(n, 95.0 / (1 + 80 / n)) for n in (128, 256, 1024, 2048)]
+    assert calibrate.fit_curve([*points, (512, 40.0)], 100.0) == pytest.approx((0.95, 80), rel=0.03)
+
+
 def described(tmp_path, between: Messages | None) -> machine.Machine:
     rank = Compute(threads=2, clock_ghz=3.0, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)),
                    attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)), elementwise_gbs=15.0, call_us=7.0, iteration_s=0.01,

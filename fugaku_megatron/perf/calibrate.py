@@ -127,14 +127,16 @@ def measure_team(world: Comm, threads: int) -> Points:
 
 
 def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
-    """(maximum, half) of share = maximum / (1 + half / n): least squares of relative errors over a grid of halves."""
+    """(maximum, half) of share = maximum / (1 + half / n), the least sum of relative errors over a grid of halves.
+
+    Errors are not squared: a size that another process disturbed would bend the whole curve.
+    """
     best = (math.inf, 0.0, 0.0)
     for step in range(0, 201):
         half = 2000.0 ** (step / 200)
-        shapes = [(gflops / peak_gflops, 1 / (1 + half / n)) for n, gflops in points]
-        maximum = sum(shape / share for share, shape in shapes) / sum((shape / share) ** 2 for share, shape in shapes)
-        error = sum((maximum * shape / share - 1) ** 2 for share, shape in shapes)
-        best = min(best, (error, maximum, half))
+        ratios = [peak_gflops / gflops / (1 + half / n) for n, gflops in points]
+        for ratio in ratios:  # the best maximum meets one of the points
+            best = min(best, (sum(abs(other / ratio - 1) for other in ratios), 1 / ratio, half))
     return min(best[1], 1.0), best[2]
 
 
