@@ -92,8 +92,9 @@ if [ -n "$DATA" ]; then
     cp "$VOCAB" "$TREE/data/vocab.json"
     cp "$MERGES" "$TREE/data/merges.txt"
 fi
+cd "$TREE"  # from elsewhere -c would find another fugaku_megatron first
 PYTHONHOME=$TREE PYTHONPATH=$TREE/app:$TREE/site PYTHONDONTWRITEBYTECODE=1 LD_LIBRARY_PATH=$TREE/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
-    "$TREE/bin/python3" -c 'import torch, numpy, regex, psutil; from fugaku_megatron import kernels; print("  kernels:", kernels.active())'
+    bin/python3 -c 'import torch, numpy, regex, psutil; from fugaku_megatron import kernels; print("  kernels:", kernels.active())'
 tar -cf "$OUTPUT.part" -C "$TREE" .
 mv "$OUTPUT.part" "$OUTPUT"
 echo "wrote $OUTPUT ($(du -h "$OUTPUT" | cut -f1)); put it where the job's ARCHIVE points"

@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,8 @@ from fugaku_megatron.perf.comparison import Comparison, compare
 from fugaku_megatron.perf.rows import load
 from fugaku_megatron.perf.table_plot import draw
 from fugaku_megatron.perf.table_text import text
+
+TABLES = Path(__file__).resolve().parents[1] / "docs" / "tables.md"
 
 
 def slow(row):
@@ -33,6 +36,11 @@ def printed_lines(output: str) -> list[list[str]]:
     """The cells of every table line, without headers and rules."""
     rows = [cells(line) for line in output.splitlines() if line.startswith("|")]
     return [r for previous, r in zip([[]] + rows, rows) if not r[0].endswith("-:") and r[-1] != "remarks"]
+
+
+def test_the_committed_tables_are_what_is_printed():
+    done = call("tables", "--markdown")
+    assert TABLES.read_text().endswith(done.stdout), f"python -m fugaku_megatron.perf tables --markdown writes {TABLES.name} again"
 
 
 @pytest.mark.parametrize("predict", [None, slow])
