@@ -73,7 +73,7 @@ cp -R "$("$WORK/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path(
 for name in mpiexec mpiexec.hydra hydra_pmi_proxy; do
     if [ -f "$WORK/venv/bin/$name" ]; then cp -L "$WORK/venv/bin/$name" "$TREE/bin/"; fi
 done
-if [ "$MPI" = mpich ]; then cp -RL "$WORK"/venv/lib/libmpi* "$TREE/lib/"; fi
+if [ "$MPI" = mpich ]; then cp -RL "$WORK"/venv/lib/{libmpi*,mpich} "$TREE/lib/"; fi  # the library and what it brings along
 
 echo "4/5 libraries that are not the system's"
 { find "$TREE" \( -name '*.so*' -o -path "$TREE/bin/*" \) -type f -exec ldd {} + 2>/dev/null || true; } |  # ldd fails on scripts
@@ -94,7 +94,9 @@ if [ -n "$DATA" ]; then
 fi
 cd "$TREE"  # from elsewhere -c would find another fugaku_megatron first
 PYTHONHOME=$TREE PYTHONPATH=$TREE/app:$TREE/site PYTHONDONTWRITEBYTECODE=1 LD_LIBRARY_PATH=$TREE/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
-    bin/python3 -c 'import torch, numpy, regex, psutil; from fugaku_megatron import kernels; print("  kernels:", kernels.active())'
+    bin/python3 -c 'import mpi4py, torch, numpy, regex, psutil; from fugaku_megatron import kernels; print("  kernels:", kernels.active())
+mpi4py.rc.initialize = False
+from mpi4py import MPI; print("  MPI:", MPI.Get_library_version().splitlines()[0].split(",")[0].rstrip("\0"))'
 tar -cf "$OUTPUT.part" -C "$TREE" .
 mv "$OUTPUT.part" "$OUTPUT"
 echo "wrote $OUTPUT ($(du -h "$OUTPUT" | cut -f1)); put it where the job's ARCHIVE points"

@@ -150,9 +150,12 @@ def _power(asked: Asked) -> Iterator[Problem]:
         return
     if "--cpu-frequency" in given.flags:
         clock = given.flags[given.flags.index("--cpu-frequency") + 1]
-        if clock != f"{mode.ghz:.1f}":
+        wanted, variable = f"{mode.ghz:.1f}", given.get("-x", "CPU_GHZ")
+        if variable and variable.text != wanted:
+            yield Problem(variable.line, f"-x CPU_GHZ={variable.text}, but freq={mode.freq}: give -x CPU_GHZ={wanted}")
+        elif variable is None and clock != wanted:
             yield Problem(given.flag_lines["--cpu-frequency"], f"--cpu-frequency {clock}, but freq={mode.freq}: write "
-                          f"--cpu-frequency {mode.ghz:.1f}")
+                          f"--cpu-frequency {wanted}" + (f", or give -x CPU_GHZ={wanted}" if "CPU_GHZ" in given.variables else ""))
 
 
 def _money(asked: Asked) -> Iterator[Problem]:
