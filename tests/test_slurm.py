@@ -5,6 +5,7 @@ Run: pytest tests/test_slurm.py   (the cluster needs root and `apt-get install -
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -59,6 +60,17 @@ def test_a_recipe_that_cannot_run_is_refused():
         slurm.render(cluster, replace(job, tp=5))
 
 
+def two_ports() -> int:
+    """A free port whose next one is free too: slurmctld's and slurmd's."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("", port + 1))
+                return port
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A Slurm of this machine; yields a function that runs a command in it."""
@@ -69,9 +81,7 @@ def cluster(tmp_path_factory):
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons need root")
     folder = tmp_path_factory.mktemp("slurm")
-    with socket.socket() as free:  # the cluster takes this port and the next
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = two_ports()
     environment = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf"), "SLURM_TEST_PORT": str(port)}
 
     def run(*command: str) -> str:
@@ -140,5 +150,6 @@ def test_a_job_near_its_limit_saves_is_queued_again_and_resumes(cluster, launche
             cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
         return f"resumed from {tmp_path}/save at iteration {left}" in log.read_text()
 
+    time.sleep(5)  # started in the second in which the first run's credential was revoked, the job would be killed as forged
     wait(resumed, log)
     cluster("scancel", job)

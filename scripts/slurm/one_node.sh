@@ -48,11 +48,11 @@ start() {
         --log-file="$DIR/munged.log" --seed-file="$DIR/munge.seed" --num-threads=1
     slurmctld -c
     slurmd
-    for _ in $(seq 100); do
+    for _ in $(seq 300); do
         [ "$(sinfo -h -o %T 2>/dev/null)" = idle ] && return
         sleep 0.2
     done
-    echo "one_node.sh: the node is not idle after 20 s: see $DIR/slurmctld.log and $DIR/slurmd.log" >&2
+    echo "one_node.sh: the node is not idle after a minute: see $DIR/slurmctld.log and $DIR/slurmd.log" >&2
     return 1
 }
 
