@@ -11,7 +11,7 @@ TRAIN_RANKS ?= 2
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench clean
+.PHONY: help setup train test lint bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make lint    ruff"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
+	@echo "make rendered  set up, then write again what the performance model decides: job scripts, docs/tables.md"
 	@echo "make test-arm     kernels and training on an emulated A64FX (Debian 12 with apt and root; part of make test where possible)"
 	@echo "make arm-codegen  gate on the machine code of the hot loops for A64FX; prints modelled cycles"
 	@echo "make driver | arm-driver   a static program that runs one kernel, for this machine or for A64FX"
@@ -82,6 +83,14 @@ bench: setup
 	$(BIN)/python -m benchmarks attention --json bench/attention.json
 	$(BIN)/python -m benchmarks rowwise --micro-batch-size 4 --json bench/rowwise.json
 	$(BIN)/python -m benchmarks step --micro-batch-size 4 --json bench/step.json
+
+# Everything committed that the performance model decides; tests compare it.
+rendered: setup
+	$(BIN)/python scripts/submit.py render --all scripts/pjsub
+	$(BIN)/python -m fugaku_megatron.jobs.slurm scripts/slurm
+	sed -i '/^---$$/q' docs/tables.md
+	echo >> docs/tables.md
+	$(BIN)/python -m fugaku_megatron.perf tables --markdown >> docs/tables.md
 
 clean:
 	rm -rf $(VENV) build fugaku_megatron/_kernels*.so

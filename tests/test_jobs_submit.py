@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "pjsub"
 @pytest.mark.parametrize("name", scripts.SCRIPTS)
 def test_the_committed_script_is_the_rendered_one(name):
     text = scripts.text(name)
-    assert (FOLDER / name).read_text() == text, "run python scripts/submit.py render --all scripts/pjsub"
+    assert (FOLDER / name).read_text() == text, "make rendered writes it again"
     assert os.access(FOLDER / name, os.X_OK)
     assert check.problems(text, group="hp000000", files=False) == []
 

@@ -40,7 +40,7 @@ def printed_lines(output: str) -> list[list[str]]:
 
 def test_the_committed_tables_are_what_is_printed():
     done = call("tables", "--markdown")
-    assert TABLES.read_text().endswith(done.stdout), f"python -m fugaku_megatron.perf tables --markdown writes {TABLES.name} again"
+    assert TABLES.read_text().endswith(done.stdout), "make rendered writes it again"
 
 
 @pytest.mark.parametrize("predict", [None, slow])

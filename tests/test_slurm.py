@@ -32,7 +32,7 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_committed_script_is_what_is_rendered(name):
-    assert (FOLDER / name).read_text() == SCRIPTS[name], "python -m fugaku_megatron.jobs.slurm scripts/slurm writes it again"
+    assert (FOLDER / name).read_text() == SCRIPTS[name], "make rendered writes it again"
 
 
 def test_there_are_no_other_scripts():
