@@ -195,7 +195,7 @@ def configure_process(run: RunConfig, world: Comm) -> str:
     return runtime.machine_summary(describe(world), len(mask), len(here), place.threads, bool(place.cpus), memory, ghz)
 
 
-def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> list[str]:
+def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None = None) -> list[str]:
     """Set the kernels of every operation, the same on all ranks; returns the log's lines. Collective.
 
     A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
@@ -253,26 +253,28 @@ def start(arguments: Arguments, world: Comm) -> Session:
     machine = configure_process(run, world)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
     train, valid = build_data(run, groups, layout)
+    found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
+    # Timing kernels takes memory of its own, so it comes before the model.
+    chosen = [] if found else choose_kernels(run, layout, world)
     profiler = Profiler() if output.profile and world.rank in output.profile_ranks else None
     if profiler:
         trainer = Trainer(run, world, profiler.groups(groups), train, valid, watch=profiler.watch)
     else:
         trainer = Trainer(run, world, groups, train, valid)
     lines = announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node()))))
-    saved = None
-    found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
     if found:
-        saved = trainer.load(output.load, output.ckpt_step)["kernels"]
+        chosen = choose_kernels(run, layout, world, trainer.load(output.load, output.ckpt_step)["kernels"])
         lines.append(f"resumed from {output.load} at iteration {trainer.progress.iteration}")
     elif output.load:
         lines.append(f"no checkpoint in --load {output.load}: starting anew")
-    lines += choose_kernels(run, layout, world, saved) + choose_products(run)
+    lines += chosen + choose_products(run)
     iterations, _ = batches.length(run.training, trainer.ramp)
     writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=trainer.progress.iteration,
                            tensorboard_dir=output.tensorboard_dir,
                            history_path=Path(output.save) / HISTORY if output.save else None)
     for line in lines:
         writer.print(line)
+    allocator.trim()
     return Session(trainer, writer, iterations, any(world.all_gather_object(valid is not None)), profiler)
 
 

@@ -28,10 +28,13 @@ struct Range {
   size_t touched() const { return static_cast<size_t>(top - begin); }
 
   char* take(size_t bytes) {
+    auto best = free.end();
     for (auto block = free.begin(); block != free.end(); ++block) {
-      const auto [address, size] = *block;
-      if (size < bytes) continue;
-      free.erase(block);
+      if (block->second >= bytes && (best == free.end() || block->second < best->second)) best = block;
+    }
+    if (best != free.end()) {
+      const auto [address, size] = *best;
+      free.erase(best);
       if (size > bytes) free[address + bytes] = size - bytes;
       return address;
     }
@@ -139,6 +142,8 @@ void release(void* block) {
   arena.used.erase(found);
   arena.stats.in_use -= freed.size;
   freed.range->give_back(freed.address, freed.size);
+  // A buffer is only released to grow, elsewhere: hardly anything fits where it was, so its pages go.
+  if (freed.range == &arena.buffers) madvise(freed.address, freed.size, MADV_DONTNEED);
 }
 
 Stats stats() {

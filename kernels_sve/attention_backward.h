@@ -12,8 +12,6 @@
 
 namespace fm::FM_TARGET {
 
-constexpr int64_t DQUERY_PARTIALS = 6;  // one head keeps four threads busy, two heads twelve
-
 template <class P, bool DROPOUT, class T>
 static void backward_task(const AttentionShape& shape, const AttentionArgs& a, const BackwardHead<P>& head,
                           const T* qkv, T* dqkv, int64_t index, int64_t group, int64_t groups) {
@@ -50,7 +48,7 @@ static void reduce_dquery(const AttentionShape& shape, const BackwardHead<P>& he
                           int64_t groups) {
   const int64_t whole = shape.s_padded * shape.d_padded, matrix = LANES * shape.d_padded;
   const int64_t partials = least(groups, first / BLOCK + 1);
-  float* sum = static_cast<float*>(scratch(1, matrix * sizeof(float)));
+  float* sum = static_cast<float*>(scratch(0, matrix * sizeof(float)));
   for (int64_t i = 0; i < matrix; i += VL) {
     vf total = load_aligned(head.dquery + first * shape.d_padded + i);
     for (int64_t g = 1; g < partials; ++g) total += load_aligned(head.dquery + g * whole + first * shape.d_padded + i);
@@ -102,10 +100,9 @@ static void pack_backward(const AttentionShape& shape, const BackwardHead<P>& to
 template <class P, class T>
 static void backward_heads(const T* qkv, const T* out, const float* lse, const T* dout, T* dqkv, const AttentionArgs& a,
                            const AttentionShape& shape, int64_t first_head, int64_t heads) {
-  const int64_t blocks = shape.s_padded / BLOCK, groups = least(blocks, DQUERY_PARTIALS);
+  const int64_t blocks = shape.s_padded / BLOCK, groups = shape.dquery_partials();
   const int64_t lane_groups = shape.s_padded / LANES;
-  const int64_t floats = shape.s_padded * ((5 / P::STEP + 1 + groups) * shape.d_padded + 2);
-  void* memory = scratch(0, heads * floats * sizeof(float));
+  void* memory = scratch(1, heads * shape.packed_bytes(P::STEP));
   const auto head_of = [&](int64_t index) { return backward_head<P>(shape, memory, index, groups); };
   TaskQueue packing{heads * blocks}, keys{heads * groups}, queries{heads * lane_groups};
   parallel_run([&](int, int) {

@@ -34,7 +34,7 @@ template <class P>
 static BackwardBlock<P> backward_memory(int64_t d_padded) {
   constexpr int64_t SQUARE = BLOCK * BLOCK;
   const int64_t matrix = BLOCK * d_padded;
-  float* at = static_cast<float*>(scratch(1, (4 * matrix + 6 * SQUARE) * sizeof(float)));
+  float* at = static_cast<float*>(scratch(0, (4 * matrix + 6 * SQUARE) * sizeof(float)));
   const auto next = [&](int64_t floats) { return (at += floats) - floats; };
   const auto words = [&](int64_t floats) { return reinterpret_cast<typename P::Word*>(next(floats)); };
   BackwardBlock<P> m{};

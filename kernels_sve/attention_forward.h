@@ -13,6 +13,7 @@ namespace fm::FM_TARGET {
 
 constexpr int64_t BLOCK = 96;       // rows that one packing task takes; a multiple of LANES for every VL
 constexpr int64_t KEY_BLOCK = 128;  // keys of one round of the online softmax: S stays in the first-level cache
+constexpr int64_t DQUERY_PARTIALS = 6;  // of backward: one head keeps four threads busy, two heads twelve
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
@@ -23,6 +24,12 @@ struct AttentionShape {
   explicit AttentionShape(const AttentionArgs& a)
       : s(a.s), b(a.b), heads(a.heads), d(a.d), s_padded(round_up(a.s, BLOCK)), d_padded(round_up(a.d, ATTENTION_MR)) {}
   int64_t all_heads() const { return b * heads; }
+  int64_t dquery_partials() const { return least(s_padded / BLOCK, DQUERY_PARTIALS); }
+  // Bytes per head of what backward packs and sums, `step` elements to a packed word. Forward packs less, but takes as much:
+  // a buffer that grew later would leave its old place empty.
+  size_t packed_bytes(int64_t step) const {
+    return static_cast<size_t>(s_padded * ((5 / step + 1 + dquery_partials()) * d_padded + 2)) * sizeof(float);
+  }
   // part: 0 query, 1 key, 2 value. head counts (sample, head) pairs.
   template <class T>
   Rows<T> qkv(T* data, int64_t head, int part) const {
@@ -166,7 +173,7 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
   using Word = typename P::Word;
   const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(a.d));
   const int64_t matrix = shape.d_padded * LANES;
-  float* memory = static_cast<float*>(scratch(1, (2 * matrix + 2 * KEY_BLOCK * LANES) * sizeof(float)));
+  float* memory = static_cast<float*>(scratch(0, (2 * matrix + 2 * KEY_BLOCK * LANES) * sizeof(float)));
   QueryBlock<P> q;
   q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = memory + 2 * matrix, q.first = first;
   q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? q.score : q.score + KEY_BLOCK * LANES);
@@ -208,7 +215,7 @@ static void forward_heads(const T* qkv, T* out, float* lse, const AttentionArgs&
                           int64_t first_head, int64_t heads) {
   using Word = typename P::Word;
   const int64_t words = shape.d_padded / P::STEP, matrix = shape.s_padded * words;
-  Word* packed = static_cast<Word*>(scratch(0, 2 * heads * matrix * sizeof(Word)));
+  Word* packed = static_cast<Word*>(scratch(1, heads * shape.packed_bytes(P::STEP)));
   const auto head_of = [&](int64_t head) {
     Word* keys = packed + 2 * head * matrix;
     return PackedKeysValues<P>{keys, keys + matrix, words, shape.s_padded / P::STEP * ATTENTION_MR};

@@ -55,7 +55,7 @@ def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[],
     qkv = torch.randn(s, b, 3 * heads * d).to(dtype).requires_grad_()
     fc1, fc2 = _weight(width, h, dtype=dtype), _weight(h, width, dtype=dtype)
     bias, (add, norm, norm_bias) = _weight(width, dtype=dtype), (_weight(h, dtype=dtype) for _ in range(3))
-    rows = min(accounting.padded_vocab_size(model, tp) // tp, 8192)
+    rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
     table, tokens = _weight(rows, h, dtype=dtype), torch.randint(0, rows, (s, b))
     hidden, scores = MaskPlace(1, 0, 0, sample_dim=1), MaskPlace(1, 1, 0, sample_dim=0)
     return {

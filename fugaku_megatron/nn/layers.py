@@ -187,4 +187,4 @@ class TransformerLayer(nn.Module):
             attention(self.input_layernorm(x), first_sample, recompute_attention), attention.linear_proj.bias, x,
             *self._place("residual_1", first_sample), norm.weight, norm.bias, norm.epsilon)
         out = self.mlp(normed, graph_only)
-        return ops.bias_dropout_add(out, self.mlp.linear_fc2.bias, x, *self._place("residual_2", first_sample))
+        return ops.bias_dropout_add(out, self.mlp.linear_fc2.bias, x, *self._place("residual_2", first_sample), graph_only)

@@ -17,6 +17,8 @@ from ..comm.base import Comm
 from .packing import packed
 from .shared import MaskPlace
 
+MLP_COLUMNS = 512  # of the MLP's inner tensor that backward holds twice
+
 _fp16_chunk = 0
 
 
@@ -80,28 +82,36 @@ class _MLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool) -> Tensor:
         rows = _rows(x)
         pre = x.new_empty(rows.shape[0], weight1.shape[0])  # (rows, f): argument of the GELU
-        out = x.new_empty(rows.shape[0], weight2.shape[0])
         if graph_only:
+            out = x.new_empty(1).expand(rows.shape[0], weight2.shape[0])
             _forward(rows, weight1, pre, bias1, chunk=_chunk(x))
         else:
-            inner = torch.empty_like(pre)
+            out, inner = x.new_empty(rows.shape[0], weight2.shape[0]), torch.empty_like(pre)
             _forward(rows, weight1, inner, bias1, True, pre, chunk=_chunk(x))
             _forward(inner, weight2, out, chunk=_chunk(x))
         ctx.save_for_backward(rows, pre)  # gelu(pre) is cheaper to compute again than to keep
-        ctx.weights, ctx.shape = (weight1, bias1, weight2), x.shape
-        return out.view(*x.shape[:-1], -1)
+        ctx.weights, ctx.shape, ctx.graph_only = (weight1, bias1, weight2), x.shape, graph_only
+        return out.view(*x.shape[:-1], weight2.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         (rows, pre), (weight1, bias1, weight2), dy = ctx.saved_tensors, ctx.weights, _rows(dy)
-        inner, chunk = torch.empty_like(pre), _chunk(dy)
-        kernels.gelu(pre, None, inner)
-        kernels.linear_weight_gradient(dy, inner, weight2.main_grad, fp16_chunk=chunk)
-        _data_gradient(dy, weight2, inner, pre, chunk=chunk)
-        pre.untyped_storage().resize_(0)  # the largest saved tensor: autograd would hold it beside dx
-        kernels.linear_weight_gradient(inner, rows, weight1.main_grad, bias1.main_grad, chunk)
-        dx = torch.empty_like(rows)
-        _data_gradient(inner, weight1, dx, chunk=chunk)
+        chunk = _chunk(dy)
+        kept = None if chunk else packed(weight2, True)
+        width = pre.shape[1] if kept is not None else min(MLP_COLUMNS, pre.shape[1])
+        buffer = pre.new_empty(len(pre) * width)
+        for first in range(0, pre.shape[1], width):
+            argument, gradient = pre[:, first : first + width], weight2.main_grad[:, first : first + width]
+            part = buffer[: argument.numel()].view(argument.shape).copy_(argument)
+            kernels.gelu(part, None, part)
+            kernels.linear_weight_gradient(dy, part, gradient, fp16_chunk=chunk)
+            kernels.linear_data_gradient(dy, weight2[:, first : first + width], part, argument, packed=kept, fp16_chunk=chunk)
+            argument.copy_(part)
+        del buffer, part
+        # pre is the gradient of the GELU's argument now
+        kernels.linear_weight_gradient(pre, rows, weight1.main_grad, bias1.main_grad, chunk)
+        dx = rows if ctx.graph_only else torch.empty_like(rows)
+        _data_gradient(pre, weight1, dx, chunk=chunk)
         return dx.view(ctx.shape), None, None, None, None
 
 
@@ -133,23 +143,25 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, graph_only: bool) -> Tensor:
+        ctx.bias, ctx.p, ctx.mask = bias, p, mask
+        if graph_only:
+            return residual.new_empty(1).expand_as(residual)
         x = x.contiguous()
         out = torch.empty_like(x)
         kernels.bias_dropout_add(x, bias, residual.contiguous(), out, *_mask(p, mask))
-        ctx.bias, ctx.p, ctx.mask = bias, p, mask
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, Tensor, None, None, None]:
         dout = dout.contiguous()
         dx = torch.empty_like(dout) if ctx.p else None
         kernels.bias_dropout_add_backward(dout, dx, ctx.bias.main_grad, *_mask(ctx.p, ctx.mask))
-        return dout if dx is None else dx, None, dout, None, None
+        return dout if dx is None else dx, None, dout, None, None, None
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace) -> Tensor:
-    return _BiasDropoutAdd.apply(x, bias, residual, p, mask)
+def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, graph_only: bool = False) -> Tensor:
+    return _BiasDropoutAdd.apply(x, bias, residual, p, mask, graph_only)
 
 
 class _BiasDropoutAddLayerNorm(torch.autograd.Function):
@@ -252,7 +264,7 @@ class _HeadLoss(torch.autograd.Function):
                 chunk: int) -> Tensor:
         rows, labels = _rows(x), labels.reshape(-1)
         total, ctx.factor, ctx.shape = 0.0, factor, x.shape
-        dx = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        dx = rows if ctx.needs_input_grad[0] else None  # its rows are read no more when their gradient is known
         buffer = x.new_empty(min(chunk, len(rows)), weight.shape[0], dtype=torch.float32)
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)

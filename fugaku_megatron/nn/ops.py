@@ -69,7 +69,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool = False) -> Tensor:
     """gelu(x W1^T + bias1) W2^T, tanh approximation, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h).
 
-    graph_only: backward will follow and nobody reads the result, whose values may be anything then.
+    graph_only: backward will follow, and nobody reads the result, whose values may be anything then, nor x again, whose memory
+    backward may use.
     """
     return _MODULES[_choice["gemm"]].mlp(x, weight1, bias1, weight2, graph_only)
 
@@ -84,9 +85,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     return _MODULES[_choice["rowwise"]].layer_norm(x, weight, bias, epsilon)
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace) -> Tensor:
-    """residual + dropout(x + bias). x and residual (s, b, h), bias (h) -> (s, b, h)."""
-    return _MODULES[_choice["rowwise"]].bias_dropout_add(x, bias, residual, p, mask)
+def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, graph_only: bool = False) -> Tensor:
+    """residual + dropout(x + bias). x and residual (s, b, h), bias (h) -> (s, b, h). graph_only: as in `mlp`, for the result."""
+    return _MODULES[_choice["rowwise"]].bias_dropout_add(x, bias, residual, p, mask, graph_only)
 
 
 def bias_dropout_add_layer_norm(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, weight: Tensor,
@@ -111,6 +112,7 @@ def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: in
     """Mean cross-entropy of the logits x W^T, the vocabulary being split over `tp`, softmax in FP32.
 
     x (s, b, h), weight (v, h), labels (s, b) -> (). `factor` must be the gradient that backward will bring (the loss is multiplied
-    by it afterwards): native kernels accumulate weight gradients while they hold the logits.
+    by it afterwards): native kernels accumulate weight gradients while they hold the logits, and where x needs a gradient, they
+    leave it in x's memory.
     """
     return _MODULES[_choice["loss"]].head_loss(x, weight, labels, tp, first_row, factor, rows_at_once)

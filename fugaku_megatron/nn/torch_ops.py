@@ -175,8 +175,8 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: 
     return linear(gelu(linear(x, weight1, bias1)), weight2)
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace) -> Tensor:
-    """residual + dropout(x + bias). (s, b, h), (h), (s, b, h) -> (s, b, h)."""
+def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, graph_only: bool = False) -> Tensor:
+    """residual + dropout(x + bias). (s, b, h), (h), (s, b, h) -> (s, b, h). Always with its values."""
     return residual + dropout(add_bias(x, bias), p, mask)
 
 
