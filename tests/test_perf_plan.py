@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fugaku_megatron import arguments
+from fugaku_megatron import accounting, arguments
 from fugaku_megatron.accounting import Layout
 from fugaku_megatron.perf import __main__ as door
 from fugaku_megatron.perf import explain, plan
@@ -93,6 +93,18 @@ def test_explain_names_every_change_from_the_tables_software(command, start, cap
     assert all(b.seconds <= a.seconds * 1.0001 for a, b in zip(found, found[1:]))
 
 
+def test_json_holds_what_explain_prints(capsys):
+    found = json.loads(said("plan --recipe 124m --nodes 1 --micro-batch-size 1 --against torch1.10 --explain --json", capsys))
+    assert found["gains"]["gemm"] > 0 and found["changes"][0]["name"] == "torch1.10 as given"
+    assert found["changes"][-2]["seconds"] == pytest.approx(found["plans"][0]["seconds_per_iteration"])
+
+
+def test_the_picture_says_recompute_only_where_there_is_some(capsys):
+    plain, full = (said(f"plan --recipe 124m --nodes 1 --ranks-per-node 1 --micro-batch-size 1 {flag}", capsys)
+                   for flag in ("--tensor-model-parallel-size 1", "--checkpoint-activations"))
+    assert "B backward," in plain and "B backward with recompute," in full
+
+
 def test_removing_a_cause_never_costs_time():
     args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --zero-stage 1 --tensor-model-parallel-size 4")
     best = plan.search(run_of(args, system_of(args), plan.OWN), system_of(args), plan.held_fields(args)).plans[0]
@@ -116,6 +128,13 @@ def test_mistakes_are_one_line(command, message, capsys, monkeypatch):
     assert door.main() == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_a_stage_describes_its_layer_once(monkeypatch):  # per layer it took most of the search of a deep model
+    args = _parsed("plan --recipe 30b --nodes 48")
+    run, asked, records = run_of(args, system_of(args), plan.OWN), [], accounting.layer_records
+    monkeypatch.setattr(accounting, "layer_records", lambda run, tp: asked.append(tp) or records(run, tp))
+    assert accounting.stage_parameters(run, Layout.of(run, 48), 0) > 29e9 and len(asked) == 1
 
 
 def test_ranks_of_a_node_are_searched_as_the_machine_has_them():

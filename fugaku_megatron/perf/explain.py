@@ -5,6 +5,7 @@ Test: pytest tests/test_perf_plan.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -104,9 +105,8 @@ def _layout(plan: Plan) -> str:
             f"recompute {plan.run.training.recompute_granularity or 'none'}, bubble {plan.bubble_fraction:.0%}")
 
 
-def steps(run: RunConfig, system: System, against: str, best: Plan) -> str:
+def steps(system: System, against: str, found: Sequence[Change]) -> str:
     """The changes as a table."""
-    found = changes(run, system, against, best)
     lines = [f"\nfrom {against} to {system.software.name}, seconds per iteration, each a model"]
     for previous, change in zip([found[0], *found], found):
         factor = "" if change is found[0] else f"x {change.seconds / previous.seconds:.2f}"

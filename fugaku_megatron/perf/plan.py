@@ -21,6 +21,7 @@ from ..accounting import Layout
 from ..config import RunConfig, check
 from . import explain, memory, plan_text
 from .model import Prediction, System, predict, step
+from .outputs import check_picture
 from .predict import as_json
 from .request import add_system_arguments, run_of, system_of
 
@@ -155,6 +156,7 @@ def main(args: argparse.Namespace) -> int:
     """Search and print."""
     check(args.against is None or args.explain, "--against goes with --explain: give both")
     check(args.train_tokens is None or args.train_tokens > 0, f"--train-tokens is {args.train_tokens}: give a number above 0")
+    check_picture(args.png)
     system = system_of(args)
     run = run_of(args, system, OWN, {"micro_batch_size": 1})
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: the search goes over layouts of one batch")
@@ -162,16 +164,22 @@ def main(args: argparse.Namespace) -> int:
     found = search(run, system, held, args.ramp_divisible)
     check(bool(found.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in found.dropped.most_common()))
     best = [(plan, plan.predict()) for plan in found.plans[:SHOWN]]
+    changes = explain.changes(run, system, args.against, best[0][0]) if args.against else []
+    if args.png:
+        plan_text.png(best[0][0], args.png)
     if args.json:
-        plans = [plan_text.as_json(plan, as_json(p), args) for plan, p in best]
-        print(json.dumps({"plans": plans, "dropped": dict(found.dropped)}))
+        said = {"plans": [plan_text.as_json(plan, as_json(p), args) for plan, p in best], "dropped": dict(found.dropped)}
+        if args.explain:
+            said["gains"] = explain.gains(best[0][0])
+        if changes:
+            said["changes"] = [vars(change) for change in changes]
+        print(json.dumps(said))
         return 0
     print(plan_text.text(best, found, args))
     if args.explain:
         print(explain.bottlenecks(best[0][0]))
-        if args.against:
-            print(explain.steps(run, system, args.against, best[0][0]))
+    if changes:
+        print(explain.steps(system, args.against, changes))
     if args.png:
-        plan_text.png(best[0][0], args.png)
         print(f"wrote {args.png}")
     return 0

@@ -14,6 +14,7 @@ from .. import batches
 from ..config import GROUPS, RunConfig, flag
 from ..recipes import RECIPES
 from .model import Prediction, step
+from .outputs import writing
 from .pipeline import Span, spans
 
 if TYPE_CHECKING:
@@ -133,26 +134,31 @@ def picture(plan: Plan) -> list[str]:
                 cells[min(i, WIDTH - 1)] = "F" if s.forward else "B"
         lines.append(f"stage {stage:>3} |{''.join(cells)}|")
     part = f"{shown} of {microbatches} micro-batches" if shown < microbatches else f"all {microbatches} micro-batches"
-    return [f"pipeline of the first plan, {part}, {end:.3g} s (F forward, B backward with recompute, . idle; model)", *lines]
+    return [f"pipeline of the first plan, {part}, {end:.3g} s (F forward, B {_backward(plan)}, . idle; model)", *lines]
+
+
+def _backward(plan: Plan) -> str:
+    """What a backward of the plan is."""
+    return "backward" if plan.run.training.recompute_granularity is None else "backward with recompute"
 
 
 def png(plan: Plan, file: str) -> None:
-    """The same as a picture file. Raises ValueError without matplotlib."""
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ValueError("--png needs matplotlib: pip install matplotlib, or leave it out") from error
+    """The same as a picture file. Raises ValueError when it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     found, shown, microbatches = _spans(plan)
-    figure, axes = pyplot.subplots(figsize=(12, 1 + 0.15 * max(8, plan.layout.pp)))
-    for forward, colour, label in ((True, "tab:blue", "forward"), (False, "tab:orange", "backward with recompute")):
+    figure = Figure(figsize=(12, 1 + 0.15 * max(8, plan.layout.pp)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for forward, colour, label in ((True, "tab:blue", "forward"), (False, "tab:orange", _backward(plan))):
         chosen = [s for s in found if s.forward == forward]
         axes.barh([s.stage for s in chosen], [s.end - s.start for s in chosen], left=[s.start for s in chosen], height=0.9,
                   color=colour, label=label, edgecolor="white", linewidth=0.2)
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds (model)", ylabel="stage", title=f"1F1B, {shown} of {microbatches} micro-batches")
-    axes.legend(loc="upper right")
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    axes.set(xlabel="seconds (model)", ylabel="stage", ylim=(plan.layout.pp - 0.4, -0.6))
+    axes.set_title(f"1F1B, {shown} of {microbatches} micro-batches", loc="left")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)  # above the bars, not over them
+    with writing("--png", file):
+        figure.savefig(file, dpi=120, format="png")
