@@ -242,8 +242,9 @@ def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[
     """(place, record) of everything that stage `stage` does for one micro-batch; place: embedding, layer or head."""
     if stage == 0:
         yield from (("embedding", r) for r in embedding_records(run, layout.tp))
+    layer = layer_records(run, layout.tp)
     for _ in stage_layers(run, stage):
-        yield from (("layer", r) for r in layer_records(run, layout.tp))
+        yield from (("layer", r) for r in layer)
     if stage == layout.pp - 1:
         yield from (("head", r) for r in head_records(run, layout.tp, tied=layout.pp == 1))
 

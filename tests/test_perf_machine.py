@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -45,8 +46,19 @@ def test_modes_that_are_not_there_are_refused():
         machine.load("grace").at(eco=True)
 
 
-@pytest.mark.parametrize("content", ["{", json.dumps({"title": "x", "kind": "cpu", "constants": {}})])
+@pytest.mark.parametrize("content", ["{", json.dumps({"title": "x", "kind": "cpu", "constants": {}}), "[]", '{"base": "none"}',
+                                     '{"constants": {"units": 4}}', "\udcff"])
 def test_broken_files_are_refused(tmp_path, content):
-    (tmp_path / "host.json").write_text(content)
-    with pytest.raises(ValueError, match="perf calibrate"):
+    (tmp_path / "host.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="--machine .*host.json is not a machine's description .*perf calibrate"):
+        machine.load(str(tmp_path / "host.json"))
+
+
+@pytest.mark.parametrize("value, said", [("fast", "stream_gbs is 'fast', not a number above 0"), (0, "stream_gbs is 0"),
+                                         (math.nan, "stream_gbs is nan"), ({"fp32": -1}, "stream_gbs fp32 is -1")])
+def test_constants_that_are_no_numbers_are_refused(tmp_path, value, said):
+    data = json.loads((machine.FOLDER / "epyc-2core.json").read_text())
+    data["constants"]["stream_gbs"]["value"] = value
+    (tmp_path / "host.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=said):
         machine.load(str(tmp_path / "host.json"))

@@ -56,6 +56,19 @@ def test_the_text_names_machine_layout_and_causes(capsys):
     assert "DP 16 x TP 1 x PP 1" in said and "page_faults" in said and "model" in said
 
 
+@pytest.mark.parametrize("flags, said", [
+    ("--kernels torch", "without --kernels torch, which is not modelled"),
+    ("--allocator stock", "without --allocator stock"), ("--cache-packed-weights", "without --cache-packed-weights"),
+    ("--fp16 --fp16-accumulation", "without --fp16-accumulation-chunk"),
+    ("--cpu-frequency 2.2", "--cpu-frequency 2.2 is not the clock of this time, 2.0: give --ghz"),
+    ("--software torch1.10 --zero-stage 1", "software torch1.10 does not offer --zero-stage 1"),
+    ("--software torch1.10 --recompute-activations", "software torch1.10 does not offer selective recompute"),
+    ("--seq-length 65536 --checkpoint-activations", "TFLOPs are above the 6.144 of the machine")])
+def test_a_flag_that_the_time_leaves_out_is_said(flags, said, capsys):
+    assert not any(said in w for w in run_json("predict --recipe 124m --nodes 4 --cpu-frequency 2.0", capsys)["warnings"])
+    assert any(said in w for w in run_json(f"predict --recipe 124m --nodes 4 {flags}", capsys)["warnings"])
+
+
 @pytest.mark.parametrize("change, said", [
     ("--machine a64", "did you mean a64fx"), ("--software torch", "--software torch is unknown"),
     ("--ghz 3", "--ghz 3.0 is not a clock"),
@@ -64,6 +77,8 @@ def test_the_text_names_machine_layout_and_causes(capsys):
     ("--tensor-model-parallel-size 3", "world size 16 is not divisible"),
     ("--global-batch-size 100", "--global-batch-size 100 is not"),
     ("--nodes 0", "--nodes is 0"), ("--world-size 8", "--world-size 8 is not --nodes 16 x"),
+    ("--pipeline-split 20,4 --pipeline-model-parallel-size 2", "--pipeline-split 20,4: torch1.10 cuts layers evenly"),
+    ("--pipeline-model-parallel-size 16", "and torch1.10 cuts layers evenly: change one of them"),
     ("--hidden-size 2047", "not divisible by"),
     ("--ranks-per-node 100", "give 1 to 48")])
 def test_mistakes_are_one_line_and_exit_code_2(change, said, capsys, monkeypatch):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import check
+from .outputs import check_file, writing
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -257,7 +258,8 @@ def calibrate(world: Comm, output: Path) -> None:
         return
     name = f"{cpu_model()}, {sum(c.threads for c in node)} threads, measured {time.strftime('%Y-%m-%d')}"
     data = describe(name, node, team, inside, between, reduce, psutil.virtual_memory().total / 2**30)
-    output.write_text(json.dumps(data, indent=1) + "\n")
+    with writing("--output", output):
+        output.write_text(json.dumps(data, indent=1) + "\n")
     for key, constant in data["constants"].items():
         print(f"{key:<20} {constant['value']}   ({constant['source']})")
     print(f"wrote {output}")
@@ -273,6 +275,6 @@ def main(args: argparse.Namespace) -> int:
     from ..comm.launch import run_or_abort
 
     check(args.output.suffix == ".json", f"--output {args.output}: give a name that ends in .json")
-    check(args.output.parent.is_dir(), f"--output {args.output}: {args.output.parent} is not a directory")
+    check_file("--output", args.output)
     run_or_abort(lambda world: calibrate(world, args.output))
     return 0

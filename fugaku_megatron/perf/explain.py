@@ -5,6 +5,7 @@ Test: pytest tests/test_perf_plan.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -73,12 +74,15 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
     kernels = replace(new, reduce_gbs=old.reduce_gbs, first_call_s=old.first_call_s, iteration_s=old.iteration_s)
     found = [Change(name=f"{against} as given", seconds=seconds(before, old)),
              Change(name="fewer faults", seconds=seconds(kept, old), note="freed memory stays with the process"),
-             Change(name="native kernels", seconds=seconds(after, kernels), note="fused, attention without scores"),
+             Change(name="native kernels", seconds=seconds(after, kernels), note="fused, attention without scores")
+             if new_code.style == "native" else Change(name=f"operators of {new_code.name}", seconds=seconds(after, kernels)),
              Change(name="no first calls", seconds=seconds(after, new), note="nothing is compiled or set up in an iteration")]
     cut = frozenset({"ranks_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size",
                      "recompute_granularity", "zero_stage"})
-    spread = search(given, replace(after, ranks_per_node=system.machine.units), cut)
-    found.append(_taken("ranks per CMG", found[-1].seconds, spread))
+    units = system.machine.units
+    if units in new_code.offers.ranks_per_node:
+        spread = search(given, replace(after, ranks_per_node=units), cut)
+        found.append(_taken("ranks per CMG", found[-1].seconds, spread))
     made = model.step(best.run, best.layout, best.system, new)
     found.append(Change(name="schedule and layout", seconds=made.seconds, note=_layout(best)))
     found.append(Change(name="overlap", seconds=made.seconds - made.data_parallel,
@@ -104,9 +108,8 @@ def _layout(plan: Plan) -> str:
             f"recompute {plan.run.training.recompute_granularity or 'none'}, bubble {plan.bubble_fraction:.0%}")
 
 
-def steps(run: RunConfig, system: System, against: str, best: Plan) -> str:
+def steps(system: System, against: str, found: Sequence[Change]) -> str:
     """The changes as a table."""
-    found = changes(run, system, against, best)
     lines = [f"\nfrom {against} to {system.software.name}, seconds per iteration, each a model"]
     for previous, change in zip([found[0], *found], found):
         factor = "" if change is found[0] else f"x {change.seconds / previous.seconds:.2f}"

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..accounting import Layout
 from . import memory, model
+from .outputs import check_file, writing
 from .parameters import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters, fitted
 from .rows import Row, load
 from .solve import Solution, Values, solve
@@ -230,13 +231,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Fit every group, print, write."""
+    check_file("--output", args.output)
     data = {}
     for group in PRIORS:
         print(f"fitting {group}, and again without each of {len(PARTS[group])} parts", file=sys.stderr)
         report = make_report(group)
         print(text(report), flush=True)
         data[group] = as_json(report)
-    args.output.write_text(json.dumps(data, indent=1) + "\n")
+    with writing("--output", args.output):
+        args.output.write_text(json.dumps(data, indent=1) + "\n")
     fitted.cache_clear()
     print(f"\nwrote {args.output}")
     return 0

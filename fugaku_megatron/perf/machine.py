@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -66,6 +67,11 @@ class Machine:
         return min(self.ghz / self.nominal_ghz, self.clock_gain_limit)
 
     @property
+    def most_ranks(self) -> int:
+        """What a node has for ranks: GPUs, or threads."""
+        return self.units if self.kind == "gpu" else self.threads
+
+    @property
     def node_memory_bytes(self) -> float:
         return self.memory_gib * GIB
 
@@ -109,15 +115,28 @@ def load(name: str) -> Machine:
         raise unknown("--machine", name, names())
     try:
         return from_data(path.stem, _constants(path))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--machine {name}: {path} is not a machine's description ({error}): "
                          "write one with perf calibrate") from error
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raises TypeError unless all in `value` are numbers above 0; latencies and what calibrate measures of kernels may be 0."""
+    if isinstance(value, (dict, list)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_numbers(f"{name} {key}", part)
+    else:
+        least = 0.0 if name.startswith("native") or name.endswith("alpha_us") else math.nextafter(0.0, 1.0)
+        if not isinstance(value, (int, float)) or not least <= value < math.inf:
+            raise TypeError(f"{name} is {value!r}, not a number above 0")
 
 
 def from_data(name: str, data: dict[str, Any]) -> Machine:
     """A machine from the contents of its file. Raises KeyError or TypeError for what is no description."""
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
+    for key, value in values.items():
+        _check_numbers(key, value)
     values["gemm_curves"] = tuple(GemmCurve(**curve) for curve in values["gemm_curves"])
     values["clocks_ghz"] = tuple(values["clocks_ghz"])
     missing = {f.name for f in fields(Machine)} - values.keys() - {"name", "title", "kind", "ghz", "sources", *OPTIONAL}

@@ -45,8 +45,8 @@ class System:
         found, code = machine.load(machine_name).at(ghz, eco), software.load(software_name)
         ranks = found.ranks_per_node if ranks_per_node is None else ranks_per_node
         check(nodes >= 1, f"--nodes is {nodes}: give a number above 0")
-        limit = found.units if found.kind == "gpu" else found.threads
-        check(1 <= ranks <= limit, f"--ranks-per-node is {ranks}: give 1 to {limit}, what a node of {found.name} has")
+        check(1 <= ranks <= found.most_ranks,
+              f"--ranks-per-node is {ranks}: give 1 to {found.most_ranks}, what a node of {found.name} has")
         return System(machine=found, software=code, nodes=nodes, ranks_per_node=ranks)
 
     @property
@@ -192,15 +192,16 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
         noise = max(fitted.noise, NOISE_FLOOR)
         width = math.exp(BAND * deviation((run, layout, system), system.parameters, fitted.names, fitted.covariance, noise))
     used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
-    flops = accounting.hardware_flops(run, layout.global_batch_size(run))
+    tflops = accounting.hardware_flops(run, layout.global_batch_size(run)) / made.seconds / system.nodes / 1e12
     return Prediction(seconds=made.seconds, lower=made.seconds / width, upper=made.seconds * width,
-                      tflops_per_node=flops / made.seconds / system.nodes / 1e12, memory_mib_max=used,
+                      tflops_per_node=tflops, memory_mib_max=used,
                       oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node),
-                      bubble_fraction=made.bubble_fraction, breakdown=made.breakdown(), warnings=warnings(run, layout, system))
+                      bubble_fraction=made.bubble_fraction, breakdown=made.breakdown(),
+                      warnings=warnings(run, layout, system, tflops))
 
 
-def warnings(run: RunConfig, layout: Layout, system: System) -> tuple[str, ...]:
-    """What makes this prediction weaker than the fit: each a line."""
+def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
+    """What makes this prediction weaker than the fit, or easy to misread: each a line."""
     code, found = system.software, []
     if not code.measured:
         found.append(f"software {code.name} is a model of efficiencies, not fitted to measured runs")
@@ -208,7 +209,32 @@ def warnings(run: RunConfig, layout: Layout, system: System) -> tuple[str, ...]:
         found.append(f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over")
     if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
         found.append(f"the network of {system.machine.name} was not measured: calibrate on two nodes")
+    found += [f"the time is that of a run without {what}, which is not modelled" for what in unmodelled(run)]
+    found += [f"software {code.name} does not offer {what}: the time is that of one that would" for what in not_offered(run, code)]
+    if run.system.cpu_frequency not in (None, system.machine.ghz):
+        found.append(f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: give --ghz")
+    peak = system.machine.peak_tflops[code.counts["computes_in"] or run.precision.name] * system.machine.clock
+    if tflops > peak:
+        found.append(f"{tflops:.4g} TFLOPs are above the {peak:.4g} of the machine: the tables' formula counts attention's full "
+                     f"square and all of a recompute, software {code.name} computes less")
     return tuple(found + outside(code.fitted.ranges, facts(run, layout, system)))
+
+
+def unmodelled(run: RunConfig) -> list[str]:
+    """Flags that change a real run's speed, and no prediction."""
+    chosen = {"--kernels torch": run.system.kernels == "torch", "--allocator stock": run.system.allocator == "stock",
+              "--fp16-accumulation-chunk": run.system.fp16_accumulation_chunk is not None,
+              "--cache-packed-weights": run.system.cache_packed_weights}
+    return [what for what, given in chosen.items() if given]
+
+
+def not_offered(run: RunConfig, code: Software) -> list[str]:
+    """What the run asks for and the planner would not."""
+    training, zero = run.training, run.parallel.zero_stage
+    kind = training.recompute_granularity or "none"
+    kind = "block" if kind == "full" and training.recompute_method == "block" else kind
+    return [what for what, offered in ((f"{kind} recompute", kind in code.offers.recompute),
+                                       (f"--zero-stage {zero}", zero in code.offers.zero_stages)) if not offered]
 
 
 def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from .. import batches
 from ..accounting import Layout
-from ..config import RunConfig, check
-from . import explain, memory, plan_text
+from ..config import RunConfig, check, flag
+from . import explain, memory, plan_text, software
 from .model import Prediction, System, predict, step
+from .outputs import check_picture
 from .predict import as_json
 from .request import add_system_arguments, run_of, system_of
 
@@ -114,6 +117,8 @@ def _recomputes(run: RunConfig, layers: int, held: frozenset[str], offered: tupl
 def _judge(run: RunConfig, system: System, ramp_divisible: bool) -> Plan | str:
     """The plan, or the reason why it cannot run."""
     tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    if system.ranks_per_node > system.machine.most_ranks:
+        return "more ranks than a node has threads or GPUs"
     if system.world_size % (tp * pp):
         return "TP x PP does not divide the number of ranks"
     dp = system.world_size // (tp * pp)
@@ -143,7 +148,7 @@ def held_fields(args: argparse.Namespace) -> frozenset[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_system_arguments(parser)
     group = parser.add_argument_group("plan")
-    group.add_argument("--train-tokens", type=float, help="token budget for days and node hours (default: the run's own length)")
+    group.add_argument("--train-tokens", type=float, help="the run's length in tokens (default: the run's own)")
     group.add_argument("--ramp-divisible", action="store_true",
                        help=f"only layouts whose batch can ramp up: DP %% {RAMP_DP} = 0 and global batch %% {RAMP_BATCH} = 0")
     group.add_argument("--explain", action="store_true", help="the best plan's bottlenecks, and what removing each would give")
@@ -151,27 +156,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--png", metavar="FILE", help="picture of the best plan's pipeline (needs matplotlib)")
 
 
+def _of_length(run: RunConfig, args: argparse.Namespace) -> RunConfig:
+    """The run with as many iterations as --train-tokens takes, where it was given."""
+    tokens, given = args.train_tokens, [name for name in ("train_iters", "train_samples") if getattr(args, name, None) is not None]
+    if tokens is None:
+        return run
+    check(0 < tokens < math.inf, f"--train-tokens is {tokens}: give a number above 0")
+    check(not given, f"--train-tokens and {' and '.join(map(flag, given))} exclude each other: give one")
+    samples = replace(run.training, train_iters=None, train_samples=math.ceil(tokens / run.model.seq_length))
+    iterations, _ = batches.length(samples, batches.RampUp.of(run.batch, run.batch.global_batch_size))
+    return replace(run, training=replace(run.training, train_iters=iterations))
+
+
 def main(args: argparse.Namespace) -> int:
     """Search and print."""
     check(args.against is None or args.explain, "--against goes with --explain: give both")
-    check(args.train_tokens is None or args.train_tokens > 0, f"--train-tokens is {args.train_tokens}: give a number above 0")
+    if args.against:
+        software.load(args.against, "--against")
+    check_picture(args.png)
     system = system_of(args)
     run = run_of(args, system, OWN, {"micro_batch_size": 1})
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: the search goes over layouts of one batch")
+    run = _of_length(run, args)
     held = frozenset() if args.against else held_fields(args)
     found = search(run, system, held, args.ramp_divisible)
     check(bool(found.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in found.dropped.most_common()))
     best = [(plan, plan.predict()) for plan in found.plans[:SHOWN]]
+    changes = explain.changes(run, system, args.against, best[0][0]) if args.against else []
+    if args.png:
+        plan_text.png(best[0][0], args.png)
     if args.json:
-        plans = [plan_text.as_json(plan, as_json(p), args) for plan, p in best]
-        print(json.dumps({"plans": plans, "dropped": dict(found.dropped)}))
+        said = {"plans": [plan_text.as_json(plan, as_json(p), args) for plan, p in best], "dropped": dict(found.dropped)}
+        if args.explain:
+            said["gains"] = explain.gains(best[0][0])
+        if changes:
+            said["changes"] = [vars(change) for change in changes]
+        print(json.dumps(said))
         return 0
     print(plan_text.text(best, found, args))
     if args.explain:
         print(explain.bottlenecks(best[0][0]))
-        if args.against:
-            print(explain.steps(run, system, args.against, best[0][0]))
+    if changes:
+        print(explain.steps(system, args.against, changes))
     if args.png:
-        plan_text.png(best[0][0], args.png)
         print(f"wrote {args.png}")
     return 0

@@ -6,6 +6,7 @@ Test: pytest tests/test_perf_plan.py
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from .. import batches
 from ..config import GROUPS, RunConfig, flag
 from ..recipes import RECIPES
 from .model import Prediction, step
+from .outputs import writing
 from .pipeline import Span, spans
 
 if TYPE_CHECKING:
@@ -33,19 +35,16 @@ def recompute_name(run: RunConfig) -> str:
     return f"block {training.recompute_num_layers}" if training.recompute_method == "block" else "full"
 
 
-def iterations(plan: Plan, train_tokens: float | None) -> float | None:
-    """How many a token budget or the run's own length takes; None where neither is known."""
-    size = plan.layout.global_batch_size(plan.run)
-    if train_tokens is not None:
-        return train_tokens / (size * plan.run.model.seq_length)
-    training = plan.run.training
+def iterations(plan: Plan) -> int | None:
+    """The run's length; None where it has none."""
+    training, size = plan.run.training, plan.layout.global_batch_size(plan.run)
     if training.train_iters is None and training.train_samples is None:
         return None
     return batches.length(training, batches.RampUp.of(plan.run.batch, size))[0]
 
 
-def _days(plan: Plan, train_tokens: float | None) -> tuple[str, str]:
-    count = iterations(plan, train_tokens)
+def _days(plan: Plan) -> tuple[str, str]:
+    count = iterations(plan)
     if count is None:
         return "-", "-"
     return f"{count * plan.seconds / 86400:.1f}", f"{count * plan.seconds / 3600 * plan.system.nodes:.3g}"
@@ -56,17 +55,18 @@ def text(best: Sequence[tuple[Plan, Prediction]], found: Search, args: argparse.
     first, prediction = best[0]
     lines = [f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(found.plans)} layouts "
              "run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank", HEAD]
-    lines += [_row(i + 1, plan, p, args.train_tokens) for i, (plan, p) in enumerate(best)]
+    lines += [_row(i + 1, plan, p) for i, (plan, p) in enumerate(best)]
     if found.dropped:
         lines.append("dropped: " + "; ".join(f"{n} {why}" for why, n in found.dropped.most_common()))
     lines += [f"warning: {w}" for w in prediction.warnings]
     schedule = first.system.software.offers.schedules[0]
-    lines += ["", *picture(first), "", f"schedule {schedule}; start the first with", command(first, args)]
+    start = "start the first with" + ("" if iterations(first) else ", and --train-iters or --train-samples")
+    lines += ["", *picture(first), "", f"schedule {schedule}; {start}", command(first, args)]
     return "\n".join(lines)
 
 
-def _row(number: int, plan: Plan, p: Prediction, train_tokens: float | None) -> str:
-    days, hours = _days(plan, train_tokens)
+def _row(number: int, plan: Plan, p: Prediction) -> str:
+    days, hours = _days(plan)
     layout = plan.layout
     span = f"{p.lower:.4g} to {p.upper:.4g}"
     sizes = f"{layout.dp:>5} {layout.tp:>3} {layout.pp:>3} {plan.run.batch.micro_batch_size:>3}"
@@ -76,7 +76,7 @@ def _row(number: int, plan: Plan, p: Prediction, train_tokens: float | None) -> 
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    count = iterations(plan, args.train_tokens)
+    count = iterations(plan)
     return {"dp": plan.layout.dp, "tp": plan.layout.tp, "pp": plan.layout.pp, "micro_batch_size": plan.run.batch.micro_batch_size,
             "ranks_per_node": plan.system.ranks_per_node, "recompute": recompute_name(plan.run),
             "zero_stage": plan.run.parallel.zero_stage, "schedule": plan.system.software.offers.schedules[0],
@@ -97,7 +97,7 @@ def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
 def _flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag(name) if value else flag("no_" + name)
-    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    return f"{flag(name)} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
 
 
 def command(plan: Plan, args: argparse.Namespace) -> str:
@@ -133,26 +133,31 @@ def picture(plan: Plan) -> list[str]:
                 cells[min(i, WIDTH - 1)] = "F" if s.forward else "B"
         lines.append(f"stage {stage:>3} |{''.join(cells)}|")
     part = f"{shown} of {microbatches} micro-batches" if shown < microbatches else f"all {microbatches} micro-batches"
-    return [f"pipeline of the first plan, {part}, {end:.3g} s (F forward, B backward with recompute, . idle; model)", *lines]
+    return [f"pipeline of the first plan, {part}, {end:.3g} s (F forward, B {_backward(plan)}, . idle; model)", *lines]
+
+
+def _backward(plan: Plan) -> str:
+    """What a backward of the plan is."""
+    return "backward" if plan.run.training.recompute_granularity is None else "backward with recompute"
 
 
 def png(plan: Plan, file: str) -> None:
-    """The same as a picture file. Raises ValueError without matplotlib."""
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ValueError("--png needs matplotlib: pip install matplotlib, or leave it out") from error
+    """The same as a picture file. Raises ValueError when it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     found, shown, microbatches = _spans(plan)
-    figure, axes = pyplot.subplots(figsize=(12, 1 + 0.15 * max(8, plan.layout.pp)))
-    for forward, colour, label in ((True, "tab:blue", "forward"), (False, "tab:orange", "backward with recompute")):
+    figure = Figure(figsize=(12, 1 + 0.15 * max(8, plan.layout.pp)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for forward, colour, label in ((True, "tab:blue", "forward"), (False, "tab:orange", _backward(plan))):
         chosen = [s for s in found if s.forward == forward]
         axes.barh([s.stage for s in chosen], [s.end - s.start for s in chosen], left=[s.start for s in chosen], height=0.9,
                   color=colour, label=label, edgecolor="white", linewidth=0.2)
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds (model)", ylabel="stage", title=f"1F1B, {shown} of {microbatches} micro-batches")
-    axes.legend(loc="upper right")
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    axes.set(xlabel="seconds (model)", ylabel="stage", ylim=(plan.layout.pp - 0.4, -0.6))
+    axes.set_title(f"1F1B, {shown} of {microbatches} micro-batches", loc="left")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)  # above the bars, not over them
+    with writing("--png", file):
+        figure.savefig(file, dpi=120, format="png")

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig
+from ..config import RunConfig, check
 from .machine import Machine, unknown
 from .parameters import Fitted, MemoryParameters, Parameters, fitted
 
@@ -53,9 +53,17 @@ class Software:
     offers: Offers
 
     def cut(self, run: RunConfig) -> RunConfig:
-        """The run with its layers cut into stages as this software does: evenly, unless it offers --pipeline-split."""
+        """The run with its layers cut into stages as this software does: evenly, unless it offers --pipeline-split.
+
+        Raises ValueError for numbers of layers that it cannot be told, and for those that do not divide.
+        """
         if self.offers.pipeline_split:
             return run
+        layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
+        check(split in ("balanced", "even"), f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or give "
+              "--software this")
+        check(layers % pp == 0 or layers < pp, f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}, "
+              f"and {self.name} cuts layers evenly: change one of them")
         return replace(run, parallel=replace(run.parallel, pipeline_split="even"))
 
     @property
@@ -97,10 +105,10 @@ def names() -> list[str]:
     return sorted(_data()["software"])
 
 
-def load(name: str) -> Software:
-    """Software by name. Raises ValueError naming the known ones."""
+def load(name: str, flag: str = "--software") -> Software:
+    """Software by name, as `flag` gave it. Raises ValueError naming the known ones."""
     if name not in _data()["software"]:
-        raise unknown("--software", name, names())
+        raise unknown(flag, name, names())
     facts = _data()["software"][name]
     offers = Offers(**{key: tuple(value) for key, value in facts["offers"].items()})
     return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "offers": offers})

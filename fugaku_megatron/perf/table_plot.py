@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .comparison import Comparison
+from .outputs import writing
 from .rows import DOCUMENTS
 
 # What tells rows of one document apart: field -> how the legend says it.
@@ -30,10 +31,8 @@ def draw(path: Path, found: Sequence[Comparison]) -> None:
     FigureCanvasAgg(figure)
     for document, panels in zip(documents, figure.subplots(len(documents), 3, squeeze=False)):
         _draw_document(document, panels, [c for c in found if c.row.document == document and c.row.duplicate_of is None])
-    try:
+    with writing("--png", path):
         figure.savefig(path, dpi=110, format="png")
-    except OSError as error:
-        raise ValueError(f"--png {path}: cannot be written ({error.strerror}); give another file") from None
 
 
 def _draw_document(document: str, panels: Sequence[Any], found: Sequence[Comparison]) -> None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import check
 from .comparison import Comparison, compare, predictor
+from .outputs import check_file, check_picture, writing
 from .recompute import finding, petaflops
 from .rows import DOCUMENTS, load
 from .table_text import text
@@ -39,12 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Prints the tables and writes the files asked for. Raises ValueError for unknown documents and places that take no file."""
     rows = load(args.document)
-    for flag, file in (("--csv", args.csv), ("--png", args.png)):
-        folder = Path(file or ".").absolute().parent
-        check(folder.is_dir(), f"{flag} {file}: {folder} is not a directory: make it, or give another file")
-        check(file is None or not Path(file).is_dir(), f"{flag} {file} is a directory: give a file in it")
-    check(args.png is None or importlib.util.find_spec("matplotlib") is not None,
-          f"--png {args.png} needs matplotlib: pip install matplotlib, or leave --png out")
+    check_file("--csv", args.csv)
+    check_picture(args.png)
     found = compare(rows, predictor())
     print(text(found, args.markdown))
     if args.csv:
@@ -59,13 +54,10 @@ def main(args: argparse.Namespace) -> int:
 def write_csv(path: Path, found: Sequence[Comparison]) -> None:
     """One line per row. Empty cells: nothing known. Raises ValueError when `path` cannot be written."""
     records = [_record(comparison) for comparison in found]
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(records)
-    except OSError as error:
-        raise ValueError(f"--csv {path}: cannot be written ({error.strerror}); give another file") from None
+    with writing("--csv", path), open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
 
 
 def _record(comparison: Comparison) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""Files that commands write: refused before the work with one line, and so is what the system refuses in the end."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from fugaku_megatron.perf import __main__ as door
+from fugaku_megatron.perf import fit
+from fugaku_megatron.perf.outputs import check_file, writing
+
+PLAN = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
+
+
+@pytest.mark.parametrize("command, flag", [(PLAN, "--png"), ([*PLAN, "--json"], "--png"), (["fit"], "--output"),
+                                           (["tables"], "--csv"), (["tables"], "--png"), (["calibrate"], "--output")])
+@pytest.mark.parametrize("place, message", [("{here}/none/a.json", "{here}/none is not a directory"),
+                                            ("{here}/a.json", "{here}/a.json is a directory")])
+def test_a_place_that_takes_no_file_is_one_line_before_the_work(command, flag, place, message, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.json").mkdir()
+    monkeypatch.setattr(fit, "make_report", lambda group: pytest.fail("the fit began"))
+    monkeypatch.setattr(sys, "argv", ["perf", *command, flag, place.format(here=tmp_path)])
+    assert door.main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"{flag} {place.format(here=tmp_path)}" in err and message.format(here=tmp_path) in err
+    assert err.count("\n") == 1
+
+
+def test_no_name_is_no_file():
+    with pytest.raises(ValueError, match="--csv '' is no name: give a file"):
+        check_file("--csv", "")
+    check_file("--csv", None)
+
+
+def test_what_the_system_refuses_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="cannot be written .Not a directory.; give another file"), writing("--png", "a"):
+        (tmp_path / "file").write_text("")
+        (tmp_path / "file" / "a").write_text("")
+
+
+def test_a_picture_has_the_name_it_was_given(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "picture"
+    assert door.run([*PLAN, "--json", "--png", str(file)]) == 0
+    assert file.read_bytes()[:4] == b"\x89PNG" and capsys.readouterr().out.startswith('{"plans": ')
