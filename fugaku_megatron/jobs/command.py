@@ -28,12 +28,20 @@ def plan(argv: Sequence[str]) -> int:
     return 0
 
 
+def _write(path: Path, text: str, flag: str = "") -> None:
+    """A script. Raises ValueError naming what cannot be written."""
+    try:
+        path.write_text(text)
+        path.chmod(0o755)
+    except OSError as error:
+        raise ValueError(f"{flag}{path}: {error.strerror}: give a file in a folder that is there and writable") from error
+
+
 def make_all(folder: str) -> int:
     """Write the scripts of scripts.py."""
     for name in scripts.SCRIPTS:
         path = Path(folder) / name
-        path.write_text(scripts.text(name))
-        path.chmod(0o755)
+        _write(path, scripts.text(name))
         print(f"wrote {path}")
     return 0
 
@@ -48,8 +56,7 @@ def make(argv: Sequence[str]) -> int:
     if not args.output:
         sys.stdout.write(text)
         return 0
-    Path(args.output).write_text(text)
-    Path(args.output).chmod(0o755)
+    _write(Path(args.output), text, "-o ")
     print("\n".join([*job.why, f"wrote {args.output}"]))
     return 0
 

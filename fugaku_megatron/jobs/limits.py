@@ -119,10 +119,10 @@ def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
     raise AssertionError
 
 
-def seconds(clock: str) -> int:
+def seconds(clock: str, name: str = "elapse=") -> int:
     """HH:MM:SS, MM:SS or seconds. Raises ValueError for anything else."""
     parts = clock.split(":")
-    check(1 <= len(parts) <= 3 and all(p.isdecimal() for p in parts), f"elapse={clock}: write HH:MM:SS")
+    check(1 <= len(parts) <= 3 and all(p.isdecimal() for p in parts), f"{name}{clock}: write HH:MM:SS")
     return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))
 
 
