@@ -95,11 +95,44 @@ def test_group_and_archive(scripts, tmp_path, monkeypatch):
     assert check.problems(text, group="hp1") == []
 
 
+def test_variables_given_to_pjsub_are_those_that_are_checked(scripts, tmp_path):
+    text, archive = scripts["small"], tmp_path / "a.tar"
+    archive.touch()
+    assert check.problems(text, options=["-x", f"ARCHIVE={archive},DATA=my_text_document"]) == []
+    elapse = ["-L", "elapse=00:40:00", "-x", "ELAPSE=2400,MARGIN=300"]
+    assert check.problems(text, files=False, options=elapse) == []
+    assert any("ELAPSE=129600, but" in p.text for p in check.problems(text, files=False, options=elapse[:2]))
+    outside = check.problems(text, files=False, options=["-x", "SAVE=/vol0009/a"])
+    assert len(outside) == 1 and "SAVE=/vol0009/a is on /vol0009" in outside[0].text
+    assert [p.line for p in check.problems(text, files=False, options=["-L", "freq=2200"])] == [0]
+
+
+def test_a_spot_job_surely_has_the_first_of_two_times(scripts):
+    text = scripts["small"].replace("rscgrp=small", "rscgrp=spot-small").replace("elapse=36:00:00", "elapse=4:00:00-12:00:00")
+    assert check.problems(text.replace("ELAPSE:-129600", "ELAPSE:-14400"), files=False) == []
+    assert any("write 14400" in p.text for p in check.problems(text, files=False))
+
+
+@pytest.mark.parametrize("content, answer", [(b"\x7fELF\xba\x00", "is no text"), (b"#!/bin/bash\r\necho\r\n", "CR LF")])
+def test_a_file_that_bash_cannot_read_is_refused(content, answer, tmp_path):
+    (tmp_path / "job.sh").write_bytes(content)
+    with pytest.raises(ValueError, match=f"job.sh: .*{answer}"):
+        script.read(tmp_path / "job.sh")
+    with pytest.raises(ValueError, match="gone.sh: No such file or directory: give a job script"):
+        script.read(tmp_path / "gone.sh")
+
+
 def test_options_given_to_pjsub_replace_directives():
     given = script.parse('#PJM -L "node=12,elapse=10" -S\n#PJM --llio localtmp-size=50Gi,sio-read-cache=off\necho\n')
     assert given.get("--llio", "sio-read-cache").text == "off" and given.switches == {"-S": 1}
     assert script.add_options(given, ["-L", "elapse=20", "--bulk", "job.sh"], 0) == ["job.sh"]
     assert given.get("-L", "elapse").text == "20" and given.get("-L", "node").text == "12"
+    assert script.add_options(given, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == ["job.sh", "-x", "C=1"]
+    assert {name: value.text for name, value in given.settings["-x"].items()} == {"A": "1", "B": "9,3"}
+    with pytest.raises(ValueError, match="line 1: 'name' belongs to no option"):
+        script.parse("#PJM -N my name\n")
+    with pytest.raises(ValueError, match="^pjsub option --bogus is unknown"):
+        script.add_options(given, ["--bogus"], 0)
     with pytest.raises(ValueError, match="line 2: a directive after"):
         script.parse("echo\n#PJM -S\n")
 

@@ -111,4 +111,6 @@ def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
     assert said.read_text().splitlines()[3] == f"-g hp1 -x SAVE=/vol0004/a {file}"
     capfd.readouterr()
     assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-L", "freq=2200"]) == 2
-    assert "since April 2025" in capfd.readouterr().err and len(said.read_text().splitlines()) == 4
+    assert f"{file}, options beside it: " in (err := capfd.readouterr().err) and "since April 2025" in err
+    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-x", "A=b", "other.sh"]) == 2
+    assert "other.sh" in capfd.readouterr().err and len(said.read_text().splitlines()) == 4

@@ -18,14 +18,19 @@ from ..config import RunConfig
 from ..perf import memory
 from ..perf.model import System, step
 from . import limits, script, torus
-from .job import RANKS_PER_NODE, interpret, start_up
+from .job import MARGIN, RANKS_PER_NODE, interpret, start_up
 from .script import Script
 
 
 @dataclass(frozen=True)
 class Problem:
+    """line: 0 for an option given to pjsub beside the script."""
+
     line: int
     text: str
+
+    def told(self, file: str) -> str:
+        return f"{file}:{self.line}: {self.text}" if self.line else f"{file}, options beside it: {self.text}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +55,11 @@ def problems(text: str, group: str | None = None, files: bool = True, options: S
     there; options: of pjsub, which replace directives."""
     try:
         given = script.parse(text)
-        script.add_options(given, options, given.last_directive)
+        script.add_options(given, options, 0)
         asked = _asked(given, group, files)
     except ValueError as error:
         line = re.match(r"line (\d+): (.*)", str(error), re.DOTALL)
-        return [Problem(int(line[1]), line[2]) if line else Problem(1, str(error))]
+        return [Problem(int(line[1]), line[2]) if line else Problem(0, str(error))]
     found = [problem for subject in SUBJECTS for problem in subject(asked)]
     return sorted(dict.fromkeys(found), key=lambda p: p.line)
 
@@ -75,7 +80,7 @@ def _asked(given: Script, group: str | None, files: bool) -> Asked:
     if elapse is None:
         raise ValueError(f"line {given.line('-L')}: no elapse time: add elapse=HH:MM:SS")
     try:
-        seconds = limits.seconds(elapse.text.split("-")[-1])
+        seconds = limits.surely(elapse.text)
     except ValueError as error:
         raise ValueError(f"line {elapse.line}: {error}") from error
     return Asked(script=given, nodes=math.prod(sizes), shape=sizes if len(sizes) == 3 else None, ranks_per_node=int(ranks.text),
@@ -198,13 +203,13 @@ def _cost(asked: Asked, run: RunConfig, layout: Layout, line: int) -> Iterator[P
                       f"(model), {limit:.0f} are there: lower --micro-batch-size, raise --tensor- or --pipeline-model-parallel-size"
                       ", or give --checkpoint-activations or --zero-stage 1")
     needed = start_up(asked.nodes) + step(run, layout, system, fitted.values).seconds
-    for name in ("ELAPSE", "MARGIN"):
-        text = script.default(given.variables.get(name), {})
-        if name == "ELAPSE" and text and text != str(asked.elapse):
-            yield Problem(given.variables[name].line, f"ELAPSE={text}, but elapse={limits.clock(asked.elapse)}: "
-                          f"write {asked.elapse}")
-        if name == "MARGIN" and text.isdecimal():
-            needed += int(text)
+    seconds, margin = (given.value(name, {}) for name in ("ELAPSE", "MARGIN"))
+    if seconds and seconds.text != str(asked.elapse):
+        yield Problem(seconds.line, f"ELAPSE={seconds.text}, but elapse={limits.clock(asked.elapse)}: write {asked.elapse}")
+    if margin and margin.text.isdecimal():
+        needed += int(margin.text)
+    elif margin:
+        yield Problem(margin.line, f"MARGIN={margin.text}: give whole seconds, such as {MARGIN}")
     if needed > asked.elapse:
         yield Problem(given.line("-L", "elapse"), f"elapse={limits.clock(asked.elapse)} ends before the first iteration and its "
                       f"checkpoint (model): write at least elapse={limits.clock(needed)}")
@@ -218,17 +223,17 @@ def _volumes(asked: Asked) -> Iterator[Problem]:
         yield Problem(given.line("-x"), "PJM_LLIO_GFSCACHE is not given, and the job will find no file: add "
                       "#PJM -x PJM_LLIO_GFSCACHE=/vol0004")
     for name in ("ARCHIVE", "SAVE", "OUT", "TCMALLOC"):
-        path = script.default(given.variables.get(name))
-        volume = re.match(r"/vol\d+", os.path.realpath(path)) if path else None
+        path = given.value(name)
+        volume = re.match(r"/vol\d+", os.path.realpath(path.text)) if path and path.text else None
         if named and volume and volume[0] not in volumes:
-            yield Problem(named.line, f"{name} is on {volume[0]} (line {given.variables[name].line}), which PJM_LLIO_GFSCACHE does "
-                          f"not name: write PJM_LLIO_GFSCACHE={':'.join([*named.text.split(':'), volume[0]])}")
+            yield Problem(named.line, f"{name}={path.text} is on {volume[0]}, which PJM_LLIO_GFSCACHE does not name: "
+                          f"write PJM_LLIO_GFSCACHE={':'.join([*named.text.split(':'), volume[0]])}")
 
 
 def _files(asked: Asked) -> Iterator[Problem]:
     given = asked.script
-    archive = given.variables.get("ARCHIVE")
-    path = script.default(archive)
+    archive = given.value("ARCHIVE")
+    path = archive.text if archive else ""
     if asked.files and archive and not Path(path).is_file():
         yield Problem(archive.line, f"ARCHIVE {path} does not exist: write it with scripts/build.sh, or give ARCHIVE=FILE")
     size = given.get("--llio", "localtmp-size")

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..config import check
 from . import check as checks
 from . import job as jobs
-from . import limits, options, render, scripts
+from . import limits, options, render, script, scripts
 
 USAGE = (f"usage: {options.PROGRAM} plan|render --nodes N --recipe R ... | check FILE | submit FILE [-- options of pjsub]     "
          f"({options.PROGRAM} plan --help)")
@@ -73,9 +73,9 @@ def _file_parser(command: str) -> argparse.ArgumentParser:
 def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
     """How many mistakes, each printed. passed: options of pjsub, which replace directives."""
     check(Path(args.file).is_file(), f"{args.file} is no file: give a job script")
-    found = checks.problems(Path(args.file).read_text(), args.group, files=not args.no_files, options=passed)
+    found = checks.problems(script.read(Path(args.file)), args.group, files=not args.no_files, options=passed)
     for problem in found:
-        print(f"{args.file}:{problem.line}: {problem.text}", file=sys.stderr)
+        print(problem.told(args.file), file=sys.stderr)
     return len(found)
 
 
@@ -96,6 +96,8 @@ def submit(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, help="a chain of this many step jobs, each after the one before it has ended well")
     parser.epilog = "options of pjsub, behind --, replace the script's directives"
     args = parser.parse_args(words[:end])
+    rest = script.add_options(script.Script(), passed, 0)
+    check(not rest, f"behind -- stands {' '.join(rest)!r}, which is no option of pjsub: give FILE before --")
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: give a number above 0")
     check(bool(shutil.which("pjsub")), "pjsub is not on the PATH: submit on a login node of Fugaku, or try the job here with "
           "scripts/pjsub/local_pjsub")

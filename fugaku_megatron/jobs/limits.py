@@ -126,6 +126,11 @@ def seconds(clock: str, name: str = "elapse=") -> int:
     return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))
 
 
+def surely(elapse: str) -> int:
+    """Seconds that a job has at least: of elapse=FROM-TO (spot groups) the smaller one. Raises ValueError as `seconds`."""
+    return min(map(seconds, elapse.split("-")))
+
+
 def clock(total: float) -> str:
     """Seconds as HH:MM:SS, rounded up."""
     whole = -int(-total // 1)

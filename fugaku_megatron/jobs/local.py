@@ -70,11 +70,12 @@ def submit(words: list[str]) -> int:
     if "--interact" in options.switches:
         return subprocess.run([file, *arguments] if file else [os.environ.get("SHELL", "bash")]).returncode
     check(Path(file).is_file(), f"{file or 'the script'} is no file: local_pjsub [--scale N] [options of pjsub] FILE")
-    text = Path(file).read_text()
+    check(not arguments, f"behind {file} stands {' '.join(arguments)!r}: give options before it")
+    text = script.read(Path(file))
     group = (options.get("-g") or script.Value("local", 0)).text
     found = [] if "--no-check" in own else checks.problems(text, group, files=False, options=words)
     for problem in found:
-        print(f"{file}:{problem.line}: {problem.text}", file=sys.stderr)
+        print(problem.told(file), file=sys.stderr)
     if found:
         return 2
     given = script.parse(text)
@@ -106,7 +107,7 @@ def _enter(given: script.Script, own: dict[str, str], file: Path) -> list[Path]:
     """Records of the sub-jobs: one, one step, or those of a bulk job."""
     root, sparam = folder(), {name: v.text for name, v in given.settings.get("--sparam", {}).items()}
     asked = given.get("-L", "elapse") or script.Value("3600", 0)
-    elapse = int(own.get("--elapse", 0)) or limits.seconds(asked.text.split("-")[-1])
+    elapse = int(own.get("--elapse", 0)) or limits.surely(asked.text)
     name = (given.get("-N") or script.Value(file.name, 0)).text
     number, tags = sparam.get("jid"), [""]
     if "--bulk" in given.switches:
