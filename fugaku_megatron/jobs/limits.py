@@ -44,6 +44,11 @@ GROUPS = {g.name: g for g in (
 )}
 
 
+# power states -> their values
+STATES = {"freq": (2000, 2200), "eco_state": range(3), "retention_state": range(2), "throttling_state": range(10),
+          "issue_state": range(2), "ex_pipe_state": range(2)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mode:
     """A clock and power mode. refused: why the site does not take it today."""
