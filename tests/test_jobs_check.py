@@ -148,7 +148,8 @@ def test_a_file_that_bash_cannot_read_is_refused(content, answer, tmp_path):
 
 
 def test_what_is_preloaded_must_be_there(scripts, tmp_path):
-    text = (scripts["small"]).replace("set -euo pipefail", f"set -euo pipefail\nexport LD_PRELOAD={tmp_path}/a.so:libm.so.6:$LOCAL/c.so")
+    preload = f"{tmp_path}/a.so:libm.so.6:$LOCAL/c.so"
+    text = scripts["small"].replace("set -euo pipefail", f"set -euo pipefail\nexport LD_PRELOAD={preload}")
     (tmp_path / "fugaku_megatron.tar").touch()
     options = ["-x", f"ARCHIVE={tmp_path}/fugaku_megatron.tar,TCMALLOC={tmp_path}/b.so"]
     assert [p.text for p in check.problems(text, options=options)] == [
