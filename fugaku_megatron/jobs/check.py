@@ -236,7 +236,8 @@ def _cost(asked: Asked, run: RunConfig, layout: Layout, line: int) -> Iterator[P
     needed = start_up(asked.nodes) + step(run, layout, system, fitted.values).seconds
     seconds, margin = (given.value(name, {}) for name in ("ELAPSE", "MARGIN"))
     if seconds and seconds.text != str(asked.elapse):
-        yield Problem(seconds.line, f"ELAPSE={seconds.text}, but elapse={limits.clock(asked.elapse)}: write {asked.elapse}")
+        yield Problem(seconds.line, f"ELAPSE={seconds.text}, but elapse={limits.clock(asked.elapse)}: write {asked.elapse}, "
+                      f"or give -x ELAPSE={asked.elapse}")
     if margin and margin.text.isdecimal():
         needed += int(margin.text)
     elif margin:
