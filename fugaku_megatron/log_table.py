@@ -149,6 +149,8 @@ def run(argv: Sequence[str]) -> int:
     job = job_of(options)
     for name in ("csv", "png"):
         if path := getattr(options, name):
+            check(path.endswith(f".{name}"), f"--{name} {path}: give a file whose name ends with .{name}")  # not another log
+            check(not Path(path).is_dir(), f"--{name} {path}: is a folder: give a file")
             check(os.access(Path(path).resolve().parent, os.W_OK), f"--{name} {path}: its folder is not there or not writable")
     files = [LogFile(path, job, options.formula) for path in options.logs]
     logs = follow(files, options) if options.follow else _read(files)

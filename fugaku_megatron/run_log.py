@@ -8,6 +8,7 @@ Left out: rows and the command (log_table.py), the line of an iteration (metrics
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from collections.abc import Iterable
@@ -109,6 +110,9 @@ def parse_run(line: str) -> Job:
         nodes, ranks = said.pop("nodes"), said.pop("world_size")
     except (ValueError, KeyError):
         raise ValueError(f"not a run line: {line.strip()[:80]!r}") from None
+    strange = sorted(said.keys() - {f.name for group in _GROUPS.values() for f in fields(group)} - {*_RECOMPUTE})
+    check(not strange, f"the run line has {', '.join(strange)}, which this version does not know: read it with the version that "
+          "wrote it")
     return Job(given={name: tuple(v) if isinstance(v, list) else v for name, v in said.items()}, nodes=nodes, ranks=ranks)
 
 
@@ -223,12 +227,18 @@ class LogFile:
     """A log on disk that may still grow; a last line without its end waits for the rest."""
 
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
-        self.reader, self._path, self._offset, self._rest = LogReader(path, job, formula), Path(path), 0, b""
+        self._path, self._as = Path(path), (path, job, formula)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.reader, self._offset, self._rest = LogReader(*self._as), 0, b""
 
     def poll(self) -> bool:
         """Read what is new; whether there was something. ValueError when the file cannot be read."""
         try:
             with open(self._path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # written anew, by another job
+                    self._begin()
                 file.seek(self._offset)
                 new = file.read()
         except OSError as error:

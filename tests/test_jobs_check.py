@@ -9,6 +9,7 @@ import pytest
 from fugaku_megatron.jobs import check, limits, script
 from fugaku_megatron.jobs.options import decided
 from fugaku_megatron.jobs.render import render
+from fugaku_megatron.jobs.scripts import SCRIPTS
 
 HELD = "--micro-batch-size 1 --recompute-granularity full --zero-stage 1 --ranks-per-node 2 --tensor-model-parallel-size 8"
 # job -> its flags; made once, with the layout held, so that there is nothing to search
@@ -69,6 +70,26 @@ MISTAKES = [
     ("small", "ELAPSE=${ELAPSE:-", "ELAPSE=${ELAPSE:-1", "write "),
     ("small", "#PJM -S", "#PJM -Q", "option -Q is unknown"),
     ("small", "#PJM -L \"node=256", "#PJM -L \"nodes=256", "no nodes are asked for"),
+    ("small", "issue_state=0", "issue_state=x", "issue_state=x: give 0 to 1"),
+    ("small", "throttling_state=0", "throttling_state=12", "throttling_state=12: give 0 to 9"),
+    ("small", "issue_state=0", "isue_state=0", "isue_state is unknown: did you mean issue_state?"),
+    ("small", "/vol0004", "nonsense", "'nonsense' is no volume"),
+    ("small", "/vol0004", "", "'' is no volume"),
+    ("small", "-g hp000000", '-g ""', "no group to charge"),
+    ("small", "    --cpu-frequency 2.0", "    --cpu-frequency", "expected one argument"),
+    ("small", "--cpu-frequency 2.0", "--cpu-frequency=2.2", "write --cpu-frequency 2.0"),
+    ("small", "MARGIN:-900", "MARGIN:-soon", "MARGIN=soon: give whole seconds"),
+    ("small", "DATA:-mock", "DATA:-data/my_text_document", "DATA=data/my_text_document: "),
+    ("small", "RANKS_PER_NODE=4\n", "\n", "RANKS_PER_NODE is used and not set: write RANKS_PER_NODE=4"),
+    ("small", "NODES=256\n", "\n", "NODES is used and not set: write NODES=256"),
+    ("large", ":torus:strict-io", ":toruss", "node=16x24x16:toruss: give"),
+    ("large", ":strict-io", ":strict-oi", "node=16x24x16:torus:strict-oi: give"),
+    ("large", "node=16x24x16", "node=8x48x16", 'is made for 16x24x16 "$RANKS_PER_NODE" 8 32: write 8x48x16 "$RANKS_PER_NODE" 8 32'),
+    ("large", "--pipeline-model-parallel-size 32", "--pipeline-model-parallel-size 16", 'write 16x24x16 "$RANKS_PER_NODE" 8 16'),
+    ("large", '"$RANKS_PER_NODE" 8 32', '"$RANKS_PER_NODE" 4 64', 'write 16x24x16 "$RANKS_PER_NODE" 8 32'),
+    ("tensor", "node=8x6x8:torus:strict-io", "node=384", "write node=XxYxZ:torus, or no map"),
+    ("large", "-m fugaku_megatron.jobs.torus", "-m somewhere.else", "no rank map keeps tensor-parallel groups"),
+    ("top", "$label/%/1000r/stdout", "$label/stdout", "split it above 10000"),
 ]
 
 
@@ -80,7 +101,11 @@ def test_a_mistake_is_refused_at_its_line(name, right, wrong, answer, scripts):
     assert len(found) == 1, check.problems(text, files=False)
     changed = [i for i, (a, b) in enumerate(zip(scripts[name].splitlines(), text.splitlines()), 1) if a != b]
     about_other_line = {"freq is not said", "PJM_LLIO_GFSCACHE=/vol0004:/vol0009", "stage it with llio_transfer",
-                        "$LOCAL/bin/python3", "PJM_LLIO_GFSCACHE is not given"}
+                        "$LOCAL/bin/python3", "PJM_LLIO_GFSCACHE is not given", "no group to charge",
+                        'is made for 16x24x16 "$RANKS_PER_NODE" 8 32: write 8x48x16 "$RANKS_PER_NODE" 8 32',
+                        'write 16x24x16 "$RANKS_PER_NODE" 8 16', "no rank map keeps tensor-parallel groups",
+                        "write node=XxYxZ:torus, or no map",
+                        *(f"{name} is used and not set: write {name}={n}" for name, n in (("RANKS_PER_NODE", 4), ("NODES", 256)))}
     assert found[0].line in changed or answer in about_other_line, (found, changed)
 
 
@@ -95,11 +120,57 @@ def test_group_and_archive(scripts, tmp_path, monkeypatch):
     assert check.problems(text, group="hp1") == []
 
 
+def test_variables_given_to_pjsub_are_those_that_are_checked(scripts, tmp_path):
+    text, archive = scripts["small"], tmp_path / "a.tar"
+    archive.touch()
+    assert check.problems(text, options=["-x", f"ARCHIVE={archive},DATA=my_text_document"]) == []
+    elapse = ["-L", "elapse=00:40:00", "-x", "ELAPSE=2400,MARGIN=300"]
+    assert check.problems(text, files=False, options=elapse) == []
+    assert any("ELAPSE=129600, but" in p.text for p in check.problems(text, files=False, options=elapse[:2]))
+    outside = check.problems(text, files=False, options=["-x", "SAVE=/vol0009/a"])
+    assert len(outside) == 1 and "SAVE=/vol0009/a is on /vol0009" in outside[0].text
+    assert [p.line for p in check.problems(text, files=False, options=["-L", "freq=2200"])] == [0]
+
+
+def test_a_spot_job_surely_has_the_first_of_two_times(scripts):
+    text = scripts["small"].replace("rscgrp=small", "rscgrp=spot-small").replace("elapse=36:00:00", "elapse=4:00:00-12:00:00")
+    assert check.problems(text.replace("ELAPSE:-129600", "ELAPSE:-14400"), files=False) == []
+    assert any("write 14400" in p.text for p in check.problems(text, files=False))
+
+
+@pytest.mark.parametrize("content, answer", [(b"\x7fELF\xba\x00", "is no text"), (b"#!/bin/bash\r\necho\r\n", "CR LF")])
+def test_a_file_that_bash_cannot_read_is_refused(content, answer, tmp_path):
+    (tmp_path / "job.sh").write_bytes(content)
+    with pytest.raises(ValueError, match=f"job.sh: .*{answer}"):
+        script.read(tmp_path / "job.sh")
+    with pytest.raises(ValueError, match="gone.sh: No such file or directory: give a job script"):
+        script.read(tmp_path / "gone.sh")
+
+
+def test_what_is_preloaded_must_be_there(scripts, tmp_path):
+    preload = f"{tmp_path}/a.so:libm.so.6:$LOCAL/c.so"
+    text = scripts["small"].replace("set -euo pipefail", f"set -euo pipefail\nexport LD_PRELOAD={preload}")
+    (tmp_path / "fugaku_megatron.tar").touch()
+    options = ["-x", f"ARCHIVE={tmp_path}/fugaku_megatron.tar,TCMALLOC={tmp_path}/b.so"]
+    assert [p.text for p in check.problems(text, options=options)] == [
+        f"{name} {tmp_path}/{file}.so does not exist, and a job runs on without it: give another path, or none"
+        for name, file in (("TCMALLOC", "b"), ("LD_PRELOAD", "a"))]
+    compared = render(decided("render", shlex.split(SCRIPTS["compare_tcmalloc.sh"]))[1])
+    assert any("TCMALLOC is not given" in p.text for p in check.problems(compared, group="hp1"))
+    assert check.problems(compared, group="hp1", files=False) == []
+
+
 def test_options_given_to_pjsub_replace_directives():
     given = script.parse('#PJM -L "node=12,elapse=10" -S\n#PJM --llio localtmp-size=50Gi,sio-read-cache=off\necho\n')
     assert given.get("--llio", "sio-read-cache").text == "off" and given.switches == {"-S": 1}
     assert script.add_options(given, ["-L", "elapse=20", "--bulk", "job.sh"], 0) == ["job.sh"]
     assert given.get("-L", "elapse").text == "20" and given.get("-L", "node").text == "12"
+    assert script.add_options(given, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == ["job.sh", "-x", "C=1"]
+    assert {name: value.text for name, value in given.settings["-x"].items()} == {"A": "1", "B": "9,3"}
+    with pytest.raises(ValueError, match="line 1: 'name' belongs to no option"):
+        script.parse("#PJM -N my name\n")
+    with pytest.raises(ValueError, match="^pjsub option --bogus is unknown"):
+        script.add_options(given, ["--bogus"], 0)
     with pytest.raises(ValueError, match="line 2: a directive after"):
         script.parse("echo\n#PJM -S\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from fugaku_megatron.jobs import check, limits, options, scripts, torus
 from fugaku_megatron.jobs.command import main
+from fugaku_megatron.jobs.job import MARGIN, start_up
 
 FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "pjsub"
 
@@ -51,7 +53,20 @@ def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
 @pytest.mark.parametrize("words, answer", [
     ("plan --recipe 30b --nodes 6000 --mode boost-2.2", "--mode normal-2.0"),
     ("plan --recipe 30b --nodes 512", "give 504 or 528"),
-    ("plan --recipe 30b --nodes 200000", "--nodes 200000"),
+    ("plan --recipe 30b --nodes 200000", "--nodes 200000: no resource group takes that many; give 1 to 82944"),
+    ("plan --recipe 30b --nodes 158976", "--nodes 158976: no resource group takes that many; give 1 to 82944"),
+    ("plan --recipe 124m --nodes 13", "--nodes 13: no layout runs"),
+    ("plan --recipe 124m --nodes 48 --resource-group large", "--resource-group large takes 385 to 12288 nodes, --nodes is 48"),
+    ("plan --recipe 124m --nodes 48 --elapse 0", "--elapse 0: small gives up to 72:00:00"),
+    ("plan --recipe 124m --nodes 48 --elapse 80:00:00", "--elapse 80:00:00: small gives up to 72:00:00"),
+    ("plan --recipe 124m --nodes 48 --elapse soon", "--elapse soon: write HH:MM:SS"),
+    ("plan --recipe 124m --nodes 48 --elapse 00:05:00", "elapse=00:05:00 ends before the first iteration"),
+    ("plan --recipe 124m --nodes 48 --cpu-frequency 1.8", "--cpu-frequency 1.8, but --mode normal-2.0 is 2.0 GHz"),
+    ("plan --recipe 124m --nodes 48 --save here", "--save here: the script says it: give SAVE"),
+    ("plan --recipe 124m --nodes 48 --data-path text", "--data-path text: the script says it: give DATA"),
+    ("plan --recipe 124m --nodes 48 --name a}b", "--name a}b: "),
+    ("render --recipe 124m --nodes 48 -o nowhere/a.sh", "-o nowhere/a.sh: No such file or directory"),
+    ("render --recipe 124m --nodes 48 -o .", "-o .: Is a directory"),
     ("plan --recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 8", "--tensor-model-parallel-size"),
     ("plan --recipe 30b --nodes 384 --mode fast", "--mode fast is unknown"),
     ("plan --recipe 30b --nodes 384 --nods 3", "did you mean"),
@@ -63,6 +78,14 @@ def test_mistakes_are_one_line(words, answer, capsys):
     assert main(words.split()) == 2
     said = capsys.readouterr().err
     assert answer in said and said.count("\n") == 1
+
+
+def test_a_chain_counts_what_each_job_spends_on_start_and_end(capsys):
+    words = "--recipe 124m --nodes 48 --micro-batch-size 1 --train-iters 1000 --elapse 01:00:00"
+    _, job = options.decided("plan", words.split())
+    each = 3600 - MARGIN - start_up(48)
+    assert f"{math.ceil(1000 * job.seconds / each)} jobs in a row" in " ".join(job.why)
+    assert 1000 * job.seconds / 3600 < 2 < 1000 * job.seconds / each
 
 
 @pytest.mark.parametrize("name", [name for name, mode in limits.MODES.items() if not mode.refused])
@@ -88,4 +111,6 @@ def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
     assert said.read_text().splitlines()[3] == f"-g hp1 -x SAVE=/vol0004/a {file}"
     capfd.readouterr()
     assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-L", "freq=2200"]) == 2
-    assert "since April 2025" in capfd.readouterr().err and len(said.read_text().splitlines()) == 4
+    assert f"{file}, options beside it: " in (err := capfd.readouterr().err) and "since April 2025" in err
+    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-x", "A=b", "other.sh"]) == 2
+    assert "other.sh" in capfd.readouterr().err and len(said.read_text().splitlines()) == 4

@@ -65,6 +65,9 @@ def test_csv_and_picture_hold_the_same(logs, capsys):
 @pytest.mark.parametrize("flags, said", [
     (["gone.log"], "gone.log: No such file or directory: give a run's log"),
     (["ours.log", "--csv", "nowhere/t.csv"], "--csv nowhere/t.csv: its folder is not there or not writable"),
+    (["ours.log", "--csv", "a100.log"], "--csv a100.log: give a file whose name ends with .csv"),
+    (["ours.log", "--png", "a100.log"], "--png a100.log: give a file whose name ends with .png"),
+    (["ours.log", "--csv", "folder.csv"], "--csv folder.csv: is a folder: give a file"),
     (["ours.log", "--nodes", "0"], "--nodes is 0: give a number above 0"),
     (["ours.log", "--world-size", "4", "--dry-run"], "give --nodes and --ranks-per-node"),
     (["ours.log", "--num-layers", "8"], "--hidden-size, --num-attention-heads"),
@@ -73,8 +76,10 @@ def test_csv_and_picture_hold_the_same(logs, capsys):
 ])
 def test_a_mistake_is_one_line(logs, monkeypatch, flags, said):
     monkeypatch.chdir(logs)
+    (logs / "folder.csv").mkdir()
     with pytest.raises(ValueError, match=said):
         log_table.run(flags)
+    assert (logs / "a100.log").read_text() == A100[0] + "\n"
 
 
 def test_the_command_follows_a_job_to_its_last_line(logs):

@@ -90,6 +90,15 @@ def test_a_log_that_grows_is_read_once_and_its_cut_line_waits(tmp_path):
     assert len(cut.counted) == 1
 
 
+def test_a_log_that_was_written_anew_is_read_anew(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text(OUR_LOG)
+    file = LogFile(str(path))
+    assert file.poll() and file.reader.summary().finished
+    path.write_text(OUR_LOG[: OUR_LOG.index(" iteration        4/")])
+    assert file.poll() and not file.reader.summary().finished and len(file.reader.summary().iterations) == 3
+
+
 def test_mistakes_are_named(tmp_path):
     with pytest.raises(ValueError, match="gone.log: No such file or directory: give a run's log"):
         read_log(tmp_path / "gone.log")
@@ -97,6 +106,8 @@ def test_mistakes_are_named(tmp_path):
         read_log(written(tmp_path, "hello\n"))
     with pytest.raises(ValueError, match="run.log line 2: loss scale: 'x' is not a number"):
         read_log(written(tmp_path, "hello\n iteration 1/ 2 | loss scale: x |\n"))
+    with pytest.raises(ValueError, match="run.log line 1: the run line has speed, which this version does not know"):
+        read_log(written(tmp_path, 'run: {"nodes": 1, "world_size": 2, "speed": 3}\n'))
     with pytest.raises(ValueError, match="--vocab-size must be given"):
         _ = Job(given={**A100_JOB.given, "vocab_size": None}).run
     with pytest.raises(ValueError, match="9 ranks .* not divisible by --tensor-model-parallel-size 8 x"):

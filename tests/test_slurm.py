@@ -52,6 +52,23 @@ def test_shellcheck_has_nothing_to_say(name):
     subprocess.run([shellcheck, FOLDER / name], check=True)
 
 
+@pytest.mark.parametrize("given", [{}, {"FUGAKU_MEGATRON": str(ROOT), "PYTHON": "/nowhere/python"}])
+def test_a_job_without_the_program_says_so_in_one_line(given, tmp_path):
+    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "a", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "LAUNCHER": "false"}
+    done = subprocess.run(["bash", FOLDER / "x86" / "run_124m.sbatch"], env={**os.environ, **job, **given}, capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and "give FUGAKU_MEGATRON and PYTHON" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["README.md"]])
+def test_only_a_folder_that_is_there_is_written(words, tmp_path):
+    (tmp_path / "README.md").touch()
+    command, environment = [sys.executable, "-m", "fugaku_megatron.jobs.slurm"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode and done.stderr.count("\n") == 1 and "give a folder" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
 def test_a_recipe_that_cannot_run_is_refused():
     cluster, job = slurm.CLUSTERS[0], slurm.RECIPES["a64fx"][3]
     with pytest.raises(ValueError, match="a64fx, 30b: .* MiB per rank .*give more nodes, TP or PP"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..config import check
 from . import check as checks
 from . import job as jobs
-from . import limits, options, render, scripts
+from . import limits, options, render, script, scripts
 
 USAGE = (f"usage: {options.PROGRAM} plan|render --nodes N --recipe R ... | check FILE | submit FILE [-- options of pjsub]     "
          f"({options.PROGRAM} plan --help)")
@@ -28,12 +28,20 @@ def plan(argv: Sequence[str]) -> int:
     return 0
 
 
+def _write(path: Path, text: str, flag: str = "") -> None:
+    """A script. Raises ValueError naming what cannot be written."""
+    try:
+        path.write_text(text)
+        path.chmod(0o755)
+    except OSError as error:
+        raise ValueError(f"{flag}{path}: {error.strerror}: give a file in a folder that is there and writable") from error
+
+
 def make_all(folder: str) -> int:
     """Write the scripts of scripts.py."""
     for name in scripts.SCRIPTS:
         path = Path(folder) / name
-        path.write_text(scripts.text(name))
-        path.chmod(0o755)
+        _write(path, scripts.text(name))
         print(f"wrote {path}")
     return 0
 
@@ -48,8 +56,7 @@ def make(argv: Sequence[str]) -> int:
     if not args.output:
         sys.stdout.write(text)
         return 0
-    Path(args.output).write_text(text)
-    Path(args.output).chmod(0o755)
+    _write(Path(args.output), text, "-o ")
     print("\n".join([*job.why, f"wrote {args.output}"]))
     return 0
 
@@ -66,9 +73,9 @@ def _file_parser(command: str) -> argparse.ArgumentParser:
 def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
     """How many mistakes, each printed. passed: options of pjsub, which replace directives."""
     check(Path(args.file).is_file(), f"{args.file} is no file: give a job script")
-    found = checks.problems(Path(args.file).read_text(), args.group, files=not args.no_files, options=passed)
+    found = checks.problems(script.read(Path(args.file)), args.group, files=not args.no_files, options=passed)
     for problem in found:
-        print(f"{args.file}:{problem.line}: {problem.text}", file=sys.stderr)
+        print(problem.told(args.file), file=sys.stderr)
     return len(found)
 
 
@@ -89,6 +96,8 @@ def submit(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, help="a chain of this many step jobs, each after the one before it has ended well")
     parser.epilog = "options of pjsub, behind --, replace the script's directives"
     args = parser.parse_args(words[:end])
+    rest = script.add_options(script.Script(), passed, 0)
+    check(not rest, f"behind -- stands {' '.join(rest)!r}, which is no option of pjsub: give FILE before --")
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: give a number above 0")
     check(bool(shutil.which("pjsub")), "pjsub is not on the PATH: submit on a login node of Fugaku, or try the job here with "
           "scripts/pjsub/local_pjsub")

@@ -66,7 +66,8 @@ def placeable(found: plan.Plan, shape: torus.Shape | None) -> bool:
 def choose(run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None) -> plan.Plan:
     """The fastest plan that can be placed. Raises ValueError when there is none."""
     found = plan.search(run, system, held)
-    check(bool(found.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in found.dropped.most_common()))
+    check(bool(found.plans), f"--nodes {system.nodes}: no layout runs: " + "; ".join(
+        f"{n} x {why}" for why, n in found.dropped.most_common()) + ": give other --nodes, --global-batch-size or parallel sizes")
     best = next((p for p in found.plans if placeable(p, shape)), None)
     inside = "a node or a 2x3x2 unit" if shape else "a node (give a multiple of 12 --nodes for a torus with units of 2x3x2)"
     check(best is not None, f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
@@ -87,35 +88,43 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, plan.Pl
     """The job for parsed flags. own: names among them that are not pretrain_gpt.py's. Raises ValueError for what cannot be."""
     given = limits.mode(args.mode)
     groups, source = limits.resource_groups()
+    group = _group(args, groups)
     shape = node_shape(args.nodes)
     system = System.of("a64fx", "this", args.nodes, args.ranks_per_node, given.ghz, given.eco_state == 2)
     run = run_of(args, system, own, {"micro_batch_size": 1})
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: a layout is chosen for one batch")
     held = frozenset(name for name, value in vars(args).items() if value is not None and name not in own)
     best = choose(run, system, held | ({"ranks_per_node"} if args.ranks_per_node else set()), shape)
-    group = _group(args, groups)
     iterations, _ = batches.length(best.run.training, batches.RampUp.of(best.run.batch, best.run.batch.global_batch_size))
-    whole = start_up(args.nodes) + iterations * best.seconds + MARGIN
-    elapse = _elapse(args.elapse, whole, group)
+    elapse = _elapse(args.elapse, start_up(args.nodes) + iterations * best.seconds + MARGIN, group)
     flags = _flags(best, args, given)
     job = Job(name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"), nodes=args.nodes,
               ranks_per_node=best.system.ranks_per_node, shape=shape, resource_group=group.name, elapse=elapse, mode=given,
               volumes=tuple(args.volumes.split(":")), group=args.group, flags=flags, kind=args.kind,
               layout=(best.layout.dp, best.layout.tp, best.layout.pp), seconds=best.seconds, memory_mib=best.memory_mib,
               iterations=iterations, why=())
-    return replace(job, why=tuple(reasons(job, best, whole, source))), best
+    return replace(job, why=tuple(reasons(job, best, source))), best
 
 
 def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> ResourceGroup:
     if args.resource_group is None:
         return limits.smallest(args.nodes, groups)
     check(args.resource_group in groups, f"--resource-group {args.resource_group} is unknown: give one of {', '.join(groups)}")
-    return groups[args.resource_group]
+    group = groups[args.resource_group]
+    low, high = group.nodes
+    check(low <= args.nodes <= high, f"--resource-group {group.name} takes {low} to {high} nodes, --nodes is {args.nodes}: change "
+          "one of them")
+    return group
 
 
 def _elapse(asked: str | None, whole: float, group: ResourceGroup) -> int:
     limit = int(group.hours * HOUR)
-    return limits.seconds(asked) if asked else min(limit, 60 * math.ceil(whole / 60))
+    if asked is None:
+        return min(limit, 60 * math.ceil(whole / 60))
+    elapse = limits.seconds(asked, "--elapse ")
+    check(0 < elapse <= limit, f"--elapse {asked}: {group.name} gives up to {limits.clock(limit)}: give a time in it, and continue "
+          "with submit --steps")
+    return elapse
 
 
 def _flags(best: plan.Plan, args: argparse.Namespace, given: Mode) -> tuple[str, ...]:
@@ -132,8 +141,10 @@ def _flags(best: plan.Plan, args: argparse.Namespace, given: Mode) -> tuple[str,
     return tuple(words)
 
 
-def reasons(job: Job, best: plan.Plan, whole: float, source: str) -> list[str]:
+def reasons(job: Job, best: plan.Plan, source: str) -> list[str]:
     """What was decided and why, a line each."""
+    start, training = start_up(job.nodes), job.iterations * best.seconds
+    in_a_job = max(best.seconds, job.elapse - start - MARGIN)  # each starts, and trains one iteration at least
     dp, tp, pp = job.layout
     batch = best.run.batch
     prediction = best.predict()
@@ -146,11 +157,10 @@ def reasons(job: Job, best: plan.Plan, whole: float, source: str) -> list[str]:
         f"ZeRO {best.run.parallel.zero_stage}",
         f"model: {best.seconds:.4g} s per iteration (9 of 10 runs: {prediction.lower:.4g} to {prediction.upper:.4g}), "
         f"{prediction.tflops_per_node:.3f} TFLOPs per node, bubble {best.bubble_fraction:.1%}, "
-        f"{best.memory_mib:.0f} MiB on the "
-        "fullest rank",
+        f"{best.memory_mib:.0f} MiB on the fullest rank",
         f"elapse {limits.clock(job.elapse)} in {job.resource_group} ({source}): {job.iterations} iterations and the start take "
-        f"{limits.clock(whole)} (model), {math.ceil(whole / job.elapse)} jobs in a row; each saves and leaves {MARGIN // 60} "
-        "minutes before its end",
+        f"{limits.clock(start + training + MARGIN)} (model), {math.ceil(training / in_a_job)} jobs in a row; each saves and "
+        f"leaves {MARGIN // 60} minutes before its end",
     ]
     return lines
 

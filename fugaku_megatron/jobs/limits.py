@@ -44,6 +44,11 @@ GROUPS = {g.name: g for g in (
 )}
 
 
+# power states -> their values
+STATES = {"freq": (2000, 2200), "eco_state": range(3), "retention_state": range(2), "throttling_state": range(10),
+          "issue_state": range(2), "ex_pipe_state": range(2)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mode:
     """A clock and power mode. refused: why the site does not take it today."""
@@ -119,11 +124,16 @@ def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
     raise AssertionError
 
 
-def seconds(clock: str) -> int:
+def seconds(clock: str, name: str = "elapse=") -> int:
     """HH:MM:SS, MM:SS or seconds. Raises ValueError for anything else."""
     parts = clock.split(":")
-    check(1 <= len(parts) <= 3 and all(p.isdecimal() for p in parts), f"elapse={clock}: write HH:MM:SS")
+    check(1 <= len(parts) <= 3 and all(p.isdecimal() for p in parts), f"{name}{clock}: write HH:MM:SS")
     return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))
+
+
+def surely(elapse: str) -> int:
+    """Seconds that a job has at least: of elapse=FROM-TO (spot groups) the smaller one. Raises ValueError as `seconds`."""
+    return min(map(seconds, elapse.split("-")))
 
 
 def clock(total: float) -> str:

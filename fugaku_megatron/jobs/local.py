@@ -33,7 +33,10 @@ OWN = {"--scale": 1, "--elapse": 1, "--margin": 1, "--flags": 1, "--wait": 0, "-
 
 def folder() -> Path:
     path = Path(os.environ.get("LOCAL_PJSUB", ".local_pjsub")).absolute()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"LOCAL_PJSUB={path}: {error.strerror}: give a folder for jobs") from error
     return path
 
 
@@ -56,9 +59,11 @@ def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
         name = words.pop(0)
         check(not OWN[name] or bool(words), f"{name} needs a value")
         own[name] = words.pop(0) if OWN[name] else "yes"
-    for name in ("--scale", "--elapse", "--margin"):
-        check(name not in own or own[name].isdecimal(), f"{name} is {own.get(name)}: give a number")
-    check(own.get("--scale") != "0", "--scale is 0: give a number of ranks above 0")
+    for name, least in (("--scale", 1), ("--elapse", 1), ("--margin", 0)):
+        given = own.get(name, "1")
+        check(given.isdecimal() and int(given) >= least, f"{name} is {given}: give a number from {least}")
+    behind = next((word for word in words if word in OWN), None)
+    check(behind is None or "--interact" in words, f"option {behind} of this stand-in comes before pjsub's and the script")
     return own, words
 
 
@@ -68,13 +73,17 @@ def submit(words: list[str]) -> int:
     options = script.Script()
     file, *arguments = script.add_options(options, words, 0) or [""]
     if "--interact" in options.switches:
-        return subprocess.run([file, *arguments] if file else [os.environ.get("SHELL", "bash")]).returncode
+        try:
+            return subprocess.run([file, *arguments] if file else [os.environ.get("SHELL", "bash")]).returncode
+        except OSError as error:
+            raise ValueError(f"{file}: {error.strerror}: give a command that can be run") from error
     check(Path(file).is_file(), f"{file or 'the script'} is no file: local_pjsub [--scale N] [options of pjsub] FILE")
-    text = Path(file).read_text()
+    check(not arguments, f"behind {file} stands {' '.join(arguments)!r}: give options before it")
+    text = script.read(Path(file))
     group = (options.get("-g") or script.Value("local", 0)).text
     found = [] if "--no-check" in own else checks.problems(text, group, files=False, options=words)
     for problem in found:
-        print(f"{file}:{problem.line}: {problem.text}", file=sys.stderr)
+        print(problem.told(file), file=sys.stderr)
     if found:
         return 2
     given = script.parse(text)
@@ -106,14 +115,16 @@ def _enter(given: script.Script, own: dict[str, str], file: Path) -> list[Path]:
     """Records of the sub-jobs: one, one step, or those of a bulk job."""
     root, sparam = folder(), {name: v.text for name, v in given.settings.get("--sparam", {}).items()}
     asked = given.get("-L", "elapse") or script.Value("3600", 0)
-    elapse = int(own.get("--elapse", 0)) or limits.seconds(asked.text.split("-")[-1])
+    elapse = int(own.get("--elapse", 0)) or limits.surely(asked.text)
     name = (given.get("-N") or script.Value(file.name, 0)).text
     number, tags = sparam.get("jid"), [""]
     if "--bulk" in given.switches:
         numbers = re.fullmatch(r"(\d+)-(\d+)", next(iter(sparam), ""))
-        check(numbers is not None, "--bulk needs --sparam \"FIRST-LAST\"")
-        tags = [f"[{i}]" for i in range(int(numbers[1]), int(numbers[2]) + 1)]
-    check(number is None or (root / number).is_dir(), f"--sparam jid={number}: there is no such job")
+        tags = [f"[{i}]" for i in range(int(numbers[1]), int(numbers[2]) + 1)] if numbers else []
+        check(bool(tags), f"--bulk with --sparam {next(iter(sparam), '')!r}: give --sparam \"FIRST-LAST\", such as 0-3")
+    check(number is None or number.isdecimal() and (root / number).is_dir(), f"--sparam jid={number}: there is no such job: see "
+          "local_pjstat")
+    check(sparam.get("sn", "0").isdecimal(), f"--sparam sn={sparam.get('sn')}: give the number of a step")
     number = number or str(_number(root))
     if "--step" in given.switches:
         steps = [read(sub)["step"] for sub in root.glob(f"{number}_*")]
@@ -244,6 +255,7 @@ def delete(words: list[str]) -> int:
     for word in words:
         chosen = [sub for sub in _subs() if word in (read(sub)["id"], read(sub)["number"])]
         check(bool(chosen), f"job {word} is unknown: see local_pjstat")
+        check(any(read(sub)["state"] not in ENDED for sub in chosen), f"job {word} has ended already: see local_pjstat")
         for sub in chosen:
             record = read(sub)
             if record["state"] in ENDED:

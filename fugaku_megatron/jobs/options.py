@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 
 from .. import arguments
-from ..config import check
+from ..config import check, flag
+from . import check as checks
 from . import job as jobs
 from . import limits, render
 
 PROGRAM = "submit.py"
 OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resource_group", "name", "kind", "output")
 GROUP_VARIABLE = "FUGAKU_GROUP"
+# a flag that the script gives itself -> the variable at its top
+SCRIPTS_OWN = {"save": "SAVE", "load": "SAVE", "data_path": "DATA", "vocab_file": "DATA", "merge_file": "DATA",
+               "exit_duration_in_mins": "MARGIN"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,4 +49,14 @@ def decided(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, jobs
     check(not unknown, arguments.suggest(parser, unknown) if unknown else "")
     given = limits.mode(args.mode)
     check(not given.refused, f"--mode {args.mode}: {given.refused}")
-    return args, jobs.decide(args, OWN)[0]
+    for name, variable in SCRIPTS_OWN.items():
+        value = getattr(args, name, None)
+        check(value is None, f"{flag(name)} {' '.join(value) if isinstance(value, list) else value}: the script says it: give "
+              f"{variable} there, or pjsub -x {variable}=...")
+    clock = getattr(args, "cpu_frequency", given.ghz)
+    check(clock == given.ghz, f"--cpu-frequency {clock}, but --mode {args.mode} is {given.ghz} GHz: leave it out")
+    check(re.fullmatch(r"[\w.-]+", args.name or "job") is not None, f"--name {args.name}: give letters, digits, '.', '_' and '-'")
+    job = jobs.decide(args, OWN)[0]
+    found = checks.problems(render.render(job), group="the submitter's", files=False)
+    check(not found, found[0].text if found else "")
+    return args, job

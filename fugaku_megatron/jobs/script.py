@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..config import check
 
@@ -19,6 +20,7 @@ VALUED = {"-L": "-L", "--rsc-list": "-L", "--mpi": "--mpi", "-g": "-g", "-x": "-
           "-o": "-o", "-e": "-e", "--sparam": "--sparam", "--omp": "--omp", "--spath": "--spath", "--at": "--at", "-m": "-m",
           "--mail-list": "--mail-list"}
 _COMMA = re.compile(r",(?=[\w-]+(?:=|$|,))")  # between settings, not inside a value
+_COMMA_X = re.compile(r",(?=[A-Za-z_]\w*=)")  # the same between variables, whose values may hold commas
 
 
 @dataclass(frozen=True)
@@ -48,36 +50,56 @@ class Script:
         of_option = next(iter(self.settings.get(option, {}).values()), None)
         return (found or of_option or Value("", self.last_directive)).line
 
+    def value(self, name: str, environ: dict[str, str] | None = None) -> Value | None:
+        """What a variable stands for: as -x gives it, else as `default` finds it in the body."""
+        given, found = self.get("-x", name), self.variables.get(name)
+        if found is None or given and found.text.startswith("${"):
+            return given
+        return Value(default(found, environ), found.line)
+
     def find(self, text: str) -> int | None:
         """The first line of the body, comments apart, that has the text."""
         return next((number for number, line in self.body if text in line.split(" #")[0]), None)
 
 
 def add_options(script: Script, words: Sequence[str], line: int) -> list[str]:
-    """Enter pjsub's options; returns what is left (the script's name). Raises ValueError naming an option that is unknown."""
-    rest, words = [], list(words)
-    while words:
+    """Enter pjsub's options, up to the first word that is none; returns the rest (the script's name, and its words).
+
+    line: 0 for a command line. Raises ValueError naming an option that is unknown.
+    """
+    words, where = list(words), f"line {line}: " if line else ""
+    while words and words[0].startswith("-"):
         word = words.pop(0)
-        if not word.startswith("-"):
-            rest.append(word)
-        elif word in SWITCHES:
+        if word in SWITCHES:
             script.switches[word] = line
-        else:
-            name, _, value = word.partition("=") if word.startswith("--") else (word, "", "")
-            check(name in VALUED, f"line {line}: pjsub option {word} is unknown")
-            check(bool(value or words), f"line {line}: pjsub option {word} needs a value")
-            _enter(script, VALUED[name], value or words.pop(0), line)
-    return rest
+            continue
+        name, _, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        check(name in VALUED, f"{where}pjsub option {word} is unknown")
+        check(bool(value or words), f"{where}pjsub option {word} needs a value")
+        _enter(script, VALUED[name], value or words.pop(0), line)
+    return words
 
 
 def _enter(script: Script, option: str, value: str, line: int) -> None:
     group = script.settings.setdefault(option, {})
     if option in ("-L", "--mpi", "--llio", "-x", "--sparam"):
-        for part in _COMMA.split(value) if option != "-x" else [value]:
+        for part in (_COMMA_X if option == "-x" else _COMMA).split(value):
             name, _, text = part.partition("=")
             group[name.strip()] = Value(text.strip(), line)
     else:
         group[""] = Value(value, line)
+
+
+def read(path: Path) -> str:
+    """The text of a script. Raises ValueError naming the file that cannot be read, by us or by bash."""
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}: give a job script") from error
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is no text: give a job script") from None
+    check("\r" not in text, f"{path}: its lines end with CR LF, and bash reads the CR too: sed -i 's/\\r$//' {path}")
+    return text
 
 
 def parse(text: str) -> Script:
@@ -86,15 +108,17 @@ def parse(text: str) -> Script:
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#PJM"):
             check(not in_body, f"line {number}: a directive after the first command is not read: move it to the top")
-            add_options(script, _words(line[4:], number), number)
+            rest = add_options(script, _words(line[4:], number), number)
+            check(not rest, f"line {number}: {' '.join(rest)!r} belongs to no option of pjsub: quote the value, or delete it")
             script.last_directive = number
         elif in_flags or line.startswith("FLAGS=("):
             words = _words(line.removeprefix("FLAGS=("), number)
             in_flags = ")" not in words
             for word in words[: words.index(")")] if ")" in words else words:
-                script.flags.append(word)
+                name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+                script.flags += [name, value] if equals else [name]
                 if word.startswith("--"):
-                    script.flag_lines[word] = number
+                    script.flag_lines[name] = number
         elif line.strip() and not line.startswith("#"):
             in_body = True
             script.body.append((number, line))

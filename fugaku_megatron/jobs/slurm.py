@@ -99,6 +99,10 @@ SAVE=${SAVE:-$SLURM_SUBMIT_DIR/checkpoints/$SLURM_JOB_NAME}
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 export SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS    # srun does not take it over from sbatch since Slurm 22.05
 
+if [ ! -f "$HERE/pretrain_gpt.py" ] || ! command -v "$PYTHON" >/dev/null; then
+    echo "no program in $HERE, or no $PYTHON: submit from its folder after make setup, or give FUGAKU_MEGATRON and PYTHON" >&2
+    exit 2
+fi
 case $LAUNCHER in
     srun) LAUNCH=(srun --kill-on-bad-exit=1 --cpu-bind=cores ${PMI:+"--mpi=$PMI"}) ;;
     *) LAUNCH=("$LAUNCHER" -n "$SLURM_NTASKS") ;;
@@ -180,6 +184,6 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m fugaku_megatron.jobs.slurm DIRECTORY")
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit("fugaku_megatron.jobs.slurm: give a folder that is there, such as scripts/slurm")
     main(Path(sys.argv[1]))

@@ -31,6 +31,11 @@ def text(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
+def whole(shape: Shape) -> bool:
+    """Whether a box is made of units."""
+    return all(n > 0 and n % u == 0 for n, u in zip(shape, UNIT))
+
+
 def shapes(nodes: int) -> Iterator[Shape]:
     """Every box of whole units with that many nodes."""
     for x in range(UNIT[0], WHOLE[0] + 1, UNIT[0]):
@@ -94,7 +99,7 @@ class RankMap:
     @staticmethod
     def of(shape: Shape, ranks_per_node: int, tp: int, pp: int) -> RankMap:
         """Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
-        check(all(n > 0 and n % u == 0 for n, u in zip(shape, UNIT)), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
+        check(whole(shape), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
               "must be even, Y a multiple of 3")
         check_tensor(tp, ranks_per_node)
         grid = Grid(math.prod(shape) * ranks_per_node, tp, pp)

@@ -123,7 +123,7 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 
 # The same iterations with three allocators
-[ -n "$TCMALLOC" ] || { echo "give TCMALLOC=/path/to/libtcmalloc.so (pjsub -x TCMALLOC=...)" >&2; exit 2; }
+[ -f "$TCMALLOC" ] || { echo "TCMALLOC '$TCMALLOC' is no file: give pjsub -x TCMALLOC=/path/to/libtcmalloc.so" >&2; exit 2; }
 preload=$TCMALLOC
 TCMALLOC='' train stock --allocator stock
 TCMALLOC=$preload train tcmalloc --allocator stock

@@ -11,7 +11,7 @@
 # 1152 nodes as 8x12x12 torus x 2 ranks = DP 96 x TP 4 x PP 6; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 2016: 21 micro-batches; recompute none, ZeRO 1
 # model: 93.13 s per iteration (9 of 10 runs: 67.02 to 129.4), 3.220 TFLOPs per node, bubble 21.2%, 13927 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2467:35:04 (model), 103 jobs in a row;
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2467:35:04 (model), 105 jobs in a row;
 # each saves and leaves 15 minutes before its end
 set -euo pipefail
 

@@ -11,7 +11,7 @@
 # 6144 nodes as 16x24x16 torus x 2 ranks = DP 256 x TP 8 x PP 6; each tensor-parallel group 4 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 1536: 6 micro-batches; recompute block 4, ZeRO 1
 # model: 58.78 s per iteration (9 of 10 runs: 42.3 to 81.68), 1.907 TFLOPs per node, bubble 46.6%, 14391 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1557:41:37 (model), 65 jobs in a row; each
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1557:41:37 (model), 67 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 

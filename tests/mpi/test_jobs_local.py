@@ -117,10 +117,11 @@ def test_the_elapse_limit_ends_a_job(local, tmp_path):
 
 
 def test_bulk_jobs_and_variables(local, tmp_path):
-    body = 'echo "$PJM_BULKNUM of $PJM_JOBID in $PJM_SUBJOBID, $COLOUR"\necho oops >&2\n'
-    done = local("local_pjsub", "--no-check", "--wait", "--bulk", "--sparam", "0-1", "-x", "COLOUR=red", script(tmp_path, body))
+    body = 'echo "$PJM_BULKNUM of $PJM_JOBID in $PJM_SUBJOBID, $COLOUR $SHAPE"\necho oops >&2\n'
+    bulk = ["--bulk", "--sparam", "0-1", "-x", "COLOUR=red,SHAPE=9,3"]
+    done = local("local_pjsub", "--no-check", "--wait", *bulk, script(tmp_path, body))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "job.1[1].out").read_text() == "1 of 1 in 1[1], red\n"
+    assert (tmp_path / "job.1[1].out").read_text() == "1 of 1 in 1[1], red 9,3\n"
     assert (tmp_path / "job.1[0].err").read_text() == "oops\n"
 
 
@@ -143,13 +144,29 @@ def test_pjdel(local, tmp_path):
 
 
 def test_interactive(local):
-    assert local("local_pjsub", "--interact", "-L", "node=1,rscgrp=int,elapse=1:00:00", "/bin/true").returncode == 0
+    where = ["--interact", "-L", "node=1,rscgrp=int,elapse=1:00:00"]
+    assert local("local_pjsub", *where, "/bin/true").returncode == 0
+    assert local("local_pjsub", *where, "bash", "-c", "exit 3").returncode == 3
 
 
-def test_mistakes_are_one_line(local):
-    for words in ("nowhere.sh", "-Q x", "--scale many x", "--step --sparam jid=9 --no-check"):
+def test_mistakes_are_one_line(local, tmp_path):
+    file = script(tmp_path, "exit 0\n")
+    assert local("local_pjsub", "--no-check", "--wait", file).returncode == 0
+    for words, answer in (("nowhere.sh", "nowhere.sh is no file"), ("-Q x", "local_pjsub: pjsub option -Q is unknown"),
+                          ("--scale many x", "--scale is many: give a number from 1"), ("--elapse 0 x", "--elapse is 0"),
+                          (f"--no-check --step --sparam jid=9 {file}", "jid=9: there is no such job"),
+                          (f"--no-check --step --sparam jid=../jobs,sn=1 {file}", "jid=../jobs: there is no such job"),
+                          (f"--no-check --step --sparam jid=1,sn=x {file}", "--sparam sn=x: give the number of a step"),
+                          (f"--no-check --bulk --sparam 3-0 {file}", '--sparam "FIRST-LAST"'),
+                          (f"--no-check --bulk {file}", '--sparam "FIRST-LAST"'),
+                          (f"--no-check {file} -S", f"behind {file} stands '-S': give options before it"),
+                          ("-N job --wait x", "option --wait of this stand-in comes before pjsub's"),
+                          ("--interact nosuchcommand", "nosuchcommand: No such file or directory")):
         said = local("local_pjsub", *shlex.split(words))
-        assert said.returncode == 2 and said.stderr.count("\n") == 1, words
+        assert said.returncode == 2 and said.stderr.count("\n") == 1 and answer in said.stderr, (words, said.stderr)
+    ended = local("local_pjdel", "1")
+    assert ended.returncode == 2 and "job 1 has ended already" in ended.stderr
+    assert len(local("local_pjstat").stdout.splitlines()) == 2
 
 
 def test_the_stand_in_of_mpiexec(monkeypatch):
