@@ -28,7 +28,7 @@ from .optim import DTYPES
 from .plot import loss_curve
 from .profiler import Profiler
 from .run_log import format_run
-from .train import IterationResult, Trainer, reads_data
+from .train import IterationResult, Progress, Trainer, reads_data
 
 HISTORY = "history.jsonl"
 LOSS_CURVE = "loss_curve.png"
@@ -54,10 +54,20 @@ def evaluations(run: RunConfig, iterations: int) -> int:
     return (iterations // run.training.eval_interval + 1) if run.training.eval_iters else 0
 
 
-def build_data(run: RunConfig, groups: Groups, layout: Layout) -> tuple[Dataset | None, Dataset | None]:
-    """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective."""
+def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:
+    """(iterations, samples) at the end of a run that stands at `progress`."""
+    ramp = batches.RampUp.of(run.batch, layout.global_batch_size(run))
+    return batches.length(run.training, ramp, progress.iteration, progress.consumed_samples)
+
+
+def build_data(run: RunConfig, groups: Groups, layout: Layout,
+               progress: Progress | None = None) -> tuple[Dataset | None, Dataset | None]:
+    """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
+
+    progress: where a resumed run stands.
+    """
     size = layout.global_batch_size(run)
-    iterations, samples = batches.length(run.training, batches.RampUp.of(run.batch, size))
+    iterations, samples = run_length(run, layout, progress or Progress())
     valid_samples = evaluations(run, iterations) * run.training.eval_iters * size
     readers = groups.world.split(0 if reads_data(groups) else 1, groups.world.rank)
     if not reads_data(groups):
@@ -88,6 +98,8 @@ class Session:
         progress, output = self.trainer.progress, self.trainer.run.output
         timer = runtime.ExitTimer(self.trainer.run.training.exit_duration_in_mins)
         saved = progress.iteration
+        if saved >= self.iterations:
+            self.writer.print(f"nothing left to train: at iteration {saved} of {self.iterations}")
         while progress.iteration < self.iterations:
             before = allocator.page_faults()
             result = self._step()
@@ -247,33 +259,43 @@ def start(arguments: Arguments, world: Comm) -> Session:
         check_early(arguments, world.size)
         run = with_vocabulary(arguments.run, world)
         layout = Layout.of(run, world.size)
-    output = run.output
+    output, progress = run.output, Progress()
+    found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
+    if found:
+        progress = Progress(**checkpoint.read_state(output.load, found, world)["progress"])
     if output.save:
+        checkpoint.check_replaces(output.save, output.load, found, world)
         checkpoint.check_writable(output.save, world)
     machine = configure_process(run, world)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
-    train, valid = build_data(run, groups, layout)
+    train, valid = build_data(run, groups, layout, progress)
     profiler = Profiler() if output.profile and world.rank in output.profile_ranks else None
     if profiler:
         trainer = Trainer(run, world, profiler.groups(groups), train, valid, watch=profiler.watch)
     else:
         trainer = Trainer(run, world, groups, train, valid)
     lines = announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node()))))
+    has_valid = any(world.all_gather_object(valid is not None))
+    if run.training.eval_iters and not has_valid:
+        lines.append(f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
     saved = None
-    found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
     if found:
-        saved = trainer.load(output.load, output.ckpt_step)["kernels"]
+        state = trainer.load(output.load, found)
+        saved, seed = state["kernels"], state["rng"]["seed"]
         lines.append(f"resumed from {output.load} at iteration {trainer.progress.iteration}")
+        if seed != run.training.seed:
+            lines.append(f"note: --seed is {run.training.seed}, the checkpoint's {seed}: the order of the data and the dropout "
+                         "masks are others from here on")
     elif output.load:
         lines.append(f"no checkpoint in --load {output.load}: starting anew")
     lines += choose_kernels(run, layout, world, saved) + choose_products(run)
-    iterations, _ = batches.length(run.training, trainer.ramp)
+    iterations, _ = run_length(run, layout, progress)
     writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=trainer.progress.iteration,
                            tensorboard_dir=output.tensorboard_dir,
                            history_path=Path(output.save) / HISTORY if output.save else None)
     for line in lines:
         writer.print(line)
-    return Session(trainer, writer, iterations, any(world.all_gather_object(valid is not None)), profiler)
+    return Session(trainer, writer, iterations, has_valid, profiler)
 
 
 def pretrain(arguments: Arguments, world: Comm) -> None:

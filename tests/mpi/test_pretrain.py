@@ -146,6 +146,33 @@ def test_a_truncated_shard_is_refused_and_the_previous_checkpoint_loads(mpich, t
     assert previous.returncode == 0 and "at iteration 2" in previous.stdout, previous.stderr
 
 
+def consumed(job) -> list[int]:
+    """Consumed samples of every iteration in a log."""
+    return [line.consumed_samples for line in parse_log(job.stdout.splitlines())]
+
+
+def test_resumes_with_another_batch_size_and_seed(mpich, tmp_path):
+    flags = [PROGRAM, *TINY, "--save", str(tmp_path), "--load", str(tmp_path)]
+    assert mpich.run(2, *flags, "--train-samples", "48", "--exit-interval", "2").returncode == 0  # 2 iterations of 8
+    smaller = mpich.run(2, *flags, "--train-samples", "28", "--global-batch-size", "4", "--seed", "5")
+    assert smaller.returncode == 0 and consumed(smaller) == [20, 24, 28], smaller.stderr
+    assert "note: --seed is 5, the checkpoint's 1234" in smaller.stdout
+    larger = mpich.run(2, *flags, "--train-iters", "7", "--global-batch-size", "16")
+    assert larger.returncode == 0 and consumed(larger) == [44, 60], larger.stderr
+    again = mpich.run(2, *flags, "--train-iters", "7", "--global-batch-size", "16")
+    assert again.returncode == 0 and "nothing left to train: at iteration 7 of 7" in again.stdout, again.stderr
+
+
+def test_a_forgotten_load_replaces_nothing(mpich, tmp_path):
+    flags = [PROGRAM, *TINY, "--save", str(tmp_path), "--save-interval", "2"]
+    assert mpich.run(2, *flags, "--train-iters", "4").returncode == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    refused = mpich.run(2, *flags, "--train-iters", "6")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert f"--save {tmp_path} holds checkpoints of iterations 2, 4" in refused.stderr and f"--load {tmp_path}" in refused.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 MISTAKES = {
     "unknown flag": (["--num-layer", "2"], "did you mean --num-layers"),
     "heads": (["--num-attention-heads", "5"], "--num-attention-heads 5"),
