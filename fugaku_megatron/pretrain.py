@@ -107,6 +107,8 @@ class Session:
             self._evaluate(progress.iteration)
             reason = self._reason_to_leave(progress.iteration, timer)
             due = output.save_interval and progress.iteration % output.save_interval == 0
+            if reason:
+                self.writer.flush()
             if output.save and (due or reason):
                 self._save(output.save)
                 saved = progress.iteration
@@ -115,6 +117,8 @@ class Session:
                 break
         if output.save and saved != progress.iteration:
             self._save(output.save)
+        if self.profiler and self.started < output.profile_step_end - 1:  # fewer iterations than asked for
+            self._write_profile(output.profile_dir)
 
     def _step(self) -> IterationResult:
         """One iteration, profiled if it is among those asked for; after the last of them the results are written."""
@@ -130,6 +134,9 @@ class Session:
 
     def _write_profile(self, directory: str) -> None:
         rank, path = self.trainer.world.rank, Path(directory)
+        if not self.profiler.steps:
+            return self.writer.print(f"note: no profile: this start had {self.started} iterations, --profile-step-start is "
+                                     f"{self.trainer.run.output.profile_step_start}")
         path.mkdir(parents=True, exist_ok=True)
         trace = path / f"trace_rank{rank}.json"
         self.profiler.write_trace(trace, rank)
@@ -143,7 +150,7 @@ class Session:
         trainer, run = self.trainer, self.trainer.run
         progress, output = trainer.progress, run.output
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
-        printed = self.writer.printing and progress.iteration % output.log_interval == 0
+        printed = self.writer.printing and (progress.iteration % output.log_interval == 0 or progress.iteration == self.iterations)
         self.writer.add(
             progress.iteration, consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_samples * run.model.seq_length, elapsed_seconds=result.seconds,
@@ -152,6 +159,8 @@ class Session:
             skipped=result.skipped, minor_faults=usage[0], system_seconds=usage[1],
             clock_ghz=runtime.clock_ghz() if printed else None,
             flops_per_rank=accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size)
+        if progress.iteration == self.iterations:
+            self.writer.flush()
 
     def _evaluate(self, iteration: int) -> None:
         run, training = self.trainer.run, self.trainer.run.training
@@ -184,6 +193,9 @@ def check_early(arguments: Arguments, world_size: int) -> Layout | None:
     run = arguments.run
     check(run.data.mock_data or run.data.data_path is not None, "give --data-path (see tools/preprocess_data.py) or --mock-data")
     batches.length(run.training, batches.RampUp(1, 1, 0, 1))
+    ranks = run.output.profile_ranks
+    check(not run.output.profile or max(ranks) < world_size, f"--profile-ranks {' '.join(map(str, ranks))}: the run has ranks 0 to "
+          f"{world_size - 1}: give some of them")
     chunk = run.system.fp16_accumulation_chunk
     check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
           f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
@@ -266,6 +278,10 @@ def start(arguments: Arguments, world: Comm) -> Session:
     if output.save:
         checkpoint.check_replaces(output.save, output.load, found, world)
         checkpoint.check_writable(output.save, world)
+    if output.tensorboard_dir:
+        checkpoint.check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
+    if output.profile:
+        checkpoint.check_writable(output.profile_dir, world, "--profile-dir", output.profile_ranks)
     machine = configure_process(run, world)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
     train, valid = build_data(run, groups, layout, progress)

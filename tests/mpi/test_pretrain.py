@@ -173,6 +173,19 @@ def test_a_forgotten_load_replaces_nothing(mpich, tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_what_the_end_cuts_short_is_still_written(mpich, tmp_path):
+    flags = [PROGRAM, *TINY, "--log-interval", "100", "--save", str(tmp_path), "--load", str(tmp_path), "--profile",
+             "--profile-dir", str(tmp_path / "profile"), "--profile-step-start", "1", "--profile-step-end", "50",
+             "--profile-ranks", "1"]
+    first = mpich.run(2, *flags, "--train-iters", "5", "--exit-interval", "3")
+    assert first.returncode == 0 and [line.iteration for line in parse_log(first.stdout.splitlines())] == [3], first.stderr
+    assert (tmp_path / "loss_curve.png").exists() and (tmp_path / "profile" / "table_rank1.txt").exists()
+    second = mpich.run(2, *flags, "--train-iters", "5", "--profile-step-start", "40", "--profile-ranks", "0")
+    assert [line.iteration for line in parse_log(second.stdout.splitlines())] == [5], second.stderr
+    assert "note: no profile: this start had 2 iterations, --profile-step-start is 40" in second.stdout
+    assert len(losses(tmp_path)) == 2
+
+
 MISTAKES = {
     "unknown flag": (["--num-layer", "2"], "did you mean --num-layers"),
     "heads": (["--num-attention-heads", "5"], "--num-attention-heads 5"),
@@ -180,6 +193,9 @@ MISTAKES = {
     "layers": (["--num-layers", "3", "--pipeline-model-parallel-size", "2", "--pipeline-split", "even"], "--num-layers 3"),
     "batch": (["--global-batch-size", "7"], "use 4 or 8"),
     "length": ([], "--train-iters or --train-samples"),
+    "profiled rank": (["--profile", "--profile-ranks", "0", "2"], "--profile-ranks 0 2: the run has ranks 0 to 1"),
+    "events": (["--tensorboard-dir", PROGRAM], f"--tensorboard-dir {PROGRAM} is not writable: "),
+    "traces": (["--profile", "--profile-dir", PROGRAM, "--profile-ranks", "1"], f"{PROGRAM} is not writable: rank 1: "),
 }
 
 
