@@ -76,7 +76,9 @@ class Arguments:
     notes: tuple[str, ...]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Mistakes are ValueErrors, which `launch.run_or_abort` reports once, instead of the usage from every rank."""
+
     def error(self, message: str) -> None:
         raise ValueError(message)
 
@@ -106,7 +108,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
 
 def build_parser(prog: str = "pretrain_gpt.py") -> argparse.ArgumentParser:
     """The parser; an absent flag leaves no attribute, so that a recipe's value stays."""
-    parser = _Parser(prog=prog, allow_abbrev=False, description="Train a GPT over MPI: mpiexec -n N python pretrain_gpt.py ...")
+    parser = Parser(prog=prog, allow_abbrev=False, description="Train a GPT over MPI: mpiexec -n N python pretrain_gpt.py ...")
     add_flags(parser)
     return parser
 

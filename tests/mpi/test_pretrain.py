@@ -229,6 +229,12 @@ def fp16_arithmetic(target: str) -> bool:
         return kernels.has_fp16_arithmetic()
 
 
+def test_a_target_that_cannot_run_gives_one_line(mpich):
+    job = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1", FUGAKU_MEGATRON_TARGET="sve3")
+    assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
+    assert "FUGAKU_MEGATRON_TARGET: unknown kernel target 'sve3'; known: " in job.stderr
+
+
 def test_missing_data_and_unwritable_save_give_one_line(mpich, tmp_path):
     (tmp_path / "file").write_text("")
     flags = [f for f in TINY if f != "--mock-data"]
