@@ -31,7 +31,7 @@ def print_plan(arguments: Arguments, world) -> None:
     with everywhere():
         text = report(with_vocabulary(arguments.run, world), arguments.world_size or world.size)
     if world.rank == 0:
-        print(text)
+        print(*(f"note: {note}" for note in arguments.notes), text, sep="\n")
 
 
 if __name__ == "__main__":

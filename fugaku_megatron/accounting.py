@@ -75,8 +75,12 @@ class Layout:
         """Micro-batches per rank and iteration; ValueError when the batch does not divide."""
         each = run.batch.micro_batch_size * self.dp
         below = max(1, global_batch_size // each) * each
-        check(global_batch_size % each == 0, f"--global-batch-size {global_batch_size} is not divisible by --micro-batch-size "
-              f"{run.batch.micro_batch_size} x data-parallel size {self.dp} = {each}: use {below} or {below + each}")
+        name, remedy = f"--global-batch-size {global_batch_size}", f"use {below} or {below + each}"
+        if global_batch_size != self.global_batch_size(run):
+            name = f"--rampup-batch-size {' '.join(map(str, run.batch.rampup_batch_size))}: its batch size {global_batch_size}"
+            remedy = f"give a start and an increment that are multiples of {each}"
+        check(global_batch_size % each == 0, f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "
+              f"data-parallel size {self.dp} = {each}: {remedy}")
         return global_batch_size // each
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from .config import GROUPS, RunConfig, check, flag
 from .recipes import RECIPES
 
-# flag -> (number of values, what it means here). Scripts written for Megatron-LM and its CPU forks start unchanged.
+# flag -> (number of values, what it means here). Scripts written for Megatron-LM and its CPU forks start unchanged, unless they
+# ask for something that would change the model or be lost.
 FOREIGN_FLAGS: dict[str, tuple[int, str]] = {
     "--no-cuda": (0, "there is no CUDA here: everything runs on the CPU"),
     "--distributed-backend": (1, "communication is always MPI"),
@@ -26,6 +27,16 @@ FOREIGN_FLAGS: dict[str, tuple[int, str]] = {
     "--data-impl": (1, "the data format is always .bin/.idx through mmap"),
     "--dataloader-type": (1, "samples are always read in their one deterministic order ('single')"),
     "--num-workers": (1, "one thread reads ahead"),
+    "--optimizer": (1, "AdamW is the one optimizer"),
+    "--use-flash-attn": (0, "attention is always one kernel that keeps no scores"),
+    "--attention-softmax-in-fp32": (0, "softmax is always in FP32"),
+    "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer's number"),
+    "--sequence-parallel": (0, "not here: between its linear layers every tensor-parallel rank keeps whole activations"),
+    "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always summed in FP32"),
+    "--overlap-grad-reduce": (0, "ignored"),
+    "--overlap-param-gather": (0, "ignored"),
+    "--no-load-rng": (0, "the random state is the seed and the position in the data"),
+    "--no-save-rng": (0, "the random state is the seed and the position in the data"),
     "--no-masked-softmax-fusion": (0, "attention has no separate masked softmax"),
     "--no-bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
     "--no-bias-dropout-fusion": (0, "which kernels are fused is not a flag here"),
@@ -41,6 +52,18 @@ FOREIGN_FLAGS: dict[str, tuple[int, str]] = {
     "--transformer-impl": (1, "there is one implementation of the layers"),
 }
 _FOREIGN = "foreign "  # their prefix among the parsed values
+_FOREIGN_CHOICES = {"--optimizer": ("adam",), "--position-embedding-type": ("learned_absolute",)}  # others are another run
+
+# What a run needs to have for these fields to mean anything, whether it has it, and the fields.
+_NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
+    ("--fp16", lambda run: run.precision.fp16,
+     ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
+    ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full",
+     ("recompute_method", "recompute_num_layers")),
+    ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
+    ("--vocab-file", lambda run: run.data.vocab_file is not None, ("tokenizer_type",)),
+    ("--save", lambda run: run.output.save is not None, ("save_interval",)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +77,9 @@ class Arguments:
     notes: tuple[str, ...]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Mistakes are ValueErrors, which `launch.run_or_abort` reports once, instead of the usage from every rank."""
+
     def error(self, message: str) -> None:
         raise ValueError(message)
 
@@ -67,7 +92,8 @@ def _field_type(field: Field) -> type:
 def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
     meta, help = field.metadata, field.metadata["help"]
     if field.default not in (MISSING, None) and _field_type(field) is not bool:
-        help += f" (default: {field.default})"
+        default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        help += f" (default: {default})"
     help = help.replace("%", "%%")
     names = (flag(field.name), *meta.get("aliases", ()))
     if _field_type(field) is bool:
@@ -83,7 +109,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
 
 def build_parser(prog: str = "pretrain_gpt.py") -> argparse.ArgumentParser:
     """The parser; an absent flag leaves no attribute, so that a recipe's value stays."""
-    parser = _Parser(prog=prog, allow_abbrev=False, description="Train a GPT over MPI: mpiexec -n N python pretrain_gpt.py ...")
+    parser = Parser(prog=prog, allow_abbrev=False, description="Train a GPT over MPI: mpiexec -n N python pretrain_gpt.py ...")
     add_flags(parser)
     return parser
 
@@ -99,7 +125,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             _add_field(group, field)
     foreign = parser.add_argument_group("accepted from other Megatron versions")
     for name, (values, meaning) in FOREIGN_FLAGS.items():
-        kind: dict[str, Any] = {"nargs": values} if values else {"action": "store_true"}
+        shown = {"choices": _FOREIGN_CHOICES[name]} if name in _FOREIGN_CHOICES else {"metavar": "VALUE"}
+        kind: dict[str, Any] = {"nargs": values, **shown} if values else {"action": "store_true"}
         foreign.add_argument(name, dest=_FOREIGN + name, default=argparse.SUPPRESS, help=meaning, **kind)
 
 
@@ -107,7 +134,7 @@ def suggest(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     """The one line for flags that a parser does not know."""
     word = next((u for u in unknown if u.startswith("-")), unknown[0])
     known = [option for action in parser._actions for option in action.option_strings]
-    near = difflib.get_close_matches(word.split("=")[0], known, n=1)
+    near = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0.7)
     return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else ": see --help for those there are")
 
 
@@ -170,4 +197,7 @@ def interpret(values: dict[str, Any]) -> Arguments:
     recipe, dry_run, world_size = given.pop("recipe"), given.pop("dry_run"), given.pop("world_size")
     check(world_size is None or dry_run, f"--world-size {world_size} goes with --dry-run; a real run takes it from mpiexec -n")
     check(world_size is None or world_size > 0, f"--world-size is {world_size}: give a number above 0")
-    return Arguments(run=make_run(recipe, given), recipe=recipe, dry_run=dry_run, world_size=world_size, notes=notes)
+    run = make_run(recipe, given)
+    notes += tuple(f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
+                   for name in names if name in given)
+    return Arguments(run=run, recipe=recipe, dry_run=dry_run, world_size=world_size, notes=notes)

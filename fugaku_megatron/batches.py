@@ -49,25 +49,27 @@ class RampUp:
         return self.start + self.increment * (consumed * steps // self.ramp_samples)
 
 
-def starts(ramp: RampUp) -> Iterator[int]:
-    """Consumed samples at the start of iterations 0, 1, 2, ... for ever."""
-    consumed = 0
+def starts(ramp: RampUp, consumed: int = 0) -> Iterator[int]:
+    """Consumed samples at the start of the iteration that begins at `consumed`, of the next one, ... for ever."""
     while True:
         yield consumed
         consumed += ramp(consumed)
 
 
-def length(training: TrainingConfig, ramp: RampUp) -> tuple[int, int]:
-    """(iterations, samples) of the whole run: --train-iters, or as many iterations as --train-samples needs.
+def length(training: TrainingConfig, ramp: RampUp, iteration: int = 0, samples: int = 0) -> tuple[int, int]:
+    """(iterations, samples) at the end of the run: --train-iters, or as many iterations as --train-samples needs.
 
-    Raises ValueError when neither is given.
+    A run that was resumed stands at `iteration` with `samples` consumed, which it may have reached with another batch size.
+    Raises ValueError when neither flag is given.
     """
     check(training.train_iters is not None or training.train_samples is not None, "give --train-iters or --train-samples")
+    iters = training.train_iters
     ramped = 0  # iterations before the batch has its final size
-    for ramped, consumed in enumerate(starts(ramp)):  # noqa: B007 - used after the loop
-        if consumed >= ramp.ramp_samples or ramped == training.train_iters or (training.train_samples or consumed + 1) <= consumed:
+    for ramped, consumed in enumerate(starts(ramp, samples), iteration):  # noqa: B007 - used after the loop
+        done = ramped >= iters if iters is not None else consumed >= training.train_samples
+        if done or consumed >= ramp.ramp_samples:
             break
-    if training.train_iters is not None:
-        return training.train_iters, consumed + (training.train_iters - ramped) * ramp.global_batch_size
+    if iters is not None:
+        return iters, consumed + max(0, iters - ramped) * ramp.global_batch_size
     rest = -(-max(0, training.train_samples - consumed) // ramp.global_batch_size)
     return ramped + rest, consumed + rest * ramp.global_batch_size

@@ -1,7 +1,7 @@
 """Sharded checkpoints: a safetensors file per rank and one manifest (manifest.py shows the directory). No pickled code.
 
 A save works aside in iter_0000100.tmp and renames, so an interrupted one leaves the previous checkpoint loadable.
-`save`, `load` and `check_writable` are collective, and fail on all ranks or on none.
+`save`, `load`, `read_state`, `check_writable` and `check_replaces` are collective, and fail on all ranks or on none.
 
 Left out: loading into another parallel layout (the manifest says all that it needs), and asynchronous saves.
 Test: pytest tests/test_checkpoint.py
@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,8 @@ from .manifest import (
     write_text,
 )
 
-__all__ = ["Shard", "check_writable", "latest_iteration", "list_iterations", "load", "read_manifest", "save"]
+__all__ = ["Shard", "check_replaces", "check_writable", "latest_iteration", "list_iterations", "load", "read_manifest",
+           "read_state", "save"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def load(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: 
     prefix = f"--load {directory}: "
     iteration = on_root(comm, lambda: _iteration_to_load(directory, iteration), prefix)
     others = partial(_other_iterations, directory, iteration)
-    manifest = on_root(comm, lambda: read_manifest(directory, iteration), prefix, others)
+    manifest = _manifest(directory, iteration, comm)
     path = on_root(comm, lambda: iteration_path(directory, iteration))
     on_root(comm, lambda: _check_model(manifest["config"].get("model", {}), model or {}, path), prefix)
     on_root(comm, lambda: _check_layout(manifest["layout"], layout, path), prefix)
@@ -124,20 +126,55 @@ def load(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: 
     return iteration, manifest["state"]
 
 
-def check_writable(directory: str | os.PathLike, comm: Comm) -> None:
-    """Create `directory` and try a small file from every rank: a wrong --save fails before training. Collective."""
+def read_state(directory: str | os.PathLike, iteration: int, comm: Comm) -> dict[str, Any]:
+    """The `state` that `load` will return, without a tensor: what a run must know before it has any. Collective."""
+    return _manifest(Path(directory), iteration, comm, "state")
+
+
+def _manifest(directory: Path, iteration: int, comm: Comm, part: str | None = None) -> dict[str, Any]:
+    """The manifest of `iteration`, or one part of it, on every rank."""
+    def read() -> dict[str, Any]:
+        manifest = read_manifest(directory, iteration)
+        return manifest[part] if part else manifest
+
+    return on_root(comm, read, f"--load {directory}: ", partial(_other_iterations, directory, iteration))
+
+
+def check_writable(directory: str | os.PathLike, comm: Comm, name: str = "--save",
+                   ranks: Collection[int] | None = None) -> None:
+    """Create `directory` and try a small file from every rank, or from `ranks`: a wrong one fails before training. Collective."""
     directory = Path(directory)
-    prefix = f"--save {directory} is not writable: "
-    on_root(comm, lambda: directory.mkdir(parents=True, exist_ok=True), prefix, _other_directory)
-    agree(comm, lambda: _write_probe(directory / f".write_probe_rank_{comm.rank:05d}"), prefix, _other_directory)
+    prefix = f"{name} {directory} is not writable: "
+    ranks = range(comm.size) if ranks is None else ranks
+
+    def probe() -> None:
+        directory.mkdir(parents=True, exist_ok=True)  # it may be on a disk of this node
+        _write_probe(directory / f".write_probe_rank_{comm.rank:05d}")
+
+    agree(comm, lambda: probe() if comm.rank in ranks else None, prefix, lambda: f". Give another {name} or change the permissions")
+
+
+def check_replaces(save: str | os.PathLike, load: str | os.PathLike | None, loaded: int | None, comm: Comm) -> None:
+    """Refuse, before training, a --save whose checkpoints this run would replace without having loaded one of them. Collective.
+
+    `loaded`: the iteration that --load `load` resumes from. Where that is `save`, later ones may be replaced, if they are ours.
+    """
+    on_root(comm, lambda: _check_replaces(Path(save), load, loaded or 0))
+
+
+def _check_replaces(save: Path, load: str | os.PathLike | None, loaded: int) -> None:
+    present = sorted({number for number, suffix, _ in entries(save) if suffix != ".tmp"})
+    if load is not None and Path(load).resolve() == save.resolve():
+        for number in present:
+            if number > loaded:
+                _check_ours(save, number)
+    elif present:
+        raise ValueError(f"--save {save} holds checkpoints of iterations {join(present)}, which this run would replace, and --load "
+                         f"is {load}: give --load {save} to go on from them, or another --save")
 
 
 def _untouched() -> str:
-    return "\nEarlier checkpoints there are untouched. If the disk is full or read-only, give another --save."
-
-
-def _other_directory() -> str:
-    return "\nGive another --save or change the permissions."
+    return ". Earlier checkpoints there are untouched. If the disk is full or read-only, give another --save"
 
 
 # ---- saving ------------------------------------------------------------
@@ -151,13 +188,17 @@ def _prepare(directory: Path, iteration: int, aside: Path) -> None:
             path.rename(current)
         elif suffix:
             shutil.rmtree(path)
-    final = directory / iteration_name(iteration)
-    if final.exists():
-        try:
-            read_manifest(directory, iteration)
-        except ValueError as error:
-            raise ValueError(f"{final} exists and is not a whole checkpoint ({error}); move it away") from error
+    if (directory / iteration_name(iteration)).exists():
+        _check_ours(directory, iteration)
     aside.mkdir()
+
+
+def _check_ours(directory: Path, iteration: int) -> None:
+    try:
+        read_manifest(directory, iteration)
+    except ValueError as error:
+        final = directory / iteration_name(iteration)
+        raise ValueError(f"{final} exists and is not a whole checkpoint ({error}); move it away") from error
 
 
 def _write_shards(aside: Path, rank: int, shards: list[Shard]) -> tuple[str, dict[str, Any]] | None:
@@ -301,6 +342,5 @@ def _read_shards(path: Path, shards: list[Shard]) -> None:
 def _other_iterations(directory: Path, damaged: int) -> str:
     others = [iteration for iteration in list_iterations(directory) if iteration != damaged]
     if not others:
-        return f"\nNo other checkpoint in {directory} is complete."
-    return (f"\nComplete checkpoints: iterations {join(others)}. Use iteration {others[-1]}: --ckpt-step {others[-1]},"
-            f" or remove {iteration_path(directory, damaged)}.")
+        return f". No other checkpoint in {directory} is complete"
+    return f". Complete checkpoints: iterations {join(others)}. Use iteration {others[-1]}: --ckpt-step {others[-1]}"

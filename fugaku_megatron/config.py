@@ -210,6 +210,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "train_samples", "exit_interval", "exit_duration_in_mins", "eval_interval", "recompute_num_layers")
+        check(0 <= self.seed < 2**32, f"--seed is {self.seed}: give a number from 0 to {2**32 - 1}")  # what numpy's generator takes
         check(self.train_iters is None or self.train_iters >= 0, f"--train-iters is {self.train_iters}: give 0 or more")
         check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: give 0 or more")
         check(self.train_iters is None or self.train_samples is None,
@@ -253,7 +254,10 @@ class OutputConfig:
     profile_dir: str = opt("profile", "directory for traces")
 
     def __post_init__(self) -> None:
-        check_positive(self, "save_interval", "log_interval", "profile_step_start")
+        check_positive(self, "ckpt_step", "save_interval", "log_interval", "profile_step_start")
+        for name in ("save", "load", "tensorboard_dir", "profile_dir"):
+            check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
+        check(self.ckpt_step is None or self.load is not None, f"--ckpt-step {self.ckpt_step} needs --load, the directory it is in")
         check(self.profile_step_end > self.profile_step_start, f"--profile-step-end {self.profile_step_end} is not above "
               f"--profile-step-start {self.profile_step_start}: raise it")
         check(all(rank >= 0 for rank in self.profile_ranks), f"--profile-ranks {self.profile_ranks}: give ranks from 0 on")

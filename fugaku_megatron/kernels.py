@@ -19,6 +19,10 @@ try:
     from fugaku_megatron import _kernels
 except ModuleNotFoundError as error:
     raise ImportError("the C++ kernels are not built: run python setup.py build_ext --inplace") from error
+except ImportError as error:
+    if "FUGAKU_MEGATRON_TARGET" not in str(error):
+        raise
+    raise ValueError(str(error)) from error  # the user's, see comm/launch.py
 
 from fugaku_megatron._kernels import *  # noqa: F403
 

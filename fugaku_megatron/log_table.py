@@ -135,14 +135,10 @@ def job_of(options: argparse.Namespace) -> Job:
     return job
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ValueError(message)
-
-
 def run(argv: Sequence[str]) -> int:
     """The exit code. Raises ValueError, one line, for a user's mistake."""
-    parser = _Parser(prog=PROGRAM, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.Parser(prog=PROGRAM, description=__doc__, allow_abbrev=False,
+                              formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     options, unknown = parser.parse_known_args(argv)
     check(not unknown, arguments.suggest(parser, unknown) if unknown else "")

@@ -8,6 +8,7 @@ Test: pytest tests/test_metrics.py
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -178,14 +179,18 @@ class MetricsWriter:
         self._write_scalars(values)
         if self._bar is not None:
             self._bar.update()
-        if iteration % self.log_interval:
+        return None if iteration % self.log_interval else self.flush()
+
+    def flush(self) -> IterationMetrics | None:
+        """Write the line of the interval so far, if it has iterations: a run's end may cut its last interval short."""
+        if not self._interval:
             return None
         metrics = _average(self._interval, self.train_iters)
         self._interval = []
         self.print(metrics.format_line())
         self._record("train", asdict(metrics))
-        self._scalar("iteration-time", metrics.elapsed_seconds, iteration)
-        self._scalar("throughput", metrics.tflops, iteration)
+        self._scalar("iteration-time", metrics.elapsed_seconds, metrics.iteration)
+        self._scalar("throughput", metrics.tflops, metrics.iteration)
         return metrics
 
     def validation(self, iteration: int, lm_loss: float, consumed_samples: int) -> None:
@@ -211,7 +216,8 @@ class MetricsWriter:
         """Flush and close whatever is open."""
         for output in (self._bar, self._history, self._tensorboard):
             if output is not None:
-                output.close()
+                with contextlib.suppress(OSError):  # of the history, which has told it
+                    output.close()
         self._bar = self._history = self._tensorboard = None
 
     def _write_scalars(self, values: dict[str, Any]) -> None:
@@ -228,9 +234,13 @@ class MetricsWriter:
             self._tensorboard.add_scalar(f"{tag} vs samples", value, consumed_samples)
 
     def _record(self, kind: str, values: dict[str, Any]) -> None:
-        if self._history is not None:
+        if self._history is None:
+            return
+        try:
             self._history.write(json.dumps({"kind": kind, **values}) + "\n")
             self._history.flush()
+        except OSError as error:  # no reason to lose a run; what is not written yet stays in the buffer for the next time
+            self.print(f"{self._history.name}: not written yet: {error.strerror}")
 
 
 def _average(interval: list[dict[str, Any]], train_iters: int) -> IterationMetrics:

@@ -18,10 +18,14 @@ Records = list[dict[str, Any]]
 def loss_curve(path_png: str | os.PathLike, history: Records | str | os.PathLike) -> bool:
     """Draw a history (its records, or the path of its file) into `path_png`.
 
-    Returns False, and prints one line saying why, if there is nothing to draw or matplotlib is missing: no run fails
-    by it.
+    Returns False, and prints one line saying why, if there is nothing to draw, matplotlib is missing or a file cannot be read
+    or written: no run fails by it.
     """
-    return loss_curves(path_png, {"": history if isinstance(history, list) else read_history(history)})
+    try:
+        return loss_curves(path_png, {"": history if isinstance(history, list) else read_history(history)})
+    except (OSError, ValueError) as error:
+        print(f"{path_png}: not drawn, {error}")
+        return False
 
 
 def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records]) -> bool:

@@ -28,7 +28,7 @@ from .optim import DTYPES
 from .plot import loss_curve
 from .profiler import Profiler
 from .run_log import format_run
-from .train import IterationResult, Trainer, reads_data
+from .train import IterationResult, Progress, Trainer, reads_data
 
 HISTORY = "history.jsonl"
 LOSS_CURVE = "loss_curve.png"
@@ -54,10 +54,20 @@ def evaluations(run: RunConfig, iterations: int) -> int:
     return (iterations // run.training.eval_interval + 1) if run.training.eval_iters else 0
 
 
-def build_data(run: RunConfig, groups: Groups, layout: Layout) -> tuple[Dataset | None, Dataset | None]:
-    """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective."""
+def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:
+    """(iterations, samples) at the end of a run that stands at `progress`."""
+    ramp = batches.RampUp.of(run.batch, layout.global_batch_size(run))
+    return batches.length(run.training, ramp, progress.iteration, progress.consumed_samples)
+
+
+def build_data(run: RunConfig, groups: Groups, layout: Layout,
+               progress: Progress | None = None) -> tuple[Dataset | None, Dataset | None]:
+    """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
+
+    progress: where a resumed run stands.
+    """
     size = layout.global_batch_size(run)
-    iterations, samples = batches.length(run.training, batches.RampUp.of(run.batch, size))
+    iterations, samples = run_length(run, layout, progress or Progress())
     valid_samples = evaluations(run, iterations) * run.training.eval_iters * size
     readers = groups.world.split(0 if reads_data(groups) else 1, groups.world.rank)
     if not reads_data(groups):
@@ -88,6 +98,8 @@ class Session:
         progress, output = self.trainer.progress, self.trainer.run.output
         timer = runtime.ExitTimer(self.trainer.run.training.exit_duration_in_mins)
         saved = progress.iteration
+        if saved >= self.iterations:
+            self.writer.print(f"nothing left to train: at iteration {saved} of {self.iterations}")
         while progress.iteration < self.iterations:
             before = allocator.page_faults()
             result = self._step()
@@ -95,6 +107,8 @@ class Session:
             self._evaluate(progress.iteration)
             reason = self._reason_to_leave(progress.iteration, timer)
             due = output.save_interval and progress.iteration % output.save_interval == 0
+            if reason:
+                self.writer.flush()
             if output.save and (due or reason):
                 self._save(output.save)
                 saved = progress.iteration
@@ -103,6 +117,8 @@ class Session:
                 break
         if output.save and saved != progress.iteration:
             self._save(output.save)
+        if self.profiler and self.started < output.profile_step_end - 1:  # fewer iterations than asked for
+            self._write_profile(output.profile_dir)
 
     def _step(self) -> IterationResult:
         """One iteration, profiled if it is among those asked for; after the last of them the results are written."""
@@ -118,6 +134,9 @@ class Session:
 
     def _write_profile(self, directory: str) -> None:
         rank, path = self.trainer.world.rank, Path(directory)
+        if not self.profiler.steps:
+            return self.writer.print(f"note: no profile: this start had {self.started} iterations, --profile-step-start is "
+                                     f"{self.trainer.run.output.profile_step_start}")
         path.mkdir(parents=True, exist_ok=True)
         trace = path / f"trace_rank{rank}.json"
         self.profiler.write_trace(trace, rank)
@@ -131,7 +150,7 @@ class Session:
         trainer, run = self.trainer, self.trainer.run
         progress, output = trainer.progress, run.output
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
-        printed = self.writer.printing and progress.iteration % output.log_interval == 0
+        printed = self.writer.printing and (progress.iteration % output.log_interval == 0 or progress.iteration == self.iterations)
         self.writer.add(
             progress.iteration, consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_samples * run.model.seq_length, elapsed_seconds=result.seconds,
@@ -140,6 +159,8 @@ class Session:
             skipped=result.skipped, minor_faults=usage[0], system_seconds=usage[1],
             clock_ghz=runtime.clock_ghz() if printed else None,
             flops_per_rank=accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size)
+        if progress.iteration == self.iterations:
+            self.writer.flush()
 
     def _evaluate(self, iteration: int) -> None:
         run, training = self.trainer.run, self.trainer.run.training
@@ -172,6 +193,9 @@ def check_early(arguments: Arguments, world_size: int) -> Layout | None:
     run = arguments.run
     check(run.data.mock_data or run.data.data_path is not None, "give --data-path (see tools/preprocess_data.py) or --mock-data")
     batches.length(run.training, batches.RampUp(1, 1, 0, 1))
+    ranks = run.output.profile_ranks
+    check(not run.output.profile or max(ranks) < world_size, f"--profile-ranks {' '.join(map(str, ranks))}: the run has ranks 0 to "
+          f"{world_size - 1}: give some of them")
     chunk = run.system.fp16_accumulation_chunk
     check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
           f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
@@ -247,35 +271,49 @@ def start(arguments: Arguments, world: Comm) -> Session:
         check_early(arguments, world.size)
         run = with_vocabulary(arguments.run, world)
         layout = Layout.of(run, world.size)
-    output = run.output
+    output, state = run.output, {}
+    found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
+    if found:
+        state = checkpoint.read_state(output.load, found, world)
+    progress = Progress(**state.get("progress", {}))
     if output.save:
+        checkpoint.check_replaces(output.save, output.load, found, world)
         checkpoint.check_writable(output.save, world)
+    if output.tensorboard_dir:
+        checkpoint.check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
+    if output.profile:
+        checkpoint.check_writable(output.profile_dir, world, "--profile-dir", output.profile_ranks)
     machine = configure_process(run, world)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
-    train, valid = build_data(run, groups, layout)
-    found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
-    # Timing kernels takes memory of its own, so it comes before the model.
-    chosen = [] if found else choose_kernels(run, layout, world)
+    train, valid = build_data(run, groups, layout, progress)
+    chosen = choose_kernels(run, layout, world, state.get("kernels"))  # before the model: timing takes memory of its own
     profiler = Profiler() if output.profile and world.rank in output.profile_ranks else None
     if profiler:
         trainer = Trainer(run, world, profiler.groups(groups), train, valid, watch=profiler.watch)
     else:
         trainer = Trainer(run, world, groups, train, valid)
     lines = announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node()))))
+    has_valid = any(world.all_gather_object(valid is not None))
+    if run.training.eval_iters and not has_valid:
+        lines.append(f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
     if found:
-        chosen = choose_kernels(run, layout, world, trainer.load(output.load, output.ckpt_step)["kernels"])
+        trainer.load(output.load, found)
+        seed = state["rng"]["seed"]
         lines.append(f"resumed from {output.load} at iteration {trainer.progress.iteration}")
+        if seed != run.training.seed:
+            lines.append(f"note: --seed is {run.training.seed}, the checkpoint's {seed}: the order of the data and the dropout "
+                         "masks are others from here on")
     elif output.load:
         lines.append(f"no checkpoint in --load {output.load}: starting anew")
     lines += chosen + choose_products(run)
-    iterations, _ = batches.length(run.training, trainer.ramp)
+    iterations, _ = run_length(run, layout, progress)
     writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=trainer.progress.iteration,
                            tensorboard_dir=output.tensorboard_dir,
                            history_path=Path(output.save) / HISTORY if output.save else None)
     for line in lines:
         writer.print(line)
     allocator.trim()
-    return Session(trainer, writer, iterations, any(world.all_gather_object(valid is not None)), profiler)
+    return Session(trainer, writer, iterations, has_valid, profiler)
 
 
 def pretrain(arguments: Arguments, world: Comm) -> None:

@@ -154,3 +154,14 @@ def test_stages_cost_alike(recipe, pp, changes, layers):
 def test_layers_that_cannot_be_cut(pp, split, message):
     with pytest.raises(ValueError, match=message):
         Layout.of(make_run("124m", {"pipeline_model_parallel_size": pp, "pipeline_split": split}), 2 * pp)
+
+
+@pytest.mark.parametrize(("global_batch", "ramp", "message"), [
+    (7, None, "^--global-batch-size 7 is not divisible by --micro-batch-size 2 x data-parallel size 2 = 4: use 4 or 8$"),
+    (16, (2, 2, 100), "^--rampup-batch-size 2 2 100: its batch size 2 is not divisible by .* = 4: give .* multiples of 4$"),
+    (16, (4, 6, 100), "^--rampup-batch-size 4 6 100: its batch size 10 is not divisible"),
+])
+def test_a_batch_that_does_not_divide_names_the_flag_it_comes_from(global_batch, ramp, message):
+    run = make_run("124m", {"micro_batch_size": 2, "global_batch_size": global_batch, "rampup_batch_size": ramp})
+    with pytest.raises(ValueError, match=message):
+        Layout.of(run, 2)

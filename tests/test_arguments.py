@@ -42,7 +42,7 @@ def test_help_names_every_flag():
     text = build_parser().format_help()
     for action in build_parser()._actions:
         assert all(option in text for option in action.option_strings)
-    assert "(default: 0.999)" in text
+    assert "(default: 0.999)" in text and "FOREIGN" not in text
 
 
 VALUES = """
@@ -60,7 +60,7 @@ VALUES = """
 @pytest.mark.parametrize("pair", [v.strip() for line in VALUES.strip().splitlines() for v in line.split("|")])
 def test_a_value_arrives_in_its_field(pair):
     name, text = pair.split()
-    found = value(parse([*BASE, name, text]).run, name[2:].replace("-", "_"))
+    found = value(parse([*BASE, "--save", "d", name, text]).run, name[2:].replace("-", "_"))
     assert type(found)(text) == found and not isinstance(found, bool)
 
 
@@ -85,12 +85,25 @@ def test_denormals_are_flushed_unless_switched_off():
 
 
 @pytest.mark.parametrize("given", ["--no-cuda", "--distributed-backend mpi", "--DDP-impl local", "--cpu-optimizer",
-                                   "--cpu-torch-adam", "--use-cpu-initialization"])
+                                   "--cpu-torch-adam", "--use-cpu-initialization", "--sequence-parallel", "--optimizer adam",
+                                   "--use-flash-attn", "--position-embedding-type learned_absolute"])
 def test_flags_of_cpu_forks_get_one_note(given):
     arguments = parse([*BASE, *given.split()])
     name = given.split()[0]
     assert arguments.notes == (f"{name}: {FOREIGN_FLAGS[name][1]}",) and "\n" not in arguments.notes[0]
     assert arguments.run == parse(BASE).run
+
+
+@pytest.mark.parametrize(("given", "more", "needed"), [
+    ("--loss-scale 128", "--bf16", "--fp16"), ("--hysteresis 2", "", "--fp16"), ("--initial-loss-scale 65536", "", "--fp16"),
+    ("--recompute-num-layers 2", "--recompute-activations", "--recompute-granularity full"),
+    ("--profile-ranks 1", "", "--profile"), ("--tokenizer-type x", "--mock-data", "--vocab-file"),
+    ("--save-interval 9", "", "--save"),
+])
+def test_a_flag_without_effect_gets_a_note(given, more, needed):
+    assert parse([*BASE, *given.split(), *more.split()]).notes == (f"{given.split()[0]} has no effect without {needed}",)
+    full = "--fp16 --checkpoint-activations --profile --vocab-file v --merge-file m --save s".split()
+    assert parse([*BASE, *given.split(), *full]).notes == ()
 
 
 def test_the_launch_line_of_a_cpu_fork_parses():
@@ -121,6 +134,10 @@ def test_the_launch_line_of_a_cpu_fork_parses():
     ("--num-layers", "argument --num-layers: expected one argument"),
     ("--lr-decay-style stepwise", "argument --lr-decay-style: invalid choice: 'stepwise'"),
     ("--num-attention-heads 5", "--hidden-size 32 is not divisible by --num-attention-heads 5"),
+    ("--sequence-paralel", "unknown flag --sequence-paralel: did you mean --sequence-parallel?"),
+    ("--deepspeed-config x", "unknown flag --deepspeed-config: see --help"),
+    ("--position-embedding-type rope", "argument --position-embedding-type: invalid choice: 'rope'"),
+    ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd'"),
     ("--world-size 4", "--world-size 4 goes with --dry-run"),
     ("--dry-run --world-size 0", "--world-size is 0"),
     ("--recipe 124n", "--recipe 124n is unknown: give one of demo, 124m, .*did you mean 124m"),
@@ -183,7 +200,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name):
               "min_lr": 1e-6, "hidden_size": 96, "max_position_embeddings": 4096}
     companions = {"start_weight_decay": {"weight_decay_incr_style": "linear"}, "lr_decay_samples": {"train_samples": 9},
                   "lr_warmup_samples": {"train_samples": 9}, "vocab_file": {"merge_file": "m"}, "merge_file": {"vocab_file": "v"}}
-    companions["fp16_accumulation_chunk"] = {"fp16": True}
+    companions |= {"fp16_accumulation_chunk": {"fp16": True}, "ckpt_step": {"load": "l"}}
     companions["end_weight_decay"] = companions["start_weight_decay"]
     if name in others:
         new = others[name]

@@ -52,6 +52,20 @@ def test_length_walks_the_ramp(ramp):
         assert length(TrainingConfig(train_samples=samples), ramp) == (iterations, consumed[iterations])
 
 
+@pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16)])
+def test_length_of_a_resumed_run(ramp):
+    consumed = [0]
+    for _ in range(30):
+        consumed.append(consumed[-1] + ramp(consumed[-1]))
+    for begun in range(20):
+        for training in (TrainingConfig(train_iters=25), TrainingConfig(train_samples=consumed[25])):
+            assert length(training, ramp, begun, consumed[begun]) == (25, consumed[25]), "the same flags, the same end"
+    assert length(TrainingConfig(train_iters=6), RampUp(2, 1, 0, 2), 4, 32) == (6, 36), "four iterations of 8 samples before"
+    assert length(TrainingConfig(train_samples=32), RampUp(8, 1, 0, 8), 4, 16) == (6, 32), "four iterations of 4 samples before"
+    assert length(TrainingConfig(train_samples=32), ramp, 4, 40) == (4, 40), "nothing left"
+    assert length(TrainingConfig(train_iters=3), ramp, 4, 40) == (3, 40)
+
+
 def test_length_must_be_given():
     with pytest.raises(ValueError, match="--train-iters or --train-samples"):
         length(TrainingConfig(), RampUp(8, 1, 0, 8))

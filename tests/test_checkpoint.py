@@ -322,6 +322,44 @@ def test_check_writable_names_flag_path_rank_and_reason(tmp_path):
     assert f"rank 3: {tmp_path}/.write_probe_rank_00003: Is a directory" in message
 
 
+def test_check_writable_of_some_ranks_names_their_flag(tmp_path):
+    ThreadWorld(WORLD).run(lambda comm: checkpoint.check_writable(tmp_path / "a", comm, "--profile-dir", (1,)))
+    assert os.listdir(tmp_path / "a") == []
+    (tmp_path / "file").write_text("")
+    message = _failure(lambda comm: checkpoint.check_writable(tmp_path / "file", comm, "--profile-dir", (1,)))
+    assert message == (f"--profile-dir {tmp_path}/file is not writable: rank 1: {tmp_path}/file: File exists. "
+                       "Give another --profile-dir or change the permissions")
+
+
+def _replaces(save, load, loaded):
+    ThreadWorld(WORLD).run(lambda comm: checkpoint.check_replaces(save, load, loaded, comm))
+
+
+def test_checkpoints_that_were_not_loaded_are_not_replaced(tmp_path):
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    _replaces(mine, None, None)  # nothing there
+    _save(mine, 90)
+    _save(mine, 100)
+    for loaded_from in (None, other):
+        with pytest.raises(ValueError, match=f"--save {mine} holds checkpoints of iterations 90, 100, .*--load is {loaded_from}: "):
+            _replaces(mine, loaded_from, None)
+    _replaces(mine, mine / ".." / "mine", 90)  # 100 is replaced when the run gets there
+    (mine / "iter_0000100" / manifest.MANIFEST).write_text("{")
+    _replaces(mine, mine, 100)
+    with pytest.raises(ValueError, match="iter_0000100 exists and is not a whole checkpoint .*; move it away"):
+        _replaces(mine, mine, 90)  # before the ten iterations, not after them
+
+
+def test_the_state_is_read_without_the_tensors(tmp_path):
+    _truncate(_save(tmp_path, 90)[0] / "rank_00001.safetensors")
+    _save(tmp_path, 100)
+    expected = _load(tmp_path)[1]
+    assert ThreadWorld(WORLD).run(lambda comm: checkpoint.read_state(tmp_path, 100, comm)) == [expected] * WORLD
+    message = _failure(lambda comm: checkpoint.read_state(tmp_path, 110, comm))
+    assert message == (f"--load {tmp_path}: {tmp_path}/iter_0000110/manifest.json is missing. Complete checkpoints: iterations "
+                       "100. Use iteration 100: --ckpt-step 100")
+
+
 def test_nothing_there_means_start_anew_and_loading_it_is_an_error(tmp_path):
     assert latest_iteration(tmp_path) is None and latest_iteration(tmp_path / "absent") is None
     message = _load_failure(tmp_path)
@@ -374,15 +412,14 @@ def test_a_damaged_file_fails_on_all_ranks_and_the_previous_iteration_is_named_a
     damage(_save(tmp_path, 100)[0] / "rank_00001.safetensors")
     message = _load_failure(tmp_path)
     assert message.startswith(f"--load {tmp_path}: rank 1: ") and said in message
-    assert message.endswith(f"Complete checkpoints: iterations 80, 90. Use iteration 90: --ckpt-step 90, or remove"
-                            f" {tmp_path}/iter_0000100.")
+    assert message.endswith(". Complete checkpoints: iterations 80, 90. Use iteration 90: --ckpt-step 90") and "\n" not in message
     assert _load(tmp_path, seed=9, iteration=90)[0] == 90
 
 
 def test_damage_without_another_checkpoint_says_so(tmp_path):
     _truncate(_save(tmp_path)[0] / "rank_00000.safetensors")
     assert list_iterations(tmp_path) == []
-    assert _load_failure(tmp_path).endswith(f"No other checkpoint in {tmp_path} is complete.")
+    assert _load_failure(tmp_path).endswith(f". No other checkpoint in {tmp_path} is complete")
 
 
 def test_another_layout_is_refused_with_both_sides_and_the_remedy(tmp_path):

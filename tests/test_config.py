@@ -104,12 +104,16 @@ MISTAKES = [
               "recompute_num_layers"),
     *not_negative(TrainingConfig, "train_iters", "eval_iters"),
     (TrainingConfig, {"train_iters": 1, "train_samples": 1}, "--train-iters and --train-samples exclude each other"),
+    *((TrainingConfig, {"seed": seed}, f"--seed is {seed}: give a number from 0 to 4294967295") for seed in (-1, 2**32)),
     choice(TrainingConfig, "recompute_granularity", "some", "full or selective"),
     choice(TrainingConfig, "recompute_method", "some", "uniform or block"),
     (DataConfig, {"vocab_file": "v"}, "--vocab-file is v and --merge-file is None: give both or neither"),
     (DataConfig, {"merge_file": "m"}, "--vocab-file is None and --merge-file is m"),
     (DataConfig, {"mock_data": True, "data_path": ("a",)}, "--mock-data and --data-path exclude each other"),
-    *positive(OutputConfig, {}, "save_interval", "log_interval"),
+    *positive(OutputConfig, {"load": "l"}, "save_interval", "log_interval", "ckpt_step"),
+    *((OutputConfig, {name: ""}, f"{flag(name)} is empty: give a directory")
+      for name in ("save", "load", "tensorboard_dir", "profile_dir")),
+    (OutputConfig, {"ckpt_step": 5}, "--ckpt-step 5 needs --load"),
     *((SystemConfig, {"fp16_accumulation_chunk": chunk}, f"--fp16-accumulation-chunk is {chunk}: give a number from 1 to 65536")
       for chunk in (-1, 0, 65537)),
 ]

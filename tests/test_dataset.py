@@ -77,13 +77,11 @@ def test_last_epoch_of_which_little_is_used_keeps_to_itself(tmp_path):
     assert few.shuffle_index[:199].max() == 198 < many.shuffle_index[:199].max()
 
 
-def test_index_errors_and_seed_errors(indexed):
+def test_index_errors(indexed):
     dataset = GPTDataset(indexed, "train", np.arange(100), 10, 16, 1)
     for index in (-1, len(dataset)):
         with pytest.raises(IndexError, match=f"sample {index} of a dataset of {len(dataset)}"):
             dataset[index]
-    with pytest.raises(ValueError, match="--seed -1"):
-        GPTDataset(indexed, "train", np.arange(100), 10, 16, -1)
 
 
 def test_token_ids_are_checked_at_start_and_as_fetched(tmp_path):

@@ -39,5 +39,6 @@ def test_program_prints_a_row_per_case():
     command = [sys.executable, "tools/gemm_error.py", "--rows", "4", "--depth", "40", "--chunks", "8"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(printed) == 3 + len(gemm_error.CASES) and "4 x 4 sums of 40 terms" in printed[0]
-    wrong = subprocess.run([*command, "0"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].endswith("give numbers above 0")
+    for chunk, message in (("0", "give numbers above 0"), ("70000", "--chunks 70000: give numbers from 1 to 65536")):
+        wrong = subprocess.run([*command, chunk], capture_output=True, text=True)
+        assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].endswith(message)

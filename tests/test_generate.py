@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
-from fugaku_megatron.data.tokenizer import build_tokenizer
+from fugaku_megatron.data.tokenizer import build_tokenizer, gpt2_files
 from fugaku_megatron.train import Trainer
 from tests.helpers import grid_groups, small_run
 
@@ -104,8 +104,17 @@ def test_mistakes(write, tmp_path):
         write("--prompt", "a", load=tmp_path)
     with pytest.raises(ValueError, match="1 x 1 x 1 = 1, but 2 ranks were started: run mpiexec -n 1 python"):
         write("--prompt", "a", world=DryComm(0, 2))
-    with pytest.raises(ValueError, match="iter_0000007"):
-        write("--prompt", "a", "--ckpt-step", "7")
+    for step in (0, 7):
+        with pytest.raises(ValueError, match=f"iter_000000{step}"):
+            write("--prompt", "a", "--ckpt-step", str(step))
+    for flag, wrong in (("--tokens", "-1"), ("--temperature", "-0.5"), ("--temperature", "nan"), ("--top-k", "0")):
+        with pytest.raises(ValueError, match=f"{flag} is {wrong}: give"):
+            write("--prompt", "a", flag, wrong)
+    with pytest.raises(ValueError, match="unrecognized arguments: --foo"):
+        write("--prompt", "a", "--foo")
+    vocab, merges = map(str, gpt2_files())
+    with pytest.raises(ValueError, match=f"--vocab-file {vocab} has 50257 tokens, the model of --load .*: give the files"):
+        write("--prompt", "a", "--vocab-file", vocab, "--merge-file", merges)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [

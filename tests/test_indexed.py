@@ -1,6 +1,7 @@
 """fugaku_megatron.data.indexed: layout byte for byte, checks and atomicity. Run: pytest tests/test_indexed.py"""
 
 import os
+import resource
 import struct
 
 import numpy as np
@@ -140,6 +141,20 @@ def test_interrupted_between_the_renames_leaves_no_index_of_another_bin(prefix, 
         writer.add_document(range(8))  # as many tokens as before: sizes alone would not tell
     with pytest.raises(ValueError, match=r"corpus\.idx: cannot be read"):
         IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("documents", [4, 400])
+def test_a_disk_without_room_is_named_and_nothing_is_left(tmp_path, documents):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"x\.bin: cannot be written \(File too large\); .*room on its disk"):
+            with IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+                for _ in range(documents):
+                    writer.add_document(range(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("wrong", [[-1], [65536], np.array([70000])])

@@ -1,6 +1,7 @@
 """Log lines both ways, averages, TensorBoard, history, progress bar. Run: pytest tests/test_metrics.py"""
 
 import dataclasses
+import errno
 import io
 import json
 import math
@@ -152,6 +153,41 @@ def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repea
     writer.add(3, **_step(lm_loss=6.0))
     writer.close()
     assert [(r["iteration"], r["lm_loss"]) for r in metrics.read_history(path)] == [(1, 9.0), (2, 8.0), (3, 6.0)]
+
+
+def test_the_end_of_a_run_flushes_an_interval_once(tmp_path):
+    stream = io.StringIO()
+    writer = MetricsWriter(10, 4, stream=stream, history_path=tmp_path / "history.jsonl")
+    for iteration in range(1, 7):
+        writer.add(iteration, **_step(lm_loss=float(iteration)))
+    got = writer.flush()
+    assert (got.iteration, got.lm_loss, writer.flush()) == (6, 5.5, None)
+    assert [line.iteration for line in metrics.parse_log(stream.getvalue().splitlines())] == [4, 6]
+    assert [record["iteration"] for record in metrics.read_history(tmp_path / "history.jsonl")] == [4, 6]
+
+
+def test_a_full_disk_delays_the_history_and_ends_no_run(tmp_path, monkeypatch):
+    stream, path = io.StringIO(), tmp_path / "history.jsonl"
+    writer = MetricsWriter(10, 1, stream=stream, history_path=path)
+
+    class Full(io.FileIO):
+        full = True
+
+        def write(self, data):
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    disk = Full(path, "a")
+    writer._history = io.TextIOWrapper(io.BufferedWriter(disk))
+    writer.add(1, **_step())
+    assert "history.jsonl: not written yet: No space left on device" in stream.getvalue()
+    disk.full = False
+    writer.add(2, **_step())
+    disk.full = True
+    writer.add(3, **_step())
+    writer.close()
+    assert [record["iteration"] for record in metrics.read_history(path)] == [1, 2]
 
 
 def test_a_history_cut_by_a_crash_is_read_and_a_broken_one_is_named(tmp_path):

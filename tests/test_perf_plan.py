@@ -87,7 +87,7 @@ def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
 
 
 def _parsed(command: str):
-    parser = door._Parser(prog="plan", allow_abbrev=False)
+    parser = door.arguments.Parser(prog="plan", allow_abbrev=False)
     plan.add_arguments(parser)
     return parser.parse_args(shlex.split(command)[1:])
 

@@ -34,6 +34,16 @@ def test_a_history_file_without_some_values_is_drawn(tmp_path):
     assert plot.loss_curve(tmp_path / "loss.png", path) is True
 
 
+def test_files_in_the_way_are_a_line_and_no_error(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "loss.png").mkdir()
+    assert plot.loss_curve(tmp_path / "loss.png", TRAIN) is False
+    assert plot.loss_curve(tmp_path / "a.png", tmp_path / "absent.jsonl") is False
+    first, second = capsys.readouterr().out.splitlines()
+    assert "loss.png: not drawn, " in first and "Is a directory" in first
+    assert "a.png: not drawn, " in second and "absent.jsonl" in second
+
+
 def test_nothing_to_draw_or_no_matplotlib_is_a_line_and_no_error(tmp_path, monkeypatch, capsys):
     assert plot.loss_curve(tmp_path / "a.png", []) is False
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)

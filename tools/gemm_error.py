@@ -22,6 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fugaku_megatron import kernels  # noqa: E402
+from fugaku_megatron.config import MAX_FP16_CHUNK  # noqa: E402
 
 CHUNKS = (16, 32, 64, 128, 256)
 
@@ -115,6 +116,8 @@ def main() -> None:
     chunks = tuple(options.chunks)
     if min(options.rows, options.depth, *chunks) < 1:
         parser.error("give numbers above 0")
+    if max(chunks) > MAX_FP16_CHUNK:
+        parser.error(f"--chunks {max(chunks)}: give numbers from 1 to {MAX_FP16_CHUNK}")
     name = kernels.active() if kernels.has_fp16_arithmetic() else "portable"
     kernels.flush_denormals(True)  # as a run does
     with kernels.target(name):

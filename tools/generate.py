@@ -10,6 +10,7 @@ Run: python tools/generate.py --load demo/checkpoint --vocab-file demo/vocab.jso
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fugaku_megatron import checkpoint  # noqa: E402
+from fugaku_megatron.arguments import Parser  # noqa: E402
 from fugaku_megatron.comm.agreement import everywhere, on_root  # noqa: E402
 from fugaku_megatron.comm.autograd import gather_from_tensor_parallel  # noqa: E402
 from fugaku_megatron.comm.base import Comm  # noqa: E402
@@ -30,7 +32,7 @@ from fugaku_megatron.train import Trainer  # noqa: E402
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--load", required=True, help="directory of checkpoints")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     parser.add_argument("--vocab-file", required=True)
@@ -40,8 +42,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=100, help="tokens to add (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=40, help="choose among this many tokens (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1234)
-    return parser.parse_args()
+    parser.add_argument("--seed", type=int, default=1234, help="of the choice among tokens (default: %(default)s)")
+    options = parser.parse_args()
+    check(options.tokens >= 0, f"--tokens is {options.tokens}: give 0 or more")
+    check(0 <= options.temperature < math.inf, f"--temperature is {options.temperature}: give 0 or more")
+    check(options.top_k > 0, f"--top-k is {options.top_k}: give a number above 0")
+    return options
 
 
 def saved_run(manifest: dict[str, Any]) -> RunConfig:
@@ -94,12 +100,13 @@ def generate(trainer: Trainer, prompt: list[int], options: argparse.Namespace, e
 
 
 def main(world: Comm) -> None:
-    options = parse()
     with everywhere():
+        options = parse()
         tokenizer = build_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file)
         prompt = tokenizer.encode(options.prompt)
         check(len(prompt) > 0, "--prompt is empty: give at least one character")
-    iteration = on_root(world, lambda: options.ckpt_step or checkpoint.latest_iteration(options.load))
+    step = options.ckpt_step
+    iteration = on_root(world, lambda: checkpoint.latest_iteration(options.load) if step is None else step)
     check(iteration is not None, f"--load {options.load} holds no checkpoint")
     manifest = on_root(world, lambda: checkpoint.read_manifest(options.load, iteration))
     layout = manifest["layout"]
@@ -109,7 +116,10 @@ def main(world: Comm) -> None:
         check(world.size == ranks, f"--load {options.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
               f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: run mpiexec -n {ranks} python "
               "tools/generate.py ...")
-    trainer = Trainer(saved_run(manifest), world)
+        run = saved_run(manifest)
+        check(tokenizer.vocab_size <= run.model.vocab_size, f"--vocab-file {options.vocab_file} has {tokenizer.vocab_size} tokens, "
+              f"the model of --load {options.load} {run.model.vocab_size}: give the files it was trained with")
+    trainer = Trainer(run, world)
     trainer.load(options.load, iteration)
     text = tokenizer.decode(generate(trainer, prompt, options, tokenizer.eod))
     if world.rank == 0:

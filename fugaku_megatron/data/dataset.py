@@ -66,7 +66,7 @@ class GPTDataset:
 
     As many epochs as `num_samples` needs are laid end to end (None: one). `name` ("train", ...) is for messages only.
     With `vocab_size` the token ids of every sample are checked as it is fetched.
-    Raises ValueError for fewer tokens than one sample takes and for a --seed outside 0 to 2**32 - 1.
+    Raises ValueError for fewer tokens than one sample takes.
     """
 
     def __init__(
@@ -81,18 +81,16 @@ class GPTDataset:
     ):
         self.indexed, self.name, self.seq_length, self.vocab_size = indexed, name, seq_length, vocab_size
         per_epoch = int(indexed.sequence_lengths[documents].sum(dtype=np.int64))
-        self._check_request(len(documents), per_epoch, num_samples, seed)
+        self._check_request(len(documents), per_epoch, num_samples)
         needed = (1 if num_samples is None else num_samples) * seq_length + 1
         self.num_epochs = -(-needed // per_epoch)
         self.document_index, self.sample_index, self.shuffle_index = self._build(
             documents, per_epoch, num_samples, seed
         )
 
-    def _check_request(self, num_documents: int, per_epoch: int, num_samples: int | None, seed: int) -> None:
+    def _check_request(self, num_documents: int, per_epoch: int, num_samples: int | None) -> None:
         if self.seq_length < 1 or (num_samples is not None and num_samples < 1):
             raise ValueError(f"{self.name} data: --seq-length {self.seq_length} and {num_samples} samples must be >= 1")
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"--seed {seed}: must lie in 0 to {2**32 - 1}")
         if per_epoch < self.seq_length + 1:
             raise ValueError(
                 f"{self.name} data of {self.indexed.prefix}: {per_epoch} tokens in {num_documents} documents, but a "

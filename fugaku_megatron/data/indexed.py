@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def _file_size(path: str) -> int:
         remedy = (
             "the prefix is given without .bin or .idx"
             if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin"))
-            else REBUILD
+            else f"is --data-path right? If it is, {REBUILD}"
         )
         raise ValueError(
             f"{path}: cannot be read ({error.strerror}); a dataset is a .bin and an .idx file: {remedy}"
@@ -159,11 +160,16 @@ class IndexedDatasetWriter:
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._temporary = {suffix: f"{self.prefix}{suffix}.tmp{os.getpid()}" for suffix in (".bin", ".idx")}
-        try:
+        with self._writing():
             self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ValueError(
-                f"{self.prefix}.bin: cannot be written ({error.strerror}); is --output-prefix right?"
+                f"{self.prefix}.bin: cannot be written ({error.strerror}); is --output-prefix right, and room on its disk?"
             ) from None
 
     def add_document(self, tokens: np.ndarray | Iterable[int], lengths: Iterable[int] | None = None) -> None:
@@ -181,7 +187,8 @@ class IndexedDatasetWriter:
             raise ValueError(
                 f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; use int32"
             )
-        self._bin.write(np.ascontiguousarray(tokens, self.dtype))
+        with self._writing():
+            self._bin.write(np.ascontiguousarray(tokens, self.dtype))
         self._lengths.extend(lengths)
         self._documents.append(len(self._lengths))
 
@@ -190,12 +197,12 @@ class IndexedDatasetWriter:
         lengths = np.asarray(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
-        with open(self._temporary[".idx"], "wb") as index:
+        with self._writing(), open(self._temporary[".idx"], "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
             for part in (lengths, pointers, np.asarray(self._documents, "<i8")):
                 index.write(part)
             _flush(index)
-        _flush(self._bin)
+            _flush(self._bin)
         self._bin.close()
         if os.path.exists(self.prefix + ".idx"):
             os.remove(
@@ -206,7 +213,8 @@ class IndexedDatasetWriter:
 
     def discard(self) -> None:
         """Remove the temporary files."""
-        self._bin.close()
+        with suppress(OSError):  # what it still holds did not fit the disk
+            self._bin.close()
         for path in self._temporary.values():
             if os.path.exists(path):
                 os.remove(path)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..arguments import Parser
 from ..config import check
 from . import check as checks
 from . import job as jobs
@@ -62,7 +63,7 @@ def make(argv: Sequence[str]) -> int:
 
 
 def _file_parser(command: str) -> argparse.ArgumentParser:
-    parser = options.Parser(prog=f"{options.PROGRAM} {command}", allow_abbrev=False)
+    parser = Parser(prog=f"{options.PROGRAM} {command}", allow_abbrev=False)
     parser.add_argument("file", help="job script")
     parser.add_argument("-g", "--group", default=os.environ.get(options.GROUP_VARIABLE),
                         help=f"project to charge (default: ${options.GROUP_VARIABLE})")

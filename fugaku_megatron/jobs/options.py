@@ -20,13 +20,9 @@ SCRIPTS_OWN = {"save": "SAVE", "load": "SAVE", "data_path": "DATA", "vocab_file"
                "exit_duration_in_mins": "MARGIN"}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ValueError(message)
-
-
 def job_parser(command: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=f"{PROGRAM} {command}", allow_abbrev=False, description="decide a job from pretrain_gpt.py's flags")
+    parser = arguments.Parser(prog=f"{PROGRAM} {command}", allow_abbrev=False,
+                              description="decide a job from pretrain_gpt.py's flags")
     group = parser.add_argument_group("job")
     group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, choices=jobs.RANKS_PER_NODE, help="default: what is fastest in the model")

@@ -25,11 +25,6 @@ COMMANDS = {  # name and module -> what it does
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ValueError(message)
-
-
 def _usage() -> str:
     return "\n".join([f"usage: {PROGRAM} COMMAND [options]", "", *(f"  {name:10} {help}" for name, help in COMMANDS.items())])
 
@@ -44,8 +39,8 @@ def run(argv: Sequence[str]) -> int:
         remedy = f"did you mean {near[0]}?" if near else f"give {' or '.join(COMMANDS)}"
         raise ValueError(f"command {argv[0]} is unknown: {remedy}")
     module = importlib.import_module(f".{argv[0]}", __package__)
-    parser = _Parser(prog=f"{PROGRAM} {argv[0]}", description=module.__doc__, allow_abbrev=False,
-                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.Parser(prog=f"{PROGRAM} {argv[0]}", description=module.__doc__, allow_abbrev=False,
+                              formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(parser)
     values, unknown = parser.parse_known_args(argv[1:])
     if unknown:

@@ -65,7 +65,7 @@ def test_environment_chooses_the_target():
     wrong = run_python(code, FUGAKU_MEGATRON_TARGET="sve3")
     assert wrong.returncode == 1
     assert wrong.stderr.splitlines()[-1].startswith(
-        "ImportError: environment variable FUGAKU_MEGATRON_TARGET: unknown kernel target 'sve3'; known: reference,"
+        "ValueError: environment variable FUGAKU_MEGATRON_TARGET: unknown kernel target 'sve3'; known: reference,"
     )
 
 

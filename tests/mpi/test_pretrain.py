@@ -146,6 +146,46 @@ def test_a_truncated_shard_is_refused_and_the_previous_checkpoint_loads(mpich, t
     assert previous.returncode == 0 and "at iteration 2" in previous.stdout, previous.stderr
 
 
+def consumed(job) -> list[int]:
+    """Consumed samples of every iteration in a log."""
+    return [line.consumed_samples for line in parse_log(job.stdout.splitlines())]
+
+
+def test_resumes_with_another_batch_size_and_seed(mpich, tmp_path):
+    flags = [PROGRAM, *TINY, "--save", str(tmp_path), "--load", str(tmp_path)]
+    assert mpich.run(2, *flags, "--train-samples", "48", "--exit-interval", "2").returncode == 0  # 2 iterations of 8
+    smaller = mpich.run(2, *flags, "--train-samples", "28", "--global-batch-size", "4", "--seed", "5")
+    assert smaller.returncode == 0 and consumed(smaller) == [20, 24, 28], smaller.stderr
+    assert "note: --seed is 5, the checkpoint's 1234" in smaller.stdout
+    larger = mpich.run(2, *flags, "--train-iters", "7", "--global-batch-size", "16")
+    assert larger.returncode == 0 and consumed(larger) == [44, 60], larger.stderr
+    again = mpich.run(2, *flags, "--train-iters", "7", "--global-batch-size", "16")
+    assert again.returncode == 0 and "nothing left to train: at iteration 7 of 7" in again.stdout, again.stderr
+
+
+def test_a_forgotten_load_replaces_nothing(mpich, tmp_path):
+    flags = [PROGRAM, *TINY, "--save", str(tmp_path), "--save-interval", "2"]
+    assert mpich.run(2, *flags, "--train-iters", "4").returncode == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    refused = mpich.run(2, *flags, "--train-iters", "6")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert f"--save {tmp_path} holds checkpoints of iterations 2, 4" in refused.stderr and f"--load {tmp_path}" in refused.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_what_the_end_cuts_short_is_still_written(mpich, tmp_path):
+    flags = [PROGRAM, *TINY, "--log-interval", "100", "--save", str(tmp_path), "--load", str(tmp_path), "--profile",
+             "--profile-dir", str(tmp_path / "profile"), "--profile-step-start", "1", "--profile-step-end", "50",
+             "--profile-ranks", "1"]
+    first = mpich.run(2, *flags, "--train-iters", "5", "--exit-interval", "3")
+    assert first.returncode == 0 and [line.iteration for line in parse_log(first.stdout.splitlines())] == [3], first.stderr
+    assert (tmp_path / "loss_curve.png").exists() and (tmp_path / "profile" / "table_rank1.txt").exists()
+    second = mpich.run(2, *flags, "--train-iters", "5", "--profile-step-start", "40", "--profile-ranks", "0")
+    assert [line.iteration for line in parse_log(second.stdout.splitlines())] == [5], second.stderr
+    assert "note: no profile: this start had 2 iterations, --profile-step-start is 40" in second.stdout
+    assert len(losses(tmp_path)) == 2
+
+
 MISTAKES = {
     "unknown flag": (["--num-layer", "2"], "did you mean --num-layers"),
     "heads": (["--num-attention-heads", "5"], "--num-attention-heads 5"),
@@ -153,6 +193,9 @@ MISTAKES = {
     "layers": (["--num-layers", "3", "--pipeline-model-parallel-size", "2", "--pipeline-split", "even"], "--num-layers 3"),
     "batch": (["--global-batch-size", "7"], "use 4 or 8"),
     "length": ([], "--train-iters or --train-samples"),
+    "profiled rank": (["--profile", "--profile-ranks", "0", "2"], "--profile-ranks 0 2: the run has ranks 0 to 1"),
+    "events": (["--tensorboard-dir", PROGRAM], f"--tensorboard-dir {PROGRAM} is not writable: "),
+    "traces": (["--profile", "--profile-dir", PROGRAM, "--profile-ranks", "1"], f"{PROGRAM} is not writable: rank 1: "),
 }
 
 
@@ -184,6 +227,12 @@ def test_sums_in_fp16_where_the_instruction_set_can(mpich, tmp_path):
 def fp16_arithmetic(target: str) -> bool:
     with kernels.target(target):
         return kernels.has_fp16_arithmetic()
+
+
+def test_a_target_that_cannot_run_gives_one_line(mpich):
+    job = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1", FUGAKU_MEGATRON_TARGET="sve3")
+    assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
+    assert "FUGAKU_MEGATRON_TARGET: unknown kernel target 'sve3'; known: " in job.stderr
 
 
 def test_missing_data_and_unwritable_save_give_one_line(mpich, tmp_path):
