@@ -1,16 +1,14 @@
-"""A whole run on one rank: check, build data and trainer, resume, train, evaluate, save, leave.
+"""A run on one rank: check, build data and trainer, resume, and hand over to the loop.
 
-Left out: what a step is (`train`), MPI start-up (`comm.launch`). Entry point: pretrain_gpt.py   Test: pytest tests/mpi
+Left out: the loop (`session`), MPI start-up (`comm.launch`). Entry point: pretrain_gpt.py   Test: pytest tests/mpi
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from . import accounting, allocator, batches, checkpoint, kernels, placement, runtime
 from .accounting import Layout
@@ -25,13 +23,10 @@ from .data.tokenizer import build_tokenizer
 from .metrics import MetricsWriter, format_peak_memory, peak_memory_mib
 from .nn import autotune, ops
 from .optim import DTYPES
-from .plot import loss_curve
 from .profiler import Profiler
 from .run_log import format_run
-from .train import IterationResult, Progress, Trainer, reads_data
-
-HISTORY = "history.jsonl"
-LOSS_CURVE = "loss_curve.png"
+from .session import HISTORY, Session
+from .train import Progress, Trainer, reads_data
 
 
 def with_vocabulary(run: RunConfig, world: Comm) -> RunConfig:
@@ -79,113 +74,6 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout,
     train, valid, _ = build_datasets(run.data.data_path, run.data.split, model.seq_length, (samples, valid_samples, 0), seed,
                                      model.vocab_size, readers)
     return train, valid
-
-
-@dataclass
-class Session:
-    """A trainer with its log, and the reasons to leave early."""
-
-    trainer: Trainer
-    writer: MetricsWriter
-    iterations: int
-    has_valid: bool
-    profiler: Profiler | None = None
-    signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
-    started: int = 0  # iterations since this start
-
-    def run(self) -> None:
-        """Train to the end, or until something asks to leave. Collective."""
-        progress, output = self.trainer.progress, self.trainer.run.output
-        timer = runtime.ExitTimer(self.trainer.run.training.exit_duration_in_mins)
-        saved = progress.iteration
-        if saved >= self.iterations:
-            self.writer.print(f"nothing left to train: at iteration {saved} of {self.iterations}")
-        while progress.iteration < self.iterations:
-            before = allocator.page_faults()
-            result = self._step()
-            self._log(result, [after - former for after, former in zip(allocator.page_faults(), before, strict=True)])
-            self._evaluate(progress.iteration)
-            reason = self._reason_to_leave(progress.iteration, timer)
-            due = output.save_interval and progress.iteration % output.save_interval == 0
-            if reason:
-                self.writer.flush()
-            if output.save and (due or reason):
-                self._save(output.save)
-                saved = progress.iteration
-            if reason:
-                self.writer.print(f"leaving after iteration {progress.iteration}: {reason}")
-                break
-        if output.save and saved != progress.iteration:
-            self._save(output.save)
-        if self.profiler and self.started < output.profile_step_end - 1:  # fewer iterations than asked for
-            self._write_profile(output.profile_dir)
-
-    def _step(self) -> IterationResult:
-        """One iteration, profiled if it is among those asked for; after the last of them the results are written."""
-        if self.profiler is None:
-            return self.trainer.train_step()
-        output = self.trainer.run.output
-        self.started += 1
-        with self.profiler.step(output.profile_step_start <= self.started < output.profile_step_end):
-            result = self.trainer.train_step()
-        if self.started == output.profile_step_end - 1:
-            self._write_profile(output.profile_dir)
-        return result
-
-    def _write_profile(self, directory: str) -> None:
-        rank, path = self.trainer.world.rank, Path(directory)
-        if not self.profiler.steps:
-            return self.writer.print(f"note: no profile: this start had {self.started} iterations, --profile-step-start is "
-                                     f"{self.trainer.run.output.profile_step_start}")
-        path.mkdir(parents=True, exist_ok=True)
-        trace = path / f"trace_rank{rank}.json"
-        self.profiler.write_trace(trace, rank)
-        lines = [*self.profiler.table(), f"trace: {trace} (open it in ui.perfetto.dev)"]
-        (path / f"table_rank{rank}.txt").write_text("\n".join(lines) + "\n")
-        for line in lines:
-            self.writer.print(line)
-
-    def _log(self, result: IterationResult, usage: list[float]) -> None:
-        """usage: minor page faults and system seconds of the iteration."""
-        trainer, run = self.trainer, self.trainer.run
-        progress, output = trainer.progress, run.output
-        norm = trainer.optimizer.params_norm() if output.log_params_norm else None
-        printed = self.writer.printing and (progress.iteration % output.log_interval == 0 or progress.iteration == self.iterations)
-        self.writer.add(
-            progress.iteration, consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_samples * run.model.seq_length, elapsed_seconds=result.seconds,
-            learning_rate=result.learning_rate, global_batch_size=result.global_batch_size, lm_loss=result.loss,
-            loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
-            skipped=result.skipped, minor_faults=usage[0], system_seconds=usage[1],
-            clock_ghz=runtime.clock_ghz() if printed else None,
-            flops_per_rank=accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size)
-        if progress.iteration == self.iterations:
-            self.writer.flush()
-
-    def _evaluate(self, iteration: int) -> None:
-        run, training = self.trainer.run, self.trainer.run.training
-        last = iteration == self.iterations
-        if not self.has_valid or not (last or iteration % training.eval_interval == 0):
-            return
-        number = -(-iteration // training.eval_interval) - 1
-        first = number * training.eval_iters * self.trainer.layout.global_batch_size(run)
-        loss = self.trainer.evaluate(self.trainer.valid, first, training.eval_iters)
-        self.writer.validation(iteration, loss, self.trainer.progress.consumed_samples)
-
-    def _reason_to_leave(self, iteration: int, timer: runtime.ExitTimer) -> str | None:
-        """The same answer on every rank: one small reduction per iteration."""
-        interval = self.trainer.run.training.exit_interval
-        world, signalled = self.trainer.world, self.signals.stop_requested
-        found = world.all_reduce(torch.tensor([signalled, timer.expired], dtype=torch.int32), "max").tolist()
-        if interval and iteration % interval == 0:
-            return f"--exit-interval {interval}"
-        return "a signal asked to stop" if found[0] else "--exit-duration-in-mins is over" if found[1] else None
-
-    def _save(self, directory: str) -> None:
-        self.trainer.save(directory)
-        self.writer.print(f"saved checkpoint of iteration {self.trainer.progress.iteration} to {directory}")
-        if self.writer.printing:
-            loss_curve(os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY))
 
 
 def check_early(arguments: Arguments, world_size: int) -> Layout | None:

@@ -1,0 +1,108 @@
+"""What a shard of a checkpoint is, and which file holds the shards that a rank wants, or why none does.
+
+Left out: files themselves (`checkpoint`, `manifest`). Test: pytest tests/test_checkpoint.py
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A local piece of a global tensor.
+
+    `key` names the global tensor (ranks that hold different pieces of it use the same key), such as
+    "decoder.layers.3.mlp.linear_fc1.weight/exp_avg". The tensor-parallel slice is `slice_shape` elements at `offset` of
+    the tensor of `global_shape`; `tensor` holds the row-major range [flat_start, flat_start + numel) of that slice: all
+    of it (flat_start 0), or this rank's part of it under ZeRO-1.
+    """
+
+    key: str
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    slice_shape: tuple[int, ...]
+    flat_start: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.tensor.is_contiguous(), self.key
+        assert len(self.global_shape) == len(self.offset) == len(self.slice_shape), self.key
+        extents = zip(self.offset, self.slice_shape, self.global_shape)
+        assert all(0 <= start and start + length <= full for start, length, full in extents), self.key
+        assert 0 <= self.flat_start <= math.prod(self.slice_shape) - self.tensor.numel(), self.key
+
+    def record(self) -> dict[str, Any]:
+        """The shard's entry in the manifest."""
+        return {"key": self.key, "dtype": str(self.tensor.dtype).replace("torch.", ""),
+                "global_shape": list(self.global_shape), "offset": list(self.offset),
+                "slice_shape": list(self.slice_shape), "flat_start": self.flat_start, "numel": self.tensor.numel()}
+
+
+def check_layout(saved: dict[str, int], wanted: dict[str, int], path: Path) -> None:
+    """Raises ValueError naming every entry of the layout that differs, and what starts a run with the saved ones."""
+    differing = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+    if not differing:
+        return
+    flags = [_layout_flag(name, saved[name]) for name in differing if name in saved]
+    both = ", ".join(f"{name} {saved.get(name)} (this run: {wanted.get(name)})" for name in differing)
+    raise ValueError(f"{path} was saved with {both}; start with {' '.join(flags) or 'the layout of that time'}")
+
+
+def _layout_flag(name: str, value: int) -> str:
+    """What starts a run with this entry of a layout."""
+    if name == "zero_shards":
+        return "--zero-stage 0" if value == 1 else f"--zero-stage 1 with data-parallel size {value}"
+    return f"mpiexec -n {value}" if name == "world_size" else f"--{name.replace('_', '-')} {value}"
+
+
+def check_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    """Raises ValueError naming every value of the model that differs."""
+    differing = [name for name in wanted if name in saved and saved[name] != wanted[name]]
+    if differing:
+        both = ", ".join(f"--{name.replace('_', '-')} {saved[name]} (this run: {wanted[name]})" for name in differing)
+        raise ValueError(f"{path} holds another model, with {both}; give its values, or another --load")
+
+
+def make_plan(manifest: dict[str, Any], shards: list[Shard], path: Path) -> dict[str, list[Shard]]:
+    """File name -> the shards to read from it. Raises ValueError for a shard that no file holds."""
+    stored: dict[str, list[tuple[str, dict[str, Any]]]] = {shard.key: [] for shard in shards}
+    for name, entry in manifest["files"].items():
+        for record in entry["shards"]:
+            if record["key"] in stored:
+                stored[record["key"]].append((name, record))
+    plan: dict[str, list[Shard]] = {}
+    for shard in shards:
+        plan.setdefault(_find(stored[shard.key], shard, path), []).append(shard)
+    return plan
+
+
+def _find(pieces: list[tuple[str, dict[str, Any]]], shard: Shard, path: Path) -> str:
+    """The file that holds exactly this shard."""
+    wanted = shard.record()
+    if not pieces:
+        raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that was saved")
+    for what in ("global_shape", "dtype"):
+        if pieces[0][1][what] != wanted[what]:
+            both = f"{pieces[0][1][what]} in {path}, {wanted[what]} in this run"
+            raise ValueError(f"{shard.key}: {what.replace('_', ' ')} is {both}")
+    for name, record in pieces:
+        if place(record) == place(wanted):
+            return name
+    places = "; ".join([_show_place(record) for _, record in pieces[:4]] + ["..."] * (len(pieces) > 4))
+    raise ValueError(f"{shard.key}: this run holds {_show_place(wanted)}; {path} holds {places}")
+
+
+def place(record: dict[str, Any]) -> tuple:
+    """What tells pieces of one key apart."""
+    return tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"]
+
+
+def _show_place(record: dict[str, Any]) -> str:
+    end = record["flat_start"] + record["numel"]
+    return f"elements [{record['flat_start']}, {end}) of the slice {record['slice_shape']} at {record['offset']}"
