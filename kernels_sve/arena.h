@@ -1,6 +1,6 @@
 // Memory for large tensors that stays with the process: one reserved range of addresses, grown from below, whose freed
-// blocks are reused and never go back to the kernel. So a step after the first one faults in no pages, and the pages may
-// be huge.
+// blocks are reused and never go back to the kernel (but for a buffer's, which is freed only to grow). So a step after the
+// first one faults in no pages, and the pages may be huge.
 //
 // Why not malloc: glibc gives every block above its threshold back when it is freed, and the next tensor's pages are
 // zeroed and faulted in again, one fault per 4 KiB (through one lock of the process in the kernel).
