@@ -6,7 +6,7 @@
     QEMU_CPU=max .arm/python ...           another CPU
 
 Four parts, each with a stamp of its own, so that a call after a failure goes on where the last one ended:
-host (apt packages of this machine), root (arm64 Debian packages, unpacked and not installed), site (aarch64 wheels),
+host (apt packages of this machine), sysroot (arm64 Debian packages, unpacked and not installed), site (aarch64 wheels),
 python (the wrapper). Left out: chroots, binfmt, speed: emulated times mean nothing. Tested by tests/arm/test_env.py.
 """
 
@@ -40,10 +40,10 @@ PLATFORMS = ("manylinux2014_aarch64", "manylinux_2_17_aarch64", "manylinux_2_27_
 WRAPPER = f"""#!/bin/sh
 # ARM Python under qemu-user as an A64FX; QEMU_CPU names another CPU. Made by tools/arm_env.py.
 here=$(cd "$(dirname "$0")" && pwd)
-export QEMU_CPU="${{QEMU_CPU:-a64fx}}" QEMU_LD_PREFIX="$here/root" PYTHONPATH="$here/site${{PYTHONPATH:+:$PYTHONPATH}}"
+export QEMU_CPU="${{QEMU_CPU:-a64fx}}" QEMU_LD_PREFIX="$here/sysroot" PYTHONPATH="$here/site${{PYTHONPATH:+:$PYTHONPATH}}"
 # mpi4py is to load Debian's Open MPI; the emulator has no process_vm_readv, with which ranks would read each other.
 export MPI4PY_MPIABI=openmpi OMPI_MCA_btl_vader_single_copy_mechanism=none
-exec qemu-aarch64-static "$here/root/usr/bin/python{PYTHON}" "$@"
+exec qemu-aarch64-static "$here/sysroot/usr/bin/python{PYTHON}" "$@"
 """
 SITECUSTOMIZE = '''"""Lets subprocesses find ARM Python: this machine cannot start the emulated file itself."""
 
@@ -170,7 +170,7 @@ def prepare(name: str, recipe: str, make: Callable[[Path], None]) -> None:
 
 def extension_environment() -> dict[str, str]:
     """The variables with which setup.py builds the extension for ARM, with the OpenMP runtime of the aarch64 torch."""
-    headers, site = ARM / "root" / "usr" / "include", ARM / "site"
+    headers, site = ARM / "sysroot" / "usr" / "include", ARM / "site"
     includes = (headers / f"python{PYTHON}", site / "pybind11" / "include")
     # The root's other headers come last: the cross compiler has its own C library, but not pyconfig.h.
     flags = " ".join([*(f"-isystem {path}" for path in includes), f"-idirafter {headers}"])
@@ -198,7 +198,7 @@ def make_all() -> None:
 def parts() -> dict[str, tuple[str, Callable[[Path], None]]]:
     """Part of .arm/ -> (recipe, what makes it)."""
     site = repr((pinned(), THEIRS, PLATFORMS, SITECUSTOMIZE))
-    return {"root": (repr(ROOT_PACKAGES), make_root), "site": (site, make_site), "python": (WRAPPER, make_python)}
+    return {"sysroot": (repr(ROOT_PACKAGES), make_root), "site": (site, make_site), "python": (WRAPPER, make_python)}
 
 
 def stamped(name: str, recipe: str) -> bool:
