@@ -101,11 +101,12 @@ class _MLP(torch.autograd.Function):
         width = pre.shape[1] if kept is not None else min(MLP_COLUMNS, pre.shape[1])
         buffer = pre.new_empty(len(pre) * width)
         for first in range(0, pre.shape[1], width):
-            argument, gradient = pre[:, first : first + width], weight2.main_grad[:, first : first + width]
+            columns = slice(first, first + width)
+            argument = pre[:, columns]
             part = buffer[: argument.numel()].view(argument.shape).copy_(argument)
             kernels.gelu(part, None, part)
-            kernels.linear_weight_gradient(dy, part, gradient, fp16_chunk=chunk)
-            kernels.linear_data_gradient(dy, weight2[:, first : first + width], part, argument, packed=kept, fp16_chunk=chunk)
+            kernels.linear_weight_gradient(dy, part, weight2.main_grad[:, columns], fp16_chunk=chunk)
+            kernels.linear_data_gradient(dy, weight2[:, columns], part, argument, packed=kept, fp16_chunk=chunk)
             argument.copy_(part)
         del buffer, part
         # pre is the gradient of the GELU's argument now
