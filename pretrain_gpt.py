@@ -9,9 +9,9 @@ r"""Train a GPT over MPI with Megatron-LM's flags.
 
 import sys
 
-from fugaku_megatron.arguments import Arguments, parse
 from fugaku_megatron.comm.agreement import everywhere
 from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.run.arguments import Arguments, parse
 
 
 def main(world) -> None:
@@ -19,14 +19,14 @@ def main(world) -> None:
         arguments = parse(sys.argv[1:])
     if arguments.dry_run:
         return print_plan(arguments, world)
-    from fugaku_megatron.pretrain import pretrain
+    from fugaku_megatron.training.pretrain import pretrain
 
     pretrain(arguments, world)
 
 
 def print_plan(arguments: Arguments, world) -> None:
-    from fugaku_megatron.dry_run import report
-    from fugaku_megatron.pretrain import with_vocabulary
+    from fugaku_megatron.training.dry_run import report
+    from fugaku_megatron.training.pretrain import with_vocabulary
 
     with everywhere():
         text = report(with_vocabulary(arguments.run, world), arguments.world_size or world.size)

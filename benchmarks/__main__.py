@@ -10,7 +10,7 @@ import importlib
 import os
 from collections.abc import Sequence
 
-from fugaku_megatron.config import check
+from fugaku_megatron.run.config import check
 
 from . import driver
 

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron import accounting, runtime
-from fugaku_megatron.config import check
-from fugaku_megatron.perf.table_text import pipes
+from fugaku_megatron.host import runtime
+from fugaku_megatron.published.markdown import pipe_table
+from fugaku_megatron.run import accounting
+from fugaku_megatron.run.config import check
 
 from . import alloc_logs, alloc_plot, driver, jobs, noise, preloads, published, shapes
 
@@ -91,7 +92,7 @@ def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
 def run(options: argparse.Namespace) -> None:
     """Measure in turn, print the tables, write --json and --png; or print the table of --from-logs."""
     if options.from_logs:
-        check(not options.json and not options.png, "--from-logs prints a table; for files use python -m fugaku_megatron.metrics")
+        check(not options.json and not options.png, "--from-logs prints a table; for files use python -m fugaku_megatron.logs")
         return print(alloc_logs.text(alloc_logs.read(options.from_logs)))
     if options.quick:
         vars(options).update({name: value for name, value in QUICK.items() if getattr(options, name) == options.defaults[name]})
@@ -149,7 +150,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     for (kernels, recompute), group in itertools.groupby(result["rows"], lambda r: (r["kernels"], r["recompute"])):
         software = f"PyTorch {result['torch']}, {kernels} kernels, {result['dtype']}: {machine}"
         parts.append("### " + published.title(result["recipe"], model.seq_length, recompute == "full", software))
-        parts.append("\n".join(pipes([published.header(), *(cells(result, row) for row in group)])))
+        parts.append("\n".join(pipe_table([published.header(), *(cells(result, row) for row in group)])))
     parts.append(f"A node here is a rank on this one machine, {result['threads']} threads for all ranks together; "
                  f"faults and system time per iteration, of rank 0.\n{result['repeat']}")
     return "\n\n".join(parts)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron import accounting
-from fugaku_megatron.config import check
-from fugaku_megatron.log_table import row_of, size_name
-from fugaku_megatron.perf.table_text import pipes
-from fugaku_megatron.run_log import LogSummary, read_log
+from fugaku_megatron.logs.log_table import row_of, size_name
+from fugaku_megatron.logs.run_log import LogSummary, read_log
+from fugaku_megatron.published.markdown import pipe_table
+from fugaku_megatron.run import accounting
+from fugaku_megatron.run.config import check
 
 from . import jobs, published
 
@@ -28,7 +28,7 @@ def read(paths: Sequence[Path]) -> list[LogSummary]:
     first = _run(logs[0])
     for log in logs:
         check(log.job.run is not None, f"--from-logs {log.path}: has no 'run:' line; for logs of other programs use "
-              "python -m fugaku_megatron.metrics with their flags")
+              "python -m fugaku_megatron.logs with their flags")
         check(log.finished, f"--from-logs {log.path}: the run is not at its end, or was killed; wait for it or give another")
         for name in sorted(first.keys() | _run(log).keys()):
             wanted, found = first.get(name), _run(log).get(name)
@@ -48,7 +48,7 @@ def text(logs: Sequence[LogSummary]) -> str:
                             run.training.recompute_granularity == "full", f"{run.precision.name}, measured")
     rows = [row_of(log, _notes(logs[0], log)).cells() for log in logs]
     basis = [f"{log.path}: medians over {len(log.counted)} iterations; {log.machine}" for log in logs]
-    return "\n".join([f"### {title}", *pipes([published.header(), *rows]), "", *basis])
+    return "\n".join([f"### {title}", *pipe_table([published.header(), *rows]), "", *basis])
 
 
 def _notes(first: LogSummary, log: LogSummary) -> str:

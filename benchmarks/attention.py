@@ -1,6 +1,6 @@
 """Causal attention between its two projections: forward alone, forward and backward, against torch's scaled_dot_product_attention.
 
-Shapes are those of fugaku_megatron.accounting: sequence s, this rank's heads, head size d. Both sides read and write Megatron's
+Shapes are those of fugaku_megatron.run.accounting: sequence s, this rank's heads, head size d. Both sides read and write Megatron's
 fused (s, b, heads * 3 * d) tensor; torch's side works on (b, heads, s, d) views of it. FLOPs count causal products once and
 backward twice the forward; what the kernels compute again in backward is not counted. Left out: dropout, the projections.
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron import accounting, kernels
+from fugaku_megatron.host import kernels
+from fugaku_megatron.run import accounting
 
 from .driver import DTYPES, Case
 from .shapes import add_arguments, run_of

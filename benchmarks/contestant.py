@@ -88,12 +88,12 @@ class Contestant:
 
 def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
     """(step, what it runs on): the trainer as pretrain.py sets it up."""
-    from fugaku_megatron import pretrain
-    from fugaku_megatron.arguments import make_run
     from fugaku_megatron.comm.grid import Grid
     from fugaku_megatron.comm.local import DryComm
     from fugaku_megatron.nn import ops
-    from fugaku_megatron.train import Trainer
+    from fugaku_megatron.run.arguments import make_run
+    from fugaku_megatron.training import pretrain
+    from fugaku_megatron.training.train import Trainer
 
     run, world = make_run(task.recipe, task.given), DryComm()
     machine = pretrain.configure_process(run, world)
@@ -108,7 +108,7 @@ def _rival(task: Task) -> tuple[Any, dict[str, Any]]:
     """(step, what it runs on)."""
     import torch
 
-    from fugaku_megatron.arguments import make_run
+    from fugaku_megatron.run.arguments import make_run
 
     from .rivals import RivalTrainer
 
@@ -123,8 +123,8 @@ def main(task: Task) -> None:
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     step, facts = (_ours if task.side == "ours" else _rival)(task)
 
-    from fugaku_megatron import allocator
-    from fugaku_megatron.metrics import peak_memory_mib
+    from fugaku_megatron.host import allocator
+    from fugaku_megatron.logs.metrics import peak_memory_mib
 
     loaded = Path("/proc/self/maps").read_text() if task.preload else ""
     if task.preload and os.path.realpath(task.preload) not in loaded:

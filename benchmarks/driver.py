@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from fugaku_megatron import allocator, kernels, runtime
-from fugaku_megatron.config import check
+from fugaku_megatron.host import allocator, kernels, runtime
+from fugaku_megatron.run.config import check
 
 from . import shapes
 

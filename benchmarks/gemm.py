@@ -1,6 +1,6 @@
 """Matrix products of a model's linear layers: forward, data gradient and weight gradient against torch.
 
-Shapes are those of fugaku_megatron.accounting: M tokens of a micro-batch, N output and K input features on one tensor-parallel
+Shapes are those of fugaku_megatron.run.accounting: M tokens of a micro-batch, N output and K input features on one tensor-parallel
 rank; a weight is (N, K). Weights are packed once, outside the timing, as the trainer packs them once per step; the weight gradient
 packs both operands inside it. Left out: bias and GELU, so that both sides do exactly the product.
 
@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from fugaku_megatron import accounting, kernels
+from fugaku_megatron.host import kernels
+from fugaku_megatron.run import accounting
 
 from .driver import DTYPES, Case
 from .shapes import add_arguments, run_of

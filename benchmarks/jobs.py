@@ -15,9 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fugaku_megatron import metrics
-from fugaku_megatron.config import RunConfig, check
-from fugaku_megatron.run_log import exact_seconds
+from fugaku_megatron.logs import metrics
+from fugaku_megatron.logs.run_log import exact_seconds
+from fugaku_megatron.run.config import RunConfig, check
 
 from . import noise, preloads
 

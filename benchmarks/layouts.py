@@ -12,8 +12,9 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fugaku_megatron import accounting, runtime
-from fugaku_megatron.config import check
+from fugaku_megatron.host import runtime
+from fugaku_megatron.run import accounting
+from fugaku_megatron.run.config import check
 
 from . import driver, jobs, noise, shapes
 

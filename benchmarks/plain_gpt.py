@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fugaku_megatron.config import ModelConfig
+from fugaku_megatron.run.config import ModelConfig
 
 
 class Attention(nn.Module):

@@ -5,7 +5,7 @@ Test: pytest tests/test_benchmark_tables.py
 
 from __future__ import annotations
 
-from fugaku_megatron.published_row import HEADER, PublishedRow
+from fugaku_megatron.logs.published_row import HEADER, PublishedRow
 
 
 def header() -> tuple[str, ...]:

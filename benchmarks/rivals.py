@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fugaku_megatron import accounting
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.comm.local import DryComm
-from fugaku_megatron.config import RunConfig, check
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.nn.model import Stage
-from fugaku_megatron.optim import initial_values
+from fugaku_megatron.run import accounting
+from fugaku_megatron.run.config import RunConfig, check
+from fugaku_megatron.training.optim import initial_values
 
 from .plain_gpt import PlainGPT
 

@@ -1,6 +1,6 @@
 """Row-wise and pointwise kernels and AdamW, forward and backward, against torch's eager operations.
 
-Shapes are those of fugaku_megatron.accounting on one tensor-parallel rank. Ours writes into tensors made once, as the trainer does;
+Shapes are those of `run.accounting` on one tensor-parallel rank. Ours writes into tensors made once, as the trainer does;
 torch makes its own, in the same tuned memory. AdamW's rival is torch.optim.AdamW(fused=True); axpy shows what updates in place can
 reach. These operations are bound by memory: rates are bytes that must move over time, beside the triad of the same run.
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron import accounting, kernels
+from fugaku_megatron.host import kernels
+from fugaku_megatron.run import accounting
 
 from .driver import DTYPES, Case
 from .shapes import add_arguments, run_of

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron import accounting, runtime
-from fugaku_megatron.config import RunConfig, check
+from fugaku_megatron.host import runtime
+from fugaku_megatron.run import accounting
+from fugaku_megatron.run.config import RunConfig, check
 
 from . import driver, layouts, noise, preloads, rivals, shapes
 from .contestant import SIDES, Contestant, Task

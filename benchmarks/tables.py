@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron import accounting, runtime
-from fugaku_megatron.config import RunConfig, check
+from fugaku_megatron.host import runtime
 from fugaku_megatron.perf import machine, model, software
+from fugaku_megatron.run import accounting
+from fugaku_megatron.run.config import RunConfig, check
 
 from . import alloc, driver, jobs, noise, preloads, shapes, tables_plot, tables_text
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.perf.table_text import pipes
+from fugaku_megatron.published.markdown import pipe_table
 
 from . import published
 
@@ -30,7 +30,7 @@ def text(result: dict[str, Any], markdown: bool = False) -> str:
     for (recipe, seq, recompute), group in groupby(result["rows"], lambda r: (r["recipe"], r["seq"], r["recompute"])):
         rows = list(group)
         parts.append(heading + published.title(recipe, seq, recompute, f"native kernels, fp32: {machine(rows)}"))
-        parts.append("\n".join(pipes([(*published.header(), *OUR_HEADER), *map(cells, rows)])))
+        parts.append("\n".join(pipe_table([(*published.header(), *OUR_HEADER), *map(cells, rows)])))
     rows = result["rows"]
     parts.append(f"A node here is a rank on one machine; one rank has {max(r['threads'] for r in rows)} threads, more ranks share "
                  f"them. Model: software this on {rows[0]['machine']['title']}.\nModel against {len(rows)} measured rows: mean "

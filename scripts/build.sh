@@ -94,7 +94,7 @@ if [ -n "$DATA" ]; then
 fi
 cd "$TREE"  # from elsewhere -c would find another fugaku_megatron first
 PYTHONHOME=$TREE PYTHONPATH=$TREE/app:$TREE/site PYTHONDONTWRITEBYTECODE=1 LD_LIBRARY_PATH=$TREE/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
-    bin/python3 -c 'import mpi4py, torch, numpy, regex, psutil; from fugaku_megatron import kernels; print("  kernels:", kernels.active())
+    bin/python3 -c 'import mpi4py, torch, numpy, regex, psutil; from fugaku_megatron.host import kernels; print("  kernels:", kernels.active())
 mpi4py.rc.initialize = False
 from mpi4py import MPI; print("  MPI:", MPI.Get_library_version().splitlines()[0].split(",")[0].rstrip("\0"))'
 tar -cf "$OUTPUT.part" -C "$TREE" .

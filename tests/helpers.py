@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from benchmarks.plain_gpt import PlainGPT
-from fugaku_megatron.arguments import make_run
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Grid, Groups
-from fugaku_megatron.config import ModelConfig, RunConfig
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.train import IterationResult, Trainer
+from fugaku_megatron.run.arguments import make_run
+from fugaku_megatron.run.config import ModelConfig, RunConfig
+from fugaku_megatron.training.train import IterationResult, Trainer
 
 SMALL = {
     "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 96,

@@ -7,13 +7,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fugaku_megatron import accounting
-from fugaku_megatron.accounting import Layout
-from fugaku_megatron.arguments import make_run
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.comm.recording import record
 from fugaku_megatron.nn import ops
-from fugaku_megatron.train import Trainer
+from fugaku_megatron.run import accounting
+from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.arguments import make_run
+from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, make_trainer, mock, small_run
 
 LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (8, 2, 2), (4, 1, 1)]  # world, tp, pp

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fugaku_megatron import allocator
+from fugaku_megatron.host import allocator
 
 MAPS = "7f0-7f1 r-xp 00000000 08:01 12 {}\n7f2-7f3 r-xp 00000000 08:01 13 /usr/lib64/libc-2.28.so\n"
 
@@ -38,7 +38,7 @@ def test_the_allocator_of_this_process_is_glibc_with_its_version():
 CHILD = """
 import json, random, sys, threading
 import torch
-from fugaku_megatron import allocator, kernels
+from fugaku_megatron.host import allocator, kernels
 line = allocator.tune(sys.argv[1])
 torch.set_num_threads(1)
 
@@ -85,7 +85,7 @@ def test_a_second_step_faults_no_pages_in():
 
 def test_few_addresses_are_enough_to_go_on():
     """A range that is too small is used up; malloc serves the rest."""
-    code = ("import torch; from fugaku_megatron import kernels; assert kernels.use_arena(64 << 20);"
+    code = ("import torch; from fugaku_megatron.host import kernels; assert kernels.use_arena(64 << 20);"
             "a = [torch.full((1 << 20,), float(i)) for i in range(24)];"
             "assert all(bool((t == i).all()) for i, t in enumerate(a)); print(kernels.arena_stats()['fallbacks'])")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,10 +7,10 @@ from dataclasses import fields
 
 import pytest
 
-from fugaku_megatron.accounting import parameters
-from fugaku_megatron.arguments import FOREIGN_FLAGS, build_parser, make_run, parse
-from fugaku_megatron.config import GROUPS, RunConfig
-from fugaku_megatron.recipes import RECIPES
+from fugaku_megatron.run.accounting import parameters
+from fugaku_megatron.run.arguments import FOREIGN_FLAGS, build_parser, make_run, parse
+from fugaku_megatron.run.config import GROUPS, RunConfig
+from fugaku_megatron.run.recipes import RECIPES
 
 BASE = shlex.split("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 96")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fugaku_megatron.batches import RampUp, length
-from fugaku_megatron.config import TrainingConfig
+from fugaku_megatron.run.batches import RampUp, length
+from fugaku_megatron.run.config import TrainingConfig
 
 
 def test_ramp_up_is_megatrons():

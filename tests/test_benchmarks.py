@@ -19,8 +19,9 @@ import torch
 from benchmarks import alloc, contestant, driver, jobs, layouts, noise, preloads, rivals, shapes, step
 from benchmarks.__main__ import FAMILIES, main
 from benchmarks.plain_gpt import PlainGPT
-from fugaku_megatron import accounting, kernels
 from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.host import kernels
+from fugaku_megatron.run import accounting
 from tests.helpers import OUR_LOG, make_trainer, small_run
 
 ROOT = Path(__file__).resolve().parents[1]

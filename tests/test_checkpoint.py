@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fugaku_megatron import checkpoint, manifest
-from fugaku_megatron.checkpoint import Shard, latest_iteration, list_iterations, load, read_manifest, save
+from fugaku_megatron.checkpoint import manifest
+from fugaku_megatron.checkpoint import save as save_module
+from fugaku_megatron.checkpoint.load import load_checkpoint, read_state
+from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations, read_manifest
+from fugaku_megatron.checkpoint.save import check_replaces, check_writable, save_checkpoint
+from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.local import ThreadWorld
 
 WORLD = 4
@@ -59,7 +63,7 @@ def _zeroed(shards):
 
 def _save(directory, iteration=100, seed=1, **arguments):
     def rank(comm):
-        return save(directory, iteration, _shards(comm.rank, seed, True), {**STATE, "seed": seed}, comm, LAYOUT, CONFIG,
+        return save_checkpoint(directory, iteration, _shards(comm.rank, seed, True), {**STATE, "seed": seed}, comm, LAYOUT, CONFIG,
                     **arguments)
 
     return ThreadWorld(WORLD).run(rank)
@@ -69,7 +73,7 @@ def _load(directory, seed=1, **arguments):
     """Load on four ranks and hold every tensor to the values of `seed`; returns (iteration, state)."""
     def rank(comm):
         shards = _zeroed(_shards(comm.rank, seed, False))
-        outcome = load(directory, shards, comm, LAYOUT, **arguments)
+        outcome = load_checkpoint(directory, shards, comm, LAYOUT, **arguments)
         for got, expected in zip(shards, _shards(comm.rank, seed, False)):
             assert torch.equal(got.tensor, expected.tensor), got.key
         return outcome
@@ -97,7 +101,7 @@ def _load_failure(directory, layout=LAYOUT, change=lambda shards: shards, **argu
         shards = change(_shards(comm.rank, 1, False))
         before = [shard.tensor.clone() for shard in shards]
         try:
-            load(directory, shards, comm, layout, **arguments)
+            load_checkpoint(directory, shards, comm, layout, **arguments)
         finally:
             assert all(torch.equal(a, shard.tensor) for a, shard in zip(before, shards))
 
@@ -135,8 +139,8 @@ def test_views_of_one_flat_buffer_can_be_saved_and_parameters_loaded(tmp_path):
     def rank(comm):
         layout = {"world_size": 1}
         views = [Shard("a", flat[:4].view(2, 2), (2, 2), (0, 0), (2, 2)), Shard("b", flat[4:], (6,), (0,), (6,))]
-        save(tmp_path, 1, views, {}, comm, layout, {})
-        load(tmp_path, [Shard("a", parameter, (2, 2), (0, 0), (2, 2))], comm, layout)
+        save_checkpoint(tmp_path, 1, views, {}, comm, layout, {})
+        load_checkpoint(tmp_path, [Shard("a", parameter, (2, 2), (0, 0), (2, 2))], comm, layout)
 
     ThreadWorld(1).run(rank)
     assert torch.equal(parameter.data, flat[:4].view(2, 2))
@@ -154,8 +158,8 @@ def test_files_get_the_permissions_of_the_directory(tmp_path):
 def test_a_rank_without_shards_writes_no_file(tmp_path):
     def rank(comm):
         shards = [Shard("w", torch.ones(2), (2,), (0,), (2,))]
-        save(tmp_path, 1, shards if comm.rank == 1 else [], {}, comm, LAYOUT, {})
-        load(tmp_path, _zeroed(shards), comm, LAYOUT)
+        save_checkpoint(tmp_path, 1, shards if comm.rank == 1 else [], {}, comm, LAYOUT, {})
+        load_checkpoint(tmp_path, _zeroed(shards), comm, LAYOUT)
         return shards[0].tensor.tolist()
 
     assert ThreadWorld(WORLD).run(rank) == [[1.0, 1.0]] * WORLD
@@ -186,7 +190,7 @@ def test_keep_leaves_the_newest_and_what_is_not_ours(tmp_path):
     _save(tmp_path, 15, keep=1)  # started again from 10: later ones are not of this run, and stay
     assert list_iterations(tmp_path) == [15, 20, 30]
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        save(tmp_path, 40, [], {}, None, LAYOUT, CONFIG, keep=0)
+        save_checkpoint(tmp_path, 40, [], {}, None, LAYOUT, CONFIG, keep=0)
 
 
 class _Stop(BaseException):
@@ -198,7 +202,7 @@ def test_a_save_interrupted_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeyp
     """Stop before each step that changes the directory in turn: what is loaded is wholly the old or wholly the new."""
     def rank(comm, iteration, value):
         shards = [Shard("w", torch.full((3,), value), (3,), (0,), (3,))]
-        save(tmp_path, iteration, shards, {"value": value}, comm, {"world_size": 1}, {}, keep=1)
+        save_checkpoint(tmp_path, iteration, shards, {"value": value}, comm, {"world_size": 1}, {}, keep=1)
 
     seen = set()
     for stop_at in range(40):
@@ -216,7 +220,7 @@ def test_a_save_interrupted_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeyp
 def test_a_checkpoint_left_between_two_renames_is_loaded_and_outlives_a_failing_save(tmp_path):
     (_save(tmp_path, seed=9)[0]).rename(tmp_path / "iter_0000100.old")
     assert _load(tmp_path, seed=9)[0] == 100 and list_iterations(tmp_path) == [100]
-    _failure(lambda comm: save(tmp_path, 110, [], {"x": torch.ones(1)}, comm, LAYOUT, CONFIG))
+    _failure(lambda comm: save_checkpoint(tmp_path, 110, [], {"x": torch.ones(1)}, comm, LAYOUT, CONFIG))
     assert _load(tmp_path, seed=9)[0] == 100
 
 
@@ -246,7 +250,7 @@ def _interrupted(monkeypatch, stop_at, work):
 
     with monkeypatch.context() as patch:
         steps = [(Path, name) for name in ("mkdir", "rename", "replace", "chmod")]
-        steps += [(checkpoint, "save_file"), (checkpoint, "write_text"), (manifest, "write_text"), (shutil, "rmtree"),
+        steps += [(save_module, "save_file"), (save_module, "write_text"), (manifest, "write_text"), (shutil, "rmtree"),
                   (os, "fsync")]
         for holder, name in steps:
             patch.setattr(holder, name, guarded(getattr(holder, name)))
@@ -260,7 +264,7 @@ def _interrupted(monkeypatch, stop_at, work):
 def _whole_value(directory):
     def rank(comm):
         tensor = torch.zeros(3)
-        _, state = load(directory, [Shard("w", tensor, (3,), (0,), (3,))], comm, {"world_size": 1})
+        _, state = load_checkpoint(directory, [Shard("w", tensor, (3,), (0,), (3,))], comm, {"world_size": 1})
         assert tensor.tolist() == [state["value"]] * 3
         return state["value"]
 
@@ -273,7 +277,7 @@ def test_a_disk_that_refuses_the_bytes_fails_on_all_ranks_and_loses_nothing(tmp_
 
     def work(comm):
         big = [Shard("big", torch.zeros(1 << 16), (1 << 16,), (0,), (1 << 16,))]
-        save(tmp_path, 100, big if comm.rank == 2 else [], STATE, comm, LAYOUT, CONFIG)
+        save_checkpoint(tmp_path, 100, big if comm.rank == 2 else [], STATE, comm, LAYOUT, CONFIG)
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
@@ -288,14 +292,14 @@ def test_a_disk_that_refuses_the_bytes_fails_on_all_ranks_and_loses_nothing(tmp_
 
 def test_a_state_that_is_not_json_is_refused_before_anything_is_replaced(tmp_path):
     _save(tmp_path, seed=9)
-    message = _failure(lambda comm: save(tmp_path, 100, [], {"x": torch.ones(1)}, comm, LAYOUT, CONFIG))
+    message = _failure(lambda comm: save_checkpoint(tmp_path, 100, [], {"x": torch.ones(1)}, comm, LAYOUT, CONFIG))
     assert "TypeError: Object of type Tensor is not JSON serializable" in message
     assert _load(tmp_path, seed=9)[0] == 100
 
 
 def test_a_shard_given_by_two_ranks_is_refused(tmp_path):
     shard = Shard("w", torch.ones(2), (2,), (0,), (2,))
-    message = _failure(lambda comm: save(tmp_path, 1, [shard], {}, comm, LAYOUT, {}))
+    message = _failure(lambda comm: save_checkpoint(tmp_path, 1, [shard], {}, comm, LAYOUT, {}))
     assert "w is given by two ranks, in rank_00000.safetensors and rank_00001.safetensors" in message
 
 
@@ -303,36 +307,36 @@ def test_a_foreign_directory_of_the_same_name_is_not_replaced(tmp_path):
     foreign = tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
     foreign.parent.mkdir(parents=True)
     foreign.write_bytes(b"precious")
-    message = _failure(lambda comm: save(tmp_path, 100, [], {}, comm, LAYOUT, {}))
+    message = _failure(lambda comm: save_checkpoint(tmp_path, 100, [], {}, comm, LAYOUT, {}))
     assert "iter_0000100 exists and is not a whole checkpoint" in message and "move it away" in message
     assert foreign.read_bytes() == b"precious"
 
 
 def test_check_writable_creates_the_directory_and_leaves_nothing_in_it(tmp_path):
-    ThreadWorld(WORLD).run(lambda comm: checkpoint.check_writable(tmp_path / "a" / "b", comm))
+    ThreadWorld(WORLD).run(lambda comm: check_writable(tmp_path / "a" / "b", comm))
     assert os.listdir(tmp_path / "a" / "b") == []
 
 
 def test_check_writable_names_flag_path_rank_and_reason(tmp_path):
     (tmp_path / "file").write_text("")
-    message = _failure(lambda comm: checkpoint.check_writable(tmp_path / "file" / "b", comm))
+    message = _failure(lambda comm: check_writable(tmp_path / "file" / "b", comm))
     assert message.startswith(f"--save {tmp_path}/file/b is not writable: ") and "Not a directory" in message
     (tmp_path / ".write_probe_rank_00003").mkdir()
-    message = _failure(lambda comm: checkpoint.check_writable(tmp_path, comm))
+    message = _failure(lambda comm: check_writable(tmp_path, comm))
     assert f"rank 3: {tmp_path}/.write_probe_rank_00003: Is a directory" in message
 
 
 def test_check_writable_of_some_ranks_names_their_flag(tmp_path):
-    ThreadWorld(WORLD).run(lambda comm: checkpoint.check_writable(tmp_path / "a", comm, "--profile-dir", (1,)))
+    ThreadWorld(WORLD).run(lambda comm: check_writable(tmp_path / "a", comm, "--profile-dir", (1,)))
     assert os.listdir(tmp_path / "a") == []
     (tmp_path / "file").write_text("")
-    message = _failure(lambda comm: checkpoint.check_writable(tmp_path / "file", comm, "--profile-dir", (1,)))
+    message = _failure(lambda comm: check_writable(tmp_path / "file", comm, "--profile-dir", (1,)))
     assert message == (f"--profile-dir {tmp_path}/file is not writable: rank 1: {tmp_path}/file: File exists. "
                        "Give another --profile-dir or change the permissions")
 
 
 def _replaces(save, load, loaded):
-    ThreadWorld(WORLD).run(lambda comm: checkpoint.check_replaces(save, load, loaded, comm))
+    ThreadWorld(WORLD).run(lambda comm: check_replaces(save, load, loaded, comm))
 
 
 def test_checkpoints_that_were_not_loaded_are_not_replaced(tmp_path):
@@ -354,8 +358,8 @@ def test_the_state_is_read_without_the_tensors(tmp_path):
     _truncate(_save(tmp_path, 90)[0] / "rank_00001.safetensors")
     _save(tmp_path, 100)
     expected = _load(tmp_path)[1]
-    assert ThreadWorld(WORLD).run(lambda comm: checkpoint.read_state(tmp_path, 100, comm)) == [expected] * WORLD
-    message = _failure(lambda comm: checkpoint.read_state(tmp_path, 110, comm))
+    assert ThreadWorld(WORLD).run(lambda comm: read_state(tmp_path, 100, comm)) == [expected] * WORLD
+    message = _failure(lambda comm: read_state(tmp_path, 110, comm))
     assert message == (f"--load {tmp_path}: {tmp_path}/iter_0000110/manifest.json is missing. Complete checkpoints: iterations "
                        "100. Use iteration 100: --ckpt-step 100")
 

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from fugaku_megatron.config import (
+from fugaku_megatron.run.config import (
     ARCHITECTURE,
     GROUPS,
     BatchConfig,

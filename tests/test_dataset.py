@@ -5,14 +5,7 @@ import pytest
 import torch
 
 from fugaku_megatron.data import dataset as dataset_module
-from fugaku_megatron.data.dataset import (
-    BlendedDataset,
-    GPTDataset,
-    MockDataset,
-    build_datasets,
-    parse_data_path,
-    parse_split,
-)
+from fugaku_megatron.data.dataset import BlendedDataset, GPTDataset, MockDataset, build_datasets, parse_data_path, parse_split
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 from tools import gemm_error
 
 CASE = gemm_error.Case(name="c", left=1.0, right=0.02)

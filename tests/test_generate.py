@@ -13,7 +13,7 @@ import torch
 
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.data.tokenizer import build_tokenizer, gpt2_files
-from fugaku_megatron.train import Trainer
+from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, small_run
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "generate.py"

@@ -1,4 +1,7 @@
-"""The import arrows of the house: who may know whom. Imports are read from the source, those inside functions too."""
+"""The import arrows of the house: which room may know which. Imports are read from the source, those inside functions too.
+
+A room is a package of `fugaku_megatron`, or a module that stands beside them. Run: pytest tests/test_imports.py
+"""
 
 from __future__ import annotations
 
@@ -9,51 +12,33 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fugaku_megatron"
-# module or package -> what it may import of ours. A name stands for the module or everything in the package.
-ALLOWED = {
-    "config": set(),
-    "batches": {"config"},
-    "recipes": {"config"},
-    "accounting": {"config", "batches"},
-    "memory": {"accounting", "config"},
-    "arguments": {"config", "recipes"},
-    "kernels": {"_kernels"},
-    "comm": {"comm"},
-    "data": {"data", "comm.base", "comm.agreement"},
-    "nn": {"nn", "comm", "config", "accounting", "kernels", "memory"},
+# room -> the rooms that it may import, in the order in which the house stands: every room only knows rooms above its own row.
+ARROWS: dict[str, set[str]] = {
+    "_kernels": set(),
     "schedule": set(),
-    "manifest": set(),
-    "shards": set(),
-    "checkpoint": {"manifest", "shards", "comm"},
-    "metrics": {"log_table"},  # the door of python -m fugaku_megatron.metrics
-    "run_log": {"accounting", "arguments", "config", "metrics"},
-    "published_row": {"perf.rows"},
-    "log_table": {"accounting", "arguments", "config", "perf.table_text", "perf.rows", "plot", "published_row", "run_log"},
-    "plot": {"metrics"},
-    "runtime": {"kernels"},
-    "placement": {"kernels"},
-    "profiler": {"accounting", "comm", "kernels"},
-    "allocator": {"kernels"},
-    "optim": {"kernels", "accounting", "checkpoint", "comm", "config"},
-    "step": {"schedule", "comm", "nn"},
-    "train": {"checkpoint", "schedule", "accounting", "batches", "comm", "config", "data", "nn", "optim", "step"},
-    "dry_run": {"accounting", "batches", "schedule", "comm", "config", "memory", "nn"},
-    "session": {"accounting", "allocator", "metrics", "plot", "profiler", "runtime", "train"},
-    "pretrain": {"accounting", "allocator", "arguments", "batches", "checkpoint", "comm", "config", "data", "kernels", "metrics",
-                 "nn", "optim", "placement", "profiler", "run_log", "runtime", "session", "train"},
-    "perf": {"perf", "accounting", "batches", "config", "memory", "recipes", "arguments", "schedule"},
-    "jobs": {"jobs", "comm.grid", "config", "arguments", "accounting", "batches", "recipes", "perf"},
-    "jobs.slurm": {"jobs", "accounting", "arguments", "config", "memory", "schedule"},
-    "perf.calibrate": {"perf", "config", "comm", "kernels", "metrics", "runtime"},
-    "perf.host_kernels": {"perf", "accounting", "arguments", "comm", "config", "data", "kernels", "train"},
+    "run": set(),
+    "comm": set(),
+    "data": {"comm"},
+    "checkpoint": {"comm"},
+    "host": {"run", "comm", "_kernels"},
+    "published": {"run"},
+    "logs": {"run", "published"},
+    "nn": {"run", "comm", "host"},
+    "perf": {"run", "schedule", "published"},
+    "jobs": {"run", "comm", "schedule", "perf"},
+    "training": {"run", "comm", "schedule", "data", "checkpoint", "host", "logs", "nn"},
+    "calibration": {"run", "comm", "data", "host", "logs", "perf", "training"},
 }
-NO_TORCH = {"config", "batches", "recipes", "accounting", "memory", "arguments", "schedule", "manifest", "metrics", "plot",
-            "run_log", "published_row", "log_table",
-            *(f"perf/{p.stem}" for p in (PACKAGE / "perf").glob("*.py") if p.stem not in ("calibrate", "host_kernels"))}
+WITHOUT_TORCH = ("run", "schedule", "published", "logs", "perf", "jobs")  # they answer in a second, on any machine
 
 
 def modules() -> list[Path]:
     return sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
+
+
+def name_of(path: Path) -> str:
+    """run.config for fugaku_megatron/run/config.py."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def imports(path: Path) -> set[str]:
@@ -72,25 +57,52 @@ def imports(path: Path) -> set[str]:
 
 
 def ours(path: Path) -> set[str]:
-    """Our modules that a file imports, without the package's name: config, comm.base, nn.ops ..."""
-    names = {".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in modules()} | {"_kernels"}
-    found = {name.removeprefix("fugaku_megatron.") for name in imports(path) if name.startswith("fugaku_megatron.")}
-    return found & names
+    """Our modules that a file imports, without the package's name: run.config, comm.base, nn.ops ..."""
+    names = {name_of(p) for p in modules()} | {"_kernels"}
+    return {name.removeprefix("fugaku_megatron.") for name in imports(path) if name.startswith("fugaku_megatron.")} & names
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def room(name: str) -> str:
+    return name.split(".")[0]
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_arrows(path):
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    room = ".".join(parts) if ".".join(parts) in ALLOWED else parts[0]
-    assert room in ALLOWED, f"{room} has no row in ALLOWED: give the new module its place in the house"
-    wrong = {name for name in ours(path) if name not in ALLOWED[room] and name.split(".")[0] not in ALLOWED[room]}
-    assert not wrong, f"{path.name} must not import {', '.join(sorted(wrong))}"
+    own = room(name_of(path))
+    assert own in ARROWS, f"{own} has no row in ARROWS: give the new room its place in the house"
+    wrong = {name for name in ours(path) if room(name) not in ARROWS[own] | {own}}
+    assert not wrong, f"{name_of(path)} must not import {', '.join(sorted(wrong))}"
 
 
-@pytest.mark.parametrize("name", sorted(NO_TORCH))
-def test_pure_modules_know_no_torch(name):
-    on_request = {"torch.utils.tensorboard", "torch.utils.tensorboard.SummaryWriter"}  # metrics, when asked for TensorBoard
-    assert not {i for i in imports(PACKAGE / f"{name}.py") if i.split(".")[0] in ("torch", "mpi4py")} - on_request
+def test_every_arrow_is_used():
+    drawn = {(room(name_of(path)), room(name)) for path in modules() for name in ours(path)}
+    assert {(a, b) for a, targets in ARROWS.items() for b in targets} == {(a, b) for a, b in drawn if a != b}
+
+
+def test_rooms_stand_in_order():
+    rooms = list(ARROWS)
+    assert all(rooms.index(b) < rooms.index(a) for a, targets in ARROWS.items() for b in targets)
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {name_of(path): ours(path) for path in modules()}
+    done: set[str] = set()
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import cycle: {' -> '.join((*trail[trail.index(name):], name))}"
+        if name not in done:
+            for other in graph.get(name, ()):
+                walk(other, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        walk(name, ())
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if room(name_of(p)) in WITHOUT_TORCH], ids=name_of)
+def test_rooms_without_torch(path):
+    on_request = {"torch.utils.tensorboard", "torch.utils.tensorboard.SummaryWriter"}  # logs.metrics, when asked for TensorBoard
+    assert not {i for i in imports(path) if i.split(".")[0] in ("torch", "mpi4py")} - on_request
 
 
 def test_only_one_file_knows_mpi():

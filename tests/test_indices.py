@@ -5,12 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from fugaku_megatron.data.indices import (
-    build_blending_indices,
-    build_document_index,
-    build_sample_index,
-    build_shuffle_index,
-)
+from fugaku_megatron.data.indices import build_blending_indices, build_document_index, build_sample_index, build_shuffle_index
 
 
 def walk_samples(lengths, document_index, seq_length):

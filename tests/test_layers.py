@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from fugaku_megatron.comm.local import DryComm, RecordingComm, ThreadWorld
 from fugaku_megatron.nn import layers, ops
-from fugaku_megatron.optim import FlatParameters
-from fugaku_megatron.train import Trainer
+from fugaku_megatron.training.optim import FlatParameters
+from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, small_run
 
 S, B, H, SEED = 6, 3, 32, 11

@@ -1,4 +1,4 @@
-"""Rows, CSV, picture and --follow of python -m fugaku_megatron.metrics. Run: pytest tests/test_log_table.py"""
+"""Rows, CSV, picture and --follow of python -m fugaku_megatron.logs. Run: pytest tests/test_log_table.py"""
 
 import csv
 import os
@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from fugaku_megatron import log_table
-from fugaku_megatron.perf.rows import load
-from fugaku_megatron.published_row import HEADER, PublishedRow
+from fugaku_megatron.logs import log_table
+from fugaku_megatron.logs.published_row import HEADER, PublishedRow
+from fugaku_megatron.published.rows import load
 from tests.helpers import A100, OUR_LOG
 
-COMMAND = [sys.executable, "-m", "fugaku_megatron.metrics"]
+COMMAND = [sys.executable, "-m", "fugaku_megatron.logs"]
 A100_FLAGS = ("--nodes 1 --ranks-per-node 8 --fp16 --num-layers 8 --hidden-size 14400 --seq-length 2048 --num-attention-heads 32 "
               "--vocab-size 250000 --micro-batch-size 1 --tensor-model-parallel-size 8 --checkpoint-activations "
               "--formula parameter").split()
@@ -112,4 +112,4 @@ def test_ctrl_c_ends_following_with_the_table(logs):
 
 def test_the_command_ends_with_one_line_and_code_2_on_a_mistake(logs):
     job = subprocess.run([*COMMAND, str(logs / "gone.log")], capture_output=True, text=True)
-    assert job.returncode == 2 and job.stderr.count("\n") == 1 and job.stderr.startswith("python -m fugaku_megatron.metrics: ")
+    assert job.returncode == 2 and job.stderr.count("\n") == 1 and job.stderr.startswith("python -m fugaku_megatron.logs: ")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fugaku_megatron import accounting, memory
-from fugaku_megatron.accounting import Layout
-from fugaku_megatron.arguments import make_run
 from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.run import accounting, memory
+from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.arguments import make_run
 from tests.helpers import make_trainer, small_run
 
 

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from fugaku_megatron import metrics
-from fugaku_megatron.metrics import IterationMetrics, MetricsWriter, parse_line
+from fugaku_megatron.logs import metrics
+from fugaku_megatron.logs.metrics import IterationMetrics, MetricsWriter, parse_line
 from tests.helpers import A100
 
 
@@ -226,7 +226,7 @@ def test_missing_tensorboard_is_one_clear_error_on_every_rank(tmp_path, monkeypa
 
 
 def test_tensorboard_and_tqdm_are_imported_only_when_asked_for():
-    code = ("import io, sys; from fugaku_megatron.metrics import MetricsWriter;"
+    code = ("import io, sys; from fugaku_megatron.logs.metrics import MetricsWriter;"
             "MetricsWriter(2, 1, stream=io.StringIO());"
             "print([name for name in ('tensorboard', 'tqdm', 'matplotlib') if name in sys.modules])")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -258,7 +258,7 @@ def test_no_bar_in_a_file_or_without_tqdm(monkeypatch):
 
 
 def test_peak_memory_grows_with_what_the_process_held():
-    code = ("from fugaku_megatron.metrics import peak_memory_mib as peak; before = peak();"
+    code = ("from fugaku_megatron.logs.metrics import peak_memory_mib as peak; before = peak();"
             "x = bytearray(b'x' * (96 << 20)); print(peak() - before)")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 90 < float(result.stdout) < 200

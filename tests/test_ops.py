@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron import kernels
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import ops, torch_ops
 
 S, B, H, OUT = 5, 3, 12, 7

@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from fugaku_megatron.accounting import FLAT_ALIGNMENT
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
-from fugaku_megatron.config import PrecisionConfig
 from fugaku_megatron.data.sampler import fetch
-from fugaku_megatron.optim import LossScaler, ParamSchedule, initial_values
-from fugaku_megatron.train import Trainer
+from fugaku_megatron.run.accounting import FLAT_ALIGNMENT
+from fugaku_megatron.run.config import PrecisionConfig
+from fugaku_megatron.training.optim import LossScaler, ParamSchedule, initial_values
+from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, make_trainer, plain_loss, small_run, train, whole_tensors
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}

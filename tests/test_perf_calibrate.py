@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from fugaku_megatron.calibration import calibrate
+from fugaku_megatron.calibration.calibrate import Compute, Messages
 from fugaku_megatron.perf import __main__ as door
-from fugaku_megatron.perf import calibrate, machine, software
-from fugaku_megatron.perf.calibrate import Compute, Messages
+from fugaku_megatron.perf import machine, software
 
 
 def test_the_curve_that_made_the_points_is_found():

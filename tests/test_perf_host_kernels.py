@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fugaku_megatron.perf import host_kernels
+from fugaku_megatron.calibration import host_kernels
 
 
 def test_products_take_another_set_each_time(monkeypatch):

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron import accounting
-from fugaku_megatron import memory as rank_memory
-from fugaku_megatron.accounting import Layout
-from fugaku_megatron.config import ParallelConfig, PrecisionConfig, TrainingConfig
 from fugaku_megatron.perf import memory, software
 from fugaku_megatron.perf.machine import MIB, load
 from fugaku_megatron.perf.parameters import MemoryParameters
-from fugaku_megatron.recipes import gpt_30b, gpt_124m
+from fugaku_megatron.run import accounting
+from fugaku_megatron.run import memory as rank_memory
+from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.config import ParallelConfig, PrecisionConfig, TrainingConfig
+from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
 
 EAGER = software.load("torch1.10")
 PLAIN = MemoryParameters(base_mib=0, peer_mib=0)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron.accounting import Layout
-from fugaku_megatron.config import ParallelConfig, TrainingConfig
 from fugaku_megatron.perf.model import System, outside, predict, predict_row, step
 from fugaku_megatron.perf.parameters import fitted
-from fugaku_megatron.perf.rows import load
-from fugaku_megatron.recipes import gpt_30b, gpt_124m
+from fugaku_megatron.published.rows import load
+from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.config import ParallelConfig, TrainingConfig
+from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
 
 AC = TrainingConfig(recompute_granularity="full")
 RUN_30B = replace(gpt_30b(), training=AC, parallel=ParallelConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=48))

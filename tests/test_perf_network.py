@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fugaku_megatron.accounting import Layout
 from fugaku_megatron.perf import machine
 from fugaku_megatron.perf.network import Network
 from fugaku_megatron.perf.parameters import Parameters
+from fugaku_megatron.run.accounting import Layout
 
 
 def network(layout: Layout, ranks_per_node: int = 1, name: str = "a64fx", **values: float) -> Network:

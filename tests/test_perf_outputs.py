@@ -8,7 +8,7 @@ import pytest
 
 from fugaku_megatron.perf import __main__ as door
 from fugaku_megatron.perf import fit
-from fugaku_megatron.perf.outputs import check_file, writing
+from fugaku_megatron.run.outputs import check_file, writing
 
 PLAN = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
 

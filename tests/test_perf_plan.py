@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from fugaku_megatron import accounting, arguments
-from fugaku_megatron.accounting import Layout
 from fugaku_megatron.perf import __main__ as door
-from fugaku_megatron.perf import explain, plan
+from fugaku_megatron.perf import explain, plan, search
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.perf.request import run_of, system_of
+from fugaku_megatron.run import accounting, arguments
+from fugaku_megatron.run.accounting import Layout
 
 A100_181B = ("plan --machine a100 --nodes 48 --num-layers 72 --hidden-size 14336 --num-attention-heads 64 --seq-length 2048 "
              "--global-batch-size 2048 --vocab-size 250680 --bf16 --ramp-divisible --train-tokens 300e9")
@@ -79,11 +79,11 @@ def test_only_what_the_software_offers(capsys):
 def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
     args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1")
     system = system_of(args)
-    held = plan.held_fields(args)
-    found = plan.search(run_of(args, system, plan.OWN), system, held)
+    held = search.held_fields(args)
+    found = search.search(run_of(args, system, plan.OWN), system, held)
     assert all(p.memory_mib <= 28.5 * 1024 / p.system.ranks_per_node for p in found.plans)
     assert found.dropped["out of memory"] > 0 and len(found.plans) + sum(found.dropped.values()) == len(
-        list(plan.candidates(run_of(args, system, plan.OWN), system, held)))
+        list(search.candidates(run_of(args, system, plan.OWN), system, held)))
 
 
 def _parsed(command: str):
@@ -100,7 +100,7 @@ def test_explain_names_every_change_from_the_tables_software(command, start, cap
     args = _parsed(command)
     system = system_of(args)
     run = run_of(args, system, plan.OWN)
-    best = plan.search(run, system, frozenset()).plans[0]
+    best = search.search(run, system, frozenset()).plans[0]
     found = explain.changes(run, system, args.against, best)
     assert found[0].seconds == pytest.approx(start, rel=0.08)
     assert all(b.seconds <= a.seconds * 1.0001 for a, b in zip(found, found[1:]))
@@ -120,7 +120,7 @@ def test_the_picture_says_recompute_only_where_there_is_some(capsys):
 
 def test_removing_a_cause_never_costs_time():
     args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --zero-stage 1 --tensor-model-parallel-size 4")
-    best = plan.search(run_of(args, system_of(args), plan.OWN), system_of(args), plan.held_fields(args)).plans[0]
+    best = search.search(run_of(args, system_of(args), plan.OWN), system_of(args), search.held_fields(args)).plans[0]
     gains = explain.gains(best)
     assert min(gains.values()) >= 0 and gains["gemm"] == max(gains.values())
 
@@ -169,5 +169,5 @@ def test_another_software_is_not_said_to_have_our_kernels(capsys):
 def test_ranks_of_a_node_are_searched_as_the_machine_has_them():
     args = _parsed("plan --recipe 124m --nodes 4 --ranks-per-node 4")
     system = system_of(args)
-    found = plan.search(run_of(args, system, plan.OWN), system, plan.held_fields(args))
+    found = search.search(run_of(args, system, plan.OWN), system, search.held_fields(args))
     assert isinstance(system, System) and {p.system.ranks_per_node for p in found.plans} == {4}

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from fugaku_megatron.perf import rows
-from fugaku_megatron.perf.rows import Row, load
+from fugaku_megatron.published import rows
+from fugaku_megatron.published.rows import Row, load
 
 
 def row(document: str, line: int) -> Row:

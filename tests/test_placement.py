@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from fugaku_megatron import kernels, placement
-from fugaku_megatron.placement import Placement, cpu_quota, place, threads_per_rank
+from fugaku_megatron.host import kernels, placement
+from fugaku_megatron.host.placement import Placement, cpu_quota, place, threads_per_rank
 
 
 def _write(path, text):
@@ -126,7 +126,7 @@ def test_pinning_can_be_asked_for(fugaku):
 
 CHILD = """
 import os, sys, torch
-from fugaku_megatron import kernels, placement
+from fugaku_megatron.host import kernels, placement
 def tasks(): return len(os.listdir("/proc/self/task"))
 cpus = tuple(int(c) for c in sys.argv[1].split(","))
 torch.set_num_threads(len(cpus))

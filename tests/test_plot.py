@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fugaku_megatron import plot
+from fugaku_megatron.logs import plot
 
 TRAIN = [{"kind": "train", "iteration": i, "lm_loss": 10.0 / i, "learning_rate": 1e-4, "tflops": 0.5}
          for i in range(1, 9)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.profiler import Event, Profiler
+from fugaku_megatron.host.profiler import Event, Profiler
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "plot_profile.py"
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fugaku_megatron import kernels
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.host import kernels
+from fugaku_megatron.host.profiler import Event, Profiler, kernel_flops
 from fugaku_megatron.nn import ops
-from fugaku_megatron.profiler import Event, Profiler, kernel_flops
-from fugaku_megatron.train import Trainer
+from fugaku_megatron.training.train import Trainer
 
 from .helpers import mock, small_run
 

@@ -4,11 +4,11 @@ import statistics
 
 import pytest
 
-from fugaku_megatron import run_log
-from fugaku_megatron.accounting import Layout
-from fugaku_megatron.arguments import parse
-from fugaku_megatron.metrics import parse_line
-from fugaku_megatron.run_log import Job, LogFile, LogReader, format_run, parse_run, read_log
+from fugaku_megatron.logs import run_log
+from fugaku_megatron.logs.metrics import parse_line
+from fugaku_megatron.logs.run_log import Job, LogFile, LogReader, format_run, parse_run, read_log
+from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.arguments import parse
 from tests.helpers import A100, OUR_LOG
 
 DEMO = ("--recipe", "demo", "--vocab-size", "512", "--mock-data")

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from fugaku_megatron import runtime
-from fugaku_megatron.runtime import ExitTimer, StopSignals
+from fugaku_megatron.host import runtime
+from fugaku_megatron.host.runtime import ExitTimer, StopSignals
 
 
 @pytest.mark.parametrize("number", runtime.STOP_SIGNALS)
@@ -26,7 +26,7 @@ def test_a_signal_only_asks_to_stop_and_handlers_come_back(number):
 
 CHILD = """
 import sys, time
-from fugaku_megatron.runtime import StopSignals
+from fugaku_megatron.host.runtime import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
     while not signals.stop_requested:

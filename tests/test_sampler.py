@@ -7,14 +7,9 @@ import psutil
 import pytest
 import torch
 
-from fugaku_megatron.batches import RampUp
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.data.sampler import (
-    Prefetcher,
-    fetch,
-    first_sample,
-    micro_batches,
-)
+from fugaku_megatron.data.sampler import Prefetcher, fetch, first_sample, micro_batches
+from fugaku_megatron.run.batches import RampUp
 
 DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)
 

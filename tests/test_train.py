@@ -10,7 +10,7 @@ import torch
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn import ops
-from fugaku_megatron.train import Progress, Trainer, reads_data
+from fugaku_megatron.training.train import Progress, Trainer, reads_data
 from tests.helpers import grid_groups, make_trainer, mock, plain_loss, small_run, train, whole_tensors
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}

@@ -21,8 +21,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fugaku_megatron import kernels  # noqa: E402
-from fugaku_megatron.config import MAX_FP16_CHUNK  # noqa: E402
+from fugaku_megatron.host import kernels  # noqa: E402
+from fugaku_megatron.run.config import MAX_FP16_CHUNK  # noqa: E402
 
 CHUNKS = (16, 32, 64, 128, 256)
 

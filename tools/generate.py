@@ -20,15 +20,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fugaku_megatron import checkpoint  # noqa: E402
-from fugaku_megatron.arguments import Parser  # noqa: E402
+from fugaku_megatron.checkpoint import manifest as checkpoint  # noqa: E402
 from fugaku_megatron.comm.agreement import everywhere, on_root  # noqa: E402
 from fugaku_megatron.comm.autograd import gather_from_tensor_parallel  # noqa: E402
 from fugaku_megatron.comm.base import Comm  # noqa: E402
 from fugaku_megatron.comm.launch import run_or_abort  # noqa: E402
-from fugaku_megatron.config import GROUPS, RunConfig, check  # noqa: E402
 from fugaku_megatron.data.tokenizer import build_tokenizer  # noqa: E402
-from fugaku_megatron.train import Trainer  # noqa: E402
+from fugaku_megatron.run.arguments import Parser  # noqa: E402
+from fugaku_megatron.run.config import GROUPS, RunConfig, check  # noqa: E402
+from fugaku_megatron.training.train import Trainer  # noqa: E402
 
 
 def parse() -> argparse.Namespace:

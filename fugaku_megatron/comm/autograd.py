@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fugaku_megatron.comm.base import Comm
+from .base import Comm
 
 
 def _all_reduced(tensor: Tensor, comm: Comm) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fugaku_megatron.comm.base import Comm
+from .base import Comm
 
 
 @dataclass(frozen=True)

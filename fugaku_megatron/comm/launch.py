@@ -22,9 +22,9 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, TextIO, TypeVar
 
-from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.local import DryComm
-from fugaku_megatron.comm.mpi import MPIComm, mpi_world
+from .base import Comm
+from .local import DryComm
+from .mpi import MPIComm, mpi_world
 
 T = TypeVar("T")
 GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause

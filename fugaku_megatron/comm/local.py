@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fugaku_megatron.comm.base import Handle
-from fugaku_megatron.comm.recording import RecordingComm, record
-from fugaku_megatron.comm.tensors import OPS, check, rank_order_sum, rows
+from .base import Handle
+from .recording import RecordingComm, record
+from .tensors import OPS, check, rank_order_sum, rows
 
 __all__ = ["DryComm", "RecordingComm", "ThreadComm", "ThreadWorld", "record"]
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fugaku_megatron.comm.base import Handle
-from fugaku_megatron.comm.tensors import HALF, OPS, check, rank_order_sum, rows
+from .base import Handle
+from .tensors import HALF, OPS, check, rank_order_sum, rows
 
 MAX_COUNT = 2**30  # elements a call: below 2^31 - 1, the largest C int
 # Elements of a sum in one call, and at least so many for each rank. An MPI adds up in temporary memory as large as its message, and

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fugaku_megatron.comm.base import Comm, Handle
-from fugaku_megatron.comm.grid import Groups, subgroup
+from .base import Comm, Handle
+from .grid import Groups, subgroup
 
 
 class RecordingComm:

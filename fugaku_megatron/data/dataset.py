@@ -21,17 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fugaku_megatron.comm.agreement import on_root
-from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.indices import (
-    build_blending_indices,
-    build_document_index,
-    build_sample_index,
-    build_shuffle_index,
-)
+from ..comm.agreement import on_root
+from .indexed import IndexedDataset
+from .indices import build_blending_indices, build_document_index, build_sample_index, build_shuffle_index
 
 if TYPE_CHECKING:
-    from fugaku_megatron.comm.base import Comm
+    from ..comm.base import Comm
 
 SPLITS = ("train", "valid", "test")
 SEPARATE_LAST_EPOCH = 0.80  # Megatron's: a last epoch used for less than this share is shuffled apart from the others

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fugaku_megatron.comm.agreement import on_root
+from ..comm.agreement import on_root
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
-    from fugaku_megatron.comm.base import Comm
+    from ..comm.base import Comm
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fugaku_megatron.data.dataset import Dataset
+from .dataset import Dataset
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..accounting import Layout
-from ..config import RunConfig
 from ..perf import memory
 from ..perf.model import System, step
+from ..run.accounting import Layout
+from ..run.config import RunConfig
 from . import limits, script, torus
 from .job import MARGIN, RANKS_PER_NODE, interpret, start_up
 from .script import Script

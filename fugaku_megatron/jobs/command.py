@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..arguments import Parser
-from ..config import check
+from ..run.arguments import Parser
+from ..run.config import check
 from . import check as checks
 from . import job as jobs
 from . import limits, options, render, script, scripts

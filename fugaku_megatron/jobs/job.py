@@ -12,11 +12,11 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import arguments, batches
-from ..config import RunConfig, check
-from ..perf import plan, plan_text
+from ..perf import plan_text, search
 from ..perf.model import System
 from ..perf.request import run_of
+from ..run import arguments, batches
+from ..run.config import RunConfig, check
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
 
@@ -57,15 +57,15 @@ def start_up(nodes: int) -> float:
     return 300 + 120 * nodes / 1000 + 2.8 * (nodes / 432) ** 0.38
 
 
-def placeable(found: plan.Plan, shape: torus.Shape | None) -> bool:
+def placeable(found: search.Plan, shape: torus.Shape | None) -> bool:
     """Whether the tensor groups of a plan stay inside a node, or a unit where there is a torus."""
     tp, ranks = found.layout.tp, found.system.ranks_per_node
     return ranks in RANKS_PER_NODE and torus.tensor_fits(tp, ranks) and (shape is not None or ranks % tp == 0)
 
 
-def choose(run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None) -> plan.Plan:
+def choose(run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None) -> search.Plan:
     """The fastest plan that can be placed. Raises ValueError when there is none."""
-    found = plan.search(run, system, held)
+    found = search.search(run, system, held)
     check(bool(found.plans), f"--nodes {system.nodes}: no layout runs: " + "; ".join(
         f"{n} x {why}" for why, n in found.dropped.most_common()) + ": give other --nodes, --global-batch-size or parallel sizes")
     best = next((p for p in found.plans if placeable(p, shape)), None)
@@ -84,7 +84,7 @@ def node_shape(nodes: int) -> torus.Shape | None:
     return shape
 
 
-def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, plan.Plan]:
+def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.Plan]:
     """The job for parsed flags. own: names among them that are not pretrain_gpt.py's. Raises ValueError for what cannot be."""
     given = limits.mode(args.mode)
     groups, source = limits.resource_groups()
@@ -127,7 +127,7 @@ def _elapse(asked: str | None, whole: float, group: ResourceGroup) -> int:
     return elapse
 
 
-def _flags(best: plan.Plan, args: argparse.Namespace, given: Mode) -> tuple[str, ...]:
+def _flags(best: search.Plan, args: argparse.Namespace, given: Mode) -> tuple[str, ...]:
     """pretrain_gpt.py's flags of the plan, with the layout and the clock said in full."""
     run, parallel = best.run, best.run.parallel
     text = plan_text.command(best, args)
@@ -141,7 +141,7 @@ def _flags(best: plan.Plan, args: argparse.Namespace, given: Mode) -> tuple[str,
     return tuple(words)
 
 
-def reasons(job: Job, best: plan.Plan, source: str) -> list[str]:
+def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
     """What was decided and why, a line each."""
     start, training = start_up(job.nodes), job.iterations * best.seconds
     in_a_job = max(best.seconds, job.elapse - start - MARGIN)  # each starts, and trains one iteration at least

@@ -11,8 +11,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from ..config import check
 from ..perf.machine import unknown
+from ..run.config import check
 
 TABLE_DATE = "2026-11-20"
 HOUR = 3600

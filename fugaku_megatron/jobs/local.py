@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..config import check
+from ..run.config import check
 from . import check as checks
 from . import limits, script, shims
 

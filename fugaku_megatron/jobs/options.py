@@ -6,8 +6,8 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from .. import arguments
-from ..config import check, flag
+from ..run import arguments
+from ..run.config import check, flag
 from . import check as checks
 from . import job as jobs
 from . import limits, render

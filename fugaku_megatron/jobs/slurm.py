@@ -13,10 +13,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import memory, schedule
-from ..accounting import Layout
-from ..arguments import parse
-from ..config import check
+from .. import schedule
+from ..run import memory
+from ..run.accounting import Layout
+from ..run.arguments import parse
+from ..run.config import check
 from .render import flag_lines
 
 LEAVE_SECONDS = 300  # before the limit the trainer is told to save and leave

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..comm.grid import Grid
-from ..config import check
+from ..run.config import check
 
 Shape = tuple[int, int, int]
 UNIT: Shape = (2, 3, 2)

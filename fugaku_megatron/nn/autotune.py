@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import accounting
 from ..comm.local import DryComm
-from ..config import RunConfig
+from ..run import accounting
+from ..run.config import RunConfig
 from . import ops
 from .shared import MaskPlace
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from ..comm.base import Comm
-from ..config import ModelConfig
+from ..run.config import ModelConfig
 from . import ops
 
 # Dropout sites of a layer; a mask's stream is layer * len(SITES) + site, the embedding being layer 0 and layers counting from 1.

@@ -10,10 +10,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from .. import accounting, memory
 from ..comm.autograd import copy_to_tensor_parallel
 from ..comm.grid import Groups
-from ..config import RunConfig
+from ..run import accounting, memory
+from ..run.config import RunConfig
 from . import ops
 from .layers import LayerNorm, PositionEmbedding, TransformerLayer, VocabParallelEmbedding, hidden_place, make_parameter
 

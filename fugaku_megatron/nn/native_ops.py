@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..comm.base import Comm
+from ..host import kernels
 from .packing import packed
 from .shared import MaskPlace
 

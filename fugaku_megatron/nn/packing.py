@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..host import kernels
 
 _enabled = False
 _generation = 0

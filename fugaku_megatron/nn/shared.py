@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..host import kernels
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .. import arguments
+from ..run import arguments
 
 PROGRAM = "python -m fugaku_megatron.perf"
 COMMANDS = {  # name and module -> what it does
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"give {' or '.join(COMMANDS)}"
         raise ValueError(f"command {argv[0]} is unknown: {remedy}")
-    module = importlib.import_module(f".{argv[0]}", __package__)
+    module = importlib.import_module("..calibration.calibrate" if argv[0] == "calibrate" else f".{argv[0]}", __package__)
     parser = arguments.Parser(prog=f"{PROGRAM} {argv[0]}", description=module.__doc__, allow_abbrev=False,
                               formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(parser)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import recompute
-from .rows import Row
+from ..published import recompute
+from ..published.rows import Row
 
 NO_MODEL = "no model"
 _STATUS_REMARKS = {"ran": "", "planned": "planned: model only", "oom": "out of memory", "failed": "failed",

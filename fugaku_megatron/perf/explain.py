@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
-from ..accounting import Layout
-from ..config import RunConfig
+from ..run.accounting import Layout
+from ..run.config import RunConfig
 from . import model, software
 from .cost import Seconds
 from .model import System
 from .parameters import Parameters
-
-if TYPE_CHECKING:
-    from .plan import Plan, Search
+from .search import Plan, Search, search
 
 MEANINGS = {
     "gemm": "matrix products outside attention", "attention": "Q K^T and P V", "elementwise": "element-wise operators",
@@ -57,7 +54,6 @@ def bottlenecks(plan: Plan) -> str:
 
 def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Change]:
     """From `against` at the run's own layout, one rank per node as it was run, to the best plan of the system's software."""
-    from .plan import search
 
     old_code, new_code = software.load(against), system.software
     old, new = old_code.fitted.values, new_code.fitted.values

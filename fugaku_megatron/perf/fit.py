@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..accounting import Layout
+from ..published.rows import Row, load
+from ..run.accounting import Layout
+from ..run.outputs import check_file, writing
 from . import memory, model
-from .outputs import check_file, writing
 from .parameters import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters, fitted
-from .rows import Row, load
 from .solve import Solution, Values, solve
 
 TIME_NOISE, MEMORY_NOISE = 0.06, 0.06  # standard deviations of one row's logarithm: campaigns differ by 5 to 13 %

@@ -1,6 +1,6 @@
 """Memory of one rank at the peak of a step, for each style of software.
 
-This project's kernels keep what `fugaku_megatron.memory` counts. Eager PyTorch and Megatron on CUDA keep more: per
+This project's kernels keep what `fugaku_megatron.run.memory` counts. Eager PyTorch and Megatron on CUDA keep more: per
 layer, in elements of (s, b, h), 6 (two layer norms' inputs and outputs, two dropout masks), 12/t (qkv, context, two of width 4h)
 and 3 tensors of scores (softmax, its dropout's mask and output); with 2 bytes and byte masks this is equation 2 of Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models" (2022), sbh (10 + 24/t + 5 a s / (h t)). With full recompute a
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .. import accounting
-from ..accounting import Layout
-from ..config import RunConfig
-from ..memory import stage_memory
+from ..run import accounting
+from ..run.accounting import Layout
+from ..run.config import RunConfig
+from ..run.memory import stage_memory
 from .machine import MIB, Machine
 from .parameters import MemoryParameters
 from .software import Software

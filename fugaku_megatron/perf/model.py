@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .. import accounting
-from ..accounting import Collective, Layout
-from ..config import RunConfig, check
+from ..published.rows import Row
+from ..run import accounting
+from ..run.accounting import Collective, Layout
+from ..run.config import RunConfig, check
 from . import machine, memory, software, work
 from .cost import Rank, Seconds
 from .machine import Machine
 from .network import Network
 from .parameters import Parameters
 from .pipeline import makespan
-from .rows import Row
 from .software import Software
 
 NOISE_FLOOR = 0.08  # campaigns of the same run differ by 5 to 13 %: no prediction of an unseen run can be closer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..accounting import Layout
+from ..run.accounting import Layout
 from .machine import GB, Machine
 from .parameters import Parameters
 

@@ -14,135 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from .. import batches
-from ..accounting import Layout
-from ..config import RunConfig, check, flag
-from . import explain, memory, plan_text, software
-from .model import Prediction, System, predict, step
-from .outputs import check_picture
+from ..run import batches
+from ..run.config import RunConfig, check, flag
+from ..run.outputs import check_picture
+from . import explain, plan_text, software
 from .predict import as_json
 from .request import add_system_arguments, run_of, system_of
+from .search import RAMP_BATCH, RAMP_DP, held_fields, search
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
 SHOWN = 10
 OWN = ("train_tokens", "ramp_divisible", "explain", "against", "png")
-RAMP_DP, RAMP_BATCH = 4, 32  # document 004: the batch grows in steps of 32 over a DP that 4 divides
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A layout that runs. prediction: with its band, for those that are shown."""
-
-    run: RunConfig
-    system: System
-    layout: Layout
-    seconds: float
-    memory_mib: float
-    bubble_fraction: float
-
-    def predict(self) -> Prediction:
-        return predict(self.run, self.system)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """The best first, and why the others were dropped."""
-
-    plans: tuple[Plan, ...]
-    dropped: Counter
-
-
-def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False) -> Search:
-    """Cost every layout that can run. held: fields of the config that keep the run's value."""
-    run = system.software.cut(run)
-    plans, dropped = [], Counter()
-    for candidate, on in candidates(run, system, held):
-        found = _judge(candidate, on, ramp_divisible)
-        if isinstance(found, str):
-            dropped[found] += 1
-        else:
-            plans.append(found)
-    return Search(plans=tuple(sorted(plans, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped)
-
-
-def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator[tuple[RunConfig, System]]:
-    """Every combination of what the software offers."""
-    offers, model, parallel = system.software.offers, run.model, run.parallel
-    ranks = (system.ranks_per_node,) if "ranks_per_node" in held else offers.ranks_per_node
-    tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads),
-                      "tensor_model_parallel_size" in held)
-    cuts = _numbers(model.num_layers) if parallel.pipeline_split == "balanced" else _divisors(model.num_layers)
-    stages = _choices(parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held)
-    micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
-    zero = _choices(parallel.zero_stage, offers.zero_stages, "zero_stage" in held)
-    for pp in stages:
-        for training in _recomputes(run, model.num_layers // pp, held, offers.recompute):
-            for tp, mbs, stage, number in ((t, m, z, r) for t in tensor for m in micro for z in zero for r in ranks):
-                cut = replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage)
-                yield (replace(run, parallel=cut, training=training, batch=replace(run.batch, micro_batch_size=mbs)),
-                       replace(system, ranks_per_node=number))
-
-
-def _choices(given: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:
-    return (given,) if held else offered
-
-
-def _numbers(last: int) -> tuple[int, ...]:
-    return tuple(range(1, last + 1))
-
-
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
-
-
-def _recomputes(run: RunConfig, layers: int, held: frozenset[str], offered: tuple[str, ...]) -> Iterator:
-    """Training configs that differ in what is recomputed; block: a quarter, half, three quarters of a stage's layers."""
-    training = run.training
-    if {"recompute_granularity", "recompute_method", "recompute_num_layers"} & held:
-        yield training
-        return
-    plain = replace(training, recompute_granularity=None, recompute_method="uniform", recompute_num_layers=1)
-    full = replace(plain, recompute_granularity="full")
-    kinds = {"none": [plain], "selective": [replace(plain, recompute_granularity="selective")], "full": [full],
-             "block": [replace(full, recompute_method="block", recompute_num_layers=n)
-                       for n in sorted({layers // 4, layers // 2, 3 * layers // 4} - {0, layers})]}
-    for name in offered:
-        yield from kinds[name]
-
-
-def _judge(run: RunConfig, system: System, ramp_divisible: bool) -> Plan | str:
-    """The plan, or the reason why it cannot run."""
-    tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-    if system.ranks_per_node > system.machine.most_ranks:
-        return "more ranks than a node has threads or GPUs"
-    if system.world_size % (tp * pp):
-        return "TP x PP does not divide the number of ranks"
-    dp = system.world_size // (tp * pp)
-    if run.batch.global_batch_size % (dp * run.batch.micro_batch_size):
-        return "micro-batch x DP does not divide the global batch"
-    if run.parallel.zero_stage and dp == 1:
-        return "ZeRO needs more than one data-parallel rank"
-    if ramp_divisible and (dp % RAMP_DP or run.batch.global_batch_size % RAMP_BATCH):
-        return f"batch ramp-up: DP is not divisible by {RAMP_DP} or the global batch by {RAMP_BATCH}"
-    try:
-        layout = Layout.of(run, system.world_size)
-    except ValueError:
-        return "heads, MLP or layers do not divide"
-    used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
-    if used > memory.limit_mib(system.machine, system.software, system.ranks_per_node):
-        return "out of memory"
-    made = step(run, layout, system, system.parameters)
-    return Plan(run=run, system=system, layout=layout, seconds=made.seconds, memory_mib=used, bubble_fraction=made.bubble_fraction)
-
-
-def held_fields(args: argparse.Namespace) -> frozenset[str]:
-    """Fields whose flags were given. A recipe's values do not hold: it says which model, not how it is cut."""
-    given = {name for name, value in vars(args).items() if value is not None}
-    return frozenset(given - ({"ranks_per_node"} if args.ranks_per_node is None else set()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,17 +9,15 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .. import batches
-from ..config import GROUPS, RunConfig, flag
-from ..recipes import RECIPES
+from ..run import batches
+from ..run.config import GROUPS, RunConfig, flag
+from ..run.outputs import writing
+from ..run.recipes import RECIPES
 from .model import Prediction, step
-from .outputs import writing
 from .pipeline import Span, spans
-
-if TYPE_CHECKING:
-    from .plan import Plan, Search
+from .search import Plan, Search
 
 WIDTH, ROWS = 100, 8  # of the picture
 HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} {'DP':>5} {'TP':>3} "

@@ -13,8 +13,8 @@ import argparse
 import json
 from typing import Any
 
-from .. import accounting
-from ..config import RunConfig
+from ..run import accounting
+from ..run.config import RunConfig
 from .model import Prediction, System, predict
 from .request import add_system_arguments, run_of, system_of
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .. import arguments
-from ..config import RunConfig, check
-from ..recipes import GPT2_VOCABULARY
+from ..run import arguments
+from ..run.config import RunConfig, check
+from ..run.recipes import GPT2_VOCABULARY
 from . import machine, software
 from .model import System
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig, check
+from ..run.config import RunConfig, check
 from .machine import Machine, unknown
 from .parameters import Fitted, MemoryParameters, Parameters, fitted
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..published.rows import DOCUMENTS
+from ..run.outputs import writing
 from .comparison import Comparison
-from .outputs import writing
-from .rows import DOCUMENTS
 
 # What tells rows of one document apart: field -> how the legend says it.
 _TRAITS: dict[str, Callable[[Any], str]] = {

@@ -5,13 +5,13 @@ Test: pytest tests/test_perf_tables.py
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from itertools import groupby
 
+from ..published.errata import Erratum
+from ..published.markdown import pipe_table
+from ..published.rows import DOCUMENTS
 from .comparison import NO_MODEL, Comparison
-from .errata import Erratum
-from .rows import DOCUMENTS
 
 OUR_HEADER = ("corrected", "recomputed TFLOPs", "model Sec/it", "model range", "model TFLOPs", "model MiB", "time error %",
               "memory error %", "remarks")
@@ -35,7 +35,7 @@ def _table(found: Sequence[Comparison], markdown: bool) -> str:
     problems = [f"line {c.row.line} {'cannot run' if c.row.status == 'impossible' else 'is not modelled'}: {c.problem}"
                 for c in found if c.problem not in ("", NO_MODEL)]
     notes = [("- " if markdown else "  ") + note for note in assumed + problems + _errata(found)]
-    return "\n".join([title, "", *pipes([(*table.header, *OUR_HEADER), *map(cells, found)]), *([""] if notes else []), *notes])
+    return "\n".join([title, "", *pipe_table([(*table.header, *OUR_HEADER), *map(cells, found)]), *([""] if notes else []), *notes])
 
 
 def cells(comparison: Comparison) -> tuple[str, ...]:
@@ -72,19 +72,6 @@ def _place(erratum: Erratum) -> str:
     where = "every row" if erratum.line is None else f"line {erratum.line}"
     change = f", {erratum.printed or '(nothing)'} -> {erratum.corrected}" if erratum.corrected else ""
     return where + change
-
-
-def _width(cell: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in cell)
-
-
-def pipes(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table between pipes, aligned to the right except for the last column."""
-    widths = [max(_width(cell) for cell in column) for column in zip(*rows)]
-    rule = "| " + " | ".join("-" * (width - 1) + ":" for width in widths[:-1]) + " | " + "-" * widths[-1] + " |"
-    padded = [[" " * (w - _width(cell)) + cell for cell, w in zip(row[:-1], widths)] + [row[-1].ljust(widths[-1])] for row in rows]
-    lines = [f"| {' | '.join(row)} |" for row in padded]
-    return [lines[0], rule, *lines[1:]]
 
 
 def summary(document: str, found: Sequence[Comparison]) -> str:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..published.recompute import finding, petaflops
+from ..published.rows import DOCUMENTS, load
+from ..run.outputs import check_file, check_picture, writing
 from .comparison import Comparison, compare, predictor
-from .outputs import check_file, check_picture, writing
-from .recompute import finding, petaflops
-from .rows import DOCUMENTS, load
 from .table_text import text
 
 _FIELDS = ("document", "line", "status", "machine", "software", "precision", "size", "nodes", "ranks", "ghz", "layers", "hidden",

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from .. import accounting, memory
-from ..accounting import Collective, Layout, Record
-from ..config import RunConfig
+from ..run import accounting, memory
+from ..run.accounting import Collective, Layout, Record
+from ..run.config import RunConfig
 from .software import Software
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fugaku_megatron import kernels
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.launch import run_or_abort
-from fugaku_megatron.config import RunConfig
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.train import Trainer
+from fugaku_megatron.host import kernels
+from fugaku_megatron.run.config import RunConfig
+from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, mock, small_run
 
 ITERATIONS = 20

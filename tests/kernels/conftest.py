@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 
 
 @pytest.fixture(params=kernels.runnable_targets())

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 
 DROPOUT = {"p": 0.3, "seed": 3, "stream": 4, "first_sample": 5, "first_head": 2}
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

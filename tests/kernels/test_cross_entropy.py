@@ -8,7 +8,7 @@ Legend: rows of logits, v vocabulary, of which a rank holds the words from first
 import pytest
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 
 TARGETS = ["reference", *kernels.runnable_targets()]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +60,7 @@ def test_target_context_restores_on_error():
 
 
 def test_environment_chooses_the_target():
-    code = "from fugaku_megatron import kernels; print(kernels.active())"
+    code = "from fugaku_megatron.host import kernels; print(kernels.active())"
     assert run_python(code, FUGAKU_MEGATRON_TARGET="portable").stdout == "portable\n"
     wrong = run_python(code, FUGAKU_MEGATRON_TARGET="sve3")
     assert wrong.returncode == 1
@@ -82,7 +82,7 @@ torch.set_num_threads(3)
 a = torch.randn(512, 512)
 a @ a; a.add_(1); torch.nn.functional.gelu(a)
 alone = threads()
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 x = torch.ones(1 << 22)
 assert kernels.num_threads() == 3
 assert kernels.squared_norm(x) == 1 << 22

@@ -8,7 +8,7 @@ Legend: s sequence, b micro-batch, h hidden.
 import pytest
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 from tests.kernels.numbers import random
 
 TARGETS = ["reference", *kernels.runnable_targets()]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 
 from .numbers import random
 

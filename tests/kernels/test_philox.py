@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 
 SIZES = [1, 3, 4, 5, 8, 15, 16, 17, 31, 61, 63, 64, 65, 127, 257, 1031]
 

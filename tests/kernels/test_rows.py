@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 
 SIZES = [0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 61, 64, 65, 127, 1031, 131101]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,7 +8,7 @@ Left out: cross-entropy (test_cross_entropy.py). Legend: s sequence, b micro-bat
 import pytest
 import torch
 
-from fugaku_megatron import kernels
+from fugaku_megatron.host import kernels
 from tests.kernels.numbers import random
 
 TARGETS = ["reference", *kernels.runnable_targets()]

@@ -15,9 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fugaku_megatron import accounting, checkpoint, kernels
-from fugaku_megatron.arguments import parse
-from fugaku_megatron.metrics import parse_log
+from fugaku_megatron.checkpoint.manifest import latest_iteration
+from fugaku_megatron.host import kernels
+from fugaku_megatron.logs.metrics import parse_log
+from fugaku_megatron.run import accounting
+from fugaku_megatron.run.arguments import parse
 from tests.mpi import launch
 
 pytestmark = pytest.mark.mpi
@@ -79,14 +81,14 @@ def test_sigterm_saves_and_leaves_with_zero(mpich, tmp_path):
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
     assert "a signal asked to stop" in output
-    assert checkpoint.latest_iteration(tmp_path) >= 3
+    assert latest_iteration(tmp_path) >= 3
 
 
 def test_exit_duration_saves_and_leaves_with_zero(mpich, tmp_path):
     job = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1000000", "--log-interval", "1000", "--save", str(tmp_path),
                     "--exit-duration-in-mins", "0.02")
     assert job.returncode == 0, job.stderr
-    assert "--exit-duration-in-mins is over" in job.stdout and checkpoint.latest_iteration(tmp_path)
+    assert "--exit-duration-in-mins is over" in job.stdout and latest_iteration(tmp_path)
 
 
 def start(mpi, directory: Path, *flags: str) -> subprocess.Popen:

@@ -1,6 +1,6 @@
 """The published benchmark tables, row by row: what was printed, what it means, and what an erratum corrects.
 
-    from fugaku_megatron.perf.rows import load
+    from fugaku_megatron.published.rows import load
     for row in load(): row.table.id, row.line, row.machine, row.seconds, row.run() ...
 
 `Row` is one printed row of one table; its fields are the corrected facts, `row.cell(column)` is the printed cell, verbatim.
@@ -22,8 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .. import accounting
-from ..config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig, check
+from ..run import accounting
+from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig, check
 from . import csv_table, errata
 from .errata import Erratum
 

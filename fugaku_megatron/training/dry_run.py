@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import accounting, batches, schedule
-from .accounting import Layout
-from .comm.grid import Grid
-from .comm.local import DryComm
-from .config import RunConfig
-from .memory import Memory, stage_memory
-from .nn.model import Stage
+from .. import schedule
+from ..comm.grid import Grid
+from ..comm.local import DryComm
+from ..nn.model import Stage
+from ..run import accounting, batches
+from ..run.accounting import Layout
+from ..run.config import RunConfig
+from ..run.memory import Memory, stage_memory
 
 
 @dataclass(frozen=True)

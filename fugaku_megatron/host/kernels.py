@@ -16,7 +16,7 @@ from typing import Any
 import torch  # noqa: F401
 
 try:
-    from fugaku_megatron import _kernels
+    from .. import _kernels
 except ModuleNotFoundError as error:
     raise ImportError("the C++ kernels are not built: run python setup.py build_ext --inplace") from error
 except ImportError as error:
@@ -24,7 +24,7 @@ except ImportError as error:
         raise
     raise ValueError(str(error)) from error  # the user's, see comm/launch.py
 
-from fugaku_megatron._kernels import *  # noqa: F403
+from .._kernels import *  # noqa: F403
 
 
 @contextlib.contextmanager

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .. import accounting, kernels
-from ..arguments import make_run
 from ..comm.local import DryComm
-from ..config import ModelConfig, RunConfig
 from ..data.dataset import MockDataset
-from ..train import Trainer
-from . import model, software
+from ..host import kernels
+from ..perf import model, software
+from ..run import accounting
+from ..run.arguments import make_run
+from ..run.config import ModelConfig, RunConfig
+from ..training.train import Trainer
 
 COLD_BYTES = 256 << 20  # of the sets of operands together: beyond the caches of all cores
 LENGTHS = (512, 1024, 2048)  # of the sequences that attention is measured on

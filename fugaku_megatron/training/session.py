@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from . import accounting, allocator, runtime
-from .metrics import MetricsWriter
-from .plot import loss_curve
-from .profiler import Profiler
+from ..host import allocator, runtime
+from ..host.profiler import Profiler
+from ..logs.metrics import MetricsWriter
+from ..logs.plot import loss_curve
+from ..run import accounting
 from .train import IterationResult, Trainer
 
 HISTORY = "history.jsonl"

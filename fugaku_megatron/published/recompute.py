@@ -7,7 +7,7 @@ to the digits they show, in document 002 cut off instead of rounded. Test: pytes
 
 from __future__ import annotations
 
-from .. import accounting
+from ..run import accounting
 from .rows import Row
 
 TFLOPS_ROUNDING = 0.005

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .perf.rows import load
+from ..published.rows import load
 
 HEADER = load(["002"])[0].table.header
 

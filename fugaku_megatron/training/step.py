@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from . import schedule
-from .comm.base import Comm, Handle
-from .nn import ops
-from .nn.model import Stage
+from .. import schedule
+from ..comm.base import Comm, Handle
+from ..nn import ops
+from ..nn.model import Stage
 
 FORWARD_TAG, BACKWARD_TAG = 0, 1
 Batch = tuple[Tensor, Tensor]  # tokens (s, b), labels (s, b)

@@ -1,8 +1,8 @@
-"""Run logs as the published tables' rows, CSV and a picture: python -m fugaku_megatron.metrics LOG... --help
+"""Run logs as the published tables' rows, CSV and a picture: python -m fugaku_megatron.logs LOG... --help
 
-    python -m fugaku_megatron.metrics run.log                                       a row for each log, from what the log says
-    python -m fugaku_megatron.metrics run.log --follow --png run.png                redrawn while the job runs, until it ends
-    python -m fugaku_megatron.metrics a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
+    python -m fugaku_megatron.logs run.log                                       a row for each log, from what the log says
+    python -m fugaku_megatron.logs run.log --follow --png run.png                redrawn while the job runs, until it ends
+    python -m fugaku_megatron.logs a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
         --pipeline-model-parallel-size 10                                           a log of another program
 
 Sec/it and TFLOPs (per rank, the log's own) are medians over the last job's iterations after its first two, all of them when there
@@ -23,14 +23,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import accounting, arguments, plot
-from .config import check
-from .perf.rows import HEADERS
-from .perf.table_text import pipes
+from ..published.markdown import pipe_table
+from ..published.rows import HEADERS
+from ..run import accounting, arguments
+from ..run.config import check
+from . import plot
 from .published_row import HEADER, PublishedRow, rate_text, seconds_text
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 
-PROGRAM = "python -m fugaku_megatron.metrics"
+PROGRAM = "python -m fugaku_megatron.logs"
 CSV_COLUMNS = ("log", *(HEADERS[name] for name in HEADER), "precision", "ac", "zero", "seq", "layers", "hidden", "heads",
                "recomputed_tflops", "iterations", "last_iteration", "loss")
 OWN = ("logs", "csv", "png", "markdown", "follow", "interval", "nodes", "ranks_per_node", "formula")
@@ -63,7 +64,7 @@ def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
     """The table, and beneath it what each row rests on; markdown: with a heading and lists."""
     lines = [("- " if markdown else "  ") + _basis(log) for log in logs]
     title = ["### Runs, measured", ""] if markdown else []
-    return "\n".join([*title, *pipes([HEADER, *(row_of(log).cells() for log in logs)]), "", *lines])
+    return "\n".join([*title, *pipe_table([HEADER, *(row_of(log).cells() for log in logs)]), "", *lines])
 
 
 def _basis(log: LogSummary) -> str:

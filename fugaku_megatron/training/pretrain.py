@@ -10,21 +10,25 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
-from . import accounting, allocator, batches, checkpoint, kernels, placement, runtime
-from .accounting import Layout
-from .arguments import Arguments
-from .comm.agreement import everywhere, on_root
-from .comm.base import Comm
-from .comm.grid import Grid, Groups
-from .comm.launch import describe
-from .config import RunConfig, check
-from .data.dataset import Dataset, MockDataset, build_datasets
-from .data.tokenizer import build_tokenizer
-from .metrics import MetricsWriter, format_peak_memory, peak_memory_mib
-from .nn import autotune, ops
+from ..checkpoint.load import read_state
+from ..checkpoint.manifest import latest_iteration
+from ..checkpoint.save import check_replaces, check_writable
+from ..comm.agreement import everywhere, on_root
+from ..comm.base import Comm
+from ..comm.grid import Grid, Groups
+from ..comm.launch import describe
+from ..data.dataset import Dataset, MockDataset, build_datasets
+from ..data.tokenizer import build_tokenizer
+from ..host import allocator, kernels, placement, runtime
+from ..host.profiler import Profiler
+from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib
+from ..logs.run_log import format_run
+from ..nn import autotune, ops
+from ..run import accounting, batches
+from ..run.accounting import Layout
+from ..run.arguments import Arguments
+from ..run.config import RunConfig, check
 from .optim import DTYPES
-from .profiler import Profiler
-from .run_log import format_run
 from .session import HISTORY, Session
 from .train import Progress, Trainer, reads_data
 
@@ -160,17 +164,17 @@ def start(arguments: Arguments, world: Comm) -> Session:
         run = with_vocabulary(arguments.run, world)
         layout = Layout.of(run, world.size)
     output, state = run.output, {}
-    found = output.load and (output.ckpt_step or on_root(world, lambda: checkpoint.latest_iteration(output.load)))
+    found = output.load and (output.ckpt_step or on_root(world, lambda: latest_iteration(output.load)))
     if found:
-        state = checkpoint.read_state(output.load, found, world)
+        state = read_state(output.load, found, world)
     progress = Progress(**state.get("progress", {}))
     if output.save:
-        checkpoint.check_replaces(output.save, output.load, found, world)
-        checkpoint.check_writable(output.save, world)
+        check_replaces(output.save, output.load, found, world)
+        check_writable(output.save, world)
     if output.tensorboard_dir:
-        checkpoint.check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
+        check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
     if output.profile:
-        checkpoint.check_writable(output.profile_dir, world, "--profile-dir", output.profile_ranks)
+        check_writable(output.profile_dir, world, "--profile-dir", output.profile_ranks)
     machine = configure_process(run, world)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
     train, valid = build_data(run, groups, layout, progress)

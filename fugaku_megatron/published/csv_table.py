@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import check
+from ..run.config import check
 
 
 @dataclass(frozen=True)

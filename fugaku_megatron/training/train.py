@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checkpoint, schedule
-from .accounting import Layout, pipeline_split
-from .batches import RampUp
-from .comm.base import Comm
-from .comm.grid import Grid, Groups
-from .config import ARCHITECTURE, RunConfig
-from .data.dataset import Dataset
-from .data.sampler import Prefetcher, first_sample, micro_batches
-from .nn import ops
-from .nn.model import Stage
+from .. import schedule
+from ..checkpoint.load import load_checkpoint
+from ..checkpoint.save import save_checkpoint
+from ..comm.base import Comm
+from ..comm.grid import Grid, Groups
+from ..data.dataset import Dataset
+from ..data.sampler import Prefetcher, first_sample, micro_batches
+from ..nn import ops
+from ..nn.model import Stage
+from ..run.accounting import Layout, pipeline_split
+from ..run.batches import RampUp
+from ..run.config import ARCHITECTURE, RunConfig
 from .optim import DTYPES, Optimizer, ParamSchedule
 from .step import Batch, StepExecutor
 
@@ -178,13 +180,13 @@ class Trainer:
 
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
-        checkpoint.save(directory, self.progress.iteration, self.optimizer.checkpoint_shards(owned=True), self.state(), self.world,
+        save_checkpoint(directory, self.progress.iteration, self.optimizer.checkpoint_shards(owned=True), self.state(), self.world,
                         self._layout_record(), asdict(self.run))
 
     def load(self, directory: str, iteration: int | None = None) -> dict[str, Any]:
         """Go on from a checkpoint; returns its `state`. Collective; ValueError on every rank for a damaged or foreign one."""
         model = {name: getattr(self.run.model, name) for name in ARCHITECTURE}
-        _, state = checkpoint.load(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration,
+        _, state = load_checkpoint(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration,
                                    model)
         self.optimizer.after_load()
         ops.weights_changed()

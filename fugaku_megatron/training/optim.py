@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import kernels
-from .accounting import FLAT_ALIGNMENT, round_up
-from .checkpoint import Shard
-from .comm.grid import Groups
-from .config import OptimizerConfig, PrecisionConfig, RunConfig
+from ..checkpoint.shards import Shard
+from ..comm.grid import Groups
+from ..host import kernels
+from ..run.accounting import FLAT_ALIGNMENT, round_up
+from ..run.config import OptimizerConfig, PrecisionConfig, RunConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,7 +1,7 @@
 """What a run says of itself: Megatron-DeepSpeed's log line, TensorBoard, a progress bar, a history file, peak memory.
 
 The log line is a table of fields, read both ways: `format_line` prints it, `parse_line` turns logs (ours, those of
-Megatron-DeepSpeed) into records again. `python -m fugaku_megatron.metrics LOG` makes tables of them (log_table.py). Left out: the
+Megatron-DeepSpeed) into records again. `python -m fugaku_megatron.logs LOG` makes tables of them (log_table.py). Left out: the
 formulas of FLOPs (the caller passes them) and drawing (plot.py).
 Test: pytest tests/test_metrics.py
 """
@@ -323,9 +323,3 @@ def format_peak_memory(mib: list[float]) -> str:
 def parse_peak_memory(lines: Iterable[str]) -> int | None:
     """MiB of the largest rank from a log that `format_peak_memory` wrote into; None: the run did not reach its end."""
     return next((int(found[1]) for line in lines if (found := _PEAK_MEMORY.search(line))), None)
-
-
-if __name__ == "__main__":
-    from .log_table import main
-
-    sys.exit(main())

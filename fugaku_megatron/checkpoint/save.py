@@ -1,9 +1,7 @@
-"""Sharded checkpoints: a safetensors file per rank and one manifest (manifest.py shows the directory). No pickled code.
+"""Writing sharded checkpoints: a safetensors file per rank and one manifest (manifest.py shows the directory). No pickled code.
 
 A save works aside in iter_0000100.tmp and renames, so an interrupted one leaves the previous checkpoint loadable.
-`save`, `load`, `read_state`, `check_writable` and `check_replaces` are collective, and fail on all ranks or on none.
-
-Left out: loading into another parallel layout (the manifest says all that it needs), and asynchronous saves.
+Everything public is collective, and fails on all ranks or on none. Left out: asynchronous saves.
 Test: pytest tests/test_checkpoint.py
 """
 
@@ -13,37 +11,29 @@ import os
 import shutil
 import warnings
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .comm.agreement import agree, describe, on_root
-from .comm.base import Comm
+from ..comm.agreement import agree, describe, on_root
+from ..comm.base import Comm
 from .manifest import (
     TRACKER,
     crc32,
     entries,
     fsync,
     iteration_name,
-    iteration_path,
     join,
-    latest_iteration,
     list_iterations,
     read_manifest,
-    verify_file,
     write_manifest,
     write_text,
 )
-from .shards import Shard, check_layout, check_model, make_plan, place
-
-__all__ = ["Shard", "check_replaces", "check_writable", "latest_iteration", "list_iterations", "load", "read_manifest",
-           "read_state", "save"]
+from .shards import Shard, place
 
 
-def save(directory: str | os.PathLike, iteration: int, shards: list[Shard], state: dict[str, Any], comm: Comm,
+def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[Shard], state: dict[str, Any], comm: Comm,
          layout: dict[str, int], config: dict[str, Any], keep: int | None = None) -> Path:
     """Write the checkpoint of `iteration` and return its directory. Collective.
 
@@ -67,44 +57,6 @@ def save(directory: str | os.PathLike, iteration: int, shards: list[Shard], stat
     on_root(comm, lambda: _publish(directory, iteration, aside), prefix)
     on_root(comm, lambda: _remove_old(directory, iteration, keep))
     return directory / iteration_name(iteration)
-
-
-def load(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: dict[str, int],
-         iteration: int | None = None, model: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-    """Fill the tensors of `shards` in place from the latest checkpoint, or from `iteration`. Collective.
-
-    Returns (iteration, state). A shard may lie in another rank's file. Nothing is copied anywhere before every rank has
-    verified the files that it needs. `model` names values that the saved config's "model" must have too. Raises
-    ValueError on all ranks: no tracker, missing or foreign manifest, another layout or model, missing, truncated or
-    altered file, missing key, another shape or dtype.
-    """
-    directory = Path(directory)
-    prefix = f"--load {directory}: "
-    iteration = on_root(comm, lambda: _iteration_to_load(directory, iteration), prefix)
-    others = partial(_other_iterations, directory, iteration)
-    manifest = _manifest(directory, iteration, comm)
-    path = on_root(comm, lambda: iteration_path(directory, iteration))
-    on_root(comm, lambda: check_model(manifest["config"].get("model", {}), model or {}, path), prefix)
-    on_root(comm, lambda: check_layout(manifest["layout"], layout, path), prefix)
-    plan: dict[str, list[Shard]] = {}
-    agree(comm, lambda: plan.update(make_plan(manifest, shards, path)), prefix)
-    agree(comm, lambda: [verify_file(path / name, manifest["files"][name]) for name in plan], prefix, others)
-    agree(comm, lambda: [_read_shards(path / name, plan[name]) for name in plan], prefix, others)
-    return iteration, manifest["state"]
-
-
-def read_state(directory: str | os.PathLike, iteration: int, comm: Comm) -> dict[str, Any]:
-    """The `state` that `load` will return, without a tensor: what a run must know before it has any. Collective."""
-    return _manifest(Path(directory), iteration, comm, "state")
-
-
-def _manifest(directory: Path, iteration: int, comm: Comm, part: str | None = None) -> dict[str, Any]:
-    """The manifest of `iteration`, or one part of it, on every rank."""
-    def read() -> dict[str, Any]:
-        manifest = read_manifest(directory, iteration)
-        return manifest[part] if part else manifest
-
-    return on_root(comm, read, f"--load {directory}: ", partial(_other_iterations, directory, iteration))
 
 
 def check_writable(directory: str | os.PathLike, comm: Comm, name: str = "--save",
@@ -143,8 +95,6 @@ def _check_replaces(save: Path, load: str | os.PathLike | None, loaded: int) -> 
 def _untouched() -> str:
     return ". Earlier checkpoints there are untouched. If the disk is full or read-only, give another --save"
 
-
-# ---- saving ------------------------------------------------------------
 
 def _prepare(directory: Path, iteration: int, aside: Path) -> None:
     """Clear what an interrupted save left, refuse to replace what is not ours, and make the directory to write in."""
@@ -228,25 +178,3 @@ def _remove_old(directory: Path, iteration: int, keep: int | None) -> None:
 def _write_probe(path: Path) -> None:
     write_text(path, "probe\n")
     path.unlink()
-
-
-# ---- loading -----------------------------------------------------------
-
-def _iteration_to_load(directory: Path, iteration: int | None) -> int:
-    found = latest_iteration(directory) if iteration is None else iteration
-    if found is None:
-        raise ValueError(f"no checkpoint there: {directory / TRACKER} does not exist")
-    return found
-
-
-def _read_shards(path: Path, shards: list[Shard]) -> None:
-    with safe_open(path, framework="pt") as stored:
-        for shard in shards:
-            shard.tensor.detach().copy_(stored.get_tensor(shard.key).view(shard.tensor.shape))
-
-
-def _other_iterations(directory: Path, damaged: int) -> str:
-    others = [iteration for iteration in list_iterations(directory) if iteration != damaged]
-    if not others:
-        return f". No other checkpoint in {directory} is complete"
-    return f". Complete checkpoints: iterations {join(others)}. Use iteration {others[-1]}: --ckpt-step {others[-1]}"

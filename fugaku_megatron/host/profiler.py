@@ -16,9 +16,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
-from . import accounting, kernels
-from .comm.base import Comm
-from .comm.grid import Groups
+from ..comm.base import Comm
+from ..comm.grid import Groups
+from ..run import accounting
+from . import kernels
 
 TRACKS = ("schedule", "kernels", "communication")
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "isend", "irecv", "barrier")

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import check
-from .outputs import check_file, writing
+from ..run.config import check
+from ..run.outputs import check_file, writing
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -84,8 +84,8 @@ def measure_compute() -> Compute:
     """This rank's threads."""
     import torch
 
-    from .. import kernels
-    from ..metrics import peak_memory_mib
+    from ..host import kernels
+    from ..logs.metrics import peak_memory_mib
     from . import host_kernels
 
     process = peak_memory_mib()
@@ -240,7 +240,7 @@ def calibrate(world: Comm, output: Path) -> None:
     """Measure and write. Collective. Raises ValueError for a world of one."""
     import psutil
 
-    from ..runtime import cpu_model
+    from ..host.runtime import cpu_model
 
     check(world.size > 1, "perf calibrate measures MPI too: start it as mpiexec -n 2 python -m fugaku_megatron.perf calibrate")
     hosts = world.all_gather_object(socket.gethostname())
