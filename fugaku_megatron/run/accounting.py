@@ -84,6 +84,16 @@ class Layout:
         return global_batch_size // each
 
 
+def tokens_per_microbatch(run: RunConfig) -> int:
+    """s b: the rows of every activation of one micro-batch."""
+    return run.model.seq_length * run.batch.micro_batch_size
+
+
+def zero_shards(run: RunConfig, layout: Layout) -> int:
+    """Parts into which ZeRO cuts the optimizer state of a rank: the data-parallel size, or 1 with --zero-stage 0."""
+    return layout.dp if run.parallel.zero_stage else 1
+
+
 # Records: what one rank does per micro-batch -----------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ def element_bytes(run: RunConfig) -> int:
 
 def activation_bytes(run: RunConfig) -> int:
     """Bytes of one (s, b, h) activation: what pipeline stages send and tensor-parallel ranks reduce."""
-    return run.model.seq_length * run.batch.micro_batch_size * run.model.hidden_size * element_bytes(run)
+    return tokens_per_microbatch(run) * run.model.hidden_size * element_bytes(run)
 
 
 def _reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
@@ -137,7 +147,7 @@ def _linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: i
 
 
 def _layer_norm(name: str, run: RunConfig) -> Record:
-    rows = run.model.seq_length * run.batch.micro_batch_size
+    rows = tokens_per_microbatch(run)
     return Record(name=name, parameters=2 * run.model.hidden_size, saved_bytes=activation_bytes(run) + 2 * rows * FP32_BYTES)
 
 
@@ -166,7 +176,7 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
 def layer_records(run: RunConfig, tp: int) -> list[Record]:
     """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x."""
     model, whole, width = run.model, activation_bytes(run), element_bytes(run)
-    h, f, rows = model.hidden_size, model.ffn_hidden_size, model.seq_length * run.batch.micro_batch_size
+    h, f, rows = model.hidden_size, model.ffn_hidden_size, tokens_per_microbatch(run)
     reduce = _reduce(whole, tp)
     return [
         _layer_norm("input_layernorm", run),
@@ -196,7 +206,7 @@ def embedding_records(run: RunConfig, tp: int) -> list[Record]:
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     """Final layer norm, logits and loss (last stage); `tied`: the weight is the embedding's own tensor."""
     model, vocabulary = run.model, padded_vocab_size(run.model, tp) // tp
-    rows, whole = model.seq_length * run.batch.micro_batch_size, activation_bytes(run)
+    rows, whole = tokens_per_microbatch(run), activation_bytes(run)
     logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, whole, backward=_reduce(whole, tp))
     if tied:
         logits = Record(**{**vars(logits), "parameters": 0})
