@@ -15,7 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fugaku_megatron.logs import metrics
+from fugaku_megatron.logs.iteration import parse_log
+from fugaku_megatron.logs.metrics import parse_peak_memory
 from fugaku_megatron.logs.run_log import exact_seconds
 from fugaku_megatron.run.config import RunConfig, check
 
@@ -74,7 +75,7 @@ def run(job: Job) -> Measured:
     watch = noise.Watch(job.ranks * job.threads, children_seconds)
     done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
     others, lines = watch.others(), done.stdout.splitlines()
-    iterations, memory = metrics.parse_log(lines)[job.warm_up:], metrics.parse_peak_memory(lines)
+    iterations, memory = parse_log(lines)[job.warm_up:], parse_peak_memory(lines)
     if done.returncode or not iterations or memory is None:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
         raise RuntimeError(f"{' '.join(job.command())} ended with exit code {done.returncode} and said: {said}")

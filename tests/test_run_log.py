@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from fugaku_megatron.logs import run_log
-from fugaku_megatron.logs.metrics import parse_line
+from fugaku_megatron.logs.iteration import parse_line
 from fugaku_megatron.logs.run_log import Job, LogFile, LogReader, format_run, parse_run, read_log
 from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import parse

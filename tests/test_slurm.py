@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.jobs import slurm
-from fugaku_megatron.logs.metrics import parse_log
+from fugaku_megatron.logs.iteration import parse_log
 from tests.mpi import launch
 
 ROOT = Path(__file__).resolve().parents[1]

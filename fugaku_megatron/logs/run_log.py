@@ -20,7 +20,8 @@ from ..run import accounting
 from ..run.accounting import Layout
 from ..run.arguments import make_run
 from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, check
-from .metrics import IterationMetrics, parse_line, parse_peak_memory, parse_validation_line
+from .iteration import IterationMetrics, parse_line
+from .metrics import parse_peak_memory, parse_validation_line
 
 WARM_UP = 2  # iterations of a job that are not counted: memory is touched for the first time, caches and the arena fill
 _RUN = "run: "

@@ -13,6 +13,7 @@ import torch
 
 from ..host import allocator, runtime
 from ..host.profiler import Profiler
+from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
 from ..logs.plot import loss_curve
 from ..run import accounting
@@ -92,14 +93,14 @@ class Session:
         progress, output = trainer.progress, run.output
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
         printed = self.writer.printing and (progress.iteration % output.log_interval == 0 or progress.iteration == self.iterations)
-        self.writer.add(
-            progress.iteration, consumed_samples=progress.consumed_samples,
+        flops = accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size  # of this rank
+        self.writer.add(IterationMetrics(
+            progress.iteration, self.iterations, consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_samples * run.model.seq_length, elapsed_seconds=result.seconds,
             learning_rate=result.learning_rate, global_batch_size=result.global_batch_size, lm_loss=result.loss,
             loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
-            skipped=result.skipped, minor_faults=usage[0], system_seconds=usage[1],
-            clock_ghz=runtime.clock_ghz() if printed else None,
-            flops_per_rank=accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size)
+            skipped=int(result.skipped), tflops=flops / result.seconds / 1e12, minor_faults=usage[0], system_seconds=usage[1],
+            clock_ghz=runtime.clock_ghz() if printed else None))
         if progress.iteration == self.iterations:
             self.writer.flush()
 

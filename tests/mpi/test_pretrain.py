@@ -17,7 +17,7 @@ import pytest
 
 from fugaku_megatron.checkpoint.manifest import latest_iteration
 from fugaku_megatron.host import kernels
-from fugaku_megatron.logs.metrics import parse_log
+from fugaku_megatron.logs.iteration import parse_log
 from fugaku_megatron.run import accounting
 from fugaku_megatron.run.arguments import parse
 from tests.mpi import launch

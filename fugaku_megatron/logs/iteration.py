@@ -1,0 +1,148 @@
+"""The metrics of an iteration: one record, its log line (Megatron-DeepSpeed's) both ways, and the mean over a log interval.
+
+`IterationMetrics` is the one list of metrics: a field says how it is printed, under which TensorBoard tag it is written, and how a
+log interval is formed from its iterations. `format_line` prints a record, `parse_line` turns a line (ours or Megatron-DeepSpeed's)
+into a record again. Left out: where the lines go (metrics.py) and the formulas of FLOPs (the caller passes TFLOPs).
+Test: pytest tests/test_iteration.py
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+_HEAD = re.compile(r"\biteration\s+(\d+)/\s*(\d+) \|")
+
+# How the records of an interval's iterations become one value of its line: a function of the records and the field's name.
+Reduction = Callable[[Sequence["IterationMetrics"], str], Any]
+
+
+def _last(records: Sequence[IterationMetrics], name: str) -> Any:
+    return getattr(records[-1], name)
+
+
+def _total(records: Sequence[IterationMetrics], name: str) -> int:
+    return sum(getattr(record, name) for record in records)
+
+
+def _mean(records: Sequence[IterationMetrics], name: str) -> float | None:
+    values = [getattr(record, name) for record in records]
+    return None if None in values else sum(values) / len(values)
+
+
+def _rounded_mean(records: Sequence[IterationMetrics], name: str) -> int | None:
+    mean = _mean(records, name)
+    return None if mean is None else round(mean)
+
+
+def _mean_over_time(records: Sequence[IterationMetrics], name: str) -> float:
+    """The mean of a rate: iterations weigh as much as they take seconds."""
+    return sum(getattr(record, name) * record.elapsed_seconds for record in records) / _total(records, "elapsed_seconds")
+
+
+def _mean_of_updates(records: Sequence[IterationMetrics], name: str) -> float | None:
+    """The mean over the iterations that were not skipped; None when all of them were."""
+    values = [getattr(record, name) for record in records if not record.skipped]
+    return sum(values) / len(values) if values else None
+
+
+def _samples_per_second(records: Sequence[IterationMetrics], name: str) -> float:
+    return _total(records, "global_batch_size") / _total(records, "elapsed_seconds")
+
+
+def _nan_iterations(records: Sequence[IterationMetrics], name: str) -> int:
+    return sum(not math.isfinite(record.lm_loss) for record in records)
+
+
+def _metric(label: str, form: str, reduction: Reduction, tag: str | None = None, interval_tag: str | None = None) -> Any:
+    """A field of `IterationMetrics`, None by default.
+
+    label, form: name and format in the log line. tag: the TensorBoard tag (Megatron's) for the value of every iteration.
+    interval_tag: the tag for the value of every interval.
+    """
+    return field(default=None, metadata={"label": label, "form": form, "reduction": reduction, "tag": tag,
+                                         "interval_tag": interval_tag})
+
+
+@dataclass(frozen=True)
+class IterationMetrics:
+    """The metrics of one iteration, or of a log interval: one log line, in which fields that are None do not appear.
+
+    The fields stand in the order of the line: Megatron-DeepSpeed's, then our own. Seconds are per iteration, `tflops` is 10^12
+    operations per second and rank. `minor_faults` and `system_seconds` (per iteration) and `clock_ghz` (measured after the last
+    iteration) belong to the rank that prints. `nans` and `samples_per_second` follow from other fields: an iteration may leave
+    them out.
+    """
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int | None = _metric("consumed samples", "{:12d}", _last)
+    consumed_tokens: int | None = _metric("consumed tokens", "{:12d}", _last)
+    elapsed_seconds: float | None = _metric("elapsed time per iteration (s)", "{:.2f}", _mean, interval_tag="iteration-time")
+    learning_rate: float | None = _metric("learning rate", "{:.3E}", _last, "learning-rate")
+    global_batch_size: int | None = _metric("global batch size", "{:5d}", _last, "batch-size")
+    lm_loss: float | None = _metric("lm loss", "{:.6E}", _mean_of_updates, "lm loss")
+    loss_scale: float | None = _metric("loss scale", "{:.1f}", _last, "loss-scale")
+    grad_norm: float | None = _metric("grad norm", "{:.3f}", _last, "grad-norm")
+    num_zeros: float | None = _metric("num zeros", "{:.1f}", _last, "num-zeros")
+    params_norm: float | None = _metric("params norm", "{:.3f}", _last, "params-norm")
+    skipped: int | None = _metric("number of skipped iterations", "{:3d}", _total)
+    nans: int | None = _metric("number of nan iterations", "{:3d}", _nan_iterations)
+    samples_per_second: float | None = _metric("samples per second", "{:.3f}", _samples_per_second)
+    tflops: float | None = _metric("TFLOPs", "{:.2f}", _mean_over_time, interval_tag="throughput")
+    minor_faults: int | None = _metric("minor faults", "{:d}", _rounded_mean)
+    system_seconds: float | None = _metric("system time (s)", "{:.3f}", _mean)
+    clock_ghz: float | None = _metric("clock (GHz)", "{:.2f}", _last)
+
+    @classmethod
+    def from_interval(cls, records: Sequence[IterationMetrics]) -> IterationMetrics:
+        """The metrics of an interval from those of its iterations, at least one, in order."""
+        values = {name: metadata["reduction"](records, name) for name, metadata in METRICS}
+        return cls(records[-1].iteration, records[-1].train_iters, **values)
+
+    def format_line(self) -> str:
+        """The line as Megatron-DeepSpeed prints it; fields that are None are left out."""
+        parts = [f" iteration {self.iteration:8d}/{self.train_iters:8d} |"]
+        for name, metadata in METRICS:
+            value = getattr(self, name)
+            if value is not None:
+                parts.append(f" {metadata['label']}: {metadata['form'].format(value)} |")
+        return "".join(parts)
+
+
+METRICS = tuple((f.name, f.metadata) for f in fields(IterationMetrics) if f.metadata)  # (field, what `_metric` says of it)
+
+
+def parse_line(line: str) -> IterationMetrics:
+    """The inverse of `format_line`. Passes over a prefix (rank, time) and unknown fields; reads milliseconds too.
+
+    Raises ValueError if it is no log line or a number cannot be read.
+    """
+    head = _HEAD.search(line)
+    if head is None:
+        raise ValueError(f"not a log line of an iteration: {line.strip()[:80]!r}")
+    pairs = (part.rpartition(":") for part in line[head.end():].split("|"))
+    texts = {name.strip(): value.strip() for name, _, value in pairs}
+    if "elapsed time per iteration (ms)" in texts:
+        texts["elapsed time per iteration (s)"] = str(float(texts["elapsed time per iteration (ms)"]) / 1000)
+    values: dict[str, Any] = {}
+    for name, metadata in METRICS:
+        label, form = metadata["label"], metadata["form"]
+        if label in texts:
+            values[name] = _number(texts[label], int if form.endswith("d}") else float, label)
+    return IterationMetrics(iteration=int(head[1]), train_iters=int(head[2]), **values)
+
+
+def parse_log(lines: Iterable[str]) -> list[IterationMetrics]:
+    """The iterations of a whole log, other lines passed over."""
+    return [parse_line(line) for line in lines if _HEAD.search(line)]
+
+
+def _number(text: str, kind: type, name: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{name}: {text!r} is not a number") from None
