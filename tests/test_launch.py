@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fugaku_megatron.comm import launch
+from fugaku_megatron.comm import launch, launcher
 from fugaku_megatron.comm.agreement import everywhere
 from fugaku_megatron.comm.launch import describe, init, run_or_abort
 from fugaku_megatron.comm.local import DryComm
@@ -17,7 +17,7 @@ from fugaku_megatron.comm.local import DryComm
 @pytest.fixture
 def alone(monkeypatch):
     """No launcher around these tests, and no MPI in this process."""
-    for name in (*launch.SIZES, *launch.RANKS):
+    for name in (*launcher.SIZES, *launcher.RANKS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
 
@@ -61,26 +61,26 @@ def test_a_bug_shows_its_traceback(capsys):
     assert text.startswith("rank 0: Traceback") and text.endswith("KeyError: 'lost'\n") and "in main" in text
 
 
-@pytest.mark.parametrize("rank, error, least, most", [
+@pytest.mark.parametrize("rank, error, shortest, longest", [
     (0, ValueError("x"), 0.0, 0.2), (0, marked(ValueError("x")), 0.0, 0.2),
     (1, ValueError("x"), 0.3, 0.6), (1, marked(ValueError("x")), 0.7, 1.2), (1, marked(SystemExit(2)), 0.7, 1.2),
 ])
-def test_other_ranks_leave_the_report_to_rank_0(rank, error, least, most, monkeypatch):
+def test_other_ranks_leave_the_report_to_rank_0(rank, error, shortest, longest, monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.3)
-    monkeypatch.setattr(launch, "GRACE_EVERYWHERE", 0.7)
-    assert least <= end(error, rank)[1] < most
+    monkeypatch.setattr(launcher, "GRACE_EVERYWHERE", 0.7)
+    assert shortest <= end(error, rank)[1] < longest
 
 
-@pytest.mark.parametrize("read_after, least, most", [(0.3, 0.3, 0.8), (None, 1.0, 1.6)])
-def test_the_end_waits_for_the_reader_of_the_report(read_after, least, most):
+@pytest.mark.parametrize("read_after, shortest, longest", [(0.3, 0.3, 0.8), (None, 1.0, 1.6)])
+def test_the_end_waits_for_the_reader_of_the_report(read_after, shortest, longest):
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader) as other_end:
         print("the report", file=stream, flush=True)
         if read_after:
             threading.Timer(read_after, other_end.readline).start()
         begin = time.monotonic()
-        launch._wait_until_read(stream, limit=1.0)
-        assert least <= time.monotonic() - begin < most
+        launcher.wait_until_read(stream, limit=1.0)
+        assert shortest <= time.monotonic() - begin < longest
 
 
 def test_a_normal_exit_is_left_alone():
@@ -94,7 +94,7 @@ def test_one_process_needs_no_mpi(alone):
     assert (world.rank, world.size, describe(world)) == (0, 1, "no MPI, 1 rank(s)")
 
 
-@pytest.mark.parametrize("variable", launch.SIZES)
+@pytest.mark.parametrize("variable", launcher.SIZES)
 def test_several_processes_need_mpi(alone, variable, monkeypatch):
     monkeypatch.setenv(variable, "1")
     assert init().size == 1
@@ -103,9 +103,20 @@ def test_several_processes_need_mpi(alone, variable, monkeypatch):
         init()
 
 
-def test_importing_loads_no_mpi():
-    program = "import sys, fugaku_megatron.comm.launch; sys.exit('mpi4py' in sys.modules)"
+@pytest.mark.parametrize("module, absent", [("launch", {"mpi4py"}), ("launcher", {"mpi4py", "torch"})])
+def test_importing_loads_no_mpi(module, absent):
+    program = f"import sys, fugaku_megatron.comm.{module}; sys.exit(bool({absent} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_one_process_reports_what_fails_everywhere(alone, monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "GRACE_EVERYWHERE", 0.3)
+    launcher.report_everywhere("no such flag")
+    assert capsys.readouterr().err == "no such flag\n"
+    monkeypatch.setenv("PMI_RANK", "1")
+    begin = time.monotonic()
+    launcher.report_everywhere("no such flag")
+    assert capsys.readouterr().err == "" and time.monotonic() - begin >= 0.3
 
 
 def test_a_bug_in_a_thread_ends_the_process():

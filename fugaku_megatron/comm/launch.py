@@ -10,32 +10,21 @@ Left out: signals and the watchdog. Test: pytest tests/test_launch.py tests/mpi
 
 from __future__ import annotations
 
-import array
-import fcntl
 import os
-import stat
 import sys
-import termios
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, TextIO, TypeVar
+from typing import NoReturn, TypeVar
 
+from . import launcher
 from .base import Comm
 from .local import DryComm
 from .mpi import MPIComm, mpi_world
 
 T = TypeVar("T")
 GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause
-GRACE_EVERYWHERE = 10.0  # s, where rank 0 is known to fail as well
-SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # what launchers tell their processes
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
-def _told(names: tuple[str, ...], default: int) -> tuple[str, int]:
-    """The first of these variables that is set, and its value."""
-    return next(((name, int(os.environ[name])) for name in names if name in os.environ), ("", default))
 
 
 def init() -> Comm:
@@ -45,7 +34,7 @@ def init() -> Comm:
     launcher started several processes but MPI is missing, or is another MPI than the launcher's, in which case each
     process would take itself for the whole world.
     """
-    name, started = _told(SIZES, 1)
+    name, started = launcher.processes()
     try:
         world = mpi_world()
     except (ImportError, RuntimeError) as error:  # mpi4py is missing; mpi4py finds no MPI library
@@ -111,33 +100,18 @@ def _thread_failed(failed: threading.ExceptHookArgs, comm: Comm | None) -> None:
 
 
 def _end(error: BaseException, comm: Comm | None) -> NoReturn:
-    rank = comm.rank if comm else _told(RANKS, 0)[1]
+    rank = comm.rank if comm else launcher.rank()
     code, text = _report(error)
     if rank:
-        time.sleep(GRACE_EVERYWHERE if comm and getattr(error, "everywhere", False) else GRACE)
+        time.sleep(launcher.GRACE_EVERYWHERE if comm and getattr(error, "everywhere", False) else GRACE)
     if text and (comm or not rank):  # without MPI all processes fail alike, and none can end the others
         print(f"rank {rank}: {text}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    _wait_until_read(sys.stderr)
+    launcher.wait_until_read(sys.stderr)
     if comm:
         comm.abort(code)
     os._exit(code)
-
-
-def _wait_until_read(stream: TextIO, limit: float = 2.0) -> None:
-    """Wait until the launcher has read the pipe behind `stream`, at most `limit` seconds.
-
-    MPICH's launcher drops what it has not read when the abort arrives: without this, 3 of 60 reports were lost.
-    """
-    try:
-        pipe = stream.fileno()
-        unread, end = array.array("i", [1]), time.monotonic() + limit
-        while stat.S_ISFIFO(os.fstat(pipe).st_mode) and unread[0] and time.monotonic() < end:
-            time.sleep(0.01)
-            fcntl.ioctl(pipe, termios.FIONREAD, unread)
-    except (OSError, ValueError):  # not a file, or a system without FIONREAD
-        pass
 
 
 def _report(error: BaseException) -> tuple[int, str]:
