@@ -10,7 +10,8 @@ from fugaku_megatron.comm.autograd import (
     reduce_from_tensor_parallel,
     scatter_to_tensor_parallel,
 )
-from fugaku_megatron.comm.local import DryComm, RecordingComm, ThreadWorld
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.recording import RecordingComm
 
 MAPPINGS = (
     copy_to_tensor_parallel, reduce_from_tensor_parallel, gather_from_tensor_parallel, scatter_to_tensor_parallel,
@@ -34,13 +35,13 @@ def test_a_parallel_mlp_equals_the_whole_one(size, inplace):
     whole.sum().backward()
 
     def fn(comm):
-        mine = x.detach().clone().requires_grad_()
+        own = x.detach().clone().requires_grad_()
         up = first.detach().chunk(comm.size, 1)[comm.rank].clone().requires_grad_()  # column parallel
         down = second.detach().chunk(comm.size, 0)[comm.rank].clone().requires_grad_()  # row parallel
-        part = torch.tanh(copy_to_tensor_parallel(mine, comm) @ up) @ down
+        part = torch.tanh(copy_to_tensor_parallel(own, comm) @ up) @ down
         out = reduce_from_tensor_parallel(part, comm, inplace=inplace).sin()
         out.sum().backward()
-        return out.detach(), mine.grad, up.grad, down.grad
+        return out.detach(), own.grad, up.grad, down.grad
 
     for rank, (out, dx, dup, ddown) in enumerate(ThreadWorld(size).run(fn)):
         torch.testing.assert_close(out, whole.detach())

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fugaku_megatron.comm.local import DryComm, RecordingComm, ThreadWorld
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.recording import RecordingComm
 from fugaku_megatron.nn import layers, ops
 from fugaku_megatron.training.optim import FlatParameters
 from fugaku_megatron.training.train import Trainer

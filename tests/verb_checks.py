@@ -14,13 +14,13 @@ import torch
 
 from fugaku_megatron.comm import mpi
 from fugaku_megatron.comm.launch import describe, run_or_abort
-from fugaku_megatron.comm.tensors import DTYPES, HALF
+from fugaku_megatron.comm.tensors import COMM_DTYPES, HALF
 
 LENGTHS = (0, 1, 5, 64, 1003)
 
 
 def values(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` contributes; any rank can compute it."""
+    """What `rank` contributes, (n,); any rank can compute it."""
     generator = torch.Generator().manual_seed(1000 * rank + n)
     high = 2 if dtype == torch.bool else 20
     return torch.randint(0, high, (n,), generator=generator).to(dtype)
@@ -44,7 +44,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def all_reduce(comm):
-    for dtype in DTYPES:
+    for dtype in COMM_DTYPES:
         for n in LENGTHS:
             for op in ("sum", "max", "min"):
                 tensor = values(comm.rank, n, dtype)
@@ -70,7 +70,7 @@ def half_sums_round_once(comm):
 
 
 def all_gather(comm):
-    for dtype in DTYPES:
+    for dtype in COMM_DTYPES:
         for n in LENGTHS:
             output = torch.zeros(comm.size * n, dtype=dtype)
             assert comm.all_gather(output, values(comm.rank, n, dtype)) is output
@@ -78,7 +78,7 @@ def all_gather(comm):
 
 
 def all_gather_in_place(comm):
-    for dtype in DTYPES:
+    for dtype in COMM_DTYPES:
         output = torch.zeros(comm.size, 5, dtype=dtype)
         output[comm.rank] = values(comm.rank, 5, dtype)
         comm.all_gather(output, output[comm.rank])
@@ -86,28 +86,28 @@ def all_gather_in_place(comm):
 
 
 def reduce_scatter(comm):
-    for dtype in DTYPES:
+    for dtype in COMM_DTYPES:
         for n in LENGTHS:
             everyone = stacked(comm.size, comm.size * n, dtype)
-            given = values(comm.rank, comm.size * n, dtype)
+            whole = values(comm.rank, comm.size * n, dtype)
             output = torch.zeros(n, dtype=dtype)
-            assert comm.reduce_scatter(output, given) is output
+            assert comm.reduce_scatter(output, whole) is output
             same(output, expected(everyone, "sum").view(comm.size, n)[comm.rank])
-            same(given, everyone[comm.rank])
+            same(whole, everyone[comm.rank])
 
 
 def reduce_scatter_in_place(comm):
-    for dtype in DTYPES:
+    for dtype in COMM_DTYPES:
         everyone = stacked(comm.size, comm.size * 6, dtype)
         want = everyone[comm.rank].clone().view(comm.size, 6)
         want[comm.rank] = expected(everyone, "sum").view(comm.size, 6)[comm.rank]
-        given = everyone[comm.rank].clone().view(comm.size, 6)
-        comm.reduce_scatter(given[comm.rank], given)
-        same(given, want)
+        whole = everyone[comm.rank].clone().view(comm.size, 6)
+        comm.reduce_scatter(whole[comm.rank], whole)
+        same(whole, want)
 
 
 def broadcast(comm):
-    for dtype in DTYPES:
+    for dtype in COMM_DTYPES:
         for root in range(comm.size):
             for n in LENGTHS:
                 tensor = values(comm.rank, n, dtype)
@@ -117,7 +117,7 @@ def broadcast(comm):
 
 def send_and_recv(comm):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for dtype in DTYPES if comm.size > 1 else ():
+    for dtype in COMM_DTYPES if comm.size > 1 else ():
         for n in LENGTHS:
             for rank in range(comm.size):  # one sender at a time: a blocking ring would wait for itself
                 if comm.rank == rank:
@@ -141,12 +141,12 @@ def messages_match_by_tag_and_order(comm):
 
 
 def objects(comm):
-    mine = {"rank": comm.rank}
+    own = {"rank": comm.rank}
     everyone = [{"rank": rank} for rank in range(comm.size)]
-    assert comm.all_gather_object(mine) == everyone
+    assert comm.all_gather_object(own) == everyone
     for root in range(comm.size):
-        assert comm.broadcast_object(mine, root) == everyone[root]
-        assert comm.gather_object(mine, root) == (everyone if comm.rank == root else None)
+        assert comm.broadcast_object(own, root) == everyone[root]
+        assert comm.gather_object(own, root) == (everyone if comm.rank == root else None)
 
 
 def split(comm):
@@ -189,7 +189,7 @@ def large_all_reduce(comm, n, dtype):
 
 
 def large_shards(comm, n, dtype):
-    """n elements a rank: gathered into p * n, and those reduced to n again."""
+    """n elements per rank: gathered into p * n, and those reduced to n again."""
     output = torch.empty(comm.size, n, dtype=dtype)
     comm.all_gather(output, filled(n, comm.rank + 1, dtype, comm.rank + 5))
     for rank in range(comm.size):

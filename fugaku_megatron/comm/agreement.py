@@ -1,7 +1,7 @@
 """Work that fails on all ranks or on none: errors are gathered, and every rank raises the first failing rank's message.
 
-A rank that raised alone would leave the others waiting in their next collective for ever. For set-up, files and checks,
-not for the step.
+If one rank alone raised an exception, the others would wait in their next collective for ever. For set-up, files and checks, not
+for the step.
 Test: pytest tests/test_agreement.py
 """
 
@@ -16,10 +16,10 @@ from .base import Comm
 
 @contextmanager
 def everywhere() -> Iterator[None]:
-    """Mark mistakes that every rank finds alike (flags, sizes), so that only rank 0 reports them.
+    """Mark mistakes that every rank finds by itself (flags, sizes), so that only rank 0 reports them.
 
-    The ValueErrors and SystemExits that leave this block carry the mark. No communication is needed, so it works
-    before MPI is initialised: see `launch.run_or_abort`.
+    The ValueErrors and SystemExits that leave this block carry the mark. It needs no communication, so it works before
+    MPI is initialised: see `comm.launch.run_or_abort`.
     """
     try:
         yield
@@ -32,13 +32,13 @@ def agree(comm: Comm, work: Callable[[], Any], prefix: str = "", hint: Callable[
           name_rank: bool = True) -> list[Any] | None:
     """Run `work` on every rank. Returns the results in rank order on rank 0, None elsewhere. Collective.
 
-    If it raises anywhere, every rank raises ValueError: `prefix`, the first failing rank (unless `name_rank` is False), its
-    message, then what `hint` returns on rank 0.
+    If it raises on any rank, every rank raises ValueError. The message is `prefix`, the first failing rank (unless `name_rank`
+    is False), that rank's message, and what `hint` returns on rank 0.
     """
     result, cause = None, None
     try:
         result = work()
-    except Exception as error:  # of any kind: see the top of this file
+    except Exception as error:  # of any kind: no rank may raise alone
         cause = error
     gathered = comm.gather_object((result, None if cause is None else describe(cause)))
     failure = None
@@ -65,7 +65,7 @@ def on_root(comm: Comm | None, work: Callable[[], Any], prefix: str = "", hint: 
 
 
 def describe(error: Exception) -> str:
-    """One line that says what went wrong, never empty."""
+    """The error as one line, which is never empty."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = str(error)

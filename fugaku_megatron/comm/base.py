@@ -1,11 +1,14 @@
 """The verbs a parallel trainer needs, as a protocol on torch tensors.
 
-Implementations: `mpi.MPIComm` (real traffic), `local.ThreadComm` (ranks as threads), `local.DryComm` (no traffic) and
-`local.RecordingComm` (tallies bytes). What is left out: groups are built by `grid.Grid`, autograd lives in `autograd`.
+Implementations: `comm.mpi.MPIComm` (real traffic), `comm.local.ThreadComm` (ranks as threads), `comm.local.DryComm` (no traffic)
+and `comm.recording.RecordingComm` (counts the bytes that pass through another one). Left out: building groups (`comm.grid.Grid`)
+and autograd (`comm.autograd`).
 
-Conventions: tensors are contiguous; a communicator of size 1 is the identity; collectives are entered by every rank of
-the communicator in the same order (as in MPI). Types: float32/64, int32/64, uint8, bool, bfloat16, float16. A sum of
-bool is a logical or; sums of BF16 and FP16 are formed in FP32 in rank order and rounded once.
+Conventions: a tensor may have any shape and must be contiguous; only its number of elements n counts. A communicator of size 1 is
+the identity. Collectives are entered by every rank of the communicator in the same order, as in MPI. Types: float32/64, int32/64,
+uint8, bool, bfloat16, float16. A sum of bool is a logical or; sums of BF16 and FP16 are formed in FP32 in rank order and rounded
+once.
+Test: pytest tests/test_local.py tests/mpi
 """
 
 from __future__ import annotations
@@ -24,40 +27,43 @@ class Handle(Protocol):
 
 
 class Comm(Protocol):
-    """A communicator: `size` ranks numbered from 0, of which this process (or thread) is `rank`."""
+    """A communicator: `size` ranks numbered from 0, of which this process (or thread) is `rank`.
+
+    Shapes: where a verb gives (n,), a tensor of any shape with n elements serves as well; `tensor` and `output` have one dtype.
+    """
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce in place over all ranks (`op`: "sum", "max" or "min"); returns `tensor`."""
+        """Reduce `tensor` (any shape) in place over all ranks (`op`: "sum", "max" or "min") and return it."""
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Concatenate every rank's `tensor` in rank order into `output` (`size` times as many elements).
+        """Concatenate every rank's `tensor` (n,) in rank order into `output` (size * n,); returns `output`.
 
         `tensor` may be this rank's own part of `output`.
         """
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over ranks and keep this rank's 1/size part of it in `output`.
+        """Sum `tensor` (size * n,) over ranks and keep this rank's part of the sum in `output` (n,); returns `output`.
 
-        `output` may be that part of `tensor`; the other parts are left as they are.
+        `output` may be this rank's part of `tensor`; the other parts are left as they are.
         """
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Copy `root`'s values into `tensor` on every rank, in place."""
+        """Copy `root`'s values into `tensor` (any shape, the same on every rank), in place; returns `tensor`."""
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Blocking send to rank `dst`."""
+        """Blocking send of `tensor` (any shape) to rank `dst`."""
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
-        """Blocking receive from rank `src` into `tensor`."""
+        """Blocking receive from rank `src` into `tensor` (any shape with as many elements as were sent); returns `tensor`."""
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
-        """Start a send to rank `dst`."""
+        """Start a send of `tensor` (any shape) to rank `dst`."""
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
-        """Start a receive from rank `src` into `tensor`."""
+        """Start a receive from rank `src` into `tensor` (any shape with as many elements as were sent)."""
 
     def barrier(self) -> None:
         """Return when every rank has entered."""

@@ -1,6 +1,6 @@
 """The parallel layout: which ranks form the tensor, pipeline, data parallel and embedding groups.
 
-One reshape says it all: ranks 0 .. world-1 -> (dp, pp, tp), tp innermost, so that a tensor parallel group sits on
+The layout is one reshape, ranks 0 .. world-1 -> (dp, pp, tp), with tp innermost: a tensor parallel group consists of
 neighbouring ranks (one node, or one unit of a torus). Left out: placing ranks on nodes, which is the launcher's work.
 
 Test: pytest tests/test_grid.py
@@ -36,10 +36,10 @@ class Groups:
 
 
 def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
-    """The communicator of `ranks` (ranks of `comm`, in this order), which must hold the caller.
+    """The communicator of `ranks` (ranks of `comm`, in this order), which must include the caller.
 
-    Entered by every rank of `comm`, each with its own group of one partition. A communicator that has nobody to ask
-    (`local.DryComm`) builds the group itself; all others split, coloured by the group's first rank.
+    Entered by every rank of `comm`, each with its own group of one partition. A communicator without other ranks
+    (`comm.local.DryComm`) builds the group itself; all others split, with the group's first rank as the color.
     """
     own = getattr(comm, "subgroup", None)
     return own(ranks) if own else comm.split(color=ranks[0], key=ranks.index(comm.rank))
@@ -47,7 +47,7 @@ def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
 
 @dataclass(frozen=True)
 class Grid:
-    """`world_size` ranks as a (dp, pp, tp) grid; dp follows. Raises ValueError when tp * pp does not divide them."""
+    """`world_size` ranks as a (dp, pp, tp) grid; dp = world_size / (tp * pp). ValueError when that is no whole number."""
 
     world_size: int
     tp: int = 1

@@ -1,10 +1,10 @@
-"""Communicators that need no MPI: ranks as threads, ranks without traffic, and a recorder around any other.
+"""Communicators that need no MPI: ranks as threads of one process, and one rank without the others.
 
     ThreadWorld(4).run(fn, x)       -> [fn(comm, x) of rank 0, ..., of rank 3]; for tests of parallel code
     DryComm(rank, size)             one rank of a job of any size; for checking and costing a run in one process
-    record(groups), RecordingComm   the same groups, each tallying the calls and bytes that pass through (recording.py)
 
-Left out: speed. A ThreadComm reduces every tensor on every rank, in rank order, so that results are reproducible.
+Left out: speed. A ThreadComm reduces every tensor on every rank, in rank order, so that results are reproducible. Counting what
+passes through a communicator is in recording.py.
 Test: pytest tests/test_local.py
 """
 
@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from .base import Handle
-from .recording import RecordingComm, record
 from .tensors import OPS, check, rank_order_sum, rows
 
-__all__ = ["DryComm", "RecordingComm", "ThreadComm", "ThreadWorld", "record"]
 
 def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     if op == "sum":
@@ -33,7 +31,7 @@ def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 class _Done:
-    """The handle of an operation that is already complete."""
+    """The handle of an operation that is complete already."""
 
     def wait(self) -> None:
         pass
@@ -44,7 +42,7 @@ class _Broken(Exception):
 
 
 class _State:
-    """What the ranks of one ThreadWorld share: the failure flag and everything that has to be woken by it."""
+    """What the ranks of one ThreadWorld share: the failure flag, and every barrier and condition that a failure must wake."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -61,13 +59,13 @@ class _State:
 
 
 class _Shared:
-    """What the ranks of one communicator share: a slot a rank, a barrier, and the messages under way."""
+    """What the ranks of one communicator share: one slot per rank, a barrier, and the messages under way."""
 
     def __init__(self, state: _State, size: int) -> None:
         self.state = state
         self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
-        self.messages: dict[tuple, Tensor] = {}  # (src, dst, tag, n-th of these)
+        self.messages: dict[tuple, Tensor] = {}  # key: (src, dst, tag, how many came before with these three)
         with state.changed:
             state.barriers.append(self.barrier)
             if state.failed:
@@ -85,7 +83,7 @@ class _Receive:
 
 
 class ThreadComm:
-    """One rank of a ThreadWorld. Sends are buffered; waiting longer than the time limit raises TimeoutError."""
+    """One rank of a ThreadWorld, a `comm.base.Comm`. Sends are buffered; a wait beyond the time limit raises TimeoutError."""
 
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
         self.rank, self.size, self._shared = rank, size, shared
@@ -105,7 +103,7 @@ class ThreadComm:
         raise TimeoutError(f"rank {self.rank} of {self.size} waited {self._shared.state.timeout} s in {what}") from None
 
     def _exchange(self, verb: str, value: Any, use: Callable[[list[Any]], Any]) -> Any:
-        """Show `value` to every rank, return use(all values): the tensors of others hold still while `use` runs."""
+        """Show `value` to every rank and return use(the values of all ranks); no rank changes its tensor while `use` runs."""
         slots = self._shared.slots
         slots[self.rank] = (verb, value)
         self._meet(verb)
@@ -194,8 +192,8 @@ class ThreadComm:
         return self._exchange("all_gather_object", obj, list)
 
     def split(self, color: int, key: int) -> ThreadComm:
-        asked = self._exchange("split", (color, key), list)
-        members = sorted((k, r) for r, (c, k) in enumerate(asked) if c == color)
+        pairs = self._exchange("split", (color, key), list)
+        members = sorted((k, r) for r, (c, k) in enumerate(pairs) if c == color)
         ranks = [rank for _, rank in members]
         shared = _Shared(self._shared.state, len(ranks)) if ranks[0] == self.rank else None
         shared = self._exchange("split", shared, lambda seen: seen[ranks[0]])
@@ -215,8 +213,8 @@ class ThreadWorld:
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call fn(comm, *args) on every rank; returns the results in rank order.
 
-        The exception of the lowest failing rank is raised again, with a note and the attribute `rank`; it wakes the
-        ranks that wait for the failed one.
+        When a rank fails, the ranks that wait for it are woken. The exception of the lowest failing rank is raised again, with
+        the attribute `rank` and a note that names it.
         """
         state = _State(self.timeout)
         shared = _Shared(state, self.size)
@@ -228,7 +226,7 @@ class ThreadWorld:
                 results[rank] = fn(ThreadComm(rank, self.size, shared), *args)
             except _Broken:
                 pass
-            except BaseException as error:  # also SystemExit and pytest's outcomes: the caller shall see them
+            except BaseException as error:  # also SystemExit and pytest's outcomes, which the caller must see
                 errors[rank] = error
                 state.fail()
 
@@ -250,10 +248,10 @@ def _raise_with_rank(rank: int, error: BaseException) -> None:
 
 
 class DryComm:
-    """Rank `rank` of `size` with nobody else there: no traffic, plausible values, any size at once.
+    """Rank `rank` of `size` without the other ranks, a `comm.base.Comm`: no traffic, plausible values, any size at once.
 
-    all_reduce and broadcast leave the tensor as it is, all_gather repeats the own part, reduce_scatter keeps the own
-    part, recv gives zeros. With size 1 this is exact: the communicator of a single process.
+    all_reduce and broadcast leave the tensor as it is, all_gather repeats this rank's part, reduce_scatter keeps this rank's
+    part, recv gives zeros. With size 1 the results are exact: it is the communicator of a single process.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -265,7 +263,7 @@ class DryComm:
         return check(tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        # clone: the own part may be a view of the output
+        # clone: this rank's part may be a view of the output
         rows(output, tensor, self.size).copy_(tensor.detach().clone().view(1, -1).expand(self.size, -1))
         return output
 
@@ -304,7 +302,7 @@ class DryComm:
         return [obj] * self.size
 
     def subgroup(self, ranks: Sequence[int]) -> DryComm:
-        """The communicator of `ranks`, which hold this rank; see `grid.subgroup`."""
+        """The communicator of `ranks`, which include this rank; see `comm.grid.subgroup`."""
         return DryComm(ranks.index(self.rank), len(ranks))
 
     def split(self, color: int, key: int) -> DryComm:

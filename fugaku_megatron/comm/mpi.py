@@ -1,12 +1,12 @@
-"""The communicator that moves real bytes, on mpi4py's buffer calls: no pickling and no copies of tensors.
+"""The communicator of real jobs, on mpi4py's buffer calls: no pickling and no copies of tensors.
 
-The only file that imports mpi4py, and only inside functions: importing this module needs no MPI installed.
-MPI has no BF16 or FP16. Data of these types travels as 16-bit integers; a sum is an all-to-all of the parts, a local
-sum in FP32 in rank order (exact in order, rounded once), and for all_reduce an all-gather of the results; max and min
-go through FP32. MPI counts are C ints: larger tensors travel in pieces of MAX_COUNT elements.
+This is the only file that imports mpi4py, and it does so inside functions: importing this module needs no MPI.
+MPI has no BF16 or FP16. Data of these types travels as 16-bit integers. Their sum is an all-to-all of the parts followed by a
+local sum in FP32, in rank order and rounded once; all_reduce then gathers the results. Their maximum and minimum are formed in
+FP32. MPI counts are C ints: larger tensors travel in pieces of MAX_COUNT elements.
 Left out: starting and ending a job (launch.py), groups (grid.py), progress threads.
 
-Shapes: p ranks, n elements a rank.
+Shapes: p ranks, n elements per rank.
 Test: pytest tests/mpi
 """
 
@@ -23,19 +23,19 @@ from torch import Tensor
 from .base import Handle
 from .tensors import HALF, OPS, check, rank_order_sum, rows
 
-MAX_COUNT = 2**30  # elements a call: below 2^31 - 1, the largest C int
-# Elements of a sum in one call, and at least so many for each rank. An MPI adds up in temporary memory as large as its message, and
-# malloc takes large memory from the system anew each time: 475 MB between two ranks take 0.18 s in one call, 0.05 s in 29.
+MAX_COUNT = 2**30  # elements per call: below 2^31 - 1, the largest C int
+# Elements of a sum per call, and the minimum of them for each rank. An MPI sums in temporary memory as large as its message, and
+# malloc requests large blocks from the system each time: 475 MB between two ranks take 0.18 s in one call, 0.05 s in 29.
 SUMMED, SUMMED_PER_RANK = 2**22, 2**16
-STAGE = 2**25  # elements received at once for a BF16/FP16 sum: bounds its extra memory to 64 MiB
-SMALL = 2**15  # elements up to which a BF16/FP16 all_reduce gathers everything in one call: latency counts, not bytes
+STAGE = 2**25  # elements received at once for a BF16/FP16 sum: limits its extra memory to 64 MiB
+SMALL = 2**15  # up to so many elements a BF16/FP16 all_reduce gathers everything in one call: latency matters, not bytes
 
 
 def mpi_world() -> MPIComm:
-    """MPI_COMM_WORLD, started with MPI_THREAD_MULTIPLE asked for. ImportError or RuntimeError when there is no MPI."""
+    """MPI_COMM_WORLD, after requesting MPI_THREAD_MULTIPLE. ImportError or RuntimeError when there is no MPI."""
     if int(os.environ.get("MPI_LOCALNRANKS", 1)) > len(os.sched_getaffinity(0)):
-        # More ranks than cores: MPICH's waiting ranks must let go of the core (measured: 8 ranks on 2 cores, 3 times faster).
-        # Open MPI's launcher sees to it by itself.
+        # More ranks than cores: MPICH's waiting ranks must yield the core (measured: 8 ranks on 2 cores, 3 times faster).
+        # Open MPI's launcher does this by itself.
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     import mpi4py
 
@@ -53,8 +53,9 @@ def _buffer(tensor: Tensor) -> np.ndarray:
     return (flat.view(torch.uint8) if flat.dtype == torch.bool else flat).numpy()
 
 
-def _pieces(flat: np.ndarray, most: int | None = None) -> Iterator[np.ndarray]:
-    size = min(MAX_COUNT, most or MAX_COUNT)
+def _pieces(flat: np.ndarray, limit: int = MAX_COUNT) -> Iterator[np.ndarray]:
+    """Consecutive parts of `flat`, none longer than `limit` and MAX_COUNT elements."""
+    size = min(MAX_COUNT, limit)
     for start in range(0, flat.size, size):
         yield flat[start : start + size]
 
@@ -77,7 +78,7 @@ class _Requests:
 
 
 class MPIComm:
-    """An mpi4py communicator as a `base.Comm`. MPI's errors are raised as mpi4py.MPI.Exception."""
+    """An mpi4py communicator as a `comm.base.Comm`. MPI's errors are raised as mpi4py.MPI.Exception."""
 
     def __init__(self, mpi_comm: Any) -> None:
         from mpi4py import MPI

@@ -1,13 +1,15 @@
-"""A communicator that tallies what passes through another one, so that `accounting` can be held to the truth.
+"""A communicator that counts what passes through another one; tests compare the formulas of `run/accounting.py` with it.
 
-Convention: the bytes of a call are the payload its caller hands over, numel * element_size of
+    record(groups)      the same groups, each counting its calls and bytes
+
+Convention: the bytes of a call are the payload that its caller passes, numel * element_size of
 
     all_reduce, broadcast, send, recv   the tensor
-    all_gather                          the own part (1 / size of the output)
+    all_gather                          this rank's part (1 / size of the output)
     reduce_scatter                      the whole input (size times the output)
 
-and 0 for barrier and the object verbs. isend counts as send and irecv as recv. This is not the traffic on the wire:
-a ring all-reduce of n bytes moves 2 (size - 1) / size * n bytes a rank, and BF16 sums travel in another way.
+and 0 for barrier and the object verbs. isend counts as send and irecv as recv. This is not the traffic on the wire: a ring
+all-reduce of n bytes moves 2 (size - 1) / size * n bytes per rank, and sums of BF16 travel as an all-to-all.
 
 Left out: timing. Test: pytest tests/test_local.py
 """
@@ -25,7 +27,10 @@ from .grid import Groups, subgroup
 
 
 class RecordingComm:
-    """`inner` with a log of (group name, verb, bytes), in the order of the calls; splits share the log."""
+    """The communicator `inner`, as a `comm.base.Comm`, with a log of (group name, verb, bytes) in the order of the calls.
+
+    Communicators that are split from it share the log.
+    """
 
     def __init__(self, inner: Comm, name: str = "world", log: list[tuple[str, str, int]] | None = None) -> None:
         self.inner, self.name = inner, name
@@ -86,7 +91,7 @@ class RecordingComm:
         return self._note("all_gather_object").all_gather_object(obj)
 
     def subgroup(self, ranks: Sequence[int]) -> RecordingComm:
-        """As `grid.subgroup` of the inner communicator, recorded under "<name>/subgroup"."""
+        """`comm.grid.subgroup` of the inner communicator, recorded under "<name>/subgroup"."""
         return RecordingComm(subgroup(self.inner, ranks), f"{self.name}/subgroup", self.log)
 
     def split(self, color: int, key: int) -> RecordingComm:

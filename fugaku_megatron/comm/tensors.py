@@ -1,4 +1,4 @@
-"""What the communicators ask of a tensor and how they sum: shared by `mpi` and `local`, so that both mean the same.
+"""What communicators require of a tensor and how they sum: shared by `comm.mpi` and `comm.local`, so that both agree.
 
 Left out: traffic. Test: pytest tests/test_local.py
 """
@@ -11,26 +11,29 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, *HALF)
+COMM_DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, *HALF)
 OPS = ("sum", "max", "min")
 
 
 def check(tensor: Tensor) -> Tensor:
-    """Assert what every verb asks of a tensor; returns it."""
+    """Assert that `tensor` (any shape) can be communicated: contiguous, of a known dtype. Returns it."""
     assert tensor.is_contiguous(), f"a communicated tensor must be contiguous: {tuple(tensor.shape)} {tensor.stride()}"
-    assert tensor.dtype in DTYPES, f"no communication of {tensor.dtype}"
+    assert tensor.dtype in COMM_DTYPES, f"no communication of {tensor.dtype}"
     return tensor
 
 
 def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
-    """View `whole` as (size, part.numel()), one row a rank; asserts that the two tensors fit."""
+    """`whole` (size * n elements, any shape) as a view (size, n), one row per rank of n elements as in `part`.
+
+    Asserts that both tensors have one dtype and that their sizes fit.
+    """
     assert check(whole).dtype == check(part).dtype, f"{whole.dtype} and {part.dtype}"
     assert whole.numel() == size * part.numel(), f"{whole.numel()} elements are not {size} x {part.numel()}"
     return whole.detach().view(size, part.numel())
 
 
 def rank_order_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum in the order given, BF16 and FP16 in FP32 (returned in FP32); bool is a logical or."""
+    """The sum of `parts` (any shape, the same for all), in their order. BF16 and FP16 are summed, and returned, in FP32."""
     first = parts[0].detach()
     total = first.float() if first.dtype in HALF else first.clone()
     for part in parts[1:]:

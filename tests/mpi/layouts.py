@@ -29,13 +29,13 @@ def train(world: Comm, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     return torch.tensor([(r.loss, r.grad_norm) for r in results], dtype=torch.float64), gradients
 
 
-def compare(found, expected) -> float:
+def compare(result, expected) -> float:
     """The largest relative difference of losses and norms; asserts 1e-5, also for gradients against their largest element."""
-    difference = ((found[0] - expected[0]).abs() / expected[0]).max().item()
+    difference = ((result[0] - expected[0]).abs() / expected[0]).max().item()
     assert difference <= 1e-5, difference
-    for name, gradient in found[1].items():
-        wanted = expected[1].get(name, expected[1]["embedding.word_embeddings.weight"])
-        assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+    for name, gradient in result[1].items():
+        reference = expected[1].get(name, expected[1]["embedding.word_embeddings.weight"])
+        assert (gradient - reference).abs().max() <= 1e-5 * reference.abs().max(), name
     return difference
 
 
@@ -45,8 +45,8 @@ def main(world: Comm) -> None:
     for name, (ranks, tp, pp) in SIZES.items():
         part = world.split(0 if world.rank < ranks else 1, world.rank)
         for variant in VARIANTS if world.rank < ranks <= world.size else ():
-            found = train(part, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
-            difference = compare(found, alone)
+            result = train(part, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
+            difference = compare(result, alone)
             if world.rank == 0:
                 print(f"ok {name} {variant} {difference:.1e}", flush=True)
     world.barrier()
