@@ -3,8 +3,8 @@
 The order of samples depends on no parallel layout. A "document" here is a sequence of the indexed file, as in
 Megatron-core (tools/preprocess_data.py writes one sequence a document). Left out: fill-in-the-middle, attention masks
 that stop at document ends.
-Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). Memory: a GPTDataset takes 12 bytes a sample and 4 bytes
-a document and epoch, beside the 20 bytes a document of its IndexedDataset.
+Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). Memory: a GPTDataset takes 12 bytes per sample and 4 bytes
+per document and epoch, besides the 20 bytes per document of its IndexedDataset.
 Test: pytest tests/test_dataset.py
 """
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ..comm.base import Comm
 
 SPLITS = ("train", "valid", "test")
-SEPARATE_LAST_EPOCH = 0.80  # Megatron's: a last epoch used for less than this share is shuffled apart from the others
+SEPARATE_LAST_EPOCH = 0.80  # Megatron's: a last epoch of which less than this share is used is shuffled by itself
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
-CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked at once; later ones as they are fetched
+CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
 
 
 class Dataset(Protocol):
@@ -60,8 +60,8 @@ class GPTDataset:
     """At least `num_samples` samples of seq_length + 1 tokens, cut across `documents` (ids of sequences) of `indexed`.
 
     As many epochs as `num_samples` needs are laid end to end (None: one). `name` ("train", ...) is for messages only.
-    With `vocab_size` the token ids of every sample are checked as it is fetched.
-    Raises ValueError for fewer tokens than one sample takes.
+    With `vocab_size` the token ids of a sample are checked when it is fetched.
+    Raises ValueError when there are fewer tokens than one sample takes.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GPTDataset:
     def _build(
         self, documents: np.ndarray, per_epoch: int, num_samples: int | None, seed: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The document, sample and shuffle index. A last epoch of which little is used keeps to itself."""
+        """The document, sample and shuffle index. A last epoch of which little is used is shuffled by itself."""
         s, epochs = self.seq_length, self.num_epochs
         without_last = ((epochs - 1) * per_epoch - 1) // s
         threshold = int(SEPARATE_LAST_EPOCH * ((per_epoch - 1) // s))
@@ -112,8 +112,8 @@ class GPTDataset:
     def __getitem__(self, index: int) -> Tensor:
         """Sample `index` of the shuffled order, int64 (s + 1,)."""
         _check_index(index, self)
-        place = int(self.shuffle_index[index])
-        (first, begin), (last, end) = self.sample_index[place : place + 2].tolist()
+        unshuffled = int(self.shuffle_index[index])
+        (first, begin), (last, end) = self.sample_index[unshuffled : unshuffled + 2].tolist()
         parts = []
         for i in range(first, last + 1):
             offset = begin if i == first else 0
@@ -137,9 +137,9 @@ def _normalize(weights: Sequence[float]) -> list[float]:
 
 
 class BlendedDataset:
-    """`num_samples` samples of several datasets, mixed so that any beginning of the order follows the `weights`.
+    """`num_samples` samples of several datasets, mixed so that the first n samples follow the `weights` for any n.
 
-    Raises ValueError for a weight that is not positive and for a dataset with fewer samples than the blend takes of it.
+    Raises ValueError for a weight that is not positive and for a dataset with fewer samples than the blend takes from it.
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], num_samples: int):
@@ -208,7 +208,7 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
 
 
 def _split_documents(num_documents: int, shares: Sequence[float], split: int) -> np.ndarray:
-    """Ids of the documents of train (0), valid (1) or test (2): neighbouring ranges with Megatron's rounding."""
+    """Ids of the documents of train (0), valid (1) or test (2): consecutive ranges with Megatron's rounding."""
     ends = [0.0, *accumulate(shares)]
     return np.arange(round(ends[split] * num_documents), round(ends[split + 1] * num_documents))
 
@@ -232,7 +232,7 @@ def build_datasets(
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
 
-    A dataset of which no samples are asked is None; so is valid or test if --split leaves it no documents.
+    A dataset with `num_samples` 0 is None; so is valid or test if --split leaves it no documents.
     With `comm` rank 0 alone reads the .idx files; all of its ranks must call. Raises ValueError on every rank.
     """
     prefixes, weights = parse_data_path(data_path)
@@ -259,7 +259,7 @@ def build_datasets(
 
 
 def _blend(parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] | None, num_samples: int) -> Dataset:
-    """The only part if it has no weight, else a blend of parts built a little above their shares."""
+    """The only part if there are no weights, else a blend of parts, each built with slightly more samples than its share."""
     if weights is None:
         return parts[0](num_samples=num_samples)
     targets = [math.ceil(math.ceil(num_samples * weight) * (1 + BLEND_SURPLUS)) for weight in _normalize(weights)]

