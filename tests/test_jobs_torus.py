@@ -26,7 +26,7 @@ def test_node_counts_without_a_shape_have_neighbours_with_one(nodes):
                                                   ((8, 6, 8), 1, 6, 8), ((4, 3, 4), 4, 1, 1), ((4, 6, 8), 2, 6, 4),
                                                   ((16, 24, 16), 2, 8, 32)])
 def test_the_map_read_back_keeps_tensor_groups_together(shape, ranks, tp, pp):
-    made = RankMap.of(shape, ranks, tp, pp)
+    made = RankMap.from_layout(shape, ranks, tp, pp)
     nodes = torus.read(made.lines().splitlines())
     torus.check_map(nodes, shape, ranks, tp, pp)
     for first in range(0, len(nodes), tp):
@@ -36,7 +36,7 @@ def test_the_map_read_back_keeps_tensor_groups_together(shape, ranks, tp, pp):
 
 @pytest.mark.parametrize("shape, ranks, tp, pp", [((4, 6, 4), 4, 8, 6), ((8, 6, 8), 1, 1, 8), ((8, 6, 8), 1, 4, 6)])
 def test_replicas_of_a_stage_fill_a_box(shape, ranks, tp, pp):
-    made = RankMap.of(shape, ranks, tp, pp)
+    made = RankMap.from_layout(shape, ranks, tp, pp)
     for stage in range(pp):
         for index in range(tp):
             group = {made.nodes[made.grid.rank(dp, stage, index)] for dp in range(made.grid.dp)}
@@ -44,13 +44,13 @@ def test_replicas_of_a_stage_fill_a_box(shape, ranks, tp, pp):
 
 
 def test_neighbours_are_close():
-    made = RankMap.of((8, 6, 8), 1, 1, 6)
+    made = RankMap.from_layout((8, 6, 8), 1, 1, 6)
     assert made.statistics()["dp"] == (1.0, 1)  # a snake through the box
     assert made.statistics()["tp"] == (0.0, 0)
 
 
 def test_a_broken_map_is_refused():
-    lines = RankMap.of((4, 6, 4), 1, 4, 1).lines().splitlines()
+    lines = RankMap.from_layout((4, 6, 4), 1, 4, 1).lines().splitlines()
     with pytest.raises(ValueError, match="has 95 lines for 96"):
         torus.check_map(torus.read(lines[:-1]), (4, 6, 4), 1, 4, 1)
     lines[0], lines[-1] = lines[-1], lines[0]
@@ -62,9 +62,9 @@ def test_a_broken_map_is_refused():
 
 def test_sizes_that_fit_nowhere_are_refused():
     with pytest.raises(ValueError, match="give 1, 2, 3, 4, 6, 12"):
-        RankMap.of((4, 6, 4), 1, 8, 1)
+        RankMap.from_layout((4, 6, 4), 1, 8, 1)
     with pytest.raises(ValueError, match="X and Z must be even"):
-        RankMap.of((3, 6, 4), 1, 1, 1)
+        RankMap.from_layout((3, 6, 4), 1, 1, 1)
 
 
 def test_command(capsys):

@@ -16,7 +16,7 @@ from fugaku_megatron.run.accounting import Layout
 
 def rank(machine: str = "a64fx", software: str = "torch1.10", nodes: int = 1, ranks_per_node: int = 1, ghz: float | None = None,
          **values: float) -> Rank:
-    system, parameters = System.of(machine, software, nodes, ranks_per_node, ghz), Parameters(**values)
+    system, parameters = System.from_names(machine, software, nodes, ranks_per_node, ghz), Parameters(**values)
     network = Network(machine=system.machine, parameters=parameters, layout=Layout(1, 1, 1, 1), ranks_per_node=ranks_per_node)
     return Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, precision="fp32",
                 nodes=nodes, ranks_per_node=ranks_per_node)
@@ -36,7 +36,7 @@ def test_per_cmg_ranks_have_a_better_curve():
 
 
 def test_thin_products_lose_by_their_operands_on_a_measured_curve():
-    published = rank(software="this")
+    published = rank(software="fugaku_megatron")
     measured = replace(published, machine=replace(published.machine, native={"call_us": 5.0}))
 
     def seconds(on: Rank, m: int, n: int, k: int) -> float:
@@ -52,7 +52,7 @@ def test_native_attention_is_half_a_square_and_forms_scores_again_in_the_backwar
     def seconds(s: int, backward: bool, **values: float) -> float:
         product = Product(m=64, n=s, k=s, count=12, attention=True, backward=backward)
         shares = {"attention_forward": 0.5, "attention_backward": 0.5, **values}
-        return rank(software="this", **shares).seconds(Work(products=(product,))).attention
+        return rank(software="fugaku_megatron", **shares).seconds(Work(products=(product,))).attention
 
     assert seconds(1024, False) == pytest.approx(0.5 * 2 * 12 * 64 * 1024**2 / 0.5 / 6.144e12)
     assert seconds(1024, True) == pytest.approx(1.25 * seconds(1024, False))
@@ -73,7 +73,7 @@ def test_sixteen_bits_gain_only_where_they_are_multiplied_as_such():
         fp32, fp16 = (replace(rank(machine, software, gemm_half=1.0), precision=p).seconds(product).gemm for p in ("fp32", "fp16"))
         return fp32 / fp16
 
-    assert gain("a64fx", "this") == gain("a64fx", "torch1.10") == 1.0
+    assert gain("a64fx", "fugaku_megatron") == gain("a64fx", "torch1.10") == 1.0
     assert gain("a100", "megatron-a100") == pytest.approx(16)
 
 

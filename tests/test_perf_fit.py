@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fugaku_megatron.perf import __main__ as door
+from fugaku_megatron import cli
 from fugaku_megatron.perf import fit
 from fugaku_megatron.perf.parameters import MEMORY_PRIORS, PRIORS, fitted
 
@@ -17,7 +17,8 @@ def start(group: str) -> dict[str, float]:
 def errors(group: str) -> dict[str, fit.Error]:
     rows = fit.time_rows(group)
     predicted = fit.seconds(fit.cases(rows), start(group))
-    return {name: fit.Error.of(name, [p for p, r in zip(predicted, rows) if part(r)], [r.seconds for r in rows if part(r)])
+    return {name: fit.Error.from_predictions(name, [p for p, r in zip(predicted, rows) if part(r)],
+                                             [r.seconds for r in rows if part(r)])
             for name, part in fit.SHOWN[group]}
 
 
@@ -50,7 +51,7 @@ def test_parts_left_out_of_the_fit_are_predicted(name, part):
 def test_memory_and_every_fate(group):
     values = {p.name: getattr(fitted(group).memory, p.name) for p in MEMORY_PRIORS[group]}
     rows = [r for r in fit.load() if r.machine == group and r.fit_memory]
-    assert fit.Error.of("", fit.mib(fit.cases(rows), values), [r.memory_mib for r in rows]).mean <= 0.12
+    assert fit.Error.from_predictions("", fit.mib(fit.cases(rows), values), [r.memory_mib for r in rows]).mean <= 0.12
     wrong, judged = fit.wrong_ooms(group, values)
     assert judged > 40 and wrong == []
 
@@ -75,7 +76,7 @@ def test_spearman_with_ties():
 def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fit, "PRIORS", {"a64fx": PRIORS["a64fx"]})
     monkeypatch.setattr(fit, "PARTS", {"a64fx": fit.PARTS["a64fx"][:1]})
-    assert door.run(["fit", "--output", str(tmp_path / "fitted.json")]) == 0
+    assert cli.main(["fit", "--output", str(tmp_path / "fitted.json")]) == 0
     said = capsys.readouterr().out
     assert "49 of 49 rows right" in said and "TP 6 from TP 4" in said
     data = fit.json.loads((tmp_path / "fitted.json").read_text())["a64fx"]

@@ -28,7 +28,7 @@ def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
 
 def test_this_project_is_counted_by_accounting():
     run, layout = gpt_124m(), Layout(1, 1, 1, 1)
-    used = memory.stage_mib(run, layout, 0, software.load("this"), 1, PLAIN)
+    used = memory.stage_mib(run, layout, 0, software.load("fugaku_megatron"), 1, PLAIN)
     assert used == pytest.approx(rank_memory.stage_memory(run, layout, 0, 1).total / MIB)
 
 

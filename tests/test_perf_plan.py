@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 
 import pytest
 
-from fugaku_megatron.perf import __main__ as door
+from fugaku_megatron import cli
 from fugaku_megatron.perf import explain, plan, search
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.perf.request import run_of, system_of
 from fugaku_megatron.run import accounting, arguments
 from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.command_line import Parser
 
 A100_181B = ("plan --machine a100 --nodes 48 --num-layers 72 --hidden-size 14336 --num-attention-heads 64 --seq-length 2048 "
              "--global-batch-size 2048 --vocab-size 250680 --bf16 --ramp-divisible --train-tokens 300e9")
 SEEDS_30B = ("plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 "
-             "--checkpoint-activations --software this --against torch1.10 --explain")
-SEEDS_124M = "plan --recipe 124m --nodes 1 --checkpoint-activations --software this --against torch1.10+tcmalloc --explain"
+             "--checkpoint-activations --software fugaku_megatron --against torch1.10 --explain")
+SEEDS_124M = ("plan --recipe 124m --nodes 1 --checkpoint-activations --software fugaku_megatron --against torch1.10+tcmalloc "
+              "--explain")
 
 
 def said(command: str, capsys) -> str:
-    assert door.run(shlex.split(command)) == 0
+    assert cli.main(shlex.split(command)) == 0
     return capsys.readouterr().out
 
 
@@ -87,7 +88,7 @@ def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
 
 
 def _parsed(command: str):
-    parser = door.arguments.Parser(prog="plan", allow_abbrev=False)
+    parser = Parser(prog="plan")
     plan.add_arguments(parser)
     return parser.parse_args(shlex.split(command)[1:])
 
@@ -142,9 +143,8 @@ def test_the_picture_file(tmp_path, capsys):
     ("plan --recipe 30b", "--nodes"),
     ("plan --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --nodes 2", "--global-batch-size must be given"),
     ("plam --nodes 1", "did you mean plan")])
-def test_mistakes_are_one_line(command, message, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["perf", *shlex.split(command)])
-    assert door.main() == 2
+def test_mistakes_are_one_line(command, message, capsys):
+    assert cli.main(shlex.split(command)) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
 

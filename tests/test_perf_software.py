@@ -19,7 +19,11 @@ def test_every_software_is_complete(name):
 
 def test_what_is_measured_and_what_is_a_model():
     assert software.load("torch1.10").measured and software.load("megatron-a100").measured
-    assert not software.load("this").measured
+    assert not software.load("fugaku_megatron").measured
+
+
+def test_this_is_an_alias_of_this_project():
+    assert software.load("this") == software.load("fugaku_megatron") and "this" not in software.names()
 
 
 def test_unknown_software_is_refused():

@@ -41,7 +41,7 @@ def test_products_are_accountings_flops(recompute, tp, pp):
 def test_our_recompute_leaves_out_what_nobody_reads():
     run = replace(gpt_124m(), training=TrainingConfig(recompute_granularity="full", recompute_num_layers=3))
     ours, eager = (work.layers_again(run, 1, accounting.recompute_groups(12, "uniform", 3), software.load(name))
-                   for name in ("this", "torch1.10"))
+                   for name in ("fugaku_megatron", "torch1.10"))
     fc2 = next(r for r in accounting.layer_records(run, 1) if r.name == "linear_fc2")
     assert flops(eager) - flops(ours) == 4 * fc2.flops_forward
 
@@ -59,12 +59,12 @@ def test_repeat_multiplies_everything():
 
 
 def test_native_attention_moves_no_scores():
-    native = software.load("this")
+    native = software.load("fugaku_megatron")
     assert work.phases(gpt_124m(), 1, native)["layer_forward"].moved < work.phases(gpt_124m(), 1, EAGER)["layer_forward"].moved / 5
 
 
 def test_native_logits_come_in_accountings_chunks():
-    run, native = gpt_124m(), software.load("this")
+    run, native = gpt_124m(), software.load("fugaku_megatron")
     rows = memory.logits_rows(run, Layout(1, 1, 1, 1))
     assert rows < run.model.seq_length
     for phase, of in (("head_forward", 1), ("head_backward", 2)):

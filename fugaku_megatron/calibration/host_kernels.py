@@ -84,7 +84,7 @@ def _step_seconds(run: RunConfig) -> float:
 
 def step_overhead() -> tuple[float, float]:
     """(us of an operator call, seconds of an iteration) apart from data: steps of two models too small for their data to count."""
-    code, points = software.load("this"), []
+    code, points = software.load(software.THIS_PROJECT), []
     for layers, microbatches in ((1, 1), (8, 8)):
         run = _tiny(layers, microbatches)
         layout = accounting.Layout.of(run, 1)

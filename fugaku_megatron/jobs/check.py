@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..perf import memory
+from ..perf import memory, software
 from ..perf.model import System, step
 from ..run.accounting import Layout
 from ..run.config import RunConfig
@@ -225,7 +225,7 @@ def _rank_map(asked: Asked, layout: Layout, tensor: int) -> Iterator[Problem]:
 
 def _cost(asked: Asked, run: RunConfig, layout: Layout, line: int) -> Iterator[Problem]:
     given = asked.script
-    system = System.of("a64fx", "this", asked.nodes, asked.ranks_per_node)
+    system = System.from_names("a64fx", software.THIS_PROJECT, asked.nodes, asked.ranks_per_node)
     fitted = system.software.fitted
     used = memory.peak_mib(run, layout, system.software, asked.nodes, fitted.memory)
     limit = memory.limit_mib(system.machine, system.software, asked.ranks_per_node)

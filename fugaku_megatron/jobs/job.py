@@ -12,7 +12,7 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..perf import plan_text, search
+from ..perf import plan_text, search, software
 from ..perf.model import System
 from ..perf.request import run_of
 from ..run import arguments, batches
@@ -90,7 +90,7 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
     groups, source = limits.resource_groups()
     group = _group(args, groups)
     shape = node_shape(args.nodes)
-    system = System.of("a64fx", "this", args.nodes, args.ranks_per_node, given.ghz, given.eco_state == 2)
+    system = System.from_names("a64fx", software.THIS_PROJECT, args.nodes, args.ranks_per_node, given.ghz, given.eco_state == 2)
     run = run_of(args, system, own, {"micro_batch_size": 1})
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: a layout is chosen for one batch")
     held = frozenset(name for name, value in vars(args).items() if value is not None and name not in own)
@@ -167,7 +167,7 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
 
 def rank_map(job: Job) -> torus.RankMap | None:
     """The map of a job with a torus."""
-    return torus.RankMap.of(job.shape, job.ranks_per_node, job.layout[1], job.layout[2]) if job.shape else None
+    return torus.RankMap.from_layout(job.shape, job.ranks_per_node, job.layout[1], job.layout[2]) if job.shape else None
 
 
 def hop_lines(made: torus.RankMap) -> list[str]:

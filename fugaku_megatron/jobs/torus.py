@@ -97,7 +97,7 @@ class RankMap:
     box: Shape
 
     @staticmethod
-    def of(shape: Shape, ranks_per_node: int, tp: int, pp: int) -> RankMap:
+    def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int) -> RankMap:
         """Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
         check(whole(shape), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
               "must be even, Y a multiple of 3")
@@ -181,7 +181,7 @@ def parse_shape(word: str) -> Shape:
 def main(argv: Sequence[str]) -> int:
     try:
         check(len(argv) == 4 and all(w.isdecimal() for w in argv[1:]), "give SHAPE RANKS_PER_NODE TP PP, such as 16x24x32 2 8 6")
-        made = RankMap.of(parse_shape(argv[0]), *map(int, argv[1:]))
+        made = RankMap.from_layout(parse_shape(argv[0]), *map(int, argv[1:]))
     except ValueError as error:
         print(f"fugaku_megatron.jobs.torus: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""A printed benchmark row beside what is computed for it: TFLOPs again from its time, and the model's time and memory.
+"""A printed benchmark row beside what is computed for it: TFLOPs recomputed from its time, and the modelled time and memory.
 
 Left out: the model (model.py), formulas (accounting.py). Test: pytest tests/test_perf_tables.py
 """
@@ -21,7 +21,7 @@ _STATUS_REMARKS = {"ran": "", "planned": "planned: model only", "oom": "out of m
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A row and what is computed for it. prediction: of model.predict_row, or None, and then `problem` says why there is none."""
+    """A row and what is computed for it. prediction: what model.predict_row returned; if None, `problem` says why."""
 
     row: Row
     prediction: Any
@@ -34,33 +34,33 @@ class Comparison:
 
     @property
     def model_tflops(self) -> float | None:
-        """TFLOPs per rank of the modelled time, by the row's own formula."""
+        """TFLOPs per rank that the modelled time gives by the formula the row's table used."""
         return None if self.prediction is None else recompute.tflops(self.row, self.prediction.seconds)
 
     @property
     def time_error_percent(self) -> float | None:
-        """Modelled against corrected time."""
+        """Difference of the modelled from the corrected time, in per cent of the latter; None where one of them is missing."""
         known = self.prediction is not None and self.row.seconds is not None
         return 100 * (self.prediction.seconds / self.row.seconds - 1) if known else None
 
     @property
     def memory_error_percent(self) -> float | None:
-        """Modelled against printed memory of the fullest rank, of runs that had enough."""
+        """Difference of the modelled from the printed memory of the rank that uses most, in per cent; None for runs that failed."""
         known = self.prediction is not None and self.row.memory_mib is not None and self.row.status == "ran"
         return 100 * (self.prediction.memory_mib_max / self.row.memory_mib - 1) if known else None
 
     def corrections(self) -> dict[str, str]:
-        """Column -> the cell as it should have been printed, of this row alone."""
+        """Column -> the cell as it should have been printed; only errata that name this row, not those of a whole table."""
         return {e.column: e.corrected for e in self.row.errata if e.line is not None and e.corrected}
 
     def remarks(self) -> list[str]:
-        """What happened to the row, and which errata speak of it alone."""
-        said = [_STATUS_REMARKS[self.row.status]]
+        """What happened to the run, and the ids of the errata that name this row."""
+        remarks = [_STATUS_REMARKS[self.row.status]]
         if self.prediction is not None and self.prediction.oom:
-            said.append("model: out of memory")
+            remarks.append("model: out of memory")
         if self.row.duplicate_of is not None:
-            said.append(f"as line {self.row.duplicate_of}")
-        return [part for part in said if part] + list(dict.fromkeys(e.id for e in self.row.errata if e.line is not None))
+            remarks.append(f"as line {self.row.duplicate_of}")
+        return [part for part in remarks if part] + list(dict.fromkeys(e.id for e in self.row.errata if e.line is not None))
 
 
 def predictor() -> Callable[[Row], Any] | None:

@@ -1,10 +1,11 @@
-"""Seconds of counted work on one rank: a roofline whose roofs are shares of the machine's, as the software reaches them.
+"""Seconds of counted work on one rank: a roofline model whose roofs are the shares of the machine's rates that software reaches.
 
-Time is matrix products + element-wise traffic + page faults + operator calls; nothing overlaps inside one rank.
-GEMM, CPU: peak x fraction x maximum / (1 + (half / n)^exponent), curves of square products. On published curves, which lose by the
-division among threads, n is the cube root of m n k; on those that calibrate measured, which lose by packing and moving operands
-that come from memory, n is the harmonic mean of the sides. GEMM, GPU: tiles of 256 x 128 in waves over the SMs, K / (K + half), and
-a slow path for sides that 8 does not divide.
+Time is the sum of matrix products, element-wise memory traffic, page faults and operator calls; nothing overlaps inside one rank.
+GEMM on a CPU runs at peak x fraction x maximum / (1 + (half / n)^exponent), a curve of square n x n x n products. For a product
+(m, n, k) the curve's n is the cube root of m n k on published curves, whose losses come from the division among threads; on curves
+that calibrate measured, whose losses come from packing and loading operands, it is the harmonic mean of the sides.
+GEMM on a GPU runs in tiles of 256 x 128 in waves over the SMs, with efficiency K / (K + half), and more slowly when a side is not a
+multiple of 8.
 Test: pytest tests/test_perf_cost.py
 """
 
@@ -22,13 +23,13 @@ from .software import Software
 from .work import Product, Work
 
 MMAP_BYTES = 32 << 20  # glibc: larger blocks always come from mmap and go back at once (M_MMAP_THRESHOLD's upper limit)
-TILES = ((256, 128), (128, 256))
-GPU_HALF_K = 600.0
+TILES = ((256, 128), (128, 256))  # rows x columns of a GPU's GEMM tile
+GPU_HALF_K = 600.0  # K at which a tile reaches half its rate, before the fitted factor gemm_half
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Time by cause."""
+    """Seconds by cause."""
 
     gemm: float = 0.0
     attention: float = 0.0
@@ -50,7 +51,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank's share of a node, and the software on it."""
+    """One rank's share of a node, and the software that runs on it."""
 
     machine: Machine
     software: Software
@@ -70,7 +71,7 @@ class Rank:
         return (self.parameters.old_torch if self.software.old_torch else 1.0) / self.machine.clock
 
     def seconds(self, work: Work) -> Seconds:
-        """Time of `work` by cause, collectives of the tensor-parallel group included."""
+        """Seconds of `work` by cause, collectives of the tensor-parallel group included."""
         gemm = sum(self._product(p) for p in work.products if not p.attention)
         attention = sum(self._product(p) for p in work.products if p.attention)
         reduce = sum(times * self.network.seconds(c.verb, c.group, c.bytes) for c, times in work.collectives)
@@ -79,16 +80,19 @@ class Rank:
         return seconds * self.machine.host_factor
 
     def traffic(self, bytes: float) -> float:
-        """Element-wise passes over `bytes`."""
+        """Seconds of element-wise operators that read and write `bytes` in total."""
         rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / self.ranks_per_node
         return bytes / rate * self._slowness
 
     def calls(self, count: float) -> float:
-        """Operator calls, apart from their data."""
+        """Seconds of `count` operator calls: dispatch and team start, without the data they work on."""
         return count * self.parameters.call_us * 1e-6 * self._slowness
 
     def _faults(self, allocations: Iterable[tuple[int, float]]) -> float:
-        """Zeroing the pages of every large block again, and undoing the network's registration of each block that goes."""
+        """Seconds to zero the pages of every large block again, and to undo the network's registration of each block that is freed.
+
+        allocations: (bytes of a block, how often it is allocated).
+        """
         kind, parameters = self.software.page_faults, self.parameters
         large = [(size, times) for size, times in allocations if size >= MMAP_BYTES]
         if kind == "none" or not large:
@@ -105,9 +109,9 @@ class Rank:
         return flops / (self._peak * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p)))
 
     def _attention(self, p: Product, flops: float) -> float:
-        """A kernel of its own: below the diagonal only, and in the backward the scores' products once more."""
+        """Seconds of a fused kernel, which computes the products below the diagonal only and, backward, the scores again."""
         name = "attention_backward" if p.backward else "attention_forward"
-        length = max(p.m, p.n, p.k)  # which of them it is depends on the product; heads are narrower
+        length = max(p.m, p.n, p.k)  # the sequence length: heads are narrower, and its position depends on the product
         share = getattr(self.parameters, name) / (1 + getattr(self.parameters, f"{name}_half") / length)
         if self.software.counts["causal"]:
             flops *= 0.5 * (accounting.ATTENTION_BACKWARD_SHARE / 2 if p.backward else 1.0)
@@ -115,7 +119,7 @@ class Rank:
 
     def _cpu(self, p: Product) -> float:
         curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
-        if self.software.measured_on(self.machine):  # what is moved over what is multiplied: 3 / n of a square product
+        if self.software.measured_on(self.machine):  # elements moved per multiplication: 3 / n for a square product
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)
@@ -128,7 +132,7 @@ class Rank:
         return fraction * (1.0 if p.n % 8 == 0 and p.k % 8 == 0 and p.m % 8 == 0 else self.parameters.unaligned)
 
     def _waves(self, p: Product, rows: int, columns: int) -> float:
-        """Useful share of the tiles that run: those at the edges are partly empty, and so is the last wave over the SMs."""
+        """Useful share of the tiles' work: tiles at the edges are partly empty, and so is the last wave over the SMs."""
         sms = self.machine.threads
         tiles = math.ceil(p.m / rows) * math.ceil(p.n / columns) * p.count
         return p.m * p.n * p.count / (math.ceil(tiles / sms) * sms * rows * columns)

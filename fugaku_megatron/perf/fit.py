@@ -1,6 +1,6 @@
-"""Fit the model's parameters to the published tables and print how well it does, on them and on parts left out of the fit.
+"""Fit the model's parameters to the published tables, and print its errors on them and on parts that were left out of the fit.
 
-Times and memory are fitted apart, one set of parameters for each group of software; values go to fitted.json with their intervals.
+Times and memory are fitted separately, one set of parameters for each group of software; fitted.json holds values and intervals.
 Run: python -m fugaku_megatron.perf fit   Test: pytest tests/test_perf_fit.py
 """
 
@@ -19,17 +19,17 @@ from ..published.rows import Row, load
 from ..run.accounting import Layout
 from ..run.outputs import check_file, writing
 from . import memory, model
-from .parameters import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters, fitted
+from .parameters import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters
 from .solve import Solution, Values, solve
 
-TIME_NOISE, MEMORY_NOISE = 0.06, 0.06  # standard deviations of one row's logarithm: campaigns differ by 5 to 13 %
-HEADS_TABLES = ("004.21", "004.22", "004.23", "004.24")  # vary the number of heads, not the layout
-OVERFULL = ("001.1", 24)  # "OOM after first epoch": it ran, and it did not fit
+TIME_NOISE, MEMORY_NOISE = 0.06, 0.06  # standard deviations of the logarithm of a row: campaigns differ by 5 to 13 %
+HEADS_TABLES = ("004.21", "004.22", "004.23", "004.24")  # tables that vary the number of heads, not the layout
+OVERFULL = ("001.1", 24)  # "OOM after first epoch": this run has a time, but ran out of memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """How far predictions are from a set of rows. inside: share of them between lower and upper, None where not asked."""
+    """Relative errors of the predictions for some rows. inside: share of the rows in the predicted band, None if not counted."""
 
     name: str
     rows: int
@@ -39,21 +39,21 @@ class Error:
     inside: float | None = None
 
     @staticmethod
-    def of(name: str, predicted: Sequence[float], observed: Sequence[float], inside: float | None = None) -> Error:
+    def from_predictions(name: str, predicted: Sequence[float], observed: Sequence[float], inside: float | None = None) -> Error:
         relative = np.asarray(predicted, float) / np.asarray(observed, float) - 1
         return Error(name=name, rows=len(relative), mean=float(np.abs(relative).mean()), worst=float(np.abs(relative).max()),
                      bias=float(relative.mean()), inside=inside)
 
 
 Case = tuple  # (run, layout, system)
-# group -> (name, rows that are judged, in sample)
+# group -> (name, rows) of the errors in sample
 SHOWN: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
     "a64fx": (("30B (document 001)", lambda r: r.document == "001"), ("124M (documents 000, 002)", lambda r: r.document != "001"),
               ("124M, PyTorch 1.7 (000)", lambda r: r.document == "000"), ("124M, tcmalloc (002)", lambda r: r.document == "002")),
     "a100": (("topology, micro-batch, TP (02-20 to 02-25)", lambda r: r.table.id not in HEADS_TABLES and r.notes >= "02-20"),
              ("number of heads (02-23, 02-24)", lambda r: r.table.id in HEADS_TABLES), ("all", lambda r: True)),
 }
-# group -> (name, rows that are left out of the fit and then predicted)
+# group -> (name, rows) of the parts that are left out of the fit and then predicted
 PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
     "a64fx": (("TP 6 from TP 4 (001.2)", lambda r: r.tp == 6),
               ("64-512 nodes from 1 (000)", lambda r: r.document == "000" and r.nodes > 1),
@@ -65,54 +65,57 @@ PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
-    """Each row as what `model.step` takes."""
-    found = []
+    """Each row as (run, layout, system), the arguments of `model.step`."""
+    result = []
     for row in rows:
         system = model.row_system(row)
         run = system.software.cut(row.run())
-        found.append((run, Layout.of(run, system.world_size), system))
-    return found
+        result.append((run, Layout.of(run, system.world_size), system))
+    return result
 
 
-def seconds(of: Sequence[Case], values: Values) -> list[float]:
-    return [model.step(*case, Parameters(**values)).seconds for case in of]
+def seconds(row_cases: Sequence[Case], values: Values) -> list[float]:
+    """Seconds per iteration of each case."""
+    return [model.step(*case, Parameters(**values)).seconds for case in row_cases]
 
 
 def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> Solution:
     """Parameters of a group from `rows`."""
-    of = cases(rows)
-    return solve(lambda values: seconds(of, values), [r.seconds for r in rows], PRIORS[group], TIME_NOISE, start)
+    row_cases = cases(rows)
+    return solve(lambda values: seconds(row_cases, values), [r.seconds for r in rows], PRIORS[group], TIME_NOISE, start)
 
 
-def mib(of: Sequence[Case], values: Values) -> list[float]:
-    """Peak memory of each case."""
+def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
+    """Peak memory of each case, in MiB."""
     parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
-    return [memory.peak_mib(run, layout, system.software, system.nodes, parameters) for run, layout, system in of]
+    return [memory.peak_mib(run, layout, system.software, system.nodes, parameters) for run, layout, system in row_cases]
 
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
-    of = cases(rows)
-    return solve(lambda values: mib(of, values), [r.memory_mib for r in rows], MEMORY_PRIORS[group], MEMORY_NOISE)
+    """Parameters of a group's memory from `rows`."""
+    row_cases = cases(rows)
+    return solve(lambda values: mib(row_cases, values), [r.memory_mib for r in rows], MEMORY_PRIORS[group], MEMORY_NOISE)
 
 
 def time_rows(group: str) -> list[Row]:
+    """The rows on which a group's times are fitted."""
     return [r for r in load() if r.machine == group and r.fit_time]
 
 
 def leave_out(group: str, name: str, part: Callable[[Row], bool], start: Values | None = None) -> Error:
-    """Fit without `part`, predict it."""
+    """Errors on the rows of `part` when the parameters are fitted to the other rows."""
     rows = time_rows(group)
     left, kept = [r for r in rows if part(r)], [r for r in rows if not part(r)]
     solution = fit_time(group, kept, start)
-    of = cases(left)
-    predicted = seconds(of, solution.values)
+    left_cases = cases(left)
+    predicted = seconds(left_cases, solution.values)
     noise = max(rms(solution.residuals), model.NOISE_FLOOR)
     parameters, names = Parameters(**solution.values), tuple(solution.values)
     inside = 0
-    for case, value, row in zip(of, predicted, left):
+    for case, value, row in zip(left_cases, predicted, left):
         width = model.BAND * model.deviation(case, parameters, names, solution.covariance, noise)
         inside += abs(np.log(row.seconds / value)) <= width
-    return Error.of(name, predicted, [r.seconds for r in left], inside / len(left))
+    return Error.from_predictions(name, predicted, [r.seconds for r in left], inside / len(left))
 
 
 def rms(residuals: np.ndarray) -> float:
@@ -128,14 +131,14 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
-    """(rows whose fate the memory model has wrong, rows judged)."""
+    """(rows for which the memory model is wrong about running out of memory, number of rows compared)."""
     rows = [r for r in load() if r.machine == group and (r.status in ("ran", "oom")) and not r.problem()]
-    of = cases(rows)
+    row_cases = cases(rows)
     wrong = []
-    for row, (_, _, system), used in zip(rows, of, mib(of, values)):
+    for row, (_, _, system), mib_used in zip(rows, row_cases, mib(row_cases, values)):
         fails = row.status == "oom" or (row.table.id, row.line) == OVERFULL
-        if fails != (used > memory.limit_mib(system.machine, system.software, system.ranks_per_node)):
-            wrong.append(f"{row.table.id} line {row.line} ({used:.0f} MiB)")
+        if fails != (mib_used > memory.limit_mib(system.machine, system.software, system.ranks_per_node)):
+            wrong.append(f"{row.table.id} line {row.line} ({mib_used:.0f} MiB)")
     return wrong, len(rows)
 
 
@@ -161,7 +164,7 @@ def make_report(group: str, start: Values | None = None) -> Report:
     time = fit_time(group, rows, start)
     predicted = seconds(cases(rows), time.values)
     pairs = list(zip(rows, predicted))
-    in_sample = tuple(Error.of(name, [p for r, p in pairs if part(r)], [r.seconds for r in rows if part(r)])
+    in_sample = tuple(Error.from_predictions(name, [p for r, p in pairs if part(r)], [r.seconds for r in rows if part(r)])
                       for name, part in SHOWN[group])
     first = SHOWN[group][0][1]
     used_rows = [r for r in load() if r.machine == group and r.fit_memory]
@@ -169,19 +172,20 @@ def make_report(group: str, start: Values | None = None) -> Report:
     wrong, judged = wrong_ooms(group, used.values)
     return Report(group=group, time=time, memory=used, in_sample=in_sample,
                   left_out=tuple(leave_out(group, name, part, time.values) for name, part in PARTS[group]),
-                  memory_error=Error.of("memory", mib(cases(used_rows), used.values), [r.memory_mib for r in used_rows]),
+                  memory_error=Error.from_predictions("memory", mib(cases(used_rows), used.values),
+                                                      [r.memory_mib for r in used_rows]),
                   wrong_ooms=tuple(wrong), oom_rows=judged,
                   spearman=spearman([p for r, p in pairs if first(r)], [r.seconds for r in rows if first(r)]),
                   ranges=_ranges(rows))
 
 
 def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    found = [model.facts(*case) for case in cases(rows)]
-    return {name: (min(f[name] for f in found), max(f[name] for f in found)) for name in found[0]}
+    facts = [model.facts(*case) for case in cases(rows)]
+    return {name: (min(fact[name] for fact in facts), max(fact[name] for fact in facts)) for name in facts[0]}
 
 
 def as_json(report: Report) -> dict:
-    """What goes into fitted.json."""
+    """The group's part of fitted.json."""
     def table(solution: Solution, priors: Sequence) -> dict:
         spread = np.sqrt(np.diag(solution.covariance))
         return {p.name: {"value": _short(v), "low": _short(v * np.exp(-1.645 * s)), "high": _short(v * np.exp(1.645 * s)),
@@ -200,7 +204,7 @@ def _short(value: float) -> float:
 
 
 def text(report: Report) -> str:
-    """Tables for the reader: parameters, errors."""
+    """The tables that are printed: parameters and errors."""
     lines = [f"\n{report.group}: parameters (9 of 10: low to high; prior)"]
     described = as_json(report)
     for kind, priors in (("parameters", PRIORS), ("memory", MEMORY_PRIORS)):
@@ -230,7 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Fit every group, print, write."""
+    """Fit every group, print the errors and write --output."""
     check_file("--output", args.output)
     data = {}
     for group in PRIORS:
@@ -240,6 +244,5 @@ def main(args: argparse.Namespace) -> int:
         data[group] = as_json(report)
     with writing("--output", args.output):
         args.output.write_text(json.dumps(data, indent=1) + "\n")
-    fitted.cache_clear()
     print(f"\nwrote {args.output}")
     return 0

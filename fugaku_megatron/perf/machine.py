@@ -1,6 +1,7 @@
-"""Machines as data: what the hardware can do at best, each constant with its source (machines/*.json).
+"""Machines as data: the best rates that the hardware offers, each constant with its source (machines/*.json).
 
-Nothing here is fitted to a training run; what software makes of a machine is in `software`. Unknown hardware is an error.
+Nothing here is fitted to a training run; the shares of these rates that software reaches are in `parameters`. Unknown hardware is
+an error, never a default. Units: GB/s are 10^9 bytes per second, GiB are 2^30 bytes, TFLOPs are 10^12 operations per second.
 Run: python -m fugaku_megatron.perf predict --machine a64fx ...   Test: pytest tests/test_perf_machine.py
 """
 
@@ -18,12 +19,12 @@ from ..run.config import check
 
 FOLDER = Path(__file__).parent / "machines"
 MIB, GIB, GB = 2**20, 2**30, 10**9
-OPTIONAL = ("native", "process_mib")  # constants that only perf calibrate knows
+OPTIONAL = ("native", "process_mib")  # constants that only a calibrated machine has
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCurve:
-    """Share of peak that a good library reaches on an n x n x n product: maximum / (1 + (half / n) ^ exponent)."""
+    """Share of peak that a good library reaches on an n x n x n product with `threads`: maximum / (1 + (half / n) ^ exponent)."""
 
     threads: int
     maximum: float
@@ -33,42 +34,42 @@ class GemmCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One node and the network that joins nodes; rates are of a whole node in its present mode."""
+    """One node and the network between nodes; rates are those of a whole node in its present clock and power mode."""
 
     name: str
     title: str
     kind: str  # cpu or gpu
-    units: int  # CMGs, sockets or GPUs of a node: what has memory of its own
+    units: int  # parts of a node with memory of their own: CMGs, sockets or GPUs
     threads: int  # threads of a node that compute; SMs of one GPU
     ranks_per_node: int  # the customary number
     nominal_ghz: float
     ghz: float
-    clocks_ghz: tuple[float, ...]  # those one can ask for
+    clocks_ghz: tuple[float, ...]  # those that a job can select
     clock_gain_limit: float  # a higher clock gains at most this factor
-    eco_fraction: float  # of peak that remains in eco mode (one of two pipes), 1 where there is none
-    peak_tflops: dict[str, float]  # FP32, BF16, FP16 at the nominal clock
+    eco_fraction: float  # share of peak that remains in eco mode (one of two pipes); 1 where there is no such mode
+    peak_tflops: dict[str, float]  # precision (fp32, bf16, fp16) -> peak at the nominal clock
     memory_gib: float  # usable by the job
-    stream_gbs: float
-    link_gbs: float  # node to node, one direction, one pair
-    injection_gbs: float  # all pairs of a node together
-    link_alpha_us: float
-    large_allreduce_gbs: float  # bytes of the vector / time
-    intra_gbs: float  # between ranks of a node, one direction
-    intra_alpha_us: float
+    stream_gbs: float  # STREAM triad
+    link_gbs: float  # between two ranks on two nodes, one direction
+    injection_gbs: float  # of all ranks of a node together, one direction
+    link_alpha_us: float  # latency between nodes
+    large_allreduce_gbs: float  # bytes of the vector over the time of its all-reduce
+    intra_gbs: float  # between two ranks of a node, one direction
+    intra_alpha_us: float  # latency inside a node
     gemm_curves: tuple[GemmCurve, ...]
-    host_factor: float  # time lost to a known fault of the machine's set-up, 1: none
-    sources: dict[str, str]
-    native: dict[str, float] = field(default_factory=dict)  # parameters.Parameters of software `this`, measured here
-    process_mib: float | None = None  # a rank of software `this` before it has tensors, measured here
+    host_factor: float  # factor on all times from a known fault of the machine's set-up; 1 where none is known
+    sources: dict[str, str]  # constant -> where its value comes from
+    native: dict[str, float] = field(default_factory=dict)  # fields of parameters.Parameters that calibrate measured here
+    process_mib: float | None = None  # MiB of a rank of this project before it has tensors, measured by calibrate
 
     @property
     def clock(self) -> float:
-        """Speed of what follows the clock, relative to the nominal one."""
+        """Speed of everything that scales with the clock, relative to the nominal clock."""
         return min(self.ghz / self.nominal_ghz, self.clock_gain_limit)
 
     @property
-    def most_ranks(self) -> int:
-        """What a node has for ranks: GPUs, or threads."""
+    def max_ranks(self) -> int:
+        """Ranks that a node can hold: one per GPU, or one per thread."""
         return self.units if self.kind == "gpu" else self.threads
 
     @property
@@ -76,7 +77,7 @@ class Machine:
         return self.memory_gib * GIB
 
     def gemm_curve(self, threads: int) -> GemmCurve:
-        """The published curve of the nearest team size."""
+        """The curve whose number of threads is nearest."""
         return min(self.gemm_curves, key=lambda c: abs(c.threads - threads))
 
     def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
@@ -89,14 +90,14 @@ class Machine:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The one line for a name that is not in a table."""
+    """The error for a name that is not in a table; it names the known ones and the nearest of them."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
     return ValueError(f"{kind} {name} is unknown: give one of {', '.join(known)}" + (f" (did you mean {near[0]}?)" if near else ""))
 
 
 def names() -> list[str]:
-    """The machines there is data for."""
+    """The machines that machines/ describes."""
     return sorted(p.stem for p in FOLDER.glob("*.json"))
 
 
@@ -121,18 +122,18 @@ def load(name: str) -> Machine:
 
 
 def _check_numbers(name: str, value: Any) -> None:
-    """Raises TypeError unless all in `value` are numbers above 0; latencies and what calibrate measures of kernels may be 0."""
+    """Raises TypeError unless all numbers in `value` are finite and above 0; latencies and measured kernel parameters may be 0."""
     if isinstance(value, (dict, list)):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             _check_numbers(f"{name} {key}", part)
     else:
-        least = 0.0 if name.startswith("native") or name.endswith("alpha_us") else math.nextafter(0.0, 1.0)
-        if not isinstance(value, (int, float)) or not least <= value < math.inf:
+        minimum = 0.0 if name.startswith("native") or name.endswith("alpha_us") else math.nextafter(0.0, 1.0)
+        if not isinstance(value, (int, float)) or not minimum <= value < math.inf:
             raise TypeError(f"{name} is {value!r}, not a number above 0")
 
 
 def from_data(name: str, data: dict[str, Any]) -> Machine:
-    """A machine from the contents of its file. Raises KeyError or TypeError for what is no description."""
+    """A machine from the contents of its file. Raises KeyError or TypeError when `data` does not describe a machine."""
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
     for key, value in values.items():

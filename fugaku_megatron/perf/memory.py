@@ -1,10 +1,11 @@
-"""Memory of one rank at the peak of a step, for each style of software.
+"""Memory of one rank at the peak of a step, for each style of software. Values are in bytes or, where the name says so, in MiB.
 
-This project's kernels keep what `fugaku_megatron.run.memory` counts. Eager PyTorch and Megatron on CUDA keep more: per
-layer, in elements of (s, b, h), 6 (two layer norms' inputs and outputs, two dropout masks), 12/t (qkv, context, two of width 4h)
-and 3 tensors of scores (softmax, its dropout's mask and output); with 2 bytes and byte masks this is equation 2 of Korthikanti et
-al., "Reducing Activation Recomputation in Large Transformer Models" (2022), sbh (10 + 24/t + 5 a s / (h t)). With full recompute a
-layer keeps its input alone, and one layer's activations are there while it is recomputed (table 2 there).
+This project's kernels keep what `fugaku_megatron.run.memory` counts. Eager PyTorch and Megatron on CUDA keep more. In units of one
+(s, b, h) tensor a layer keeps 6 (inputs and outputs of two layer norms, two dropout masks) and 12/t (qkv, context, two of width
+4h), and besides 3 tensors of scores (softmax, the mask and the output of its dropout). With 2-byte elements and byte masks this is
+equation 2 of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
+sbh (10 + 24/t + 5 a s / (h t)). With full recompute a layer keeps only its input, and one layer's activations exist while it is
+recomputed (table 2 of that paper).
 Left out: fragmentation beyond one factor. Test: pytest tests/test_perf_memory.py
 """
 
@@ -21,19 +22,22 @@ from .parameters import MemoryParameters
 from .software import Software
 from .work import tensors
 
-PEERS = 256  # common_tofu_max_fastmode_procs: peers that get a large receive buffer
+PEERS = 256  # peers that get a large receive buffer (common_tofu_max_fastmode_procs)
 
 
 @lru_cache(maxsize=4096)
 def kinds(run: RunConfig) -> tuple[int, ...]:
-    """For each stage the first one like it: as many layers, embedding, head. Of equals the first holds most micro-batches."""
+    """For each stage the first stage of its kind: the same number of layers, embedding and head.
+
+    Among stages of one kind the first holds the largest number of micro-batches, so it has the highest peak.
+    """
     split = accounting.pipeline_split(run)
-    alike = [(layers, stage == 0, stage == len(split) - 1) for stage, layers in enumerate(split)]
-    return tuple(map(alike.index, alike))
+    features = [(layers, stage == 0, stage == len(split) - 1) for stage, layers in enumerate(split)]
+    return tuple(map(features.index, features))
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> float:
-    """What one layer keeps for its backward in software that materialises scores."""
+    """Bytes that one layer keeps for its backward in software that materialises the attention scores."""
     sizes = tensors(run, tp)
     if run.precision.name == "fp32":
         return 6 * sizes["hidden"] + sizes["qkv"] + sizes["context"] + 2 * sizes["mlp"] + 3 * sizes["scores"]
@@ -41,35 +45,35 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> float:
 
 
 def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, parameters: MemoryParameters) -> float:
-    """Kept and working tensors of one stage, logits apart."""
+    """Bytes of the kept and temporary tensors of one stage, without the logits."""
     training, hidden, saved = run.training, tensors(run, layout.tp)["hidden"], layer_saved_bytes(run, layout.tp)
     layers = len(accounting.stage_layers(run, stage))
-    held = min(layout.pp - stage, microbatches)
+    in_flight = min(layout.pp - stage, microbatches)
     temporary = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         again = accounting.recomputed_layers(layers, training.recompute_method, training.recompute_num_layers)
         groups = accounting.recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
-        kept = held * (len(groups) * hidden + (layers - again) * saved)
+        kept_bytes = in_flight * (len(groups) * hidden + (layers - again) * saved)
         temporary += max(map(len, groups)) * saved
     elif training.recompute_granularity == "selective":
         scores = 3 * tensors(run, layout.tp)["scores"]
-        kept, temporary = held * layers * (saved - scores), temporary + scores
+        kept_bytes, temporary = in_flight * layers * (saved - scores), temporary + scores
     else:
-        kept = held * layers * saved
-    boundary = held * (parameters.in_flight if layout.pp > 1 else 0) * hidden
-    return parameters.activation * kept + boundary + parameters.working * temporary
+        kept_bytes = in_flight * layers * saved
+    boundary = in_flight * (parameters.in_flight if layout.pp > 1 else 0) * hidden
+    return parameters.activation * kept_bytes + boundary + parameters.working * temporary
 
 
 def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes: int, parameters: MemoryParameters) -> float:
-    """MiB of one rank of `stage`."""
+    """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers."""
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
     fixed += 0.0 if code.page_faults == "none" else parameters.glibc_mib
     if code.style == "native":
-        held = min(layout.pp - stage, microbatches)
-        return fixed + stage_memory(run, layout, stage, held).total / MIB
+        in_flight = min(layout.pp - stage, microbatches)
+        return fixed + stage_memory(run, layout, stage, in_flight).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
-    sharded = parameters.sharded_bytes / (layout.dp if run.parallel.zero_stage else 1)
+    sharded = parameters.sharded_bytes / accounting.zero_shards(run, layout)
     bytes = count * (parameters.state_bytes + sharded)
     bytes += _activations(run, layout, stage, microbatches, parameters)
     if stage == layout.pp - 1:
@@ -78,10 +82,10 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
 
 
 def peak_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:
-    """The fullest rank: the first stage holds most micro-batches, the last one the logits."""
+    """MiB of the rank that uses most. One stage of each kind is enough: the first holds most micro-batches, the last the logits."""
     return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in set(kinds(run)))
 
 
 def limit_mib(machine: Machine, code: Software, ranks_per_node: int) -> float:
-    """What a rank may use before it ends out of memory; a caching allocator first gives back what it only keeps."""
+    """MiB that a rank may use before it is out of memory; a caching allocator first returns what it holds unused (`reclaimed`)."""
     return machine.node_memory_bytes / MIB / ranks_per_node / (1 - code.counts["reclaimed"])

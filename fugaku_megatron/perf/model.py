@@ -1,6 +1,6 @@
-"""Seconds per iteration of a run on a machine: stages' costs, the schedule's critical path, and what happens once per iteration.
+"""Seconds per iteration of a run on a machine: the stages' costs, the schedule's critical path, and work done once per iteration.
 
-    predict(run, System.of("a64fx", "torch1.10", nodes=192)) -> Prediction
+    predict(run, System.from_names("a64fx", "torch1.10", nodes=192)) -> Prediction
     predict_row(row) -> Prediction                            for a row of the published tables
 
 Left out: input and output, evaluation, checkpoints. Test: pytest tests/test_perf_model.py
@@ -25,13 +25,13 @@ from .parameters import Parameters
 from .pipeline import makespan
 from .software import Software
 
-NOISE_FLOOR = 0.08  # campaigns of the same run differ by 5 to 13 %: no prediction of an unseen run can be closer
-BAND = 1.645  # standard deviations: nine of ten runs should lie between lower and upper
+NOISE_FLOOR = 0.08  # of a time's logarithm: campaigns of the same run differ by 5 to 13 %, so no prediction can be closer
+BAND = 1.645  # standard deviations on each side that hold nine of ten runs of a normal distribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """Where and with what a run is made."""
+    """The machine, the software and the number of nodes and ranks that a run uses."""
 
     machine: Machine
     software: Software
@@ -39,15 +39,15 @@ class System:
     ranks_per_node: int
 
     @staticmethod
-    def of(machine_name: str, software_name: str, nodes: int, ranks_per_node: int | None = None, ghz: float | None = None,
-           eco: bool = False) -> System:
-        """By name. Raises ValueError for unknown machines and software and for numbers that no node can have."""
-        found, code = machine.load(machine_name).at(ghz, eco), software.load(software_name)
-        ranks = found.ranks_per_node if ranks_per_node is None else ranks_per_node
+    def from_names(machine_name: str, software_name: str, nodes: int, ranks_per_node: int | None = None,
+                   ghz: float | None = None, eco: bool = False) -> System:
+        """A system of named machine and software. Raises ValueError for unknown names and for numbers that no node can have."""
+        host, code = machine.load(machine_name).at(ghz, eco), software.load(software_name)
+        ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node
         check(nodes >= 1, f"--nodes is {nodes}: give a number above 0")
-        check(1 <= ranks <= found.most_ranks,
-              f"--ranks-per-node is {ranks}: give 1 to {found.most_ranks}, what a node of {found.name} has")
-        return System(machine=found, software=code, nodes=nodes, ranks_per_node=ranks)
+        check(1 <= ranks <= host.max_ranks,
+              f"--ranks-per-node is {ranks}: give 1 to {host.max_ranks}, what a node of {host.name} has")
+        return System(machine=host, software=code, nodes=nodes, ranks_per_node=ranks)
 
     @property
     def world_size(self) -> int:
@@ -55,13 +55,13 @@ class System:
 
     @property
     def parameters(self) -> Parameters:
-        """What the software reaches of the machine."""
+        """The shares and costs with which the software uses the machine."""
         return self.software.parameters(self.machine)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A modelled iteration. lower, upper: where nine of ten runs should lie. breakdown: by cause, adding up to `seconds`."""
+    """A modelled iteration. lower, upper: bounds that should hold nine of ten runs. breakdown: cause -> seconds, sum `seconds`."""
 
     seconds: float
     lower: float
@@ -76,34 +76,34 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step is made of, before it is turned into a Prediction."""
+    """The parts of a modelled iteration. All times are in seconds."""
 
-    slowest: Seconds  # of the stage that sets the pace, one micro-batch
+    slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
     microbatches: int
-    stages: tuple[tuple[float, float], ...]  # forward and backward of every stage
-    transfer: float
-    pipeline: float
-    first_calls: float
-    data_parallel: float
+    stages: tuple[tuple[float, float], ...]  # (forward, backward) of one micro-batch, for every stage
+    transfer: float  # of one activation between two stages
+    pipeline: float  # all micro-batches, the schedule's critical path
+    pipeline_warmup: float  # additional time of the first micro-batch through the stages
+    data_parallel: float  # gradient reduction, tied embedding, ZeRO's all-gather
     optimizer: float
-    other: float
-    bubble_fraction: float
+    other: float  # per iteration, independent of the work
+    bubble_fraction: float  # share of `pipeline` in which a stage waits, mean over the stages
 
     @property
     def seconds(self) -> float:
-        return self.pipeline + self.first_calls + self.data_parallel + self.optimizer + self.other
+        return self.pipeline + self.pipeline_warmup + self.data_parallel + self.optimizer + self.other
 
     def breakdown(self) -> dict[str, float]:
-        """Seconds by cause: the pace-setting stage's work, what it waits for, and what comes once per iteration."""
+        """Seconds by cause: the slowest stage's work, its waiting time, and the work done once per iteration."""
         busy = self.slowest * self.microbatches
         waiting = self.pipeline - busy.total if len(self.stages) > 1 else 0.0
-        return {**vars(busy), "bubble_and_transfers": waiting, "first_calls": self.first_calls,
+        return {**vars(busy), "bubble_and_transfers": waiting, "pipeline_warmup": self.pipeline_warmup,
                 "data_parallel": self.data_parallel, "optimizer": self.optimizer, "other": self.other}
 
 
 @lru_cache(maxsize=4096)
 def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tuple[work.Work, work.Work]:
-    """(forward, backward) of one stage for one micro-batch; recompute and weight gradients belong to the backward."""
+    """(forward, backward) work of one stage for one micro-batch; recompute and weight gradients belong to the backward."""
     phases, training = work.phases(run, layout.tp, code), run.training
     layers = len(accounting.stage_layers(run, stage))
     forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
@@ -112,8 +112,8 @@ def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tu
         backward.append((work.layers_again(run, layout.tp, groups, code), 1))
     elif training.recompute_granularity == "selective":
         backward.append((work.attention_again(run, layout.tp, code), layers))
-    for place, here in (("embedding", stage == 0), ("head", stage == layout.pp - 1)):
-        if here:
+    for place, present in (("embedding", stage == 0), ("head", stage == layout.pp - 1)):
+        if present:
             forward.append((phases[f"{place}_forward"], 1))
             backward.append((phases[f"{place}_backward"], 1))
     parameters = held_parameters(run, layout, stage)
@@ -122,24 +122,24 @@ def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tu
 
 
 def _repeat(parts: Sequence[tuple[work.Work, int]]) -> work.Work:
-    """The sum of work done several times each."""
+    """The sum of several pieces of work. parts: (work, how often it is done)."""
     return sum((work.repeat(w, times) for w, times in parts if times), work.Work())
 
 
 @lru_cache(maxsize=4096)
 def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
-    """accounting.stage_parameters, once."""
+    """accounting.stage_parameters with its results kept: a search asks for the same stages again and again."""
     return accounting.stage_parameters(run, layout, stage)
 
 
 @lru_cache(maxsize=4096)
 def gradient_collectives(run: RunConfig, layout: Layout) -> tuple[tuple[Collective, ...], ...]:
-    """Of each kind of stage."""
+    """accounting.gradient_collectives of one stage of each kind, see memory.kinds."""
     return tuple(tuple(accounting.gradient_collectives(run, layout, stage)) for stage in sorted(set(memory.kinds(run))))
 
 
 def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters, without: str = "") -> Step:
-    """Cost one iteration at the full global batch size. without: a cause in ranks' work (a field of Seconds) that takes no time."""
+    """Model one iteration at the full global batch size. without: name of a field of Seconds that is set to zero."""
     network = Network(machine=system.machine, parameters=parameters, layout=layout, ranks_per_node=system.ranks_per_node)
     rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
                 precision=run.precision.name, ranks_per_node=system.ranks_per_node)
@@ -157,23 +157,25 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
     gradients = max(sum(network.seconds(c.verb, c.group, c.bytes) for c in stage) for stage in gradient_collectives(run, layout))
     return Step(slowest=slowest[0] + slowest[1], microbatches=microbatches, pipeline=pipeline, transfer=transfer,
                 stages=tuple(zip(forward, backward)),
-                first_calls=(layout.pp - 1) * parameters.first_call_s, data_parallel=gradients * (1 - parameters.overlap),
+                pipeline_warmup=(layout.pp - 1) * parameters.pipeline_warmup_s, data_parallel=gradients * (1 - parameters.overlap),
                 optimizer=_optimizer(run, layout, rank), other=parameters.iteration_s, bubble_fraction=1 - busy / pipeline)
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Clipping and Adam over a rank's share of the largest stage, in FP32."""
+    """Seconds of clipping and Adam over a rank's share of the largest stage, in FP32."""
     counts = rank.software.counts["optimizer"]
     parameters = max(held_parameters(run, layout, stage) for stage in set(memory.kinds(run)))
-    shards = layout.dp if run.parallel.zero_stage else 1
     layers = max(accounting.pipeline_split(run))
-    return (rank.traffic(counts["moved"] * parameters * accounting.FP32_BYTES / shards)
+    return (rank.traffic(counts["moved"] * parameters * accounting.FP32_BYTES / accounting.zero_shards(run, layout))
             + rank.calls(counts["calls_per_layer"] * layers))
 
 
 def deviation(case: tuple[RunConfig, Layout, System], parameters: Parameters, names: Sequence[str],
               covariance: Sequence[Sequence[float]], noise: float) -> float:
-    """Standard deviation of the logarithm of a case's time: the parameters' uncertainty, and what runs differ by in any case."""
+    """Standard deviation of the logarithm of a case's time, from the parameters' uncertainty and the noise between runs.
+
+    covariance: of the logarithms of the parameters `names`. noise: standard deviation of the logarithm of repeated runs' times.
+    """
     seconds, slopes, change = step(*case, parameters).seconds, [], 0.02
     for name in names:
         raised = replace(parameters, **{name: getattr(parameters, name) * math.exp(change)})
@@ -186,79 +188,79 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
     run = system.software.cut(run)
     layout, fitted = Layout.of(run, system.world_size), system.software.fitted
-    made = step(run, layout, system, system.parameters)
+    modelled = step(run, layout, system, system.parameters)
     width = 1.0
     if with_band:
         noise = max(fitted.noise, NOISE_FLOOR)
         width = math.exp(BAND * deviation((run, layout, system), system.parameters, fitted.names, fitted.covariance, noise))
     used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
-    tflops = accounting.hardware_flops(run, layout.global_batch_size(run)) / made.seconds / system.nodes / 1e12
-    return Prediction(seconds=made.seconds, lower=made.seconds / width, upper=made.seconds * width,
+    tflops = accounting.hardware_flops(run, layout.global_batch_size(run)) / modelled.seconds / system.nodes / 1e12
+    return Prediction(seconds=modelled.seconds, lower=modelled.seconds / width, upper=modelled.seconds * width,
                       tflops_per_node=tflops, memory_mib_max=used,
                       oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node),
-                      bubble_fraction=made.bubble_fraction, breakdown=made.breakdown(),
+                      bubble_fraction=modelled.bubble_fraction, breakdown=modelled.breakdown(),
                       warnings=warnings(run, layout, system, tflops))
 
 
 def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
-    """What makes this prediction weaker than the fit, or easy to misread: each a line."""
-    code, found = system.software, []
+    """Reasons why this prediction is less certain than the fit, or easy to misread, one line each."""
+    code, lines = system.software, []
     if not code.measured:
-        found.append(f"software {code.name} is a model of efficiencies, not fitted to measured runs")
+        lines.append(f"software {code.name} is a model of efficiencies, not fitted to measured runs")
     if not code.known_on(system.machine):
-        found.append(f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over")
+        lines.append(f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over")
     if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
-        found.append(f"the network of {system.machine.name} was not measured: calibrate on two nodes")
-    found += [f"the time is that of a run without {what}, which is not modelled" for what in unmodelled(run)]
-    found += [f"software {code.name} does not offer {what}: the time is that of one that would" for what in not_offered(run, code)]
+        lines.append(f"the network of {system.machine.name} was not measured: calibrate on two nodes")
+    lines += [f"the time is that of a run without {name}, which is not modelled" for name in unmodelled(run)]
+    lines += [f"software {code.name} does not offer {name}: the time is that of one that would" for name in not_offered(run, code)]
     if run.system.cpu_frequency not in (None, system.machine.ghz):
-        found.append(f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: give --ghz")
+        lines.append(f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: give --ghz")
     peak = system.machine.peak_tflops[code.counts["computes_in"] or run.precision.name] * system.machine.clock
     if tflops > peak:
-        found.append(f"{tflops:.4g} TFLOPs are above the {peak:.4g} of the machine: the tables' formula counts attention's full "
+        lines.append(f"{tflops:.4g} TFLOPs are above the {peak:.4g} of the machine: the tables' formula counts attention's full "
                      f"square and all of a recompute, software {code.name} computes less")
-    return tuple(found + outside(code.fitted.ranges, facts(run, layout, system)))
+    return tuple(lines + outside(code.fitted.ranges, facts(run, layout, system)))
 
 
 def unmodelled(run: RunConfig) -> list[str]:
-    """Flags that change a real run's speed, and no prediction."""
-    chosen = {"--kernels torch": run.system.kernels == "torch", "--allocator stock": run.system.allocator == "stock",
+    """Flags of the run that change its real speed but not the prediction."""
+    flags = {"--kernels torch": run.system.kernels == "torch", "--allocator stock": run.system.allocator == "stock",
               "--fp16-accumulation-chunk": run.system.fp16_accumulation_chunk is not None,
               "--cache-packed-weights": run.system.cache_packed_weights}
-    return [what for what, given in chosen.items() if given]
+    return [name for name, active in flags.items() if active]
 
 
 def not_offered(run: RunConfig, code: Software) -> list[str]:
-    """What the run asks for and the planner would not."""
+    """Settings of the run that the software does not offer."""
     training, zero = run.training, run.parallel.zero_stage
     kind = training.recompute_granularity or "none"
     kind = "block" if kind == "full" and training.recompute_method == "block" else kind
-    return [what for what, offered in ((f"{kind} recompute", kind in code.offers.recompute),
+    return [name for name, offered in ((f"{kind} recompute", kind in code.offers.recompute),
                                        (f"--zero-stage {zero}", zero in code.offers.zero_stages)) if not offered]
 
 
 def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
-    """What the fitted range is judged by."""
+    """The quantities whose fitted ranges are kept and compared, by name."""
     return {"nodes": system.nodes, "parameters": accounting.parameters(run), "sequence length": run.model.seq_length,
             "micro-batch size": run.batch.micro_batch_size, "tensor-parallel size": layout.tp, "pipeline stages": layout.pp,
             "ranks per node": system.ranks_per_node}
 
 
 def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
-    """A line for each value beyond the rows that were fitted."""
+    """A line for each of `values` that lies outside the range of the fitted rows."""
     return [f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
             for name, (low, high) in ranges.items() if not low <= values[name] <= high]
 
 
 def row_system(row: Row) -> System:
-    """The system of a published row."""
+    """The system on which a published row was run."""
     before = row.machine == "a100" and row.notes < "02-25"
-    return System.of("a100-before-0225" if before else row.machine, row.software, row.nodes,
+    return System.from_names("a100-before-0225" if before else row.machine, row.software, row.nodes,
                      max(1, row.ranks // row.nodes), row.ghz)
 
 
 def predict_row(row: Row) -> Prediction:
-    """The prediction for a row of the published tables. Raises ValueError for a row that nobody can run."""
+    """The prediction for a row of the published tables. Raises ValueError for a row that cannot be run."""
     problem = row.problem()
     check(problem is None, problem)
     return predict(row.run(), row_system(row))

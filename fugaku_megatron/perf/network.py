@@ -1,7 +1,7 @@
-"""Time of MPI's and NCCL's operations: latency, bandwidth and the sharing of a node's network.
+"""Time of MPI's and NCCL's operations from latency, bandwidth and the sharing of a node's network ports. Times are in seconds.
 
-Collectives are rings, or recursive halving and doubling where latency rules (as MPI libraries choose), inside a node first where
-a group has several ranks of it. Left out: routes through the torus; groups are taken to be compact.
+Collectives are rings, or recursive halving and doubling where that needs fewer latencies, as MPI libraries choose; a group with
+several ranks on a node reduces inside the node first. Left out: routes through the torus; groups are assumed to be compact.
 Test: pytest tests/test_perf_network.py
 """
 
@@ -25,7 +25,7 @@ class Network:
     ranks_per_node: int
 
     def seconds(self, verb: str, group: str, bytes: int) -> float:
-        """One call of `verb` on communicator `group` (tp, pp, dp or embedding) with `bytes` handed over by each rank."""
+        """Seconds of one call of `verb` on communicator `group` (tp, pp, dp, embedding) to which each rank passes `bytes`."""
         members, together = self._group(group)
         if members == 1:
             return 0.0
@@ -40,7 +40,7 @@ class Network:
         return seconds
 
     def _group(self, group: str) -> tuple[int, int]:
-        """(members, how many of them share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
+        """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
         layout, ranks = self.layout, self.ranks_per_node
         below = {"tp": 1, "pp": layout.tp, "embedding": layout.tp * (layout.pp - 1), "dp": layout.tp * layout.pp}[group]
         members = {"tp": layout.tp, "pp": layout.pp, "embedding": 2 if layout.pp > 1 else 1, "dp": layout.dp}[group]
@@ -52,7 +52,7 @@ class Network:
 
     @property
     def _inter_rate(self) -> float:
-        own = 2 * self.machine.large_allreduce_gbs  # a ring's link carries the vector twice
+        own = 2 * self.machine.large_allreduce_gbs  # each link of a ring carries the vector twice
         return min(self.parameters.reduce_gbs or own, self.machine.injection_gbs / self.ranks_per_node)
 
     @staticmethod

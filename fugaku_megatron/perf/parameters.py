@@ -1,7 +1,7 @@
-"""The model's parameters: what each means, its unit, bounds and prior; their fitted values are read from fitted.json.
+"""The model's parameters: meaning, unit, bounds and prior of each; their fitted values are read from fitted.json.
 
-A parameter is the share of a machine constant that software reaches, or a cost that no data sheet knows. Its prior says what is
-published or plausible before any table is looked at: a log-normal around `prior` with standard deviation `spread`.
+A parameter is the share of a machine constant that software reaches, or a cost that no data sheet gives. Its prior states what is
+published or plausible before any table is considered: a log-normal around `prior` with standard deviation `spread`.
 Run: python -m fugaku_megatron.perf fit   Test: pytest tests/test_perf_fit.py
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 
 FITTED = Path(__file__).parent / "fitted.json"
@@ -17,9 +16,10 @@ FITTED = Path(__file__).parent / "fitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Values of one group of software; see PRIORS for meaning and unit. A rate of 0: the machine's own.
+    """Values of one group of software; see PRIORS for meaning and unit. A rate of 0 stands for the machine's own.
 
-    attention_forward, _backward: share of peak over half the square, maximum / (1 + half / s); 0: as other products.
+    attention_forward, attention_backward: share of peak that a fused kernel reaches on the products below the diagonal, the maximum
+    of share = maximum / (1 + half / s) at sequence length s; 0: attention runs as other products do.
     """
 
     gemm_fraction: float = 1.0
@@ -36,7 +36,7 @@ class Parameters:
     reduce_gbs: float = 0.0
     intra_reduce_gbs: float = 0.0
     transfer_fraction: float = 1.0
-    first_call_s: float = 0.0
+    pipeline_warmup_s: float = 0.0
     iteration_s: float = 0.0
     old_torch: float = 1.0
     overlap: float = 0.0
@@ -44,7 +44,7 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParameters:
-    """Values for memory; see MEMORY_PRIORS. The defaults are this project's, whose kernels keep what accounting counts."""
+    """Values of the memory model; see MEMORY_PRIORS. The defaults are this project's, whose kernels keep what accounting counts."""
 
     base_mib: float = 600.0
     glibc_mib: float = 0.0
@@ -59,7 +59,7 @@ class MemoryParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """What is known of a parameter before the fit."""
+    """What is known of a parameter before the fit. prior, bounds: in `unit`."""
 
     name: str
     unit: str
@@ -90,8 +90,8 @@ PRIORS: dict[str, tuple[Prior, ...]] = {
            "a hypothesis (docs/performance.md): deregistration is a system call that interrupts all 48 cores"),
         _p("reduce_gbs", "GB/s", 1.3, 0.5, 0.2, 6.3, "rate of a link in a large blocking all-reduce, summation included",
            "IMB Allreduce, slope 1-4 MiB: 2.6 GB/s of vector with 4 ranks a node; half for one rank that sums alone"),
-        _p("first_call_s", "s per stage", 0.5, 0.8, 0.0, 3.0,
-           "first micro-batch of an iteration through a stage, serial in the fill",
+        _p("pipeline_warmup_s", "s per stage", 0.5, 0.8, 0.0, 3.0,
+           "pipeline warm-up: first micro-batch of an iteration through a stage, serial in the fill",
            "the 30B tables show the first one or two iterations"),
         _p("iteration_s", "s", 0.3, 0.7, 0.0, 3.0, "per iteration and not shrinking: data loading, logging, stragglers",
            "plausible for Python on one A64FX core"),
@@ -142,29 +142,28 @@ MEMORY_PRIORS: dict[str, tuple[Prior, ...]] = {
            "FP32 master, two moments, and gradients in part"),
     ),
 }
-# Not fitted: nobody has run this project on an A64FX. Each value's source is in docs/performance.md.
+# Not fitted: this project has not been measured on an A64FX. Each value's source is in docs/performance.md.
 MODELLED: dict[str, Parameters] = {
-    "this": Parameters(gemm_fraction=1.0, gemm_half=1.0, attention_forward=0.65, attention_backward=0.55,
-                       elementwise_fraction=0.7, call_us=5.0, iteration_s=0.3),
+    "fugaku_megatron": Parameters(gemm_fraction=1.0, gemm_half=1.0, attention_forward=0.65, attention_backward=0.55,
+                                  elementwise_fraction=0.7, call_us=5.0, iteration_s=0.3),
 }
-MODEL_ERROR = 0.2  # standard deviation of the logarithm of a time that no run has confirmed
+MODEL_ERROR = 0.2  # standard deviation of the logarithm of a time that no measurement has confirmed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """One group's values with their uncertainty: covariance of the logarithms, in the order of `names`."""
+    """One group's values with their uncertainty. covariance: of the values' logarithms, in the order of `names`."""
 
     values: Parameters
     names: tuple[str, ...]
     covariance: tuple[tuple[float, ...], ...]
-    noise: float  # standard deviation of the logarithm of a row's time that remains
+    noise: float  # standard deviation of the residuals of the rows' logarithmic times
     memory: MemoryParameters
-    ranges: dict[str, tuple[float, float]]  # of the rows that were fitted
+    ranges: dict[str, tuple[float, float]]  # model.facts -> smallest and largest value among the fitted rows
 
 
-@cache
 def fitted(group: str) -> Fitted:
-    """The committed values of a group."""
+    """The values of a group: those of MODELLED, or those that fitted.json holds."""
     if group in MODELLED:
         return Fitted(values=MODELLED[group], names=(), covariance=(), noise=MODEL_ERROR, memory=MemoryParameters(), ranges={})
     data = json.loads(FITTED.read_text())[group]

@@ -1,7 +1,7 @@
-"""How long a 1F1B pipeline takes when its stages cost different times: the critical path through schedule.py's lists.
+"""The time of a 1F1B pipeline whose stages take different times: the critical path through schedule.py's instruction lists.
 
-`walk` follows the instruction lists themselves; `makespan` gives the same number from their regular structure, fast enough for
-thousands of layouts. Left out: where the costs come from (`cost`). Test: pytest tests/test_perf_pipeline.py
+`walk` follows the instruction lists themselves; `makespan` computes the same number from their regular structure, fast enough for
+thousands of layouts. Left out: where the stages' times come from (`cost`). Test: pytest tests/test_perf_pipeline.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .. import schedule
 
 @dataclass(frozen=True)
 class Span:
-    """One forward or backward of a stage, in seconds from the start."""
+    """One forward or backward of a stage. start, end: seconds from the iteration's start."""
 
     stage: int
     forward: bool
@@ -26,16 +26,19 @@ class Span:
 
 
 def walk(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
-    """Seconds until the last stage rests, one instruction after the other; sends are free for the sender and take `transfer`."""
+    """Seconds until the last stage has finished. forward, backward: seconds of one micro-batch, for each stage.
+
+    A stage executes its instructions in order; a send costs its sender nothing and arrives after `transfer` seconds.
+    """
     return max(span.end for span in spans(forward, backward, transfer, microbatches))
 
 
 def spans(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> list[Span]:
-    """Every forward and backward of every stage, by walking the instruction lists."""
+    """Every forward and backward of every stage, from walking the instruction lists. Arguments as in `walk`."""
     stages = len(forward)
     lists = [schedule.one_f_one_b(stage, stages, microbatches) for stage in range(stages)]
     arrived: dict[tuple[str, int, int], float] = {}
-    position, clock, found = [0] * stages, [0.0] * stages, []
+    position, clock, result = [0] * stages, [0.0] * stages, []
     while any(position[s] < len(lists[s]) for s in range(stages)):
         before = sum(position)
         for stage in range(stages):
@@ -52,23 +55,24 @@ def spans(forward: Sequence[float], backward: Sequence[float], transfer: float, 
                     arrived[schedule.RECV_BACKWARD, stage - 1, m] = now + transfer
                 else:
                     clock[stage] += (forward if op == schedule.FORWARD else backward)[stage]
-                    found.append(Span(stage, op == schedule.FORWARD, m, now, clock[stage]))
+                    result.append(Span(stage, op == schedule.FORWARD, m, now, clock[stage]))
                 position[stage] += 1
-        assert sum(position) > before, "the schedule waits for itself"
-    return found
+        assert sum(position) > before, "the schedule deadlocks"
+    return result
 
 
 def makespan(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
-    """What `walk` returns, by slots: stage i does forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k.
+    """The result of `walk`, computed by slots: stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k.
 
-    This order is 1F1B's on every stage (forward k precedes backward j where k <= p - 1 - i + j), and what an operation waits for
-    ends one slot earlier on the neighbour, so a slot is two vector operations over the stages. While all stages work, slots repeat
-    themselves: once 2p of them (the longest round trip) shift all clocks by the same time, they go on doing so and are skipped.
+    This is 1F1B's order on every stage (forward k precedes backward j where k <= p - 1 - i + j), and an operation waits only for
+    one that the neighbouring stage ran one slot earlier, so a slot is two vector operations over the stages. In the steady state
+    the slots are periodic: once 2p of them (the longest round trip) shift all clocks by the same time, all further periods do so
+    too and are skipped.
     """
     p, m = len(forward), microbatches
     if p == 1:
         return m * float(forward[0] + backward[0])
-    state = np.zeros((3, p + 2))  # clock, forward sent, backward sent of stage i at i + 1; the ends are walls
+    state = np.zeros((3, p + 2))  # clock, time of the last forward sent and of the last backward sent; stage i at column i + 1
     state[1:] = -np.inf
     f, b = np.concatenate([[0], forward, [0]]), np.concatenate([[0], backward, [0]])
     slot, before, period = 0, None, 2 * p
@@ -87,13 +91,13 @@ def makespan(forward: Sequence[float], backward: Sequence[float], transfer: floa
 
 
 def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
-    """By how much every clock moved, if by the same."""
+    """Seconds by which every clock moved; None when they moved by different times."""
     moved = now[:, 1:-1] - before[:, 1:-1]
     return float(moved[0, 0]) if np.ptp(moved) <= 1e-12 * now[0].max() else None
 
 
 def _slot(slot: int, p: int, m: int, state: np.ndarray, f: np.ndarray, b: np.ndarray, transfer: float) -> None:
-    """Every second stage does a forward, the others a backward, as far as they have any in this slot."""
+    """Run one slot: every second stage does a forward and the others a backward, if they have one in this slot."""
     clock, sent_forward, sent_backward = state
     low, high = max(0, slot - 2 * (m - 1)), min(p - 1, slot)
     low += (slot - low) % 2

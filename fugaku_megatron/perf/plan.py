@@ -1,12 +1,12 @@
-"""Search the parallel layouts that a trainer can run on given nodes, ranked by seconds per iteration. All times are modelled.
+"""Search the parallel layouts that a trainer can run on a number of nodes, by seconds per iteration. All times are modelled.
 
     python -m fugaku_megatron.perf plan --recipe 30b --nodes 384 --machine a64fx --train-tokens 300e9
     python -m fugaku_megatron.perf plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 \\
-        --pipeline-model-parallel-size 48 --checkpoint-activations --software this --against torch1.10 --explain
+        --pipeline-model-parallel-size 48 --checkpoint-activations --software fugaku_megatron --against torch1.10 --explain
 
-A flag that is given holds; the search goes over the others among TP, PP, micro-batch, ranks per node, recompute and ZeRO, as far as
-the software offers them. With --against the flags that are given describe the run as it is, and the last step searches freely.
-Left out: the place of ranks in the torus, checkpoints, failures. Test: pytest tests/test_perf_plan.py
+The search varies TP, PP, the micro-batch, ranks per node, recompute and ZeRO as far as the software offers them; a value whose flag
+is on the command line is kept. With --against the flags describe the run as it is today, and only the last step varies everything.
+Left out: the placement of ranks in the torus, checkpoints, failures. Test: pytest tests/test_perf_plan.py
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from ..run import batches
 from ..run.config import RunConfig, check, flag
 from ..run.outputs import check_picture
 from . import explain, plan_text, software
+from .model import Prediction
 from .predict import as_json
 from .request import add_system_arguments, run_of, system_of
-from .search import RAMP_BATCH, RAMP_DP, held_fields, search
+from .search import RAMP_BATCH, RAMP_DP, Plan, Search, held_fields, search
 
-SHOWN = 10
+SHOWN = 10  # plans in the table
+Ranked = tuple[Plan, Prediction]
 OWN = ("train_tokens", "ramp_divisible", "explain", "against", "png")
 
 
@@ -34,25 +36,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--train-tokens", type=float, help="the run's length in tokens (default: the run's own)")
     group.add_argument("--ramp-divisible", action="store_true",
                        help=f"only layouts whose batch can ramp up: DP %% {RAMP_DP} = 0 and global batch %% {RAMP_BATCH} = 0")
-    group.add_argument("--explain", action="store_true", help="the best plan's bottlenecks, and what removing each would give")
-    group.add_argument("--against", metavar="SOFTWARE", help="with --explain: the steps from this software's time to --software's")
+    group.add_argument("--explain", action="store_true", help="the best plan's bottlenecks, and what removing each would gain")
+    group.add_argument("--against", metavar="SOFTWARE", help="with --explain: the steps from SOFTWARE's time to --software's")
     group.add_argument("--png", metavar="FILE", help="picture of the best plan's pipeline (needs matplotlib)")
 
 
-def _of_length(run: RunConfig, args: argparse.Namespace) -> RunConfig:
-    """The run with as many iterations as --train-tokens takes, where it was given."""
-    tokens, given = args.train_tokens, [name for name in ("train_iters", "train_samples") if getattr(args, name, None) is not None]
+def _with_length(run: RunConfig, args: argparse.Namespace) -> RunConfig:
+    """The run with as many iterations as --train-tokens needs; unchanged without that flag."""
+    tokens, flags = args.train_tokens, [name for name in ("train_iters", "train_samples") if getattr(args, name, None) is not None]
     if tokens is None:
         return run
     check(0 < tokens < math.inf, f"--train-tokens is {tokens}: give a number above 0")
-    check(not given, f"--train-tokens and {' and '.join(map(flag, given))} exclude each other: give one")
+    check(not flags, f"--train-tokens and {' and '.join(map(flag, flags))} exclude each other: give one")
     samples = replace(run.training, train_iters=None, train_samples=math.ceil(tokens / run.model.seq_length))
     iterations, _ = batches.length(samples, batches.RampUp.of(run.batch, run.batch.global_batch_size))
     return replace(run, training=replace(run.training, train_iters=iterations))
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search and print."""
+    """Search and print. Raises ValueError, one line, for flags that do not fit together and when no layout runs."""
     check(args.against is None or args.explain, "--against goes with --explain: give both")
     if args.against:
         software.load(args.against, "--against")
@@ -60,27 +62,35 @@ def main(args: argparse.Namespace) -> int:
     system = system_of(args)
     run = run_of(args, system, OWN, {"micro_batch_size": 1})
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: the search goes over layouts of one batch")
-    run = _of_length(run, args)
-    held = frozenset() if args.against else held_fields(args)
-    found = search(run, system, held, args.ramp_divisible)
-    check(bool(found.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in found.dropped.most_common()))
-    best = [(plan, plan.predict()) for plan in found.plans[:SHOWN]]
+    run = _with_length(run, args)
+    result = search(run, system, frozenset() if args.against else held_fields(args), args.ramp_divisible)
+    check(bool(result.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common()))
+    best = [(plan, plan.predict()) for plan in result.plans[:SHOWN]]
     changes = explain.changes(run, system, args.against, best[0][0]) if args.against else []
     if args.png:
         plan_text.png(best[0][0], args.png)
     if args.json:
-        said = {"plans": [plan_text.as_json(plan, as_json(p), args) for plan, p in best], "dropped": dict(found.dropped)}
-        if args.explain:
-            said["gains"] = explain.gains(best[0][0])
-        if changes:
-            said["changes"] = [vars(change) for change in changes]
-        print(json.dumps(said))
-        return 0
-    print(plan_text.text(best, found, args))
+        _print_json(best, result, changes, args)
+    else:
+        _print_text(best, result, changes, args)
+    return 0
+
+
+def _print_json(best: list[Ranked], result: Search, changes: list[explain.Change], args: argparse.Namespace) -> None:
+    output = {"plans": [plan_text.as_json(plan, as_json(p), args) for plan, p in best], "dropped": dict(result.dropped)}
     if args.explain:
-        print(explain.bottlenecks(best[0][0]))
+        output["gains"] = explain.gains(best[0][0])
     if changes:
-        print(explain.steps(system, args.against, changes))
+        output["changes"] = [vars(change) for change in changes]
+    print(json.dumps(output))
+
+
+def _print_text(best: list[Ranked], result: Search, changes: list[explain.Change], args: argparse.Namespace) -> None:
+    first = best[0][0]
+    print(plan_text.text(best, result, args))
+    if args.explain:
+        print(explain.bottlenecks(first))
+    if changes:
+        print(explain.steps(first.system, args.against, changes))
     if args.png:
         print(f"wrote {args.png}")
-    return 0

@@ -1,4 +1,4 @@
-"""Plans as text, JSON and pictures: the table, days and node hours, the pipeline over time, the command line.
+"""Plans as text, JSON and pictures: the table with days and node hours, the pipeline over time, the command line to start.
 
 Test: pytest tests/test_perf_plan.py
 """
@@ -19,14 +19,14 @@ from .model import Prediction, step
 from .pipeline import Span, spans
 from .search import Plan, Search
 
-WIDTH, ROWS = 100, 8  # of the picture
+WIDTH, ROWS = 100, 8  # of the picture, in characters and lines
 HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} {'DP':>5} {'TP':>3} "
         f"{'PP':>3} {'MBS':>3} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
-PICTURED = 4  # pipeline lengths of micro-batches that a picture shows at most
+PICTURED = 4  # a picture shows at most this many times the number of stages in micro-batches
 
 
 def recompute_name(run: RunConfig) -> str:
-    """none, selective, full, or block and its layers per stage."""
+    """What is recomputed, as the table shows it: none, selective, full, or "block N" for N layers per stage."""
     training = run.training
     if training.recompute_granularity != "full":
         return training.recompute_granularity or "none"
@@ -34,28 +34,27 @@ def recompute_name(run: RunConfig) -> str:
 
 
 def iterations(plan: Plan) -> int | None:
-    """The run's length; None where it has none."""
+    """The run's length in iterations; None when neither --train-iters nor --train-samples is known."""
     training, size = plan.run.training, plan.layout.global_batch_size(plan.run)
     if training.train_iters is None and training.train_samples is None:
         return None
     return batches.length(training, batches.RampUp.of(plan.run.batch, size))[0]
 
 
-def _days(plan: Plan) -> tuple[str, str]:
+def _duration(plan: Plan) -> tuple[float, float] | None:
+    """(days, node hours) of the whole run; None for a run without a length."""
     count = iterations(plan)
-    if count is None:
-        return "-", "-"
-    return f"{count * plan.seconds / 86400:.1f}", f"{count * plan.seconds / 3600 * plan.system.nodes:.3g}"
+    return None if count is None else (count * plan.seconds / 86400, count * plan.seconds / 3600 * plan.system.nodes)
 
 
-def text(best: Sequence[tuple[Plan, Prediction]], found: Search, args: argparse.Namespace) -> str:
-    """Everything that plan prints of a search."""
+def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse.Namespace) -> str:
+    """What `plan` prints of a search: the table, why layouts were dropped, warnings, and the first plan's pipeline and command."""
     first, prediction = best[0]
-    lines = [f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(found.plans)} layouts "
-             "run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank", HEAD]
+    lines = [f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(result.plans)} "
+             "layouts run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank", HEAD]
     lines += [_row(i + 1, plan, p) for i, (plan, p) in enumerate(best)]
-    if found.dropped:
-        lines.append("dropped: " + "; ".join(f"{n} {why}" for why, n in found.dropped.most_common()))
+    if result.dropped:
+        lines.append("dropped: " + "; ".join(f"{n} {why}" for why, n in result.dropped.most_common()))
     lines += [f"warning: {w}" for w in prediction.warnings]
     schedule = first.system.software.offers.schedules[0]
     start = "start the first with" + ("" if iterations(first) else ", and --train-iters or --train-samples")
@@ -64,8 +63,8 @@ def text(best: Sequence[tuple[Plan, Prediction]], found: Search, args: argparse.
 
 
 def _row(number: int, plan: Plan, p: Prediction) -> str:
-    days, hours = _days(plan)
-    layout = plan.layout
+    duration, layout = _duration(plan), plan.layout
+    days, hours = (f"{duration[0]:.1f}", f"{duration[1]:.3g}") if duration else ("-", "-")
     span = f"{p.lower:.4g} to {p.upper:.4g}"
     sizes = f"{layout.dp:>5} {layout.tp:>3} {layout.pp:>3} {plan.run.batch.micro_batch_size:>3}"
     return (f"{number:>3} {p.seconds:>8.5g} {span:>17} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
@@ -74,17 +73,16 @@ def _row(number: int, plan: Plan, p: Prediction) -> str:
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    count = iterations(plan)
+    """A plan under the names of `plan --json`. prediction: predict.as_json's dictionary."""
+    days, node_hours = _duration(plan) or (None, None)
     return {"dp": plan.layout.dp, "tp": plan.layout.tp, "pp": plan.layout.pp, "micro_batch_size": plan.run.batch.micro_batch_size,
             "ranks_per_node": plan.system.ranks_per_node, "recompute": recompute_name(plan.run),
             "zero_stage": plan.run.parallel.zero_stage, "schedule": plan.system.software.offers.schedules[0],
-            "days": None if count is None else count * plan.seconds / 86400,
-            "node_hours": None if count is None else count * plan.seconds / 3600 * plan.system.nodes,
-            "command": command(plan, args), **prediction}
+            "days": days, "node_hours": node_hours, "command": command(plan, args), **prediction}
 
 
 def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
-    """Values that need no flag: the recipe's, or the fields' defaults."""
+    """(group, field) -> the value that needs no flag: the recipe's, or the field's default."""
     places = [(group, f) for group, config in GROUPS.items() for f in fields(config)]
     if recipe:
         run = RECIPES[recipe.lower()]()
@@ -99,33 +97,33 @@ def _flag(name: str, value: Any) -> str:
 
 
 def command(plan: Plan, args: argparse.Namespace) -> str:
-    """The command line that trains this plan."""
-    base, given = _base(args.recipe), []
-    for (group, name), usual in base.items():
+    """The command line that trains this plan: the recipe and a flag for each value that differs from it."""
+    base, flags = _base(args.recipe), []
+    for (group, name), default in base.items():
         value = getattr(getattr(plan.run, group), name)
-        derived = name in ("ffn_hidden_size", "max_position_embeddings") and usual is None
-        if value != usual and value is not None and not derived:
-            given.append(_flag(name, value))
+        derived = name in ("ffn_hidden_size", "max_position_embeddings") and default is None
+        if value != default and value is not None and not derived:
+            flags.append(_flag(name, value))
     recipe = f"--recipe {args.recipe} " if args.recipe else ""
-    return f"mpiexec -n {plan.system.world_size} python pretrain_gpt.py {recipe}{' '.join(given)}"
+    return f"mpiexec -n {plan.system.world_size} python pretrain_gpt.py {recipe}{' '.join(flags)}"
 
 
 def _spans(plan: Plan) -> tuple[list[Span], int, int]:
-    made = step(plan.run, plan.layout, plan.system, plan.system.parameters)
-    shown = min(made.microbatches, PICTURED * plan.layout.pp)
-    forward, backward = zip(*made.stages)
-    return spans(forward, backward, made.transfer, shown), shown, made.microbatches
+    modelled = step(plan.run, plan.layout, plan.system, plan.system.parameters)
+    shown = min(modelled.microbatches, PICTURED * plan.layout.pp)
+    forward, backward = zip(*modelled.stages)
+    return spans(forward, backward, modelled.transfer, shown), shown, modelled.microbatches
 
 
 def picture(plan: Plan) -> list[str]:
-    """Some stages over time: F forward, B backward (with recompute), . idle."""
-    found, shown, microbatches = _spans(plan)
-    end, pp = max(s.end for s in found), plan.layout.pp
+    """Up to ROWS stages over time as lines of text: F forward, B backward (with recompute), . idle."""
+    bars, shown, microbatches = _spans(plan)
+    end, pp = max(s.end for s in bars), plan.layout.pp
     stages = sorted({round(i * (pp - 1) / max(1, min(ROWS, pp) - 1)) for i in range(min(ROWS, pp))})
     lines = []
     for stage in stages:
         cells = ["."] * WIDTH
-        for s in (s for s in found if s.stage == stage):
+        for s in (s for s in bars if s.stage == stage):
             low = int(s.start / end * WIDTH)
             for i in range(low, max(low + 1, min(WIDTH, round(s.end / end * WIDTH)))):
                 cells[min(i, WIDTH - 1)] = "F" if s.forward else "B"
@@ -135,23 +133,23 @@ def picture(plan: Plan) -> list[str]:
 
 
 def _backward(plan: Plan) -> str:
-    """What a backward of the plan is."""
+    """What the pictures' legend calls a backward of this plan."""
     return "backward" if plan.run.training.recompute_granularity is None else "backward with recompute"
 
 
 def png(plan: Plan, file: str) -> None:
-    """The same as a picture file. Raises ValueError when it cannot be written."""
+    """The pipeline over time as a PNG file. Raises ValueError when it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    found, shown, microbatches = _spans(plan)
+    bars, shown, microbatches = _spans(plan)
     figure = Figure(figsize=(12, 1 + 0.15 * max(8, plan.layout.pp)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for forward, colour, label in ((True, "tab:blue", "forward"), (False, "tab:orange", _backward(plan))):
-        chosen = [s for s in found if s.forward == forward]
-        axes.barh([s.stage for s in chosen], [s.end - s.start for s in chosen], left=[s.start for s in chosen], height=0.9,
+        kind_bars = [s for s in bars if s.forward == forward]
+        axes.barh([s.stage for s in kind_bars], [s.end - s.start for s in kind_bars], left=[s.start for s in kind_bars], height=0.9,
                   color=colour, label=label, edgecolor="white", linewidth=0.2)
     axes.set(xlabel="seconds (model)", ylabel="stage", ylim=(plan.layout.pp - 0.4, -0.6))
     axes.set_title(f"1F1B, {shown} of {microbatches} micro-batches", loc="left")

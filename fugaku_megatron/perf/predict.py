@@ -1,4 +1,4 @@
-"""Seconds per iteration, TFLOPs, memory and bubble of a run that pretrain_gpt.py's flags describe. Everything printed is modelled.
+"""Seconds per iteration, TFLOPs, memory and bubble of a run that pretrain_gpt.py's flags describe. All printed values are modelled.
 
     python -m fugaku_megatron.perf predict --machine a64fx --ghz 2.0 --software torch1.10 --nodes 192 --recipe 30b \\
         --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 --checkpoint-activations --json
@@ -33,17 +33,16 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def describe(run: RunConfig, system: System) -> str:
-    """The layout in one line."""
+    """The system and the layout in one line."""
     layout = accounting.Layout.of(run, system.world_size)
     size = layout.global_batch_size(run)
     return (f"{system.nodes} nodes of {system.machine.name} at {system.machine.ghz} GHz x {system.ranks_per_node} ranks, "
             f"{system.software.name}: DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, MBS {run.batch.micro_batch_size}, "
-            f"GBS {size}, "
-            f"{layout.microbatches(run, size)} micro-batches")
+            f"GBS {size}, {layout.microbatches(run, size)} micro-batches")
 
 
 def text(run: RunConfig, system: System, p: Prediction) -> str:
-    """The prediction for a reader."""
+    """The prediction as text for a terminal."""
     lines = [describe(run, system),
              f"{p.seconds:.4g} s per iteration (model; 9 of 10 runs: {p.lower:.4g} to {p.upper:.4g}), "
              f"{p.tflops_per_node:.3f} TFLOPs per node, bubble {p.bubble_fraction:.1%}",
@@ -53,7 +52,7 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Predict and print."""
+    """Predict and print. Raises ValueError, one line, for a user's mistake."""
     system = system_of(args)
     run = system.software.cut(run_of(args, system))
     prediction = predict(run, system)

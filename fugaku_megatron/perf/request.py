@@ -1,4 +1,4 @@
-"""What predict and plan are asked: pretrain_gpt.py's flags for the run, and flags of their own for the system.
+"""The flags of predict and plan: pretrain_gpt.py's flags describe the run, and flags of their own the system.
 
 Test: pytest tests/test_perf_predict.py
 """
@@ -16,7 +16,7 @@ from ..run.recipes import GPT2_VOCABULARY
 from . import machine, software
 from .model import System
 
-OWN = ("machine", "ghz", "eco_state", "software", "nodes", "ranks_per_node", "json")
+OWN = ("machine", "ghz", "eco_state", "software", "nodes", "ranks_per_node", "json")  # names of the system's flags
 DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"}
 
 
@@ -27,7 +27,8 @@ def add_system_arguments(parser: argparse.ArgumentParser) -> None:
                        help=f"{', '.join(machine.names())}, or a file of perf calibrate (default: a64fx)")
     group.add_argument("--ghz", type=float, help="clock (default: the machine's nominal one)")
     group.add_argument("--eco-state", type=int, default=0, choices=(0, 2), help="2: one floating-point pipe (A64FX)")
-    group.add_argument("--software", help=f"{', '.join(software.names())} (default: this, on A100 megatron-a100)")
+    group.add_argument("--software", help=f"{', '.join(software.names())} (default: {software.THIS_PROJECT}, on a100 "
+                                          "megatron-a100)")
     group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, help="default: 1 on a64fx, 8 on a100")
     group.add_argument("--json", action="store_true", help="print JSON alone")
@@ -35,7 +36,10 @@ def add_system_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_of(args: argparse.Namespace, system: System, own: Sequence[str] = (), defaults: dict[str, Any] | None = None) -> RunConfig:
-    """The run that pretrain_gpt.py's flags describe. own: further flags that are not the run's; defaults: for flags not given."""
+    """The run that pretrain_gpt.py's flags describe. Raises ValueError, one line, for flags that do not fit together.
+
+    own: names of further flags that do not belong to the run. defaults: values of flags that are not on the command line.
+    """
     values = {name: value for name, value in vars(args).items() if name not in (*OWN, *own)}
     if values.get("recipe") is None:
         values = {**(defaults or {}), **values}
@@ -49,5 +53,6 @@ def run_of(args: argparse.Namespace, system: System, own: Sequence[str] = (), de
 
 
 def system_of(args: argparse.Namespace) -> System:
-    code = args.software or DEFAULT_SOFTWARE.get(args.machine, "this")
-    return System.of(args.machine, code, args.nodes, args.ranks_per_node, args.ghz, args.eco_state == 2)
+    """The system that the flags describe. Raises ValueError for unknown names and impossible numbers."""
+    code = args.software or DEFAULT_SOFTWARE.get(args.machine, software.THIS_PROJECT)
+    return System.from_names(args.machine, code, args.nodes, args.ranks_per_node, args.ghz, args.eco_state == 2)

@@ -1,6 +1,6 @@
-"""Every parallel layout that a trainer can run on given nodes, costed by the performance model. All times are modelled.
+"""Every parallel layout that a trainer can run on a number of nodes, with its modelled time and memory. All times are modelled.
 
-Left out: the command that prints them (`plan`), the place of ranks in the torus, checkpoints, failures.
+Left out: the command that prints them (`plan`), the placement of ranks in the torus, checkpoints, failures.
 Test: pytest tests/test_perf_plan.py
 """
 
@@ -22,7 +22,7 @@ RAMP_DP, RAMP_BATCH = 4, 32  # document 004: the batch grows in steps of 32 over
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout that runs. prediction: with its band, for those that are shown."""
+    """A layout that runs. seconds: of an iteration, modelled; memory_mib: of the rank that holds most."""
 
     run: RunConfig
     system: System
@@ -32,32 +32,33 @@ class Plan:
     bubble_fraction: float
 
     def predict(self) -> Prediction:
+        """The prediction with its band, which takes longer than the search's own estimate."""
         return predict(self.run, self.system)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The best first, and why the others were dropped."""
+    """plans: the fastest first. dropped: reason -> number of layouts that cannot run for it."""
 
     plans: tuple[Plan, ...]
     dropped: Counter
 
 
 def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False) -> Search:
-    """Cost every layout that can run. held: fields of the config that keep the run's value."""
+    """Model every layout that can run. held: names of the config's fields that keep the run's value."""
     run = system.software.cut(run)
     plans, dropped = [], Counter()
-    for candidate, on in candidates(run, system, held):
-        found = _judge(candidate, on, ramp_divisible)
-        if isinstance(found, str):
-            dropped[found] += 1
+    for candidate, candidate_system in candidates(run, system, held):
+        outcome = _judge(candidate, candidate_system, ramp_divisible)
+        if isinstance(outcome, str):
+            dropped[outcome] += 1
         else:
-            plans.append(found)
+            plans.append(outcome)
     return Search(plans=tuple(sorted(plans, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped)
 
 
 def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator[tuple[RunConfig, System]]:
-    """Every combination of what the software offers."""
+    """Every combination of what the software offers, as (run, system with its ranks per node)."""
     offers, model, parallel = system.software.offers, run.model, run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else offers.ranks_per_node
     tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads),
@@ -74,8 +75,8 @@ def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator
                        replace(system, ranks_per_node=number))
 
 
-def _choices(given: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:
-    return (given,) if held else offered
+def _choices(value: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:
+    return (value,) if held else offered
 
 
 def _numbers(last: int) -> tuple[int, ...]:
@@ -87,7 +88,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def _recomputes(run: RunConfig, layers: int, held: frozenset[str], offered: tuple[str, ...]) -> Iterator:
-    """Training configs that differ in what is recomputed; block: a quarter, half, three quarters of a stage's layers."""
+    """Training configs that differ in what is recomputed; block: a quarter, half and three quarters of a stage's layers."""
     training = run.training
     if {"recompute_granularity", "recompute_method", "recompute_num_layers"} & held:
         yield training
@@ -104,7 +105,7 @@ def _recomputes(run: RunConfig, layers: int, held: frozenset[str], offered: tupl
 def _judge(run: RunConfig, system: System, ramp_divisible: bool) -> Plan | str:
     """The plan, or the reason why it cannot run."""
     tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-    if system.ranks_per_node > system.machine.most_ranks:
+    if system.ranks_per_node > system.machine.max_ranks:
         return "more ranks than a node has threads or GPUs"
     if system.world_size % (tp * pp):
         return "TP x PP does not divide the number of ranks"
@@ -122,11 +123,12 @@ def _judge(run: RunConfig, system: System, ramp_divisible: bool) -> Plan | str:
     used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
     if used > memory.limit_mib(system.machine, system.software, system.ranks_per_node):
         return "out of memory"
-    made = step(run, layout, system, system.parameters)
-    return Plan(run=run, system=system, layout=layout, seconds=made.seconds, memory_mib=used, bubble_fraction=made.bubble_fraction)
+    modelled = step(run, layout, system, system.parameters)
+    return Plan(run=run, system=system, layout=layout, seconds=modelled.seconds, memory_mib=used,
+                bubble_fraction=modelled.bubble_fraction)
 
 
 def held_fields(args: argparse.Namespace) -> frozenset[str]:
-    """Fields whose flags were given. A recipe's values do not hold: it says which model, not how it is cut."""
-    given = {name for name, value in vars(args).items() if value is not None}
-    return frozenset(given - ({"ranks_per_node"} if args.ranks_per_node is None else set()))
+    """Fields whose flags were on the command line. A recipe's values do not hold: it names a model, not a layout."""
+    names = {name for name, value in vars(args).items() if value is not None}
+    return frozenset(names - ({"ranks_per_node"} if args.ranks_per_node is None else set()))

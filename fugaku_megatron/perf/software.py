@@ -1,8 +1,8 @@
-"""Software as data: what an implementation does besides matrix products, and by which parameters it is judged (software.json).
+"""Software as data (software.json): the work of an implementation besides matrix products, and whose parameters apply to it.
 
-A style counts, per layer and micro-batch, how often element-wise operators move and allocate each kind of tensor:
+A style counts, per layer and micro-batch, how often element-wise operators move and how often they allocate each kind of tensor:
 hidden (s, b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t).
-logits_in_chunks: of rows, as memory.logits_rows says. recompute_ends_early: see accounting.recomputed_records.
+logits_in_chunks: the head works on chunks of memory.logits_rows rows. recompute_ends_early: see accounting.recomputed_records.
 computes_in: fp32 where 16-bit operands are widened, null where products run in the run's own precision.
 Test: pytest tests/test_perf_software.py
 """
@@ -10,8 +10,8 @@ Test: pytest tests/test_perf_software.py
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from .machine import Machine, unknown
 from .parameters import Fitted, MemoryParameters, Parameters, fitted
 
 DATA = Path(__file__).parent / "software.json"
+THIS_PROJECT = "fugaku_megatron"  # the name of this project's own trainer
+ALIASES = {"this": THIS_PROJECT}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offers:
-    """What software can be told. recompute: none, selective, full (all layers) or block (some layers of each stage)."""
+    """The choices that software offers. recompute: none, selective, full (all layers) or block (some layers of each stage)."""
 
     ranks_per_node: tuple[int, ...]
     recompute: tuple[str, ...]
@@ -35,12 +37,15 @@ class Offers:
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """An implementation.
+    """An implementation of the training step.
 
-    group: whose parameters hold. style: counts of element-wise work. page_faults: "none" (memory is kept), "across nodes" (large
-    blocks fault in again, and cost more to give back where the network has registered them), "registered" (always so).
-    old_torch: element-wise work and calls take the old torch's factor.
-    machines: where it is known to run. offers: what it can be told, for the planner.
+    group: the group of software whose fitted parameters apply. style: name of its counts of element-wise work.
+    page_faults: "none" (memory is kept), "across nodes" (large blocks fault in again, and in runs on several nodes, where the
+    network has registered them, cost more to return), "registered" (they always cost more).
+    old_torch: element-wise work and operator calls take longer by the factor of PyTorch 1.7.
+    machines: names of machines on which it has run. offers: the choices for the planner.
+    counts: the row of `style` in software.json. fitted: the values of `group`. Both follow from names that are compared, so they
+    take no part in comparisons.
     """
 
     name: str
@@ -51,28 +56,23 @@ class Software:
     old_torch: bool
     machines: tuple[str, ...]
     offers: Offers
+    counts: Mapping[str, Any] = field(compare=False, repr=False)
+    fitted: Fitted = field(compare=False, repr=False)
 
     def cut(self, run: RunConfig) -> RunConfig:
-        """The run with its layers cut into stages as this software does: evenly, unless it offers --pipeline-split.
+        """The run with its layers divided into stages as this software does: evenly, unless it offers --pipeline-split.
 
-        Raises ValueError for numbers of layers that it cannot be told, and for those that do not divide.
+        Raises ValueError for a --pipeline-split that it does not offer, and for numbers of layers that do not divide.
         """
         if self.offers.pipeline_split:
             return run
         layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
         check(split in ("balanced", "even"), f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or give "
-              "--software this")
+              f"--software {THIS_PROJECT}")
         check(layers % pp == 0 or layers < pp, f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}, "
               f"and {self.name} cuts layers evenly: change one of them")
         return replace(run, parallel=replace(run.parallel, pipeline_split="even"))
 
-    @property
-    def counts(self) -> dict[str, Any]:
-        return _data()["styles"][self.style]
-
-    @property
-    def fitted(self) -> Fitted:
-        return fitted(self.group)
 
     @property
     def measured(self) -> bool:
@@ -80,35 +80,34 @@ class Software:
         return bool(self.fitted.names)
 
     def known_on(self, machine: Machine) -> bool:
+        """Whether it has run on the machine, or its kernels were measured there."""
         return machine.name in self.machines or self.measured_on(machine)
 
     def measured_on(self, machine: Machine) -> bool:
-        """Whether perf calibrate measured this software's kernels on the machine."""
+        """Whether calibrate measured this software's kernels on the machine."""
         return self.style == "native" and bool(machine.native)
 
     def parameters(self, machine: Machine) -> Parameters:
-        """What a prediction on the machine uses: the group's values, and what was measured on the machine itself."""
+        """The values for a prediction on the machine: the group's, replaced by those that were measured on the machine itself."""
         return replace(self.fitted.values, **machine.native) if self.measured_on(machine) else self.fitted.values
 
     def memory(self, machine: Machine) -> MemoryParameters:
-        """The same of memory."""
+        """The memory model's values for a prediction on the machine, in the same way."""
         measured = self.style == "native" and machine.process_mib is not None
         return replace(self.fitted.memory, base_mib=machine.process_mib) if measured else self.fitted.memory
 
 
-@cache
-def _data() -> dict[str, Any]:
-    return json.loads(DATA.read_text())
-
-
 def names() -> list[str]:
-    return sorted(_data()["software"])
+    """The software that software.json describes."""
+    return sorted(json.loads(DATA.read_text())["software"])
 
 
 def load(name: str, flag: str = "--software") -> Software:
-    """Software by name, as `flag` gave it. Raises ValueError naming the known ones."""
-    if name not in _data()["software"]:
-        raise unknown(flag, name, names())
-    facts = _data()["software"][name]
+    """Software by its name or alias, the value of `flag`. Raises ValueError naming the known ones."""
+    data, name = json.loads(DATA.read_text()), ALIASES.get(name, name)
+    if name not in data["software"]:
+        raise unknown(flag, name, data["software"])
+    facts = data["software"][name]
     offers = Offers(**{key: tuple(value) for key, value in facts["offers"].items()})
-    return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "offers": offers})
+    return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "offers": offers},
+                    counts=data["styles"][facts["style"]], fitted=fitted(facts["group"]))

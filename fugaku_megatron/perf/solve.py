@@ -1,4 +1,4 @@
-"""Least squares with priors in the logarithms of positive parameters: Gauss-Newton with Levenberg's damping and Huber's weights.
+"""Least squares with priors on the logarithms of positive parameters: Gauss-Newton with Levenberg's damping and Huber's weights.
 
 Test: pytest tests/test_perf_solve.py
 """
@@ -12,19 +12,19 @@ import numpy as np
 
 from .parameters import Prior
 
-CHANGE = 1e-4  # of a logarithm, for slopes
+CHANGE = 1e-4  # change of a parameter's logarithm in finite differences
 HUBER = 1.5  # residuals beyond this many standard deviations count linearly
-FLOOR = 1e-6  # a parameter whose lower bound is 0 stays above this
+FLOOR = 1e-6  # lower bound of parameters whose own bound is 0, which has no logarithm
 
 ITERATIONS = 40
-ENOUGH = 1e-3  # of chi square, to which one row adds about 1
+ENOUGH = 1e-3  # the iteration ends when chi square, to which a row adds about 1, falls by less
 
 Values = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Values at the optimum and the covariance of their logarithms, in the priors' order."""
+    """Values at the optimum, and the covariance of their logarithms in the priors' order."""
 
     values: Values
     covariance: np.ndarray
@@ -33,7 +33,10 @@ class Solution:
 
 def solve(predict: Callable[[Values], Sequence[float]], observed: Sequence[float], priors: Sequence[Prior], noise: float,
           start: Values | None = None) -> Solution:
-    """Most probable values, rows having independent errors of `noise` in the logarithm. start: where to begin (default: priors)."""
+    """The most probable values, if rows have independent errors with standard deviation `noise` in the logarithm.
+
+    start: values to begin with (default: the priors').
+    """
     target = np.log(np.asarray(observed, float))
     low = np.log([max(p.bounds[0], FLOOR) for p in priors])
     high = np.log([p.bounds[1] for p in priors])

@@ -1,4 +1,4 @@
-"""Benchmark tables as text: the printed cells in their own order and format, then ours, the errata beneath.
+"""Benchmark tables as text: the printed cells in their own order and format, then the computed ones, with the errata beneath.
 
 Test: pytest tests/test_perf_tables.py
 """
@@ -17,25 +17,26 @@ OUR_HEADER = ("corrected", "recomputed TFLOPs", "model Sec/it", "model range", "
               "memory error %", "remarks")
 
 
-def text(found: Sequence[Comparison], markdown: bool = False) -> str:
-    """All tables of `found`, with a summary per document; markdown: with Markdown's headings and lists."""
+def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
+    """All tables of the rows in `comparisons`, with a summary per document; markdown: with Markdown's headings and lists."""
     parts = []
-    for document, group in groupby(found, lambda c: c.row.document):
-        of_document = list(group)
+    for document, group in groupby(comparisons, lambda c: c.row.document):
+        document_rows = list(group)
         parts.append(("## " if markdown else "") + f"{document}: {DOCUMENTS[document][1]}")
-        parts += [_table(list(rows), markdown) for _, rows in groupby(of_document, lambda c: c.row.table.id)]
-        parts.append(summary(document, of_document))
+        parts += [_table(list(rows), markdown) for _, rows in groupby(document_rows, lambda c: c.row.table.id)]
+        parts.append(summary(document, document_rows))
     return "\n\n".join(parts)
 
 
-def _table(found: Sequence[Comparison], markdown: bool) -> str:
-    table = found[0].row.table
+def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
+    table = comparisons[0].row.table
     title = ("### " if markdown else "") + f"{table.id} {table.title}"
-    assumed = [f"assumed, not printed: {', '.join(found[0].row.assumed)}"] if found[0].row.assumed else []
+    assumed = [f"assumed, not printed: {', '.join(comparisons[0].row.assumed)}"] if comparisons[0].row.assumed else []
     problems = [f"line {c.row.line} {'cannot run' if c.row.status == 'impossible' else 'is not modelled'}: {c.problem}"
-                for c in found if c.problem not in ("", NO_MODEL)]
-    notes = [("- " if markdown else "  ") + note for note in assumed + problems + _errata(found)]
-    return "\n".join([title, "", *pipe_table([(*table.header, *OUR_HEADER), *map(cells, found)]), *([""] if notes else []), *notes])
+                for c in comparisons if c.problem not in ("", NO_MODEL)]
+    notes = [("- " if markdown else "  ") + note for note in assumed + problems + _errata(comparisons)]
+    lines = pipe_table([(*table.header, *OUR_HEADER), *map(cells, comparisons)])
+    return "\n".join([title, "", *lines, *([""] if notes else []), *notes])
 
 
 def cells(comparison: Comparison) -> tuple[str, ...]:
@@ -55,11 +56,11 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _errata(found: Sequence[Comparison]) -> list[str]:
-    """One line per id and reason, with the lines of the document that it speaks of."""
+def _errata(comparisons: Sequence[Comparison]) -> list[str]:
+    """One line per erratum's id and reason, with the lines of the document that it corrects or comments on."""
     lines: dict[tuple[str, str, str], list[str]] = {}
-    names = dict(zip(found[0].row.table.columns, found[0].row.table.header))
-    for erratum in dict.fromkeys(e for c in found for e in c.row.errata):
+    names = dict(zip(comparisons[0].row.table.columns, comparisons[0].row.table.header))
+    for erratum in dict.fromkeys(e for c in comparisons for e in c.row.errata):
         lines.setdefault((erratum.id, names.get(erratum.column, erratum.column), erratum.why), []).append(_place(erratum))
     return [f"{id} {column}, {'; '.join(places)}: {why}" for (id, column, why), places in sorted(lines.items(), key=_by_number)]
 
@@ -74,10 +75,10 @@ def _place(erratum: Erratum) -> str:
     return where + change
 
 
-def summary(document: str, found: Sequence[Comparison]) -> str:
-    """How far the model is from the rows that it is fitted to, in one line: unseen runs are further away."""
-    times = [abs(c.time_error_percent) for c in found if c.time_error_percent is not None and c.row.fit_time]
-    memory = [abs(c.memory_error_percent) for c in found if c.memory_error_percent is not None and c.row.fit_memory]
-    said = [f"model against {len(errors)} printed {name}: mean absolute error {sum(errors) / len(errors):.1f} % in sample, "
+def summary(document: str, comparisons: Sequence[Comparison]) -> str:
+    """The model's errors on the rows that it is fitted to, in one line; errors on unseen runs are larger (see `fit`)."""
+    times = [abs(c.time_error_percent) for c in comparisons if c.time_error_percent is not None and c.row.fit_time]
+    memory = [abs(c.memory_error_percent) for c in comparisons if c.memory_error_percent is not None and c.row.fit_memory]
+    sentences = [f"model against {len(errors)} printed {name}: mean absolute error {sum(errors) / len(errors):.1f} % in sample, "
             f"largest {max(errors):.1f} %" for name, errors in (("times", times), ("memory sizes", memory)) if errors]
-    return f"{document}: {len(found)} rows; " + ("; ".join(said) or NO_MODEL)
+    return f"{document}: {len(comparisons)} rows; " + ("; ".join(sentences) or NO_MODEL)

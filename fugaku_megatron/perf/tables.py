@@ -1,8 +1,9 @@
-"""The published benchmark tables in their own format, with what is corrected, computed again and modelled beside what was printed.
+"""The published benchmark tables in their own format, with corrected, recomputed and modelled values beside the printed ones.
 
-"recomputed TFLOPs" follow from the corrected time by the formula that the table used; recompute.py says how the tables round.
-Columns named "model" are modelled, not measured, and fill planned rows too; "error %" is the modelled time against the corrected
-one. The errata that a table needs stand beneath it. The documents: 000 and 002 are 124M, 001 is 30B on A64FX; 004 is A100.
+"recomputed TFLOPs" follow from the corrected time by the formula that the table used; published/recompute.py explains the tables'
+rounding. Columns named "model" are modelled, not measured, and are filled for planned rows too; "error %" is the difference of the
+modelled from the corrected value. A table's errata stand beneath it. Documents 000 and 002 are 124M and 001 is 30B on A64FX; 004 is
+A100.
 
     python -m fugaku_megatron.perf tables --document 001 --png 30b.png
 """
@@ -36,24 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the tables and writes the files asked for. Raises ValueError for unknown documents and places that take no file."""
+    """Prints the tables and writes --csv and --png. Raises ValueError for unknown documents and files that cannot be written."""
     rows = load(args.document)
     check_file("--csv", args.csv)
     check_picture(args.png)
-    found = compare(rows, predictor())
-    print(text(found, args.markdown))
+    comparisons = compare(rows, predictor())
+    print(text(comparisons, args.markdown))
     if args.csv:
-        write_csv(Path(args.csv), found)
+        write_csv(Path(args.csv), comparisons)
     if args.png:
         from .table_plot import draw
 
-        draw(Path(args.png), found)
+        draw(Path(args.png), comparisons)
     return 0
 
 
-def write_csv(path: Path, found: Sequence[Comparison]) -> None:
-    """One line per row. Empty cells: nothing known. Raises ValueError when `path` cannot be written."""
-    records = [_record(comparison) for comparison in found]
+def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """One line per row; cells are empty where nothing is known. Raises ValueError when `path` cannot be written."""
+    records = [_record(comparison) for comparison in comparisons]
     with writing("--csv", path), open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
         writer.writeheader()

@@ -1,6 +1,6 @@
-"""What one rank does for one micro-batch, as counts: matrix products, bytes moved and allocated, operator calls, collectives.
+"""The work of one rank for one micro-batch as counts: matrix products, bytes moved and allocated, operator calls, collectives.
 
-Shapes and collectives are accounting's records; element-wise traffic is counted by the software's style. Left out: time (`cost`).
+Shapes and collectives come from accounting's records; element-wise traffic from the software's style. Left out: time (`cost`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t tensor-parallel size.
 Test: pytest tests/test_perf_work.py
 """
@@ -18,7 +18,7 @@ from .software import Software
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """`count` products (m, k) x (k, n) of one call, made `times` times; attention: they are Q K^T or P V."""
+    """A call that computes `count` products (m, k) x (k, n), made `times` times. attention: the products are Q K^T or P V."""
 
     m: int
     n: int
@@ -31,9 +31,9 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Counts of one phase. moved: bytes read and written. allocations: (bytes of a tensor, how many).
+    """Counts of one phase. moved: bytes read and written. allocations: (bytes of a tensor, number of such tensors).
 
-    collectives: (one, how many).
+    collectives: (a collective, number of calls).
     """
 
     products: tuple[Product, ...] = ()
@@ -49,8 +49,8 @@ class Work:
 
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
     """Bytes of each kind of tensor on one rank."""
-    model, b, width = run.model, run.batch.micro_batch_size, accounting.element_bytes(run)
-    rows = model.seq_length * b * width
+    model = run.model
+    rows = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run)
     hidden = rows * model.hidden_size
     return {"hidden": hidden, "qkv": 3 * hidden // tp, "context": hidden // tp,
             "scores": rows * model.seq_length * model.num_attention_heads // tp, "mlp": rows * model.ffn_hidden_size // tp,
@@ -69,10 +69,9 @@ def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], 
 
 
 def _chunks(run: RunConfig, tp: int) -> int:
-    """Into how many parts this project's head cuts a micro-batch's rows."""
+    """The number of parts into which this project's head cuts a micro-batch's rows."""
     pp = run.parallel.pipeline_model_parallel_size
-    rows = run.model.seq_length * run.batch.micro_batch_size
-    return -(-rows // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1)))
+    return -(-accounting.tokens_per_microbatch(run) // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1)))
 
 
 def _forward(record: Record, chunks: int) -> Work:
@@ -90,7 +89,7 @@ def _forward(record: Record, chunks: int) -> Work:
 
 
 def _backward(record: Record, chunks: int) -> Work:
-    """Two products for each forward one: for the input's and for the weight's (or other operand's) gradient."""
+    """Two products for each product of the forward: the gradients of the input and of the weight (or the other operand)."""
     products = []
     for p in _forward(record, chunks).products:
         kind = {"count": p.count, "attention": p.attention, "backward": True, "times": p.times}
@@ -106,14 +105,14 @@ def phases(run: RunConfig, tp: int, software: Software) -> dict[str, Work]:
               "head": accounting.head_records(run, tp, tied=False)}
     work = {}
     for place, records in places.items():
-        for phase, of in (("forward", _forward), ("backward", _backward)):
+        for phase, record_work in (("forward", _forward), ("backward", _backward)):
             name = f"{place}_{phase}"
-            work[name] = sum((of(record, chunks) for record in records), _elementwise(software, name, sizes))
+            work[name] = sum((record_work(record, chunks) for record in records), _elementwise(software, name, sizes))
     return work
 
 
 def layers_again(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
-    """What full recompute repeats of a stage's layers."""
+    """Work that full recompute repeats of a stage's layers. groups: layers that are recomputed together."""
     whole = phases(run, tp, software)["layer_forward"]
     if not software.counts["recompute_ends_early"]:
         return repeat(whole, sum(map(len, groups)))
@@ -123,7 +122,7 @@ def layers_again(run: RunConfig, tp: int, groups: list[range], software: Softwar
 
 
 def attention_again(run: RunConfig, tp: int, software: Software) -> Work:
-    """What selective recompute repeats of one layer: attention's products and the work on its scores."""
+    """Work that selective recompute repeats of one layer: attention's products and the element-wise work on its scores."""
     sizes, record = tensors(run, tp), next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
     return Work(products=_forward(record, 1).products, moved=moved * sizes["scores"], calls=5,
@@ -131,7 +130,7 @@ def attention_again(run: RunConfig, tp: int, software: Software) -> Work:
 
 
 def weight_gradients(run: RunConfig, tp: int, parameters: int, tensors: int, software: Software) -> Work:
-    """Writing `parameters` weight gradients, in `tensors` tensors, and adding them to what earlier micro-batches left."""
+    """Writing the gradients of `parameters` weights, which are in `tensors` tensors, and adding them to earlier micro-batches'."""
     counts, bytes = software.counts["weights"], parameters * accounting.element_bytes(run)
     allocations = ((bytes // tensors, tensors * counts["allocated"]),) if counts["allocated"] else ()
     return Work(moved=counts["moved"] * bytes, allocations=allocations, calls=tensors)

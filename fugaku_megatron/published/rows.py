@@ -263,20 +263,20 @@ def _row(record: csv_table.Record, tables: dict[str, Any], records: Sequence[Err
 
 def _facts(record: csv_table.Record, values: dict[str, str]) -> dict[str, Any]:
     """The fields of a Row that corrected cells say."""
-    found = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
+    facts = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
     clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])
-    found["ghz"] = _ghz(clock.group(1)) if clock else found.pop("freq")
-    found.pop("freq", None)
+    facts["ghz"] = _ghz(clock.group(1)) if clock else facts.pop("freq")
+    facts.pop("freq", None)
     for name in ("machine", "software", "precision", "formula", "seq", "vocabulary", "layers", "hidden", "heads", "ac", "zero",
                  "tp", "pp", "mbs", "gbs"):
-        record.expect(found[name] is not None, name, PARSERS[name][1], values[name])
-    each, gpus = RANKS_PER_NODE[found["machine"]], found.pop("gpus")
-    record.expect(found["nodes"] or gpus, "nodes", PARSERS["nodes"][1], values["nodes"])
-    found["nodes"] = found["nodes"] or gpus // each
-    found["ranks"] = gpus or found["nodes"] * each
-    found["dp"] = found["dp"] or found["ranks"] // (found["tp"] * found["pp"])  # not printed: what the other sizes leave
-    renamed = {"recompute": found.pop("ac"), "memory_mib": found.pop("mem"), "synchronous": found.pop("async") == "no"}
-    return {**found, **renamed, "size": found["size"] or "", "notes": found["notes"] or ""}
+        record.expect(facts[name] is not None, name, PARSERS[name][1], values[name])
+    each, gpus = RANKS_PER_NODE[facts["machine"]], facts.pop("gpus")
+    record.expect(facts["nodes"] or gpus, "nodes", PARSERS["nodes"][1], values["nodes"])
+    facts["nodes"] = facts["nodes"] or gpus // each
+    facts["ranks"] = gpus or facts["nodes"] * each
+    facts["dp"] = facts["dp"] or facts["ranks"] // (facts["tp"] * facts["pp"])  # not printed: what the other sizes leave
+    renamed = {"recompute": facts.pop("ac"), "memory_mib": facts.pop("mem"), "synchronous": facts.pop("async") == "no"}
+    return {**facts, **renamed, "size": facts["size"] or "", "notes": facts["notes"] or ""}
 
 
 def _mark_duplicates(rows: Sequence[Row]) -> tuple[Row, ...]:
