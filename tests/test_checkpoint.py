@@ -340,18 +340,18 @@ def _replaces(save, load, loaded):
 
 
 def test_checkpoints_that_were_not_loaded_are_not_replaced(tmp_path):
-    mine, other = tmp_path / "mine", tmp_path / "other"
-    _replaces(mine, None, None)  # nothing there
-    _save(mine, 90)
-    _save(mine, 100)
+    own, other = tmp_path / "own", tmp_path / "other"
+    _replaces(own, None, None)  # nothing there
+    _save(own, 90)
+    _save(own, 100)
     for loaded_from in (None, other):
-        with pytest.raises(ValueError, match=f"--save {mine} holds checkpoints of iterations 90, 100, .*--load is {loaded_from}: "):
-            _replaces(mine, loaded_from, None)
-    _replaces(mine, mine / ".." / "mine", 90)  # 100 is replaced when the run gets there
-    (mine / "iter_0000100" / manifest.MANIFEST).write_text("{")
-    _replaces(mine, mine, 100)
+        with pytest.raises(ValueError, match=f"--save {own} holds checkpoints of iterations 90, 100, .*--load is {loaded_from}: "):
+            _replaces(own, loaded_from, None)
+    _replaces(own, own / ".." / "own", 90)  # 100 is replaced when the run gets there
+    (own / "iter_0000100" / manifest.MANIFEST).write_text("{")
+    _replaces(own, own, 100)
     with pytest.raises(ValueError, match="iter_0000100 exists and is not a whole checkpoint .*; move it away"):
-        _replaces(mine, mine, 90)  # before the ten iterations, not after them
+        _replaces(own, own, 90)  # before the ten iterations, not after them
 
 
 def test_the_state_is_read_without_the_tensors(tmp_path):
@@ -380,19 +380,19 @@ def test_a_missing_or_foreign_tracker_never_means_start_anew(tmp_path):
         latest_iteration(tmp_path)
 
 
-@pytest.mark.parametrize("text, said", [
+@pytest.mark.parametrize("text, problem", [
     (None, "manifest.json is missing"),
     ('{"format": ', "manifest.json is damaged"),
     ('{"args": {}}', "manifest.json is foreign"),
     ("[1]", "manifest.json is foreign"),
     (json.dumps({"format": manifest.FORMAT, "format_version": 99}), "has format version 99, this program reads 1"),
 ])
-def test_a_manifest_that_cannot_be_used_is_named_with_what_is_intact(tmp_path, text, said):
+def test_a_manifest_that_cannot_be_used_is_named_with_what_is_intact(tmp_path, text, problem):
     _save(tmp_path, 90, seed=9)
     path = _save(tmp_path, 100)[0] / manifest.MANIFEST
     path.unlink() if text is None else path.write_text(text)
     message = _load_failure(tmp_path)
-    assert said in message and str(path) in message and "Use iteration 90: --ckpt-step 90" in message
+    assert problem in message and str(path) in message and "Use iteration 90: --ckpt-step 90" in message
 
 
 def _truncate(path):
@@ -405,17 +405,17 @@ def _flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage, said", [
+@pytest.mark.parametrize("damage, problem", [
     (_truncate, "rank_00001.safetensors is 100 bytes, manifest says "),
     (_flip, "rank_00001.safetensors has CRC-32 "),
     (Path.unlink, "rank_00001.safetensors is missing"),
 ])
-def test_a_damaged_file_fails_on_all_ranks_and_the_previous_iteration_is_named_and_loads(tmp_path, damage, said):
+def test_a_damaged_file_fails_on_all_ranks_and_the_previous_iteration_is_named_and_loads(tmp_path, damage, problem):
     _save(tmp_path, 80, seed=8)
     _save(tmp_path, 90, seed=9)
     damage(_save(tmp_path, 100)[0] / "rank_00001.safetensors")
     message = _load_failure(tmp_path)
-    assert message.startswith(f"--load {tmp_path}: rank 1: ") and said in message
+    assert message.startswith(f"--load {tmp_path}: rank 1: ") and problem in message
     assert message.endswith(". Complete checkpoints: iterations 80, 90. Use iteration 90: --ckpt-step 90") and "\n" not in message
     assert _load(tmp_path, seed=9, iteration=90)[0] == 90
 
@@ -440,17 +440,17 @@ def _one_changed(**fields):
     return change
 
 
-@pytest.mark.parametrize("fields, said", [
+@pytest.mark.parametrize("fields, problem", [
     ({"key": "absent.weight"}, "has no absent.weight"),
     ({"global_shape": (16, 6)}, f"{FC1}: global shape is [8, 6] in "),
     ({"tensor": torch.zeros(4, 6)}, f"{FC1}: dtype is bfloat16 in "),
     ({"tensor": torch.zeros(23).bfloat16()}, f"{FC1}: this run holds elements [0, 23) of the slice [4, 6] at [0, 0]; "),
     ({"offset": (1, 0)}, f"{FC1}: this run holds elements [0, 24) of the slice [4, 6] at [1, 0]; "),
 ])
-def test_a_shard_that_does_not_fit_is_named_with_both_sides(tmp_path, fields, said):
+def test_a_shard_that_does_not_fit_is_named_with_both_sides(tmp_path, fields, problem):
     _save(tmp_path)
     message = _load_failure(tmp_path, change=_one_changed(**fields))
-    assert said in message and str(tmp_path / "iter_0000100") in message
+    assert problem in message and str(tmp_path / "iter_0000100") in message
 
 
 @pytest.mark.parametrize("fields", [

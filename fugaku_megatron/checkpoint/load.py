@@ -1,7 +1,7 @@
-"""Reading sharded checkpoints that `save` wrote, back into the layout that wrote them.
+"""Loading the checkpoints of `checkpoint.save`, in the parallel layout that saved them.
 
-Everything public is collective, and fails on all ranks or on none. Left out: loading into another parallel layout (the manifest
-says all that it needs). Test: pytest tests/test_checkpoint.py
+Every public function is collective, and fails on all ranks or on none. Left out: loading into another parallel layout, for which
+the manifest holds all that is needed. Test: pytest tests/test_checkpoint.py
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Com
          iteration: int | None = None, model: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
     """Fill the tensors of `shards` in place from the latest checkpoint, or from `iteration`. Collective.
 
-    Returns (iteration, state). A shard may lie in another rank's file. Nothing is copied anywhere before every rank has
-    verified the files that it needs. `model` names values that the saved config's "model" must have too. Raises
-    ValueError on all ranks: no tracker, missing or foreign manifest, another layout or model, missing, truncated or
-    altered file, missing key, another shape or dtype.
+    Returns (iteration, state). A shard may lie in another rank's file. No rank copies anything before every rank has verified
+    the files that it needs. `model`: values that the saved config's "model" must have too. Raises ValueError on all ranks when
+    there is no tracker, when the manifest is missing or of another program, when the layout or the model differs, when a file
+    is missing, truncated or altered, and when a tensor is missing or has another shape or dtype.
     """
     directory = Path(directory)
     prefix = f"--load {directory}: "
@@ -44,7 +44,7 @@ def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Com
 
 
 def read_state(directory: str | os.PathLike, iteration: int, comm: Comm) -> dict[str, Any]:
-    """The `state` that `load` will return, without a tensor: what a run must know before it has any. Collective."""
+    """The `state` that `load_checkpoint` returns, for a run that has no tensors yet. Collective."""
     return _manifest(Path(directory), iteration, comm, "state")
 
 
@@ -58,10 +58,10 @@ def _manifest(directory: Path, iteration: int, comm: Comm, part: str | None = No
 
 
 def _iteration_to_load(directory: Path, iteration: int | None) -> int:
-    found = latest_iteration(directory) if iteration is None else iteration
-    if found is None:
+    iteration = latest_iteration(directory) if iteration is None else iteration
+    if iteration is None:
         raise ValueError(f"no checkpoint there: {directory / TRACKER} does not exist")
-    return found
+    return iteration
 
 
 def _read_shards(path: Path, shards: list[Shard]) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, as one process sees it: names, the manifest, the files and whether they are whole.
+"""The contents of a checkpoint directory, as one process sees them: names, the manifest, and whether files are complete.
 
     DIR/latest_checkpointed_iteration.txt     the tracker (Megatron's name), moved last by a save
     DIR/iter_0000100/manifest.json            layout, config, state, and every shard's place in its global tensor
@@ -6,7 +6,7 @@
     DIR/iter_0000100.tmp                      a save (or a removal) under way or interrupted: never read
     DIR/iter_0000100.old                      the checkpoint that a save of the same iteration is replacing
 
-Collective saving and loading are in checkpoint.py. Test: pytest tests/test_checkpoint.py
+Collective saving and loading are in save.py and load.py. Test: pytest tests/test_checkpoint.py
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _CHUNK_BYTES = 8 << 20
 
 
 def latest_iteration(directory: str | os.PathLike) -> int | None:
-    """The tracker's iteration, or None if the directory holds no checkpoint: start anew.
+    """The tracker's iteration, or None if the directory holds no checkpoint and a run starts from the beginning.
 
-    Raises ValueError if the tracker is unreadable, or missing beside checkpoints: a run must not start anew over those
-    by accident.
+    Raises ValueError if the tracker cannot be read, or is missing although there are checkpoints: a run must not start from the
+    beginning and replace them by accident.
     """
     tracker = Path(directory) / TRACKER
     if tracker.exists():
@@ -47,13 +47,13 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
 
 
 def list_iterations(directory: str | os.PathLike) -> list[int]:
-    """Iterations, ascending, with a readable manifest and files of the sizes it says (checksums are for loading)."""
-    found = {iteration for iteration, suffix, _ in entries(Path(directory)) if suffix != ".tmp"}
-    return [iteration for iteration in sorted(found) if _is_complete(Path(directory), iteration)]
+    """Iterations, ascending, with a readable manifest and files of the recorded sizes (checksums are verified when loading)."""
+    present = {iteration for iteration, suffix, _ in entries(Path(directory)) if suffix != ".tmp"}
+    return [iteration for iteration in sorted(present) if _is_complete(Path(directory), iteration)]
 
 
 def read_manifest(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
-    """The manifest of `iteration`. Raises ValueError: missing, damaged, foreign or of another format version."""
+    """The manifest of `iteration`. ValueError when it is missing, damaged, of another program or of another format version."""
     path = iteration_path(Path(directory), iteration) / MANIFEST
     if not path.exists():
         raise ValueError(f"{path} is missing")
@@ -120,7 +120,7 @@ def join(iterations: list[int]) -> str:
 
 
 def crc32(path: Path) -> str:
-    """CRC-32 of a file, in hexadecimal. It guards against accidents, not against attackers.
+    """CRC-32 of a file, in hexadecimal. It detects accidents, not attacks.
 
     Chosen from the standard library by speed: 6.4 GB/s where SHA-256 ran at 1.9 and Adler-32 at 3.8 (one core of an AMD
     EPYC of family 26, zlib 1.2.13).

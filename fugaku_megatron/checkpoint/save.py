@@ -1,7 +1,7 @@
 """Writing sharded checkpoints: a safetensors file per rank and one manifest (manifest.py shows the directory). No pickled code.
 
-A save works aside in iter_0000100.tmp and renames, so an interrupted one leaves the previous checkpoint loadable.
-Everything public is collective, and fails on all ranks or on none. Left out: asynchronous saves.
+A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the previous checkpoint loadable.
+Every public function is collective, and fails on all ranks or on none. Left out: asynchronous saves.
 Test: pytest tests/test_checkpoint.py
 """
 
@@ -37,9 +37,9 @@ def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[S
          layout: dict[str, int], config: dict[str, Any], keep: int | None = None) -> Path:
     """Write the checkpoint of `iteration` and return its directory. Collective.
 
-    A shard that several ranks hold is given by one of them only. `state` and `config` are JSON values (tuples come back
-    as lists). With `keep`, only the newest `keep` checkpoints up to this iteration remain. Raises ValueError on all
-    ranks if any rank fails; what was there before stays loadable.
+    When several ranks hold a shard, only one of them passes it. `state` and `config` are JSON values (tuples come back as
+    lists). With `keep`, only the newest `keep` checkpoints up to this iteration remain. Raises ValueError on all ranks if any
+    rank fails; earlier checkpoints stay loadable.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"the number of checkpoints to keep must be at least 1, got {keep}")
@@ -61,13 +61,13 @@ def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[S
 
 def check_writable(directory: str | os.PathLike, comm: Comm, name: str = "--save",
                    ranks: Collection[int] | None = None) -> None:
-    """Create `directory` and try a small file from every rank, or from `ranks`: a wrong one fails before training. Collective."""
+    """Create `directory` and write a small file from every rank, or from `ranks`, so that it fails before training. Collective."""
     directory = Path(directory)
     prefix = f"{name} {directory} is not writable: "
     ranks = range(comm.size) if ranks is None else ranks
 
     def probe() -> None:
-        directory.mkdir(parents=True, exist_ok=True)  # it may be on a disk of this node
+        directory.mkdir(parents=True, exist_ok=True)  # on every rank: it may be on a disk of the node
         _write_probe(directory / f".write_probe_rank_{comm.rank:05d}")
 
     agree(comm, lambda: probe() if comm.rank in ranks else None, prefix, lambda: f". Give another {name} or change the permissions")
@@ -76,7 +76,8 @@ def check_writable(directory: str | os.PathLike, comm: Comm, name: str = "--save
 def check_replaces(save: str | os.PathLike, load: str | os.PathLike | None, loaded: int | None, comm: Comm) -> None:
     """Refuse, before training, a --save whose checkpoints this run would replace without having loaded one of them. Collective.
 
-    `loaded`: the iteration that --load `load` resumes from. Where that is `save`, later ones may be replaced, if they are ours.
+    `loaded`: the iteration from which --load `load` resumes. If `load` and `save` are one directory, later checkpoints of this
+    program may be replaced.
     """
     on_root(comm, lambda: _check_replaces(Path(save), load, loaded or 0))
 
@@ -97,7 +98,7 @@ def _untouched() -> str:
 
 
 def _prepare(directory: Path, iteration: int, aside: Path) -> None:
-    """Clear what an interrupted save left, refuse to replace what is not ours, and make the directory to write in."""
+    """Remove what an interrupted save left, refuse to replace what is no checkpoint, and make the directory to write in."""
     directory.mkdir(parents=True, exist_ok=True)
     for number, suffix, path in entries(directory):
         current = directory / iteration_name(number)
@@ -152,7 +153,7 @@ def _publish(directory: Path, iteration: int, aside: Path) -> None:
     """Put the new directory in the place of an older one of its name, then move the tracker."""
     final = directory / iteration_name(iteration)
     if final.exists():
-        final.rename(final.with_name(final.name + ".old"))  # until the next line readers use this one
+        final.rename(final.with_name(final.name + ".old"))  # readers use this one until the next line
     aside.rename(final)
     fsync(directory)
     tracker = directory / (TRACKER + ".tmp")
@@ -164,13 +165,13 @@ def _publish(directory: Path, iteration: int, aside: Path) -> None:
 def _remove_old(directory: Path, iteration: int, keep: int | None) -> None:
     """Remove the checkpoint just replaced and those beyond `keep`. A failure only warns: the new checkpoint is safe."""
     replaced = directory / (iteration_name(iteration) + ".old")
-    doomed = [replaced] if replaced.exists() else []
+    obsolete = [replaced] if replaced.exists() else []
     if keep is not None:
         older = [number for number in list_iterations(directory) if number <= iteration]
-        doomed += [directory / iteration_name(number) for number in older[:-keep]]
-    for path in doomed:
+        obsolete += [directory / iteration_name(number) for number in older[:-keep]]
+    for path in obsolete:
         try:
-            shutil.rmtree(path.rename(path.with_suffix(".tmp")))  # so half a checkpoint never bears its name
+            shutil.rmtree(path.rename(path.with_suffix(".tmp")))  # renamed first: a partly removed one is never read
         except OSError as error:
             warnings.warn(f"old checkpoint {path} could not be removed: {describe(error)}", stacklevel=2)
 

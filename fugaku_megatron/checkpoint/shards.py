@@ -1,6 +1,6 @@
-"""What a shard of a checkpoint is, and which file holds the shards that a rank wants, or why none does.
+"""What a shard of a checkpoint is, and which file holds each shard that a rank needs, or why no file does.
 
-Left out: files themselves (`checkpoint`, `manifest`). Test: pytest tests/test_checkpoint.py
+Left out: the files themselves (save.py, load.py, manifest.py). Test: pytest tests/test_checkpoint.py
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Shard:
     """A local piece of a global tensor.
 
     `key` names the global tensor (ranks that hold different pieces of it use the same key), such as
-    "decoder.layers.3.mlp.linear_fc1.weight/exp_avg". The tensor-parallel slice is `slice_shape` elements at `offset` of
-    the tensor of `global_shape`; `tensor` holds the row-major range [flat_start, flat_start + numel) of that slice: all
-    of it (flat_start 0), or this rank's part of it under ZeRO-1.
+    "decoder.layers.3.mlp.linear_fc1.weight/exp_avg". The tensor-parallel slice has the shape `slice_shape` and begins at
+    `offset` in the tensor of shape `global_shape`. `tensor` (any shape, contiguous) holds the row-major range [flat_start,
+    flat_start + numel) of that slice: all of it (flat_start 0), or this rank's part of it under ZeRO-1.
     """
 
     key: str
@@ -44,28 +44,28 @@ class Shard:
                 "slice_shape": list(self.slice_shape), "flat_start": self.flat_start, "numel": self.tensor.numel()}
 
 
-def check_layout(saved: dict[str, int], wanted: dict[str, int], path: Path) -> None:
-    """Raises ValueError naming every entry of the layout that differs, and what starts a run with the saved ones."""
-    differing = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+def check_layout(saved: dict[str, int], current: dict[str, int], path: Path) -> None:
+    """Raises ValueError naming every entry of the layout that differs, and the flags that start a run with the saved ones."""
+    differing = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if not differing:
         return
     flags = [_layout_flag(name, saved[name]) for name in differing if name in saved]
-    both = ", ".join(f"{name} {saved.get(name)} (this run: {wanted.get(name)})" for name in differing)
+    both = ", ".join(f"{name} {saved.get(name)} (this run: {current.get(name)})" for name in differing)
     raise ValueError(f"{path} was saved with {both}; start with {' '.join(flags) or 'the layout of that time'}")
 
 
 def _layout_flag(name: str, value: int) -> str:
-    """What starts a run with this entry of a layout."""
+    """The flag that starts a run with this entry of a layout."""
     if name == "zero_shards":
         return "--zero-stage 0" if value == 1 else f"--zero-stage 1 with data-parallel size {value}"
     return f"mpiexec -n {value}" if name == "world_size" else f"--{name.replace('_', '-')} {value}"
 
 
-def check_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
     """Raises ValueError naming every value of the model that differs."""
-    differing = [name for name in wanted if name in saved and saved[name] != wanted[name]]
+    differing = [name for name in current if name in saved and saved[name] != current[name]]
     if differing:
-        both = ", ".join(f"--{name.replace('_', '-')} {saved[name]} (this run: {wanted[name]})" for name in differing)
+        both = ", ".join(f"--{name.replace('_', '-')} {saved[name]} (this run: {current[name]})" for name in differing)
         raise ValueError(f"{path} holds another model, with {both}; give its values, or another --load")
 
 
@@ -84,22 +84,22 @@ def make_plan(manifest: dict[str, Any], shards: list[Shard], path: Path) -> dict
 
 def _find(pieces: list[tuple[str, dict[str, Any]]], shard: Shard, path: Path) -> str:
     """The file that holds exactly this shard."""
-    wanted = shard.record()
+    needed = shard.record()
     if not pieces:
         raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that was saved")
     for what in ("global_shape", "dtype"):
-        if pieces[0][1][what] != wanted[what]:
-            both = f"{pieces[0][1][what]} in {path}, {wanted[what]} in this run"
+        if pieces[0][1][what] != needed[what]:
+            both = f"{pieces[0][1][what]} in {path}, {needed[what]} in this run"
             raise ValueError(f"{shard.key}: {what.replace('_', ' ')} is {both}")
     for name, record in pieces:
-        if place(record) == place(wanted):
+        if place(record) == place(needed):
             return name
     places = "; ".join([_show_place(record) for _, record in pieces[:4]] + ["..."] * (len(pieces) > 4))
-    raise ValueError(f"{shard.key}: this run holds {_show_place(wanted)}; {path} holds {places}")
+    raise ValueError(f"{shard.key}: this run holds {_show_place(needed)}; {path} holds {places}")
 
 
 def place(record: dict[str, Any]) -> tuple:
-    """What tells pieces of one key apart."""
+    """What distinguishes the pieces of one key."""
     return tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"]
 
 

@@ -1,7 +1,8 @@
-"""Where tensors live: torch's large tensors from an arena that keeps its pages, malloc tuned for the rest, preloads respected.
+"""The memory of a rank: an arena that keeps its pages for torch's large tensors, and malloc with tuned parameters for the rest.
 
-glibc returns every block of more than 32 MiB (and, at first, of more than 128 KiB) to the kernel when it is freed; the next
-micro-batch faults the same pages in again. A preloaded tcmalloc cures that, and so does this without a preload.
+glibc returns every block of more than 32 MiB (and, at first, of more than 128 KiB) to the kernel when it is freed, and the next
+micro-batch faults the same pages in again. A preloaded tcmalloc avoids that, and so does this module without a preload. An
+allocator that the user preloads is left in place.
 Left out: the arena itself (kernels_sve/arena.h). Comparison: python -m benchmarks alloc   Test: pytest tests/test_allocator.py
 """
 
@@ -19,20 +20,20 @@ import psutil
 
 from . import kernels
 
-# library in /proc/self/maps -> allocator. libmpg, Fujitsu's with large pages, is last: a preload takes malloc from it
+# library in /proc/self/maps -> allocator. libmpg (Fujitsu's large pages) is last: a preloaded library replaces its malloc
 _LIBRARIES = {"tcmalloc": "tcmalloc", "jemalloc": "jemalloc", "mimalloc": "mimalloc", "mpg": "libmpg"}
 _MAPS = Path("/proc/self/maps")
 
 # malloc.h: parameter -> value. The heap grows by 16 MiB at a time and shrinks only when 1 GiB of its top is free
 _MALLOPT = {"M_TRIM_THRESHOLD": (-1, 1 << 30), "M_TOP_PAD": (-2, 16 << 20), "M_MMAP_THRESHOLD": (-3, 32 << 20)}
-RESERVED_PER_RAM = 2  # addresses cost nothing; twice the memory leaves room for holes
+RESERVED_PER_RAM = 2  # reserved addresses cost no memory; twice the installed memory leaves room for fragmentation
 
 
 def allocator_name(maps: str | None = None) -> str:
-    """The malloc in use, judged by the libraries loaded (`maps`: text of /proc/self/maps): "tcmalloc", "glibc 2.28" ...
+    """The allocator in use, judged by the loaded libraries (`maps`: text of /proc/self/maps): "tcmalloc", "glibc 2.28" ...
 
-    A library that was opened late, instead of preloaded, is loaded too and does not serve malloc: this cannot tell
-    the two apart.
+    A library that was opened later, instead of preloaded, does not serve malloc but is in the list too: this function cannot
+    tell the two apart.
     """
     text = _read_maps() if maps is None else maps
     loaded = {match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)}
@@ -50,10 +51,10 @@ def _read_maps() -> str:
 
 
 def tune(mode: str) -> str:
-    """Set up the memory of this process before its first large tensor; returns how, for the log.
+    """Set up the memory of this process before its first large tensor; returns a description for the log.
 
-    mode: "tuned", or "stock" for what the process was started with. Another malloc than glibc's was chosen by the user,
-    by LD_PRELOAD or by linking, and is left to do its work in both modes.
+    mode: "tuned", or "stock", which changes nothing. If the allocator is not glibc's, the user has chosen it by LD_PRELOAD or by
+    linking, and both modes leave it unchanged.
     """
     name = allocator_name()
     if name in _LIBRARIES.values():
@@ -73,7 +74,7 @@ def _tune_malloc() -> None:
 
 
 def trim() -> None:
-    """Give back to the system what the heap holds of freed memory, such as the tokenizer's after start-up (20 MiB)."""
+    """Return the heap's freed memory to the system, such as the tokenizer's after start-up (20 MiB)."""
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim:
@@ -81,7 +82,7 @@ def trim() -> None:
 
 
 def _large_pages() -> str:
-    """What this system says of huge pages; Fujitsu's XOS has its own, set by variables."""
+    """The system's huge pages, for the log; Fujitsu's XOS has its own, which variables configure."""
     xos = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("XOS_MMM_L_")]
     try:
         choice = re.search(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text())
@@ -92,6 +93,6 @@ def _large_pages() -> str:
 
 
 def page_faults() -> tuple[int, float]:
-    """(minor page faults, seconds of system time) of this process since it began."""
+    """(minor page faults, seconds of system time) of this process since its start."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt, usage.ru_stime

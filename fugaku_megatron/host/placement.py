@@ -1,7 +1,7 @@
-"""Which cores a rank's threads run on: how many threads, which cores, pinned one by one; denormals flushed in each.
+"""Where a rank's threads run: how many threads, on which cores, each pinned to one; denormals are flushed in each.
 
-A rank may be bound by its launcher (numactl, Fujitsu's mpiexec, srun), or share its mask with the other ranks of the node: then
-the cores are dealt out in NUMA order, so that a rank's memory, which its threads touch first, is near.
+A rank may be bound by its launcher (numactl, Fujitsu's mpiexec, srun), or share its mask with the other ranks of the node. In the
+second case the cores are distributed in NUMA order, so that a rank's memory, which its own threads touch first, is near them.
 Left out: memory itself (allocator.py). Test: pytest tests/test_placement.py
 """
 
@@ -33,15 +33,15 @@ def threads_per_rank(ranks_on_node: int, environ: Mapping[str, str], affinity: I
                      quota: float | None = None, ranks_sharing: int | None = None) -> int:
     """Compute threads of one rank.
 
-    OMP_NUM_THREADS decides if it is set. Otherwise the CPUs of this rank's mask over the ranks that share it
-    (`ranks_sharing`, all `ranks_on_node` if None), and no more than this rank's part of a cgroup `quota` (in CPUs)
-    that the whole node shares. At least 1. Raises ValueError for an OMP_NUM_THREADS that is no positive number.
+    OMP_NUM_THREADS decides if it is set. Otherwise the CPUs of this rank's mask are divided by the number of ranks that share
+    it (`ranks_sharing`, all `ranks_on_node` if None), limited to this rank's part of a cgroup `quota` (in CPUs) that the whole
+    node shares. At least 1. Raises ValueError for an OMP_NUM_THREADS that is no positive number.
     """
-    given = environ.get("OMP_NUM_THREADS", "").strip()
-    if given:
-        outermost = given.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
+    variable = environ.get("OMP_NUM_THREADS", "").strip()
+    if variable:
+        outermost = variable.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
         if not outermost.isdecimal() or int(outermost) < 1:
-            raise ValueError(f"OMP_NUM_THREADS should be a positive number, it is {given!r}; correct or unset it")
+            raise ValueError(f"OMP_NUM_THREADS should be a positive number, it is {variable!r}; correct or unset it")
         return int(outermost)
     threads = len(set(affinity)) // (ranks_sharing or ranks_on_node)
     if quota is not None:
@@ -50,7 +50,7 @@ def threads_per_rank(ranks_on_node: int, environ: Mapping[str, str], affinity: I
 
 
 def physical_cores(affinity: Iterable[int], root: str | os.PathLike = _CPUS) -> set[int]:
-    """One CPU of the mask for each core, without its hardware threads; the whole mask if the kernel does not say."""
+    """One CPU of the mask for each core; the whole mask if the system does not tell which CPUs share a core."""
     cores: dict[str, int] = {}
     for cpu in sorted(set(affinity)):
         siblings = _read(Path(root) / f"cpu{cpu}" / "topology" / "thread_siblings_list") or f"cpu {cpu} alone"
@@ -60,7 +60,7 @@ def physical_cores(affinity: Iterable[int], root: str | os.PathLike = _CPUS) -> 
 
 def cpu_quota(proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
               root: str | os.PathLike = "/sys/fs/cgroup") -> float | None:
-    """The tightest limit of this process's cgroup (version 1 or 2) and its ancestors, in CPUs; None if none."""
+    """The smallest limit of this process's cgroup (version 1 or 2) and its ancestors, in CPUs; None without a limit."""
     limits = []
     for line in (_read(Path(proc_cgroup)) or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -96,13 +96,13 @@ def _read(path: Path) -> str | None:
 
 
 def numa_node(cpu: int, root: str | os.PathLike = _CPUS) -> int:
-    """The NUMA node of a CPU; 0 if the kernel does not say."""
+    """The NUMA node of a CPU; 0 if the system does not tell."""
     return next((int(p.name[4:]) for p in (Path(root) / f"cpu{cpu}").glob("node[0-9]*")), 0)
 
 
 def compute_cores(mask: Iterable[int], root: str | os.PathLike = _CPUS) -> list[int]:
-    """Cores to compute on, in NUMA order. Nodes with less than half the CPUs of the largest are left out: on Fugaku the
-    assistant cores are NUMA nodes of their own, one or two CPUs each."""
+    """Cores to compute on, in NUMA order. NUMA nodes with less than half the CPUs of the largest are left out: on Fugaku the
+    assistant cores are NUMA nodes of their own, with one or two CPUs each."""
     nodes = {cpu: numa_node(cpu, root) for cpu in physical_cores(mask, root)}
     size = Counter(nodes.values())
     return sorted((cpu for cpu in nodes if 2 * size[nodes[cpu]] >= max(size.values())), key=lambda cpu: (nodes[cpu], cpu))
@@ -110,27 +110,27 @@ def compute_cores(mask: Iterable[int], root: str | os.PathLike = _CPUS) -> list[
 
 def place(mask: Iterable[int], masks: Sequence[Iterable[int]], index: int, environ: Mapping[str, str], quota: float | None,
           affinity: str, root: str | os.PathLike = _CPUS) -> Placement:
-    """Where rank `index` of the node's ranks, whose masks are `masks`, computes; ValueError as threads_per_rank.
+    """The placement of rank `index` of the node's ranks, whose masks are `masks`; ValueError as in `threads_per_rank`.
 
-    affinity: "pin", "none", or "auto": pin where the node's cores lie in several NUMA nodes. Not pinned either way when there are
-    more threads than cores, when masks overlap without being equal, or when OpenMP was told (OMP_PROC_BIND, OMP_PLACES,
-    GOMP_CPU_AFFINITY).
+    affinity: "pin", "none", or "auto", which pins where the node's cores lie in several NUMA nodes. Nothing is pinned when there
+    are more threads than cores, when masks overlap without being equal, or when the user has set OMP_PROC_BIND, OMP_PLACES or
+    GOMP_CPU_AFFINITY.
     """
-    mine, cores = set(mask), compute_cores(mask, root)
-    sharers = [i for i, other in enumerate(masks) if not mine.isdisjoint(other)]
+    own, cores = set(mask), compute_cores(mask, root)
+    sharers = [i for i, other in enumerate(masks) if not own.isdisjoint(other)]
     threads = threads_per_rank(len(masks), environ, cores, quota, len(sharers))
-    each = len(cores) // len(sharers)
-    told = any(environ.get(name) for name in _PINNING_VARIABLES)
+    cores_per_rank = len(cores) // len(sharers)
+    set_by_user = any(environ.get(name) for name in _PINNING_VARIABLES)
     domains = {numa_node(cpu, root) for other in masks for cpu in compute_cores(other, root)}
     pin = affinity == "pin" or affinity == "auto" and len(domains) > 1
-    if not pin or told or threads > each or any(set(masks[i]) != mine for i in sharers):
+    if not pin or set_by_user or threads > cores_per_rank or any(set(masks[i]) != own for i in sharers):
         return Placement(threads, ())
-    first = sharers.index(index) * each
+    first = sharers.index(index) * cores_per_rank
     return Placement(threads, tuple(cores[first : first + threads]))
 
 
 def apply(placement: Placement, flush_denormals: bool) -> None:
-    """Make torch and the kernels use it: one pool of threads, each on its core, each with its own denormal mode."""
+    """Apply it to torch and the kernels, which share one pool of threads; the denormal mode is set in each thread."""
     torch.set_num_threads(placement.threads)
     if placement.cpus:
         kernels.pin_threads(list(placement.cpus))

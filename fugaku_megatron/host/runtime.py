@@ -36,10 +36,10 @@ _ARM_CPUS = {
 
 
 class StopSignals:
-    """While entered, a first signal only sets `stop_requested`, so the trainer can save and leave; a second ends it.
+    """Inside the block a first signal only sets `stop_requested`, so that the trainer can save and exit; a second ends it.
 
-    Ranks do not get a signal at the same moment: decide together. Outside the main
-    thread, where Python allows no handlers, nothing is installed.
+    Ranks do not receive a signal at the same moment, so they must decide together. Outside the main thread, where Python
+    allows no handlers, nothing is installed.
     """
 
     def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
@@ -69,7 +69,7 @@ class StopSignals:
 
 
 class ExitTimer:
-    """--exit-duration-in-mins: `expired` once that many minutes have passed since it was made; never if None."""
+    """--exit-duration-in-mins: `expired` once that many minutes have passed since the timer was created; never if None."""
 
     def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         if minutes is not None and minutes <= 0:
@@ -106,36 +106,36 @@ def _chain_ghz(steps: int) -> float:
 
 
 def set_clock(ghz: float, cpus: Iterable[int], root: str | os.PathLike = "/sys/devices/system/cpu") -> bool:
-    """Hold the CPUs at a clock through Linux's cpufreq. False where that is not there or not ours to write."""
+    """Hold the CPUs at a clock in GHz through Linux's cpufreq. False where the system has none or denies writing to it."""
     try:
         for cpu in cpus:
             policy = Path(root) / f"cpu{cpu}" / "cpufreq"
-            wanted = str(round(ghz * 1e6))  # kHz
+            kilohertz = str(round(ghz * 1e6))
             lower_first = ghz * 1e6 < int((policy / "scaling_min_freq").read_text())
             for name in ("min", "max") if lower_first else ("max", "min"):
-                (policy / f"scaling_{name}_freq").write_text(wanted)
+                (policy / f"scaling_{name}_freq").write_text(kilohertz)
     except OSError:
         return False
     return True
 
 
-def check_clock(asked: float | None, cpus: Iterable[int], measured: float | None = None) -> float:
-    """The clock in GHz; with --cpu-frequency `asked`, set where the system lets us, and measured in any case.
+def check_clock(requested: float | None, cpus: Iterable[int], measured: float | None = None) -> float:
+    """The measured clock in GHz, after setting it to `requested` (--cpu-frequency) where the system permits that.
 
-    Raises ValueError when the core runs at another clock than asked for by more than CLOCK_TOLERANCE.
+    Raises ValueError when it differs from `requested` by more than the part CLOCK_TOLERANCE.
     """
-    if asked is not None:
-        set_clock(asked, cpus)
+    if requested is not None:
+        set_clock(requested, cpus)
     measured = clock_ghz() if measured is None else measured
-    if asked is not None and abs(measured / asked - 1) > CLOCK_TOLERANCE:
-        raise ValueError(f"--cpu-frequency {asked:g}: this core runs at {measured:.2f} GHz: ask the job for that clock "
-                         f"(freq={round(asked * 1000)},eco_state=0 on Fugaku), or give --cpu-frequency {measured:.1f}")
+    if requested is not None and abs(measured / requested - 1) > CLOCK_TOLERANCE:
+        raise ValueError(f"--cpu-frequency {requested:g}: this core runs at {measured:.2f} GHz: ask the job for that clock "
+                         f"(freq={round(requested * 1000)},eco_state=0 on Fugaku), or give --cpu-frequency {measured:.1f}")
     return measured
 
 
 def machine_summary(mpi_library: str, cpus: int, ranks_on_node: int, threads: int, pinned: bool, allocator: str,
                     ghz: float) -> str:
-    """One line: what this node is and how the run uses it. cpus: in this rank's mask."""
+    """One line: what this node is and how the run uses it. cpus: number of CPUs in this rank's mask."""
     gib = psutil.virtual_memory().total / (1 << 30)
     return (f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {cpus} of {os.cpu_count()} CPUs in this rank's mask,"
             f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} {'pinned ' if pinned else ''}threads, allocator {allocator},"
