@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from fugaku_megatron.run.accounting import parameters
-from fugaku_megatron.run.arguments import FOREIGN_FLAGS, build_parser, make_run, parse
+from fugaku_megatron.run.arguments import COMPATIBILITY_FLAGS, build_parser, make_run, parse
 from fugaku_megatron.run.config import GROUPS, RunConfig
 from fugaku_megatron.run.recipes import RECIPES
 
@@ -42,7 +42,7 @@ def test_help_names_every_flag():
     text = build_parser().format_help()
     for action in build_parser()._actions:
         assert all(option in text for option in action.option_strings)
-    assert "(default: 0.999)" in text and "FOREIGN" not in text
+    assert "(default: 0.999)" in text and "COMPATIBILITY" not in text
 
 
 VALUES = """
@@ -90,7 +90,7 @@ def test_denormals_are_flushed_unless_switched_off():
 def test_flags_of_cpu_forks_get_one_note(given):
     arguments = parse([*BASE, *given.split()])
     name = given.split()[0]
-    assert arguments.notes == (f"{name}: {FOREIGN_FLAGS[name][1]}",) and "\n" not in arguments.notes[0]
+    assert arguments.notes == (f"{name}: {COMPATIBILITY_FLAGS[name][1]}",) and "\n" not in arguments.notes[0]
     assert arguments.run == parse(BASE).run
 
 

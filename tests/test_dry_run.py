@@ -9,8 +9,8 @@ import pytest
 from fugaku_megatron.comm.local import DryComm
 from fugaku_megatron.run.accounting import Layout, stage_parameters
 from fugaku_megatron.run.arguments import make_run, parse
+from fugaku_megatron.training.command import print_plan
 from fugaku_megatron.training.dry_run import plan_stage, report
-from pretrain_gpt import print_plan
 from tests.helpers import small_run
 
 

@@ -1,10 +1,8 @@
-"""tools/generate.py with a tiny checkpoint: the same text every time, and the prompt's continuation that training taught."""
+"""The generate command with a tiny checkpoint: the same text every time, and the prompt's continuation that training taught."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,13 +11,11 @@ import torch
 
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.data.tokenizer import build_tokenizer, gpt2_files
+from fugaku_megatron.inference import generate
+from fugaku_megatron.run.command_line import Parser
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, small_run
 
-TOOL = Path(__file__).resolve().parents[1] / "tools" / "generate.py"
-spec = importlib.util.spec_from_file_location("generate", TOOL)
-generate = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(generate)
 TEXT = "to be or not to be, "
 LEARNS = {"seq_length": 24, "vocab_size": 257, "num_layers": 2, "micro_batch_size": 8, "global_batch_size": 8, "lr": 1e-2,
           "adam_beta2": 0.95, "init_method_std": 0.1}
@@ -70,11 +66,14 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def write(trained, monkeypatch, capsys):
-    """write(flags ...) -> what the tool prints."""
+def write(trained, capsys):
+    """write(flags ...) -> what the command prints."""
     def call(*flags: str, world=None, load: Path | None = None) -> str:
-        monkeypatch.setattr(sys, "argv", ["generate.py", "--load", str(load or trained[0]), *trained[1], *flags])
-        generate.main(world or DryComm())
+        parser = Parser()
+        generate.add_arguments(parser)
+        options = parser.parse_args(["--load", str(load or trained[0]), *trained[1], *flags])
+        generate.check_options(options)
+        generate.continue_prompt(options, world or DryComm())
         return capsys.readouterr().out
     return call
 
@@ -102,7 +101,7 @@ def test_mistakes(write, tmp_path):
         write("--prompt", "")
     with pytest.raises(ValueError, match=f"--load {tmp_path} holds no checkpoint"):
         write("--prompt", "a", load=tmp_path)
-    with pytest.raises(ValueError, match="1 x 1 x 1 = 1, but 2 ranks were started: run mpiexec -n 1 python"):
+    with pytest.raises(ValueError, match="1 x 1 x 1 = 1, but 2 ranks were started: run mpiexec -n 1 fugaku-megatron generate"):
         write("--prompt", "a", world=DryComm(0, 2))
     for step in (0, 7):
         with pytest.raises(ValueError, match=f"iter_000000{step}"):
@@ -110,7 +109,7 @@ def test_mistakes(write, tmp_path):
     for flag, wrong in (("--tokens", "-1"), ("--temperature", "-0.5"), ("--temperature", "nan"), ("--top-k", "0")):
         with pytest.raises(ValueError, match=f"{flag} is {wrong}: give"):
             write("--prompt", "a", flag, wrong)
-    with pytest.raises(ValueError, match="unrecognized arguments: --foo"):
+    with pytest.raises(ValueError, match="unknown flag --foo"):
         write("--prompt", "a", "--foo")
     vocab, merges = map(str, gpt2_files())
     with pytest.raises(ValueError, match=f"--vocab-file {vocab} has 50257 tokens, the model of --load .*: give the files"):

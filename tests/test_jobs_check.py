@@ -1,4 +1,4 @@
-"""submit.py check: a good script passes, and every deliberate mistake is refused at the line that holds it."""
+"""job check: a good script passes, and every deliberate mistake is refused at the line that holds it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from fugaku_megatron.jobs import check, limits, script
-from fugaku_megatron.jobs.options import decided
+from fugaku_megatron.jobs.options import job_from_words
 from fugaku_megatron.jobs.render import render
 from fugaku_megatron.jobs.scripts import SCRIPTS
 
@@ -23,7 +23,7 @@ JOBS = {"small": "--recipe 124m --nodes 256 --name small --ranks-per-node 4 --te
 
 @pytest.fixture(scope="module")
 def scripts():
-    return {name: render(decided("render", [*shlex.split(flags), "-g", "hp000000"])[1]) for name, flags in JOBS.items()}
+    return {name: render(job_from_words([*shlex.split(flags), "-g", "hp000000"])) for name, flags in JOBS.items()}
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -155,7 +155,7 @@ def test_what_is_preloaded_must_be_there(scripts, tmp_path):
     assert [p.text for p in check.problems(text, options=options)] == [
         f"{name} {tmp_path}/{file}.so does not exist, and a job runs on without it: give another path, or none"
         for name, file in (("TCMALLOC", "b"), ("LD_PRELOAD", "a"))]
-    compared = render(decided("render", shlex.split(SCRIPTS["compare_tcmalloc.sh"]))[1])
+    compared = render(job_from_words(shlex.split(SCRIPTS["compare_tcmalloc.sh"])))
     assert any("TCMALLOC is not given" in p.text for p in check.problems(compared, group="hp1"))
     assert check.problems(compared, group="hp1", files=False) == []
 

@@ -1,4 +1,4 @@
-"""scripts/submit.py: the committed scripts are what it renders, bash and shellcheck read them, mistakes are told, pjsub called."""
+"""The job command: the committed scripts are what it renders, bash and shellcheck read them, mistakes are told, pjsub called."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from fugaku_megatron import cli
 from fugaku_megatron.jobs import check, limits, options, scripts, torus
-from fugaku_megatron.jobs.command import main
 from fugaku_megatron.jobs.job import MARGIN, start_up
 
-FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "pjsub"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "scripts" / "pjsub"
+
+
+def main(words):
+    return cli.main(["job", *words])
 
 
 @pytest.mark.parametrize("name", scripts.SCRIPTS)
@@ -44,9 +49,9 @@ def test_plan_names_shape_layout_map_and_time(nodes, shape, capsys):
 
 
 def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
-    _, job = options.decided("plan", ["--recipe", "30b", "--nodes", "6144"])
+    job = options.job_from_words(["--recipe", "30b", "--nodes", "6144"])
     _, tp, pp = job.layout
-    made = torus.RankMap.of(job.shape, job.ranks_per_node, tp, pp)
+    made = torus.RankMap.from_layout(job.shape, job.ranks_per_node, tp, pp)
     torus.check_map(torus.read(made.lines().splitlines()), job.shape, job.ranks_per_node, tp, pp)
 
 
@@ -72,7 +77,9 @@ def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
     ("plan --recipe 30b --nodes 384 --nods 3", "did you mean"),
     ("plan --recipe 30b", "--nodes"),
     ("check nowhere.sh", "nowhere.sh is no file"),
-    ("sumbit x", "give plan or render or check or submit"),
+    ("sumbit x", "job: command sumbit is unknown: did you mean submit?"),
+    ("quux x", "job: command quux is unknown: give plan or render or check or submit or slurm"),
+    ("render --all nowhere", "--all nowhere: give a folder that is there"),
 ])
 def test_mistakes_are_one_line(words, answer, capsys):
     assert main(words.split()) == 2
@@ -82,7 +89,7 @@ def test_mistakes_are_one_line(words, answer, capsys):
 
 def test_a_chain_counts_what_each_job_spends_on_start_and_end(capsys):
     words = "--recipe 124m --nodes 48 --micro-batch-size 1 --train-iters 1000 --elapse 01:00:00"
-    _, job = options.decided("plan", words.split())
+    job = options.job_from_words(words.split())
     each = 3600 - MARGIN - start_up(48)
     assert f"{math.ceil(1000 * job.seconds / each)} jobs in a row" in " ".join(job.why)
     assert 1000 * job.seconds / 3600 < 2 < 1000 * job.seconds / each
@@ -114,3 +121,9 @@ def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
     assert f"{file}, options beside it: " in (err := capfd.readouterr().err) and "since April 2025" in err
     assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-x", "A=b", "other.sh"]) == 2
     assert "other.sh" in capfd.readouterr().err and len(said.read_text().splitlines()) == 4
+
+
+def test_the_script_of_the_checkout_is_the_command():
+    command = [sys.executable, ROOT / "scripts" / "submit.py", "plan", "--recipe", "30b"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "submit.py plan: --nodes must be given: the nodes of the job\n")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from fugaku_megatron.perf import __main__ as door
+from fugaku_megatron import cli
 from fugaku_megatron.perf import fit
 from fugaku_megatron.run.outputs import check_file, writing
 
@@ -20,8 +18,7 @@ PLAN = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
 def test_a_place_that_takes_no_file_is_one_line_before_the_work(command, flag, place, message, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.json").mkdir()
     monkeypatch.setattr(fit, "make_report", lambda group: pytest.fail("the fit began"))
-    monkeypatch.setattr(sys, "argv", ["perf", *command, flag, place.format(here=tmp_path)])
-    assert door.main() == 2
+    assert cli.main([*command, flag, place.format(here=tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and f"{flag} {place.format(here=tmp_path)}" in err and message.format(here=tmp_path) in err
     assert err.count("\n") == 1
@@ -33,6 +30,12 @@ def test_no_name_is_no_file():
     check_file("--csv", None)
 
 
+def test_a_place_without_permission_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ValueError, match="a.csv: no permission to write there: give another file"):
+        check_file("--csv", tmp_path / "a.csv")
+
+
 def test_what_the_system_refuses_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="cannot be written .Not a directory.; give another file"), writing("--png", "a"):
         (tmp_path / "file").write_text("")
@@ -42,5 +45,5 @@ def test_what_the_system_refuses_is_one_line(tmp_path):
 def test_a_picture_has_the_name_it_was_given(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "picture"
-    assert door.run([*PLAN, "--json", "--png", str(file)]) == 0
+    assert cli.main([*PLAN, "--json", "--png", str(file)]) == 0
     assert file.read_bytes()[:4] == b"\x89PNG" and capsys.readouterr().out.startswith('{"plans": ')

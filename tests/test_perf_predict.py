@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fugaku_megatron.perf import __main__ as door
+from fugaku_megatron import cli
 
 EXAMPLE = ("predict --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 "
            "--global-batch-size 1024 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --checkpoint-activations "
@@ -18,12 +18,12 @@ KEYS = {"seconds_per_iteration", "lower", "upper", "tflops_per_node", "memory_mi
 
 
 def run_json(command: str, capsys) -> dict:
-    assert door.run([*command.split(), "--json"]) == 0
+    assert cli.main([*command.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_json_alone_on_stdout():
-    command = [sys.executable, "-m", "fugaku_megatron.perf", *EXAMPLE.split(), "--json"]
+    command = [sys.executable, "-m", "fugaku_megatron", *EXAMPLE.split(), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     said = json.loads(done.stdout)
     assert done.returncode == 0 and done.stderr == "" and set(said) == KEYS
@@ -47,11 +47,11 @@ def test_out_of_memory_is_said(capsys):
     command = ("predict --recipe 30b --nodes 384 --software torch1.10 --tensor-model-parallel-size 8 "
                "--pipeline-model-parallel-size 48")
     assert run_json(command, capsys)["oom"] is True
-    assert door.run(command.split()) == 0 and "OUT OF MEMORY" in capsys.readouterr().out
+    assert cli.main(command.split()) == 0 and "OUT OF MEMORY" in capsys.readouterr().out
 
 
 def test_the_text_names_machine_layout_and_causes(capsys):
-    assert door.run(EXAMPLE.split()) == 0
+    assert cli.main(EXAMPLE.split()) == 0
     said = capsys.readouterr().out
     assert "DP 16 x TP 1 x PP 1" in said and "page_faults" in said and "model" in said
 
@@ -81,8 +81,7 @@ def test_a_flag_that_the_time_leaves_out_is_said(flags, said, capsys):
     ("--pipeline-model-parallel-size 16", "and torch1.10 cuts layers evenly: change one of them"),
     ("--hidden-size 2047", "not divisible by"),
     ("--ranks-per-node 100", "give 1 to 48")])
-def test_mistakes_are_one_line_and_exit_code_2(change, said, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["perf", *EXAMPLE.split(), *change.split()])
-    assert door.main() == 2
+def test_mistakes_are_one_line_and_exit_code_2(change, said, capsys):
+    assert cli.main([*EXAMPLE.split(), *change.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fugaku_megatron.perf import __main__ as door
+from fugaku_megatron import cli
 from fugaku_megatron.perf import tables
 from fugaku_megatron.perf.comparison import Comparison, compare
 from fugaku_megatron.perf.table_plot import draw
@@ -122,7 +122,7 @@ def test_picture(tmp_path, predict):
 
 
 def call(*arguments: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "fugaku_megatron.perf", *arguments], capture_output=True, text=True, **options)
+    return subprocess.run([sys.executable, "-m", "fugaku_megatron", *arguments], capture_output=True, text=True, **options)
 
 
 def test_command(tmp_path):
@@ -138,20 +138,19 @@ def test_command(tmp_path):
     (["tables", "--csv", "/no/such/place/t.csv"], "--csv /no/such/place/t.csv: /no/such/place is not a directory"),
     (["tables", "--png", "{here}"], "is a directory: give a file in it"),
 ])
-def test_mistakes_are_one_line(tmp_path, arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["perf", *(a.format(here=tmp_path) for a in arguments)])
-    assert door.main() == 2
+def test_mistakes_are_one_line(tmp_path, arguments, message, capsys):
+    assert cli.main([*(a.format(here=tmp_path) for a in arguments)]) == 2
     output = capsys.readouterr()
     assert output.out == "" and message in output.err and output.err.count("\n") == 1
 
 
 def test_help_and_no_command(capsys):
-    assert door.run(["--help"]) == 0 and door.run([]) == 2
+    assert cli.main(["--help"]) == 0 and cli.main([]) == 2
     assert "tables" in capsys.readouterr().out
 
 
 def test_a_closed_pipe_is_no_traceback():
-    command = f"{sys.executable} -m fugaku_megatron.perf tables | head -1"
+    command = f"{sys.executable} -m fugaku_megatron tables | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.startswith("000: ")
 

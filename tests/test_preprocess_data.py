@@ -1,6 +1,5 @@
-"""tools/preprocess_data.py as a user runs it. Run: pytest tests/test_preprocess_data.py"""
+"""The preprocess command and tools/preprocess_data.py as a user runs them. Run: pytest tests/test_preprocess_data.py"""
 
-import importlib.util
 import json
 import os
 import random
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fugaku_megatron import cli
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, gpt2_files
 
@@ -20,10 +20,9 @@ EOD = 50256
 
 
 def run(folder, *arguments):
-    """The tool as a process in `folder`, without the package on its path."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    """Megatron-LM's entry point as a process in `folder`."""
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 def texts_of(prefix):
@@ -88,19 +87,11 @@ def test_without_append_eod(tmp_path):
 
 @pytest.fixture
 def main(tmp_path, monkeypatch, capsys):
-    """The tool within this process and `tmp_path`: arguments -> (exit code, lines on stderr)."""
-    spec = importlib.util.spec_from_file_location("preprocess_data", ROOT / "tools" / "preprocess_data.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "preprocess_data", module)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec.loader.exec_module(module)
+    """The command within this process and `tmp_path`: arguments -> (exit code, lines on stderr)."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
-        try:
-            code = module.main([str(argument) for argument in arguments])
-        except SystemExit as error:
-            code = error.code
+        code = cli.main(["preprocess", *map(str, arguments)])
         return code, capsys.readouterr().err.splitlines()
 
     return call
@@ -124,34 +115,35 @@ def write_bad(folder, line):
 def test_a_bad_line_is_one_error_and_leaves_nothing(tmp_path, main, line, message):
     write_bad(tmp_path, line)
     code, errors = main("--input", "bad.jsonl", "--output-prefix", "out")
-    assert code == 1 and len(errors) == 1 and message in errors[0]
+    assert code == 2 and len(errors) == 1 and message in errors[0]
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
 def test_a_bad_line_in_a_worker_process(tmp_path):
     write_bad(tmp_path, BAD_LINES[0][0])
     result = run(tmp_path, "--input", "bad.jsonl", "--output-prefix", "out", "--workers", 2)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("preprocess_data.py: error: bad.jsonl:3: not a line of JSON")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("preprocess_data.py: bad.jsonl:3: not a line of JSON")
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        (["--input", "none.jsonl"], 1, "--input none.jsonl: no such file"),
-        (["--input", "a.txt", "--json-keys", "body"], 1, "--input a.txt is plain text"),
-        (["--input", "a.txt", "--tokenizer-type", "GPT2BPE"], 1, "did you mean GPT2BPETokenizer?"),
-        (["--input", "a.txt", "--vocab-file", "v.json"], 1, "needs --merge-file"),
-        (["--input", "a.txt", "--workers", "0"], 2, "--workers 0: must be at least 1"),
-        (["--input", "b.jsonl", "--json-keys", "text", "text"], 2, "a key is given twice"),
-        (["--input", "b.jsonl"], 1, "no text in it"),
-        (["--input", "a.txt", "--output-prefix", "no/where"], 1, "no/where_text_document.bin: cannot be written"),
+        (["--input", "none.jsonl"], "--input none.jsonl: no such file"),
+        (["--input", "a.txt", "--json-keys", "body"], "--input a.txt is plain text"),
+        (["--input", "a.txt", "--tokenizer-type", "GPT2BPE"], "did you mean GPT2BPETokenizer?"),
+        (["--input", "a.txt", "--vocab-file", "v.json"], "needs --merge-file"),
+        (["--input", "a.txt", "--workers", "0"], "--workers 0: must be at least 1"),
+        (["--input", "b.jsonl", "--json-keys", "text", "text"], "a key is given twice"),
+        (["--input", "b.jsonl"], "no text in it"),
+        (["--input", "a.txt", "--worker", "2"], "fugaku-megatron preprocess: unknown flag --worker: did you mean --workers?"),
+        (["--input", "a.txt", "--output-prefix", "no/where"], "no/where_text_document.bin: cannot be written"),
     ],
 )
-def test_usage_errors(tmp_path, main, arguments, code, message):
+def test_usage_errors(tmp_path, main, arguments, message):
     (tmp_path / "a.txt").write_text("hello", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
-    returned, errors = main("--output-prefix", "out", *arguments)
-    assert returned == code and message in errors[-1]
+    code, errors = main("--output-prefix", "out", *arguments)
+    assert code == 2 and len(errors) == 1 and message in errors[0]
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl"]

@@ -60,10 +60,11 @@ def test_a_job_without_the_program_says_so_in_one_line(given, tmp_path):
     assert done.returncode == 2 and "give FUGAKU_MEGATRON and PYTHON" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["README.md"]])
+@pytest.mark.parametrize("words", [["nowhere"], ["README.md"]])
 def test_only_a_folder_that_is_there_is_written(words, tmp_path):
     (tmp_path / "README.md").touch()
-    command, environment = [sys.executable, "-m", "fugaku_megatron.jobs.slurm"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "fugaku_megatron", "job", "slurm"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode and done.stderr.count("\n") == 1 and "give a folder" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]

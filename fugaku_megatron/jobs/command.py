@@ -1,4 +1,14 @@
-"""The commands of scripts/submit.py: plan, render, check, submit. Test: pytest tests/test_jobs_submit.py"""
+"""From a recipe and a number of nodes to a job on a cluster: plan, render, check and submit scripts. Times and memory are modelled.
+
+    fugaku-megatron job plan --recipe 30b --nodes 6144                what it decides, and why
+    fugaku-megatron job render --recipe 124m --nodes 256 -o FILE      the script (to standard output without -o)
+    fugaku-megatron job check FILE [-g GROUP]                         every mistake, with the line to change
+    fugaku-megatron job submit FILE -g GROUP [--steps 5]              check, then pjsub; --steps: a chain of step jobs
+    fugaku-megatron job slurm scripts/slurm                           write the Slurm scripts again
+
+The group can also come from FUGAKU_GROUP. `python scripts/submit.py` of the checkout is the same command.
+Test: pytest tests/test_jobs_submit.py
+"""
 
 from __future__ import annotations
 
@@ -11,21 +21,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..run.arguments import Parser
+from ..run.command_line import Command
 from ..run.config import check
 from . import check as checks
 from . import job as jobs
-from . import limits, options, render, script, scripts
-
-USAGE = (f"usage: {options.PROGRAM} plan|render --nodes N --recipe R ... | check FILE | submit FILE [-- options of pjsub]     "
-         f"({options.PROGRAM} plan --help)")
+from . import limits, options, render, script, scripts, slurm
 
 
-def plan(argv: Sequence[str]) -> int:
+def plan(args: argparse.Namespace) -> int:
     """What would be submitted, and why."""
-    _, job = options.decided("plan", argv)
-    made = jobs.rank_map(job)
-    print("\n".join([*job.why, *(jobs.hop_lines(made) if made else []), "flags: " + " ".join(job.flags)]))
+    job = options.job_from(args)
+    ranks = jobs.rank_map(job)
+    print("\n".join([*job.why, *(jobs.hop_lines(ranks) if ranks else []), "flags: " + " ".join(job.flags)]))
     return 0
 
 
@@ -38,21 +45,25 @@ def _write(path: Path, text: str, flag: str = "") -> None:
         raise ValueError(f"{flag}{path}: {error.strerror}: give a file in a folder that is there and writable") from error
 
 
-def make_all(folder: str) -> int:
+def render_all(folder: Path) -> int:
     """Write the scripts of scripts.py."""
+    check(folder.is_dir(), f"--all {folder}: give a folder that is there, such as scripts/pjsub")
     for name in scripts.SCRIPTS:
-        path = Path(folder) / name
-        _write(path, scripts.text(name))
-        print(f"wrote {path}")
+        _write(folder / name, scripts.text(name))
+        print(f"wrote {folder / name}")
     return 0
 
 
-def make(argv: Sequence[str]) -> int:
+def add_render_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_arguments(parser)
+    parser.add_argument("--all", type=Path, metavar="FOLDER", help="write all of scripts/pjsub again; other options do not count")
+
+
+def make(args: argparse.Namespace) -> int:
     """Write the script."""
-    if argv and argv[0] == "--all":
-        check(len(argv) == 2 and Path(argv[1]).is_dir(), "render --all: give one folder, such as scripts/pjsub")
-        return make_all(argv[1])
-    args, job = options.decided("render", argv)
+    if args.all:
+        return render_all(args.all)
+    job = options.job_from(args)
     text = render.render(job)
     if not args.output:
         sys.stdout.write(text)
@@ -62,58 +73,56 @@ def make(argv: Sequence[str]) -> int:
     return 0
 
 
-def _file_parser(command: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=f"{options.PROGRAM} {command}", allow_abbrev=False)
+def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="job script")
     parser.add_argument("-g", "--group", default=os.environ.get(options.GROUP_VARIABLE),
                         help=f"project to charge (default: ${options.GROUP_VARIABLE})")
     parser.add_argument("--no-files", action="store_true", help="do not ask whether staged files are there")
-    return parser
 
 
 def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
     """How many mistakes, each printed. passed: options of pjsub, which replace directives."""
     check(Path(args.file).is_file(), f"{args.file} is no file: give a job script")
-    found = checks.problems(script.read(Path(args.file)), args.group, files=not args.no_files, options=passed)
-    for problem in found:
+    problems = checks.problems(script.read(Path(args.file)), args.group, files=not args.no_files, options=passed)
+    for problem in problems:
         print(problem.told(args.file), file=sys.stderr)
-    return len(found)
+    return len(problems)
 
 
-def verify(argv: Sequence[str]) -> int:
+def verify(args: argparse.Namespace) -> int:
     """Every mistake of a script."""
-    args = _file_parser("check").parse_args(argv)
     if _problems(args):
         return 2
     print(f"{args.file}: no mistake found (limits: {limits.resource_groups()[1]})")
     return 0
 
 
-def submit(argv: Sequence[str]) -> int:
-    """Check, then hand over to pjsub. What stands behind "--" goes to pjsub as it is: -- -x TCMALLOC=/path -L freq=2200"""
-    words = list(argv)
-    end = words.index("--") if "--" in words else len(words)
-    parser, passed = _file_parser("submit"), words[end + 1:]
+def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
+    add_file_arguments(parser)
     parser.add_argument("--steps", type=int, help="a chain of this many step jobs, each after the one before it has ended well")
-    parser.epilog = "options of pjsub, behind --, replace the script's directives"
-    args = parser.parse_args(words[:end])
-    rest = script.add_options(script.Script(), passed, 0)
+    parser.set_defaults(passed=[])
+    parser.epilog = "options of pjsub, behind --, replace the script's directives: -- -x TCMALLOC=/path -L freq=2200"
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Check, then hand over to pjsub. What stands behind "--" goes to pjsub as it is."""
+    rest = script.add_options(script.Script(), args.passed, 0)
     check(not rest, f"behind -- stands {' '.join(rest)!r}, which is no option of pjsub: give FILE before --")
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: give a number above 0")
     check(bool(shutil.which("pjsub")), "pjsub is not on the PATH: submit on a login node of Fugaku, or try the job here with "
           "scripts/pjsub/local_pjsub")
-    if _problems(args, passed):
+    if _problems(args, args.passed):
         return 2
-    given = [*(["-g", args.group] if args.group else []), *passed]
+    words = [*(["-g", args.group] if args.group else []), *args.passed]
     if args.steps is None:
-        return subprocess.run(["pjsub", *given, args.file]).returncode
-    return _chain(given, args.file, args.steps)
+        return subprocess.run(["pjsub", *words, args.file]).returncode
+    return _chain(words, args.file, args.steps)
 
 
-def _chain(given: list[str], file: str, steps: int) -> int:
+def _chain(words: list[str], file: str, steps: int) -> int:
     """Step jobs: the next one starts when the one before has ended with 0, and the rest is dropped when it has not."""
     name = Path(file).stem
-    first = subprocess.run(["pjsub", *given, "--step", "--sparam", f"jnam={name},sn=1", file], capture_output=True, text=True)
+    first = subprocess.run(["pjsub", *words, "--step", "--sparam", f"jnam={name},sn=1", file], capture_output=True, text=True)
     sys.stdout.write(first.stdout)
     sys.stderr.write(first.stderr)
     job = re.search(r"Job (\d+)", first.stdout)
@@ -121,24 +130,27 @@ def _chain(given: list[str], file: str, steps: int) -> int:
         return first.returncode or 1
     for step in range(2, steps + 1):
         depends = f"jid={job[1]},sn={step},sd=ec!=0:all:{step - 1}"
-        code = subprocess.run(["pjsub", *given, "--step", "--sparam", depends, file]).returncode
+        code = subprocess.run(["pjsub", *words, "--step", "--sparam", depends, file]).returncode
         if code:
             return code
     return 0
 
 
-COMMANDS = {"plan": plan, "render": make, "check": verify, "submit": submit}
+def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="where they go, such as scripts/slurm: a folder for each cluster")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; a user's mistake is one line and exit code 2."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if not words or words[0] in ("-h", "--help"):
-            print(USAGE)
-            return 0 if words else 2
-        check(words[0] in COMMANDS, f"command {words[0]} is unknown: give {' or '.join(COMMANDS)}")
-        return COMMANDS[words[0]](words[1:])
-    except ValueError as error:
-        print(f"{options.PROGRAM}: {error}", file=sys.stderr)
-        return 2
+def write_slurm(args: argparse.Namespace) -> int:
+    """Write the Slurm scripts of every cluster."""
+    check(args.folder.is_dir(), f"{args.folder}: give a folder that is there, such as scripts/slurm")
+    slurm.write_scripts(args.folder)
+    return 0
+
+
+COMMANDS = {
+    "plan": Command("Fugaku: nodes, layout, clock and time that a job would ask for, and why", options.add_arguments, plan),
+    "render": Command("Fugaku: write the job script of such a plan", add_render_arguments, make),
+    "check": Command("Fugaku: after an edit, every mistake of a job script with its line", add_file_arguments, verify),
+    "submit": Command("Fugaku: check, then pjsub, also as a chain of jobs", add_submit_arguments, submit),
+    "slurm": Command("other clusters: write the committed Slurm scripts again", add_slurm_arguments, write_slurm),
+}

@@ -1,4 +1,4 @@
-"""The options of a job, beside pretrain_gpt.py's flags. Test: pytest tests/test_jobs_submit.py"""
+"""The options of a job, beside a run's flags. Test: pytest tests/test_jobs_submit.py"""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ import re
 from collections.abc import Sequence
 
 from ..run import arguments
+from ..run.command_line import Parser
 from ..run.config import check, flag
 from . import check as checks
 from . import job as jobs
 from . import limits, render
 
-PROGRAM = "submit.py"
-OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resource_group", "name", "kind", "output")
+OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resource_group", "name", "kind", "output", "all")
 GROUP_VARIABLE = "FUGAKU_GROUP"
 # a flag that the script gives itself -> the variable at its top
 SCRIPTS_OWN = {"save": "SAVE", "load": "SAVE", "data_path": "DATA", "vocab_file": "DATA", "merge_file": "DATA",
                "exit_duration_in_mins": "MARGIN"}
 
 
-def job_parser(command: str) -> argparse.ArgumentParser:
-    parser = arguments.Parser(prog=f"{PROGRAM} {command}", allow_abbrev=False,
-                              description="decide a job from pretrain_gpt.py's flags")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A job's own options, and every flag of a run."""
     group = parser.add_argument_group("job")
-    group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
+    group.add_argument("--nodes", type=int, help="nodes of the job (must be given)")
     group.add_argument("--ranks-per-node", type=int, choices=jobs.RANKS_PER_NODE, help="default: what is fastest in the model")
     group.add_argument("--mode", default="normal-2.0", help=f"clock and power: {', '.join(limits.MODES)} (default: normal-2.0)")
     group.add_argument("-g", "--group", default=None, help=f"project to charge (default: ${GROUP_VARIABLE} when submitting)")
@@ -35,24 +34,28 @@ def job_parser(command: str) -> argparse.ArgumentParser:
     group.add_argument("--kind", default="train", choices=sorted(render.RUNS), help="what the script does (default: train)")
     group.add_argument("-o", "--output", help="file to write")
     arguments.add_flags(parser)
-    return parser
 
 
-def decided(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, jobs.Job]:
+def job_from_words(words: Sequence[str]) -> jobs.Job:
     """The job that the words of a command line describe. Raises ValueError for a user's mistake."""
-    parser = job_parser(command)
-    args, unknown = parser.parse_known_args(argv)
-    check(not unknown, arguments.suggest(parser, unknown) if unknown else "")
-    given = limits.mode(args.mode)
-    check(not given.refused, f"--mode {args.mode}: {given.refused}")
+    parser = Parser()
+    add_arguments(parser)
+    return job_from(parser.parse_args(words))
+
+
+def job_from(args: argparse.Namespace) -> jobs.Job:
+    """The job that parsed options describe. Raises ValueError for a user's mistake."""
+    check(args.nodes is not None, "--nodes must be given: the nodes of the job")
+    mode = limits.mode(args.mode)
+    check(not mode.refused, f"--mode {args.mode}: {mode.refused}")
     for name, variable in SCRIPTS_OWN.items():
         value = getattr(args, name, None)
         check(value is None, f"{flag(name)} {' '.join(value) if isinstance(value, list) else value}: the script says it: give "
               f"{variable} there, or pjsub -x {variable}=...")
-    clock = getattr(args, "cpu_frequency", given.ghz)
-    check(clock == given.ghz, f"--cpu-frequency {clock}, but --mode {args.mode} is {given.ghz} GHz: leave it out")
+    clock = getattr(args, "cpu_frequency", mode.ghz)
+    check(clock == mode.ghz, f"--cpu-frequency {clock}, but --mode {args.mode} is {mode.ghz} GHz: leave it out")
     check(re.fullmatch(r"[\w.-]+", args.name or "job") is not None, f"--name {args.name}: give letters, digits, '.', '_' and '-'")
     job = jobs.decide(args, OWN)[0]
-    found = checks.problems(render.render(job), group="the submitter's", files=False)
-    check(not found, found[0].text if found else "")
-    return args, job
+    problems = checks.problems(render.render(job), group="the submitter's", files=False)
+    check(not problems, problems[0].text if problems else "")
+    return job

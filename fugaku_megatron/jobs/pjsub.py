@@ -1,6 +1,6 @@
 """Fugaku's batch system: #PJM directives of a job, and how a script stages and starts there.
 
-Left out: the common body (render.py), submitting (scripts/submit.py). Test: pytest tests/test_jobs_submit.py
+Left out: the common body (render.py), submitting (command.py). Test: pytest tests/test_jobs_submit.py
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _filled(text: str, job: Job) -> str:
 def render(job: Job, scheduler: Scheduler = PJSUB) -> str:
     """The script."""
     lines = ["#!/bin/bash", *scheduler.directives(job), "#",
-             "# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE",
+             "# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE",
              *(f"# {line}" for why in job.why for line in textwrap.wrap(why, 130)), "set -euo pipefail", "",
              f"RANKS_PER_NODE={job.ranks_per_node}", *flag_lines(job.flags), "",
              *scheduler.setup(job), "", _filled(PATHS, job), "", _filled(STAGING, job), *scheduler.placement(job), "",

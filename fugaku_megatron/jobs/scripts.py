@@ -1,4 +1,5 @@
-"""The scripts in scripts/pjsub: the command line of each. `submit.py render --all scripts/pjsub` writes them again.
+"""The scripts in scripts/pjsub: the command line of each. `fugaku-megatron job render --all scripts/pjsub`
+writes them again.
 
 Test: pytest tests/test_jobs_submit.py
 """
@@ -26,4 +27,4 @@ SCRIPTS = {
 
 def text(name: str) -> str:
     """The script as it is rendered."""
-    return render.render(options.decided("render", shlex.split(SCRIPTS[name]))[1])
+    return render.render(options.job_from_words(shlex.split(SCRIPTS[name])))

@@ -1,15 +1,14 @@
 """The Slurm scripts of scripts/slurm: one template, one row per cluster and per model.
 
-    python -m fugaku_megatron.jobs.slurm scripts/slurm     writes them again, one folder per cluster
+    fugaku-megatron job slurm scripts/slurm     writes them again, one folder per cluster
 
 The layouts are written down here and checked against accounting when they are rendered; memory in the scripts is modelled. They
 stage nothing: on some hundred nodes Python starts from the shared file system. Left out: choosing layouts
-(python -m fugaku_megatron.perf plan). Test: pytest tests/test_slurm.py
+(fugaku-megatron plan). Test: pytest tests/test_slurm.py
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +82,7 @@ TEMPLATE = r'''#!/bin/bash
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x.%j.log
-# Written by python -m fugaku_megatron.jobs.slurm scripts/slurm. The site's own, as options of sbatch: --partition, --account
+# Written by fugaku-megatron job slurm scripts/slurm. The site's own, as options of sbatch: --partition, --account
 #
 @COMMENTS@
 #
@@ -175,16 +174,10 @@ def scripts() -> dict[str, str]:
             for cluster in CLUSTERS for job in RECIPES[cluster.name]}
 
 
-def main(directory: Path) -> None:
+def write_scripts(directory: Path) -> None:
     """Write all scripts under `directory`."""
     for path, text in scripts().items():
         target = directory / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
         target.chmod(0o755)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        sys.exit("fugaku_megatron.jobs.slurm: give a folder that is there, such as scripts/slurm")
-    main(Path(sys.argv[1]))

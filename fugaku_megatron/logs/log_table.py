@@ -1,13 +1,13 @@
-"""Run logs as the published tables' rows, CSV and a picture: python -m fugaku_megatron.logs LOG... --help
+"""Run logs as the published tables' rows, CSV and a picture.
 
-    python -m fugaku_megatron.logs run.log                                       a row for each log, from what the log says
-    python -m fugaku_megatron.logs run.log --follow --png run.png                redrawn while the job runs, until it ends
-    python -m fugaku_megatron.logs a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
-        --pipeline-model-parallel-size 10                                           a log of another program
+    fugaku-megatron log run.log                              a row for each log, from what the log says
+    fugaku-megatron log run.log --follow --png run.png       redrawn while the job runs, until it ends
+    fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
+        --pipeline-model-parallel-size 10                    a log of another program
 
 Sec/it and TFLOPs (per rank, the log's own) are medians over the last job's iterations after its first two, all of them when there
-are no more. With the model known, TFLOPs are also computed again from the time. Flags of pretrain_gpt.py describe logs of
-Megatron-LM, Megatron-DeepSpeed and others that print their lines; logs of pretrain_gpt.py describe themselves.
+are no more. With the model known, TFLOPs are also computed again from the time. A run's flags describe logs of Megatron-LM,
+Megatron-DeepSpeed and others that print their lines; logs of `fugaku-megatron train` describe themselves.
 Test: pytest tests/test_log_table.py
 """
 
@@ -27,14 +27,13 @@ from ..published.markdown import pipe_table
 from ..published.rows import HEADERS
 from ..run import accounting, arguments
 from ..run.config import check
+from ..run.outputs import check_file, writing
 from . import plot
 from .published_row import HEADER, PublishedRow, rate_text, seconds_text
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 
-PROGRAM = "python -m fugaku_megatron.logs"
 CSV_COLUMNS = ("log", *(HEADERS[name] for name in HEADER), "precision", "ac", "zero", "seq", "layers", "hidden", "heads",
                "recomputed_tflops", "iterations", "last_iteration", "loss")
-OWN = ("logs", "csv", "png", "markdown", "follow", "interval", "nodes", "ranks_per_node", "formula")
 
 
 def size_name(parameters: int) -> str:
@@ -53,11 +52,11 @@ def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
 
 def _notes(log: LogSummary) -> str:
     job, again, loss = log.job, log.recomputed_tflops, log.iterations[-1].lm_loss if log.iterations else None
-    said = (Path(log.path).name, job.precision, job.recompute and f"recompute {job.recompute}",
-            None if (zero := job.zero_stage) is None else f"ZeRO {zero}",
-            None if again is None else f"{rate_text(again)} TFLOPs recomputed",
-            None if loss is None else f"loss {loss:.4g}")
-    return ", ".join(part for part in said if part)
+    parts = (Path(log.path).name, job.precision, job.recompute and f"recompute {job.recompute}",
+             None if (zero := job.zero_stage) is None else f"ZeRO {zero}",
+             None if again is None else f"{rate_text(again)} TFLOPs recomputed",
+             None if loss is None else f"loss {loss:.4g}")
+    return ", ".join(part for part in parts if part)
 
 
 def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
@@ -112,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", action="store_true", help="with a heading and lists, for a document")
     parser.add_argument("--follow", action="store_true", help="go on while the jobs run, until their last line or Ctrl-C")
     parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks with --follow (default: 2)")
-    group = parser.add_argument_group("logs of other programs, with pretrain_gpt.py's flags for the rest")
+    group = parser.add_argument_group("logs of other programs, with a run's flags for the rest")
     group.add_argument("--nodes", type=int, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, default=1, help="ranks, or GPUs, of a node (default: 1)")
     group.add_argument("--formula", default="hardware", choices=sorted(FORMULAS),
@@ -126,29 +125,27 @@ def job_of(options: argparse.Namespace) -> Job:
     for name in ("nodes", "ranks_per_node", "interval"):
         value = getattr(options, name)
         check(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: give a number above 0")
-    check(options.world_size is None and not options.dry_run, "--world-size and --dry-run have no meaning here: give --nodes and "
+    flags = arguments.run_flags(vars(options))
+    check(flags.world_size is None and not flags.dry_run, "--world-size and --dry-run have no meaning here: give --nodes and "
           "--ranks-per-node")
-    known = {name: value for name, value in vars(options).items() if name not in (*OWN, "recipe", "dry_run", "world_size")}
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items() if not name.startswith("foreign ")}
     ranks = options.nodes and options.nodes * options.ranks_per_node
-    job = Job(given=given, recipe=options.recipe, nodes=options.nodes, ranks=ranks, foreign=True)
+    job = Job(given=flags.fields, recipe=flags.recipe, nodes=options.nodes, ranks=ranks, foreign=True)
     _ = job.run, job.dp  # ValueError for flags that are wrong, before any log is read
     return job
 
 
-def run(argv: Sequence[str]) -> int:
-    """The exit code. Raises ValueError, one line, for a user's mistake."""
-    parser = arguments.Parser(prog=PROGRAM, description=__doc__, allow_abbrev=False,
-                              formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    options, unknown = parser.parse_known_args(argv)
-    check(not unknown, arguments.suggest(parser, unknown) if unknown else "")
-    job = job_of(options)
+def check_outputs(options: argparse.Namespace) -> None:
+    """Raises ValueError, before any log is read, for files that cannot be written, or whose names end as a log's may."""
     for name in ("csv", "png"):
         if path := getattr(options, name):
-            check(path.endswith(f".{name}"), f"--{name} {path}: give a file whose name ends with .{name}")  # not another log
-            check(not Path(path).is_dir(), f"--{name} {path}: is a folder: give a file")
-            check(os.access(Path(path).resolve().parent, os.W_OK), f"--{name} {path}: its folder is not there or not writable")
+            check(path.endswith(f".{name}"), f"--{name} {path}: give a file whose name ends with .{name}")
+            check_file(f"--{name}", path)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Read the logs, print the table and write the files. Raises ValueError, one line, for a user's mistake."""
+    job = job_of(options)
+    check_outputs(options)
     files = [LogFile(path, job, options.formula) for path in options.logs]
     logs = follow(files, options) if options.follow else _read(files)
     for log in logs:
@@ -166,27 +163,29 @@ def _read(files: Sequence[LogFile]) -> list[LogSummary]:
 
 def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
     if options.csv:
-        write_csv(options.csv, logs)
+        with writing("--csv", options.csv):
+            write_csv(options.csv, logs)
     if options.png:
-        draw(options.png, logs)
+        with writing("--png", options.png):
+            draw(options.png, logs)
 
 
 @dataclass
-class _Seen:
-    """What was last said of a log."""
+class _Shown:
+    """The iteration that was last shown of a log."""
 
     iteration: int = 0
 
 
 def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSummary]:
     """Read the logs as they grow, saying where they are and redrawing, until each is finished or Ctrl-C."""
-    said = [_Seen() for _ in files]
+    shown = [_Shown() for _ in files]
     try:
         while True:
             grown = [file.poll() for file in files]
             logs = [file.reader.summary() for file in files]
-            for log, seen in zip(logs, said):
-                _say(log, seen)
+            for log, last in zip(logs, shown):
+                _show(log, last)
             if any(grown) and any(log.iterations for log in logs):
                 _write(options, [log for log in logs if log.iterations])
             if all(log.finished for log in logs):
@@ -197,27 +196,13 @@ def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSum
     return [file.finish() for file in files]
 
 
-def _say(log: LogSummary, seen: _Seen) -> None:
+def _show(log: LogSummary, shown: _Shown) -> None:
     """One line on standard error when there is a new iteration, with an estimate of what is left."""
-    if not log.iterations or log.iterations[-1].iteration == seen.iteration:
+    if not log.iterations or log.iterations[-1].iteration == shown.iteration:
         return
     last = log.iterations[-1]
-    seen.iteration = last.iteration
+    shown.iteration = last.iteration
     left = (last.train_iters - last.iteration) * (log.seconds or 0)
     loss = "" if last.lm_loss is None else f", loss {last.lm_loss:.4g}"
     print(f"{log.path}: iteration {last.iteration} of {last.train_iters}, {seconds_text(log.seconds)} s each, "
           f"{rate_text(log.tflops)} TFLOPs per rank{loss}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    """Runs the command line; a user's mistake is one line and exit code 2."""
-    try:
-        code = run(sys.argv[1:])
-        sys.stdout.flush()
-        return code
-    except ValueError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1

@@ -1,23 +1,24 @@
 """The command line: Megatron-LM's flags, generated from the fields of `config`, over an optional recipe.
 
-Flags that CPU forks of Megatron carry are accepted with a line that says what they mean here; unknown ones are refused with the
-nearest known one. Left out: what the flags mean (see `config`). Test: pytest tests/test_arguments.py
+Flags that CPU forks of Megatron carry (compatibility flags) are accepted with a line that says what they mean here; unknown ones
+are refused with the nearest known one. Left out: what the flags mean (see `config`).
+Test: pytest tests/test_arguments.py
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
+from .command_line import Parser, nearest
 from .config import GROUPS, RunConfig, check, flag
 from .recipes import RECIPES
 
 # flag -> (number of values, what it means here). Scripts written for Megatron-LM and its CPU forks start unchanged, unless they
 # ask for something that would change the model or be lost.
-FOREIGN_FLAGS: dict[str, tuple[int, str]] = {
+COMPATIBILITY_FLAGS: dict[str, tuple[int, str]] = {
     "--no-cuda": (0, "there is no CUDA here: everything runs on the CPU"),
     "--distributed-backend": (1, "communication is always MPI"),
     "--DDP-impl": (1, "gradients always live in one flat buffer, which is what 'local' does"),
@@ -51,8 +52,8 @@ FOREIGN_FLAGS: dict[str, tuple[int, str]] = {
     "--bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
     "--transformer-impl": (1, "there is one implementation of the layers"),
 }
-_FOREIGN = "foreign "  # their prefix among the parsed values
-_FOREIGN_CHOICES = {"--optimizer": ("adam",), "--position-embedding-type": ("learned_absolute",)}  # others are another run
+_COMPATIBILITY = "compatibility "  # their prefix among the parsed values
+_COMPATIBILITY_CHOICES = {"--optimizer": ("adam",), "--position-embedding-type": ("learned_absolute",)}  # others are another run
 
 # What a run needs to have for these fields to mean anything, whether it has it, and the fields.
 _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
@@ -64,6 +65,8 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--vocab-file", lambda run: run.data.vocab_file is not None, ("tokenizer_type",)),
     ("--save", lambda run: run.output.save is not None, ("save_interval",)),
 )
+
+_GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}  # a field -> its group in RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +80,15 @@ class Arguments:
     notes: tuple[str, ...]
 
 
-class Parser(argparse.ArgumentParser):
-    """Mistakes are ValueErrors, which `launch.run_or_abort` reports once, instead of the usage from every rank."""
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """What the flags of `add_flags` say, before they make a run. fields: values of `config`'s fields, by name."""
 
-    def error(self, message: str) -> None:
-        raise ValueError(message)
+    recipe: str | None
+    fields: dict[str, Any]
+    dry_run: bool
+    world_size: int | None
+    notes: tuple[str, ...]
 
 
 def _field_type(field: Field) -> type:
@@ -107,15 +114,15 @@ def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
                            help=f"the same as {flag(field.name)} {value}")
 
 
-def build_parser(prog: str = "pretrain_gpt.py") -> argparse.ArgumentParser:
-    """The parser; an absent flag leaves no attribute, so that a recipe's value stays."""
-    parser = Parser(prog=prog, allow_abbrev=False, description="Train a GPT over MPI: mpiexec -n N python pretrain_gpt.py ...")
+def build_parser() -> Parser:
+    """A parser of a run's flags alone. A flag that is not given leaves no attribute, so that a recipe's value stays."""
+    parser = Parser()
     add_flags(parser)
     return parser
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Every flag of pretrain_gpt.py, for other commands that speak of a run; `interpret` reads what they gave."""
+    """Every flag of a run, for all commands that speak of one; `interpret` and `run_flags` read what was parsed."""
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
     parser.add_argument("--dry-run", action="store_true", help="build and print the run's plan in one process, train nothing")
     parser.add_argument("--world-size", type=int, help="ranks to assume in a --dry-run")
@@ -123,28 +130,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(name, config.__doc__)
         for field in fields(config):
             _add_field(group, field)
-    foreign = parser.add_argument_group("accepted from other Megatron versions")
-    for name, (values, meaning) in FOREIGN_FLAGS.items():
-        shown = {"choices": _FOREIGN_CHOICES[name]} if name in _FOREIGN_CHOICES else {"metavar": "VALUE"}
+    accepted = parser.add_argument_group("accepted from other Megatron versions")
+    for name, (values, meaning) in COMPATIBILITY_FLAGS.items():
+        shown = {"choices": _COMPATIBILITY_CHOICES[name]} if name in _COMPATIBILITY_CHOICES else {"metavar": "VALUE"}
         kind: dict[str, Any] = {"nargs": values, **shown} if values else {"action": "store_true"}
-        foreign.add_argument(name, dest=_FOREIGN + name, default=argparse.SUPPRESS, help=meaning, **kind)
-
-
-def suggest(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """The one line for flags that a parser does not know."""
-    word = next((u for u in unknown if u.startswith("-")), unknown[0])
-    known = [option for action in parser._actions for option in action.option_strings]
-    near = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0.7)
-    return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else ": see --help for those there are")
+        accepted.add_argument(name, dest=_COMPATIBILITY + name, default=argparse.SUPPRESS, help=meaning, **kind)
 
 
 def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
     if name is None:
         return {group: {} for group in GROUPS}
     if name.lower() not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.3)
-        raise ValueError(f"--recipe {name} is unknown: give one of {', '.join(RECIPES)}"
-                         + (f" (did you mean {near[0]}?)" if near else ""))
+        raise ValueError(f"--recipe {name} is unknown: give one of {', '.join(RECIPES)}" + nearest(name, RECIPES, "", cutoff=0.3))
     run = RECIPES[name.lower()]()
     return {group: {f.name: getattr(getattr(run, group), f.name) for f in fields(config)} for group, config in GROUPS.items()}
 
@@ -162,18 +159,17 @@ _DERIVED: dict[str, tuple[str, ...]] = {
 }
 
 
-def make_run(recipe: str | None, given: dict[str, Any]) -> RunConfig:
+def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
     """A RunConfig from a recipe's name (or None) and field values that override it.
 
     Raises ValueError for values that the config refuses and, naming all at once, for required fields that neither gives.
     """
     groups = _from_recipe(recipe)
-    group_of = {f.name: group for group, config in GROUPS.items() for f in fields(config)}
-    assert given.keys() <= group_of.keys(), f"no such fields: {given.keys() - group_of.keys()}"
-    for dropped in (name for key in given for name in _DERIVED.get(key, ())):
-        groups[group_of[dropped]].pop(dropped, None)
-    for name, value in given.items():
-        groups[group_of[name]][name] = value
+    assert values.keys() <= _GROUP_OF.keys(), f"no such fields: {values.keys() - _GROUP_OF.keys()}"
+    for dropped in (name for key in values for name in _DERIVED.get(key, ())):
+        groups[_GROUP_OF[dropped]].pop(dropped, None)
+    for name, value in values.items():
+        groups[_GROUP_OF[name]][name] = value
     missing = [flag(f.name) for group, config in GROUPS.items() for f in fields(config)
                if f.default is MISSING and f.name not in groups[group]]
     check(not missing, f"{', '.join(missing)} must be given (or start from a --recipe: {', '.join(RECIPES)})")
@@ -181,23 +177,27 @@ def make_run(recipe: str | None, given: dict[str, Any]) -> RunConfig:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Read the command line. Raises ValueError with one line for a user's mistake."""
-    parser = build_parser()
-    values, unknown = parser.parse_known_args(argv)
-    check(not unknown, suggest(parser, unknown) if unknown else "")
-    return interpret(vars(values))
+    """Read a command line of a run's flags alone. Raises ValueError with one line for a user's mistake."""
+    return interpret(vars(build_parser().parse_args(argv)))
 
 
-def interpret(values: dict[str, Any]) -> Arguments:
+def run_flags(values: Mapping[str, Any]) -> RunFlags:
+    """The part of parsed values that `add_flags` added; what a command's own flags said is left out."""
+    config_values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in _GROUP_OF}
+    names = [name.removeprefix(_COMPATIBILITY) for name in values if name.startswith(_COMPATIBILITY)]
+    notes = tuple(f"{name}: {COMPATIBILITY_FLAGS[name][1]}" for name in names)
+    return RunFlags(recipe=values["recipe"], fields=config_values, dry_run=values["dry_run"], world_size=values["world_size"],
+                    notes=notes)
+
+
+def interpret(values: Mapping[str, Any]) -> Arguments:
     """The parsed values of `add_flags` as a run. Raises ValueError with one line for a user's mistake."""
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    foreign = [k for k in given if k.startswith(_FOREIGN)]
-    notes = tuple(f"{k.removeprefix(_FOREIGN)}: {FOREIGN_FLAGS[k.removeprefix(_FOREIGN)][1]}" for k in foreign)
-    given = {k: v for k, v in given.items() if k not in foreign}
-    recipe, dry_run, world_size = given.pop("recipe"), given.pop("dry_run"), given.pop("world_size")
-    check(world_size is None or dry_run, f"--world-size {world_size} goes with --dry-run; a real run takes it from mpiexec -n")
-    check(world_size is None or world_size > 0, f"--world-size is {world_size}: give a number above 0")
-    run = make_run(recipe, given)
-    notes += tuple(f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
-                   for name in names if name in given)
-    return Arguments(run=run, recipe=recipe, dry_run=dry_run, world_size=world_size, notes=notes)
+    flags = run_flags(values)
+    check(flags.world_size is None or flags.dry_run,
+          f"--world-size {flags.world_size} goes with --dry-run; a real run takes it from mpiexec -n")
+    check(flags.world_size is None or flags.world_size > 0, f"--world-size is {flags.world_size}: give a number above 0")
+    run = make_run(flags.recipe, flags.fields)
+    without_effect = tuple(f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
+                           for name in names if name in flags.fields)
+    return Arguments(run=run, recipe=flags.recipe, dry_run=flags.dry_run, world_size=flags.world_size,
+                     notes=flags.notes + without_effect)

@@ -7,7 +7,7 @@
 #PJM -N compare_frequency
 #PJM -S
 #
-# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
+# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 16 nodes x 2 ranks = DP 32 x TP 1 x PP 1; each tensor-parallel group inside a node
 # micro-batch 16, global batch 1024: 2 micro-batches; recompute none, ZeRO 1
 # model: 12.11 s per iteration (9 of 10 runs: 8.718 to 16.83), 4.310 TFLOPs per node, bubble 0.0%, 8811 MiB on the fullest rank

@@ -7,7 +7,7 @@
 #PJM -N compare_tcmalloc
 #PJM -S
 #
-# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
+# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 16 nodes x 1 ranks = DP 16 x TP 1 x PP 1; each tensor-parallel group inside a node
 # micro-batch 1, global batch 1024: 64 micro-batches; recompute none, ZeRO 1
 # model: 16.52 s per iteration (9 of 10 runs: 11.89 to 22.96), 3.161 TFLOPs per node, bubble 0.0%, 2161 MiB on the fullest rank

@@ -9,7 +9,7 @@
 #PJM --step
 #PJM --sparam "jnam=gpt_124m_chain"
 #
-# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
+# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 64 nodes x 4 ranks = DP 256 x TP 1 x PP 1; each tensor-parallel group inside a node
 # micro-batch 4, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
 # model: 3.518 s per iteration (9 of 10 runs: 2.532 to 4.889), 3.710 TFLOPs per node, bubble 0.0%, 3568 MiB on the fullest rank

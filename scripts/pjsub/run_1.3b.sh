@@ -7,7 +7,7 @@
 #PJM -N gpt_1_3b
 #PJM -S
 #
-# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
+# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 384 nodes as 8x6x8 torus x 4 ranks = DP 64 x TP 8 x PP 3; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 512: 8 micro-batches; recompute none, ZeRO 1
 # model: 9.656 s per iteration (9 of 10 runs: 6.949 to 13.42), 2.525 TFLOPs per node, bubble 22.8%, 3302 MiB on the fullest rank

@@ -7,7 +7,7 @@
 #PJM -N gpt_124m
 #PJM -S
 #
-# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
+# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 256 nodes x 4 ranks = DP 512 x TP 2 x PP 1; each tensor-parallel group inside a node
 # micro-batch 2, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
 # model: 1.326 s per iteration (9 of 10 runs: 0.9542 to 1.842), 2.463 TFLOPs per node, bubble 0.0%, 2022 MiB on the fullest rank

@@ -7,7 +7,7 @@
 #PJM -N gpt_13b
 #PJM -S
 #
-# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
+# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 1152 nodes as 8x12x12 torus x 2 ranks = DP 96 x TP 4 x PP 6; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 2016: 21 micro-batches; recompute none, ZeRO 1
 # model: 93.13 s per iteration (9 of 10 runs: 67.02 to 129.4), 3.220 TFLOPs per node, bubble 21.2%, 13927 MiB on the fullest rank

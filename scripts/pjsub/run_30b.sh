@@ -7,7 +7,7 @@
 #PJM -N gpt_30b
 #PJM -S
 #
-# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
+# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 6144 nodes as 16x24x16 torus x 2 ranks = DP 256 x TP 8 x PP 6; each tensor-parallel group 4 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 1536: 6 micro-batches; recompute block 4, ZeRO 1
 # model: 58.78 s per iteration (9 of 10 runs: 42.3 to 81.68), 1.907 TFLOPs per node, bubble 46.6%, 14391 MiB on the fullest rank

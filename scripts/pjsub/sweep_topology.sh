@@ -9,7 +9,7 @@
 #PJM --bulk
 #PJM --sparam "0-3"
 #
-# Written by scripts/submit.py render; after an edit: python scripts/submit.py check FILE
+# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 384 nodes as 8x6x8 torus x 2 ranks = DP 32 x TP 4 x PP 6; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 1536: 48 micro-batches; recompute full, ZeRO 1
 # model: 487.6 s per iteration (9 of 10 runs: 350.9 to 677.5), 4.204 TFLOPs per node, bubble 12.9%, 14416 MiB on the fullest rank

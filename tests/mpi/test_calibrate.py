@@ -1,4 +1,4 @@
-"""perf calibrate over real MPI processes writes a machine that predict can load."""
+"""The calibrate command over real MPI processes writes a machine that predict can load."""
 
 import pytest
 
@@ -8,12 +8,12 @@ pytestmark = pytest.mark.mpi
 
 
 def test_the_command_measures_this_host(mpi, tmp_path):
-    job = mpi.run(2, "-m", "fugaku_megatron.perf", "calibrate", "--output", str(tmp_path / "host.json"))
+    job = mpi.run(2, "-m", "fugaku_megatron", "calibrate", "--output", str(tmp_path / "host.json"))
     assert job.returncode == 0, job.stderr
     host = machine.load(str(tmp_path / "host.json"))
     assert host.ranks_per_node == 2 and host.peak_tflops["fp32"] > 0 and host.intra_gbs > 0 and host.intra_alpha_us > 0
 
 
 def test_one_rank_is_refused(mpi, tmp_path):
-    job = mpi.run(1, "-m", "fugaku_megatron.perf", "calibrate", "--output", str(tmp_path / "host.json"))
+    job = mpi.run(1, "-m", "fugaku_megatron", "calibrate", "--output", str(tmp_path / "host.json"))
     assert job.returncode == 2 and "mpiexec -n 2" in job.stderr and not (tmp_path / "host.json").exists()

@@ -1,38 +1,32 @@
-#!/usr/bin/env python3
 """Continue a text with a trained checkpoint.
 
-The model and its parallel layout come from the checkpoint's manifest; start TP x PP ranks, times the data-parallel size if ZeRO-1
-sharded the weights, so plain `python` for a model trained without any of them. Every token is a whole forward pass: there is no
-key-value cache.
-Run: python tools/generate.py --load demo/checkpoint --vocab-file demo/vocab.json --merge-file demo/merges.txt --prompt "def "
+    fugaku-megatron generate --load demo/checkpoint --vocab-file demo/vocab.json --merge-file demo/merges.txt --prompt "def "
+
+The model and its parallel layout come from the checkpoint's manifest. Start as many ranks as tensor x pipeline parallel size, times
+the data-parallel size if ZeRO-1 sharded the weights: without any of them no mpiexec is needed. Every token is a whole forward pass:
+there is no key-value cache. Test: pytest tests/test_generate.py
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from fugaku_megatron.checkpoint import manifest as checkpoint  # noqa: E402
-from fugaku_megatron.comm.agreement import everywhere, on_root  # noqa: E402
-from fugaku_megatron.comm.autograd import gather_from_tensor_parallel  # noqa: E402
-from fugaku_megatron.comm.base import Comm  # noqa: E402
-from fugaku_megatron.comm.launch import run_or_abort  # noqa: E402
-from fugaku_megatron.data.tokenizer import build_tokenizer  # noqa: E402
-from fugaku_megatron.run.arguments import Parser  # noqa: E402
-from fugaku_megatron.run.config import GROUPS, RunConfig, check  # noqa: E402
-from fugaku_megatron.training.train import Trainer  # noqa: E402
+from ..checkpoint import manifest as checkpoint
+from ..comm.agreement import everywhere, on_root
+from ..comm.autograd import gather_from_tensor_parallel
+from ..comm.base import Comm
+from ..comm.launch import run_or_abort
+from ..data.tokenizer import build_tokenizer
+from ..run.config import GROUPS, RunConfig, check
+from ..training.train import Trainer
 
 
-def parse() -> argparse.Namespace:
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", required=True, help="directory of checkpoints")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     parser.add_argument("--vocab-file", required=True)
@@ -43,11 +37,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=40, help="choose among this many tokens (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of the choice among tokens (default: %(default)s)")
-    options = parser.parse_args()
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for values out of range."""
     check(options.tokens >= 0, f"--tokens is {options.tokens}: give 0 or more")
     check(0 <= options.temperature < math.inf, f"--temperature is {options.temperature}: give 0 or more")
     check(options.top_k > 0, f"--top-k is {options.top_k}: give a number above 0")
-    return options
 
 
 def saved_run(manifest: dict[str, Any]) -> RunConfig:
@@ -99,23 +95,32 @@ def generate(trainer: Trainer, prompt: list[int], options: argparse.Namespace, e
     return ids[len(prompt) :]
 
 
-def main(world: Comm) -> None:
-    with everywhere():
-        options = parse()
-        tokenizer = build_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file)
-        prompt = tokenizer.encode(options.prompt)
-        check(len(prompt) > 0, "--prompt is empty: give at least one character")
+def saved_manifest(options: argparse.Namespace, world: Comm) -> tuple[int, dict[str, Any]]:
+    """Iteration and manifest of the checkpoint to load. Collective; ValueError on every rank when there is none."""
     step = options.ckpt_step
     iteration = on_root(world, lambda: checkpoint.latest_iteration(options.load) if step is None else step)
     check(iteration is not None, f"--load {options.load} holds no checkpoint")
-    manifest = on_root(world, lambda: checkpoint.read_manifest(options.load, iteration))
-    layout = manifest["layout"]
+    return iteration, on_root(world, lambda: checkpoint.read_manifest(options.load, iteration))
+
+
+def check_ranks(options: argparse.Namespace, world: Comm, layout: dict[str, int]) -> None:
+    """Raises ValueError for a number of ranks other than the checkpoint's."""
     tp, pp, shards = layout["tensor_model_parallel_size"], layout["pipeline_model_parallel_size"], layout["zero_shards"]
     ranks = tp * pp * shards
+    check(world.size == ranks, f"--load {options.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
+          f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: run mpiexec -n {ranks} fugaku-megatron "
+          "generate ...")
+
+
+def continue_prompt(options: argparse.Namespace, world: Comm) -> None:
+    """Load the checkpoint and print the continuation on rank 0. Collective."""
     with everywhere():
-        check(world.size == ranks, f"--load {options.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
-              f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: run mpiexec -n {ranks} python "
-              "tools/generate.py ...")
+        tokenizer = build_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file)
+        prompt = tokenizer.encode(options.prompt)
+        check(len(prompt) > 0, "--prompt is empty: give at least one character")
+    iteration, manifest = saved_manifest(options, world)
+    with everywhere():
+        check_ranks(options, world, manifest["layout"])
         run = saved_run(manifest)
         check(tokenizer.vocab_size <= run.model.vocab_size, f"--vocab-file {options.vocab_file} has {tokenizer.vocab_size} tokens, "
               f"the model of --load {options.load} {run.model.vocab_size}: give the files it was trained with")
@@ -126,5 +131,8 @@ def main(world: Comm) -> None:
         print(f"--- iteration {iteration}, prompt in brackets ---\n[{options.prompt}]{text}")
 
 
-if __name__ == "__main__":
-    run_or_abort(main)
+def main(options: argparse.Namespace) -> int:
+    """Continue the prompt; every rank of mpiexec comes here."""
+    check_options(options)
+    run_or_abort(lambda world: continue_prompt(options, world))
+    return 0

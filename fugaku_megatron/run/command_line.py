@@ -1,0 +1,59 @@
+"""What every command line of the project is made of: a parser whose mistakes are one line, and commands with a line of help.
+
+Left out: a run's flags (`arguments`), the commands themselves and the report of mistakes (`cli`). Test: pytest tests/test_cli.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a command line. when: one line, when to use it; main: takes the parsed flags and returns the exit code."""
+
+    when: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    main: Callable[[argparse.Namespace], int]
+
+    def load(self) -> Command:
+        return self
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError, with one line, for mistakes and for flags that it does not know, instead of printing the usage.
+
+    With set_defaults(passed=[]) the words behind "--" are kept there as they are, for another program.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> None:
+        raise ValueError(message)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words and self.get_default("passed") is not None else len(words)
+        values, unknown = self.parse_known_args(words[:end], namespace)
+        if unknown:
+            raise ValueError(self._unknown(unknown))
+        if words[end:]:
+            values.passed = words[end + 1:]
+        return values
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        word = next((w for w in words if w.startswith("-")), words[0])
+        flags = [option for action in self._actions for option in action.option_strings]
+        return f"unknown flag {word}" + nearest(word.split("=")[0], flags, ": see --help for those there are", cutoff=0.7)
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown word: the known word nearest to it, or `otherwise` where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f": did you mean {near[0]}?" if near else otherwise

@@ -1,0 +1,50 @@
+r"""Train a GPT over MPI with Megatron-LM's flags.
+
+    mpiexec -n 512 fugaku-megatron train --recipe 124m --data-path text_document --vocab-file vocab.json --merge-file merges.txt
+    fugaku-megatron train --recipe 30b --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 \
+        --dry-run --world-size 12288
+
+`python pretrain_gpt.py` of the checkout takes the same flags. Mistakes among the flags end the job before MPI starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..run.arguments import Arguments, add_flags, interpret
+
+if TYPE_CHECKING:
+    from ..comm.base import Comm
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train, or print the plan of a dry run; every rank of mpiexec comes here."""
+    arguments = interpret(vars(args))
+
+    from ..comm.launch import run_or_abort
+
+    run_or_abort(lambda world: print_plan(arguments, world) if arguments.dry_run else _pretrain(arguments, world))
+    return 0
+
+
+def _pretrain(arguments: Arguments, world: Comm) -> None:
+    from .pretrain import pretrain
+
+    pretrain(arguments, world)
+
+
+def print_plan(arguments: Arguments, world: Comm) -> None:
+    """What --dry-run prints, once. Collective."""
+    from ..comm.agreement import everywhere
+    from .dry_run import report
+    from .pretrain import with_vocabulary
+
+    with everywhere():
+        text = report(with_vocabulary(arguments.run, world), arguments.world_size or world.size)
+    if world.rank == 0:
+        print(*(f"note: {note}" for note in arguments.notes), text, sep="\n")
