@@ -37,7 +37,7 @@ def read(paths: Sequence[Path]) -> list[LogSummary]:
 
 
 def _run(log: LogSummary) -> dict[str, Any]:
-    known = {name: value for name, value in log.job.given.items() if name not in MAY_DIFFER}
+    known = {name: value for name, value in log.job.values.items() if name not in MAY_DIFFER}
     return {**known, "nodes": log.job.nodes, "ranks": log.job.ranks}
 
 

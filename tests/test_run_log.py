@@ -12,7 +12,7 @@ from fugaku_megatron.run.arguments import parse
 from tests.helpers import A100, OUR_LOG
 
 DEMO = ("--recipe", "demo", "--vocab-size", "512", "--mock-data")
-A100_JOB = Job(foreign=True, nodes=1, ranks=8, given={
+A100_JOB = Job(other_program=True, nodes=1, ranks=8, values={
     "num_layers": 8, "hidden_size": 14400, "num_attention_heads": 32, "seq_length": 2048, "vocab_size": 250000,
     "micro_batch_size": 1, "tensor_model_parallel_size": 8, "fp16": True, "recompute_granularity": "full"})
 
@@ -109,6 +109,6 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ValueError, match="run.log line 1: the run line has speed, which this version does not know"):
         read_log(written(tmp_path, 'run: {"nodes": 1, "world_size": 2, "speed": 3}\n'))
     with pytest.raises(ValueError, match="--vocab-size must be given"):
-        _ = Job(given={**A100_JOB.given, "vocab_size": None}).run
+        _ = Job(values={**A100_JOB.values, "vocab_size": None}).run
     with pytest.raises(ValueError, match="9 ranks .* not divisible by --tensor-model-parallel-size 8 x"):
-        _ = Job(given=A100_JOB.given, ranks=9).dp
+        _ = Job(values=A100_JOB.values, ranks=9).dp

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-_HEAD = re.compile(r"\biteration\s+(\d+)/\s*(\d+) \|")
+_START = re.compile(r"\biteration\s+(\d+)/\s*(\d+) \|")
 
 # How the records of an interval's iterations become one value of its line: a function of the records and the field's name.
 Reduction = Callable[[Sequence["IterationMetrics"], str], Any]
@@ -71,10 +71,10 @@ def _metric(label: str, form: str, reduction: Reduction, tag: str | None = None,
 class IterationMetrics:
     """The metrics of one iteration, or of a log interval: one log line, in which fields that are None do not appear.
 
-    The fields stand in the order of the line: Megatron-DeepSpeed's, then our own. Seconds are per iteration, `tflops` is 10^12
+    The fields are in the order of the line: Megatron-DeepSpeed's first, then our own. Seconds are per iteration, `tflops` is 10^12
     operations per second and rank. `minor_faults` and `system_seconds` (per iteration) and `clock_ghz` (measured after the last
-    iteration) belong to the rank that prints. `nans` and `samples_per_second` follow from other fields: an iteration may leave
-    them out.
+    iteration) are those of the rank that prints. An interval needs `elapsed_seconds`, `global_batch_size`, `lm_loss`, `skipped`
+    and `tflops` of each of its iterations, and computes `nans` and `samples_per_second` itself.
     """
 
     iteration: int
@@ -117,11 +117,11 @@ METRICS = tuple((f.name, f.metadata) for f in fields(IterationMetrics) if f.meta
 
 
 def parse_line(line: str) -> IterationMetrics:
-    """The inverse of `format_line`. Passes over a prefix (rank, time) and unknown fields; reads milliseconds too.
+    """The inverse of `format_line`. Ignores a prefix (rank, time) and unknown fields; reads milliseconds too.
 
     Raises ValueError if it is no log line or a number cannot be read.
     """
-    head = _HEAD.search(line)
+    head = _START.search(line)
     if head is None:
         raise ValueError(f"not a log line of an iteration: {line.strip()[:80]!r}")
     pairs = (part.rpartition(":") for part in line[head.end():].split("|"))
@@ -137,8 +137,8 @@ def parse_line(line: str) -> IterationMetrics:
 
 
 def parse_log(lines: Iterable[str]) -> list[IterationMetrics]:
-    """The iterations of a whole log, other lines passed over."""
-    return [parse_line(line) for line in lines if _HEAD.search(line)]
+    """The iterations of a whole log; other lines are ignored."""
+    return [parse_line(line) for line in lines if _START.search(line)]
 
 
 def _number(text: str, kind: type, name: str) -> Any:

@@ -129,7 +129,7 @@ def job_of(options: argparse.Namespace) -> Job:
     check(flags.world_size is None and not flags.dry_run, "--world-size and --dry-run have no meaning here: give --nodes and "
           "--ranks-per-node")
     ranks = options.nodes and options.nodes * options.ranks_per_node
-    job = Job(given=flags.fields, recipe=flags.recipe, nodes=options.nodes, ranks=ranks, foreign=True)
+    job = Job(values=flags.fields, recipe=flags.recipe, nodes=options.nodes, ranks=ranks, other_program=True)
     _ = job.run, job.dp  # ValueError for flags that are wrong, before any log is read
     return job
 

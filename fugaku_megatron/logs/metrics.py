@@ -1,4 +1,4 @@
-"""What a run says of itself: log lines, TensorBoard, a progress bar, a history file, peak memory.
+"""The output of a run while it trains: log lines, TensorBoard, a progress bar, a history file, peak memory.
 
 `python -m fugaku_megatron.logs LOG` makes tables of logs (log_table.py). Left out: what the metrics are and their log line
 (iteration.py), drawing (plot.py).
@@ -147,7 +147,7 @@ def _progress_bar(stream: TextIO, total: int, initial: int, progress: bool | Non
 
 
 def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a history file, each of "kind" "train" or "validation"; a last line cut short is passed over."""
+    """The records of a history file, each of "kind" "train" or "validation"; an incomplete last line is ignored."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     records = []
     for number, line in enumerate(lines, 1):
@@ -174,7 +174,7 @@ def peak_memory_mib() -> float:
     try:
         status = Path("/proc/self/status").read_text()
         return int(re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[1]) / 1024
-    except (OSError, TypeError):  # no Linux. There, ru_maxrss would count what the parent held before exec
+    except (OSError, TypeError):  # not Linux, where ru_maxrss includes what the parent process held before exec
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
 
@@ -185,5 +185,5 @@ def format_peak_memory(mib: list[float]) -> str:
 
 
 def parse_peak_memory(lines: Iterable[str]) -> int | None:
-    """MiB of the largest rank from a log that `format_peak_memory` wrote into; None: the run did not reach its end."""
+    """MiB of the largest rank from the line of `format_peak_memory` in a log; None if the run did not reach its end."""
     return next((int(match[1]) for line in lines if (match := _PEAK_MEMORY.search(line))), None)

@@ -18,8 +18,8 @@ Records = list[dict[str, Any]]
 def loss_curve(path_png: str | os.PathLike, history: Records | str | os.PathLike) -> bool:
     """Draw a history (its records, or the path of its file) into `path_png`.
 
-    Returns False, and prints one line saying why, if there is nothing to draw, matplotlib is missing or a file cannot be read
-    or written: no run fails by it.
+    If there is nothing to draw, if matplotlib is missing, or if a file cannot be read or written, it prints one line that says so
+    and returns False: a picture ends no run.
     """
     try:
         return loss_curves(path_png, {"": history if isinstance(history, list) else read_history(history)})
@@ -29,8 +29,8 @@ def loss_curve(path_png: str | os.PathLike, history: Records | str | os.PathLike
 
 
 def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records]) -> bool:
-    """The same for several runs in one picture, name -> records."""
-    drawn = {name: (_of(records, "train"), _of(records, "validation")) for name, records in runs.items()}
+    """As `loss_curve` for several runs (name -> records) in one picture; OSError when the file cannot be written."""
+    drawn = {name: (_with_loss(records, "train"), _with_loss(records, "validation")) for name, records in runs.items()}
     if not any(train or validation for train, validation in drawn.values()):
         print(f"{path_png}: not drawn, the history has no loss yet")
         return False
@@ -41,7 +41,7 @@ def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records]) -> boo
     return True
 
 
-def _of(records: Records, kind: str) -> Records:
+def _with_loss(records: Records, kind: str) -> Records:
     return [r for r in records if r["kind"] == kind and r.get("lm_loss") is not None]
 
 

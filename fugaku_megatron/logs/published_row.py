@@ -17,12 +17,12 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def seconds_text(value: float | None) -> str:
-    """As the tables print times; small models need more digits: four behind the point below 0.1, two below 100, else one."""
+    """Seconds as the tables print them, with more decimals for small models: four below 0.1, two below 100, else one."""
     return _or_dash(value, ".1f" if value and value >= 100 else _digits(value))
 
 
 def rate_text(value: float | None) -> str:
-    """TFLOPs as the tables print them, with two digits behind the point; four below 0.1."""
+    """TFLOPs as the tables print them, with two decimals; four below 0.1."""
     return _or_dash(value, _digits(value))
 
 
@@ -32,7 +32,7 @@ def _digits(value: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One run; None is printed as "-". seconds per iteration, tflops per rank, memory of the largest rank, ghz the cores' clock."""
+    """One run; None is printed as "-". seconds are per iteration, tflops per rank, memory_mib is the largest rank's."""
 
     nodes: int | None
     ranks: int | None
@@ -50,7 +50,7 @@ class PublishedRow:
 
     @property
     def petaflops(self) -> float | None:
-        """The estimate of the whole run, TFLOPs x ranks / 1024 as the tables count (one rank per node there)."""
+        """PFLOPs of all ranks, TFLOPs x ranks / 1024 as in the tables (which have one rank per node)."""
         return None if self.tflops is None or self.ranks is None else self.tflops * self.ranks / 1024
 
     def cells(self) -> tuple[str, ...]:

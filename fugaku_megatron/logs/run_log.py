@@ -1,8 +1,8 @@
-"""A run's log read back: its iterations, and what the run was, from its `run:` line or, for logs of other programs, from flags.
+"""Reading a run's log: its iterations, and the run's configuration from its `run:` line or, for other programs' logs, from flags.
 
     summary = read_log("run.log"); summary.seconds, summary.tflops, summary.job.tp ...
 
-Left out: rows and the command (log_table.py), the line of an iteration (metrics.py). Test: pytest tests/test_run_log.py
+Left out: rows and the command (log_table.py), the line of an iteration (iteration.py). Test: pytest tests/test_run_log.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConf
 from .iteration import IterationMetrics, parse_line
 from .metrics import parse_peak_memory, parse_validation_line
 
-WARM_UP = 2  # iterations of a job that are not counted: memory is touched for the first time, caches and the arena fill
+WARM_UP = 2  # iterations of a job that are not counted: memory is touched for the first time, caches and the arena are filled
 _RUN = "run: "
 _CLOCK = re.compile(r" at ([\d.]+) GHz \(measured\)")
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
@@ -34,29 +34,30 @@ FORMULAS = {"hardware": accounting.hardware_flops,
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a run was. given: values of config's fields; foreign: they come from flags.
+    """The configuration of a logged run.
 
-    Without a model, what is not given is None.
+    values: of fields of run/config.py, by name. other_program: the log is another program's, and `values` come from flags. Without
+    a model, properties that `values` does not hold are None.
     """
 
-    given: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     recipe: str | None = None
     nodes: int | None = None
     ranks: int | None = None
-    foreign: bool = False
+    other_program: bool = False
 
     @property
     def run(self) -> RunConfig | None:
         """The run, None when the model is unknown. ValueError when it is half known or refused."""
-        if self.recipe is None and not any(f.name in self.given for f in fields(ModelConfig)):
+        if self.recipe is None and not any(f.name in self.values for f in fields(ModelConfig)):
             return None
-        run = make_run(self.recipe, self.given)
+        run = make_run(self.recipe, self.values)
         check(run.model.vocab_size is not None, "--vocab-size must be given with the other sizes of the model")
         return run
 
     def parallel(self, name: str) -> int | None:
-        """A field of the run's parallel layout; without a model what was given."""
-        return getattr(self.run.parallel, name) if self.run else self.given.get(name)
+        """A field of the run's parallel layout; without a model that of `values`."""
+        return getattr(self.run.parallel, name) if self.run else self.values.get(name)
 
     @property
     def tp(self) -> int | None:
@@ -72,7 +73,7 @@ class Job:
 
     @property
     def dp(self) -> int | None:
-        """Data-parallel size: what the other two leave of the ranks. ValueError when they do not divide."""
+        """Data-parallel size: ranks / (tp * pp). ValueError when that is no whole number."""
         if None in (self.ranks, self.tp, self.pp):
             return None
         check(self.ranks % (self.tp * self.pp) == 0, f"{self.ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
@@ -81,47 +82,49 @@ class Job:
 
     @property
     def mbs(self) -> int | None:
-        return self.run.batch.micro_batch_size if self.run else self.given.get("micro_batch_size")
+        return self.run.batch.micro_batch_size if self.run else self.values.get("micro_batch_size")
 
     @property
     def precision(self) -> str | None:
         if self.run:
             return self.run.precision.name
-        return next((name for name in ("bf16", "fp16") if self.given.get(name)), None)
+        return next((name for name in ("bf16", "fp16") if self.values.get(name)), None)
 
     @property
     def recompute(self) -> str | None:
-        return self.run.training.recompute_granularity or "none" if self.run else self.given.get("recompute_granularity")
+        return self.run.training.recompute_granularity or "none" if self.run else self.values.get("recompute_granularity")
 
 
 def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
     """The log's `run:` line: JSON of nodes, ranks and every field that a row needs and that is not config's default."""
-    given = {f.name: value for group in _GROUPS for f in fields(_GROUPS[group])
-             if (value := getattr(getattr(run, group), f.name)) != f.default}
+    values = {f.name: value for group in _GROUPS for f in fields(_GROUPS[group])
+              if (value := getattr(getattr(run, group), f.name)) != f.default}
     default = {f.name: f.default for f in fields(run.training)}
-    given |= {name: value for name in _RECOMPUTE if (value := getattr(run.training, name)) != default[name]}
-    given["global_batch_size"] = layout.global_batch_size(run)
-    return _RUN + json.dumps({"nodes": nodes, "world_size": layout.world_size, **given})
+    values |= {name: value for name in _RECOMPUTE if (value := getattr(run.training, name)) != default[name]}
+    values["global_batch_size"] = layout.global_batch_size(run)
+    return _RUN + json.dumps({"nodes": nodes, "world_size": layout.world_size, **values})
 
 
 def parse_run(line: str) -> Job:
     """The inverse of `format_run`. Raises ValueError if it is another line."""
     try:
-        said = json.loads(line[line.index(_RUN + "{") + len(_RUN):])
-        nodes, ranks = said.pop("nodes"), said.pop("world_size")
+        values = json.loads(line[line.index(_RUN + "{") + len(_RUN):])
+        nodes, ranks = values.pop("nodes"), values.pop("world_size")
     except (ValueError, KeyError):
         raise ValueError(f"not a run line: {line.strip()[:80]!r}") from None
-    strange = sorted(said.keys() - {f.name for group in _GROUPS.values() for f in fields(group)} - {*_RECOMPUTE})
-    check(not strange, f"the run line has {', '.join(strange)}, which this version does not know: read it with the version that "
+    unknown = sorted(values.keys() - {f.name for group in _GROUPS.values() for f in fields(group)} - {*_RECOMPUTE})
+    check(not unknown, f"the run line has {', '.join(unknown)}, which this version does not know: read it with the version that "
           "wrote it")
-    return Job(given={name: tuple(v) if isinstance(v, list) else v for name, v in said.items()}, nodes=nodes, ranks=ranks)
+    return Job(values={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}, nodes=nodes, ranks=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSummary:
-    """A log. iterations: of all jobs in it, what a resumed job repeated once; the medians are over `counted`, the last job's
-    iterations after its first two (all of them when there are no more). memory_mib: the largest rank's. finished: the job's last
-    line has come. machine: the line that describes the node.
+    """The contents of a log.
+
+    iterations: those of all jobs in it; of an iteration that a resumed job repeated, the last. counted: the last job's iterations
+    after its first two (all of them when there are no more), over which the medians are taken. memory_mib: the maximum over the
+    ranks. finished: the log has its job's last line. machine: the line that describes the node.
     """
 
     path: str
@@ -141,16 +144,16 @@ class LogSummary:
 
     @property
     def tflops(self) -> float | None:
-        """TFLOPs per rank as the log says them."""
+        """TFLOPs per rank as printed in the log."""
         return _median(i.tflops for i in self.counted)
 
     @property
     def recomputed_tflops(self) -> float | None:
-        """TFLOPs per rank by `accounting` from the model, the batch and the time; None where one of them is unknown."""
+        """TFLOPs per rank by run/accounting.py from the model, the batch and the time; None where one of them is unknown."""
         run, ranks = self.job.run, self.job.ranks
         if run is None or ranks is None:
             return None
-        flops = FORMULAS[self.formula if self.job.foreign else "hardware"]  # ours always count hardware
+        flops = FORMULAS[self.formula if self.job.other_program else "hardware"]  # our own logs always count hardware FLOPs
         return _median(flops(run, i.global_batch_size) / ranks / exact_seconds(i) / 1e12
                        for i in self.counted if i.global_batch_size and exact_seconds(i))
 
@@ -165,7 +168,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def exact_seconds(iteration: IterationMetrics) -> float | None:
-    """Seconds of an iteration, from samples per second (3 decimals) where the printed time (2 decimals) is the coarser one."""
+    """Seconds of an iteration, from samples per second (3 decimals) where the printed time (2 decimals) is less exact."""
     seconds, rate, size = iteration.elapsed_seconds, iteration.samples_per_second, iteration.global_batch_size
     if rate and size and (seconds is None or 0.005 * rate > 0.0005 * seconds):
         return size / rate
@@ -173,10 +176,10 @@ def exact_seconds(iteration: IterationMetrics) -> float | None:
 
 
 class LogReader:
-    """Takes a log line by line, as it grows; `summary()` at any moment. job: for logs without a `run:` line."""
+    """Reads a log line by line, as it grows; `summary()` may be called at any time. job: for logs without a `run:` line."""
 
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
-        self.path, self.job, self.formula = path, job or Job(foreign=True), formula
+        self.path, self.job, self.formula = path, job or Job(other_program=True), formula
         self.by_iteration: dict[int, IterationMetrics] = {}
         self.validations: dict[int, float] = {}
         self._lines = 0
@@ -184,10 +187,10 @@ class LogReader:
 
     def _start(self, machine: str) -> None:
         """A job begins."""
-        self.machine, self._here, self._memory, self._ended = machine, [], None, False
+        self.machine, self._of_job, self._memory, self._ended = machine, [], None, False
 
     def feed(self, lines: Iterable[str]) -> None:
-        """Whole lines. Raises ValueError, with file and line, for an iteration whose numbers cannot be read."""
+        """Read whole lines. Raises ValueError, with file and line, for an iteration whose numbers cannot be read."""
         for line in lines:
             self._lines += 1
             try:
@@ -210,22 +213,23 @@ class LogReader:
             number, loss, _ = parse_validation_line(line)
             self.validations[number] = loss
         elif re.search(r"\biteration\s+\d+/", line):
-            taken = parse_line(line)
-            self._here.append(taken)
-            self.by_iteration[taken.iteration] = taken
+            metrics = parse_line(line)
+            self._of_job.append(metrics)
+            self.by_iteration[metrics.iteration] = metrics
 
     def summary(self) -> LogSummary:
         iterations = tuple(self.by_iteration[number] for number in sorted(self.by_iteration))
-        foreign_end = self.job.foreign and bool(self._here) and self._here[-1].iteration >= self._here[-1].train_iters
+        last = self._of_job[-1] if self._of_job else None
+        last_iteration = self.job.other_program and last is not None and last.iteration >= last.train_iters
         clock = _CLOCK.search(self.machine)
         return LogSummary(path=self.path, iterations=iterations, validations=tuple(sorted(self.validations.items())),
-                          counted=tuple(self._here[WARM_UP:] or self._here), job=self.job, formula=self.formula,
-                          machine=self.machine, ghz=float(clock[1]) if clock else self.job.given.get("cpu_frequency"),
-                          memory_mib=self._memory, finished=self._ended or foreign_end)
+                          counted=tuple(self._of_job[WARM_UP:] or self._of_job), job=self.job, formula=self.formula,
+                          machine=self.machine, ghz=float(clock[1]) if clock else self.job.values.get("cpu_frequency"),
+                          memory_mib=self._memory, finished=self._ended or last_iteration)
 
 
 class LogFile:
-    """A log on disk that may still grow; a last line without its end waits for the rest."""
+    """A log on disk that may still grow; a last line without a newline is not read before its rest is there."""
 
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
         self._path, self._as = Path(path), (path, job, formula)
@@ -235,10 +239,10 @@ class LogFile:
         self.reader, self._offset, self._rest = LogReader(*self._as), 0, b""
 
     def poll(self) -> bool:
-        """Read what is new; whether there was something. ValueError when the file cannot be read."""
+        """Read what is new and return whether there was anything. ValueError when the file cannot be read."""
         try:
             with open(self._path, "rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:  # written anew, by another job
+                if os.fstat(file.fileno()).st_size < self._offset:  # overwritten by another job
                     self._begin()
                 file.seek(self._offset)
                 new = file.read()
@@ -250,7 +254,7 @@ class LogFile:
         return bool(new)
 
     def finish(self) -> LogSummary:
-        """The summary; a last line without a newline counts when it is whole."""
+        """The summary; a last line without a newline counts when it is complete."""
         if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
             self.reader.feed([self._rest.decode(errors="replace")])
             self._rest = b""
@@ -261,7 +265,7 @@ _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 
 
 def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware") -> LogSummary:
-    """A whole log. job: for logs of other programs. Raises ValueError when it cannot be read or has no iterations."""
+    """The summary of a whole log. job: for logs of other programs. ValueError when it cannot be read or has no iterations."""
     file = LogFile(str(path), job, formula)
     file.poll()
     summary = file.finish()
