@@ -58,7 +58,7 @@ def saved_run(manifest: dict[str, Any]) -> RunConfig:
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token from logits (v)."""
+    """One token from logits (v,)."""
     if temperature == 0.0:
         return int(logits.argmax())
     best, tokens = logits.topk(min(top_k, logits.numel()))
@@ -67,7 +67,7 @@ def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
 
 @torch.no_grad()
 def last_logits(trainer: Trainer, tokens: Tensor) -> Tensor | None:
-    """Logits (v) after the last of `tokens` (s, 1), on the last stage; None elsewhere."""
+    """Logits (v,) after the last of `tokens` (s, 1), on the last stage; None elsewhere."""
     stage, pp, model = trainer.stage, trainer.groups.pp, trainer.run.model
     if stage.is_first:
         x = stage.embed(tokens, 0)
