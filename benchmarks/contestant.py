@@ -90,18 +90,18 @@ def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
     """(step, what it runs on): the trainer as pretrain.py sets it up."""
     from fugaku_megatron.comm.grid import Grid
     from fugaku_megatron.comm.local import DryComm
-    from fugaku_megatron.nn import ops
     from fugaku_megatron.run.arguments import make_run
     from fugaku_megatron.training import pretrain
+    from fugaku_megatron.training.kernel_choice import build_ops, choose_kernels
     from fugaku_megatron.training.train import Trainer
 
     run, world = make_run(task.recipe, task.given), DryComm()
     machine = pretrain.configure_process(run, world)
     groups = Grid(1, 1, 1).groups(world)
     layout = pretrain.Layout.of(run, 1)
-    trainer = Trainer(run, world, groups, *pretrain.build_data(run, groups, layout))
-    pretrain.choose_kernels(run, layout, world, None)
-    return lambda: trainer.train_step().loss, {"kernels": ops.choice(), "allocator": jobs.allocator(machine)}
+    ops = build_ops(run, choose_kernels(run, layout, world).backends)
+    trainer = Trainer(run, world, groups, *pretrain.build_data(run, groups, layout), ops=ops)
+    return lambda: trainer.train_step().loss, {"kernels": ops.choice, "allocator": jobs.allocator(machine)}
 
 
 def _rival(task: Task) -> tuple[Any, dict[str, Any]]:

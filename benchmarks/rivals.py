@@ -20,9 +20,10 @@ from fugaku_megatron.comm.local import DryComm
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.nn.model import Stage
+from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.run import accounting
 from fugaku_megatron.run.config import RunConfig, check
-from fugaku_megatron.training.optim import initial_values
+from fugaku_megatron.training.flat import initial_values
 
 from .plain_gpt import PlainGPT
 
@@ -89,12 +90,13 @@ def check_rival(name: str, compiled: bool) -> None:
 def build(name: str, run: RunConfig) -> nn.Module:
     """The rival's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
     model = RIVALS[name](run, accounting.padded_vocab_size(run.model, 1))
-    ours = {p.global_name: p for p in Stage(run, Grid(1, 1, 1).groups(DryComm())).parameters()}  # on the meta device
+    ops = Ops.build()
+    ours = {p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(DryComm()), ops).parameters()}  # on the meta device
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             theirs = parameter_name.removeprefix("gpt.")
             source = ours[our_name(theirs) if name == "hf" else theirs]
-            values = initial_values(source, run.training.seed)
+            values = initial_values(source, run.training.seed, ops.kernels)
             parameter.copy_(in_their_shape(theirs, values, run.model.num_attention_heads) if name == "hf" else values)
     return model
 

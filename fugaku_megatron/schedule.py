@@ -1,7 +1,7 @@
 """Pipeline schedules as pure lists of instructions, and the small loop that walks one.
 
-`perf` costs the same lists. Left out: what a forward or a backward does (`train.StepExecutor`).
-An instruction names its part of the backward and its chunk of layers, so that interleaved and zero-bubble schedules fit.
+`perf` costs the same lists. Left out: what a forward or a backward does (`training.step.StepExecutor`).
+An instruction names its micro-batch and its chunk of layers, so that interleaved schedules fit.
 Test: pytest tests/test_schedule.py
 """
 
@@ -25,14 +25,14 @@ class Instruction:
 
 
 class Executor(Protocol):
-    """What walks a schedule must offer: one method per op."""
+    """What walks a schedule must offer: one method per op, which receives the whole instruction."""
 
-    def forward(self, microbatch: int) -> None: ...
-    def backward(self, microbatch: int) -> None: ...
-    def recv_forward(self, microbatch: int) -> None: ...
-    def send_forward(self, microbatch: int) -> None: ...
-    def recv_backward(self, microbatch: int) -> None: ...
-    def send_backward(self, microbatch: int) -> None: ...
+    def forward(self, instruction: Instruction) -> None: ...
+    def backward(self, instruction: Instruction) -> None: ...
+    def recv_forward(self, instruction: Instruction) -> None: ...
+    def send_forward(self, instruction: Instruction) -> None: ...
+    def recv_backward(self, instruction: Instruction) -> None: ...
+    def send_backward(self, instruction: Instruction) -> None: ...
 
 
 def _forward(stage: int, stages: int, microbatch: int) -> list[Instruction]:
@@ -70,14 +70,14 @@ def forward_only(stage: int, stages: int, microbatches: int) -> list[Instruction
 
 def in_flight(instructions: list[Instruction]) -> int:
     """The largest number of micro-batches whose activations are held at once."""
-    held = most = 0
+    held = peak = 0
     for instruction in instructions:
         held += (instruction.op == FORWARD) - (instruction.op == BACKWARD)
-        most = max(most, held)
-    return most
+        peak = max(peak, held)
+    return peak
 
 
 def run(instructions: list[Instruction], executor: Executor) -> None:
     """Walk the list."""
     for instruction in instructions:
-        getattr(executor, instruction.op)(instruction.microbatch)
+        getattr(executor, instruction.op)(instruction)

@@ -10,6 +10,7 @@ from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Grid, Groups
 from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.run.config import ModelConfig, RunConfig
 from fugaku_megatron.training.train import IterationResult, Trainer
@@ -31,9 +32,9 @@ def mock(run: RunConfig, seed: int = 7) -> MockDataset:
     return MockDataset(run.model.vocab_size, run.model.seq_length, 4096, seed)
 
 
-def make_trainer(world: Comm, run: RunConfig) -> Trainer:
-    """A trainer on random tokens."""
-    return Trainer(run, world, grid_groups(world, run), mock(run), mock(run, 8))
+def make_trainer(world: Comm, run: RunConfig, ops: Ops | None = None, **more: Any) -> Trainer:
+    """A trainer on random tokens; ops: native ones, unless given."""
+    return Trainer(run, world, grid_groups(world, run), mock(run), mock(run, 8), ops=ops or Ops.build(), **more)
 
 
 def grid_groups(world: Comm, run: RunConfig) -> Groups:
@@ -42,22 +43,22 @@ def grid_groups(world: Comm, run: RunConfig) -> Groups:
     return Grid(world.size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size).groups(world)
 
 
-def train(world: Comm, run: RunConfig, iterations: int) -> list[IterationResult]:
+def train(world: Comm, run: RunConfig, iterations: int, ops: Ops | None = None, **more: Any) -> list[IterationResult]:
     """The results of the first iterations."""
     torch.set_num_threads(1)
-    trainer = make_trainer(world, run)
+    trainer = make_trainer(world, run, ops, **more)
     try:
         return [trainer.train_step() for _ in range(iterations)]
     finally:
         trainer.close()
 
 
-def whole_tensors(trainer: Trainer, of: str) -> dict[str, torch.Tensor]:
+def whole_tensors(trainer: Trainer, kind: str) -> dict[str, torch.Tensor]:
     """Every parameter ("weight") or gradient ("grad") as a global tensor, put together over all ranks. Collective."""
     pieces = []
     for p in trainer.optimizer.flat.parameters:
-        local = (p.main_grad if of == "grad" else p).detach().float().clone()
-        pieces.append((p.global_name, p.global_shape, p.global_offset, local))
+        local = (p.main_grad if kind == "grad" else p).detach().float().clone()
+        pieces.append((p.spec.name, p.spec.shape, p.spec.offset, local))
     whole: dict[str, torch.Tensor] = {}
     for name, shape, offset, piece in (x for rank in trainer.world.all_gather_object(pieces) for x in rank):
         target = whole.setdefault(name, torch.zeros(shape))

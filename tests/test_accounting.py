@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.comm.recording import record
-from fugaku_megatron.nn import ops
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.run import accounting
 from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import make_run
@@ -36,57 +37,49 @@ def test_parameters_of_published_models():
     assert accounting.parameters(make_run("30b", {})) == pytest.approx(30e9, rel=0.01)
 
 
-@pytest.fixture
-def torch_kernels():
-    """torch counts the FLOPs of its own kernels only."""
-    before = ops.choice()
-    ops.use("torch")
-    yield
-    ops.use(before)
-
-
 def addmm_flops(out, a, b, **_) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_flops_are_torchs(dropout, torch_kernels):
-    run = small_run(num_layers=2, attention_dropout=dropout, micro_batch_size=1)
-    trainer = make_trainer(DryComm(), run)
-    trainer.stage.train()
+def counted_flops(run) -> tuple[int, int]:
+    """What torch counts in a forward and in a backward of one micro-batch of one sample."""
+    trainer = make_trainer(DryComm(), run, Ops.build("torch"))  # torch counts the FLOPs of its own kernels only
     tokens = torch.zeros(16, 1, dtype=torch.int64)
     # torch knows addmm, not its in-place form, by which weight gradients are accumulated
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
     with counter, sdpa_kernel(SDPBackend.MATH):  # torch counts no FLOPs in its flash kernel for CPUs
-        loss = trainer.stage(tokens, tokens, 0)
+        loss = trainer.stage(tokens, tokens, Pass(first_sample=0))
     forward = counter.get_total_flops()
     with counter:
         loss.backward()
+    return forward, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_flops_are_torchs(dropout):
+    run = small_run(num_layers=2, attention_dropout=dropout, micro_batch_size=1)
     records = [r for _, r in accounting.stage_records(run, Layout.of(run, 1), 0)]
-    assert forward == sum(r.flops_forward for r in records)
-    assert counter.get_total_flops() == sum(r.flops_backward for r in records)
+    assert counted_flops(run) == (sum(r.flops_forward for r in records), sum(r.flops_backward for r in records))
 
 
 def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     """Bytes per (verb, group) of one iteration, without the few bytes of norms and losses."""
-    found: dict[tuple[str, str], int] = {}
+    expected: dict[tuple[str, str], int] = {}
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     per_microbatch = [c for _, r in accounting.stage_records(run, layout, stage) for c in (*r.forward, *r.backward)]
     if run.training.recompute_granularity == "full":  # groups of one layer
         again = [c for r in accounting.recomputed_records(run, layout.tp, last=True) for c in r.forward]
         per_microbatch += again * len(accounting.stage_layers(run, stage))
     for c in per_microbatch * microbatches + accounting.gradient_collectives(run, layout, stage):
-        found[c.verb, c.group] = found.get((c.verb, c.group), 0) + c.bytes
+        expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
     if sends:
-        found["send", "pp"] = found["recv", "pp"] = sends * microbatches * accounting.activation_bytes(run)
-    return found
+        expected["send", "pp"] = expected["recv", "pp"] = sends * microbatches * accounting.activation_bytes(run)
+    return expected
 
 
-@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1}, {"recompute_granularity": "full"}])
-@pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
-def test_bytes_are_those_communicated(world, tp, pp, changes):
-    run = small_run(**changes, **sizes(tp, pp))
+def check_bytes(run, world: int) -> None:
+    """What every rank communicates in an iteration is what accounting says."""
     layout = Layout.of(run, world)
 
     def traffic(comm):
@@ -99,9 +92,15 @@ def test_bytes_are_those_communicated(world, tp, pp, changes):
 
     small = 64  # bytes: norms, counts and losses
     for rank, tally in enumerate(ThreadWorld(world).run(traffic)):
-        found = {(verb, group): bytes for (group, verb), (calls, bytes) in tally.items()}
-        for key, bytes in expected_traffic(run, layout, rank // tp % pp).items():
-            assert bytes <= found[key] <= bytes + small, (rank, key, bytes, found[key])
+        measured = {(verb, group): bytes for (group, verb), (calls, bytes) in tally.items()}
+        for key, bytes in expected_traffic(run, layout, rank // layout.tp % layout.pp).items():
+            assert bytes <= measured[key] <= bytes + small, (rank, key, bytes, measured[key])
+
+
+@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1}, {"recompute_granularity": "full"}])
+@pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
+def test_bytes_are_those_communicated(world, tp, pp, changes):
+    check_bytes(small_run(**changes, **sizes(tp, pp)), world)
 
 
 @pytest.mark.parametrize(("recipe", "changes", "seconds", "ranks", "tflops"), [

@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "perf": {"run", "schedule", "published"},
     "jobs": {"run", "comm", "schedule", "perf"},
     "training": {"run", "comm", "schedule", "data", "checkpoint", "host", "logs", "nn"},
-    "inference": {"run", "comm", "data", "checkpoint", "training"},
+    "inference": {"run", "comm", "data", "checkpoint", "nn", "training"},
     "calibration": {"run", "comm", "data", "host", "logs", "perf", "training"},
     "cli": {"run", "comm"},  # and every command by its name, when it is called
     "__main__": {"cli"},

@@ -11,8 +11,11 @@ from torch.nn import functional as F
 
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
-from fugaku_megatron.nn import layers, ops
-from fugaku_megatron.training.optim import FlatParameters
+from fugaku_megatron.host import kernels
+from fugaku_megatron.nn import blocks, layers, parameter
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.nn.passes import Pass
+from fugaku_megatron.training.flat import FlatParameters
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, small_run
 
@@ -32,31 +35,31 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-LAYERS: dict[str, Callable[..., nn.Module]] = {
-    "layer_norm": lambda tp, m: layers.LayerNorm("x", H, 1e-5, tp),
-    "column": lambda tp, m: layers.ColumnParallelLinear("x", H, 48, tp, 0.1),
-    "row": lambda tp, m: layers.RowParallelLinear("x", H, 48, tp, 0.1),
-    "words": lambda tp, m: layers.VocabParallelEmbedding("x", 96, H, tp, 0.1),
-    "positions": lambda tp, m: layers.PositionEmbedding("x", 10, H, tp, 0.1),
-    "attention": lambda tp, m: layers.SelfAttention("x", 3, m, tp, SEED),
-    "mlp": lambda tp, m: layers.MLP("x", m, tp),
-    "transformer": lambda tp, m: layers.TransformerLayer(3, m, tp, SEED),
+LAYERS: dict[str, Callable[[layers.Context], nn.Module]] = {
+    "layer_norm": lambda c: layers.LayerNorm("x", c),
+    "column": lambda c: layers.ColumnParallelLinear("x", H, 48, c),
+    "row": lambda c: layers.RowParallelLinear("x", H, 48, c),
+    "words": lambda c: layers.VocabParallelEmbedding("x", 96, c),
+    "positions": lambda c: layers.PositionEmbedding("x", c),
+    "attention": lambda c: blocks.SelfAttention("x", 3, c),
+    "mlp": lambda c: blocks.MLP("x", c),
+    "transformer": lambda c: blocks.TransformerLayer(3, c),
 }
 
 
 def build(name: str, tp, **changes) -> tuple[nn.Module, FlatParameters]:
     """A layer with memory; biases and norms, which start at constants, get values that differ by element."""
-    layer = LAYERS[name](tp, model(init_method_std=0.2, **changes))
-    flat = FlatParameters(layer, torch.float32, SEED, 1)
+    layer = LAYERS[name](layers.Context(model(init_method_std=0.2, **changes), tp, Ops.build(), SEED))
+    flat = FlatParameters(layer, torch.float32, SEED, 1, kernels)
     for p in flat.parameters:
-        if p.init_std is None:
-            p.data.add_(place(p, random(*p.global_shape, seed=len(p.global_name))) * 0.3)
+        if p.spec.init_std is None:
+            p.data.add_(place(p, random(*p.spec.shape, seed=len(p.spec.name))) * 0.3)
     return layer, flat
 
 
 def place(p: nn.Parameter, whole: Tensor) -> Tensor:
     """This rank's slice of a global tensor."""
-    return whole[tuple(slice(o, o + n) for o, n in zip(p.global_offset, p.shape))]
+    return whole[tuple(slice(o, o + n) for o, n in zip(p.spec.offset, p.shape))]
 
 
 # Parameters -------------------------------------------------------------------------------------------------------------------
@@ -71,45 +74,45 @@ def stage_parameters(rank: int, ranks: int, **changes) -> list[nn.Parameter]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_initial_weights_are_slices_of_the_whole(tp, pp, precision):
     low = {"bf16": True} if precision == "bf16" else {}
-    whole = {p.global_name: p for p in stage_parameters(0, 1, **low)}
+    whole = {p.spec.name: p for p in stage_parameters(0, 1, **low)}
     seen = set()
     for rank in range(tp * pp):
         for p in stage_parameters(rank, tp * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **low):
-            source = whole["embedding.word_embeddings.weight" if p.global_name == "output_layer.weight" else p.global_name]
-            assert p.global_shape == tuple(source.shape) and torch.equal(p, place(p, source)), p.global_name
-            assert p.numel() * (tp if p.partition_dim is not None else 1) == source.numel()
-            seen.add(p.global_name)
+            source = whole["embedding.word_embeddings.weight" if p.spec.name == "output_layer.weight" else p.spec.name]
+            assert p.spec.shape == tuple(source.shape) and torch.equal(p, place(p, source)), p.spec.name
+            assert p.numel() * (tp if p.spec.partition_dim is not None else 1) == source.numel()
+            seen.add(p.spec.name)
     assert seen - {"output_layer.weight"} == whole.keys()
 
 
 def test_initial_weights_have_the_right_spread():
     for p in stage_parameters(0, 1, init_method_std=0.04):
-        residual = "linear_proj.weight" in p.global_name or "linear_fc2.weight" in p.global_name
+        residual = "linear_proj.weight" in p.spec.name or "linear_fc2.weight" in p.spec.name
         if p.dim() == 1:
-            assert torch.all(p == (1.0 if "layernorm.weight" in p.global_name else 0.0)), p.global_name
+            assert torch.all(p == (1.0 if "layernorm.weight" in p.spec.name else 0.0)), p.spec.name
             continue
         std, n = 0.04 / (2.0 if residual else 1.0), p.numel()  # sqrt(2 x 2 layers) = 2
-        assert abs(p.mean()) < 5 * std / n**0.5 and abs(p.std() / std - 1) < 5 / (2 * n) ** 0.5, p.global_name
+        assert abs(p.mean()) < 5 * std / n**0.5 and abs(p.std() / std - 1) < 5 / (2 * n) ** 0.5, p.spec.name
         assert p.abs().max() > 2.5 * std
 
 
 def test_initial_weights_differ_by_name_and_seed():
-    first = {p.global_name: p for p in stage_parameters(0, 1) if p.dim() == 2}
+    first = {p.spec.name: p for p in stage_parameters(0, 1) if p.dim() == 2}
     alike = [p for p in first.values() if p.shape == (128, 32)]
     assert len(alike) == 2 and not torch.equal(*alike)
     for p in stage_parameters(0, 1, seed=5):
-        assert p.dim() < 2 or not torch.isclose(p, first[p.global_name]).any(1).all()
+        assert p.dim() < 2 or not torch.isclose(p, first[p.spec.name]).any(1).all()
 
 
 def test_parameters_are_born_without_memory_and_know_their_place():
-    p = layers.make_parameter("w", (8, 6), DryComm(1, 2), partition_dim=1, std=0.1)
-    assert p.is_meta and p.shape == (8, 3) and (p.global_offset, p.global_shape, p.partition_dim) == ((0, 3), (8, 6), 1)
-    replicated = [layers.make_parameter("b", (8,), DryComm(rank, 2)) for rank in range(2)]
-    assert [(q.counted, q.owned) for q in replicated] == [(True, True), (False, False)]
-    tied = layers.make_parameter("head", (8, 6), DryComm(1, 2), 0, 0.1, init_name="embedding")
-    assert tied.owned and not tied.counted
+    p = parameter.make_parameter("w", (8, 6), DryComm(1, 2), partition_dim=1, std=0.1)
+    assert p.is_meta and p.shape == (8, 3) and (p.spec.offset, p.spec.shape, p.spec.partition_dim) == ((0, 3), (8, 6), 1)
+    replicated = [parameter.make_parameter("b", (8,), DryComm(rank, 2)) for rank in range(2)]
+    assert [(q.spec.counted, q.spec.owned) for q in replicated] == [(True, True), (False, False)]
+    tied = parameter.make_parameter("head", (8, 6), DryComm(1, 2), 0, 0.1, init_name="embedding")
+    assert tied.spec.owned and not tied.spec.counted
     with pytest.raises(AssertionError):
-        layers.make_parameter("w", (7, 6), DryComm(0, 2), partition_dim=0)
+        parameter.make_parameter("w", (7, 6), DryComm(0, 2), partition_dim=0)
 
 
 # Outputs and gradients ----------------------------------------------------------------------------------------------------------
@@ -122,11 +125,12 @@ def run_layer(name: str, tp, dropout: float = 0.0, recompute: bool = False) -> t
     if name == "row":
         x = x.chunk(tp.size, -1)[tp.rank].contiguous()
     x.requires_grad_()
-    more = {"attention": (40, recompute), "transformer": (40, recompute)}.get(name, ())
+    at = Pass(first_sample=40, recompute="selective" if recompute else None)
+    more = (at,) if name in ("attention", "mlp", "transformer") else ()
     y = layer(tokens if name == "words" else x, *more)
     dy = random(S, B, y.shape[-1] * (tp.size if name == "column" else 1), seed=5)
     y.backward(dy.chunk(tp.size, -1)[tp.rank] if name == "column" else dy)
-    return y.detach(), x.grad, {p.global_name: (p, p.main_grad.clone()) for p in flat.parameters}
+    return y.detach(), x.grad, {p.spec.name: (p, p.main_grad.clone()) for p in flat.parameters}
 
 
 @pytest.mark.parametrize(("name", "dropout"), [*((name, 0.0) for name in LAYERS), ("attention", 0.4), ("transformer", 0.4)])
@@ -139,8 +143,8 @@ def test_tensor_parallel_ranks_compute_what_one_rank_does(name, ranks, dropout):
         torch.testing.assert_close(output, y, rtol=1e-5, atol=1e-5 * y.abs().max().item())
     if name != "words":
         inputs = [torch.cat([r[1] for r in results], -1)] if name == "row" else [r[1] for r in results]
-        for found in inputs:
-            torch.testing.assert_close(found, dx, rtol=1e-5, atol=1e-5 * dx.abs().max().item())
+        for gradient in inputs:
+            torch.testing.assert_close(gradient, dx, rtol=1e-5, atol=1e-5 * dx.abs().max().item())
     for _, _, own in results:
         for key, (p, grad) in own.items():
             whole = grads[key][1]
@@ -173,7 +177,7 @@ def test_recomputed_attention_has_the_same_bits(name):
 def test_two_all_reduces_forward_and_two_backward():
     tp = RecordingComm(DryComm(0, 2), "tp")
     layer, _ = build("transformer", tp)
-    y = layer(random(S, B, H).requires_grad_(), 0)
+    y = layer(random(S, B, H).requires_grad_(), Pass(first_sample=0))
     assert tp.records == [("all_reduce", S * B * H * 4)] * 2
     y.sum().backward()
     assert tp.records == [("all_reduce", S * B * H * 4)] * 4
@@ -182,14 +186,14 @@ def test_two_all_reduces_forward_and_two_backward():
 # Dropout sites ------------------------------------------------------------------------------------------------------------------
 
 def test_every_site_of_every_layer_has_its_own_stream():
-    streams = [layers.mask_stream(layer, site) for layer in range(1, 100) for site in layers.SITES[:3]]
-    streams.append(layers.mask_stream(0, "embedding"))
+    streams = [layers.dropout_stream(layer, site) for layer in range(1, 100) for site in layers.SITES[:3]]
+    streams.append(layers.dropout_stream(0, "embedding"))
     assert len(set(streams)) == len(streams)
 
 
 def test_sites_and_layers_are_independent():
     ones = torch.ones(32, 4, 512)
-    masks = [ops.dropout(ones, 0.5, layers.hidden_place(SEED, layer, site, 0)) != 0
+    masks = [Ops.build().dropout(ones, 0.5, layers.hidden_dropout_key(SEED, layer, site, 0)) != 0
              for layer, site in ((1, "residual_1"), (1, "residual_2"), (2, "residual_1"), (0, "embedding"))]
     for i, a in enumerate(masks):
         for b in masks[:i]:
@@ -201,8 +205,9 @@ def test_evaluation_has_no_dropout():
     dropped, _ = build("transformer", DryComm(), hidden_dropout=0.4, attention_dropout=0.4)
     plain, _ = build("transformer", DryComm())
     with torch.no_grad():
-        assert not torch.equal(dropped(x, 0), plain(x, 0))
-        assert torch.equal(dropped.eval()(x, 0), plain(x, 0))
+        training, evaluation = Pass(first_sample=0), Pass(first_sample=0, training=False)
+        assert not torch.equal(dropped(x, training), plain(x, training))
+        assert torch.equal(dropped(x, evaluation), plain(x, training))
 
 
 def test_a_mask_belongs_to_the_sample():
@@ -210,7 +215,8 @@ def test_a_mask_belongs_to_the_sample():
     layer, _ = build("transformer", DryComm(), hidden_dropout=0.4, attention_dropout=0.4)
     x = random(S, 4, H)
     with torch.no_grad():
-        together = layer(x, 8)
+        together = layer(x, Pass(first_sample=8))
         for i in range(4):
-            torch.testing.assert_close(layer(x[:, i : i + 1].contiguous(), 8 + i), together[:, i : i + 1], rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(layer(x, 9), together, atol=1e-3)
+            alone = layer(x[:, i : i + 1].contiguous(), Pass(first_sample=8 + i))
+            torch.testing.assert_close(alone, together[:, i : i + 1], rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(layer(x, Pass(first_sample=9)), together, atol=1e-3)

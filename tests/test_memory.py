@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.run import accounting, memory
 from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import make_run
@@ -26,9 +27,8 @@ def test_saved_bytes_are_those_that_autograd_keeps(changes):
             saved[storage.data_ptr()] = storage  # holding it keeps its address from being used again
         return tensor
 
-    trainer.stage.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss = trainer.stage(tokens, tokens, 0)
+        loss = trainer.stage(tokens, tokens, Pass(first_sample=0, recompute=run.training.recompute_granularity))
     found = sum(storage.nbytes() for storage in saved.values())
     layers = run.model.num_layers
     per_layer = memory.layer_saved_bytes(run, 1)

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.rivals import in_their_shape, our_name
 from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.nn.passes import Pass
 from tests.helpers import make_trainer, small_run
 
 transformers = pytest.importorskip("transformers")
@@ -27,7 +28,7 @@ def pair():
     with torch.no_grad():
         for name, tensor in theirs.state_dict().items():
             if name != "lm_head.weight":
-                tensor.copy_(to_theirs(name, {p.global_name: p for p in trainer.optimizer.flat.parameters}))
+                tensor.copy_(to_theirs(name, {p.spec.name: p for p in trainer.optimizer.flat.parameters}))
     return trainer, theirs
 
 
@@ -39,18 +40,18 @@ def to_theirs(name: str, ours: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_logits_loss_and_gradients(pair):
     trainer, theirs = pair
     tokens, labels = torch.randint(0, VOCABULARY, (2, SEQUENCE, 2), generator=torch.Generator().manual_seed(3))  # (s, b) each
-    stage = trainer.stage
-    logits = stage.logits(stage.decode(stage.embed(tokens, 0), 0))
+    stage, at = trainer.stage, Pass(first_sample=0)
+    logits = stage.logits(stage.decode(stage.embed(tokens, at), at))
     expected = theirs(tokens.t()).logits.transpose(0, 1)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
     trainer.optimizer.zero_grad()
-    loss = stage(tokens, labels, 0)
+    loss = stage(tokens, labels, at)
     loss.backward()
     expected = torch.nn.functional.cross_entropy(theirs(tokens.t()).logits.flatten(0, 1), labels.t().flatten())
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    grads = {p.global_name: p.main_grad for p in trainer.optimizer.flat.parameters}
+    grads = {p.spec.name: p.main_grad for p in trainer.optimizer.flat.parameters}
     for name, parameter in theirs.named_parameters():
         scale = parameter.grad.abs().max()
         torch.testing.assert_close(to_theirs(name, grads) / scale, parameter.grad / scale, rtol=0, atol=1e-5,

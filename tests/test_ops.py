@@ -12,20 +12,21 @@ from torch.nn import functional as F
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn import ops, torch_ops
+from fugaku_megatron.nn import torch_ops
+from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops, recompute
 
 S, B, H, OUT = 5, 3, 12, 7
 DTYPES = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 3e-2), "fp16": (torch.float16, 4e-3)}
-PLACE = ops.MaskPlace(seed=5, stream=9, first_sample=40, sample_dim=1)
+KEY = DropoutKey(seed=5, stream=9, first_sample=40, sample_dim=1)
 
 
-@pytest.fixture(autouse=True, params=["native", "torch"])
-def implementation(request):
+NATIVE = Ops.build()  # dropout's masks are the same on both
+
+
+@pytest.fixture(params=["native", "torch"])
+def ops(request):
     torch.set_num_threads(1)
-    before = ops.choice()
-    ops.use(request.param)
-    yield request.param
-    ops.use(before)
+    return Ops.build(request.param)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,14 +70,14 @@ each_dtype = pytest.mark.parametrize("name", DTYPES)
 
 @each_dtype
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(name, bias):
+def test_linear(ops, name, bias):
     dtype, tolerance = DTYPES[name]
     weights = [random(OUT, H, seed=1, dtype=dtype), *([random(OUT, seed=2, dtype=dtype)] if bias else [])]
     check(ops.linear, F.linear, [random(S, B, H, dtype=dtype)], weights, tolerance)
 
 
 @each_dtype
-def test_layer_norm(name):
+def test_layer_norm(ops, name):
     dtype, tolerance = DTYPES[name]
     x = random(S, B, H, dtype=dtype) * 3 + 1
     check(lambda *a: ops.layer_norm(*a, 1e-3), lambda x, w, b: F.layer_norm(x, (H,), w, b, 1e-3), [x],
@@ -101,7 +102,7 @@ def plain_gelu(x: Tensor) -> Tensor:
 
 
 @each_dtype
-def test_mlp(name):
+def test_mlp(ops, name):
     dtype, tolerance = DTYPES[name]
     weights = [random(4 * H, H, seed=1, dtype=dtype), random(4 * H, seed=2, dtype=dtype), random(H, 4 * H, seed=3, dtype=dtype) / 4]
     check(ops.mlp, lambda x, w1, b1, w2: plain_gelu(x @ w1.t() + b1) @ w2.t(), [random(S, B, H, dtype=dtype)], weights,
@@ -110,22 +111,36 @@ def test_mlp(name):
 
 @each_dtype
 @pytest.mark.parametrize("p", [0.0, 0.4])
-def test_bias_dropout_add(name, p):
+def test_layers_without_biases(ops, name, p):
     dtype, tolerance = DTYPES[name]
-    keep = ops.dropout(torch.ones(S, B, H), p, PLACE).double()
-    check(lambda x, r, b: ops.bias_dropout_add(x, b, r, p, PLACE), lambda x, r, b: r + (x + b) * keep,
+    keep = NATIVE.dropout(torch.ones(S, B, H), p, KEY).double()
+    x, residual = random(S, B, H, dtype=dtype), random(S, B, H, seed=5, dtype=dtype)
+    check(lambda x, w1, w2: ops.mlp(x, w1, None, w2), lambda x, w1, w2: plain_gelu(x @ w1.t()) @ w2.t(), [x],
+          [random(4 * H, H, seed=1, dtype=dtype), random(H, 4 * H, seed=3, dtype=dtype) / 4], 3 * tolerance)
+    check(lambda x, r: ops.bias_dropout_add(x, None, r, p, KEY), lambda x, r: r + x * keep, [x, residual], [], 2 * tolerance)
+    check(lambda x, r, w, c: ops.bias_dropout_add_layer_norm(x, None, r, p, KEY, w, c, 1e-3)[1],
+          lambda x, r, w, c: F.layer_norm(r + x * keep, (H,), w, c, 1e-3), [x, residual],
+          [random(H, seed=i, dtype=dtype) for i in (1, 2)], 4 * tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_bias_dropout_add(ops, name, p):
+    dtype, tolerance = DTYPES[name]
+    keep = ops.dropout(torch.ones(S, B, H), p, KEY).double()
+    check(lambda x, r, b: ops.bias_dropout_add(x, b, r, p, KEY), lambda x, r, b: r + (x + b) * keep,
           [random(S, B, H, dtype=dtype), random(S, B, H, seed=5, dtype=dtype)], [random(H, seed=1, dtype=dtype)], 2 * tolerance)
 
 
 @each_dtype
 @pytest.mark.parametrize("p", [0.0, 0.4])
-def test_bias_dropout_add_layer_norm(name, p):
+def test_bias_dropout_add_layer_norm(ops, name, p):
     """Both results are used, as in a layer: their sum, the norm doubled."""
     dtype, tolerance = DTYPES[name]
-    keep = ops.dropout(torch.ones(S, B, H), p, PLACE).double()
+    keep = ops.dropout(torch.ones(S, B, H), p, KEY).double()
 
     def fused(x, r, b, w, c):
-        total, y = ops.bias_dropout_add_layer_norm(x, b, r, p, PLACE, w, c, 1e-3)
+        total, y = ops.bias_dropout_add_layer_norm(x, b, r, p, KEY, w, c, 1e-3)
         return total + 2 * y
 
     def plain(x, r, b, w, c):
@@ -139,7 +154,7 @@ def test_bias_dropout_add_layer_norm(name, p):
 @each_dtype
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("rows_at_once", [None, 4])
-def test_head_loss(name, ranks, rows_at_once):
+def test_head_loss(ops, name, ranks, rows_at_once):
     """In one chunk and in several, over one and two tensor-parallel ranks."""
     dtype, tolerance = DTYPES[name]
     x, table, factor = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype), 0.25
@@ -163,7 +178,7 @@ def test_head_loss(name, ranks, rows_at_once):
     close(torch.cat([grad for *_, grad in results]), wanted[1], tolerance)
 
 
-def test_head_loss_without_gradients(implementation):
+def test_head_loss_without_gradients(ops):
     x, table = random(S, B, H), parameter(random(16, H, seed=1))
     with torch.no_grad():
         loss = ops.head_loss(x, table, torch.zeros(S, B, dtype=torch.int64), DryComm(), 0, 1.0)
@@ -171,7 +186,7 @@ def test_head_loss_without_gradients(implementation):
 
 
 @each_dtype
-def test_add_position(name):
+def test_add_position(ops, name):
     dtype, tolerance = DTYPES[name]
     check(ops.add_position, lambda x, w: x + w[:S].unsqueeze(1), [random(S, B, H, dtype=dtype)],
           [random(S + 4, H, seed=1, dtype=dtype)], tolerance)
@@ -179,7 +194,7 @@ def test_add_position(name):
 
 @each_dtype
 @pytest.mark.parametrize("first_row", [0, 4])
-def test_embedding(name, first_row):
+def test_embedding(ops, name, first_row):
     """Tokens repeat, and with first_row some rows belong to other ranks."""
     dtype, tolerance = DTYPES[name]
     tokens = torch.tensor([[0, 3, 9], [3, 3, 12], [4, 5, 6]])  # (s, b)
@@ -207,26 +222,26 @@ def plain_attention(qkv: Tensor, d: int, keep: Tensor | float = 1.0) -> Tensor:
 
 
 @each_dtype
-def test_attention(name):
+def test_attention(ops, name):
     dtype, tolerance = DTYPES[name]
-    place = ops.MaskPlace(1, 2, 3, sample_dim=0)
+    place = DropoutKey(1, 2, 3, sample_dim=0)
     check(lambda x: ops.attention(x, 4, 0.0, place), lambda x: plain_attention(x, 4), [random(S, B, 3 * H, dtype=dtype)], [],
           2 * tolerance)
 
 
 @each_dtype
-def test_attention_with_dropout_on_its_probabilities(name):
+def test_attention_with_dropout_on_its_probabilities(ops, name):
     dtype, tolerance = DTYPES[name]
-    place = ops.MaskPlace(1, 2, 3, sample_dim=0)
+    place = DropoutKey(1, 2, 3, sample_dim=0)
     keep = ops.dropout(torch.ones(B, 3, S, S), 0.4, place).double()
     check(lambda x: ops.attention(x, 4, 0.4, place), lambda x: plain_attention(x, 4, keep), [random(S, B, 3 * H, dtype=dtype)], [],
           3 * tolerance)
 
 
-def test_attention_does_not_look_ahead():
+def test_attention_does_not_look_ahead(ops):
     x = random(S, B, 3 * H).requires_grad_()
     for t in range(S):
-        (grad,) = torch.autograd.grad(ops.attention(x, 4, 0.0, PLACE)[t].sum(), x)
+        (grad,) = torch.autograd.grad(ops.attention(x, 4, 0.0, KEY)[t].sum(), x)
         assert not grad[t + 1 :].any() and grad[t].any()
 
 
@@ -260,15 +275,13 @@ def test_vocab_parallel_cross_entropy(name, ranks):
 # Sums in FP16 -------------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
-def in_fp16():
-    """Linear layers sum eight products in FP16, where the kernels' target can."""
+def portable():
+    """A target that can sum in FP16."""
     with kernels.target("portable"):
-        ops.use_fp16_accumulation(8)
         yield
-        ops.use_fp16_accumulation(0)
 
 
-def results(dtype: torch.dtype) -> list[Tensor]:
+def results(ops: Ops, dtype: torch.dtype) -> list[Tensor]:
     """Everything that linear and mlp compute, forward and backward."""
     f = 4 * H
     weights = [parameter(random(*shape, seed=i, dtype=dtype)) for i, shape in enumerate([(H, H), (H,), (f, H), (f,), (H, f)])]
@@ -278,42 +291,68 @@ def results(dtype: torch.dtype) -> list[Tensor]:
     return [y.detach(), z.detach(), x.grad, *(w.main_grad for w in weights)]
 
 
-def test_linear_layers_sum_in_fp16_on_request(implementation, in_fp16):
-    found = {dtype: results(dtype) for dtype in (torch.float16, torch.float32)}
-    ops.use_fp16_accumulation(0)
-    for dtype, tensors in found.items():
-        expected = results(dtype)
-        for other, exact in zip(tensors, expected):
-            close(other, exact.double(), 1e-2)
-        summed = implementation == "native" and dtype == torch.float16
-        linear_bias = 4  # its gradient is a sum of dy in FP32
-        assert [torch.equal(a, b) for a, b in zip(tensors, expected)] == [not summed or i == linear_bias for i in range(8)]
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_linear_layers_sum_in_fp16_on_request(backend, dtype, portable):
+    """Eight products at a time."""
+    tensors, expected = (results(Ops.build(backend, fp16_chunk=chunk), dtype) for chunk in (8, 0))
+    for other, exact in zip(tensors, expected):
+        close(other, exact.double(), 1e-2)
+    in_fp16 = backend == "native" and dtype == torch.float16
+    linear_bias = 4  # its gradient is a sum of dy in FP32
+    assert [torch.equal(a, b) for a, b in zip(tensors, expected)] == [not in_fp16 or i == linear_bias for i in range(8)]
 
 
-def test_logits_are_summed_in_fp32(in_fp16):
-    def loss() -> Tensor:
+def test_logits_are_summed_in_fp32(portable):
+    def loss(ops: Ops) -> Tensor:
         weight = parameter(random(16, H, seed=1, dtype=torch.float16))
         x = random(S, B, H, dtype=torch.float16).requires_grad_()
         value = ops.head_loss(x, weight, torch.arange(S * B).view(S, B), DryComm(), 0, 1.0)
         value.backward()
         return torch.cat([value.detach().view(1), x.grad.float().flatten(), weight.main_grad.flatten()])
 
-    summed = loss()
-    ops.use_fp16_accumulation(0)
-    assert torch.equal(summed, loss())
+    assert torch.equal(loss(Ops.build(fp16_chunk=8)), loss(Ops.build()))
+
+
+# Packed weights -----------------------------------------------------------------------------------------------------------------
+
+def test_packed_weights_follow_the_optimizer_and_the_target():
+    ops, weight = Ops.build(keep_packed_weights=True), parameter(random(OUT, H))
+    x = random(S, B, H)
+    for change in range(2):
+        with torch.no_grad():
+            weight.add_(change)
+        ops.weights_changed()
+        assert torch.equal(ops.linear(x, weight), Ops.build().linear(x, weight))
+    with torch.no_grad():
+        weight.add_(1)
+    assert not torch.equal(ops.linear(x, weight), Ops.build().linear(x, weight)), "packed before the change, as nobody told"
+    with kernels.target("portable"):
+        close(ops.linear(x, weight), x.double() @ weight.double().t(), 2e-6)
+
+
+# Choices ------------------------------------------------------------------------------------------------------------------------
+
+def test_each_family_has_its_backend():
+    assert Ops.build().choice == dict.fromkeys(FAMILIES, "native")
+    assert Ops.build({"loss": "torch"}).choice == {**dict.fromkeys(FAMILIES, "native"), "loss": "torch"}
+    with pytest.raises(ValueError, match="native or torch"):
+        Ops.build("cuda")
+    with pytest.raises(ValueError, match="gemm"):
+        Ops.build({"gem": "native"})
 
 
 # Dropout ------------------------------------------------------------------------------------------------------------------------
 
 def mask(p: float, *, shape: tuple[int, ...] = (32, 8, 512), **place) -> Tensor:
     """1 where an element is kept."""
-    return (ops.dropout(torch.ones(shape), p, ops.MaskPlace(**{**vars(PLACE), **place})) != 0).double()
+    return (NATIVE.dropout(torch.ones(shape), p, DropoutKey(**{**vars(KEY), **place})) != 0).double()
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_dropout_keeps_and_scales(p):
+def test_dropout_keeps_and_scales(ops, p):
     x = random(32, 8, 512) + 10.0
-    y, kept = ops.dropout(x, p, PLACE), mask(p)
+    y, kept = ops.dropout(x, p, KEY), mask(p)
     torch.testing.assert_close(y, x / (1 - p) * kept.float(), rtol=1e-6, atol=0)
     n = kept.numel()
     assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n), "the share that is kept"
@@ -322,11 +361,11 @@ def test_dropout_keeps_and_scales(p):
         assert (share - (1 - p)).abs().max() < 5.5 * math.sqrt(p * (1 - p) * kept.shape[dim] / n)
 
 
-def test_dropout_backward_has_the_same_mask_and_p_0_is_the_identity():
+def test_dropout_backward_has_the_same_mask_and_p_0_is_the_identity(ops):
     x = random(32, 8, 512).requires_grad_()
-    ops.dropout(x, 0.3, PLACE).sum().backward()
+    ops.dropout(x, 0.3, KEY).sum().backward()
     assert torch.equal(x.grad, mask(0.3).float() / torch.tensor(0.7))
-    assert ops.dropout(x, 0.0, PLACE) is x
+    assert ops.dropout(x, 0.0, KEY) is x
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
@@ -348,23 +387,23 @@ def test_a_mask_is_a_function_of_the_place():
     assert torch.equal(whole[:, 3:5], mask(0.5, first_sample=3, shape=(32, 2, 512))), "samples"
     assert torch.equal(whole[10:20], mask(0.5, first_sample=0, row0=10, shape=(10, 8, 512))), "rows"
     scores = mask(0.5, sample_dim=0, shape=(4, 6, 16, 16))  # (b, heads, s, s)
-    part = mask(0.5, sample_dim=0, first_sample=PLACE.first_sample + 1, row0=2 * 16, shape=(2, 2, 16, 16))
+    part = mask(0.5, sample_dim=0, first_sample=KEY.first_sample + 1, row0=2 * 16, shape=(2, 2, 16, 16))
     assert torch.equal(scores[1:3, 2:4], part), "heads"
 
 
-def test_recompute_has_the_same_bits_and_keeps_no_intermediate():
+def test_recompute_has_the_same_bits_and_keeps_no_intermediate(ops):
     weight = parameter(random(H, H, seed=3))
     saved = []
 
     def block(x: Tensor, scale: float) -> Tensor:
-        return ops.dropout(torch_ops.gelu(ops.linear(x, weight)) * scale, 0.3, PLACE)
+        return ops.dropout(torch_ops.gelu(ops.linear(x, weight)) * scale, 0.3, KEY)
 
-    def step(recompute: bool) -> tuple[Tensor, Tensor, Tensor, int]:
+    def step(again: bool) -> tuple[Tensor, Tensor, Tensor, int]:
         saved.clear()
         weight.main_grad.zero_()
         x = random(S, B, H).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-            y = ops.recompute(block, x, 2.0) if recompute else block(x, 2.0)
+            y = recompute(block, x, 2.0) if again else block(x, 2.0)
         held = sum(saved)
         y.square().sum().backward()
         return y.detach(), x.grad, weight.main_grad.clone(), held
@@ -374,14 +413,14 @@ def test_recompute_has_the_same_bits_and_keeps_no_intermediate():
     assert again[3] == S * B * H < plain[3]
 
 
-def test_mlp_for_backward_alone_has_the_same_gradients():
+def test_mlp_for_backward_alone_has_the_same_gradients(ops):
     weights = [parameter(random(*shape, seed=3)) for shape in ((4 * H, H), (4 * H,), (H, 4 * H))]
 
-    def step(graph_only: bool) -> list[Tensor]:
+    def step(needs_values: bool) -> list[Tensor]:
         for weight in weights:
             weight.main_grad.zero_()
         x = random(S, B, H).requires_grad_()
-        ops.mlp(x, *weights, graph_only).backward(random(S, B, H, seed=5))
+        ops.mlp(x, *weights, needs_values).backward(random(S, B, H, seed=5))
         return [x.grad, *(weight.main_grad.clone() for weight in weights)]
 
     assert all(torch.equal(a, b) for a, b in zip(step(True), step(False)))

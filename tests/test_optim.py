@@ -10,9 +10,12 @@ import torch
 
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.data.sampler import fetch
+from fugaku_megatron.host import kernels
 from fugaku_megatron.run.accounting import FLAT_ALIGNMENT
 from fugaku_megatron.run.config import PrecisionConfig
-from fugaku_megatron.training.optim import LossScaler, ParamSchedule, initial_values
+from fugaku_megatron.training.flat import initial_values
+from fugaku_megatron.training.loss_scaler import LossScaler
+from fugaku_megatron.training.param_schedule import ParamSchedule
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, make_trainer, plain_loss, small_run, train, whole_tensors
 
@@ -68,7 +71,7 @@ def test_weight_decay_touches_matrices_only():
     trainer.optimizer.zero_grad()
     trainer.optimizer.step(lr=0.5, weight_decay=0.1)
     for p in trainer.optimizer.flat.parameters:
-        assert torch.all(p == (1.0 - 0.5 * 0.1 if p.dim() == 2 else 1.0)), p.global_name
+        assert torch.all(p == (1.0 - 0.5 * 0.1 if p.dim() == 2 else 1.0)), p.spec.name
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.3])
@@ -91,7 +94,7 @@ def test_master_weights_are_fp32(precision, name):
         trainer = make_trainer(world, run)
         optimizer, flat = trainer.optimizer, trainer.optimizer.flat
         before, first = optimizer.master.clone(), flat.values.clone()
-        whole = torch.cat([initial_values(p, run.training.seed).flatten() for p in flat.parameters])
+        whole = torch.cat([initial_values(p, run.training.seed, kernels).flatten() for p in flat.parameters])
         end = min(optimizer.end, len(whole))
         assert torch.equal(before[: end - optimizer.start], whole[optimizer.start : end]), "not rounded to the model's dtype"
         for _ in range(2):
@@ -238,7 +241,7 @@ def test_ranges_cover_every_parameter_once_and_shards_are_aligned(name):
             decayed[r.start : r.end] = r.decayed
         for p, start in zip(flat.parameters, flat.starts):
             end = start + p.numel()
-            assert torch.all(covered[start:end] == 1) and torch.all(decayed[start:end] == (p.dim() == 2)), p.global_name
+            assert torch.all(covered[start:end] == 1) and torch.all(decayed[start:end] == (p.dim() == 2)), p.spec.name
             assert p.data_ptr() == flat.values[start:].data_ptr() and p.main_grad.data_ptr() == flat.grads[start:].data_ptr()
             covered[start:end] -= 1
         assert not covered.any(), "padding is in no range, and nothing is covered twice"
@@ -268,7 +271,7 @@ def test_saved_shards_hold_every_element_once_and_every_rank_finds_its_own(ranks
         count[tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.slice_shape))] += piece.view(shard.slice_shape)
         places.add((shard.key, shard.offset, shard.slice_shape, shard.flat_start, shard.tensor.numel()))
     assert all(torch.all(count == 1) for count in counts.values())
-    assert len(counts) == 3 * len({p.global_name for o in optimizers for p in o.flat.parameters})
+    assert len(counts) == 3 * len({p.spec.name for o in optimizers for p in o.flat.parameters})
     for shard in (s for o in optimizers for s in o.checkpoint_shards()):
         assert (shard.key, shard.offset, shard.slice_shape, shard.flat_start, shard.tensor.numel()) in places, shard.key
 

@@ -117,8 +117,8 @@ def test_run_walks_the_list():
             self.calls = []
 
         def __getattr__(self, op):
-            return lambda microbatch: self.calls.append(Instruction(op, microbatch))
+            return lambda instruction: self.calls.append((op, instruction))
 
     instructions, executor = one_f_one_b(1, 3, 4), Executor()
     run(instructions, executor)
-    assert executor.calls == instructions
+    assert executor.calls == [(i.op, i) for i in instructions]

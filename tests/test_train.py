@@ -9,7 +9,8 @@ import torch
 
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.data.sampler import fetch
-from fugaku_megatron.nn import ops
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training.optim import PARAMETER_DTYPES
 from fugaku_megatron.training.train import Progress, Trainer, reads_data
 from tests.helpers import grid_groups, make_trainer, mock, plain_loss, small_run, train, whole_tensors
 
@@ -38,7 +39,7 @@ def test_evaluation_is_deterministic_and_without_dropout(name):
         trainer = make_trainer(world, small_run(**SMALLER, **DROPOUT, **layout))
         before = trainer.optimizer.flat.values.clone()
         losses = [trainer.evaluate(trainer.valid, first, 2) for first in (0, 0, 16)]
-        assert not trainer.stage.training and trainer.progress == Progress()
+        assert trainer.progress == Progress()
         assert torch.equal(before, trainer.optimizer.flat.values) and not trainer.optimizer.flat.grads.any()
         trainer.train_step()
         assert trainer.stage.training
@@ -73,7 +74,7 @@ def record_batches(world, iterations: int, **changes) -> list[tuple[int, torch.T
     trainer, seen = make_trainer(world, small_run(num_layers=2, **changes)), []
     if trainer.stage.is_first:
         embed = trainer.stage.embed
-        trainer.stage.embed = lambda tokens, first: (seen.append((first, tokens.clone())), embed(tokens, first))[1]
+        trainer.stage.embed = lambda tokens, at: (seen.append((at.first_sample, tokens.clone())), embed(tokens, at))[1]
     for _ in range(iterations):
         trainer.train_step()
     trainer.close()
@@ -223,7 +224,7 @@ def test_what_does_not_change_the_model_may_change(saved, ranks, changes):
         trainer.load(saved)
         assert torch.equal(trainer.optimizer.master[: fresh.optimizer.flat.ranges[-1].end],
                            fresh.optimizer.master[: fresh.optimizer.flat.ranges[-1].end])
-        assert torch.equal(trainer.optimizer.flat.values, trainer.optimizer.master.to(trainer.dtype))
+        assert torch.equal(trainer.optimizer.flat.values, trainer.optimizer.master.to(PARAMETER_DTYPES[trainer.run.precision.name]))
 
     ThreadWorld(ranks).run(load)
 
@@ -233,9 +234,5 @@ def test_packed_weights_that_are_kept_change_no_bit(changes):
     run = small_run(**changes)
     world = ThreadWorld(run.parallel.pipeline_model_parallel_size)
     plain = world.run(lambda comm: train(comm, run, 3))[0]
-    ops.use_packed_weights(True)
-    try:
-        kept = world.run(lambda comm: train(comm, run, 3))[0]
-    finally:
-        ops.use_packed_weights(False)
+    kept = world.run(lambda comm: train(comm, run, 3, Ops.build(keep_packed_weights=True)))[0]
     assert [(r.loss, r.grad_norm) for r in kept] == [(r.loss, r.grad_norm) for r in plain]

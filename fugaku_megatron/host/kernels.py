@@ -1,6 +1,6 @@
 """The C++ kernels, imported in the right order: torch first, because the extension uses torch's OpenMP runtime.
 
-    from fugaku_megatron import kernels
+    from fugaku_megatron.host import kernels
     kernels.squared_norm(x)                        every function of the extension
     with kernels.target("portable"): ...           another build of the same kernels, process-wide, for the block
 
@@ -10,8 +10,7 @@ Left out: formulas (kernels_sve/*.h) and autograd (nn/ops.py). Tested by tests/k
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch  # noqa: F401
 
@@ -36,19 +35,6 @@ def target(name: str) -> Iterator[None]:
         yield
     finally:
         _kernels.use(before)
-
-
-@contextlib.contextmanager
-def observed(observe: Callable[[str, Callable[..., Any], tuple, dict], Any]) -> Iterator[None]:
-    """Inside the block every call of this module's kernels by name goes through observe(name, function, args, kwargs)."""
-    names = [name for name, value in vars(_kernels).items() if callable(value) and not name.startswith(("_", "bench_"))]
-    originals = {name: globals()[name] for name in names}
-    for name, function in originals.items():
-        globals()[name] = lambda *args, _name=name, _function=function, **kwargs: observe(_name, _function, args, kwargs)
-    try:
-        yield
-    finally:
-        globals().update(originals)
 
 
 def runnable_targets() -> list[str]:

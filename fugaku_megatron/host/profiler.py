@@ -7,6 +7,7 @@ Left out: what happens inside a kernel. Test: pytest tests/test_profiler.py
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -52,7 +53,7 @@ def kernel_flops(name: str, args: tuple[Any, ...]) -> float:
 
 
 class Profiler:
-    """Collects events while `active`. Build the trainer with `groups(...)` and give it `watch`."""
+    """Collects events while `active`. Give the trainer `groups(...)`, `Ops` on `kernels(...)`, and `watch`."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -64,6 +65,11 @@ class Profiler:
         """The same groups, their verbs observed."""
         return Groups(**{f.name: _Observed(getattr(groups, f.name), VERBS, self._note("communication", f"{f.name} "))
                          for f in fields(groups)})
+
+    def kernels(self, library: Any) -> Any:
+        """The same kernel library, its calls observed, for `nn.ops.Ops`."""
+        names = tuple(name for name, value in vars(library).items() if inspect.isbuiltin(value) and not name.startswith("bench_"))
+        return _Observed(library, names, self._note("kernels", ""))
 
     def watch(self, executor: Any) -> Any:
         """The schedule's executor, its instructions observed."""
@@ -119,18 +125,16 @@ class Profiler:
 
 class _Step:
     def __init__(self, profiler: Profiler) -> None:
-        self.profiler, self.observed = profiler, kernels.observed(profiler._note("kernels", ""))
+        self.profiler = profiler
 
     def __enter__(self) -> None:
         if not self.profiler.peak_gflops:
             self.profiler.peak_gflops = max(_fma_gflops() for _ in range(FMA_ROUNDS))
-        self.observed.__enter__()
         self.profiler.active, self.start = True, time.perf_counter()
 
     def __exit__(self, *exception: Any) -> None:
         self.profiler.steps.append(time.perf_counter() - self.start)
         self.profiler.active = False
-        self.observed.__exit__(*exception)
 
 
 def _fma_gflops() -> float:

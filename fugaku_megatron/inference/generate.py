@@ -22,8 +22,12 @@ from ..comm.autograd import gather_from_tensor_parallel
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
 from ..data.tokenizer import build_tokenizer
+from ..nn.passes import Pass
 from ..run.config import GROUPS, RunConfig, check
+from ..training.optim import PARAMETER_DTYPES
 from ..training.train import Trainer
+
+EVALUATION = Pass(first_sample=0, training=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,10 +74,10 @@ def last_logits(trainer: Trainer, tokens: Tensor) -> Tensor | None:
     """Logits (v,) after the last of `tokens` (s, 1), on the last stage; None elsewhere."""
     stage, pp, model = trainer.stage, trainer.groups.pp, trainer.run.model
     if stage.is_first:
-        x = stage.embed(tokens, 0)
+        x = stage.embed(tokens, EVALUATION)
     else:
-        x = pp.recv(torch.empty(len(tokens), 1, model.hidden_size, dtype=trainer.dtype), pp.rank - 1)
-    x = stage.decode(x, 0)
+        x = pp.recv(torch.empty(len(tokens), 1, model.hidden_size, dtype=PARAMETER_DTYPES[trainer.run.precision.name]), pp.rank - 1)
+    x = stage.decode(x, EVALUATION)
     if not stage.is_last:
         pp.send(x.contiguous(), pp.rank + 1)
         return None
@@ -84,7 +88,6 @@ def generate(trainer: Trainer, prompt: list[int], options: argparse.Namespace, e
     """Token ids of the continuation, the same on every rank. Collective."""
     generator = torch.Generator().manual_seed(options.seed)
     ids, pp = list(prompt), trainer.groups.pp
-    trainer.stage.eval()
     for _ in range(options.tokens):
         window = torch.tensor(ids[-trainer.run.model.seq_length :]).unsqueeze(1)  # (s, 1)
         logits = last_logits(trainer, window)

@@ -17,8 +17,7 @@ from torch import Tensor
 from ..comm.local import DryComm
 from ..run import accounting
 from ..run.config import RunConfig
-from . import ops
-from .shared import MaskPlace
+from .ops import BACKENDS, DropoutKey, Ops
 
 REPEATS = 3
 MARGIN = 1.1
@@ -40,13 +39,13 @@ class Timing:
 
 
 def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
-    made = torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(dtype))
-    made.main_grad = torch.zeros(shape)
-    return made
+    weight = torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(dtype))
+    weight.main_grad = torch.zeros(shape)
+    return weight
 
 
-def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """One call per family on this run's shapes; each returns a scalar to differentiate."""
+def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Ops], Tensor]]:
+    """One call per family on this run's shapes; each returns a scalar () to differentiate."""
     model, b = run.model, run.batch.micro_batch_size
     s, h, d = model.seq_length, model.hidden_size, model.hidden_size // model.num_attention_heads
     width, heads = model.ffn_hidden_size // tp, model.num_attention_heads // tp
@@ -57,39 +56,31 @@ def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[],
     bias, (add, norm, norm_bias) = _weight(width, dtype=dtype), (_weight(h, dtype=dtype) for _ in range(3))
     rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
     table, tokens = _weight(rows, h, dtype=dtype), torch.randint(0, rows, (s, b))
-    hidden, scores = MaskPlace(1, 0, 0, sample_dim=1), MaskPlace(1, 1, 0, sample_dim=0)
+    hidden, scores = DropoutKey(1, 0, 0, sample_dim=1), DropoutKey(1, 1, 0, sample_dim=0)
     return {
-        "gemm": lambda: ops.mlp(x, fc1, bias, fc2).sum(),
-        "attention": lambda: ops.attention(qkv, d, model.attention_dropout, scores).sum(),
-        "rowwise": lambda: ops.bias_dropout_add_layer_norm(x, add, x, model.hidden_dropout, hidden, norm, norm_bias,
-                                                           model.layernorm_epsilon)[1].sum(),
-        "loss": lambda: ops.head_loss(x, table, tokens, DryComm(), 0, 1.0),
-        "embedding": lambda: ops.embedding(tokens, table).sum(),
+        "gemm": lambda ops: ops.mlp(x, fc1, bias, fc2).sum(),
+        "attention": lambda ops: ops.attention(qkv, d, model.attention_dropout, scores).sum(),
+        "rowwise": lambda ops: ops.bias_dropout_add_layer_norm(x, add, x, model.hidden_dropout, hidden, norm, norm_bias,
+                                                               model.layernorm_epsilon)[1].sum(),
+        "loss": lambda ops: ops.head_loss(x, table, tokens, DryComm(), 0, 1.0),
+        "embedding": lambda ops: ops.embedding(tokens, table).sum(),
     }
 
 
-def _seconds(case: Callable[[], Tensor]) -> float:
-    found = []
+def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:
+    seconds = []
     for _ in range(REPEATS + 1):  # the first warms up
         started = time.perf_counter()
-        case().backward()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[1:])
+        case(ops).backward()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
 
 
 def measure(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]:
-    """Time every family both ways, in turn. Leaves the present choice as it was."""
-    before, timings = ops.choice(), []
-    try:
-        for family, case in cases(run, tp, dtype).items():
-            seconds = {}
-            for name in ("native", "torch"):
-                ops.use({family: name})
-                seconds[name] = _seconds(case)
-            timings.append(Timing(family, **seconds))
-    finally:
-        ops.use(before)
-    return timings
+    """Time every family on both backends, in turn."""
+    backends = {name: Ops.build(name) for name in BACKENDS}
+    return [Timing(family, **{name: _seconds(case, ops) for name, ops in backends.items()})
+            for family, case in cases(run, tp, dtype).items()]
 
 
 def table(timings: list[Timing]) -> list[str]:

@@ -1,46 +1,102 @@
 """The operations of a training step on the C++ kernels; `ops` says what each computes, `torch_ops` is the readable reference.
 
 One crossing into C++ per fused operation; outputs are allocated here. Weight gradients go straight into `main_grad`.
-Left out: communication, but for the loss. Legend: s sequence, b micro-batch, h hidden, n heads of this rank, d head size,
-v vocabulary of this rank, rows = s b. Test: pytest tests/test_ops.py
+Left out: communication, and the loss (`native_loss`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this
+rank, d head size, v vocabulary of this rank, rows = s b. Test: pytest tests/test_ops.py
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.base import Comm
-from ..host import kernels
-from .packing import packed
-from .shared import MaskPlace
+from . import shared
+from .native_loss import HeadLoss
+from .shared import DropoutKey
+from .weight_cache import WeightCache
 
 MLP_COLUMNS = 512  # of the MLP's inner tensor that backward holds twice
 
-_fp16_chunk = 0
 
+@dataclass(frozen=True)
+class NativeOps:
+    """The backend on the C++ kernels.
 
-def use_fp16_accumulation(chunk: int) -> None:
-    """See `ops.use_fp16_accumulation`."""
-    global _fp16_chunk
-    _fp16_chunk = chunk
+    kernels: the kernel library. fp16_chunk: linear layers with FP16 operands sum this many products in FP16 before they add in
+    FP32 (0: always in FP32); a product then raises ValueError where the kernels' target has no FP16 arithmetic. weight_cache:
+    packed weights that are kept, None for none.
+    """
 
+    kernels: Any
+    fp16_chunk: int = 0
+    weight_cache: WeightCache | None = None
 
-def _chunk(x: Tensor) -> int:
-    """fp16_chunk of a linear layer's products with x; the logits are always summed in FP32."""
-    return _fp16_chunk if x.dtype == torch.float16 else 0
+    # Products; `chunk` is 0 or the FP16 chunk of a linear layer. The logits are always summed in FP32. --------------------------
 
+    def chunk(self, x: Tensor) -> int:
+        """The FP16 chunk of a linear layer's products with x (any shape)."""
+        return self.fp16_chunk if x.dtype == torch.float16 else 0
 
-def _forward(x: Tensor, weight: Tensor, out: Tensor, *epilogue: Any, chunk: int = 0) -> None:
-    """linear_forward with the weight packed before, where it is kept (sums in FP16 have another layout)."""
-    kernels.linear_forward(x, weight, out, *epilogue, packed=None if chunk else packed(weight, False), fp16_chunk=chunk)
+    def packed(self, weight: Tensor, transposed: bool, chunk: int) -> Tensor | None:
+        """weight (out, in) as the cache keeps it, (n,) bytes; None where it is not kept (sums in FP16 have another layout)."""
+        return None if chunk or self.weight_cache is None else self.weight_cache.packed(weight, transposed)
 
+    def product(self, x: Tensor, weight: Tensor, out: Tensor, *epilogue: Any, chunk: int = 0) -> None:
+        """out (rows, out) = x (rows, in) weight^T, weight (out, in), with the epilogue of `linear_forward`."""
+        self.kernels.linear_forward(x, weight, out, *epilogue, packed=self.packed(weight, False, chunk), fp16_chunk=chunk)
 
-def _data_gradient(dy: Tensor, weight: Tensor, dx: Tensor, *epilogue: Any, chunk: int = 0) -> None:
-    """linear_data_gradient, in the same way."""
-    kernels.linear_data_gradient(dy, weight, dx, *epilogue, packed=None if chunk else packed(weight, True), fp16_chunk=chunk)
+    def data_gradient(self, dy: Tensor, weight: Tensor, dx: Tensor, chunk: int = 0) -> None:
+        """dx (rows, in) = dy (rows, out) weight, weight (out, in)."""
+        self.kernels.linear_data_gradient(dy, weight, dx, packed=self.packed(weight, True, chunk), fp16_chunk=chunk)
+
+    # Operations, as in `ops` ----------------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., in), weight (out, in), bias (out) -> (..., out)."""
+        return _Linear.apply(self, x, weight, bias)
+
+    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True) -> Tensor:
+        """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h)."""
+        return _MLP.apply(self, x, weight1, bias1, weight2, needs_values)
+
+    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
+        """qkv (s, b, n 3 d) -> (s, b, n d)."""
+        return _Attention.apply(self, qkv, head_size, p, key)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        """x (..., h), weight and bias (h) -> (..., h)."""
+        return _LayerNorm.apply(self, x, weight, bias, epsilon)
+
+    def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                         needs_values: bool = True) -> Tensor:
+        """x and residual (s, b, h), bias (h) -> (s, b, h)."""
+        return _BiasDropoutAdd.apply(self, x, bias, residual, p, key, needs_values)
+
+    def bias_dropout_add_layer_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                                    weight: Tensor, norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """x and residual (s, b, h), bias, weight and norm_bias (h) -> two of (s, b, h)."""
+        return _BiasDropoutAddLayerNorm.apply(self, x, bias, residual, p, key, weight, norm_bias, epsilon)
+
+    def dropout(self, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+        """x (any shape) -> the same shape."""
+        return shared.dropout(self.kernels, x, p, key)
+
+    def embedding(self, tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
+        """tokens (s, b), weight (v, h) -> (s, b, h)."""
+        return _Embedding.apply(self, tokens.contiguous(), weight, first_row)
+
+    def add_position(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (s, b, h), weight (positions, h) -> (s, b, h)."""
+        return _AddPosition.apply(self, x, weight)
+
+    def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
+                  rows_at_once: int | None = None) -> Tensor:
+        """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
+        return HeadLoss.apply(self, x, weight, labels, tp, first_row, factor, rows_at_once or labels.numel())
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -48,260 +104,187 @@ def _rows(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1])
 
 
-def _mask(p: float, mask: MaskPlace) -> tuple[float, int, int, int, int]:
+def _gradient(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.main_grad
+
+
+def _dropout_arguments(p: float, key: DropoutKey) -> tuple[float, int, int, int, int]:
     """The dropout arguments of the row-wise kernels, whose samples are the second dimension."""
-    assert mask.sample_dim == 1
-    return p, mask.seed, mask.stream, mask.first_sample, mask.row0
+    assert key.sample_dim == 1
+    return p, key.seed, key.stream, key.first_sample, key.row0
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = _rows(x)
         ctx.save_for_backward(rows)
-        ctx.weight, ctx.bias, ctx.shape = weight, bias, x.shape
+        ctx.ops, ctx.weight, ctx.bias, ctx.shape = ops, weight, bias, x.shape
         out = x.new_empty(rows.shape[0], weight.shape[0])
-        _forward(rows, weight, out, bias, chunk=_chunk(x))
+        ops.product(rows, weight, out, bias, chunk=ops.chunk(x))
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (rows,), dy, chunk = ctx.saved_tensors, _rows(dy), _chunk(dy)
-        dx, bias_gradient = torch.empty_like(rows), None if ctx.bias is None else ctx.bias.main_grad
-        kernels.linear_weight_gradient(dy, rows, ctx.weight.main_grad, bias_gradient, chunk)
-        _data_gradient(dy, ctx.weight, dx, chunk=chunk)
-        return dx.view(ctx.shape), None, None
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _Linear.apply(x, weight, bias)
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        (rows,), dy, ops = ctx.saved_tensors, _rows(dy), ctx.ops
+        dx, chunk = torch.empty_like(rows), ops.chunk(dy)
+        ops.kernels.linear_weight_gradient(dy, rows, ctx.weight.main_grad, _gradient(ctx.bias), chunk)
+        ops.data_gradient(dy, ctx.weight, dx, chunk)
+        return None, dx.view(ctx.shape), None, None
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool) -> Tensor:
-        rows = _rows(x)
+    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
+                needs_values: bool) -> Tensor:
+        rows, chunk = _rows(x), ops.chunk(x)
         pre = x.new_empty(rows.shape[0], weight1.shape[0])  # (rows, f): argument of the GELU
-        if graph_only:
-            out = x.new_empty(1).expand(rows.shape[0], weight2.shape[0])
-            _forward(rows, weight1, pre, bias1, chunk=_chunk(x))
-        else:
+        if needs_values:
             out, inner = x.new_empty(rows.shape[0], weight2.shape[0]), torch.empty_like(pre)
-            _forward(rows, weight1, inner, bias1, True, pre, chunk=_chunk(x))
-            _forward(inner, weight2, out, chunk=_chunk(x))
+            ops.product(rows, weight1, inner, bias1, True, pre, chunk=chunk)
+            ops.product(inner, weight2, out, chunk=chunk)
+        else:
+            out = x.new_empty(1).expand(rows.shape[0], weight2.shape[0])
+            ops.product(rows, weight1, pre, bias1, chunk=chunk)
         ctx.save_for_backward(rows, pre)  # gelu(pre) is cheaper to compute again than to keep
-        ctx.weights, ctx.shape, ctx.graph_only = (weight1, bias1, weight2), x.shape, graph_only
+        ctx.ops, ctx.parameters, ctx.shape, ctx.keeps_input = ops, (weight1, bias1, weight2), x.shape, needs_values
         return out.view(*x.shape[:-1], weight2.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (rows, pre), (weight1, bias1, weight2), dy = ctx.saved_tensors, ctx.weights, _rows(dy)
-        chunk = _chunk(dy)
-        kept = None if chunk else packed(weight2, True)
-        width = pre.shape[1] if kept is not None else min(MLP_COLUMNS, pre.shape[1])
-        buffer = pre.new_empty(len(pre) * width)
-        for first in range(0, pre.shape[1], width):
-            columns = slice(first, first + width)
-            argument = pre[:, columns]
-            part = buffer[: argument.numel()].view(argument.shape).copy_(argument)
-            kernels.gelu(part, None, part)
-            kernels.linear_weight_gradient(dy, part, weight2.main_grad[:, columns], fp16_chunk=chunk)
-            kernels.linear_data_gradient(dy, weight2[:, columns], part, argument, packed=kept, fp16_chunk=chunk)
-            argument.copy_(part)
-        del buffer, part
-        # pre is the gradient of the GELU's argument now
-        kernels.linear_weight_gradient(pre, rows, weight1.main_grad, bias1.main_grad, chunk)
-        dx = rows if ctx.graph_only else torch.empty_like(rows)
-        _data_gradient(pre, weight1, dx, chunk=chunk)
-        return dx.view(ctx.shape), None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None, None]:
+        (rows, pre), (weight1, bias1, weight2), dy, ops = ctx.saved_tensors, ctx.parameters, _rows(dy), ctx.ops
+        chunk = ops.chunk(dy)
+        _to_gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
+        ops.kernels.linear_weight_gradient(pre, rows, weight1.main_grad, _gradient(bias1), chunk)
+        dx = torch.empty_like(rows) if ctx.keeps_input else rows
+        ops.data_gradient(pre, weight1, dx, chunk)
+        return None, dx.view(ctx.shape), None, None, None, None
 
 
-def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool = False) -> Tensor:
-    return _MLP.apply(x, weight1, bias1, weight2, graph_only)
+def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
+    """Overwrite pre (rows, f), the GELU's argument, with its gradient and add the second weight's gradient, by parts of columns."""
+    packed = ops.packed(weight2, True, chunk)
+    width = pre.shape[1] if packed is not None else min(MLP_COLUMNS, pre.shape[1])
+    buffer = pre.new_empty(len(pre) * width)
+    for first in range(0, pre.shape[1], width):
+        columns = slice(first, first + width)
+        argument = pre[:, columns]
+        part = buffer[: argument.numel()].view(argument.shape).copy_(argument)
+        ops.kernels.gelu(part, None, part)
+        ops.kernels.linear_weight_gradient(dy, part, weight2.main_grad[:, columns], fp16_chunk=chunk)
+        ops.kernels.linear_data_gradient(dy, weight2[:, columns], part, argument, packed=packed, fp16_chunk=chunk)
+        argument.copy_(part)
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         x = x.contiguous()
         y, mean, rstd = torch.empty_like(x), *x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
-        kernels.layer_norm(x, weight, bias, y, mean, rstd, epsilon)
+        ops.kernels.layer_norm(x, weight, bias, y, mean, rstd, epsilon)
         ctx.save_for_backward(x, mean, rstd)
-        ctx.weight, ctx.bias = weight, bias
+        ctx.ops, ctx.weight, ctx.bias = ops, weight, bias
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None]:
         x, mean, rstd = ctx.saved_tensors
         dx = torch.empty_like(x)
-        kernels.layer_norm_backward(dy.contiguous(), x, mean, rstd, ctx.weight, dx, ctx.weight.main_grad, ctx.bias.main_grad)
-        return dx, None, None, None
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    return _LayerNorm.apply(x, weight, bias, epsilon)
+        ctx.ops.kernels.layer_norm_backward(dy.contiguous(), x, mean, rstd, ctx.weight, dx, ctx.weight.main_grad,
+                                            ctx.bias.main_grad)
+        return None, dx, None, None, None
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, graph_only: bool) -> Tensor:
-        ctx.bias, ctx.p, ctx.mask = bias, p, mask
-        if graph_only:
+    def forward(ctx: Any, ops: NativeOps, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                needs_values: bool) -> Tensor:
+        ctx.ops, ctx.bias, ctx.p, ctx.key = ops, bias, p, key
+        if not needs_values:
             return residual.new_empty(1).expand_as(residual)
         x = x.contiguous()
         out = torch.empty_like(x)
-        kernels.bias_dropout_add(x, bias, residual.contiguous(), out, *_mask(p, mask))
+        ops.kernels.bias_dropout_add(x, bias, residual.contiguous(), out, *_dropout_arguments(p, key))
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, Tensor, None, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dout = dout.contiguous()
         dx = torch.empty_like(dout) if ctx.p else None
-        kernels.bias_dropout_add_backward(dout, dx, ctx.bias.main_grad, *_mask(ctx.p, ctx.mask))
-        return dout if dx is None else dx, None, dout, None, None, None
-
-
-def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, graph_only: bool = False) -> Tensor:
-    return _BiasDropoutAdd.apply(x, bias, residual, p, mask, graph_only)
+        if dx is not None or ctx.bias is not None:
+            ctx.ops.kernels.bias_dropout_add_backward(dout, dx, _gradient(ctx.bias), *_dropout_arguments(ctx.p, ctx.key))
+        return None, dout if dx is None else dx, None, dout, None, None, None
 
 
 class _BiasDropoutAddLayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, weight: Tensor, norm_bias: Tensor,
-                epsilon: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, ops: NativeOps, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                weight: Tensor, norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         total, y = torch.empty_like(x), torch.empty_like(x)
         mean, rstd = x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
-        kernels.bias_dropout_add_layer_norm(x, bias, residual.contiguous(), total, weight, norm_bias, y, mean, rstd, epsilon,
-                                            *_mask(p, mask))
+        ops.kernels.bias_dropout_add_layer_norm(x, bias, residual.contiguous(), total, weight, norm_bias, y, mean, rstd, epsilon,
+                                                *_dropout_arguments(p, key))
         ctx.save_for_backward(total, mean, rstd)
-        ctx.weights, ctx.p, ctx.mask = (bias, weight, norm_bias), p, mask
+        ctx.ops, ctx.parameters, ctx.p, ctx.key = ops, (bias, weight, norm_bias), p, key
         return total, y
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         total, mean, rstd = ctx.saved_tensors
-        bias, weight, norm_bias = ctx.weights
+        bias, weight, norm_bias = ctx.parameters
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if ctx.p else None
-        kernels.bias_dropout_add_layer_norm_backward(
+        ctx.ops.kernels.bias_dropout_add_layer_norm_backward(
             dy.contiguous(), dtotal.contiguous(), total, mean, rstd, weight, dresidual, dx, weight.main_grad, norm_bias.main_grad,
-            bias.main_grad, *_mask(ctx.p, ctx.mask))
-        return dresidual if dx is None else dx, None, dresidual, None, None, None, None, None
-
-
-def bias_dropout_add_layer_norm(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, weight: Tensor,
-                                norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    return _BiasDropoutAddLayerNorm.apply(x, bias, residual, p, mask, weight, norm_bias, epsilon)
+            _gradient(bias), *_dropout_arguments(ctx.p, ctx.key))
+        return None, dresidual if dx is None else dx, None, dresidual, None, None, None, None, None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, head_size: int, p: float, mask: MaskPlace) -> Tensor:
+    def forward(ctx: Any, ops: NativeOps, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
         qkv = qkv.contiguous()
         s, b, width = qkv.shape
         heads = width // (3 * head_size)
         out, lse = qkv.new_empty(s, b, heads * head_size), qkv.new_empty(b, heads, s, dtype=torch.float32)
-        ctx.dropout = (p, mask.seed, mask.stream, mask.first_sample, mask.row0 // s)
-        kernels.attention_forward(qkv, out, lse, *ctx.dropout)
+        ctx.ops, ctx.dropout = ops, (p, key.seed, key.stream, key.first_sample, key.row0 // s)
+        ops.kernels.attention_forward(qkv, out, lse, *ctx.dropout)
         ctx.save_for_backward(qkv, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None, None]:
         qkv, out, lse = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
-        kernels.attention_backward(qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropout)
-        return dqkv, None, None, None
-
-
-def attention(qkv: Tensor, head_size: int, p: float, mask: MaskPlace) -> Tensor:
-    return _Attention.apply(qkv, head_size, p, mask)
+        ctx.ops.kernels.attention_backward(qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropout)
+        return None, dqkv, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
-        ctx.tokens, ctx.weight, ctx.first_row = tokens, weight, first_row
+    def forward(ctx: Any, ops: NativeOps, tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
+        ctx.ops, ctx.tokens, ctx.weight, ctx.first_row = ops, tokens, weight, first_row
         out = weight.new_empty(*tokens.shape, weight.shape[1])
-        kernels.embedding(tokens, weight, out, first_row)
+        ops.kernels.embedding(tokens, weight, out, first_row)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, None, None]:
-        kernels.embedding_backward(ctx.tokens, dout.contiguous(), ctx.weight.main_grad, ctx.first_row)
-        return None, None, None
-
-
-def embedding(tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
-    return _Embedding.apply(tokens.contiguous(), weight, first_row)
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, None, None, None]:
+        ctx.ops.kernels.embedding_backward(ctx.tokens, dout.contiguous(), ctx.weight.main_grad, ctx.first_row)
+        return None, None, None, None
 
 
 class _AddPosition(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
-        kernels.add_position(x, weight, out)
-        ctx.weight = weight
+        ops.kernels.add_position(x, weight, out)
+        ctx.ops, ctx.weight = ops, weight
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        kernels.add_position_backward(dout.contiguous(), ctx.weight.main_grad)
-        return dout, None
-
-
-def add_position(x: Tensor, weight: Tensor) -> Tensor:
-    return _AddPosition.apply(x, weight)
-
-
-class _HeadLoss(torch.autograd.Function):
-    """Logits in chunks of rows: each chunk's loss, and its gradients while the logits are there. `factor` is the gradient that
-    backward will bring, because weight gradients are accumulated before it comes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                chunk: int) -> Tensor:
-        rows, labels = _rows(x), labels.reshape(-1)
-        total, ctx.factor, ctx.shape = 0.0, factor, x.shape
-        dx = rows if ctx.needs_input_grad[0] else None  # its rows are read no more when their gradient is known
-        buffer = x.new_empty(min(chunk, len(rows)), weight.shape[0], dtype=torch.float32)
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            logits = buffer[: len(rows[part])]
-            _forward(rows[part], weight, logits)
-            total += _chunk_loss(logits, labels[part], tp, first_row, factor / len(rows) if dx is not None else None)
-            if dx is not None:
-                dlogits = logits.to(x.dtype)
-                kernels.linear_weight_gradient(dlogits, rows[part], weight.main_grad)
-                _data_gradient(dlogits, weight, dx[part])
-        if dx is not None:
-            ctx.save_for_backward(dx)
-        return torch.tensor(total / len(rows), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        assert dloss.item() == torch.tensor(ctx.factor, dtype=torch.float32).item(), (dloss.item(), ctx.factor)
-        return ctx.saved_tensors[0].view(ctx.shape), None, None, None, None, None, None
-
-
-def _chunk_loss(logits: Tensor, labels: Tensor, tp: Comm, first_row: int, gradient: float | None) -> float:
-    """Sum of the losses of some rows; `logits` (rows, v) becomes its gradient times `gradient` (unless None)."""
-    top, total, target = torch.empty(3, len(labels))
-    if tp.size == 1:
-        kernels.cross_entropy_forward(logits, labels, top, total, target)
-    else:
-        kernels.cross_entropy_max(logits, top)
-        tp.all_reduce(top, "max")
-        kernels.cross_entropy_sum(logits, top, labels, first_row, total, target)
-        tp.all_reduce(total)
-        tp.all_reduce(target)
-    if gradient is not None:
-        kernels.cross_entropy_backward(logits, top, total, labels, first_row, torch.full_like(total, gradient), logits)
-    return (torch.log(total) - target).sum(dtype=torch.float64).item()
-
-
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-              rows_at_once: int | None = None) -> Tensor:
-    return _HeadLoss.apply(x, weight, labels, tp, first_row, factor, rows_at_once or labels.numel())
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
+        ctx.ops.kernels.add_position_backward(dout.contiguous(), ctx.weight.main_grad)
+        return None, dout, None

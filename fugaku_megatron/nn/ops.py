@@ -1,10 +1,12 @@
-"""The operations of a training step, and which kernels run them.
+"""The operations of a training step as a value: which backend runs what.
 
-    ops.use("native")                       the C++ kernels for all (default where they are faster: see `autotune`)
-    ops.use({**ops.choice(), "attention": "torch"})
+    ops = Ops.build("native")                                     the C++ kernels for every family
+    ops = Ops.build({"gemm": "native", "attention": "torch", ...})
+    y = ops.linear(x, weight, bias)
 
-Each is an autograd function over tensors (s, b, h). Weight gradients are accumulated straight into `parameter.main_grad` (the flat
-FP32 buffer), so autograd carries activation gradients only. Left out: communication (`comm.autograd`, `layers`).
+Layers get an `Ops` when they are built and call nothing else. Each operation is an autograd function over tensors (s, b, h). Weight
+gradients are accumulated straight into `parameter.main_grad` (the flat FP32 buffer), so autograd carries activation gradients only.
+Left out: communication (`comm.autograd`, `layers`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size, v vocabulary of this rank.
 Test: pytest tests/test_ops.py
 """
@@ -12,107 +14,118 @@ Test: pytest tests/test_ops.py
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
 from ..comm.base import Comm
-from . import native_ops, packing, torch_ops
-from .shared import MaskPlace, backward, dropout, recompute
+from ..host import kernels as native_kernels
+from .native_ops import NativeOps
+from .shared import DropoutKey, backward, recompute
+from .torch_ops import TorchOps
+from .weight_cache import WeightCache
 
-__all__ = ["FAMILIES", "MaskPlace", "add_position", "attention", "bias_dropout_add", "bias_dropout_add_layer_norm", "choice",
-           "backward", "dropout", "embedding", "head_loss", "layer_norm", "linear", "mlp", "recompute", "use",
-           "use_fp16_accumulation", "use_packed_weights", "weights_changed"]
+__all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Ops", "backward", "recompute"]
 
 FAMILIES = ("gemm", "attention", "rowwise", "loss", "embedding")
-_MODULES = {"native": native_ops, "torch": torch_ops}
-_choice = dict.fromkeys(FAMILIES, "native")
+BACKENDS = ("native", "torch")
+Backend = NativeOps | TorchOps
 
 
-def use(kernels: str | Mapping[str, str]) -> None:
-    """Run all operations on "native" or "torch" kernels, or each family on its own; for the whole process.
+@dataclass(frozen=True)
+class Ops:
+    """A backend for each family of operations.
 
-    Raises ValueError for other names.
+    backends: a backend for each name in FAMILIES. kernels: the C++ library that the native backend, the optimizer and initial
+    weights call; a profiler puts its own around it. weight_cache: packed weights that live from one optimizer step to the next,
+    None where they are not kept.
     """
-    wanted = dict.fromkeys(FAMILIES, kernels) if isinstance(kernels, str) else dict(kernels)
-    for family, name in wanted.items():
-        if family not in FAMILIES or name not in _MODULES:
-            raise ValueError(f"kernels {name} for {family}: give {' or '.join(_MODULES)}, for {', '.join(FAMILIES)}")
-    _choice.update(wanted)
 
+    backends: Mapping[str, Backend]
+    kernels: Any
+    weight_cache: WeightCache | None
 
-def choice() -> dict[str, str]:
-    """Which kernels run each family."""
-    return dict(_choice)
+    @staticmethod
+    def build(choice: str | Mapping[str, str] = "native", *, fp16_chunk: int = 0, keep_packed_weights: bool = False,
+              kernels: Any = native_kernels) -> Ops:
+        """Ops on "native" or "torch" kernels, or with a backend for each family; families that are not named run on "native".
 
+        fp16_chunk: see `NativeOps`. keep_packed_weights: see `weight_cache`. Raises ValueError for unknown families or backends.
+        """
+        names = dict.fromkeys(FAMILIES, "native") | (dict.fromkeys(FAMILIES, choice) if isinstance(choice, str) else dict(choice))
+        for family, name in names.items():
+            if family not in FAMILIES or name not in BACKENDS:
+                raise ValueError(f"kernels {name} for {family}: give {' or '.join(BACKENDS)}, for {', '.join(FAMILIES)}")
+        cache = WeightCache(kernels) if keep_packed_weights else None
+        backends = {"native": NativeOps(kernels, fp16_chunk, cache), "torch": TorchOps(kernels)}
+        return Ops(MappingProxyType({family: backends[names[family]] for family in FAMILIES}), kernels, cache)
 
-def use_fp16_accumulation(chunk: int) -> None:
-    """Sum products of FP16 linear layers in FP16 over `chunk` terms, then in FP32, on native kernels; 0: in FP32. For the whole
-    process. Products then raise ValueError where the kernels' target has no FP16 arithmetic."""
-    native_ops.use_fp16_accumulation(chunk)
+    @property
+    def choice(self) -> dict[str, str]:
+        """Which backend runs each family: what a checkpoint records."""
+        return {family: "native" if isinstance(backend, NativeOps) else "torch" for family, backend in self.backends.items()}
 
+    def weights_changed(self) -> None:
+        """To be called after every change of a weight."""
+        if self.weight_cache is not None:
+            self.weight_cache.weights_changed()
 
-def use_packed_weights(enabled: bool) -> None:
-    """Keep weights packed for the native matrix kernels between calls of weights_changed(), or not; for the whole process."""
-    packing.use(enabled)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y = x W^T + bias. x (..., in), weight (out, in), bias (out) or None -> (..., out)."""
+        return self.backends["gemm"].linear(x, weight, bias)
 
+    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True) -> Tensor:
+        """gelu(x W1^T + bias1) W2^T, tanh approximation, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h).
 
-def weights_changed() -> None:
-    """To be called after every change of a weight."""
-    packing.weights_changed()
+        needs_values False: backward will follow, and nobody reads the result, whose values may be anything then, nor x again, whose
+        memory backward may use.
+        """
+        return self.backends["gemm"].mlp(x, weight1, bias1, weight2, needs_values)
 
+    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
+        """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, n 3 d) -> (s, b, n d).
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + bias. x (..., in), weight (out, in), bias (out) -> (..., out)."""
-    return _MODULES[_choice["gemm"]].linear(x, weight, bias)
+        A head's query, key and value lie side by side in qkv, as in Megatron.
+        """
+        return self.backends["attention"].attention(qkv, head_size, p, key)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        """Layer norm over the last dimension. x (..., h), weight and bias (h) -> (..., h)."""
+        return self.backends["rowwise"].layer_norm(x, weight, bias, epsilon)
 
-def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool = False) -> Tensor:
-    """gelu(x W1^T + bias1) W2^T, tanh approximation, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h).
+    def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                         needs_values: bool = True) -> Tensor:
+        """residual + dropout(x + bias). x and residual (s, b, h), bias (h) or None -> (s, b, h). needs_values: as in `mlp`."""
+        return self.backends["rowwise"].bias_dropout_add(x, bias, residual, p, key, needs_values)
 
-    graph_only: backward will follow, and nobody reads the result, whose values may be anything then, nor x again, whose memory
-    backward may use.
-    """
-    return _MODULES[_choice["gemm"]].mlp(x, weight1, bias1, weight2, graph_only)
+    def bias_dropout_add_layer_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                                    weight: Tensor, norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """(sum, layer_norm(sum)), both (s, b, h), sum being that of `bias_dropout_add`; weight and norm_bias (h)."""
+        return self.backends["rowwise"].bias_dropout_add_layer_norm(x, bias, residual, p, key, weight, norm_bias, epsilon)
 
+    def dropout(self, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+        """x (any shape) with elements zeroed with probability p, the others scaled by 1/(1-p)."""
+        return self.backends["rowwise"].dropout(x, p, key)
 
-def attention(qkv: Tensor, head_size: int, p: float, mask: MaskPlace) -> Tensor:
-    """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, n 3 d), Megatron's order -> (s, b, n d)."""
-    return _MODULES[_choice["attention"]].attention(qkv, head_size, p, mask)
+    def embedding(self, tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
+        """Rows of the word table. tokens (s, b), weight (v, h) -> (s, b, h).
 
+        The first row held here is `first_row`; rows that other ranks hold are zeros.
+        """
+        return self.backends["embedding"].embedding(tokens, weight, first_row)
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Layer norm over the last dimension. x (..., h), weight and bias (h)."""
-    return _MODULES[_choice["rowwise"]].layer_norm(x, weight, bias, epsilon)
+    def add_position(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (s, b, h) + the first s rows of weight (positions, h) -> (s, b, h)."""
+        return self.backends["embedding"].add_position(x, weight)
 
+    def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
+                  rows_at_once: int | None = None) -> Tensor:
+        """Mean cross-entropy of the logits x W^T, the vocabulary being split over `tp`, softmax in FP32.
 
-def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, graph_only: bool = False) -> Tensor:
-    """residual + dropout(x + bias). x and residual (s, b, h), bias (h) -> (s, b, h). graph_only: as in `mlp`, for the result."""
-    return _MODULES[_choice["rowwise"]].bias_dropout_add(x, bias, residual, p, mask, graph_only)
-
-
-def bias_dropout_add_layer_norm(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, weight: Tensor,
-                                norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(sum, layer_norm(sum)), sum being that of `bias_dropout_add`."""
-    function = _MODULES[_choice["rowwise"]].bias_dropout_add_layer_norm
-    return function(x, bias, residual, p, mask, weight, norm_bias, epsilon)
-
-
-def embedding(tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
-    """Rows of a table whose first row here is `first_row`, zeros for rows of others. tokens (s, b), weight (v, h) -> (s, b, h)."""
-    return _MODULES[_choice["embedding"]].embedding(tokens, weight, first_row)
-
-
-def add_position(x: Tensor, weight: Tensor) -> Tensor:
-    """x (s, b, h) + the first s rows of weight (positions, h)."""
-    return _MODULES[_choice["embedding"]].add_position(x, weight)
-
-
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-              rows_at_once: int | None = None) -> Tensor:
-    """Mean cross-entropy of the logits x W^T, the vocabulary being split over `tp`, softmax in FP32.
-
-    x (s, b, h), weight (v, h), labels (s, b) -> (). `factor` must be the gradient that backward will bring (the loss is multiplied
-    by it afterwards): native kernels accumulate weight gradients while they hold the logits, and where x needs a gradient, they
-    leave it in x's memory.
-    """
-    return _MODULES[_choice["loss"]].head_loss(x, weight, labels, tp, first_row, factor, rows_at_once)
+        x (s, b, h), weight (v, h), labels (s, b) -> (). `factor` must be the gradient that backward will bring (the loss is
+        multiplied by it afterwards): native kernels accumulate weight gradients while they hold the logits, and where x needs a
+        gradient, they leave it in x's memory.
+        """
+        return self.backends["loss"].head_loss(x, weight, labels, tp, first_row, factor, rows_at_once)

@@ -1,4 +1,4 @@
-"""What the operations of both kernel choices share: gradients' accumulation, dropout, recompute.
+"""What the operations of both backends share: accumulation of gradients, dropout's key, backward and recompute.
 
 Left out: everything that has two implementations (`torch_ops`, `native_ops`). Test: pytest tests/test_ops.py
 """
@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..host import kernels
-
 
 @dataclass(frozen=True)
-class MaskPlace:
-    """Which dropout mask: a function of seed, stream and the element's place in its sample's global tensor.
+class DropoutKey:
+    """Selects a dropout mask: a function of seed, stream and the element's position in its sample's global tensor.
 
-    `sample_dim` counts samples from `first_sample`, the last dimension counts columns from 0, all others together rows from `row0`.
+    `sample_dim` counts samples from `first_sample`, the last dimension counts columns from 0, and all other dimensions together
+    count rows from `row0`.
     """
 
     seed: int
@@ -30,36 +29,38 @@ class MaskPlace:
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` (parameter's shape, any float dtype) to the parameter's FP32 gradient."""
+    """Add `grad` (the parameter's shape, any shape and float dtype) to the parameter's FP32 gradient `main_grad`."""
     parameter.main_grad.add_(grad)
 
 
-def _masked(x: Tensor, p: float, mask: MaskPlace) -> Tensor:
+def _masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    kernels.dropout(x, out, p, mask.seed, mask.stream, mask.first_sample, mask.sample_dim, mask.row0)
+    kernels.dropout(x, out, p, key.seed, key.stream, key.first_sample, key.sample_dim, key.row0)
     return out
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, mask: MaskPlace) -> Tensor:
-        ctx.p, ctx.mask = p, mask
-        return _masked(x, p, mask)
+    def forward(ctx: Any, kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+        ctx.kernels, ctx.p, ctx.key = kernels, p, key
+        return _masked(kernels, x, p, key)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _masked(dy, ctx.p, ctx.mask), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, _masked(ctx.kernels, dy, ctx.p, ctx.key), None, None
 
 
-def dropout(x: Tensor, p: float, mask: MaskPlace) -> Tensor:
-    """Zero elements of x with probability p, scale the others by 1/(1-p); the mask is a function of its place alone."""
-    return x if p == 0.0 else _Dropout.apply(x, p, mask)
+def dropout(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+    """Zero elements of x (any shape) with probability p and scale the others by 1/(1-p). The mask depends on `key` alone."""
+    return x if p == 0.0 else _Dropout.apply(kernels, x, p, key)
 
 
 def backward(y: Tensor, dy: Tensor | None) -> None:
-    """torch.autograd.backward(y, dy), by the engine itself: torch's function first loads its symbolic-shape checks with sympy,
-    500 modules and 32 MiB a rank."""
+    """torch.autograd.backward(y, dy) for y and dy of any shape, None standing for ones.
+
+    Calls the engine itself: torch's function first loads its symbolic-shape checks with sympy, 500 modules and 32 MiB a rank.
+    """
     dy = torch.ones_like(y) if dy is None else dy
     torch.autograd.Variable._execution_engine.run_backward((y,), (dy,), False, False, (), allow_unreachable=True,
                                                            accumulate_grad=True)
@@ -83,11 +84,11 @@ class _Recompute(torch.autograd.Function):
 
 
 def recompute(function: Callable[..., Tensor], x: Tensor, *args: Any, again: Callable[..., Tensor] | None = None) -> Tensor:
-    """function(x, *args), whose intermediate tensors are dropped and computed again in backward.
+    """function(x, *args) for x of any shape, whose intermediate tensors are dropped and computed again in backward.
 
-    again: what backward calls instead, to leave out what only the result's values need; the same graph comes of it.
-    Dropout masks are functions of their place, so there is no random state to restore and the second run has the same bits.
-    torch.utils.checkpoint does the same and more, but its first call loads torch's compiler, 70 MiB a rank.
+    again: what backward calls instead of `function`; it must build the same graph and may leave out what only the values of the
+    result need. Dropout masks are functions of their key, so there is no random state to restore and the second run has the same
+    bits. torch.utils.checkpoint does the same and more, but its first call loads torch's compiler, 70 MiB a rank.
     """
     assert x.requires_grad or not torch.is_grad_enabled(), "autograd would drop the function's gradients"
     return _Recompute.apply(function, again or function, x, *args)

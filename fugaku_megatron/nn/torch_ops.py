@@ -1,12 +1,13 @@
 """The operations of a training step on torch's own kernels; `ops` says what each computes.
 
-Also the readable reference of `native_ops`. Left out: communication, but for the loss.
+Also the readable reference of `native_ops`. Left out: communication, except inside the loss.
 Legend: s sequence, b micro-batch, h hidden, n heads of this rank, d head size, v vocabulary of this rank.
 Test: pytest tests/test_ops.py
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,69 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..comm.base import Comm
-from .shared import MaskPlace, accumulate, dropout
+from . import shared
+from .shared import DropoutKey, accumulate
+
+
+@dataclass(frozen=True)
+class TorchOps:
+    """The backend on torch's kernels. kernels: the C++ library, for dropout's masks alone, which both backends share."""
+
+    kernels: Any
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., in), weight (out, in), bias (out) -> (..., out)."""
+        return _Linear.apply(x, weight, bias)
+
+    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True) -> Tensor:
+        """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h). The values are always computed."""
+        return self.linear(gelu(self.linear(x, weight1, bias1)), weight2)
+
+    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
+        """qkv (s, b, n 3 d) -> (s, b, n d)."""
+        s, b, width = qkv.shape
+        heads = qkv.view(s, b, width // (3 * head_size), 3, head_size).permute(3, 1, 2, 0, 4)  # (3, b, n, s, d)
+        queries, keys, values = heads.unbind(0)
+        if p == 0.0:
+            context = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)  # (b, n, s, d)
+        else:
+            scores = torch.matmul(queries, keys.transpose(-1, -2)) * head_size**-0.5  # (b, n, s, s)
+            future = torch.ones(s, s, dtype=torch.bool, device=qkv.device).triu(1)
+            probabilities = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+            context = torch.matmul(self.dropout(probabilities, p, key), values)
+        return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        """x (..., h), weight and bias (h) -> (..., h)."""
+        return _LayerNorm.apply(x, weight, bias, epsilon)
+
+    def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                         needs_values: bool = True) -> Tensor:
+        """x and residual (s, b, h), bias (h) -> (s, b, h). The values are always computed."""
+        return residual + self.dropout(x if bias is None else add_bias(x, bias), p, key)
+
+    def bias_dropout_add_layer_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                                    weight: Tensor, norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """x and residual (s, b, h), bias, weight and norm_bias (h) -> two of (s, b, h)."""
+        total = self.bias_dropout_add(x, bias, residual, p, key)
+        return total, self.layer_norm(total, weight, norm_bias, epsilon)
+
+    def dropout(self, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+        """x (any shape) -> the same shape."""
+        return shared.dropout(self.kernels, x, p, key)
+
+    def embedding(self, tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
+        """tokens (s, b), weight (v, h) -> (s, b, h)."""
+        return _Embedding.apply(tokens, weight, first_row)
+
+    def add_position(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (s, b, h), weight (positions, h) -> (s, b, h)."""
+        return _AddPosition.apply(x, weight)
+
+    def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
+                  rows_at_once: int | None = None) -> Tensor:
+        """x (s, b, h), weight (v, h), labels (s, b) -> (). factor and rows_at_once change nothing here."""
+        return vocab_parallel_cross_entropy(self.linear(x, weight), labels, tp, first_row).mean()
 
 
 class _Linear(torch.autograd.Function):
@@ -37,11 +100,6 @@ class _Linear(torch.autograd.Function):
         return (dy_rows @ weight).view_as(x), None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + bias. x (..., in), weight (out, in), bias (out) -> (..., out)."""
-    return _Linear.apply(x, weight, bias)
-
-
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -60,71 +118,46 @@ class _LayerNorm(torch.autograd.Function):
         return dx, None, None, None
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Layer norm over the last dimension. x (..., h), weight and bias (h)."""
-    return _LayerNorm.apply(x, weight, bias, epsilon)
-
-
 def gelu(x: Tensor) -> Tensor:
-    """GELU in the tanh approximation, as GPT-2 has it."""
+    """GELU of x (any shape) in the tanh approximation, as GPT-2 has it."""
     return F.gelu(x, approximate="tanh")
-
-
-def attention(qkv: Tensor, head_size: int, p: float, mask: MaskPlace) -> Tensor:
-    """Causal self-attention of this rank's heads. qkv (s, b, n 3 d) in Megatron's order -> (s, b, n d)."""
-    s, b, width = qkv.shape
-    heads = qkv.view(s, b, width // (3 * head_size), 3, head_size).permute(3, 1, 2, 0, 4)  # (3, b, n, s, d)
-    query, key, value = heads.unbind(0)
-    if p == 0.0:
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (b, n, s, d)
-    else:
-        scores = torch.matmul(query, key.transpose(-1, -2)) * head_size**-0.5  # (b, n, s, s)
-        future = torch.ones(s, s, dtype=torch.bool, device=qkv.device).triu(1)
-        probabilities = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-        context = torch.matmul(dropout(probabilities, p, mask), value)
-    return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
         rows = tokens - first_row
-        ctx.weight, ctx.foreign = weight, (rows < 0) | (rows >= weight.shape[0])
-        rows = rows.masked_fill(ctx.foreign, 0)
+        ctx.weight, ctx.elsewhere = weight, (rows < 0) | (rows >= weight.shape[0])
+        rows = rows.masked_fill(ctx.elsewhere, 0)
         ctx.save_for_backward(rows)
-        return F.embedding(rows, weight).masked_fill_(ctx.foreign.unsqueeze(-1), 0.0)
+        return F.embedding(rows, weight).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
-        dy = dy.float().masked_fill(ctx.foreign.unsqueeze(-1), 0.0)
+        dy = dy.float().masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
         ctx.weight.main_grad.index_add_(0, ctx.saved_tensors[0].flatten(), dy.flatten(0, 1))
         return None, None, None
-
-
-def embedding(tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
-    """Rows of a table whose first row here is `first_row`, zeros for rows of others. tokens (s, b), weight (v, h) -> (s, b, h)."""
-    return _Embedding.apply(tokens, weight, first_row)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int) -> Tensor:
         ctx.dtype, logits = logits.dtype, logits.float()  # (s, b, v)
-        top = tp.all_reduce(logits.amax(-1), "max")  # (s, b)
-        exponentials = torch.exp(logits - top.unsqueeze(-1))
-        total = tp.all_reduce(exponentials.sum(-1))
+        row_max = tp.all_reduce(logits.amax(-1), "max")  # (s, b)
+        exponentials = torch.exp(logits - row_max.unsqueeze(-1))
+        sum_exp = tp.all_reduce(exponentials.sum(-1))
         rows = labels - first_row
-        foreign = (rows < 0) | (rows >= logits.shape[-1])
-        rows = rows.masked_fill(foreign, 0).unsqueeze(-1)
-        target = tp.all_reduce((logits.gather(-1, rows).squeeze(-1) - top).masked_fill(foreign, 0.0))
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), rows, foreign)
-        return torch.log(total) - target
+        elsewhere = (rows < 0) | (rows >= logits.shape[-1])
+        rows = rows.masked_fill(elsewhere, 0).unsqueeze(-1)
+        target_logit = tp.all_reduce((logits.gather(-1, rows).squeeze(-1) - row_max).masked_fill(elsewhere, 0.0))
+        ctx.save_for_backward(exponentials.div_(sum_exp.unsqueeze(-1)), rows, elsewhere)
+        return torch.log(sum_exp) - target_logit
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, rows, foreign = ctx.saved_tensors
+        probabilities, rows, elsewhere = ctx.saved_tensors
         dlogits = probabilities
-        dlogits.scatter_add_(-1, rows, (foreign.float() - 1.0).unsqueeze(-1))
+        dlogits.scatter_add_(-1, rows, (elsewhere.float() - 1.0).unsqueeze(-1))
         return dlogits.mul_(dloss.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
@@ -163,31 +196,3 @@ class _AddPosition(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         ctx.weight.main_grad[: dy.shape[0]].add_(dy.sum(1, dtype=torch.float32))
         return dy, None
-
-
-def add_position(x: Tensor, weight: Tensor) -> Tensor:
-    """x (s, b, h) + the first s rows of weight (positions, h)."""
-    return _AddPosition.apply(x, weight)
-
-
-def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, graph_only: bool = False) -> Tensor:
-    """gelu(x W1^T + bias1) W2^T, without the second bias. x (s, b, h) -> (s, b, h). Always with its values."""
-    return linear(gelu(linear(x, weight1, bias1)), weight2)
-
-
-def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, graph_only: bool = False) -> Tensor:
-    """residual + dropout(x + bias). (s, b, h), (h), (s, b, h) -> (s, b, h). Always with its values."""
-    return residual + dropout(add_bias(x, bias), p, mask)
-
-
-def bias_dropout_add_layer_norm(x: Tensor, bias: Tensor, residual: Tensor, p: float, mask: MaskPlace, weight: Tensor,
-                                norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(sum, layer_norm(sum)) with sum = bias_dropout_add(...)."""
-    total = bias_dropout_add(x, bias, residual, p, mask)
-    return total, layer_norm(total, weight, norm_bias, epsilon)
-
-
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-              rows_at_once: int | None = None) -> Tensor:
-    """Mean cross-entropy of the logits x W^T. x (s, b, h), weight (v, h), labels (s, b) -> ()."""
-    return vocab_parallel_cross_entropy(linear(x, weight), labels, tp, first_row).mean()

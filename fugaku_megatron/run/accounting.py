@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .batches import RampUp
+from .block_parts import MLPS, NORMS
 from .config import ModelConfig, RunConfig, check
 
 FP32_BYTES = 4
@@ -63,7 +64,7 @@ class Layout:
             check(value % tp == 0, f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them")
         check_split(run)
         layout = Layout(world_size, tp, pp, world_size // (tp * pp))
-        for size in RampUp.of(run.batch, layout.global_batch_size(run)).sizes():
+        for size in RampUp.from_batch(run.batch, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
         return layout
 
@@ -146,9 +147,10 @@ def _linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: i
                   flops_backward=2 * flops, saved_bytes=saved, **collectives)
 
 
-def _layer_norm(name: str, run: RunConfig) -> Record:
-    rows = tokens_per_microbatch(run)
-    return Record(name=name, parameters=2 * run.model.hidden_size, saved_bytes=activation_bytes(run) + 2 * rows * FP32_BYTES)
+def _norm(name: str, run: RunConfig) -> Record:
+    part = NORMS[run.model.normalization]
+    return Record(name=name, parameters=part.vectors * run.model.hidden_size,
+                  saved_bytes=activation_bytes(run) + part.statistics * tokens_per_microbatch(run) * FP32_BYTES)
 
 
 ATTENTION_BACKWARD_SHARE = 2.5  # of forward's products: S and dP are computed again, dQ, dK and dV are new
@@ -177,16 +179,17 @@ def layer_records(run: RunConfig, tp: int) -> list[Record]:
     """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x."""
     model, whole, width = run.model, activation_bytes(run), element_bytes(run)
     h, f, rows = model.hidden_size, model.ffn_hidden_size, tokens_per_microbatch(run)
-    reduce = _reduce(whole, tp)
+    mlp, bias, reduce = MLPS[model.activation], not model.disable_bias_linear, _reduce(whole, tp)
+    fc1 = mlp.fc1_widths * f // tp
     return [
-        _layer_norm("input_layernorm", run),
-        _linear("linear_qkv", rows, 3 * h // tp, h, 3 * h // tp, whole, backward=reduce),
+        _norm("input_layernorm", run),
+        _linear("linear_qkv", rows, 3 * h // tp, h, 3 * h // tp * bias, whole, backward=reduce),
         _attention(run, tp),
-        _linear("linear_proj", rows, h, h // tp, h, 0, forward=reduce),
-        _layer_norm("pre_mlp_layernorm", run),
-        _linear("linear_fc1", rows, f // tp, h, f // tp, whole, backward=reduce),
-        Record(name="gelu", saved_bytes=rows * f // tp * width),
-        _linear("linear_fc2", rows, h, f // tp, h, 0, forward=reduce),
+        _linear("linear_proj", rows, h, h // tp, h * bias, 0, forward=reduce),
+        _norm("pre_mlp_layernorm", run),
+        _linear("linear_fc1", rows, fc1, h, fc1 * bias, whole, backward=reduce),
+        Record(name=mlp.activation, saved_bytes=rows * fc1 * width),
+        _linear("linear_fc2", rows, h, f // tp, h * bias, 0, forward=reduce),
     ]
 
 
@@ -210,7 +213,7 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, whole, backward=_reduce(whole, tp))
     if tied:
         logits = Record(**{**vars(logits), "parameters": 0})
-    return [_layer_norm("final_layernorm", run), logits,
+    return [_norm("final_layernorm", run), logits,
             Record(name="cross_entropy", forward=3 * _reduce(rows * FP32_BYTES, tp))]
 
 
@@ -308,7 +311,7 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
     counted = layers * (12 * h * h + 13 * h)
     if replicas:
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        final_layernorm = _layer_norm("final_layernorm", run)
+        final_layernorm = _norm("final_layernorm", run)
         counted = tp * (layers * sum(r.parameters for r in layer_records(run, tp)) + pp * final_layernorm.parameters)
     return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .block_parts import NORMS, choices
+
 
 def opt(default: Any, help: str, **meta: Any) -> Any:
     """A dataclass field with its help text; `meta`: choices, nargs, type, aliases (other flag names), switches (flag -> value)."""
@@ -67,7 +69,9 @@ class ModelConfig:
     vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int)
     make_vocab_size_divisible_by: int = opt(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
     init_method_std: float = opt(0.02, "standard deviation of the initial weights")
-    layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
+    normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer")
+    disable_bias_linear: bool = opt(False, "no biases in the linear layers of the blocks")
+    layernorm_epsilon: float = opt(1e-5, "epsilon of the norms")
     hidden_dropout: float = opt(0.1, "dropout on embeddings and on what each sub-layer adds to the residual stream")
     attention_dropout: float = opt(0.1, "dropout on attention probabilities")
 
@@ -76,17 +80,24 @@ class ModelConfig:
             object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
         if self.max_position_embeddings is None:
             object.__setattr__(self, "max_position_embeddings", self.seq_length)
-        check_positive(self, *(f.name for f in fields(self) if "dropout" not in f.name))
+        numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
+        check_positive(self, *(name for name in numbers if "dropout" not in name))
+        check(self.normalization in NORMS, f"--normalization is {self.normalization}: give {choices(NORMS)}")
         check_fraction(self, "hidden_dropout", "attention_dropout")
         check(self.hidden_size % self.num_attention_heads == 0, f"--hidden-size {self.hidden_size} is not divisible by "
               f"--num-attention-heads {self.num_attention_heads}: change one of them")
         check(self.max_position_embeddings >= self.seq_length, f"--max-position-embeddings {self.max_position_embeddings} "
               f"is below --seq-length {self.seq_length}: raise it to {self.seq_length} or shorten the sequence")
 
+    @property
+    def activation(self) -> str:
+        """The row of `block_parts.MLPS` that the block's MLP is."""
+        return "gelu"
+
 
 # What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
 ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
-                "make_vocab_size_divisible_by", "layernorm_epsilon")
+                "make_vocab_size_divisible_by", "normalization", "disable_bias_linear", "layernorm_epsilon")
 
 
 @dataclass(frozen=True, kw_only=True)

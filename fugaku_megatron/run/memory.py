@@ -19,11 +19,13 @@ from .accounting import (
     softmax_bytes,
     stage_layers,
     stage_records,
+    tokens_per_microbatch,
+    zero_shards,
 )
 from .config import RunConfig
 
-LOGITS_LEAST_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
-LOGITS_MOST_ROWS = 1024  # more rows are no faster
+LOGITS_MIN_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
+LOGITS_MAX_ROWS = 1024  # more rows are no faster
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,19 @@ def kept_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
 def logits_rows(run: RunConfig, layout: Layout) -> int:
     """Rows of logits that the head computes at once: equal chunks, as few as the memory for them allows.
 
-    A chunk pays once for packing the whole weight, so more memory is more speed, up to LOGITS_MOST_ROWS; it may have a quarter of
+    A chunk pays once for packing the whole weight, so more memory is more speed, up to LOGITS_MAX_ROWS; it may have a quarter of
     what the layers keep.
     """
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
-    rows = run.model.seq_length * run.batch.micro_batch_size
-    budget = max(LOGITS_LEAST_BYTES, kept_bytes(run, layout, layout.pp - 1)[0] // LOGITS_SHARE)
-    chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MOST_ROWS))
+    rows = tokens_per_microbatch(run)
+    budget = max(LOGITS_MIN_BYTES, kept_bytes(run, layout, layout.pp - 1)[0] // LOGITS_SHARE)
+    chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
     return -(-rows // chunks)
 
 
 def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> Memory:
     """Memory of one rank of `stage` with `in_flight` micro-batches between forward and backward."""
-    elements, shards = flat_elements(run, layout, stage), layout.dp if run.parallel.zero_stage else 1
+    elements, shards = flat_elements(run, layout, stage), zero_shards(run, layout)
     low = 0 if run.precision.name == "fp32" else 2
     kept, recomputed = kept_bytes(run, layout, stage)
     live = in_flight * kept + recomputed

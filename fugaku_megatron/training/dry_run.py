@@ -12,6 +12,7 @@ from .. import schedule
 from ..comm.grid import Grid
 from ..comm.local import DryComm
 from ..nn.model import Stage
+from ..nn.ops import Ops
 from ..run import accounting, batches
 from ..run.accounting import Layout
 from ..run.config import RunConfig
@@ -33,7 +34,7 @@ class StagePlan:
 def plan_stage(run: RunConfig, layout: Layout, stage: int, microbatches: int) -> StagePlan:
     """Build stage `stage` on a world that only pretends to exist."""
     grid = Grid(layout.world_size, layout.tp, layout.pp)
-    built = Stage(run, grid.groups(DryComm(grid.rank(0, stage, 0), layout.world_size)))
+    built = Stage(run, grid.groups(DryComm(grid.rank(0, stage, 0), layout.world_size)), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
     assert parameters == accounting.stage_parameters(run, layout, stage)
     instructions = schedule.one_f_one_b(stage, layout.pp, microbatches)
@@ -87,7 +88,7 @@ def report(run: RunConfig, world_size: int) -> str:
     microbatches = layout.microbatches(run, size)
     plans = [plan_stage(run, layout, stage, microbatches) for stage in range(layout.pp)]
     bubble = (layout.pp - 1) / (microbatches + layout.pp - 1)
-    iterations, samples = batches.length(run.training, batches.RampUp.of(run.batch, size))
+    iterations, samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, size))
     sent = accounting.gradient_collectives(run, layout, 0)
     return "\n".join([
         f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} (rank = (dp x PP + pp) x TP + tp)",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.load import read_state
 from ..checkpoint.manifest import latest_iteration
@@ -23,14 +24,15 @@ from ..host import allocator, kernels, placement, runtime
 from ..host.profiler import Profiler
 from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib
 from ..logs.run_log import format_run
-from ..nn import autotune, ops
 from ..run import accounting, batches
 from ..run.accounting import Layout
 from ..run.arguments import Arguments
 from ..run.config import RunConfig, check
-from .optim import DTYPES
+from .kernel_choice import build_ops, choose_kernels
 from .session import HISTORY, Session
 from .train import Progress, Trainer, reads_data
+
+Data = tuple[Dataset | None, Dataset | None]  # training and validation samples, where this rank reads them
 
 
 def with_vocabulary(run: RunConfig, world: Comm) -> RunConfig:
@@ -55,12 +57,12 @@ def evaluations(run: RunConfig, iterations: int) -> int:
 
 def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:
     """(iterations, samples) at the end of a run that stands at `progress`."""
-    ramp = batches.RampUp.of(run.batch, layout.global_batch_size(run))
+    ramp = batches.RampUp.from_batch(run.batch, layout.global_batch_size(run))
     return batches.length(run.training, ramp, progress.iteration, progress.consumed_samples)
 
 
 def build_data(run: RunConfig, groups: Groups, layout: Layout,
-               progress: Progress | None = None) -> tuple[Dataset | None, Dataset | None]:
+               progress: Progress | None = None) -> Data:
     """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
 
     progress: where a resumed run stands.
@@ -111,36 +113,6 @@ def configure_process(run: RunConfig, world: Comm) -> str:
     return runtime.machine_summary(describe(world), len(mask), len(here), place.threads, bool(place.cpus), memory, ghz)
 
 
-def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None = None) -> list[str]:
-    """Set the kernels of every operation, the same on all ranks; returns the log's lines. Collective.
-
-    A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
-    """
-    wanted = run.system.kernels
-    if wanted == "auto" and saved:
-        ops.use(saved)
-        return [f"kernels: as saved, {', '.join(f'{family} {name}' for family, name in saved.items())}"]
-    if wanted != "auto":
-        ops.use(wanted)
-        return [f"kernels: {wanted} (instruction set {kernels.active()})"]
-    timings = autotune.measure(run, layout.tp, DTYPES[run.precision.name])
-    ops.use(world.broadcast_object({t.family: t.faster for t in timings}))
-    return [f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.active()})",
-            *autotune.table(timings)]
-
-
-def choose_products(run: RunConfig) -> list[str]:
-    """Set whether packed weights are kept and where linear layers sum in FP16; returns the log's lines. Only the C++ kernels can
-    do the latter, so they then run these layers."""
-    ops.use_packed_weights(run.system.cache_packed_weights)
-    chunk = run.system.fp16_accumulation_chunk or 0
-    ops.use_fp16_accumulation(chunk)
-    if not chunk:
-        return []
-    ops.use({"gemm": "native"})
-    return [f"kernels: gemm native, sums of {chunk} products in FP16, their sums in FP32"]
-
-
 def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str, nodes: int) -> list[str]:
     """What the log says before the first iteration."""
     size = layout.global_batch_size(run)
@@ -157,53 +129,92 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
     ]
 
 
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run goes on from. iteration: None where it starts anew. state: what was saved beside the tensors."""
+
+    iteration: int | None
+    state: dict[str, Any]
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self.state.get("progress", {}))
+
+
+def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
+    """What --load and --ckpt-step name. Collective."""
+    directory = run.output.load
+    iteration = directory and (run.output.ckpt_step or on_root(world, lambda: latest_iteration(directory)))
+    return Resume(iteration, read_state(directory, iteration, world)) if iteration else Resume(None, {})
+
+
+def check_outputs(run: RunConfig, resume: Resume, world: Comm) -> None:
+    """Raises ValueError on every rank for a place to write that takes no file, or whose checkpoints would be lost. Collective."""
+    output = run.output
+    if output.save:
+        check_replaces(output.save, output.load, resume.iteration, world)
+        check_writable(output.save, world)
+    if output.tensorboard_dir:
+        check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
+    if output.profile:
+        check_writable(output.profile_dir, world, "--profile-dir", output.profile_ranks)
+
+
+def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backends: dict[str, str],
+                  profiler: Profiler | None) -> Trainer:
+    """This rank's trainer; a profiler observes its kernels, communicators and instructions."""
+    ops = build_ops(run, backends, profiler.kernels(kernels) if profiler else kernels)
+    train, valid = data
+    if profiler is None:
+        return Trainer(run, world, groups, train, valid, ops=ops)
+    return Trainer(run, world, profiler.groups(groups), train, valid, ops=ops, watch=profiler.watch)
+
+
+def load(trainer: Trainer, resume: Resume) -> list[str]:
+    """Bring the trainer to where the run stands; returns the log's lines. Collective."""
+    directory, seed = trainer.run.output.load, trainer.run.training.seed
+    if resume.iteration is None:
+        return [f"no checkpoint in --load {directory}: starting anew"] if directory else []
+    trainer.load(directory, resume.iteration)
+    lines, saved = [f"resumed from {directory} at iteration {trainer.progress.iteration}"], resume.state["rng"]["seed"]
+    if saved != seed:
+        lines.append(f"note: --seed is {seed}, the checkpoint's {saved}: the order of the data and the dropout masks are others "
+                     "from here on")
+    return lines
+
+
+def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress, lines: list[str]) -> MetricsWriter:
+    """The run's log, with its first lines written."""
+    output = run.output
+    writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=progress.iteration,
+                           tensorboard_dir=output.tensorboard_dir,
+                           history_path=Path(output.save) / HISTORY if output.save else None)
+    for line in lines:
+        writer.print(line)
+    return writer
+
+
 def start(arguments: Arguments, world: Comm) -> Session:
     """Check, build and resume. Raises ValueError for a user's mistake before anything expensive where that is possible."""
     with everywhere():
         check_early(arguments, world.size)
         run = with_vocabulary(arguments.run, world)
         layout = Layout.of(run, world.size)
-    output, state = run.output, {}
-    found = output.load and (output.ckpt_step or on_root(world, lambda: latest_iteration(output.load)))
-    if found:
-        state = read_state(output.load, found, world)
-    progress = Progress(**state.get("progress", {}))
-    if output.save:
-        check_replaces(output.save, output.load, found, world)
-        check_writable(output.save, world)
-    if output.tensorboard_dir:
-        check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
-    if output.profile:
-        check_writable(output.profile_dir, world, "--profile-dir", output.profile_ranks)
+    resume = find_checkpoint(run, world)
+    check_outputs(run, resume, world)
     machine = configure_process(run, world)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
-    train, valid = build_data(run, groups, layout, progress)
-    chosen = choose_kernels(run, layout, world, state.get("kernels"))  # before the model: timing takes memory of its own
-    profiler = Profiler() if output.profile and world.rank in output.profile_ranks else None
-    if profiler:
-        trainer = Trainer(run, world, profiler.groups(groups), train, valid, watch=profiler.watch)
-    else:
-        trainer = Trainer(run, world, groups, train, valid)
+    data = build_data(run, groups, layout, resume.progress)
+    choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
+    profiler = Profiler() if run.output.profile and world.rank in run.output.profile_ranks else None
+    trainer = build_trainer(run, world, groups, data, choice.backends, profiler)
     lines = announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node()))))
-    has_valid = any(world.all_gather_object(valid is not None))
+    has_valid = any(world.all_gather_object(data[1] is not None))
     if run.training.eval_iters and not has_valid:
         lines.append(f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
-    if found:
-        trainer.load(output.load, found)
-        seed = state["rng"]["seed"]
-        lines.append(f"resumed from {output.load} at iteration {trainer.progress.iteration}")
-        if seed != run.training.seed:
-            lines.append(f"note: --seed is {run.training.seed}, the checkpoint's {seed}: the order of the data and the dropout "
-                         "masks are others from here on")
-    elif output.load:
-        lines.append(f"no checkpoint in --load {output.load}: starting anew")
-    lines += chosen + choose_products(run)
-    iterations, _ = run_length(run, layout, progress)
-    writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=trainer.progress.iteration,
-                           tensorboard_dir=output.tensorboard_dir,
-                           history_path=Path(output.save) / HISTORY if output.save else None)
-    for line in lines:
-        writer.print(line)
+    lines += load(trainer, resume) + choice.lines
+    iterations, _ = run_length(run, layout, resume.progress)
+    writer = open_log(run, world, iterations, trainer.progress, lines)
     allocator.trim()
     return Session(trainer, writer, iterations, has_valid, profiler)
 

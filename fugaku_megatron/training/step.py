@@ -1,93 +1,119 @@
 """One rank's part of an iteration: what each instruction of a schedule does.
 
 Left out: the schedules (`schedule`), reduction and update (`optim`). Legend: s sequence, b micro-batch, h hidden.
-Test: pytest tests/test_parallel.py
+Test: pytest tests/test_step.py tests/test_parallel.py
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import schedule
 from ..comm.base import Comm, Handle
-from ..nn import ops
 from ..nn.model import Stage
+from ..nn.ops import backward
+from ..nn.passes import Pass
+from ..schedule import Instruction
+from .microbatches import MicroBatchWindow
 
 FORWARD_TAG, BACKWARD_TAG = 0, 1
-Batch = tuple[Tensor, Tensor]  # tokens (s, b), labels (s, b)
+Key = tuple[int, int]  # chunk, micro-batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What the micro-batches of an iteration have in common.
+
+    activation: (s, b, h) between stages. dtype: its element type. loss_factor: scales the loss before backward. training: False in
+    evaluation. recompute: see `Pass`.
+    """
+
+    activation: tuple[int, int, int]
+    dtype: torch.dtype
+    loss_factor: float
+    training: bool
+    recompute: str | None
 
 
 class StepExecutor:
-    """Runs forwards and backwards of one iteration, sending to and receiving from the neighbouring stages.
+    """Runs the instructions of one iteration on this rank's chunks of layers.
 
-    batches: this rank's micro-batches in order (first and last stage). first_sample(m): global index of micro-batch m's first
-    sample. shape, dtype: of the activation between stages, (s, b, h). loss_factor: scales the loss before backward. watch: what
-    stands between the schedule and this executor, to observe it.
+    Everything in flight is keyed by (chunk, micro-batch). chunks: this rank's parts of the model. pp: the pipeline, whose
+    neighbours it sends to and receives from. batches: this rank's micro-batches. watch: puts an observer between the schedule and
+    this executor.
     """
 
-    def __init__(self, stage: Stage, pp: Comm, batches: Iterator[Batch] | None, first_sample: Callable[[int], int],
-                 shape: tuple[int, int, int], dtype: torch.dtype, loss_factor: float,
+    def __init__(self, chunks: Sequence[Stage], pp: Comm, batches: MicroBatchWindow, shape: StepShape,
                  watch: Callable[[StepExecutor], schedule.Executor] | None = None) -> None:
-        self.stage, self.pp, self.batches, self.first_sample = stage, pp, batches, first_sample
-        self.shape, self.dtype, self.loss_factor = shape, dtype, loss_factor
+        self.chunks, self.pp, self.batches, self.shape = chunks, pp, batches, shape
         self.watched = watch(self) if watch else self
-        self.inputs: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self.gradients: dict[int, Tensor] = {}
+        self.inputs: dict[Key, Tensor] = {}
+        self.outputs: dict[Key, Tensor] = {}
+        self.gradients: dict[Key, Tensor] = {}
+        self.losses: dict[int, Tensor] = {}
         self.sending: deque[Handle] = deque()
-        self.losses: list[Tensor] = []
 
-    def run(self, instructions: list[schedule.Instruction]) -> list[Tensor]:
-        """Walk the schedule; returns the micro-batches' losses (last stage; empty elsewhere)."""
+    def run(self, instructions: list[Instruction]) -> list[Tensor]:
+        """Walk the schedule; returns the losses () of the micro-batches in data order (last stage; empty elsewhere)."""
         schedule.run(instructions, self.watched)
         while self.sending:
             self.sending.popleft().wait()
-        return self.losses
+        return [self.losses[index] for index in sorted(self.losses)]
 
-    def forward(self, microbatch: int) -> None:
-        """Input, labels -> output, or loss on the last stage."""
-        tokens = labels = None
-        if self.stage.is_first or self.stage.is_last:
-            tokens, labels = next(self.batches)
-        x = tokens if self.stage.is_first else self.inputs[microbatch]
-        output = self.stage(x, labels, self.first_sample(microbatch), self.loss_factor)
-        if self.stage.is_last:
-            self.losses.append(output.detach() / self.loss_factor)
-        if torch.is_grad_enabled():
-            self.outputs[microbatch] = output
-        else:
-            self.inputs.pop(microbatch, None)
-            self.outputs = {microbatch: output}
+    def forward(self, instruction: Instruction) -> None:
+        """Tokens or input (s, b, h) -> output (s, b, h), or the loss () on the last stage."""
+        key, chunk = _key(instruction), self.chunks[instruction.chunk]
+        batch = self.batches.fetch(instruction.microbatch)
+        x = batch.tokens if chunk.is_first else self.inputs[key]
+        at = Pass(first_sample=batch.first_sample, training=self.shape.training, recompute=self.shape.recompute)
+        output = chunk(x, batch.labels, at, self.shape.loss_factor)
+        if chunk.is_last:
+            self.losses[instruction.microbatch] = output.detach() / self.shape.loss_factor
+        if torch.is_grad_enabled() or not chunk.is_last:
+            self.outputs[key] = output
+        if not torch.is_grad_enabled():
+            self.inputs.pop(key, None)
 
-    def backward(self, microbatch: int) -> None:
-        """Gradient of the output -> weight gradients and gradient of the input."""
-        ops.backward(self.outputs.pop(microbatch), self.gradients.pop(microbatch, None))
-        if not self.stage.is_first:
-            self.gradients[microbatch] = self.inputs.pop(microbatch).grad
+    def backward(self, instruction: Instruction) -> None:
+        """Gradient of the output (s, b, h) -> weight gradients, and gradient of the input (s, b, h)."""
+        key = _key(instruction)
+        backward(self.outputs.pop(key), self.gradients.pop(key, None))
+        if not self.chunks[instruction.chunk].is_first:
+            self.gradients[key] = self.inputs.pop(key).grad
 
-    def recv_forward(self, microbatch: int) -> None:
-        """From the previous stage."""
-        x = self.pp.recv(torch.empty(self.shape, dtype=self.dtype), self.pp.rank - 1, FORWARD_TAG)
-        self.inputs[microbatch] = x.requires_grad_(torch.is_grad_enabled())
+    def recv_forward(self, instruction: Instruction) -> None:
+        """The input (s, b, h), from the previous stage."""
+        x = self.pp.recv(self._empty(), self.pp.rank - 1, FORWARD_TAG)
+        self.inputs[_key(instruction)] = x.requires_grad_(torch.is_grad_enabled())
 
-    def send_forward(self, microbatch: int) -> None:
-        """To the next stage."""
-        self._send(self.outputs[microbatch].detach(), self.pp.rank + 1, FORWARD_TAG)
+    def send_forward(self, instruction: Instruction) -> None:
+        """The output (s, b, h), to the next stage."""
+        key = _key(instruction)
+        output = self.outputs[key] if torch.is_grad_enabled() else self.outputs.pop(key)
+        self._send(output.detach(), self.pp.rank + 1, FORWARD_TAG)
 
-    def recv_backward(self, microbatch: int) -> None:
-        """From the next stage."""
-        self.gradients[microbatch] = self.pp.recv(torch.empty(self.shape, dtype=self.dtype), self.pp.rank + 1, BACKWARD_TAG)
+    def recv_backward(self, instruction: Instruction) -> None:
+        """The gradient of the output (s, b, h), from the next stage."""
+        self.gradients[_key(instruction)] = self.pp.recv(self._empty(), self.pp.rank + 1, BACKWARD_TAG)
 
-    def send_backward(self, microbatch: int) -> None:
-        """To the previous stage."""
-        self._send(self.gradients.pop(microbatch), self.pp.rank - 1, BACKWARD_TAG)
+    def send_backward(self, instruction: Instruction) -> None:
+        """The gradient of the input (s, b, h), to the previous stage."""
+        self._send(self.gradients.pop(_key(instruction)), self.pp.rank - 1, BACKWARD_TAG)
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self.shape.activation, dtype=self.shape.dtype)
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> None:
         # A bounded queue frees sent tensors; twice the stages is more than 1F1B ever has under way, so the wait is not a stall.
         self.sending.append(self.pp.isend(tensor.contiguous(), to, tag))
         if len(self.sending) > 2 * self.pp.size:
             self.sending.popleft().wait()
+
+
+def _key(instruction: Instruction) -> Key:
+    return instruction.chunk, instruction.microbatch

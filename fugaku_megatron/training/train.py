@@ -1,7 +1,7 @@
-"""The trainer: builds a rank's part of the run, steps, evaluates, logs, saves and leaves.
+"""The trainer: builds a rank's part of the run, steps, evaluates, saves and loads.
 
-Left out: MPI start-up and the command line (`pretrain_gpt.py`), the plan without training (`dry_run`).
-Run: mpiexec -n 2 python pretrain_gpt.py --recipe demo ...   Test: pytest tests/test_train.py tests/test_parallel.py
+Left out: the loop with its log and its reasons to leave (`session`), what comes before it (`pretrain`), the plan without training
+(`dry_run`). Legend: s sequence, b micro-batch, h hidden. Test: pytest tests/test_train.py tests/test_parallel.py
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..data.dataset import Dataset
 from ..data.sampler import Prefetcher, first_sample, micro_batches
-from ..nn import ops
 from ..nn.model import Stage
-from ..run.accounting import Layout, pipeline_split
+from ..nn.ops import Ops
+from ..run.accounting import Layout, pipeline_split, zero_shards
 from ..run.batches import RampUp
 from ..run.config import ARCHITECTURE, RunConfig
-from .optim import DTYPES, Optimizer, ParamSchedule
-from .step import Batch, StepExecutor
+from .microbatches import Batch, MicroBatch, MicroBatchWindow
+from .optim import PARAMETER_DTYPES, Optimizer
+from .param_schedule import ParamSchedule
+from .step import StepExecutor, StepShape
+
+MakeSchedule = Callable[[int, int, int], list[schedule.Instruction]]  # stage, stages, micro-batches
 
 
 @dataclass
@@ -42,7 +46,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class IterationResult:
-    """What one training iteration found, equal on every rank."""
+    """Figures of one training iteration, equal on every rank."""
 
     loss: float
     grad_norm: float
@@ -58,7 +62,8 @@ class IterationResult:
 class Trainer:
     """One rank of a run. Raises ValueError when the run does not fit on `world.size` ranks.
 
-    train, valid: datasets, needed where `reads_data`; None elsewhere. watch: see StepExecutor.
+    train, valid: datasets, needed where `reads_data`; None elsewhere. ops: what runs the operations of a step. watch: see
+    StepExecutor. make_schedule: the training schedule of a stage.
     """
 
     run: RunConfig
@@ -67,18 +72,19 @@ class Trainer:
     train: Dataset | None = None
     valid: Dataset | None = None
     progress: Progress = field(default_factory=Progress)
+    ops: Ops = field(default_factory=Ops.build)
     watch: Callable[[StepExecutor], schedule.Executor] | None = None
+    make_schedule: MakeSchedule = schedule.one_f_one_b
 
     def __post_init__(self) -> None:
         run = self.run
         self.layout = Layout.of(run, self.world.size)
         if self.groups is None:
             self.groups = Grid(self.world.size, self.layout.tp, self.layout.pp).groups(self.world)
-        self.stage = Stage(run, self.groups)
-        self.optimizer = Optimizer(self.stage, run, self.groups)
-        self.ramp = RampUp.of(run.batch, self.layout.global_batch_size(run))
-        self.schedule = ParamSchedule.of(run, self.layout.global_batch_size(run))
-        self.dtype = DTYPES[run.precision.name]
+        self.stage = Stage(run, self.groups, self.ops)
+        self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
+        self.ramp = RampUp.from_batch(run.batch, self.layout.global_batch_size(run))
+        self.param_schedule = ParamSchedule.of(run, self.layout.global_batch_size(run))
         self._batches: Prefetcher[Batch] | None = None
 
     @property
@@ -97,18 +103,28 @@ class Trainer:
         return micro_batches(dataset, consumed, size, self.run.batch.micro_batch_size, self.groups.dp.rank, self.layout.dp)
 
     def _broadcast(self, source: Iterator[Batch] | None) -> Iterator[Batch]:
-        """Micro-batches on every tensor-parallel rank, read by the first."""
+        """Micro-batches (tokens and labels, each (s, b)) on every tensor-parallel rank, read by the first."""
         shape = (self.run.model.seq_length, self.run.batch.micro_batch_size)
         while True:
             tokens, labels = next(source) if source else (torch.empty(shape, dtype=torch.int64) for _ in range(2))
             yield self.groups.tp.broadcast(tokens), self.groups.tp.broadcast(labels)
 
-    def _execute(self, batches: Iterator[Batch], consumed: int, microbatches: int, factor: float,
-                 make: Callable[[int, int, int], list[schedule.Instruction]]) -> list[Tensor]:
-        pp, dp, b = self.groups.pp, self.groups.dp, self.run.batch.micro_batch_size
-        model = self.run.model
-        executor = StepExecutor(self.stage, pp, batches, lambda m: first_sample(consumed, m, b, dp.rank, dp.size),
-                                (model.seq_length, b, model.hidden_size), self.dtype, factor, self.watch)
+    def _micro_batches(self, batches: Iterator[Batch], consumed: int, count: int) -> Iterator[MicroBatch]:
+        """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
+        dp, has_data = self.groups.dp, self.stage.is_first or self.stage.is_last
+        for index in range(count):
+            tokens, labels = next(batches) if has_data else (None, None)
+            first = first_sample(consumed, index, self.run.batch.micro_batch_size, dp.rank, dp.size)
+            yield MicroBatch(index, tokens, labels, first)
+
+    def _execute(self, batches: Iterator[Batch], consumed: int, microbatches: int, factor: float, make: MakeSchedule,
+                 training: bool) -> list[Tensor]:
+        pp, run, model = self.groups.pp, self.run, self.run.model
+        shape = StepShape(activation=(model.seq_length, run.batch.micro_batch_size, model.hidden_size),
+                          dtype=PARAMETER_DTYPES[run.precision.name], loss_factor=factor, training=training,
+                          recompute=run.training.recompute_granularity if training else None)
+        window = MicroBatchWindow(self._micro_batches(batches, consumed, microbatches))
+        executor = StepExecutor((self.stage,), pp, window, shape, self.watch)
         return executor.run(make(pp.rank, pp.size, microbatches))
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
@@ -129,15 +145,13 @@ class Trainer:
         started, consumed = time.perf_counter(), self.progress.consumed_samples
         size = self.batch_size(consumed)
         microbatches, scale = self.layout.microbatches(self.run, size), self.optimizer.scaler.scale
-        self.stage.train()
         self.optimizer.zero_grad()
         losses = self._execute(self._train_batches(), consumed, microbatches, scale / (microbatches * self.layout.dp),
-                               schedule.one_f_one_b)
+                               self.make_schedule, training=True)
         if self.layout.pp > 1 and (self.stage.is_first or self.stage.is_last):
             self.groups.embedding.all_reduce(self.stage.tied_weight.main_grad)
-        lr = self.schedule.learning_rate(consumed)
-        step = self.optimizer.step(lr, self.schedule.weight_decay(consumed), self.run.output.log_num_zeros_in_grad)
-        ops.weights_changed()
+        lr = self.param_schedule.learning_rate(consumed)
+        step = self.optimizer.step(lr, self.param_schedule.weight_decay(consumed), self.run.output.log_num_zeros_in_grad)
         loss = self._mean_loss(losses)
         self.progress.iteration += 1
         self.progress.consumed_samples += size
@@ -150,12 +164,12 @@ class Trainer:
         """Mean loss over `iterations` global batches of a dataset from sample `first` on. Collective."""
         size = self.layout.global_batch_size(self.run)
         microbatches = self.layout.microbatches(self.run, size)
-        self.stage.eval()
         total = 0.0
         source = self._samples(dataset, first, lambda _: size) if self.reads_data else None
         batches = self._broadcast(source)
         for i in range(iterations):
-            total += self._mean_loss(self._execute(batches, first + i * size, microbatches, 1.0, schedule.forward_only))
+            losses = self._execute(batches, first + i * size, microbatches, 1.0, schedule.forward_only, training=False)
+            total += self._mean_loss(losses)
         return total / iterations
 
     def close(self) -> None:
@@ -169,13 +183,13 @@ class Trainer:
     def _layout_record(self) -> dict[str, int | str]:
         return {"tensor_model_parallel_size": self.layout.tp, "pipeline_model_parallel_size": self.layout.pp,
                 "pipeline_split": ",".join(map(str, pipeline_split(self.run))),
-                "zero_shards": self.layout.dp if self.optimizer.sharded else 1}
+                "zero_shards": zero_shards(self.run, self.layout)}
 
     def state(self) -> dict[str, Any]:
         """Everything but tensors. Dropout and initial weights are functions of (seed, sample), so the random state of every
         rank is the seed and the position in the data."""
         return {"progress": asdict(self.progress), "scaler": self.optimizer.scaler.state(), "optimizer_steps": self.optimizer.steps,
-                "kernels": ops.choice(),
+                "kernels": self.ops.choice,
                 "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
 
     def save(self, directory: str) -> None:
@@ -189,7 +203,6 @@ class Trainer:
         _, state = load_checkpoint(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration,
                                    model)
         self.optimizer.after_load()
-        ops.weights_changed()
         self.optimizer.scaler.load(state["scaler"])
         self.optimizer.steps = state["optimizer_steps"]
         self.progress = Progress(**state["progress"])

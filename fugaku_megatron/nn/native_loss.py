@@ -1,0 +1,75 @@
+"""The language-model head with its loss on the C++ kernels, in chunks of rows so that the full logits never exist.
+
+Legend: s sequence, b micro-batch, h hidden, v vocabulary of this rank, rows = s b. Test: pytest tests/test_ops.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm
+
+
+class Products(Protocol):
+    """What the head needs of `NativeOps`: the kernels, and products of weights that may be kept packed."""
+
+    kernels: Any
+
+    def product(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """out (rows, out) = x (rows, in) weight^T, weight (out, in)."""
+
+    def data_gradient(self, dy: Tensor, weight: Tensor, dx: Tensor) -> None:
+        """dx (rows, in) = dy (rows, out) weight, weight (out, in)."""
+
+
+class HeadLoss(torch.autograd.Function):
+    """Each chunk's loss, and its gradients while the chunk's logits are there.
+
+    `factor` is the gradient that backward will bring, because weight gradients are accumulated before it comes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ops: Products, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
+                chunk: int) -> Tensor:
+        """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
+        rows, labels = x.contiguous().view(-1, x.shape[-1]), labels.reshape(-1)
+        total, ctx.factor, ctx.shape = 0.0, factor, x.shape
+        dx = rows if ctx.needs_input_grad[1] else None  # its rows are read no more when their gradient is known
+        buffer = x.new_empty(min(chunk, len(rows)), weight.shape[0], dtype=torch.float32)
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            logits = buffer[: len(rows[part])]
+            ops.product(rows[part], weight, logits)
+            total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / len(rows) if dx is not None else None)
+            if dx is not None:
+                dlogits = logits.to(x.dtype)
+                ops.kernels.linear_weight_gradient(dlogits, rows[part], weight.main_grad)
+                ops.data_gradient(dlogits, weight, dx[part])
+        if dx is not None:
+            ctx.save_for_backward(dx)
+        return torch.tensor(total / len(rows), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        """dloss () -> gradient of x (s, b, h)."""
+        assert dloss.item() == torch.tensor(ctx.factor, dtype=torch.float32).item(), (dloss.item(), ctx.factor)
+        return None, ctx.saved_tensors[0].view(ctx.shape), None, None, None, None, None, None
+
+
+def _chunk_loss(kernels: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int, gradient: float | None) -> float:
+    """Sum of the losses of some rows; `logits` (rows, v) becomes its gradient times `gradient` (unless None)."""
+    row_max, sum_exp, target_logit = torch.empty(3, len(labels))
+    if tp.size == 1:
+        kernels.cross_entropy_forward(logits, labels, row_max, sum_exp, target_logit)
+    else:
+        kernels.cross_entropy_max(logits, row_max)
+        tp.all_reduce(row_max, "max")
+        kernels.cross_entropy_sum(logits, row_max, labels, first_row, sum_exp, target_logit)
+        tp.all_reduce(sum_exp)
+        tp.all_reduce(target_logit)
+    if gradient is not None:
+        kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, first_row, torch.full_like(sum_exp, gradient), logits)
+    return (torch.log(sum_exp) - target_logit).sum(dtype=torch.float64).item()

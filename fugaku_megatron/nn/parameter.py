@@ -1,0 +1,55 @@
+"""Parameters that know their place in the global model before they have memory.
+
+Test: pytest tests/test_layers.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..comm.base import Comm
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """What a parameter is in the whole model; `parameter.spec`.
+
+    name: global name. shape: global shape. offset: where this rank's slice begins, in elements of each dimension. partition_dim:
+    the dimension that tensor-parallel ranks share, None for a replica. init_std: of normal initial values; None: all `init_fill`.
+    init_name: the name whose random stream it starts with (the tied head starts like the embedding). owned: this rank saves it.
+    counted: this rank's copy counts in norms.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    partition_dim: int | None
+    init_std: float | None
+    init_fill: float
+    init_name: str
+    owned: bool
+    counted: bool
+
+
+def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, partition_dim: int | None = None,
+                   std: float | None = None, fill: float = 0.0, init_name: str | None = None) -> nn.Parameter:
+    """This rank's slice of the global tensor `name`, on the meta device, with its `spec`.
+
+    `shape` is the global shape in parentheses, such as (f, h); `partition_dim` is split evenly over `tp`. Initial values:
+    normal(0, std), or `fill` where std is None.
+    """
+    local, offset = list(shape), [0] * len(shape)
+    if partition_dim is not None:
+        assert shape[partition_dim] % tp.size == 0, (name, shape, tp.size)
+        local[partition_dim] //= tp.size
+        offset[partition_dim] = tp.rank * local[partition_dim]
+    # What every tensor-parallel rank holds belongs to the first one: it saves it. Norms count that once, and no tied copy.
+    owned = partition_dim is not None or tp is None or tp.rank == 0
+    parameter = nn.Parameter(torch.empty(local, device="meta"))
+    parameter.spec = ParameterSpec(
+        name=name, shape=tuple(shape), offset=tuple(offset), partition_dim=partition_dim, init_std=std, init_fill=fill,
+        init_name=init_name or name, owned=owned, counted=owned and init_name is None)
+    return parameter
