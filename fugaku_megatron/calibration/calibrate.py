@@ -1,11 +1,11 @@
-"""Measure this host and write it as a machine for predict and plan: clock, FMA peak, bandwidth, kernels, MPI's latency and rates.
+"""Measure this host and write it as a machine for predict and plan: clock, FMA peak, bandwidth, kernels, MPI latency and rates.
 
     mpiexec -n 2 python -m fugaku_megatron.perf calibrate --output host.json
     python -m fugaku_megatron.perf predict --machine host.json ...
 
-Start as many ranks as a training run has on a node, or on several nodes: all measure at the same time, so that they share caches,
-memory and network as they will. A node's rates are the sums over its ranks; products are measured by one rank with all threads of
-the node, too. Left out: 16-bit peaks (the kernels widen to FP32), the kernels' measurements themselves (host_kernels.py).
+Start as many ranks as a training run has, on one node or on several: all ranks measure at the same time, so that they share caches,
+memory and network as in training. A node's rates are the sums over its ranks; products are also measured by one rank with all
+threads of the node. Left out: 16-bit peaks (the kernels widen to FP32), the kernels' measurements themselves (host_kernels.py).
 Test: pytest tests/test_perf_calibrate.py
 """
 
@@ -31,22 +31,21 @@ if TYPE_CHECKING:
 
 SIZES = (128, 256, 512, 1024, 2048)  # of the square products
 ROUNDS = 5
-FMA_STEPS, CLOCK_STEPS = 2_000_000, 50_000_000
+FMA_STEPS, CLOCK_STEPS = 2_000_000, 50_000_000  # iterations of the loops that measure the FMA peak and the clock
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 SMALL, LARGE = 8, 4 << 20  # bytes of the messages whose times give latency and rate
 REDUCED = 128 << 20  # bytes of the vector whose all-reduce is timed: as gradients, beyond the caches
-USABLE = 0.9  # of a node's memory
+USABLE = 0.9  # share of a node's memory that a job may use
 
-
-Points = tuple[tuple[int, float], ...]
+Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n products
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """One rank's measurements. gemm: (n, GFLOP/s) of n x n x n products; attention: (s, forward's, backward's) over s tokens.
+    """One rank's measurements. attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens.
 
-    elementwise_gbs: the optimizer's update. call_us: an operator call apart from its data. iteration_s: an iteration apart from its
-    calls. process_mib: before any tensor.
+    elementwise_gbs: rate of the optimizer's update. call_us: an operator call without its data. iteration_s: an iteration without
+    its operator calls. process_mib: memory of the process before it has tensors.
     """
 
     threads: int
@@ -63,14 +62,14 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
-    """Latency in us, rate in GB/s of one pair of ranks; rate of a large all-reduce over all ranks."""
+    """Latency in us and rate in GB/s between two ranks, one direction."""
 
     alpha_us: float
     gbs: float
 
 
 def best_seconds(f: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """The fastest of a few calls, after one that warms up."""
+    """Seconds of the fastest of `rounds` calls, after one call to warm up."""
     f()
     times = []
     for _ in range(rounds):
@@ -81,17 +80,17 @@ def best_seconds(f: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def measure_compute() -> Compute:
-    """This rank's threads."""
+    """Measure this rank's threads."""
     import torch
 
     from ..host import kernels
+    from ..host.fma_peak import fma_peak_gflops
+    from ..host.runtime import clock_ghz
     from ..logs.metrics import peak_memory_mib
     from . import host_kernels
 
     process = peak_memory_mib()
-    flops = kernels.bench_fma(FMA_STEPS)
-    fma = flops / best_seconds(lambda: kernels.bench_fma(FMA_STEPS)) / 1e9
-    clock = CLOCK_STEPS / best_seconds(lambda: kernels.bench_clock(CLOCK_STEPS)) / 1e9
+    fma, clock = fma_peak_gflops(1 + ROUNDS, FMA_STEPS), clock_ghz(CLOCK_STEPS)
     x, y, out = (torch.ones(TRIAD_ELEMENTS) for _ in range(3))
     triad = 12 * TRIAD_ELEMENTS / best_seconds(lambda: kernels.bench_triad(out, x, y, 2.0)) / 1e9
     call_us, iteration_s = host_kernels.step_overhead()
@@ -101,20 +100,20 @@ def measure_compute() -> Compute:
 
 
 def measure_gemm() -> Points:
-    """Square products of every size."""
+    """Square products of every size in SIZES."""
     from . import host_kernels
 
     return tuple((n, host_kernels.gemm_gflops(n)) for n in SIZES)
 
 
 def measure_team(world: Comm, threads: int) -> Points:
-    """Square products by rank 0 with `threads` threads, while the node's other ranks sleep; () on them. Collective."""
+    """Square products on rank 0 with `threads` threads while the node's other ranks sleep; they return (). Collective."""
     import torch
 
     handle, name = tempfile.mkstemp() if world.rank == 0 else (None, None)
     awake = Path(world.broadcast_object(name))
     if world.rank:
-        while awake.exists():  # a barrier would poll, and take a core
+        while awake.exists():  # a barrier would poll and occupy a core
             time.sleep(0.01)
         return ()
     before = torch.get_num_threads()
@@ -128,21 +127,21 @@ def measure_team(world: Comm, threads: int) -> Points:
 
 
 def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
-    """(maximum, half) of share = maximum / (1 + half / n), the least sum of relative errors over a grid of halves.
+    """(maximum, half) of share = maximum / (1 + half / n) with the smallest sum of absolute relative errors, over a grid of halves.
 
-    Errors are not squared: a size that another process disturbed would bend the whole curve.
+    Errors are not squared: a size during which another process disturbed would bend the whole curve.
     """
     best = (math.inf, 0.0, 0.0)
     for step in range(0, 201):
         half = 2000.0 ** (step / 200)
         ratios = [peak_gflops / gflops / (1 + half / n) for n, gflops in points]
-        for ratio in ratios:  # the best maximum meets one of the points
+        for ratio in ratios:  # the best curve goes through one of the points
             best = min(best, (sum(abs(other / ratio - 1) for other in ratios), 1 / ratio, half))
     return min(best[1], 1.0), best[2]
 
 
 def ping_pong(world: Comm, partner: int, bytes: int) -> float:
-    """Seconds of one message between rank 0 and `partner`; meaningless on other ranks."""
+    """Seconds of one message of `bytes` between rank 0 and `partner`; meaningless on other ranks. Collective."""
     import torch
 
     tensor, repeats = torch.zeros(bytes, dtype=torch.uint8), 100 if bytes < 1 << 16 else 10
@@ -163,13 +162,13 @@ def ping_pong(world: Comm, partner: int, bytes: int) -> float:
 
 
 def measure_messages(world: Comm, partner: int) -> Messages:
-    """Latency and rate between rank 0 and `partner`."""
+    """Latency and rate between rank 0 and `partner`. Collective."""
     small, large = ping_pong(world, partner, SMALL), ping_pong(world, partner, LARGE)
     return Messages(alpha_us=small * 1e6, gbs=LARGE / max(large - small, 1e-12) / 1e9)
 
 
 def all_reduce_gbs(world: Comm) -> float:
-    """Bytes of the vector over the time of a large all-reduce over all ranks."""
+    """GB/s of a large all-reduce over all ranks: bytes of the vector over its time. Collective."""
     import torch
 
     vector = torch.zeros(REDUCED // 4)
@@ -177,28 +176,34 @@ def all_reduce_gbs(world: Comm) -> float:
 
 
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
-    """What this project's kernels reach here, under the names of parameters.Parameters. reduce_gbs: all-reduce within the node."""
+    """This project's parameters on this host, under the names of perf.parameters.Parameters.
+
+    ranks: those of one node. reduce_gbs: all_reduce_gbs within the node, None when it crossed nodes.
+    """
     first, members = ranks[0], len(ranks)
-    found = {"call_us": first.call_us, "iteration_s": first.iteration_s,
+    values = {"call_us": first.call_us, "iteration_s": first.iteration_s,
              "elementwise_fraction": first.elementwise_gbs / first.triad_gbs}
     for name, column in (("attention_forward", 1), ("attention_backward", 2)):
         points = [(row[0], row[column]) for row in first.attention]
-        found[name], found[f"{name}_half"] = fit_curve(points, first.fma_gflops)
+        values[name], values[f"{name}_half"] = fit_curve(points, first.fma_gflops)
     if reduce_gbs is not None and members > 1:
-        found["intra_reduce_gbs"] = 2 * (members - 1) / members * reduce_gbs  # of a ring's link
-    return found
+        values["intra_reduce_gbs"] = 2 * (members - 1) / members * reduce_gbs  # rate of one link of the ring
+    return values
 
 
 def gemm_curve(threads: int, points: Points, peak_gflops: float) -> dict[str, float]:
-    """A curve as machines have it."""
+    """A GEMM curve in the format of perf/machines/*.json."""
     maximum, half = fit_curve(points, peak_gflops)
     return {"threads": threads, "maximum": maximum, "half": half, "exponent": 1.0}
 
 
 def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages | None, between: Messages | None,
              reduce_gbs: float, memory_gib: float) -> dict[str, Any]:
-    """The machine's file. ranks: those of one node; team: products with all its threads in one rank; inside, between: messages
-    within a node and across nodes."""
+    """The contents of the machine's file, each constant with its source.
+
+    ranks: measurements of one node's ranks. team: products of one rank with all threads of the node. inside, between: messages
+    within a node and between nodes. reduce_gbs: see all_reduce_gbs. memory_gib: of the node.
+    """
     first, peak, threads = ranks[0], sum(r.fma_gflops for r in ranks), sum(r.threads for r in ranks)
     measured = "measured by perf calibrate"
     link, intra = between or inside, inside or between
@@ -228,7 +233,7 @@ def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages
 
 
 def _short(value: Any) -> Any:
-    """Four digits of every number."""
+    """The value with every number rounded to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, list):
@@ -237,7 +242,7 @@ def _short(value: Any) -> Any:
 
 
 def calibrate(world: Comm, output: Path) -> None:
-    """Measure and write. Collective. Raises ValueError for a world of one."""
+    """Measure and write the file `output`. Collective. Raises ValueError for a world of one rank."""
     import psutil
 
     from ..host.runtime import cpu_model
@@ -271,7 +276,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Calibrate; every rank of mpiexec comes here."""
+    """Calibrate; called on every rank of mpiexec."""
     from ..comm.launch import run_or_abort
 
     check(args.output.suffix == ".json", f"--output {args.output}: give a name that ends in .json")

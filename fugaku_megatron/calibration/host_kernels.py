@@ -1,7 +1,7 @@
-"""What this project's kernels reach on this host in the state that training leaves them in, for calibrate.
+"""The rates of this project's kernels on this host under the conditions of a training step, for calibrate.
 
 Products read operands that are not in the caches and pack their weight, as a training step does without --cache-packed-weights:
-each call takes another set of tensors out of COLD_BYTES. Test: pytest tests/test_perf_host_kernels.py
+each call takes another set of tensors out of COLD_BYTES bytes. Test: pytest tests/test_perf_host_kernels.py
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ..run.arguments import make_run
 from ..run.config import ModelConfig, RunConfig
 from ..training.train import Trainer
 
-COLD_BYTES = 256 << 20  # of the sets of operands together: beyond the caches of all cores
-LENGTHS = (512, 1024, 2048)  # of the sequences that attention is measured on
+COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the caches of all cores
+LENGTHS = (512, 1024, 2048)  # sequence lengths at which attention is measured
 HEADS, HEAD_SIZE = 12, 64
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64, "make_vocab_size_divisible_by": 8,
         "mock_data": True, "micro_batch_size": 1}
-ELEMENTS = 1 << 24  # of a vector: 64 MiB
-STEPS = 15  # of a tiny model, timed
+ELEMENTS = 1 << 24  # FP32 elements of a vector: 64 MiB
+STEPS = 15  # timed steps of a tiny model
 
 
 def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> float:
-    """Seconds of one of `calls`, which are made in turn: the fastest round's mean, after one that warms up."""
+    """Mean seconds of one of `calls`, which are made in turn, in the fastest of `rounds` rounds, after one round to warm up."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -83,7 +83,7 @@ def _step_seconds(run: RunConfig) -> float:
 
 
 def step_overhead() -> tuple[float, float]:
-    """(us of an operator call, seconds of an iteration) apart from data: steps of two models too small for their data to count."""
+    """(us of an operator call, seconds of an iteration) without their data, from steps of two models with negligible data."""
     code, points = software.load(software.THIS_PROJECT), []
     for layers, microbatches in ((1, 1), (8, 8)):
         run = _tiny(layers, microbatches)
@@ -91,5 +91,5 @@ def step_overhead() -> tuple[float, float]:
         calls = sum(work.calls for work in model.stage_work(run, layout, 0, code)) * microbatches
         points.append((calls, _step_seconds(run)))
     (few, short), (many, long) = points
-    each = max(0.0, (long - short) / (many - few))
-    return each * 1e6, max(0.0, short - few * each)
+    call = max(0.0, (long - short) / (many - few))
+    return call * 1e6, max(0.0, short - few * call)

@@ -49,7 +49,7 @@ def _with_length(run: RunConfig, args: argparse.Namespace) -> RunConfig:
     check(0 < tokens < math.inf, f"--train-tokens is {tokens}: give a number above 0")
     check(not flags, f"--train-tokens and {' and '.join(map(flag, flags))} exclude each other: give one")
     samples = replace(run.training, train_iters=None, train_samples=math.ceil(tokens / run.model.seq_length))
-    iterations, _ = batches.length(samples, batches.RampUp.of(run.batch, run.batch.global_batch_size))
+    iterations, _ = batches.length(samples, batches.RampUp.from_batch(run.batch, run.batch.global_batch_size))
     return replace(run, training=replace(run.training, train_iters=iterations))
 
 

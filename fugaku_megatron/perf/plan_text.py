@@ -38,7 +38,7 @@ def iterations(plan: Plan) -> int | None:
     training, size = plan.run.training, plan.layout.global_batch_size(plan.run)
     if training.train_iters is None and training.train_samples is None:
         return None
-    return batches.length(training, batches.RampUp.of(plan.run.batch, size))[0]
+    return batches.length(training, batches.RampUp.from_batch(plan.run.batch, size))[0]
 
 
 def _duration(plan: Plan) -> tuple[float, float] | None:

@@ -1,4 +1,4 @@
-"""The global batch size as a function of the samples consumed, and what follows from it. Pure integers, no torch.
+"""The global batch size as a function of the samples consumed, and the length of a run that follows from it. Integers only.
 
 Left out: which samples a rank takes (`data.sampler`). Test: pytest tests/test_batches.py
 """
@@ -15,8 +15,8 @@ from .config import BatchConfig, TrainingConfig, check
 class RampUp:
     """--rampup-batch-size START INCREMENT SAMPLES: the global batch size grows from `start` to `global_batch_size`.
 
-    It does so in steps of `increment`, spread evenly over the first `ramp_samples` samples (Megatron-LM's schedule).
-    Raises ValueError for sizes below 1 and for an increment that does not lead from start to the global batch size.
+    The steps of `increment` are spread evenly over the first `ramp_samples` samples (Megatron-LM's schedule). All sizes are in
+    samples. Raises ValueError for sizes below 1 and for an increment that does not lead from start to the global batch size.
     """
 
     start: int
@@ -25,16 +25,18 @@ class RampUp:
     global_batch_size: int
 
     @staticmethod
-    def of(batch: BatchConfig, global_batch_size: int) -> RampUp:
-        """From the flags; without --rampup-batch-size the size is constant."""
+    def from_batch(batch: BatchConfig, global_batch_size: int) -> RampUp:
+        """From the run's flags; without --rampup-batch-size the size is constant."""
         return RampUp(*(batch.rampup_batch_size or (global_batch_size, 1, 0)), global_batch_size)
 
+    of = from_batch  # until every caller has the new name
+
     def __post_init__(self) -> None:
-        given = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
+        flag = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
         check(self.start >= 1 and self.increment >= 1 and self.ramp_samples >= 0,
-              f"{given}: start and increment must be at least 1, samples at least 0")
+              f"{flag}: start and increment must be at least 1, samples at least 0")
         rise = self.global_batch_size - self.start
-        check(rise >= 0 and rise % self.increment == 0, f"{given}: --global-batch-size {self.global_batch_size} minus start "
+        check(rise >= 0 and rise % self.increment == 0, f"{flag}: --global-batch-size {self.global_batch_size} minus start "
               f"{self.start} is {rise}, not a multiple of the increment {self.increment} (0 or more times)")
 
     def sizes(self) -> range:
@@ -50,7 +52,7 @@ class RampUp:
 
 
 def starts(ramp: RampUp, consumed: int = 0) -> Iterator[int]:
-    """Consumed samples at the start of the iteration that begins at `consumed`, of the next one, ... for ever."""
+    """The consumed samples at which iterations start, without end: `consumed` first, then one global batch more each time."""
     while True:
         yield consumed
         consumed += ramp(consumed)
@@ -59,7 +61,7 @@ def starts(ramp: RampUp, consumed: int = 0) -> Iterator[int]:
 def length(training: TrainingConfig, ramp: RampUp, iteration: int = 0, samples: int = 0) -> tuple[int, int]:
     """(iterations, samples) at the end of the run: --train-iters, or as many iterations as --train-samples needs.
 
-    A run that was resumed stands at `iteration` with `samples` consumed, which it may have reached with another batch size.
+    A resumed run starts at `iteration` with `samples` consumed, which it may have reached with another batch size.
     Raises ValueError when neither flag is given.
     """
     check(training.train_iters is not None or training.train_samples is not None, "give --train-iters or --train-samples")

@@ -1,4 +1,4 @@
-"""Files that commands write: a place that takes none is refused before the work, and what fails after all is one line too.
+"""Files that commands write: a path that cannot be written is refused before the work, and a failure while writing is one line.
 
 Test: pytest tests/test_perf_outputs.py
 """
@@ -6,6 +6,7 @@ Test: pytest tests/test_perf_outputs.py
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,17 +15,19 @@ from .config import check
 
 
 def check_file(flag: str, file: str | Path | None) -> None:
-    """Raises ValueError for a place that cannot be a file; None: the flag was not given."""
+    """Raises ValueError, one line, when `file`, the value of `flag`, cannot be written. None: the flag was left out."""
     if file is None:
         return
     check(str(file) not in ("", "."), f"{flag} {str(file)!r} is no name: give a file")
     folder = Path(file).absolute().parent
     check(folder.is_dir(), f"{flag} {file}: {folder} is not a directory: make it, or give another file")
     check(not Path(file).is_dir(), f"{flag} {file} is a directory: give a file in it")
+    writable = os.access(file if Path(file).exists() else folder, os.W_OK)
+    check(writable, f"{flag} {file}: no permission to write there: give another file")
 
 
 def check_picture(file: str | Path | None) -> None:
-    """The same of --png, which needs matplotlib, too."""
+    """check_file for --png, which also needs matplotlib."""
     check_file("--png", file)
     check(file is None or importlib.util.find_spec("matplotlib") is not None,
           f"--png {file} needs matplotlib: pip install matplotlib, or leave --png out")
@@ -32,7 +35,7 @@ def check_picture(file: str | Path | None) -> None:
 
 @contextmanager
 def writing(flag: str, file: str | Path) -> Iterator[None]:
-    """Around the writing itself: the system's refusal as a ValueError."""
+    """A block that writes `file`, the value of `flag`: an OSError in it becomes a ValueError of one line."""
     try:
         yield
     except OSError as error:

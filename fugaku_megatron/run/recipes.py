@@ -1,7 +1,7 @@
-"""Published model sizes, each a function that returns a RunConfig; every value can be overridden by its flag.
+"""Published model sizes, each a function that returns a RunConfig; the flag of a value overrides it.
 
-124M, 1.3B, 13B and 30B are the runs of the benchmark tables and of Fugaku-LLM's 13B; `demo` trains in minutes on two cores.
-Left out: parallel layout, which depends on the nodes at hand. Test: pytest tests/test_arguments.py
+124M and 30B are the runs of the benchmark tables, 1.3B is GPT-3 XL, 13B is Fugaku-LLM's; `demo` trains in minutes on two cores.
+Left out: the parallel layout, which depends on the number of nodes. Test: pytest tests/test_arguments.py
 """
 
 from __future__ import annotations
