@@ -92,7 +92,7 @@ def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
 def run(options: argparse.Namespace) -> None:
     """Measure in turn, print the tables, write --json and --png; or print the table of --from-logs."""
     if options.from_logs:
-        check(not options.json and not options.png, "--from-logs prints a table; for files use python -m fugaku_megatron.logs")
+        check(not options.json and not options.png, "--from-logs prints a table; for files use fugaku-megatron log")
         return print(alloc_logs.text(alloc_logs.read(options.from_logs)))
     if options.quick:
         vars(options).update({name: value for name, value in QUICK.items() if getattr(options, name) == options.defaults[name]})

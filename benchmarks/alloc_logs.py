@@ -28,7 +28,7 @@ def read(paths: Sequence[Path]) -> list[LogSummary]:
     first = _run(logs[0])
     for log in logs:
         check(log.job.run is not None, f"--from-logs {log.path}: has no 'run:' line; for logs of other programs use "
-              "python -m fugaku_megatron.logs with their flags")
+              "fugaku-megatron log with their flags")
         check(log.finished, f"--from-logs {log.path}: the run is not at its end, or was killed; wait for it or give another")
         for name in sorted(first.keys() | _run(log).keys()):
             wanted, found = first.get(name), _run(log).get(name)

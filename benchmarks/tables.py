@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iterations", type=int, default=2, help=f"timed ones, after {WARM_UP} others (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of an iteration, at least (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of all ranks together (default: %(default)s)")
-    parser.add_argument("--machine", metavar="FILE", help="of perf calibrate (default: calibrate now)")
+    parser.add_argument("--machine", metavar="FILE", help="of fugaku-megatron calibrate (default: calibrate now)")
     parser.add_argument("--measured", nargs="+", type=Path, default=[], metavar="FILE",
                         help="show the rows that --json wrote there instead of measuring, modelled again")
     parser.add_argument("--markdown", action="store_true", help="Markdown's headings around the tables")
@@ -123,7 +123,7 @@ def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
 
 
 def calibrate(options: argparse.Namespace) -> dict[str, Any]:
-    """The contents of --machine, or of what `perf calibrate` finds now with a rank for every thread, again while others disturb."""
+    """The contents of --machine, or of what `calibrate` finds now with a rank for every thread, again while others disturb."""
     if options.machine:
         machine.load(options.machine)
         return json.loads(Path(options.machine).read_text())
@@ -137,10 +137,10 @@ def calibrate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def calibrated(ranks: int) -> dict[str, Any]:
-    """What `perf calibrate` writes when it runs with `ranks` ranks of one thread. RuntimeError when it fails."""
+    """What `fugaku-megatron calibrate` writes when it runs with `ranks` ranks of one thread. RuntimeError when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.json"
-        program = ["-m", "fugaku_megatron.perf", "calibrate", "--output", str(path)]
+        program = ["-m", "fugaku_megatron", "calibrate", "--output", str(path)]
         command = [jobs.mpiexec(), "-n", str(ranks), sys.executable, *program]
         environment = {**preloads.environment(None), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,

@@ -75,7 +75,7 @@ def test_missing_files(prefix):
     with pytest.raises(ValueError, match=r"corpus\.bin\.idx.*without \.bin or \.idx"):
         IndexedDataset(prefix + ".bin")
     os.remove(prefix + ".bin")
-    with pytest.raises(ValueError, match=r"corpus\.bin: cannot be read \(No such file.*preprocess_data"):
+    with pytest.raises(ValueError, match=r"corpus\.bin: cannot be read \(No such file.*fugaku-megatron preprocess"):
         IndexedDataset(prefix)
 
 
@@ -99,7 +99,7 @@ def rewrite(path, change):
         (".idx", lambda b: b[:34] + struct.pack("<i", -3) + b[38:], "do not follow"),
         (".idx", lambda b: b[:58] + struct.pack("<q", 2) + b[66:], "do not follow"),
         (".idx", lambda b: b[:-8] + struct.pack("<q", 9), "document indices do not run from 0 to its 4"),
-        (".bin", lambda b: b[:-2], r"corpus\.bin: 14 bytes, but .*corpus\.idx announces 16 .*preprocess_data"),
+        (".bin", lambda b: b[:-2], r"corpus\.bin: 14 bytes, but .*corpus\.idx announces 16 .*fugaku-megatron preprocess"),
         (".bin", lambda b: b + b"\0\0", r"corpus\.bin: 18 bytes, but .*corpus\.idx announces 16"),
     ],
 )

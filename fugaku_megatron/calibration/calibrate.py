@@ -1,7 +1,7 @@
 """Measure this host and write it as a machine for predict and plan: clock, FMA peak, bandwidth, kernels, MPI latency and rates.
 
-    mpiexec -n 2 python -m fugaku_megatron.perf calibrate --output host.json
-    python -m fugaku_megatron.perf predict --machine host.json ...
+    mpiexec -n 2 fugaku-megatron calibrate --output host.json
+    fugaku-megatron predict --machine host.json ...
 
 Start as many ranks as a training run has, on one node or on several: all ranks measure at the same time, so that they share caches,
 memory and network as in training. A node's rates are the sums over its ranks; products are also measured by one rank with all
@@ -205,7 +205,7 @@ def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages
     within a node and between nodes. reduce_gbs: see all_reduce_gbs. memory_gib: of the node.
     """
     first, peak, threads = ranks[0], sum(r.fma_gflops for r in ranks), sum(r.threads for r in ranks)
-    measured = "measured by perf calibrate"
+    measured = "measured by fugaku-megatron calibrate"
     link, intra = between or inside, inside or between
     assumed = {True: measured, False: "not measured: all ranks shared one node; its own messages' value"}
     curves = [gemm_curve(first.threads, first.gemm, first.fma_gflops)]
@@ -247,7 +247,7 @@ def calibrate(world: Comm, output: Path) -> None:
 
     from ..host.runtime import cpu_model
 
-    check(world.size > 1, "perf calibrate measures MPI too: start it as mpiexec -n 2 python -m fugaku_megatron.perf calibrate")
+    check(world.size > 1, "fugaku-megatron calibrate measures MPI too: start it as mpiexec -n 2 fugaku-megatron calibrate")
     hosts = world.all_gather_object(socket.gethostname())
     world.barrier()
     mine = measure_compute()

@@ -18,6 +18,7 @@ from typing import TextIO
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # variables with the number of processes
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # variables with this process's number
 GRACE_EVERYWHERE = 10.0  # s that other ranks leave to rank 0 where it is known to fail as well; its end ends them
+GRACE_START = 2.0  # s, the same where processes have just started: rank 0 may still be loading Python
 
 
 def _first_set(names: tuple[str, ...], default: int) -> tuple[str, int]:
@@ -37,11 +38,11 @@ def rank() -> int:
 def report_everywhere(text: str) -> None:
     """Print `text` on stderr, once, where every process of a job fails alike before MPI has started.
 
-    Rank 0 prints. The others wait until the launcher ends them because rank 0 has ended: a process that fails earlier would make
-    the launcher kill rank 0 before its report.
+    Rank 0 prints. The others leave it the time to do so, because some launchers kill all processes when the first one fails; many
+    processes start further apart than a few.
     """
     if rank():
-        time.sleep(GRACE_EVERYWHERE)
+        time.sleep(min(GRACE_EVERYWHERE, GRACE_START + processes()[1] / 100))
         return
     print(text, file=sys.stderr, flush=True)
     wait_until_read(sys.stderr)

@@ -1,7 +1,7 @@
 """GPT training samples from indexed tokens: Megatron-LM's --data-path, --split, blending, and the datasets behind them.
 
 The order of samples depends on no parallel layout. A "document" here is a sequence of the indexed file, as in
-Megatron-core (tools/preprocess_data.py writes one sequence a document). Left out: fill-in-the-middle, attention masks
+Megatron-core (preprocess.py writes one sequence a document). Left out: fill-in-the-middle, attention masks
 that stop at document ends.
 Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). Memory: a GPTDataset takes 12 bytes per sample and 4 bytes
 per document and epoch, besides the 20 bytes per document of its IndexedDataset.
@@ -52,7 +52,7 @@ def _check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(
             f"{prefix}.bin: token id {wrong} is outside the vocabulary of {vocab_size}: "
-            "use the --vocab-file that tools/preprocess_data.py was given"
+            "use the --vocab-file that fugaku-megatron preprocess was given"
         )
 
 

@@ -29,7 +29,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence count,
 ELEMENT_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}  # dtype code -> numpy's name
 ELEMENT_CODES = {np.dtype(name): code for code, name in ELEMENT_TYPES.items()}
 UINT16_VOCAB = 65500  # Megatron's bound: vocabularies below it are stored as uint16
-REBUILD = "write both files again with tools/preprocess_data.py, or copy both again"
+REBUILD = "write both files again with fugaku-megatron preprocess, or copy both again"
 
 
 def best_dtype(vocab_size: int) -> np.dtype:

@@ -1,6 +1,6 @@
 """The output of a run while it trains: log lines, TensorBoard, a progress bar, a history file, peak memory.
 
-`python -m fugaku_megatron.logs LOG` makes tables of logs (log_table.py). Left out: what the metrics are and their log line
+`fugaku-megatron log LOG` makes tables of logs (log_table.py). Left out: what the metrics are and their log line
 (iteration.py), drawing (plot.py).
 Test: pytest tests/test_metrics.py
 """

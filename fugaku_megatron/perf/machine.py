@@ -2,7 +2,7 @@
 
 Nothing here is fitted to a training run; the shares of these rates that software reaches are in `parameters`. Unknown hardware is
 an error, never a default. Units: GB/s are 10^9 bytes per second, GiB are 2^30 bytes, TFLOPs are 10^12 operations per second.
-Run: python -m fugaku_megatron.perf predict --machine a64fx ...   Test: pytest tests/test_perf_machine.py
+Run: fugaku-megatron predict --machine a64fx ...   Test: pytest tests/test_perf_machine.py
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _constants(path: Path) -> dict[str, Any]:
 
 
 def load(name: str) -> Machine:
-    """A machine by name, or from a file that `perf calibrate` wrote. Raises ValueError naming the known ones."""
+    """A machine by name, or from a file that `fugaku-megatron calibrate` wrote. Raises ValueError naming the known ones."""
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise unknown("--machine", name, names())
@@ -118,7 +118,7 @@ def load(name: str) -> Machine:
         return from_data(path.stem, _constants(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--machine {name}: {path} is not a machine's description ({error}): "
-                         "write one with perf calibrate") from error
+                         "write one with fugaku-megatron calibrate") from error
 
 
 def _check_numbers(name: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Search the parallel layouts that a trainer can run on a number of nodes, by seconds per iteration. All times are modelled.
 
-    python -m fugaku_megatron.perf plan --recipe 30b --nodes 384 --machine a64fx --train-tokens 300e9
-    python -m fugaku_megatron.perf plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 \\
+    fugaku-megatron plan --recipe 30b --nodes 384 --machine a64fx --train-tokens 300e9
+    fugaku-megatron plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 \\
         --pipeline-model-parallel-size 48 --checkpoint-activations --software fugaku_megatron --against torch1.10 --explain
 
 The search varies TP, PP, the micro-batch, ranks per node, recompute and ZeRO as far as the software offers them; a value whose flag

@@ -1,6 +1,6 @@
 """Seconds per iteration, TFLOPs, memory and bubble of a run that pretrain_gpt.py's flags describe. All printed values are modelled.
 
-    python -m fugaku_megatron.perf predict --machine a64fx --ghz 2.0 --software torch1.10 --nodes 192 --recipe 30b \\
+    fugaku-megatron predict --machine a64fx --ghz 2.0 --software torch1.10 --nodes 192 --recipe 30b \\
         --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 --checkpoint-activations --json
 
 The data-parallel size is nodes x ranks per node / (TP x PP). Flags for data, optimizer and output are accepted and change nothing.

@@ -5,7 +5,7 @@ rounding. Columns named "model" are modelled, not measured, and are filled for p
 modelled from the corrected value. A table's errata stand beneath it. Documents 000 and 002 are 124M and 001 is 30B on A64FX; 004 is
 A100.
 
-    python -m fugaku_megatron.perf tables --document 001 --png 30b.png
+    fugaku-megatron tables --document 001 --png 30b.png
 """
 
 from __future__ import annotations

@@ -1,0 +1,113 @@
+"""The one command: its table, its help, its mistakes; the commands themselves are tested beside their modules."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fugaku_megatron import cli
+from fugaku_megatron.run.command_line import Command, Parser
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_page_says_when_to_use_which(capsys):
+    assert cli.main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("usage: fugaku-megatron COMMAND [flags]\n") and "python -m fugaku_megatron COMMAND" in page
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name:10}  {command.when}\n" in page
+    assert max(map(len, page.splitlines())) <= 120
+    assert cli.main([]) == 2 and capsys.readouterr().out == page
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_itself(name, capsys):
+    if hasattr(cli.COMMANDS[name].load(), "COMMANDS"):
+        assert cli.main([name, "--help"]) == 0
+    else:
+        with pytest.raises(SystemExit) as end:
+            cli.main([name, "--help"])
+        assert end.value.code == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: fugaku-megatron {name} ") and f"fugaku-megatron {name} " in page[20:]
+
+
+def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    page = capsys.readouterr().out
+    for group in ("model:", "parallel:", "batch:", "optimizer:", "accepted from other Megatron versions:"):
+        assert f"\n{group}\n" in page
+
+
+@pytest.mark.parametrize("words, message", [
+    (["tran"], "fugaku-megatron: command tran is unknown: did you mean train?"),
+    (["quux"], "fugaku-megatron: command quux is unknown: give train or preprocess or "),
+    (["--recipe", "demo"], "fugaku-megatron: command --recipe is unknown: give train or "),
+    (["train", "--num-layer", "2"], "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?"),
+    (["train"], "fugaku-megatron train: --num-layers, --hidden-size, "),
+    (["generate", "--load", "x"], "fugaku-megatron generate: the following arguments are required: --vocab-file"),
+    (["job", "plan", "--recipe", "demo"], "fugaku-megatron job plan: --nodes must be given"),
+])
+def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(message) and err.count("\n") == 1
+
+
+def test_a_command_is_imported_when_it_is_called():
+    program = ("import sys; from fugaku_megatron import cli; cli.main(['--help']); cli.main(['train', '--num-layer', '2']); "
+               "sys.exit(bool({'torch', 'mpi4py', 'numpy', 'fugaku_megatron.perf.plan'} & sys.modules.keys()))")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def raising(error: BaseException) -> Command:
+    def main(args: argparse.Namespace) -> int:
+        raise error
+
+    return Command("never", lambda parser: None, main)
+
+
+@pytest.mark.parametrize("error, code, text", [
+    (ValueError("two\n  lines"), 2, "program: two lines\n"), (KeyboardInterrupt(), 130, "program: interrupted\n")])
+def test_how_a_command_ends(error, code, text, capsys):
+    assert cli.start("program", raising(error), []) == code
+    assert capsys.readouterr().err == text
+
+
+def test_a_bug_is_no_mistake_of_the_user():
+    with pytest.raises(KeyError):
+        cli.start("program", raising(KeyError("lost")), [])
+
+
+def test_the_entry_points_of_the_checkout_are_commands():
+    for script, name in (("pretrain_gpt.py", "train"), ("tools/preprocess_data.py", "preprocess"), ("scripts/submit.py", "job")):
+        done = subprocess.run([sys.executable, ROOT / script, "--quux"], capture_output=True, text=True, cwd=ROOT / "docs")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr.startswith(f"{Path(script).name}: ") and "--quux" in done.stderr
+        assert cli.COMMANDS[name].load()
+
+
+def test_words_for_another_program_are_kept_where_a_command_passes_them_on():
+    parser = Parser()
+    parser.add_argument("file")
+    with pytest.raises(ValueError, match="unknown flag"):
+        parser.parse_args(["a", "--", "-x", "b"])
+    parser.set_defaults(passed=[])
+    assert parser.parse_args(["a", "--", "-x", "b"]) == argparse.Namespace(file="a", passed=["-x", "b"])
+    assert parser.parse_args(["a"]) == argparse.Namespace(file="a", passed=[])
+
+
+def test_groups_of_commands_hold_commands(capsys):
+    group = SimpleNamespace(COMMANDS={"end": Command("to end", lambda parser: None, lambda args: 7)}, __doc__="A group.\nMore.")
+    assert cli.start("program", group, ["end"]) == 7
+    assert cli.start("program", group, ["-h"]) == 0
+    assert capsys.readouterr().out == ("usage: program COMMAND [flags]\n\nA group.\n\n  end  to end\n\n"
+                                       "Flags of a command: program COMMAND --help\n")
