@@ -32,8 +32,8 @@ CHANGES = set("""append appendleft extend extendleft insert remove pop popleft p
     __setattr__""".split())
 CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*|__all__")
 HASHABLE = set("str int float bool bytes complex None Path tuple frozenset type Literal dtype Fraction".split())
-EFFECTS = set("""print setattr delattr exec eval write writelines write_text write_bytes mkdir unlink rmdir rename touch chmod putenv
-    seed manual_seed""".split())
+EFFECTS = set("""print setattr delattr exec eval write writelines write_text write_bytes mkdir unlink rmdir rename touch chmod
+    putenv seed manual_seed""".split())
 
 
 @dataclass
