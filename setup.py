@@ -38,13 +38,12 @@ GCC_SVE_FLAGS = ["-fno-schedule-insns"]  # its scheduler brings FMAs of one accu
 
 @dataclass(frozen=True)
 class Target:
-    """One row: a build of target.cc. `requires` are the features dispatch.cc looks for in the running CPU."""
+    """One row: a build of target.cc. `requires` are the features dispatch.cc looks for in the running CPU. Tiles: tuning.h."""
 
     name: str
     machine: str  # x86_64, aarch64 or any
     flags: tuple[str, ...]
     vector_bytes: int
-    tile: tuple[int, int]  # GEMM micro-kernel: rows MR, columns in vectors NR_VECTORS
     requires: tuple[str, ...] = ()
 
 
@@ -55,13 +54,13 @@ SVE = "-march=armv8.2-a+sve"
 
 # Ordered from the slowest to the fastest: the last row that the CPU can run is the default.
 TARGETS = (
-    Target("portable", "any", (), 16, (4, 2)),
-    Target("avx2", "x86_64", AVX2, 32, (6, 2), ("avx2", "fma", "f16c")),
-    Target("avx512", "x86_64", AVX512, 64, (12, 2), AVX512_FEATURES),
-    Target("avx512bf16", "x86_64", (*AVX512, "-mavx512bf16"), 64, (12, 2), (*AVX512_FEATURES, "avx512bf16")),
-    Target("sve128", "aarch64", (SVE, "-msve-vector-bits=128"), 16, (12, 2), ("sve",)),
-    Target("sve256", "aarch64", (SVE, "-msve-vector-bits=256"), 32, (12, 2), ("sve",)),
-    Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, (12, 2), ("sve",)),
+    Target("portable", "any", (), 16),
+    Target("avx2", "x86_64", AVX2, 32, ("avx2", "fma", "f16c")),
+    Target("avx512", "x86_64", AVX512, 64, AVX512_FEATURES),
+    Target("avx512bf16", "x86_64", (*AVX512, "-mavx512bf16"), 64, (*AVX512_FEATURES, "avx512bf16")),
+    Target("sve128", "aarch64", (SVE, "-msve-vector-bits=128"), 16, ("sve",)),
+    Target("sve256", "aarch64", (SVE, "-msve-vector-bits=256"), 32, ("sve",)),
+    Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, ("sve",)),
 )
 
 
@@ -121,9 +120,7 @@ class Compiler:
 
     def target_command(self, target: Target) -> list[str]:
         gcc = [] if "clang" in self.target_cxx[0] else GCC_FLAGS + GCC_SVE_FLAGS * (target.machine == "aarch64")
-        mr, nr_vectors = target.tile
-        macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}", f"-DFM_MR={mr}",
-                  f"-DFM_NR_VECTORS={nr_vectors}"]
+        macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}"]
         return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros]
 
     def jobs(self) -> list[tuple[list[str], Path, Path]]:

@@ -1,8 +1,9 @@
 """Causal attention between its two projections: forward alone, forward and backward, against torch's scaled_dot_product_attention.
 
 Shapes are those of fugaku_megatron.run.accounting: sequence s, this rank's heads, head size d. Both sides read and write Megatron's
-fused (s, b, heads * 3 * d) tensor; torch's side works on (b, heads, s, d) views of it. FLOPs count causal products once and
-backward twice the forward; what the kernels compute again in backward is not counted. Left out: dropout, the projections.
+fused (s, b, heads * 3 * d) tensor; torch's side works on (b, heads, s, d) views of it. FLOPs are those of
+kernels_sve/kernels.inc: forward's two products below the diagonal, and 2.5 times as many in backward, which computes S and dP
+again. Left out: dropout, the projections.
 
     python -m benchmarks attention --recipe 124m                                        12 heads, s 1024, d 64
     python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4          14 heads, s 2048, d 128
@@ -17,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.host import kernels
 from fugaku_megatron.run import accounting
 
-from .driver import DTYPES, Case
+from .driver import DTYPES, Call, Case
 from .shapes import add_arguments, run_of
 
 __all__ = ["add_arguments", "cases"]
@@ -35,29 +35,14 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     torch.manual_seed(0)
     qkv = torch.randn(s, b, heads * 3 * d).to(DTYPES[options.dtype])
     dout = torch.randn(s, b, heads * d).to(qkv.dtype)
-    ours, theirs = kernel_calls(qkv, dout, heads), torch_calls(qkv, dout, heads)
-    common = {"shape": (heads, s, d), "rival": "torch sdpa", "details": {"micro_batch_size": b}}
-    forward, both = record.flops_forward / 2, (record.flops_forward + record.flops_backward) / 2  # half the square is causal
-    yield Case(op="attention_forward", flops=forward, run=ours[0], rival_run=theirs[0], error=lambda: ours[2](False), **common)
-    yield Case(op="attention", flops=both, run=ours[1], rival_run=theirs[1], error=lambda: ours[2](True), **common)
-
-
-def kernel_calls(qkv: Tensor, dout: Tensor, heads: int) -> tuple[Callable[[], None], Callable[[], None], Callable[[bool], float]]:
-    """(forward, forward and backward, error) of the kernels, into tensors made once.
-
-    qkv (s, b, heads 3 d), dout (s, b, heads d).
-    """
-    out, dqkv = torch.empty_like(dout), torch.empty_like(qkv)
-    lse = torch.empty(qkv.shape[1], heads, qkv.shape[0])
-
-    def forward() -> None:
-        kernels.attention_forward(qkv, out, lse)
-
-    def both() -> None:
-        forward()
-        kernels.attention_backward(qkv, out, lse, dout, dqkv)
-
-    return forward, both, lambda backward: error(qkv, dout, heads, out, dqkv if backward else None)
+    out, dqkv, lse = torch.empty_like(dout), torch.empty_like(qkv), torch.empty(b, heads, s)
+    forward, both = torch_calls(qkv, dout, heads)
+    call = Call("attention_forward", qkv, out, lse)
+    common = {"shape": (heads, s, d), "baseline": "torch sdpa", "details": {"micro_batch_size": b}}
+    yield Case(op="attention_forward", calls=(call,), baseline_run=forward, error=lambda: error(qkv, dout, heads, out, None),
+               **common)
+    yield Case(op="attention", calls=(call, Call("attention_backward", qkv, out, lse, dout, dqkv)), baseline_run=both,
+               error=lambda: error(qkv, dout, heads, out, dqkv), **common)
 
 
 def torch_calls(qkv: Tensor, dout: Tensor, heads: int) -> tuple[Callable[[], object], Callable[[], None]]:

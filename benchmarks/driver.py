@@ -1,15 +1,17 @@
-"""Times cases in turn with their rivals, beside the machine's own limits measured in the same run; prints rows, writes JSON.
+"""Times cases in turn with their baselines, beside the machine's own limits measured in the same run; prints rows, writes JSON.
 
-Every round runs the kernel, the rival and a loop of independent multiply-adds once, so that all three meet the same clock and the
-same neighbours; figures are medians over the rounds. Memory is set up as the trainer sets it up (allocator.tune), for both
-sides. A round in which other processes took our cores (this one had less than QUIET of its threads' time) is run again, up to
-PATIENCE times as many rounds; a row that never saw enough quiet says so.
+Every round runs the kernels, the baseline and a loop of independent multiply-adds once, so that all three meet the same clock and
+the same neighbours; figures are medians over the rounds. FLOPs and bytes of a case are those of its kernels' rows
+(kernels_sve/kernels.inc). Memory is set up as the trainer sets it up (allocator.tune), for both sides. A round in which other
+processes took our cores (this one had less than QUIET of its threads' time) is run again, up to PATIENCE times as many rounds; a
+row that never saw enough quiet says so.
 Left out: what is compared (gemm.py and the other families). Test: python -m benchmarks gemm --recipe demo
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import shlex
@@ -19,37 +21,56 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fugaku_megatron.host import allocator, kernels, runtime
+from fugaku_megatron.host.fma_peak import fma_gflops, fma_peak_gflops
 from fugaku_megatron.run.config import check
 
 from . import shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FMA_STEPS = 500_000
 CLOCK_STEPS = 50_000_000
 QUIET, PATIENCE = 0.9, 10
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 
 
+class Call:
+    """A call of a kernel by its name, with its arguments: run() makes it."""
+
+    def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.name, self.args, self.kwargs = name, args, kwargs
+        self.run = functools.partial(getattr(kernels, name), *args, **kwargs)
+
+    @property
+    def flops(self) -> float:
+        """Multiplies and adds counted apart; 0 for a kernel that is bound by memory."""
+        return kernels.table.flops(self.name, *self.args, **self.kwargs)
+
+    @property
+    def bytes(self) -> float:
+        """That it must read and write."""
+        return kernels.table.bytes(self.name, *self.args, **self.kwargs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison. `run` and `rival_run` do the same work once; `error` compares what `run` left with double precision.
-
-    flops: multiplies and adds counted apart, 0 where an operation is bound by memory; moved_bytes: that it must read and write.
-    """
+    """One comparison. `run` and `baseline_run` do the same work once; `error` compares what `run` left with double precision."""
 
     op: str
     shape: tuple[int, ...]
-    run: Callable[[], object]
-    rival: str
-    rival_run: Callable[[], object]
+    calls: tuple[Call, ...]
+    baseline: str
+    baseline_run: Callable[[], object]
     error: Callable[[], float]
-    flops: float = 0.0
-    moved_bytes: float = 0.0
     details: dict = field(default_factory=dict)
+
+    def run(self) -> None:
+        """The kernels, one after another."""
+        for call in self.calls:
+            call.run()
 
     @property
     def name(self) -> str:
@@ -74,43 +95,37 @@ def seconds(f: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def fma_gflops() -> float:
-    """GFLOP/s of independent float32 multiply-adds in all threads."""
-    start = time.perf_counter()
-    return kernels.bench_fma(FMA_STEPS) / (time.perf_counter() - start) / 1e9
-
-
 def machine() -> dict:
     """Clock in GHz from dependent additions, FMA peak in GFLOP/s, triad bandwidth in GB/s (12 bytes an element); best of five."""
     x, y, out = (torch.ones(TRIAD_ELEMENTS) for _ in range(3))
     triad = min(seconds(lambda: kernels.bench_triad(out, x, y, 2.0)) for _ in range(5))
     clock = min(seconds(lambda: kernels.bench_clock(CLOCK_STEPS)) for _ in range(5))
-    return {"clock_ghz": CLOCK_STEPS / clock / 1e9, "fma_gflops": max(fma_gflops() for _ in range(5)),
+    return {"clock_ghz": CLOCK_STEPS / clock / 1e9, "fma_gflops": fma_peak_gflops(5),
             "triad_gb_per_second": 12 * TRIAD_ELEMENTS / triad / 1e9}
 
 
 def measure(case: Case, options: argparse.Namespace, target: str, limits: dict) -> dict:
-    """The row of one case; rates and fractions that have no meaning for it are None."""
+    """The row of one case; the rate of operations is None where memory bounds it."""
     case.run()
     max_error = case.error()
-    case.rival_run()
+    case.baseline_run()
     rounds, busy = timed_rounds(case, options)
-    ours, rival, peak = (statistics.median(column) for column in zip(*rounds, strict=True))
-    gflops = case.flops / ours / 1e9 if case.flops else None
-    rate = case.moved_bytes / ours / 1e9 if case.moved_bytes else None
+    ours, baseline, peak = (statistics.median(column) for column in zip(*rounds, strict=True))
+    flops, rate = sum(call.flops for call in case.calls), sum(call.bytes for call in case.calls) / ours / 1e9
+    gflops = flops / ours / 1e9 if flops else None
     return {"op": case.op, "shape": list(case.shape), "dtype": options.dtype, "target": target, "threads": options.threads,
-            "seconds": ours, "gflops": gflops, "rival": case.rival, "rival_seconds": rival, "ratio": rival / ours,
+            "seconds": ours, "gflops": gflops, "baseline": case.baseline, "baseline_seconds": baseline, "ratio": baseline / ours,
             "peak_gflops": peak, "peak_fraction": gflops and gflops / peak, "gb_per_second": rate,
-            "bandwidth_fraction": rate and rate / limits["triad_gb_per_second"],
+            "bandwidth_fraction": rate / limits["triad_gb_per_second"],
             "max_error": max_error, "busy": busy, "repeat": repeat_line(case, options, target), **case.details}
 
 
 def timed_rounds(case: Case, options: argparse.Namespace) -> tuple[list[tuple[float, float, float]], bool]:
-    """Rounds of (seconds, rival's seconds, GFLOP/s of multiply-adds), and whether the machine was too busy to find quiet ones."""
+    """Rounds of (seconds, the baseline's, GFLOP/s of multiply-adds), and whether the machine was too busy to find quiet ones."""
     everything, quiet = [], []
     while len(quiet) < options.rounds and len(everything) < PATIENCE * options.rounds:
         wall, cpu = time.perf_counter(), time.process_time()
-        everything.append((seconds(case.run), seconds(case.rival_run), fma_gflops()))
+        everything.append((seconds(case.run), seconds(case.baseline_run), fma_gflops()))
         if time.process_time() - cpu >= QUIET * options.threads * (time.perf_counter() - wall):
             quiet.append(everything[-1])
     busy = len(quiet) < options.rounds
@@ -119,8 +134,8 @@ def timed_rounds(case: Case, options: argparse.Namespace) -> tuple[list[tuple[fl
 
 def repeat_line(case: Case, options: argparse.Namespace, target: str) -> str:
     """The command that measures this row again."""
-    given = {name: value for name, value in vars(options).items() if value != options.defaults.get(name, value)}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if name not in ("json", "only", "target")]
+    changed = {name: value for name, value in vars(options).items() if value != options.defaults.get(name, value)}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in changed.items() if name not in ("json", "only", "target")]
     command = ["python", "-m", "benchmarks", options.family, *words, f"--target={target}", f"--only={case.name}"]
     return shlex.join(command)
 
@@ -151,7 +166,7 @@ def line(row: dict) -> str:
     limit = "FMA peak" if fraction == "peak_fraction" else "triad   "
     shape = "x".join(map(str, row["shape"]))
     return (f"{row['op']:>17} {shape:>16} {row['dtype']} {row['target']:>10} {row['seconds'] * 1e3:9.3f} ms "
-            f"{rate} {100 * row[fraction]:5.1f} % of {limit}  {row['ratio']:.3f} x {row['rival']}  error {row['max_error']:.1e}"
+            f"{rate} {100 * row[fraction]:5.1f} % of {limit}  {row['ratio']:.3f} x {row['baseline']}  error {row['max_error']:.1e}"
             + ("  BUSY MACHINE" if row["busy"] else ""))
 
 
@@ -159,7 +174,7 @@ def totals(done: list[dict]) -> str:
     """Geometric means of all rows."""
     ratios, busy = [r["ratio"] for r in done], sum(row["busy"] for row in done)
     fractions = [r["peak_fraction"] for r in done if r["peak_fraction"] is not None]
-    return (f"geometric mean of {len(done)} rows: {geometric_mean(ratios):.3f} x the rival (least {min(ratios):.3f})"
+    return (f"geometric mean of {len(done)} rows: {geometric_mean(ratios):.3f} x the baseline (min {min(ratios):.3f})"
             + (f", {100 * geometric_mean(fractions):.1f} % of FMA peak" if fractions else "")
             + (f"; {busy} rows on a busy machine" if busy else ""))
 

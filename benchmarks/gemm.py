@@ -11,14 +11,14 @@ packs both operands inside it. Left out: bias and GELU, so that both sides do ex
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from fugaku_megatron.host import kernels
 from fugaku_megatron.run import accounting
 
-from .driver import DTYPES, Case
+from .driver import DTYPES, Call, Case
 from .shapes import add_arguments, run_of
 
 __all__ = ["add_arguments", "cases"]
@@ -53,24 +53,29 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def layer_cases(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Case]:
-    """Forward, data gradient, weight gradient of one layer; the rival writes into memory it already holds, as the kernels do."""
+    """Forward, data gradient, weight gradient of one layer; torch writes into memory it already holds, as the kernels do."""
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(shape, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k), (m, n)))
-    common = {"flops": 2.0 * m * n * k, "shape": (m, n, k), "rival": "torch"}
-    packed, out, rival_out = pack(weight, False), torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
-    yield Case(op="forward", run=lambda: kernels.linear_forward(x, weight, out, packed=packed),
-               rival_run=lambda: torch.mm(x, weight.T, out=rival_out), error=lambda: sampled_error(out, x, weight.T), **common)
-    packed, out, rival_out = pack(weight, True), torch.empty(m, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
-    yield Case(op="data_grad", run=lambda: kernels.linear_data_gradient(grad, weight, out, packed=packed),
-               rival_run=lambda: torch.mm(grad, weight, out=rival_out), error=lambda: sampled_error(out, grad, weight), **common)
-    main, rival_main = torch.zeros(n, k), torch.zeros(n, k)
-    half = torch.empty(n, k, dtype=dtype)
+    common = {"shape": (m, n, k), "baseline": "torch"}
+    out, torch_out = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
+    yield Case(op="forward", calls=(Call("linear_forward", x, weight, out, packed=pack(weight, False)),),
+               baseline_run=lambda: torch.mm(x, weight.T, out=torch_out), error=lambda: sampled_error(out, x, weight.T), **common)
+    dx, torch_dx = torch.empty(m, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
+    yield Case(op="data_grad", calls=(Call("linear_data_gradient", grad, weight, dx, packed=pack(weight, True)),),
+               baseline_run=lambda: torch.mm(grad, weight, out=torch_dx), error=lambda: sampled_error(dx, grad, weight), **common)
+    main = torch.zeros(n, k)
+    yield Case(op="weight_grad", calls=(Call("linear_weight_gradient", grad, x, main),),
+               baseline_run=torch_weight_gradient(grad, x), error=lambda: sampled_error(main, grad.T, x), **common)
 
-    def rival_weight_gradient() -> None:
-        if dtype == torch.float32:
-            torch.addmm(rival_main, grad.T, x, out=rival_main)
+
+def torch_weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> Callable[[], None]:
+    """What adds grad^T x to a float32 gradient. grad (m, n), x (m, k)."""
+    main, half = torch.zeros(grad.shape[1], x.shape[1]), torch.empty(grad.shape[1], x.shape[1], dtype=x.dtype)
+
+    def run() -> None:
+        if x.dtype == torch.float32:
+            torch.addmm(main, grad.T, x, out=main)
         else:
-            rival_main.add_(torch.mm(grad.T, x, out=half))
+            main.add_(torch.mm(grad.T, x, out=half))
 
-    yield Case(op="weight_grad", run=lambda: kernels.linear_weight_gradient(grad, x, main), rival_run=rival_weight_gradient,
-               error=lambda: sampled_error(main, grad.T, x), **common)
+    return run

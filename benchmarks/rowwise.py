@@ -1,8 +1,9 @@
-"""Row-wise and pointwise kernels and AdamW, forward and backward, against torch's eager operations.
+"""Kernels on rows, AdamW and the reductions of an update against torch's eager operations, forward and backward.
 
-Shapes are those of `run.accounting` on one tensor-parallel rank. Ours writes into tensors made once, as the trainer does;
-torch makes its own, in the same tuned memory. AdamW's rival is torch.optim.AdamW(fused=True); axpy shows what updates in place can
-reach. These operations are bound by memory: rates are bytes that must move over time, beside the triad of the same run.
+They are the kernels that the trainer calls, on the shapes of `run.accounting` for one tensor-parallel rank. Ours write into tensors
+made once, as the trainer does; torch makes its own, in the same tuned memory. AdamW's baseline is torch.optim.AdamW(fused=True).
+These operations are bound by memory: rates are bytes that must move over time, beside the triad of the same run.
+Left out: GELU with its bias and its derivative, which the trainer computes inside the products (gemm.py times the products).
 
     python -m benchmarks rowwise --recipe 124m --micro-batch-size 4 [--dtype bf16]
 """
@@ -11,20 +12,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.host import kernels
 from fugaku_megatron.run import accounting
 
-from .driver import DTYPES, Case
+from .driver import DTYPES, Call, Case
 from .shapes import add_arguments, run_of
 
 __all__ = ["add_arguments", "cases"]
-ADAMW_ELEMENTS = 30_000_000  # 480 MB in four buffers: far beyond any cache; a model with fewer parameters has its own
+UPDATE_ELEMENTS = 30_000_000  # 480 MB in AdamW's four buffers: far beyond any cache; a model with fewer parameters has its own
 EPSILON = 1e-5
+DROPOUT = 0.1
+ADAMW = {"lr": 1e-4, "eps": 1e-8, "weight_decay": 0.01}
+BETAS = (0.9, 0.999)
 Eager = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
@@ -32,158 +36,209 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Every operation of a layer and the head, then the update."""
     run, tp, dtype = run_of(options), options.tensor_model_parallel_size, DTYPES[options.dtype]
     model = run.model
-    rows, h, f = model.seq_length * options.micro_batch_size, model.hidden_size, model.ffn_hidden_size // tp
+    s, b, h, f = model.seq_length, options.micro_batch_size, model.hidden_size, model.ffn_hidden_size // tp
     v = accounting.padded_vocab_size(model, tp) // tp
     torch.manual_seed(0)
-    yield layer_norm(rows, h, dtype)
-    yield residual_norm(rows, h, dtype)
-    yield gelu(rows, f, dtype)
-    yield cross_entropy(rows, v)
-    yield embedding(rows, h, v, dtype)
-    elements = min(ADAMW_ELEMENTS, accounting.stage_parameters(run, accounting.Layout(tp, tp, 1, 1), 0))
+    yield layer_norm(s * b, h, dtype)
+    yield residual(s, b, h, dtype)
+    yield residual_norm(s, b, h, dtype)
+    yield dropout(s, b, h, dtype)
+    yield gelu(s * b, f, dtype)
+    yield cross_entropy(s * b, v, split=False)
+    yield cross_entropy(s * b, v, split=True)
+    yield embedding(s * b, h, v, dtype)
+    yield position(s, b, h, dtype)
+    elements = min(UPDATE_ELEMENTS, accounting.stage_parameters(run, accounting.Layout(tp, tp, 1, 1), 0))
+    yield squared_norm(elements)
+    yield count_zeros(elements)
     yield adamw(elements)
-    yield axpy(elements)
 
 
-def gradients(function: Eager, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Forward and backward by autograd; gradients of all floating inputs."""
-    leaves = [t for t in inputs if t.requires_grad]
-    return list(torch.autograd.grad(function(inputs), leaves, grads))
+@dataclass(frozen=True)
+class EagerPass:
+    """Torch's forward and backward of the same operation: function(inputs), and the gradients of its results."""
+
+    function: Eager
+    inputs: Sequence[Tensor]
+    grads: Sequence[Tensor]
+
+    def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Copies of the inputs, the floating ones in `dtype` and with gradients."""
+        copies = [t.to(dtype or t.dtype) if t.is_floating_point() else t for t in self.inputs]
+        return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in copies]
+
+    def gradients(self, leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Of all floating leaves, by autograd."""
+        return list(torch.autograd.grad(self.function(leaves), [t for t in leaves if t.requires_grad], grads))
 
 
-def compare(op: str, shape: tuple[int, ...], ours: Callable[[], None], results: Sequence[Tensor], function: Eager,
-            inputs: Sequence[Tensor], grads: Sequence[Tensor], moved: float, **details: str) -> Case:
-    """A case whose rival is `function` forward and backward; `results`: our gradients, in the order of the leaves."""
-    def leaves(dtype: torch.dtype | None) -> list[Tensor]:
-        made = [t.to(dtype or t.dtype) if t.is_floating_point() else t for t in inputs]
-        return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in made]
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    """Largest difference, relative to the largest exact value."""
+    return float((ours.double() - exact).abs().max() / exact.abs().max())
 
-    theirs = leaves(None)
+
+def compare(op: str, shape: tuple[int, ...], calls: tuple[Call, ...], results: Sequence[Tensor], eager: EagerPass,
+            **details: str) -> Case:
+    """A case whose baseline is `eager` forward and backward; `results`: our gradients, in the order of its floating inputs."""
+    leaves = eager.leaves()
 
     def error() -> float:
         for sums in results:
             if sums.dim() == 1:  # sums over rows are added to
                 sums.zero_()
-        ours()
-        exact = gradients(function, leaves(torch.float64), [g.double() for g in grads])
-        return max(float((got.double() - right).abs().max() / right.abs().max()) for got, right in zip(results, exact, strict=True))
+        for call in calls:
+            call.run()
+        exact = eager.gradients(eager.leaves(torch.float64), [g.double() for g in eager.grads])
+        return max(relative_error(ours, right) for ours, right in zip(results, exact, strict=True))
 
-    return Case(op=op, shape=shape, run=ours, rival="torch", rival_run=lambda: gradients(function, theirs, grads), error=error,
-                moved_bytes=moved, details=details)
+    return Case(op=op, shape=shape, calls=calls, baseline="torch", baseline_run=lambda: eager.gradients(leaves, eager.grads),
+                error=error, details=details)
 
 
 def layer_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
-    """x and dy are read, y and dx written, x read again."""
+    """y = layer_norm(x) and its gradients. x (rows, h)."""
     x, dy = (torch.randn(rows, h).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(h).to(dtype) for _ in range(2))
     y, dx, mean, rstd = torch.empty_like(x), torch.empty_like(x), torch.empty(rows), torch.empty(rows)
     dw, db = torch.zeros(h), torch.zeros(h)
-
-    def ours() -> None:
-        kernels.layer_norm(x, weight, bias, y, mean, rstd, EPSILON)
-        kernels.layer_norm_backward(dy, x, mean, rstd, weight, dx, dw, db)
-
-    return compare("layer_norm", (rows, h), ours, (dx, dw, db), lambda t: (F.layer_norm(t[0], (h,), t[1], t[2], EPSILON),),
-                   (x, weight, bias), (dy,), 5 * x.nbytes)
+    calls = (Call("layer_norm", x, weight, bias, y, mean, rstd, EPSILON),
+             Call("layer_norm_backward", dy, x, mean, rstd, weight, dx, dw, db))
+    eager = EagerPass(lambda t: (F.layer_norm(t[0], (h,), t[1], t[2], EPSILON),), (x, weight, bias), (dy,))
+    return compare("layer_norm", (rows, h), calls, (dx, dw, db), eager)
 
 
-def residual_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
-    """sum = residual + x + bias, y = layer_norm(sum), one pass each way, without dropout."""
-    x, residual, dy, dsum = (torch.randn(rows, 1, h).to(dtype) for _ in range(4))
+def residual(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
+    """residual + x + bias without dropout, where the gradients of x and residual are dout. x (s, b, h)."""
+    x, residual_in, dout = (torch.randn(s, b, h).to(dtype) for _ in range(3))
+    bias, out, dbias = torch.randn(h).to(dtype), torch.empty_like(x), torch.zeros(h)
+    calls = (Call("bias_dropout_add", x, bias, residual_in, out), Call("bias_dropout_add_backward", dout, None, dbias))
+    eager = EagerPass(lambda t: (t[2] + (t[0] + t[1]),), (x, bias, residual_in), (dout,))
+    return compare("residual", (s, b, h), calls, (dout, dbias, dout), eager)
+
+
+def residual_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
+    """sum = residual + x + bias, y = layer_norm(sum), one pass each way, without dropout. x (s, b, h)."""
+    x, residual_in, dy, dsum = (torch.randn(s, b, h).to(dtype) for _ in range(4))
     bias, weight, norm_bias = (torch.randn(h).to(dtype) for _ in range(3))
     total, y, dx = (torch.empty_like(x) for _ in range(3))
-    mean, rstd, dbias, dweight, dnorm = torch.empty(rows), torch.empty(rows), *(torch.zeros(h) for _ in range(3))
+    mean, rstd, dbias, dweight, dnorm = torch.empty(s * b), torch.empty(s * b), *(torch.zeros(h) for _ in range(3))
+    calls = (Call("bias_dropout_add_layer_norm", x, bias, residual_in, total, weight, norm_bias, y, mean, rstd, EPSILON),
+             Call("bias_dropout_add_layer_norm_backward", dy, dsum, total, mean, rstd, weight, dx, None, dweight, dnorm, dbias))
 
-    def ours() -> None:
-        kernels.bias_dropout_add_layer_norm(x, bias, residual, total, weight, norm_bias, y, mean, rstd, EPSILON)
-        kernels.bias_dropout_add_layer_norm_backward(dy, dsum, total, mean, rstd, weight, dx, None, dweight, dnorm, dbias)
-
-    def eager(t: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def function(t: Sequence[Tensor]) -> tuple[Tensor, ...]:
         summed = t[2] + (t[0] + t[1])
         return summed, F.layer_norm(summed, (h,), t[3], t[4], EPSILON)
 
-    return compare("residual_norm", (rows, h), ours, (dx, dbias, dx, dweight, dnorm), eager, (x, bias, residual, weight, norm_bias),
-                   (dsum, dy), 8 * x.nbytes)
+    eager = EagerPass(function, (x, bias, residual_in, weight, norm_bias), (dsum, dy))
+    return compare("residual_norm", (s * b, h), calls, (dx, dbias, dx, dweight, dnorm), eager)
+
+
+def dropout(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
+    """The embedding's dropout, forward; its backward is the same call. x (s, b, h). Torch's mask is another."""
+    x = torch.randn(s, b, h).to(dtype)
+    out = torch.empty_like(x)
+
+    def error() -> float:
+        return relative_error(out, (out != 0) * x.double() / (1 - DROPOUT))
+
+    return Case(op="dropout", shape=(s, b, h), calls=(Call("dropout", x, out, DROPOUT, 1, 2, 0),), baseline="torch",
+                baseline_run=lambda: F.dropout(x, DROPOUT), error=error)
 
 
 def gelu(rows: int, f: int, dtype: torch.dtype) -> Case:
-    """gelu(x + bias) in the tanh approximation."""
-    x, dy, bias = torch.randn(rows, f).to(dtype), torch.randn(rows, f).to(dtype), torch.randn(f).to(dtype)
-    y, dx, db = torch.empty_like(x), torch.empty_like(x), torch.zeros(f)
-
-    def ours() -> None:
-        kernels.gelu(x, bias, y)
-        kernels.gelu_backward(dy, x, bias, dx, db)
-
-    return compare("bias_gelu", (rows, f), ours, (dx, db), lambda t: (F.gelu(t[0] + t[1], approximate="tanh"),), (x, bias), (dy,),
-                   5 * x.nbytes)
+    """gelu(x) in the tanh approximation, which the MLP's backward computes again. x (rows, f)."""
+    x = torch.randn(rows, f).to(dtype)
+    y = torch.empty_like(x)
+    return Case(op="gelu", shape=(rows, f), calls=(Call("gelu", x, None, y),), baseline="torch",
+                baseline_run=lambda: F.gelu(x, approximate="tanh"),
+                error=lambda: relative_error(y, F.gelu(x.double(), approximate="tanh")))
 
 
-def cross_entropy(rows: int, v: int) -> Case:
-    """Of FP32 logits, in every precision."""
+def cross_entropy(rows: int, v: int, split: bool) -> Case:
+    """Of FP32 logits (rows, v), in every precision; split: in the two passes between which ranks of a split vocabulary reduce."""
     logits, labels, dloss = torch.randn(rows, v), torch.randint(v, (rows,)), torch.full((rows,), 1 / rows)
-    dlogits, (top, total, target) = torch.empty_like(logits), torch.empty(3, rows)
-
-    def ours() -> None:
-        kernels.cross_entropy_forward(logits, labels, top, total, target)
-        kernels.cross_entropy_backward(logits, top, total, labels, 0, dloss, dlogits)
-
-    return compare("cross_entropy", (rows, v), ours, (dlogits,), lambda t: (F.cross_entropy(t[0], t[1]),), (logits, labels),
-                   (torch.ones(()),), 3 * logits.nbytes, dtype="fp32")
+    dlogits, (row_max, sum_exp, target_logit) = torch.empty_like(logits), torch.empty(3, rows)
+    forward = (Call("cross_entropy_max", logits, row_max),
+               Call("cross_entropy_sum", logits, row_max, labels, 0, sum_exp, target_logit)) if split else (
+               Call("cross_entropy_forward", logits, labels, row_max, sum_exp, target_logit),)
+    calls = (*forward, Call("cross_entropy_backward", logits, row_max, sum_exp, labels, 0, dloss, dlogits))
+    eager = EagerPass(lambda t: (F.cross_entropy(t[0], t[1]),), (logits, labels), (torch.ones(()),))
+    return compare("cross_entropy_tp" if split else "cross_entropy", (rows, v), calls, (dlogits,), eager, dtype="fp32")
 
 
 def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
-    """Into an FP32 gradient of the whole table; autograd's dense one would cost torch far more than index_add_ does."""
+    """Of a table (v, h) into an FP32 gradient of all of it; autograd's dense one would cost torch far more than index_add_ does."""
     tokens, table, dout = torch.randint(v, (rows,)), torch.randn(v, h).to(dtype), torch.randn(rows, h).to(dtype)
-    out, grad, rival_grad = torch.empty_like(dout), torch.zeros(v, h), torch.zeros(v, h)
-
-    def ours() -> None:
-        kernels.embedding(tokens, table, out)
-        kernels.embedding_backward(tokens, dout, grad)
+    out, grad, torch_grad = torch.empty_like(dout), torch.zeros(v, h), torch.zeros(v, h)
+    calls = Call("embedding", tokens, table, out), Call("embedding_backward", tokens, dout, grad)
 
     def eager() -> None:
         F.embedding(tokens, table)
-        rival_grad.index_add_(0, tokens, dout.float())
+        torch_grad.index_add_(0, tokens, dout.float())
 
     def error() -> float:
         grad.zero_()
-        ours()
+        calls[1].run()
         exact = torch.zeros(v, h, dtype=torch.float64).index_add_(0, tokens, dout.double())
-        return max(float((grad - exact).abs().max() / exact.abs().max()), float((out - table[tokens]).abs().max()))
+        return max(relative_error(grad, exact), float((out - table[tokens]).abs().max()))
 
-    return Case(op="embedding", shape=(rows, h, v), run=ours, rival="torch", rival_run=eager, error=error,
-                moved_bytes=3 * dout.nbytes + 2 * rows * h * grad.element_size())
+    return Case(op="embedding", shape=(rows, h, v), calls=calls, baseline="torch", baseline_run=eager, error=error)
+
+
+def position(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
+    """x (s, b, h) + table (s, h), and the table's FP32 gradient; that of x is dout."""
+    x, dout, table = torch.randn(s, b, h).to(dtype), torch.randn(s, b, h).to(dtype), torch.randn(s, h).to(dtype)
+    out, grad, torch_grad = torch.empty_like(x), torch.zeros(s, h), torch.zeros(s, h)
+    calls = Call("add_position", x, table, out), Call("add_position_backward", dout, grad)
+
+    def eager() -> None:
+        torch.add(x, table.unsqueeze(1))
+        torch_grad.add_(dout.sum(1, dtype=torch.float32))
+
+    def error() -> float:
+        grad.zero_()
+        calls[1].run()
+        return max(relative_error(grad, dout.double().sum(1)), relative_error(out, x.double() + table.double().unsqueeze(1)))
+
+    return Case(op="position", shape=(s, b, h), calls=calls, baseline="torch", baseline_run=eager, error=error)
+
+
+def squared_norm(n: int) -> Case:
+    """Of an FP32 gradient: what clipping begins with."""
+    grad = torch.randn(n)
+    call = Call("squared_norm", grad)
+    return Case(op="squared_norm", shape=(n,), calls=(call,), baseline="torch", baseline_run=lambda: torch.linalg.vector_norm(grad),
+                error=lambda: abs(call.run() / float(grad.double().square().sum()) - 1), details={"dtype": "fp32"})
+
+
+def count_zeros(n: int) -> Case:
+    """Of an FP32 gradient: --log-num-zeros-in-grad."""
+    grad = torch.randint(-1, 2, (n,)).float()
+    call = Call("count_zeros", grad)
+    return Case(op="count_zeros", shape=(n,), calls=(call,), baseline="torch", baseline_run=lambda: torch.count_nonzero(grad),
+                error=lambda: abs(call.run() + int(torch.count_nonzero(grad)) - n) / n, details={"dtype": "fp32"})
 
 
 def adamw(n: int) -> Case:
     """One update of FP32 master weights: three streams read and written, the gradient read."""
     param, grad, m, v = torch.randn(n), torch.randn(n), torch.zeros(n), torch.zeros(n)
-    rival = param.clone().requires_grad_()
-    rival.grad = grad.clone()
-    optimizer = torch.optim.AdamW([rival], lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=True)
+    torch_param = param.clone().requires_grad_()
+    torch_param.grad = grad.clone()
+    optimizer = torch.optim.AdamW([torch_param], betas=BETAS, fused=True, **ADAMW)
 
     def error() -> float:
         """Of a fresh first step on part of the buffer."""
         part = torch.randn(2, min(n, 1 << 16))
         values, exact = part[0].clone(), part[0].double().requires_grad_()
-        kernels.adamw(values, part[1], torch.zeros_like(values), torch.zeros_like(values), 1e-4, 0.9, 0.999, 1e-8, 0.01, 1)
+        adamw_call(values, part[1], torch.zeros_like(values), torch.zeros_like(values)).run()
         exact.grad = part[1].double()
-        torch.optim.AdamW([exact], lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01).step()
-        return float((values - exact.detach()).abs().max() / exact.detach().abs().max())
+        torch.optim.AdamW([exact], betas=BETAS, **ADAMW).step()
+        return relative_error(values, exact.detach())
 
-    return Case(op="adamw", shape=(n,), run=lambda: kernels.adamw(param, grad, m, v, 1e-4, 0.9, 0.999, 1e-8, 0.01, 1),
-                rival="torch fused", rival_run=optimizer.step, error=error, moved_bytes=7 * param.nbytes,
-                details={"dtype": "fp32"})
+    return Case(op="adamw", shape=(n,), calls=(adamw_call(param, grad, m, v),), baseline="torch fused", baseline_run=optimizer.step,
+                error=error, details={"dtype": "fp32"})
 
 
-def axpy(n: int) -> Case:
-    """y += alpha x: the bandwidth of an update in place."""
-    x, y, rival_y = (torch.randn(n) for _ in range(3))
-
-    def error() -> float:
-        before = y.double()
-        kernels.axpy(1e-6, x, y)
-        return float((y - (before + 1e-6 * x.double())).abs().max() / before.abs().max())
-
-    return Case(op="axpy", shape=(n,), run=lambda: kernels.axpy(1e-6, x, y), rival="torch",
-                rival_run=lambda: rival_y.add_(x, alpha=1e-6), error=error, moved_bytes=3 * x.nbytes, details={"dtype": "fp32"})
+def adamw_call(*tensors: Tensor) -> Call:
+    """The first step on param, grad, exp_avg and exp_avg_sq, (n) each."""
+    return Call("adamw", *tensors, ADAMW["lr"], *BETAS, ADAMW["eps"], ADAMW["weight_decay"], 1)

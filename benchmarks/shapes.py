@@ -1,6 +1,6 @@
 """Which model a benchmark measures: the options of every family and the run that they mean.
 
-Left out: the sizes themselves (fugaku_megatron/recipes.py) and what follows from them (fugaku_megatron/accounting.py).
+Left out: the sizes themselves (fugaku_megatron/run/recipes.py) and what follows from them (fugaku_megatron/run/accounting.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
 
 
-def run_of(options: argparse.Namespace, **given: Any) -> RunConfig:
-    """The run of `options`, other fields `given`. ValueError for sizes that do not fit together."""
+def run_of(options: argparse.Namespace, **fields: Any) -> RunConfig:
+    """The run of `options`, with other `fields`. ValueError for sizes that do not fit together."""
     values = {"micro_batch_size": options.micro_batch_size, "tensor_model_parallel_size": options.tensor_model_parallel_size,
-              "global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe), **given}
+              "global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe), **fields}
     run = make_run(options.recipe, values)
     Layout.of(run, run.parallel.tensor_model_parallel_size * run.parallel.pipeline_model_parallel_size)
     return run

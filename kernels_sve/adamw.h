@@ -5,7 +5,7 @@
 //   v = beta2 v + (1 - beta2) g^2
 //   param = param (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 // and, when asked for, a low-precision copy of param.
-// Reference: reference_adamw.cc. Tested by tests/kernels/test_rows.py.
+// Reference: reference_adamw.cc. Tested by tests/kernels/test_adamw.py.
 #pragma once
 #include "simd.h"
 
@@ -14,7 +14,7 @@ namespace fm::FM_TARGET {
 template <class T>
 static void adamw_of(float* param, const float* grad, float* exp_avg, float* exp_avg_sq, T* copy, int64_t n,
                      const AdamWArgs& f) {
-  parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
+  parallel_for(n, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
     for_vectors(begin, end, [&](int64_t i, int lanes) {
       const vf g = load_lanes(grad + i, lanes) * f.grad_scale;
       const vf m_old = load_lanes(exp_avg + i, lanes);

@@ -1,4 +1,4 @@
-// The arena of arena.h: first fit at the lowest address, so that what is in use stays together; free neighbours are merged.
+// The arena of arena.h: best fit, the lowest address among equals; new blocks come from the top, free neighbours are merged.
 #include "arena.h"
 
 #include <sys/mman.h>
@@ -10,16 +10,14 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "tuning.h"
+
 namespace fm::arena {
 namespace {
 
-constexpr size_t UNIT = size_t(64) << 10;      // blocks are multiples of this: the largest base page in use
-constexpr size_t HUGE_PAGE = size_t(2) << 20;  // the usual one; where the kernel has another it ignores the advice
-constexpr size_t LINE = 256;                   // A64FX's cache line, a multiple of everybody else's
-
-// Blocks all beginning at the same offset in a page would meet in the same sets of a first-level cache; each begins another
-// STAGGERS-th of a page further.
-constexpr size_t STAGGERS = 16;
+constexpr size_t UNIT = tuning::Baseline::BASE_PAGE;  // blocks are multiples of this
+constexpr size_t HUGE_PAGE = tuning::Baseline::HUGE_PAGE, LINE = tuning::Baseline::CACHE_LINE;
+constexpr size_t STAGGERS = tuning::Baseline::STAGGERS;  // each block begins a line further into a page than the one before
 
 struct Range {
   char *begin = nullptr, *top = nullptr, *end = nullptr;
@@ -137,9 +135,9 @@ void release(void* block) {
   Arena& arena = the_arena();
   if (block < arena.begin || block >= arena.end) return std::free(block);
   const std::lock_guard<std::mutex> lock(arena.mutex);
-  const auto found = arena.used.find(block);
-  const Block freed = found->second;
-  arena.used.erase(found);
+  const auto entry = arena.used.find(block);
+  const Block freed = entry->second;
+  arena.used.erase(entry);
   arena.stats.in_use -= freed.size;
   freed.range->give_back(freed.address, freed.size);
   // A buffer is only released to grow, elsewhere: hardly anything fits where it was, so its pages go.

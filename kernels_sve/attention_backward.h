@@ -47,7 +47,7 @@ template <class P, class T>
 static void reduce_dquery(const AttentionShape& shape, const BackwardHead<P>& head, const Rows<T>& to, int64_t first,
                           int64_t groups) {
   const int64_t whole = shape.s_padded * shape.d_padded, matrix = LANES * shape.d_padded;
-  const int64_t partials = least(groups, first / BLOCK + 1);
+  const int64_t partials = min(groups, first / BLOCK + 1);
   float* sum = static_cast<float*>(scratch(0, matrix * sizeof(float)));
   for (int64_t i = 0; i < matrix; i += VL) {
     vf total = load_aligned(head.dquery + first * shape.d_padded + i);

@@ -145,7 +145,7 @@ FM_INLINE void cross_dscore(const BackwardBlock<P>& m, int64_t g, int64_t r) {
 // The first query of the block, counted from q0, that sees a key of group g.
 template <class P>
 FM_INLINE int64_t first_query(const BackwardBlock<P>& m, int64_t g) {
-  return most(0, m.k0 + g * LANES - m.q0);
+  return max(0, m.k0 + g * LANES - m.q0);
 }
 
 // P and dS of one block of queries against one block of keys.
@@ -172,7 +172,7 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
     accumulate<P>(m.dkey + g * rows * LANES, rows, head.query_columns + a, panel, m.dscore_words + b, steps);
   }
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    const int64_t q0 = m.q0 + g * LANES, keys = least(BLOCK, q0 + LANES - m.k0);
+    const int64_t q0 = m.q0 + g * LANES, keys = min(BLOCK, q0 + LANES - m.k0);
     accumulate<P>(dquery + q0 * rows, rows, head.keys + m.k0 / P::STEP * ATTENTION_MR, panel,
                   m.dscore_crossed + g * BLOCK / P::STEP * LANES, keys / P::STEP);
   }

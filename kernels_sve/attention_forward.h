@@ -11,9 +11,7 @@
 
 namespace fm::FM_TARGET {
 
-constexpr int64_t BLOCK = 96;       // rows that one packing task takes; a multiple of LANES for every VL
-constexpr int64_t KEY_BLOCK = 128;  // keys of one round of the online softmax: S stays in the first-level cache
-constexpr int64_t DQUERY_PARTIALS = 6;  // of backward: one head keeps four threads busy, two heads twelve
+constexpr int64_t BLOCK = Tuning::ATTENTION_BLOCK, KEY_BLOCK = Tuning::KEY_BLOCK;
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
@@ -24,7 +22,7 @@ struct AttentionShape {
   explicit AttentionShape(const AttentionArgs& a)
       : s(a.s), b(a.b), heads(a.heads), d(a.d), s_padded(round_up(a.s, BLOCK)), d_padded(round_up(a.d, ATTENTION_MR)) {}
   int64_t all_heads() const { return b * heads; }
-  int64_t dquery_partials() const { return least(s_padded / BLOCK, DQUERY_PARTIALS); }
+  int64_t dquery_partials() const { return min(s_padded / BLOCK, Tuning::DQUERY_PARTIALS); }
   // Bytes per head of what backward packs and sums, `step` elements to a packed word. Forward packs less, but takes as much:
   // a buffer that grew later would leave its old place empty.
   size_t packed_bytes(int64_t step) const {
@@ -184,13 +182,13 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
     q.position[v] = (vi)lane_index() + static_cast<int32_t>(first + v * VL);
   }
   for (int64_t k0 = 0; k0 < first + LANES; k0 += KEY_BLOCK) {
-    attend(head, q, k0, least(KEY_BLOCK, first + LANES - k0), shape.d_padded, c, dropout);
+    attend(head, q, k0, min(KEY_BLOCK, first + LANES - k0), shape.d_padded, c, dropout);
   }
   for (int v = 0; v < ATTENTION_NV && first + v * VL < a.s; ++v) {
     const int64_t row = first + v * VL;
     unpack_rows(q.out + v * VL, row, out, keep_scale(a) * reciprocal(q.sum[v]));
     const vf log_sum = q.sum[v] < __builtin_inff() ? q.maximum[v] * c * LN_2 + log(q.sum[v]) : q.sum[v];
-    store_lanes(lse + row, log_sum, static_cast<int>(least(VL, a.s - row)));
+    store_lanes(lse + row, log_sum, static_cast<int>(min(VL, a.s - row)));
   }
 }
 
@@ -204,9 +202,9 @@ struct TaskQueue {
 // in cache, with work enough for all threads.
 template <class F>
 FM_INLINE void for_heads(const AttentionShape& shape, const F& body) {
-  const int64_t at_once = least(16, num_threads() < 2 ? 2 : num_threads());
+  const int64_t at_once = min(16, num_threads() < 2 ? 2 : num_threads());
   for (int64_t first = 0; first < shape.all_heads(); first += at_once) {
-    body(first, least(at_once, shape.all_heads() - first));
+    body(first, min(at_once, shape.all_heads() - first));
   }
 }
 

@@ -12,7 +12,6 @@
 namespace fm::FM_TARGET {
 
 FM_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-FM_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // A head's matrix inside a tensor: row r begins at data + r * stride.
 template <class T>
@@ -25,7 +24,7 @@ struct Rows {
 // Words [w, w + VL) of a row, as bits in float lanes; beyond d zeros.
 template <class P, class T>
 FM_INLINE vf row_words(const T* row, int64_t w, int64_t d) {
-  const int lanes = static_cast<int>(least(VL, d / P::STEP - w));
+  const int lanes = static_cast<int>(min(VL, d / P::STEP - w));
   if (lanes <= 0) return vf{};
   if constexpr (P::STEP == 1) {
     return load_lanes(row + w, lanes);
@@ -69,7 +68,7 @@ static void pack_lanewise(const Rows<const T>& x, int64_t first, typename P::Wor
 // Columns [c, c + VL) of row r, or of rows r and r + 1 as pairs.
 template <class P, class T>
 FM_INLINE vf column_words(const Rows<const T>& x, int64_t r, int64_t c) {
-  const int lanes = static_cast<int>(least(VL, x.d - c));
+  const int lanes = static_cast<int>(min(VL, x.d - c));
   if (r >= x.s || lanes <= 0) return vf{};
   if constexpr (P::STEP == 1) {
     return load_lanes(x.row(r) + c, lanes);
@@ -99,12 +98,12 @@ static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, 
 template <class T>
 FM_INLINE void unpack_rows(const float* in, int64_t first, const Rows<T>& x, vf factor) {
   for (int64_t c = 0; c < x.d; c += VL) {
-    const int lanes = static_cast<int>(least(VL, x.d - c));
+    const int lanes = static_cast<int>(min(VL, x.d - c));
     vf tile[VL];
 #pragma GCC unroll 16
     for (int r = 0; r < VL; ++r) tile[r] = r < lanes ? load(in + (c + r) * LANES) * factor : vf{};
     transpose(tile);
-    const int rows = static_cast<int>(least(VL, x.s - first));
+    const int rows = static_cast<int>(min(VL, x.s - first));
 #pragma GCC unroll 16
     for (int r = 0; r < VL; ++r) {
       if (r < rows) store_lanes(x.row(first + r) + c, tile[r], lanes);

@@ -10,10 +10,7 @@
 
 namespace fm::FM_TARGET {
 
-// 8 x 3 accumulators, 3 vectors and 1 broadcast fit 32 registers; 4 x 3 with the same fit 16. 8 divides the usual head
-// sizes. FM_MR x FM_NR_VECTORS tells the number of registers.
-constexpr int ATTENTION_MR = FM_MR * FM_NR_VECTORS >= 20 && VL >= 8 ? 8 : 4;
-constexpr int ATTENTION_NV = 3;
+constexpr int ATTENTION_MR = Tuning::ATTENTION_MR, ATTENTION_NV = Tuning::ATTENTION_NV;
 constexpr int LANES = ATTENTION_NV * VL;
 
 static_assert(LANES % ATTENTION_MR == 0 && VL % ATTENTION_MR == 0, "tiles end where vectors end");

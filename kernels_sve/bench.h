@@ -5,10 +5,10 @@
 
 namespace fm::FM_TARGET {
 
-// 24 independent chains of `steps` multiply-adds on vectors, in every thread; returns the number of floating-point
+// Independent chains of `steps` multiply-adds on vectors, in every thread; returns the number of floating-point
 // operations.
 static double bench_fma(int64_t steps) {
-  constexpr int CHAINS = FM_VECTOR_BYTES == 64 || FM_MR * FM_NR_VECTORS >= 24 ? 24 : 12;
+  constexpr int CHAINS = Tuning::FMA_CHAINS;
   parallel_run([&](int, int) {
     volatile float seed = 0.999f;
     const vf factor = broadcast(seed), term = broadcast(seed * 1e-3f);
@@ -40,7 +40,7 @@ static int64_t bench_clock(int64_t steps) {
 
 // out = x + factor * y (STREAM triad); bytes moved are 12 n, or 16 n where a store first reads the line.
 static void bench_triad(float* out, const float* x, const float* y, float factor, int64_t n) {
-  parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
+  parallel_for(n, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
     for_vectors(begin, end, [&](int64_t i, int lanes) {
       store_lanes(out + i, load_lanes(x + i, lanes) + factor * load_lanes(y + i, lanes), lanes);
     });

@@ -11,6 +11,7 @@ py::dict describe(const TargetInfo& info) {
   py::dict row;
   row["name"] = info.name;
   row["vector_bytes"] = info.vector_bytes;
+  row["gemm_tile"] = py::make_tuple(info.gemm_rows, info.gemm_vectors);
   row["compiled"] = info.compiled;
   row["runnable"] = info.runnable;
   row["reason"] = info.reason;
@@ -20,7 +21,7 @@ py::dict describe(const TargetInfo& info) {
 void require_torch() {
   if (py::module_::import("sys").attr("modules").contains("torch")) return;
   throw py::import_error(
-      "import torch (or fugaku_megatron.kernels) before fugaku_megatron._kernels: they share torch's OpenMP runtime");
+      "import torch (or fugaku_megatron.host.kernels) before fugaku_megatron._kernels: they share torch's OpenMP runtime");
 }
 
 void choose_target() {
@@ -47,13 +48,12 @@ PYBIND11_MODULE(_kernels, module) {
         for (const TargetInfo& info : targets()) rows.append(describe(info));
         return rows;
       },
-      "Every target: name, vector_bytes, compiled, runnable, reason (why not runnable). The reference is the scalar "
-      "one.");
+      "Every target: name, vector_bytes, gemm_tile (rows, vectors of columns), compiled, runnable, reason (why not runnable). The "
+      "reference is the scalar one.");
   module.def("active", [] { return std::string(active()); }, "Name of the target in use.");
   module.def("use", &use, py::arg("name"),
              "Uses this target from now on, in the whole process. ValueError: unknown name. RuntimeError: this CPU or "
              "build lacks it.");
-  module.def("kernels", &kernel_names, "Names of the kernels in the table.");
   module.def("num_threads", &num_threads, "Threads that a kernel may use.");
   module.def(
       "set_num_threads",

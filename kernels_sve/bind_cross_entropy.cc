@@ -1,5 +1,5 @@
-// Python functions of rowwise_cross_entropy.h.
-#include "bind_rowwise.h"
+// Python functions of cross_entropy.h.
+#include "bind_shared.h"
 
 namespace fm {
 namespace {
@@ -26,77 +26,77 @@ float* row_floats(const TensorView& t, const TensorView& logits, std::initialize
   return t.data<float>();
 }
 
-void bind_max(py::handle logits_object, py::handle max_object) {
-  TensorView logits("logits", logits_object), max("max", max_object);
+void bind_max(py::handle logits_object, py::handle row_max_object) {
+  TensorView logits("logits", logits_object), row_max("row_max", row_max_object);
   CrossEntropyArgs args = logits_args(logits, std::nullopt, 0, false);
-  args.max = row_floats(max, logits, {});
+  args.row_max = row_floats(row_max, logits, {});
   unlocked([&] { kernels().cross_entropy_max(args); });
 }
 
-void bind_sum(py::handle logits_object, py::handle max_object, py::handle labels_object, int64_t first_row,
-              py::handle sum_exp_object, py::handle target_object) {
-  TensorView logits("logits", logits_object), max("max", max_object), labels("labels", labels_object),
-      sum_exp("sum_exp", sum_exp_object), target("target", target_object);
+void bind_sum(py::handle logits_object, py::handle row_max_object, py::handle labels_object, int64_t first_row,
+              py::handle sum_exp_object, py::handle target_logit_object) {
+  TensorView logits("logits", logits_object), row_max("row_max", row_max_object), labels("labels", labels_object),
+      sum_exp("sum_exp", sum_exp_object), target_logit("target_logit", target_logit_object);
   CrossEntropyArgs args = logits_args(logits, labels, first_row, false);
-  args.max = row_floats(max, logits, {});
-  args.sum_exp = row_floats(sum_exp, logits, {&max, &labels});
-  args.target = row_floats(target, logits, {&max, &labels, &sum_exp});
+  args.row_max = row_floats(row_max, logits, {});
+  args.sum_exp = row_floats(sum_exp, logits, {&row_max, &labels});
+  args.target_logit = row_floats(target_logit, logits, {&row_max, &labels, &sum_exp});
   unlocked([&] { kernels().cross_entropy_sum(args); });
 }
 
-void bind_forward(py::handle logits_object, py::handle labels_object, py::handle max_object, py::handle sum_exp_object,
-                  py::handle target_object) {
-  TensorView logits("logits", logits_object), labels("labels", labels_object), max("max", max_object),
-      sum_exp("sum_exp", sum_exp_object), target("target", target_object);
+void bind_forward(py::handle logits_object, py::handle labels_object, py::handle row_max_object, py::handle sum_exp_object,
+                  py::handle target_logit_object) {
+  TensorView logits("logits", logits_object), labels("labels", labels_object), row_max("row_max", row_max_object),
+      sum_exp("sum_exp", sum_exp_object), target_logit("target_logit", target_logit_object);
   CrossEntropyArgs args = logits_args(logits, labels, 0, true);
-  args.max = row_floats(max, logits, {&labels});
-  args.sum_exp = row_floats(sum_exp, logits, {&max, &labels});
-  args.target = row_floats(target, logits, {&max, &labels, &sum_exp});
+  args.row_max = row_floats(row_max, logits, {&labels});
+  args.sum_exp = row_floats(sum_exp, logits, {&row_max, &labels});
+  args.target_logit = row_floats(target_logit, logits, {&row_max, &labels, &sum_exp});
   unlocked([&] { kernels().cross_entropy_forward(args); });
 }
 
-void bind_backward(py::handle logits_object, py::handle max_object, py::handle sum_exp_object, py::handle labels_object,
+void bind_backward(py::handle logits_object, py::handle row_max_object, py::handle sum_exp_object, py::handle labels_object,
                    int64_t first_row, py::handle dloss_object, py::handle out_object) {
-  TensorView logits("logits", logits_object), max("max", max_object), sum_exp("sum_exp", sum_exp_object),
+  TensorView logits("logits", logits_object), row_max("row_max", row_max_object), sum_exp("sum_exp", sum_exp_object),
       labels("labels", labels_object), dloss("dloss", dloss_object), out("out", out_object);
   CrossEntropyArgs args = logits_args(logits, labels, first_row, false);
-  args.max = row_floats(max, logits, {});
+  args.row_max = row_floats(row_max, logits, {});
   args.sum_exp = row_floats(sum_exp, logits, {});
   const float* grad = row_floats(dloss, logits, {});
   out.floating().same_shape(logits).contiguous().same_or_disjoint({&logits});
-  out.disjoint({&max, &sum_exp, &labels, &dloss});
+  out.disjoint({&row_max, &sum_exp, &labels, &dloss});
   unlocked([&] { kernels().cross_entropy_backward(args, grad, out.data(), out.dtype()); });
 }
 
 const char MAX_DOC[] =
-    R"(max = largest logit of each row. logits: (rows, v) float32, bfloat16 or float16; max: float32 (rows).)";
+    R"(row_max = largest logit of each row. logits: (rows, v) float32, bfloat16 or float16; row_max: float32 (rows).)";
 
 const char SUM_DOC[] =
-    R"(sum_exp = sum of exp(logit - max) and target = logits[label] - max of each row of this rank's vocabulary.
+    R"(sum_exp = sum of exp(logit - row_max) and target_logit = logits[label] - row_max of each row of this rank's vocabulary.
 
-max: over all ranks. labels: int64 (rows), words of the whole vocabulary; column 0 of logits is word first_row. A label of another
-rank gives target 0, so that summed over ranks loss = log(sum_exp) - target.)";
+row_max: over all ranks. labels: int64 (rows), words of the whole vocabulary; column 0 of logits is word first_row. A label of
+another rank gives target_logit 0, so that summed over ranks loss = log(sum_exp) - target_logit.)";
 
 const char FORWARD_DOC[] =
     R"(cross_entropy_max and cross_entropy_sum of a whole vocabulary in one reading of the logits.
 
-loss = log(sum_exp) - target. A label that is no column is a ValueError.)";
+loss = log(sum_exp) - target_logit. A label that is no column is a ValueError.)";
 
-const char BACKWARD_DOC[] = R"(out = (exp(logits - max) / sum_exp - [column is the label]) dloss.
+const char BACKWARD_DOC[] = R"(out = (exp(logits - row_max) / sum_exp - [column is the label]) dloss.
 
-max, sum_exp: over all ranks; dloss: float32 (rows). out: (rows, v) in any of the three dtypes; may be logits. Rows may be
+row_max, sum_exp: over all ranks; dloss: float32 (rows). out: (rows, v) in any of the three dtypes; may be logits. Rows may be
 handed over in chunks, so that dlogits of one chunk are used up before the next is made.)";
 
 }  // namespace
 
 FM_BIND(cross_entropy) {
   using namespace py::literals;
-  module.def("cross_entropy_max", &bind_max, "logits"_a, "max"_a, MAX_DOC);
-  module.def("cross_entropy_sum", &bind_sum, "logits"_a, "max"_a, "labels"_a, "first_row"_a, "sum_exp"_a, "target"_a,
+  module.def("cross_entropy_max", &bind_max, "logits"_a, "row_max"_a, MAX_DOC);
+  module.def("cross_entropy_sum", &bind_sum, "logits"_a, "row_max"_a, "labels"_a, "first_row"_a, "sum_exp"_a, "target_logit"_a,
              SUM_DOC);
-  module.def("cross_entropy_forward", &bind_forward, "logits"_a, "labels"_a, "max"_a, "sum_exp"_a, "target"_a,
+  module.def("cross_entropy_forward", &bind_forward, "logits"_a, "labels"_a, "row_max"_a, "sum_exp"_a, "target_logit"_a,
              FORWARD_DOC);
-  module.def("cross_entropy_backward", &bind_backward, "logits"_a, "max"_a, "sum_exp"_a, "labels"_a, "first_row"_a,
+  module.def("cross_entropy_backward", &bind_backward, "logits"_a, "row_max"_a, "sum_exp"_a, "labels"_a, "first_row"_a,
              "dloss"_a, "out"_a, BACKWARD_DOC);
 }
 

@@ -3,11 +3,12 @@
 #include <cstring>
 
 #include "tensor_view.h"
+#include "tuning.h"
 
 namespace fm {
 namespace {
 
-constexpr int64_t ALIGNMENT = 256;
+constexpr int64_t ALIGNMENT = tuning::Baseline::CACHE_LINE;
 
 // The first bytes of a packed weight: what it holds and for which target, because the layout is that target's own.
 struct PackedHeader {

@@ -1,7 +1,7 @@
 // Python functions of rowwise.h and rowwise_dropout.h: layer norm and bias_dropout_add, apart and fused.
 #include <optional>
 
-#include "bind_rowwise.h"
+#include "bind_shared.h"
 
 namespace fm {
 namespace {
@@ -63,7 +63,7 @@ DropoutArgs dropout_args(const TensorView& x, double p, uint64_t seed, uint64_t 
   require(first_sample >= 0, "first_sample", "0 or more", std::to_string(first_sample));
   require(row0 >= 0 && row0 + x.size(0) <= INT64_C(1) << 32, "row0", "rows of a sample in [0, 2**32)",
           std::to_string(row0) + " to " + std::to_string(row0 + x.size(0)));
-  return {x.size(0), x.size(1), 1, x.size(2), static_cast<float>(p), seed, stream, first_sample, row0, 0};
+  return {x.size(0), x.size(1), 1, x.size(2), static_cast<float>(p), {seed, stream, first_sample, row0, 0}};
 }
 
 ResidualArgs residual_args(const TensorView& x, const std::optional<TensorView>& bias, const TensorView& residual,

@@ -115,10 +115,10 @@ const TensorView& TensorView::same_dtype(const TensorView& other) const {
   return *this;
 }
 
-const TensorView& TensorView::rank(int least, int most) const {
-  if (rank() < least || rank() > most) {
+const TensorView& TensorView::rank(int min, int max) const {
+  if (rank() < min || rank() > max) {
     const std::string range =
-        least == most ? std::to_string(least) : std::to_string(least) + " to " + std::to_string(most);
+        min == max ? std::to_string(min) : std::to_string(min) + " to " + std::to_string(max);
     fail(range + " dimensions", "shape " + shape_text());
   }
   return *this;

@@ -2,6 +2,8 @@
 // machine, features). Tested by tests/kernels/test_dispatch.py.
 #include "dispatch.h"
 
+#include "tuning.h"
+
 #include <sys/auxv.h>
 #include <sys/prctl.h>
 
@@ -29,16 +31,18 @@ struct Row {
   int vector_bytes;
   const char* machine;
   const char* features;
-  const KernelTable* table;  // null when this build has no such target
+  int gemm_rows, gemm_vectors;  // tile
+  const KernelTable* table;     // null when this build has no such target
 };
 
 // clang-format off
 const Row rows[] = {
-    {"reference", 4, "any", "", &reference::kernel_table},
-#define FM_ROW(name, bytes, machine, features) {#name, bytes, machine, features, &name::kernel_table},
+    {"reference", 4, "any", "", 1, 1, &reference::kernel_table},
+#define FM_TILE(name) tuning::name::GEMM_MR, tuning::name::GEMM_NR_VECTORS
+#define FM_ROW(name, bytes, machine, features) {#name, bytes, machine, features, FM_TILE(name), &name::kernel_table},
     FM_BUILT_ROWS
 #undef FM_ROW
-#define FM_ROW(name, bytes, machine, features) {#name, bytes, machine, features, nullptr},
+#define FM_ROW(name, bytes, machine, features) {#name, bytes, machine, features, FM_TILE(name), nullptr},
     FM_OTHER_ROWS
 #undef FM_ROW
 };
@@ -86,7 +90,7 @@ std::vector<TargetInfo> targets() {
   std::vector<TargetInfo> infos;
   for (const Row& row : rows) {
     const std::string reason = missing(row);
-    infos.push_back({row.name, row.vector_bytes, row.table != nullptr, reason.empty(), reason});
+    infos.push_back({row.name, row.vector_bytes, row.gemm_rows, row.gemm_vectors, row.table != nullptr, reason.empty(), reason});
   }
   return infos;
 }
@@ -110,14 +114,6 @@ void use_default() {
   for (const Row& row : rows) {
     if (row.table != &reference::kernel_table && missing(row).empty()) current.store(&row);
   }
-}
-
-std::vector<std::string> kernel_names() {
-  return {
-#define FM_KERNEL(name, result, parameters) #name,
-#include "kernels.inc"
-#undef FM_KERNEL
-  };
 }
 
 }  // namespace fm

@@ -10,6 +10,7 @@ namespace fm {
 struct TargetInfo {
   std::string name;
   int vector_bytes;
+  int gemm_rows, gemm_vectors;  // the GEMM tile: rows, vectors of columns
   bool compiled, runnable;
   std::string reason;  // why not runnable, else empty
 };
@@ -21,6 +22,5 @@ const char* active();
 void use(const std::string& name);
 // The environment's FUGAKU_MEGATRON_TARGET, else the fastest runnable target. Throws as use() does.
 void use_default();
-std::vector<std::string> kernel_names();
 
 }  // namespace fm

@@ -1,5 +1,5 @@
 // The hooks of simd.h over whole tensors: elementary functions and conversion between float32, bfloat16 and float16.
-// Reference: reference_elementwise.cc. Tested by tests/kernels/test_rows.py.
+// Reference: reference_elementwise.cc. Tested by tests/kernels/test_elementwise.py.
 #pragma once
 #include "simd.h"
 
@@ -7,7 +7,7 @@ namespace fm::FM_TARGET {
 
 template <class F>
 FM_INLINE void map_floats(const float* x, float* out, int64_t n, const F& f) {
-  parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
+  parallel_for(n, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
     for_vectors(begin, end, [&](int64_t i, int lanes) { store_lanes(out + i, f(load_lanes(x + i, lanes)), lanes); });
   });
 }
@@ -32,7 +32,7 @@ static void convert(const void* x, DType from, void* out, DType to, int64_t n) {
     with_dtype(to, [&](auto to_element) {
       const auto* source = static_cast<const decltype(from_element)*>(x);
       auto* target = static_cast<decltype(to_element)*>(out);
-      parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
+      parallel_for(n, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
         for_vectors(begin, end,
                     [&](int64_t i, int lanes) { store_lanes(target + i, load_lanes(source + i, lanes), lanes); });
       });

@@ -24,7 +24,7 @@ struct Span {
 // Part `index` of `parts` of [0, n), its bounds multiples of unit.
 FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
   const int64_t units = ceil_div(n, unit);
-  return {least(n, units * index / parts * unit), least(n, units * (index + 1) / parts * unit)};
+  return {min(n, units * index / parts * unit), min(n, units * (index + 1) / parts * unit)};
 }
 
 // A result in half precision keeps partial sums beside C, so pairs take longer blocks of k, in L2, and often need no
@@ -40,8 +40,8 @@ FM_INLINE GemmBlocks blocks_of() {
 template <class Words>
 FM_INLINE int64_t block_depth(int64_t k, int64_t fp16_chunk) {
   const int64_t unit = fp16_chunk ? fp16_chunk : 8;
-  const int64_t most = greatest(blocks_of<Words>().kc * Words::STEP / unit, 1) * unit;
-  const int64_t count = ceil_div(k, most);
+  const int64_t max_depth = max(blocks_of<Words>().kc * Words::STEP / unit, 1) * unit;
+  const int64_t count = ceil_div(k, max_depth);
   return count ? ceil_div(ceil_div(k, count), unit) * unit : 0;
 }
 
@@ -76,7 +76,7 @@ struct Gemm {
     // One sweep over the rows needs no block of B: its panels are packed, used and overwritten while they are in L2.
     once = !g.packed && sweeps <= 1;
     if (once && whole) blocks.nc = all_columns;
-    const int64_t width = least(blocks.nc, all_columns);
+    const int64_t width = min(blocks.nc, all_columns);
     b_panels = g.packed ? nullptr : buffer(1, words(depth) * (once ? GROUP : width) / Words::WIDE);
     partial_row = in_place ? g.c_row : width;
     partial = whole ? nullptr : buffer(2, rows.size() * partial_row);
@@ -90,10 +90,10 @@ struct Gemm {
     if (!rows.size() || (!cols.size() && !first_cols)) return;
     int64_t jc = cols.begin;
     do {  // once without columns: the sums of A's rows
-      const Span columns = {jc, least(cols.end, jc + blocks.nc)};
+      const Span columns = {jc, min(cols.end, jc + blocks.nc)};
       int64_t p = 0;
       do {  // once for k == 0: the epilogue of a sum of nothing
-        run_block(columns, p, least(g.k, p + depth) - p);
+        run_block(columns, p, min(g.k, p + depth) - p);
         p += depth;
       } while (p < g.k);
     } while ((jc += blocks.nc) < cols.end);
@@ -105,10 +105,10 @@ struct Gemm {
       b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, COLUMNS) * NR) +
           columns.begin / Words::WIDE * words(deep);
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
-      const Span some = {ic, least(rows.end, ic + blocks.mc)};
+      const Span some = {ic, min(rows.end, ic + blocks.mc)};
       pack_a(some, p, deep, g.a_sums && first_cols && columns.begin == cols.begin);
       for (int64_t j = columns.begin; j < columns.end; j += GROUP) {
-        const Span group = {j, least(columns.end, j + GROUP)};
+        const Span group = {j, min(columns.end, j + GROUP)};
         const float* panels = b + (once ? 0 : (j - columns.begin) / Words::WIDE * words(deep));
         if (!g.packed && ic == rows.begin) pack_b(group, p, deep, const_cast<float*>(panels));
         run_tiles(some, group, columns.begin, p, deep, panels);
@@ -160,7 +160,7 @@ struct Gemm {
     for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, b += panel) {
       for (int64_t t = 0; t < tiles; ++t) {
         fetch_slice(b + panel, panel, t, tiles);
-        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, least(columns.end, j + COLUMNS)}, first_col, p,
+        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, min(columns.end, j + COLUMNS)}, first_col, p,
                  deep, a_panels + t * A_ROW * words(deep), b);
       }
     }
@@ -168,7 +168,7 @@ struct Gemm {
 
   static void fetch_slice(const float* panel, int64_t size, int64_t t, int64_t tiles) {
     const int64_t slice = ceil_div(size, tiles);
-    for (int64_t word = t * slice; word < least(size, (t + 1) * slice); word += 16) prefetch_l2(panel + word);
+    for (int64_t word = t * slice; word < min(size, (t + 1) * slice); word += 16) prefetch_l2(panel + word);
   }
 
   void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a, const float* b) {
@@ -252,7 +252,7 @@ static void pack_weight(const GemmPackArgs& args) {
     const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk), width = ceil_div(args.n, COLUMNS) * COLUMNS;
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       for (int64_t p = 0; p < args.k; p += depth) {
-        const int64_t deep = least(depth, args.k - p), deep_words = ceil_div(deep, Words::STEP);
+        const int64_t deep = min(depth, args.k - p), deep_words = ceil_div(deep, Words::STEP);
         float* block = static_cast<float*>(args.packed) + ceil_div(p, Words::STEP) * width / Words::WIDE;
         const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
         pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep,

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "table.h"
+#include "tuning.h"
 
 namespace fm {
 namespace {
@@ -27,13 +28,7 @@ std::string read_word(const std::string& path) {
   return word;
 }
 
-// A64FX, whose kernel need not describe its caches: 64 KiB L1; 8 MiB L2 for 12 cores, of which 7 MiB are left when
-// assistant cores hold ways (A64FX Microarchitecture Manual 1.8.1). Elsewhere the smallest caches of this decade.
-#if defined(__aarch64__)
-constexpr CacheGeometry UNKNOWN = {64 << 10, (7 << 20) / 12, 0};
-#else
-constexpr CacheGeometry UNKNOWN = {32 << 10, 256 << 10, 0};
-#endif
+using tuning::Baseline;
 
 CacheGeometry read_geometry() {
   CacheGeometry geometry = {0, 0, 0};
@@ -46,15 +41,13 @@ CacheGeometry read_geometry() {
     const int64_t share = bytes / count_list(read_word(folder + "shared_cpu_list"));
     (level == "1" ? geometry.l1 : level == "2" ? geometry.l2 : geometry.l3) = share;
   }
-  if (!geometry.l1 || !geometry.l2) return UNKNOWN;
-#if defined(__aarch64__)
-  if (!geometry.l3) geometry.l2 = geometry.l2 * 7 / 8;
-#endif
+  if (!geometry.l1 || !geometry.l2) return {Baseline::UNKNOWN_L1, Baseline::UNKNOWN_L2, 0};
+  if (!geometry.l3) geometry.l2 = geometry.l2 * Baseline::L2_EIGHTHS / 8;
   return geometry;
 }
 
-int64_t multiple(double value, int64_t unit, int64_t least) {
-  return std::max(static_cast<int64_t>(value) / unit * unit, least);
+int64_t multiple(double value, int64_t unit, int64_t min) {
+  return std::max(static_cast<int64_t>(value) / unit * unit, min);
 }
 
 }  // namespace
@@ -64,33 +57,32 @@ const CacheGeometry& cache_geometry() {
   return geometry;
 }
 
-// kc: a panel of B fills half of L1; where an L3 stands behind L2, panels are deeper and stream from L2, because a tile of
-// C then goes fewer times to L3 and back (124M's step is 3 per cent faster with 4 than with 1). mc: the block of A fills most of L2, or half of it where the streams of B and C
-// come from memory through the same cache. nc: the block of B fills a quarter of L3, or what several L2 hold.
+// kc: a panel of B; mc: the block of A; nc: the block of B. The shares of the caches are tuning.h's.
 GemmBlocks gemm_blocks(int mr, int nr, int step) {
-  constexpr int WORD = 4, DEEP = 4;
+  constexpr int WORD = 4;
   const CacheGeometry& cache = cache_geometry();
-  const int stretch = cache.l3 ? DEEP / step : step;
+  const int stretch = cache.l3 ? Baseline::KC_DEPTH_BEFORE_L3 / step : step;
+  const double a_block = (cache.l3 ? Baseline::MC_L2_SHARE_BEFORE_L3 : Baseline::MC_L2_SHARE) * cache.l2;
+  const double b_block = cache.l3 ? Baseline::NC_L3_SHARE * cache.l3 : Baseline::NC_L2_SHARE * cache.l2;
   GemmBlocks blocks;
-  blocks.kc = stretch * multiple(0.5 * cache.l1 / (nr * WORD), 64, 64);
-  blocks.mc = multiple((cache.l3 ? 0.8 : 0.5) * cache.l2 / (blocks.kc * WORD), mr, mr);
-  blocks.nc = multiple((cache.l3 ? 0.25 * cache.l3 : 4.0 * cache.l2) / (blocks.kc * WORD), nr, 8 * nr);
+  blocks.kc = stretch * multiple(Baseline::KC_L1_SHARE * cache.l1 / (nr * WORD), 64, 64);
+  blocks.mc = multiple(a_block / (blocks.kc * WORD), mr, mr);
+  blocks.nc = multiple(b_block / (blocks.kc * WORD), nr, 8 * nr);
   return blocks;
 }
 
-// Costs in multiply-adds per step of k. Packing an element takes about as long as PACK of them in a full tile; reading
-// a packed weight from a shared cache about STREAM.
+// Costs in multiply-adds per step of k.
 GemmGrid gemm_grid(int threads, int64_t m, int64_t n, int row_unit, int col_unit, bool packed) {
-  constexpr double PACK = 16, STREAM = 3;
+  const double each_col = packed ? Baseline::STREAM_COST : Baseline::PACK_COST;
   GemmGrid best = {1, threads};
-  double least = -1;
+  double best_cost = -1;
   for (int parts = 1; parts <= threads; ++parts) {
     if (threads % parts) continue;
     const int others = threads / parts;
     const double rows = double((m + row_unit * parts - 1) / (row_unit * parts)) * row_unit;
     const double cols = double((n + int64_t(col_unit) * others - 1) / (int64_t(col_unit) * others)) * col_unit;
-    const double cost = rows * cols + PACK * rows + (packed ? STREAM : PACK) * cols;
-    if (least < 0 || cost < least) least = cost, best = {parts, others};
+    const double cost = rows * cols + Baseline::PACK_COST * rows + each_col * cols;
+    if (best_cost < 0 || cost < best_cost) best_cost = cost, best = {parts, others};
   }
   return best;
 }

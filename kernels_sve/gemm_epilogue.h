@@ -1,12 +1,10 @@
 // What follows the product while a tile of C is still in the first-level cache: bias, GELU, its derivative, residual,
 // conversion. GELU is the tanh form, x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016).
 #pragma once
+#include "gelu.h"
 #include "gemm_micro.h"
 
 namespace fm::FM_TARGET {
-
-constexpr float GELU_SCALE = 1.5957691216f;  // 2 sqrt(2/pi)
-constexpr float GELU_CUBE = 0.044715f;
 
 FM_INLINE vf gelu_sigmoid(vf x) { return reciprocal(1.0f + exp(-GELU_SCALE * (x + GELU_CUBE * (x * x * x)))); }
 FM_INLINE vf gelu(vf x) { return x * gelu_sigmoid(x); }

@@ -2,20 +2,14 @@
 // Both operands are packed: A as [k][MR] words, read by broadcast; B as [k][NR] words, read as vectors. A word is a
 // float, or a pair of consecutive k in bfloat16 where the target has a dot product of pairs (BF16_DOT). Where sums are
 // in FP16 (gemm_half.h), a word of A is one half and a word of B two neighbouring columns.
-// A64FX: MR * NR_VECTORS accumulators hide the FMLA's latency of 9 on two pipes; a broadcast is one LD1RW.
-// docs/kernels-howto.md
+// The tile is tuning.h's; on A64FX a broadcast is one LD1RW. docs/kernels-howto.md
 #pragma once
 #include "simd.h"
 
-#ifndef FM_UNROLL
-#define FM_UNROLL 1
-#endif
-
 namespace fm::FM_TARGET {
 
-constexpr int MR = FM_MR;
-constexpr int UNROLL = FM_UNROLL;  // steps of the k-loop in one turn
-constexpr int NR_VECTORS = FM_NR_VECTORS;
+constexpr int MR = Tuning::GEMM_MR, NR_VECTORS = Tuning::GEMM_NR_VECTORS;
+constexpr int UNROLL = Tuning::GEMM_UNROLL;
 constexpr int NR = NR_VECTORS * VL;
 constexpr int ROW_UNIT = MR >= 8 ? 4 : 2;  // tiles at the bottom have a multiple of this many rows
 static_assert(MR % ROW_UNIT == 0, "tiles of fewer rows come in steps of ROW_UNIT");

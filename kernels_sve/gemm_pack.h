@@ -76,7 +76,7 @@ FM_INLINE void pack_transposed_pairs(const T* src, int64_t stride, int64_t valid
 template <class Words, int WIDTH, int PANELS, class T>
 FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
   constexpr int ROW = WIDTH / Words::WIDE, GROUPS = (ROW + VL - 1) / VL, LANES = VL * Words::WIDE;
-  constexpr int AHEAD = 8 * Words::STEP;
+  constexpr int AHEAD = Tuning::PACK_AHEAD * Words::STEP;
   const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * ROW;
   const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * LANES;
   for (int64_t k = 0; k < depth; k += Words::STEP, src += Words::STEP * stride, out += ROW) {
@@ -101,7 +101,7 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
   }
 }
 
-constexpr int PACK_PANELS = 4;
+constexpr int PACK_PANELS = Tuning::PACK_PANELS;
 
 // The panel that begins at src, or PACK_PANELS of them; returns how many it packed, given that `left` values of i are wanted
 // and `valid` exist.

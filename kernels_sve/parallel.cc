@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "tuning.h"
 
 namespace fm {
 
@@ -20,6 +21,8 @@ void barrier() {
 }
 
 namespace {
+
+constexpr size_t LINE = tuning::Baseline::CACHE_LINE;
 
 struct Buffer {
   std::unique_ptr<void, decltype(&arena::release)> data{nullptr, &arena::release};
@@ -39,7 +42,7 @@ void* scratch(int slot, size_t bytes) {
   Buffer& buffer = buffers[slot];
   if (buffer.bytes < bytes) {
     buffer.data.reset();
-    buffer.bytes = (bytes + 255) / 256 * 256;
+    buffer.bytes = (bytes + LINE - 1) / LINE * LINE;
     buffer.data.reset(arena::allocate(buffer.bytes, arena::Use::buffer));
     if (!buffer.data) {
       buffer.bytes = 0;

@@ -87,17 +87,17 @@ FM_INLINE void map_columns(const T* x, T* out, int64_t i, int64_t cols, const F&
 
 template <class T>
 static void dropout_of(const T* x, T* out, const DropoutArgs& a) {
-  const PhiloxKey key = philox_key(a.seed, a.stream);
+  const PhiloxKey key = philox_key(a.key.seed, a.key.stream);
   const uint32_t threshold = dropout_threshold(a.p);
   const float scale = 1.0f / (1.0f - a.p);
   const int64_t rows = a.outer * a.samples * a.inner;
-  parallel_for(rows, 1 + 4096 / (a.cols + 1), [&](int64_t begin, int64_t end) {
+  parallel_for(rows, 1 + Tuning::GRAIN / (a.cols + 1), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t sample = a.first_sample + r / a.inner % a.samples;
-      const int64_t row = a.row0 + r / (a.inner * a.samples) * a.inner + r % a.inner;
+      const int64_t sample = a.key.first_sample + r / a.inner % a.samples;
+      const int64_t row = a.key.row0 + r / (a.inner * a.samples) * a.inner + r % a.inner;
       const T* from = x + r * a.cols;
       T* to = out + r * a.cols;
-      for_philox_row(key, sample, static_cast<uint32_t>(row), a.col0, a.cols, [&](const vu* words, int64_t i, int v) {
+      for_philox_row(key, sample, static_cast<uint32_t>(row), a.key.col0, a.cols, [&](const vu* words, int64_t i, int v) {
         map_columns(from, to, i, a.cols, [&](vf value) { return words[v] >= threshold ? value * scale : vf{}; });
       });
     }
@@ -124,7 +124,7 @@ FM_INLINE vf box_muller(const vu* words, int v) {
 
 static void philox_normal(float* out, const NormalArgs& a) {
   const PhiloxKey key = philox_key(a.seed, a.stream);
-  parallel_for(a.rows, 1 + 1024 / (a.cols + 1), [&](int64_t begin, int64_t end) {
+  parallel_for(a.rows, 1 + Tuning::GRAIN / 4 / (a.cols + 1), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       float* to = out + r * a.cols;
       for_philox_row(key, 0, static_cast<uint32_t>(a.row0 + r), a.col0, a.cols, [&](const vu* words, int64_t i, int v) {

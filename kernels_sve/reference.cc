@@ -10,9 +10,8 @@ namespace fm::reference {
 
 extern const KernelTable kernel_table;
 const KernelTable kernel_table = {
-#define FM_KERNEL(name, result, parameters) &name,
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) &name,
 #include "kernels.inc"
-#undef FM_KERNEL
 };
 
 namespace {

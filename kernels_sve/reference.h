@@ -5,9 +5,8 @@
 
 namespace fm::reference {
 
-#define FM_KERNEL(name, result, parameters) result name parameters;
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) result name parameters;
 #include "kernels.inc"
-#undef FM_KERNEL
 
 float get(const void* x, DType dtype, int64_t i);
 // a b + sum rounded once to binary16; the three are binary16 numbers.

@@ -48,7 +48,7 @@ void philox_normal(float* out, const NormalArgs& a) {
 }
 
 void dropout(const void* x, void* out, DType dtype, const DropoutArgs& a) {
-  const PhiloxKey key = philox_key(a.seed, a.stream);
+  const PhiloxKey key = philox_key(a.key.seed, a.key.stream);
   const float scale = 1.0f / (1.0f - a.p);
   int64_t i = 0;
   for (int64_t o = 0; o < a.outer; ++o)
@@ -57,7 +57,7 @@ void dropout(const void* x, void* out, DType dtype, const DropoutArgs& a) {
         for (int64_t c = 0; c < a.cols; ++c, ++i) {
           uint32_t words[4];
           int word;
-          call_of(key, a.first_sample + b, static_cast<uint32_t>(a.row0 + o * a.inner + n), a.col0 + c, words, &word);
+          call_of(key, a.key.first_sample + b, static_cast<uint32_t>(a.key.row0 + o * a.inner + n), a.key.col0 + c, words, &word);
           put(out, dtype, i, words[word] >= dropout_threshold(a.p) ? get(x, dtype, i) * scale : 0.0f);
         }
 }

@@ -1,4 +1,4 @@
-// Scalar references of rowwise.h, rowwise_dropout.h and rowwise_cross_entropy.h, in double.
+// Scalar references of rowwise.h and rowwise_dropout.h, in double.
 #include <cmath>
 #include <vector>
 
@@ -78,40 +78,6 @@ void bias_dropout_add_layer_norm(const ResidualArgs& sum, const LayerNormArgs& n
 void bias_dropout_add_layer_norm_backward(const LayerNormGradArgs& norm, const ResidualGradArgs& sum) {
   layer_norm_backward(norm);
   bias_dropout_add_backward(sum);
-}
-
-void cross_entropy_max(const CrossEntropyArgs& a) {
-  for (int64_t r = 0; r < a.rows; ++r) {
-    a.max[r] = -INFINITY;
-    for (int64_t c = 0; c < a.cols; ++c) a.max[r] = std::fmax(a.max[r], get(a.logits, a.dtype, r * a.cols + c));
-  }
-}
-
-void cross_entropy_sum(const CrossEntropyArgs& a) {
-  for (int64_t r = 0; r < a.rows; ++r) {
-    double sum = 0;
-    a.target[r] = 0;
-    for (int64_t c = 0; c < a.cols; ++c) {
-      const float logit = get(a.logits, a.dtype, r * a.cols + c);
-      sum += std::exp(static_cast<double>(logit) - a.max[r]);
-      if (a.labels[r] - a.first_row == c) a.target[r] = logit - a.max[r];
-    }
-    a.sum_exp[r] = static_cast<float>(sum);
-  }
-}
-
-void cross_entropy_forward(const CrossEntropyArgs& a) {
-  cross_entropy_max(a);
-  cross_entropy_sum(a);
-}
-
-void cross_entropy_backward(const CrossEntropyArgs& a, const float* dloss, void* out, DType out_dtype) {
-  for (int64_t r = 0; r < a.rows; ++r)
-    for (int64_t c = 0; c < a.cols; ++c) {
-      const int64_t i = r * a.cols + c;
-      const double p = std::exp(static_cast<double>(get(a.logits, a.dtype, i)) - a.max[r]) / a.sum_exp[r];
-      put(out, out_dtype, i, static_cast<float>((p - (a.labels[r] - a.first_row == c)) * dloss[r]));
-    }
 }
 
 }  // namespace fm::reference

@@ -68,7 +68,7 @@ FM_INLINE void layer_norm_rows(const LayerNormArgs& a, int64_t row) {
 
 // Whether four rows of x fit the first-level cache next to the rest; a long row fills it alone, and its horizontal sums
 // are cheap by comparison.
-FM_INLINE bool short_rows(int64_t cols) { return cols <= 2048; }
+FM_INLINE bool short_rows(int64_t cols) { return cols <= Tuning::SHORT_ROW; }
 
 template <class T>
 FM_INLINE void layer_norm_range(const LayerNormArgs& a, int64_t begin, int64_t end) {

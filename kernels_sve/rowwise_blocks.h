@@ -1,16 +1,12 @@
-// Walks over (rows, cols) matrices that the row-wise and the pointwise kernels share: blocks of rows, and sums over
-// rows whose bits do not depend on the number of threads. Tested by tests/kernels/test_rowwise.py and test_pointwise.py.
+// Walks over (rows, cols) matrices that the kernels on rows share: blocks of rows, and sums over
+// rows whose bits do not depend on the number of threads. Tested by tests/kernels/test_rowwise.py.
 #pragma once
 #include "simd.h"
 
 namespace fm::FM_TARGET {
 
-// Rows worked on together: their horizontal sums overlap, and a column sum is loaded and stored once for all of them.
-constexpr int ROW_BLOCK = 4;
-// Partial sums over rows: whole shares for 12, 24 and 48 cores.
-constexpr int64_t ROW_CHUNKS = 48;
-// Columns of one step of the final sum: a 256-byte line.
-constexpr int64_t COLUMN_BLOCK = 64;
+constexpr int ROW_BLOCK = Tuning::ROW_BLOCK;
+constexpr int64_t ROW_CHUNKS = Tuning::ROW_CHUNKS, COLUMN_BLOCK = Tuning::COLUMN_BLOCK;
 
 template <int R>
 struct Count {
@@ -26,8 +22,8 @@ FM_INLINE void for_row_blocks(int64_t begin, int64_t end, const F& body) {
   for (; row < end; ++row) body(Count<1>(), row);
 }
 
-// Rows per range of parallel_for, a multiple of ROW_BLOCK: at least 4096 elements.
-FM_INLINE int64_t row_grain(int64_t cols) { return ROW_BLOCK * (1 + 1024 / (cols + 1)); }
+// Rows per range of parallel_for, a multiple of ROW_BLOCK: at least GRAIN elements.
+FM_INLINE int64_t row_grain(int64_t cols) { return ROW_BLOCK * (1 + Tuning::GRAIN / ROW_BLOCK / (cols + 1)); }
 
 FM_INLINE void clear(float* p, int64_t n) {
   for_vectors(0, n, [&](int64_t i, int lanes) { store_lanes(p + i, vf{}, lanes); });

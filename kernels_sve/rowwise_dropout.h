@@ -11,16 +11,16 @@ namespace fm::FM_TARGET {
 // that stay. Columns begin at 0, so vectors and Philox blocks coincide.
 template <int R, class F>
 FM_INLINE void for_kept(const DropoutArgs& a, int64_t row, const F& body) {
-  const PhiloxKey key = philox_key(a.seed, a.stream);
+  const PhiloxKey key = philox_key(a.key.seed, a.key.stream);
   const uint32_t threshold = dropout_threshold(a.p);
   for (int64_t first = 0; first < a.cols; first += PHILOX_CALLS * 4) {
     for (int part = 0; part < PHILOX_CALLS / VL; ++part) {
       vu c[R][4];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const uint64_t sample = a.first_sample + (row + r) % a.samples;
+        const uint64_t sample = a.key.first_sample + (row + r) % a.samples;
         c[r][0] = lane_index() + static_cast<uint32_t>(first / 4 + part * VL);
-        c[r][1] = broadcast(static_cast<uint32_t>(a.row0 + (row + r) / a.samples));
+        c[r][1] = broadcast(static_cast<uint32_t>(a.key.row0 + (row + r) / a.samples));
         c[r][2] = broadcast(static_cast<uint32_t>(sample));
         c[r][3] = broadcast(static_cast<uint32_t>(sample >> 32));
       }

@@ -24,6 +24,7 @@
 
 #include "parallel.h"
 #include "table.h"
+#include "tuning.h"
 
 #define FM_INLINE static inline __attribute__((always_inline))
 
@@ -38,6 +39,7 @@
 namespace fm::FM_TARGET {
 
 constexpr int VL = FM_VECTOR_BYTES / 4;
+using Tuning = tuning::FM_TARGET;
 
 typedef float vf __attribute__((vector_size(FM_VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(FM_VECTOR_BYTES)));
@@ -64,8 +66,8 @@ FM_INLINE vu lane_index() {
   return v;
 }
 
-FM_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-FM_INLINE int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
+FM_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+FM_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 FM_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 FM_INLINE vu select(vi mask, vu yes, vu no) { return mask ? yes : no; }
 FM_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }

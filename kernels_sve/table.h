@@ -18,12 +18,18 @@ struct f16 {
 // elementwise.h
 enum class Function : int32_t { exp, log, sqrt, rsqrt, reciprocal };
 
-// philox.h: dropout on a contiguous (outer, samples, inner, cols) view; philox_layout.h says which word an element gets.
+// What the random words of a dropout mask depend on, beside the element's place: philox_layout.h says which word an element
+// gets. first_sample, row0, col0: the global place of this tensor's first element.
+struct DropoutKey {
+  uint64_t seed, stream;
+  int64_t first_sample, row0, col0;
+};
+
+// philox.h: dropout on a contiguous (outer, samples, inner, cols) view.
 struct DropoutArgs {
   int64_t outer, samples, inner, cols;
   float p;
-  uint64_t seed, stream;
-  int64_t first_sample, row0, col0;
+  DropoutKey key;
 };
 
 // philox.h: a slice of rows x cols at (row0, col0) of a global matrix.
@@ -34,6 +40,7 @@ struct NormalArgs {
 };
 
 // attention.h: causal self-attention of heads of d columns over sequences of s positions; p = 0 for no dropout.
+// The DropoutKey of the probabilities (b, heads, s, s) has row0 = first_head * s.
 struct AttentionArgs {
   int64_t s, b, heads, d;
   float p;
@@ -90,7 +97,7 @@ struct CrossEntropyArgs {
   int64_t rows, cols;
   const int64_t* labels;
   int64_t first_row;
-  float *max, *sum_exp, *target;
+  float *row_max, *sum_exp, *target_logit;
 };
 
 // Rows first_row to first_row + table_rows of a table of `cols` columns, looked up by n tokens.
@@ -104,9 +111,8 @@ struct EmbeddingArgs {
 namespace fm {
 
 struct KernelTable {
-#define FM_KERNEL(name, result, parameters) result(*name) parameters;
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) result(*name) parameters;
 #include "kernels.inc"
-#undef FM_KERNEL
 };
 
 // The table of the target in use (dispatch.cc).

@@ -26,7 +26,7 @@ class TensorView {
   const TensorView& floating() const { return dtype({DType::f32, DType::bf16, DType::f16}); }
   const TensorView& same_dtype(const TensorView& other) const;
   const TensorView& rank(int exact) const { return rank(exact, exact); }
-  const TensorView& rank(int least, int most) const;
+  const TensorView& rank(int min, int max) const;
   // -1 stands for any size.
   const TensorView& shape(std::initializer_list<int64_t> expected) const;
   const TensorView& same_shape(const TensorView& other) const;

@@ -45,7 +45,7 @@ class Kernel:
     name: str
     file: str
     function: str
-    least: float  # share of two FMLAs a cycle in the model
+    min_share: float  # of two FMLAs a cycle in the model
     multiply_adds: int = 16  # fewer than this in a turn: not one of its inner products
 
 
@@ -57,6 +57,13 @@ def hot_kernels(tile: tuple[int, int]) -> list[Kernel]:
         Kernel("GEMM FP16 k-loop", "gemm_half.h|simd_sve.h", rf"micro_kernel<.*HalfWords, {rows}>", 0.98, rows * vectors),
         Kernel("attention inner products", "attention_tile.h", r"Singles", 0.85),
     ]
+
+
+def gemm_tile() -> tuple[int, int]:
+    """Rows and vectors of the target's GEMM tile (kernels_sve/tuning.h), which the extension knows of every target."""
+    from fugaku_megatron.host import kernels
+
+    return next(row["gemm_tile"] for row in kernels.targets() if row["name"] == TARGET)
 
 
 def assembly(cxx: str, name: str) -> str:
@@ -83,16 +90,16 @@ def cycles(loop: Loop) -> float:
 
 def row(compiler: str, function: str, kernel: Kernel, loop: Loop) -> tuple[str, list[str]]:
     """(line of the table, faults) of one inner-product loop."""
-    found, count = faults(loop), len(loop.multiply_adds)
+    reasons, count = faults(loop), len(loop.multiply_adds)
     model = f"{'':7} {'no llvm-mca':>9}"
     if shutil.which(MCA[0]):
         turn = cycles(loop)
         share = count / FMA_PER_CYCLE / turn
         model = f"{turn:7.2f} {100 * share:8.1f}%"
-        if share < kernel.least:
-            found.append(f"{100 * share:.1f} % of the two-FMA peak in the model, {100 * kernel.least:.0f} % needed")
+        if share < kernel.min_share:
+            reasons.append(f"{100 * share:.1f} % of the two-FMA peak in the model, {100 * kernel.min_share:.0f} % needed")
     name = f"{kernel.name}: {function.split('(')[0].removeprefix('void ')}"
-    return f"{compiler:9} {name:60.60} {count:5} {len(loop.body):6} {model}", [f"{compiler} {name}: {fault}" for fault in found]
+    return f"{compiler:9} {name:60.60} {count:5} {len(loop.body):6} {model}", [f"{compiler} {name}: {fault}" for fault in reasons]
 
 
 def check(compiler: str, text: str, kernels: list[Kernel]) -> Iterator[tuple[str, list[str]]]:
@@ -135,7 +142,7 @@ def main() -> int:
     if not shutil.which(GCC):
         print(f"arm-codegen: not run: no {GCC} (make arm-env)")
         return 3
-    tile = next(t.tile for t in setup.TARGETS if t.name == TARGET)
+    tile = gemm_tile()
     print(f"model: llvm-mca of LLVM 19, A64FX, dispatch {DISPATCH}, all data in L1; not a measurement")
     print(f"{'compiler':9} {'loop':60} {'FMLAs':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
     found = []

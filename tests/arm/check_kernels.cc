@@ -56,7 +56,7 @@ void check_philox(const std::string& target, int64_t n) {
     compare(target, "dropout", 0, 0, [&] {
       const Floats x = random_floats(6 * n, 4);
       Floats out(6 * n);
-      kernels().dropout(x.data(), out.data(), DType::f32, {3, 2, 1, n, 0.3f, 99, 3, INT64_C(1) << 33, 2, col0});
+      kernels().dropout(x.data(), out.data(), DType::f32, {3, 2, 1, n, 0.3f, {99, 3, INT64_C(1) << 33, 2, col0}});
       return out;
     });
   }

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from fugaku_megatron.host import kernels
+from fugaku_megatron.run import accounting
 from tests.arm import builds
 
 SIZES = {1: ["1000"], 2: ["17", "130"], 3: ["6", "5", "70"], 4: ["40", "1", "2", "24"]}  # by the number of a shape's numbers
@@ -40,10 +42,14 @@ def run(program, *arguments):
     return subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=300)
 
 
+def listed(program):
+    """(op, kernel, sizes) of every line of the program's own list."""
+    return re.findall(r"^  (\w+) +(\w+) +([A-Z ]+?) +default", run(program).stdout, re.MULTILINE)
+
+
 def ops(program):
-    """Op -> how many numbers its shape has, from the program's own list."""
-    rows = re.findall(r"^  (\w+) +([A-Z ]+?) +default", run(program).stdout, re.MULTILINE)
-    return {name: len(shape.split()) for name, shape in rows}
+    """Op -> how many sizes it takes."""
+    return {name: len(sizes.split()) for name, _, sizes in listed(program)}
 
 
 def checksum(program, *arguments):
@@ -60,8 +66,31 @@ def assert_ops_agree(program, dtype, tolerance):
             assert checksum(program, *arguments) == pytest.approx(expected, rel=tolerance, abs=tolerance * 10), arguments
 
 
+def test_every_kernel_of_the_table_has_an_op(native):
+    """But for those that move nothing, and the plain product, which the layers' three are forms of."""
+    rows = {row["name"]: row for row in kernels.table.rows()}
+    assert {kernel for _, kernel, _ in listed(native)} >= {name for name, row in rows.items() if row["bytes"] != "0"} - {"gemm"}
+    for op, kernel, sizes in listed(native):
+        assert sizes.lower().split() == rows[kernel]["sizes"], op
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_bytes_of_the_table_are_those_of_the_tensors(native, dtype):
+    for name, numbers in ops(native).items():
+        printed = run(native, name, *SIZES[numbers], "--dtype", dtype).stdout
+        moved, tensors = re.search(r"^bytes (\d+) of tensors (\d+)", printed, re.MULTILINE).groups()
+        assert moved == tensors, printed
+
+
+@pytest.mark.parametrize(("op", "sizes", "share"), [("attention_forward", [64, 2, 3, 16], 1.0),
+                                                    ("attention_backward", [64, 2, 3, 16], accounting.ATTENTION_BACKWARD_SHARE)])
+def test_flops_of_attention_are_accountings(native, op, sizes, share):
+    s, b, heads, d = sizes
+    flops = float(re.search(r"flops (\d+)$", run(native, op, *map(str, sizes)).stdout, re.MULTILINE)[1])
+    assert flops == share * accounting.causal_attention_flops(b * heads, s, d)
+
+
 def test_every_op_agrees_with_the_reference(native):
-    assert len(ops(native)) >= 31
     assert_ops_agree(native, "f32", 1e-4)
 
 

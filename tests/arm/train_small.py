@@ -1,7 +1,7 @@
 """Twenty steps of a tiny GPT with dropout, whose losses every machine and layout must share; a program for either side.
 
     python tests/arm/train_small.py LOSSES.json                                    this machine
-    .arm/python tests/arm/train_small.py LOSSES.json tests/kernels/test_rows.py    an emulated A64FX, after these tests
+    .arm/python tests/arm/train_small.py LOSSES.json tests/kernels/test_adamw.py    an emulated A64FX, after these tests
     mpirun -n 2 .arm/python tests/arm/train_small.py LOSSES.json                   two ranks: data and tensor parallel
 
 Initial weights and dropout masks are functions of global positions, so only rounding may differ. LOSSES.json gets the losses

@@ -44,12 +44,12 @@ def double_loss(logits, labels, dloss):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_backward(target, shape, dtype):
     logits, labels, dloss = sample(*shape, dtype)
-    top, sum_exp, chosen = forward(logits, labels)
+    row_max, sum_exp, target_logit = forward(logits, labels)
     loss, grad = double_loss(logits, labels, dloss)
-    torch.testing.assert_close((sum_exp.log() - chosen).double(), loss, rtol=2e-6, atol=4e-6)
-    assert torch.equal(top, logits.float().amax(-1))
+    torch.testing.assert_close((sum_exp.log() - target_logit).double(), loss, rtol=2e-6, atol=4e-6)
+    assert torch.equal(row_max, logits.float().amax(-1))
     for out in (torch.empty_like(logits, dtype=torch.bfloat16), torch.empty_like(logits, dtype=torch.float32), logits):
-        kernels.cross_entropy_backward(logits, top, sum_exp, labels, 0, dloss, out)  # the last one in place
+        kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, 0, dloss, out)  # the last one in place
         torch.testing.assert_close(out.double(), grad, rtol=ROUNDING[out.dtype] * 2, atol=1e-6)
 
 
@@ -58,29 +58,29 @@ def test_split_vocabulary(target, ranks):
     """Ranks' shares with the all-reduces done by hand give what the whole vocabulary gives."""
     logits, labels, dloss = sample(9, 130 * ranks, seed=1)
     shares = [share.contiguous() for share in logits.chunk(ranks, 1)]
-    tops, sums, chosen = ([torch.empty(9) for _ in shares] for _ in range(3))
-    for share, top in zip(shares, tops, strict=True):
-        kernels.cross_entropy_max(share, top)
-    top = torch.stack(tops).amax(0)
+    row_maxima, sums, target_logit = ([torch.empty(9) for _ in shares] for _ in range(3))
+    for share, row_max in zip(shares, row_maxima, strict=True):
+        kernels.cross_entropy_max(share, row_max)
+    row_max = torch.stack(row_maxima).amax(0)
     for i, share in enumerate(shares):
-        kernels.cross_entropy_sum(share, top, labels, 130 * i, sums[i], chosen[i])
+        kernels.cross_entropy_sum(share, row_max, labels, 130 * i, sums[i], target_logit[i])
     sum_exp = torch.stack(sums).sum(0)
     loss, grad = double_loss(logits, labels, dloss)
-    torch.testing.assert_close((sum_exp.log() - torch.stack(chosen).sum(0)).double(), loss, rtol=2e-6, atol=4e-6)
+    torch.testing.assert_close((sum_exp.log() - torch.stack(target_logit).sum(0)).double(), loss, rtol=2e-6, atol=4e-6)
     for i, share in enumerate(shares):
-        kernels.cross_entropy_backward(share, top, sum_exp, labels, 130 * i, dloss, share)
+        kernels.cross_entropy_backward(share, row_max, sum_exp, labels, 130 * i, dloss, share)
     torch.testing.assert_close(torch.cat(shares, 1).double(), grad, rtol=4e-6, atol=1e-6)
 
 
 def test_chunks_of_rows_give_the_bits_of_the_whole(target):
     logits, labels, dloss = sample(23, 300, seed=2)
-    top, sum_exp, _ = forward(logits, labels)
+    row_max, sum_exp, _ = forward(logits, labels)
     whole = torch.empty_like(logits)
-    kernels.cross_entropy_backward(logits, top, sum_exp, labels, 0, dloss, whole)
+    kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, 0, dloss, whole)
     for rows in (slice(0, 7), slice(7, 8), slice(8, 23)):
-        part_top, part_sum, _ = forward(logits[rows], labels[rows])
+        part_max, part_sum, _ = forward(logits[rows], labels[rows])
         part = torch.empty_like(logits[rows])
-        kernels.cross_entropy_backward(logits[rows], part_top, part_sum, labels[rows], 0, dloss[rows], part)
+        kernels.cross_entropy_backward(logits[rows], part_max, part_sum, labels[rows], 0, dloss[rows], part)
         assert torch.equal(part, whole[rows])
 
 
@@ -90,10 +90,10 @@ def test_same_bits_for_any_number_of_threads(target):
     try:
         for threads in (1, 2, 3, 4):
             kernels.set_num_threads(threads)
-            top, sum_exp, chosen = forward(logits, labels)
+            row_max, sum_exp, target_logit = forward(logits, labels)
             out = torch.empty_like(logits)
-            kernels.cross_entropy_backward(logits, top, sum_exp, labels, 0, dloss, out)
-            results.append(torch.cat([top, sum_exp, chosen, out.flatten()]))
+            kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, 0, dloss, out)
+            results.append(torch.cat([row_max, sum_exp, target_logit, out.flatten()]))
     finally:
         kernels.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results)
@@ -109,8 +109,8 @@ def test_extreme_logits_as_torch(target):
     logits[3] = float("-inf")
     logits[4, 17] = 3e38
     want = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    _, sum_exp, chosen = forward(logits, labels)
-    torch.testing.assert_close(sum_exp.log() - chosen, want, rtol=1e-6, atol=1e-5, equal_nan=True)
+    _, sum_exp, target_logit = forward(logits, labels)
+    torch.testing.assert_close(sum_exp.log() - target_logit, want, rtol=1e-6, atol=1e-5, equal_nan=True)
     assert want.isnan().tolist() == [False, True, True, True, False]
 
 
@@ -122,7 +122,7 @@ def test_wrong_arguments_leave_everything_untouched():
         kernels.cross_entropy_sum(logits, rows[0], labels[:3], 0, *rows[1:3])
     with pytest.raises(ValueError, match="labels: expected dtype int64"):
         kernels.cross_entropy_forward(logits, labels.int(), *rows[:3])
-    with pytest.raises(ValueError, match="target: expected memory apart from sum_exp"):
+    with pytest.raises(ValueError, match="target_logit: expected memory apart from sum_exp"):
         kernels.cross_entropy_forward(logits, labels, rows[0], rows[1], rows[1])
     with pytest.raises(ValueError, match="out: expected the memory of logits or memory apart from it"):
         half = logits.flatten().view(torch.bfloat16)[:32].view(4, 8)  # the first half of logits' bytes

@@ -23,12 +23,6 @@ def run_python(code, **environment):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
 
 
-def test_every_row_of_the_table_is_listed_and_bound():
-    rows = re.findall(r"^FM_KERNEL\((\w+),", (ROOT / "kernels_sve" / "kernels.inc").read_text(), re.MULTILINE)
-    assert kernels.kernels() == rows
-    assert [name for name in rows if not hasattr(kernels, name)] == []
-
-
 def test_targets_say_why_they_cannot_run():
     rows = kernels.targets()
     assert [row["name"] for row in rows][:2] == ["reference", "portable"]

@@ -152,6 +152,10 @@ def test_special_values_travel(target, special):
     assert gradient[0, :5].tolist() == [1, 0, 1, 0, 1] and bool(gradient[0, 5].isnan())
 
 
+def test_which_targets_sum_in_fp16(target):
+    assert kernels.has_fp16_arithmetic() == (not target.startswith("avx"))
+
+
 def test_reference_agrees(reference):
     x, weight, grad = torch.randn(7, 20), torch.randn(9, 20), torch.randn(7, 9)
 

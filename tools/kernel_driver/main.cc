@@ -5,6 +5,7 @@
 // more; under an emulator those times mean nothing. Built by tools/build_driver.py (make driver, make arm-driver), tested by
 // tests/arm/test_driver.py.
 #include <algorithm>
+#include <cctype>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -30,7 +31,7 @@ float number(uint32_t i) {  // a hash of i in [-1, 1)
   return static_cast<float>(static_cast<int32_t>(i ^ (i >> 13))) * 0x1p-31f;
 }
 
-int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+int64_t element_bytes(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16 ? 2 : 4; }
 
 }  // namespace
 
@@ -41,21 +42,25 @@ void* Work::memory(int64_t bytes) {
   return data;
 }
 
-const int64_t* Work::indices(int64_t n, int64_t limit) {
+const int64_t* Work::indices(int64_t n, int64_t limit, int64_t touched) {
   int64_t* data = static_cast<int64_t*>(memory(8 * n));
   for (int64_t i = 0; i < n; ++i) data[i] = (i * 7919 + 13) % limit;
-  bytes_ += 8.0 * n;
+  bytes_ += 8.0 * (touched == ALL ? n : touched);
   return data;
 }
 
-void* Work::tensor(int64_t n, DType type, float scale, bool read, bool written) {
+void* Work::tensor(int64_t n, DType type, float scale, bool read, bool written, int64_t touched) {
   const uint32_t seed = static_cast<uint32_t>(memory_.size()) * 40503u;
   std::vector<float> values(n);
   for (int64_t i = 0; read && i < n; ++i) values[i] = scale * number(static_cast<uint32_t>(i) + seed);
   void* data = memory(n * element_bytes(type));
-  kernels().convert(values.data(), DType::f32, data, type, n);
+  if (type == DType::i32) {
+    std::memset(data, 0, n * sizeof(uint32_t));
+  } else {
+    kernels().convert(values.data(), DType::f32, data, type, n);
+  }
   if (written) outputs_.push_back({data, type, n});
-  bytes_ += static_cast<double>((read + written) * n * element_bytes(type));
+  bytes_ += static_cast<double>((read + written) * (touched == ALL ? n : touched) * element_bytes(type));
   return data;
 }
 
@@ -63,7 +68,12 @@ double Work::checksum() const {
   double sum = 0;
   for (const Output& output : outputs_) {
     std::vector<float> values(output.n);
-    kernels().convert(output.data, output.dtype, values.data(), DType::f32, output.n);
+    if (output.dtype == DType::i32) {
+      const uint32_t* words = static_cast<const uint32_t*>(output.data);
+      for (int64_t i = 0; i < output.n; ++i) values[i] = static_cast<float>(words[i]) * 0x1p-32f;
+    } else {
+      kernels().convert(output.data, output.dtype, values.data(), DType::f32, output.n);
+    }
     for (int64_t i = 0; i < output.n; ++i) sum += (1 + i % 7) * static_cast<double>(values[i]);
   }
   return sum;
@@ -134,6 +144,28 @@ int64_t checked_chunk(const Options& o, DType dtype) {
   return o.fp16_chunk;
 }
 
+const KernelRow& row_of(const Op& op) {
+  const KernelRow* row = find_kernel_row(op.kernel);
+  if (!row) throw std::logic_error(op.name + ": kernels.inc has no row " + op.kernel);
+  return *row;
+}
+
+// The names of a row's sizes as the command line has them: "M N K".
+std::string size_names(const KernelRow& row) {
+  std::string names;
+  for (const std::string& size : row.sizes) names += (names.empty() ? "" : " ") + size;
+  for (char& c : names) c = static_cast<char>(std::toupper(c));
+  return names;
+}
+
+Sizes sizes_of(const KernelRow& row, const Shape& shape, DType dtype) {
+  Sizes sizes;
+  for (size_t i = 0; i < shape.size(); ++i) *sizes.find(row.sizes[i]) = static_cast<double>(shape[i]);
+  sizes.dx = 1;
+  sizes.e = sizes.e_out = static_cast<double>(element_bytes(dtype));
+  return sizes;
+}
+
 const Op& find(const std::string& name) {
   std::string known;
   for (const Op& op : ops()) {
@@ -147,7 +179,7 @@ int list() {
   std::printf(
       "kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16] [--fp16-chunk K] [--threads N] [--repeat N]\n");
   for (const Op& op : ops()) {
-    std::printf("  %-28s %-12s default", op.name.c_str(), op.shape.c_str());
+    std::printf("  %-37s %-37s %-18s default", op.name.c_str(), op.kernel.c_str(), size_names(row_of(op)).c_str());
     for (int64_t n : op.defaults) std::printf(" %lld", static_cast<long long>(n));
     std::printf("\n");
   }
@@ -170,35 +202,46 @@ std::vector<double> times(const Work& work, int repeat) {
   return seconds;
 }
 
-void report_times(const Work& work, const std::vector<double>& seconds) {
+void report_times(const std::vector<double>& seconds, double flops, double bytes) {
   const double best = seconds[0], median = seconds[seconds.size() / 2];
   std::printf("seconds best %.3e median %.3e of %zu runs (no meaning under an emulator)\n", best, median,
               seconds.size());
-  if (work.flops > 0)
-    std::printf("GFLOP/s best %.3f median %.3f\n", work.flops / best * 1e-9, work.flops / median * 1e-9);
-  std::printf("GB/s best %.3f median %.3f, each tensor counted once per read and write\n", work.bytes() / best * 1e-9,
-              work.bytes() / median * 1e-9);
+  if (flops > 0) std::printf("GFLOP/s best %.3f median %.3f\n", flops / best * 1e-9, flops / median * 1e-9);
+  if (bytes > 0)
+    std::printf("GB/s best %.3f median %.3f, of bytes that must be moved\n", bytes / best * 1e-9, bytes / median * 1e-9);
+}
+
+Shape checked_shape(const Options& options, const Op& op, const KernelRow& row) {
+  if (options.shape.empty()) return op.defaults;
+  if (options.shape.size() != row.sizes.size()) {
+    throw std::invalid_argument(op.name + ": expected " + std::to_string(row.sizes.size()) + " numbers (" + size_names(row) +
+                                "), got " + std::to_string(options.shape.size()));
+  }
+  return options.shape;
+}
+
+void report_call(const Options& options, const Shape& shape) {
+  std::printf("%s", options.op.c_str());
+  for (int64_t n : shape) std::printf(" %lld", static_cast<long long>(n));
+  std::printf(" %s fp16_chunk %lld target %s threads %d\n", options.dtype.c_str(),
+              static_cast<long long>(options.fp16_chunk), active(), options.threads);
 }
 
 int run(const Options& options) {
   const Op& op = find(options.op);
-  const Shape shape = options.shape.empty() ? op.defaults : options.shape;
-  if (shape.size() != op.defaults.size()) {
-    throw std::invalid_argument(op.name + ": expected " + std::to_string(op.defaults.size()) + " numbers (" + op.shape +
-                                "), got " + std::to_string(shape.size()));
-  }
+  const KernelRow& row = row_of(op);
+  const Shape shape = checked_shape(options, op, row);
   set_num_threads(options.threads);
   options.target.empty() ? use_default() : use(options.target);
   const DType dtype = dtype_of(options.dtype);
-  Work work(dtype, checked_chunk(options, dtype));
+  Work work(dtype, checked_chunk(options, dtype), sizes_of(row, shape, dtype));
   op.prepare(work, shape);
   work.run();
-  std::printf("%s", op.name.c_str());
-  for (int64_t n : shape) std::printf(" %lld", static_cast<long long>(n));
-  std::printf(" %s fp16_chunk %lld target %s threads %d\n", options.dtype.c_str(),
-              static_cast<long long>(options.fp16_chunk), active(), options.threads);
-  std::printf("checksum %.9g\nbytes %.0f flops %.0f\n", work.checksum(), work.bytes(), work.flops);
-  if (options.repeat) report_times(work, times(work, options.repeat));
+  if (work.after) work.after();
+  report_call(options, shape);
+  const double flops = work.flops ? work.flops : row.flops(work.sizes), bytes = row.bytes(work.sizes);
+  std::printf("checksum %.9g\nbytes %.0f of tensors %.0f flops %.0f\n", work.checksum(), bytes, work.bytes(), flops);
+  if (options.repeat) report_times(times(work, options.repeat), flops, bytes);
   return 0;
 }
 

@@ -1,4 +1,4 @@
-// Ops of the family attention.h, on Megatron's fused layout (S, B, HEADS * 3 * D). FLOPs are those under the causal mask.
+// Ops of the family attention.h, on Megatron's fused layout (S, B, HEADS * 3 * D).
 #include "driver.h"
 
 namespace fm::driver {
@@ -19,12 +19,8 @@ Tensors prepare(Work& w, const Shape& n) {
           w.output_f32(n[0] * n[1] * n[2])};
 }
 
-// One product of S x S by D, half of it masked away.
-double product_flops(const Shape& n) { return static_cast<double>(n[1]) * n[2] * n[3] * n[0] * (n[0] + 1); }
-
 void attention_forward(Work& w, const Shape& n) {
   const Tensors t = prepare(w, n);
-  w.flops = 2 * product_flops(n);
   w.run = [t, &w] { kernels().attention_forward(t.qkv, t.out, t.lse, w.dtype, t.args); };
 }
 
@@ -34,13 +30,12 @@ void attention_backward(Work& w, const Shape& n) {
   const void* dout = w.input(context);
   void* dqkv = w.output(3 * context);
   kernels().attention_forward(t.qkv, t.out, t.lse, w.dtype, t.args);
-  w.flops = 5 * product_flops(n);
   w.run = [=, &w] { kernels().attention_backward(t.qkv, t.out, t.lse, dout, dqkv, w.dtype, t.args); };
 }
 
 const Register all[] = {
-    {{"attention_forward", "S B HEADS D", {192, 1, 2, 64}, attention_forward}},
-    {{"attention_backward", "S B HEADS D", {192, 1, 2, 64}, attention_backward}},
+    {{"attention_forward", "attention_forward", {192, 1, 2, 64}, attention_forward}},
+    {{"attention_backward", "attention_backward", {192, 1, 2, 64}, attention_backward}},
 };
 
 }  // namespace

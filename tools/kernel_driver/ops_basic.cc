@@ -4,10 +4,16 @@
 namespace fm::driver {
 namespace {
 
+void words(Work& w, const Shape& n) {
+  const uint32_t* counter = reinterpret_cast<const uint32_t*>(w.input_f32(4 * n[0]));
+  uint32_t* out = w.output_u32(4 * n[0]);
+  w.run = [=] { kernels().philox4x32(counter, out, n[0], 1234, 5); };
+}
+
 void dropout(Work& w, const Shape& n) {
-  const void* x = w.input(n[0] * n[1] * n[2]);
-  void* y = w.output(n[0] * n[1] * n[2]);
-  const DropoutArgs args{n[0], n[1], 1, n[2], 0.1f, 1234, 5, 0, 0, 0};
+  const void* x = w.input(n[0] * n[1]);
+  void* y = w.output(n[0] * n[1]);
+  const DropoutArgs args{1, n[0], 1, n[1], 0.1f, {1234, 5, 0, 0, 0}};
   w.run = [=, &w] { kernels().dropout(x, y, w.dtype, args); };
 }
 
@@ -28,35 +34,44 @@ void function_of(Work& w, const Shape& n) {
 void convert(Work& w, const Shape& n) {
   const float* x = w.input_f32(n[0]);
   void* y = w.output(n[0]);
+  w.sizes.e = sizeof(float);
   w.run = [=, &w] { kernels().convert(x, DType::f32, y, w.dtype, n[0]); };
 }
 
 void squared_norm(Work& w, const Shape& n) {
   const void* x = w.input(n[0]);
-  float* sum = w.output_f32(1);
-  w.flops = 2.0 * n[0];
+  float* sum = w.output_f32(1, 0);
   w.run = [=, &w] { *sum = static_cast<float>(kernels().squared_norm(x, w.dtype, n[0])); };
+}
+
+void count_zeros(Work& w, const Shape& n) {
+  const void* x = w.input(n[0], 0);
+  float* count = w.output_f32(1, 0);
+  w.run = [=, &w] { *count = static_cast<float>(kernels().count_zeros(x, w.dtype, n[0])); };
 }
 
 void adamw(Work& w, const Shape& n) {
   float *param = w.updated_f32(n[0]), *m = w.updated_f32(n[0], 0.1f), *v = w.updated_f32(n[0], 0.1f);
   const float* grad = w.input_f32(n[0]);
   for (int64_t i = 0; i < n[0]; ++i) v[i] *= v[i];
+  w.sizes.e_out = 0;  // no copy in half precision
   const AdamWArgs args{1.0f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f};
   w.run = [=] { kernels().adamw(param, grad, m, v, nullptr, DType::f32, n[0], args); };
 }
 
 const Register all[] = {
-    {{"dropout", "S B COLS", {64, 4, 768}, dropout}},
-    {{"philox_normal", "ROWS COLS", {256, 768}, normal}},
-    {{"exp", "N", {65536}, function_of<Function::exp>}},
-    {{"log", "N", {65536}, function_of<Function::log>}},
-    {{"sqrt", "N", {65536}, function_of<Function::sqrt>}},
-    {{"rsqrt", "N", {65536}, function_of<Function::rsqrt>}},
-    {{"reciprocal", "N", {65536}, function_of<Function::reciprocal>}},
-    {{"convert", "N", {65536}, convert}},
-    {{"squared_norm", "N", {65536}, squared_norm}},
-    {{"adamw", "N", {65536}, adamw}},
+    {{"philox4x32", "philox4x32", {4096}, words}},
+    {{"philox_normal", "philox_normal", {256, 768}, normal}},
+    {{"dropout", "dropout", {256, 768}, dropout}},
+    {{"exp", "elementwise", {65536}, function_of<Function::exp>}},
+    {{"log", "elementwise", {65536}, function_of<Function::log>}},
+    {{"sqrt", "elementwise", {65536}, function_of<Function::sqrt>}},
+    {{"rsqrt", "elementwise", {65536}, function_of<Function::rsqrt>}},
+    {{"reciprocal", "elementwise", {65536}, function_of<Function::reciprocal>}},
+    {{"convert", "convert", {65536}, convert}},
+    {{"squared_norm", "squared_norm", {65536}, squared_norm}},
+    {{"count_zeros", "count_zeros", {65536}, count_zeros}},
+    {{"adamw", "adamw", {65536}, adamw}},
 };
 
 }  // namespace

@@ -14,7 +14,6 @@ GemmArgs shape_of(const Work& w, const Shape& n) {
 }
 
 void set_run(Work& w, const GemmArgs& g) {
-  w.flops = 2.0 * g.m * g.n * g.k;
   w.run = [g] { kernels().gemm(g); };
 }
 
@@ -41,8 +40,8 @@ void gemm_nt_packed(Work& w, const Shape& n) {
 // The same with bias and GELU, which also keeps what GELU saw.
 void gemm_nt_bias_gelu(Work& w, const Shape& n) {
   GemmArgs g = forward(w, n);
-  g.bias = w.input(g.n);
-  g.pre = w.output(g.m * g.n), g.pre_row = g.n;
+  g.bias = w.input(g.n, 1, 0);
+  g.pre = w.output(g.m * g.n, 0), g.pre_row = g.n;
   g.gelu = true;
   set_run(w, g);
 }
@@ -62,39 +61,51 @@ void gemm_tn(Work& w, const Shape& n) {
   g.a = w.input(g.k * g.m), g.a_row = 1, g.a_col = g.m;
   g.b = w.input(g.k * g.n), g.b_row = g.n, g.b_col = 1;
   g.c = w.updated_f32(g.m * g.n), g.out_dtype = DType::f32, g.accumulate = true;
-  g.a_sums = w.updated_f32(g.m);
+  g.a_sums = w.updated_f32(g.m), w.sizes.e_out = sizeof(float);
   set_run(w, g);
+}
+
+// A weight (N, K) packed for the forward product; the checksum is that of one row times it.
+void pack_weight(Work& w, const Shape& n) {
+  GemmArgs g = shape_of(w, {1, n[0], n[1]});
+  g.a = w.input(g.k, 1, 0), g.a_row = g.k, g.a_col = 1;
+  g.c = w.output(g.n, 0);
+  const int64_t count = g.n * g.k;
+  const void* weight = w.input(count, 1, 2 * count);  // read, and written packed
+  void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.dtype, g.fp16_chunk));
+  w.run = [=, &w] { kernels().pack_weight({g.n, g.k, w.dtype, weight, 1, g.k, packed, w.fp16_chunk}); };
+  g.packed = packed;
+  w.after = [g] { kernels().gemm(g); };
 }
 
 // Packed once, then SWEEPS times C += A B by the micro-kernel alone: from L1 when bytes and the tile's shape allow it.
 void gemm_panel(Work& w, const Shape& n) {
   const float *a = w.input_f32(n[0] * n[2]), *b = w.input_f32(n[2] * n[1]);
   float* c = w.output_f32(n[0] * n[1]);
-  w.flops = 2.0 * n[0] * n[1] * n[2] * n[3];
   w.run = [=] { kernels().bench_gemm_panel(a, b, c, n[0], n[1], n[2], n[3]); };
 }
 
 void fma(Work& w, const Shape& n) {
-  float* flops = w.output_f32(1);
+  float* flops = w.output_f32(1, 0);
   w.run = [=, &w] { *flops = static_cast<float>(w.flops = kernels().bench_fma(n[0])); };
 }
 
 void triad(Work& w, const Shape& n) {
   const float *x = w.input_f32(n[0]), *y = w.input_f32(n[0]);
   float* out = w.output_f32(n[0]);
-  w.flops = 2.0 * n[0];
   w.run = [=] { kernels().bench_triad(out, x, y, 3.0f, n[0]); };
 }
 
 const Register all[] = {
-    {{"gemm_nt", "M N K", {96, 128, 256}, gemm_nt}},
-    {{"gemm_nt_packed", "M N K", {96, 128, 256}, gemm_nt_packed}},
-    {{"gemm_nt_bias_gelu", "M N K", {96, 128, 256}, gemm_nt_bias_gelu}},
-    {{"gemm_nn", "M N K", {96, 128, 256}, gemm_nn}},
-    {{"gemm_tn", "M N K", {96, 128, 256}, gemm_tn}},
-    {{"gemm_panel", "M N K SWEEPS", {24, 32, 256, 16}, gemm_panel}},
-    {{"fma_peak", "STEPS", {10000}, fma}},
-    {{"triad", "N", {65536}, triad}},
+    {{"gemm_nt", "linear_forward", {96, 128, 256}, gemm_nt}},
+    {{"gemm_nt_packed", "linear_forward", {96, 128, 256}, gemm_nt_packed}},
+    {{"gemm_nt_bias_gelu", "linear_forward", {96, 128, 256}, gemm_nt_bias_gelu}},
+    {{"gemm_nn", "linear_data_gradient", {96, 128, 256}, gemm_nn}},
+    {{"gemm_tn", "linear_weight_gradient", {96, 128, 256}, gemm_tn}},
+    {{"pack_weight", "pack_weight", {128, 256}, pack_weight}},
+    {{"gemm_panel", "bench_gemm_panel", {24, 32, 256, 16}, gemm_panel}},
+    {{"fma_peak", "bench_fma", {10000}, fma}},
+    {{"triad", "bench_triad", {65536}, triad}},
 };
 
 }  // namespace

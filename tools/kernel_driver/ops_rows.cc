@@ -1,4 +1,4 @@
-// Ops of the families rowwise.h, rowwise_cross_entropy.h, pointwise.h and pointwise_embedding.h.
+// Ops of the families rowwise.h, cross_entropy.h, gelu.h and embedding.h.
 #include "driver.h"
 
 namespace fm::driver {
@@ -6,20 +6,22 @@ namespace {
 
 constexpr float EPSILON = 1e-5f;
 
-LayerNormArgs norm_of(Work& w, const void* x, int64_t rows, int64_t cols) {
-  return {x,    w.input(cols), w.input(cols), w.output(rows * cols), w.output_f32(rows), w.output_f32(rows), rows,
-          cols, EPSILON,       w.dtype};
+// A layer norm's arguments; forward: the run reads its bias and writes y.
+LayerNormArgs norm_of(Work& w, const void* x, int64_t rows, int64_t cols, bool forward) {
+  const void *weight = w.input(cols), *bias = w.input(cols, 1, forward ? ALL : 0);
+  void* y = w.output(rows * cols, forward ? ALL : 0);
+  return {x, weight, bias, y, w.output_f32(rows), w.output_f32(rows), rows, cols, EPSILON, w.dtype};
 }
 
 void layer_norm(Work& w, const Shape& n) {
-  const LayerNormArgs args = norm_of(w, w.input(n[0] * n[1]), n[0], n[1]);
+  const LayerNormArgs args = norm_of(w, w.input(n[0] * n[1]), n[0], n[1], true);
   w.run = [=] { kernels().layer_norm(args); };
 }
 
-LayerNormGradArgs norm_gradient(Work& w, const LayerNormArgs& norm) {
+LayerNormGradArgs norm_gradient(Work& w, const LayerNormArgs& norm, const void* add) {
   const int64_t n = norm.rows * norm.cols;
   return {w.input(n),
-          w.input(n),
+          add,
           norm.x,
           norm.weight,
           norm.mean,
@@ -33,51 +35,83 @@ LayerNormGradArgs norm_gradient(Work& w, const LayerNormArgs& norm) {
 }
 
 void layer_norm_backward(Work& w, const Shape& n) {
-  const LayerNormArgs norm = norm_of(w, w.input(n[0] * n[1]), n[0], n[1]);
+  const LayerNormArgs norm = norm_of(w, w.input(n[0] * n[1]), n[0], n[1], false);
   kernels().layer_norm(norm);
-  const LayerNormGradArgs args = norm_gradient(w, norm);
+  const LayerNormGradArgs args = norm_gradient(w, norm, nullptr);
   w.run = [=] { kernels().layer_norm_backward(args); };
 }
 
-DropoutArgs dropout_of(const Shape& n) { return {n[0], n[1], 1, n[2], 0.1f, 1234, 5, 0, 0, 0}; }
+DropoutArgs dropout_of(const Shape& n) { return {n[0], n[1], 1, n[2], 0.1f, {1234, 5, 0, 0, 0}}; }
 
-ResidualArgs residual_of(Work& w, const Shape& n) {
-  const int64_t count = n[0] * n[1] * n[2];
-  return {w.input(count), w.input(n[2]), w.input(count), w.output(count), w.dtype, dropout_of(n)};
+// forward: the run reads x, bias and residual.
+ResidualArgs residual_of(Work& w, const Shape& n, bool forward) {
+  const int64_t count = n[0] * n[1] * n[2], touched = forward ? ALL : 0;
+  return {w.input(count, 1, touched), w.input(n[2], 1, touched), w.input(count, 1, touched),
+          w.output(count),            w.dtype,                   dropout_of(n)};
 }
 
 void bias_dropout_add(Work& w, const Shape& n) {
-  const ResidualArgs args = residual_of(w, n);
+  const ResidualArgs args = residual_of(w, n, true);
   w.run = [=] { kernels().bias_dropout_add(args); };
 }
 
+void bias_dropout_add_backward(Work& w, const Shape& n) {
+  const int64_t count = n[0] * n[1] * n[2];
+  const ResidualGradArgs args{w.input(count), w.output(count), w.updated_f32(n[2]), w.dtype, dropout_of(n)};
+  w.run = [=] { kernels().bias_dropout_add_backward(args); };
+}
+
 void bias_dropout_add_layer_norm(Work& w, const Shape& n) {
-  const ResidualArgs sum = residual_of(w, n);
-  const LayerNormArgs norm = norm_of(w, sum.out, n[0] * n[1], n[2]);
+  const ResidualArgs sum = residual_of(w, n, true);
+  const LayerNormArgs norm = norm_of(w, sum.out, n[0] * n[1], n[2], true);
   w.run = [=] { kernels().bias_dropout_add_layer_norm(sum, norm); };
 }
 
 void bias_dropout_add_layer_norm_backward(Work& w, const Shape& n) {
-  const ResidualArgs sum = residual_of(w, n);
-  const LayerNormArgs norm = norm_of(w, sum.out, n[0] * n[1], n[2]);
+  const int64_t count = n[0] * n[1] * n[2];
+  const ResidualArgs sum = residual_of(w, n, false);
+  const LayerNormArgs norm = norm_of(w, sum.out, n[0] * n[1], n[2], false);
   kernels().bias_dropout_add_layer_norm(sum, norm);
-  const LayerNormGradArgs grad = norm_gradient(w, norm);
-  const ResidualGradArgs residual{grad.dx, w.output(n[0] * n[1] * n[2]), w.updated_f32(n[2]), w.dtype, dropout_of(n)};
+  const LayerNormGradArgs grad = norm_gradient(w, norm, w.input(count));
+  const ResidualGradArgs residual{grad.dx, w.output(count), w.updated_f32(n[2]), w.dtype, dropout_of(n)};
   w.run = [=] { kernels().bias_dropout_add_layer_norm_backward(grad, residual); };
 }
 
-CrossEntropyArgs entropy_of(Work& w, const Shape& n) {
-  return {w.input(n[0] * n[1], 4), w.dtype,           n[0], n[1], w.indices(n[0], n[1]), 0, w.output_f32(n[0]),
-          w.output_f32(n[0]),      w.output_f32(n[0])};
+// Elements per row of what a cross-entropy kernel reads or writes beside the logits: 0 or 1 of each.
+struct Touched {
+  int64_t labels, row_max, sum_exp, target_logit;
+};
+
+CrossEntropyArgs entropy_of(Work& w, const Shape& n, Touched touched) {
+  return {w.input(n[0] * n[1], 4),
+          w.dtype,
+          n[0],
+          n[1],
+          w.indices(n[0], n[1], touched.labels * n[0]),
+          0,
+          w.output_f32(n[0], touched.row_max * n[0]),
+          w.output_f32(n[0], touched.sum_exp * n[0]),
+          w.output_f32(n[0], touched.target_logit * n[0])};
+}
+
+void cross_entropy_max(Work& w, const Shape& n) {
+  const CrossEntropyArgs args = entropy_of(w, n, {0, 1, 0, 0});
+  w.run = [=] { kernels().cross_entropy_max(args); };
+}
+
+void cross_entropy_sum(Work& w, const Shape& n) {
+  const CrossEntropyArgs args = entropy_of(w, n, {1, 1, 1, 1});
+  kernels().cross_entropy_max(args);
+  w.run = [=] { kernels().cross_entropy_sum(args); };
 }
 
 void cross_entropy_forward(Work& w, const Shape& n) {
-  const CrossEntropyArgs args = entropy_of(w, n);
+  const CrossEntropyArgs args = entropy_of(w, n, {1, 1, 1, 1});
   w.run = [=] { kernels().cross_entropy_forward(args); };
 }
 
 void cross_entropy_backward(Work& w, const Shape& n) {
-  const CrossEntropyArgs args = entropy_of(w, n);
+  const CrossEntropyArgs args = entropy_of(w, n, {1, 1, 1, 0});
   kernels().cross_entropy_forward(args);
   const float* dloss = w.input_f32(n[0]);
   void* out = w.output(n[0] * n[1]);
@@ -90,38 +124,50 @@ void gelu(Work& w, const Shape& n) {
   w.run = [=, &w] { kernels().gelu(x, bias, y, w.dtype, n[0], n[1]); };
 }
 
-void gelu_backward(Work& w, const Shape& n) {
-  const void *x = w.input(n[0] * n[1], 3), *bias = w.input(n[1]), *dy = w.input(n[0] * n[1]);
-  void* dx = w.output(n[0] * n[1]);
-  float* dbias = w.updated_f32(n[1]);
-  w.run = [=, &w] { kernels().gelu_backward(dy, x, bias, dx, dbias, w.dtype, n[0], n[1]); };
-}
-
-void column_sum(Work& w, const Shape& n) {
-  const void* x = w.input(n[0] * n[1]);
-  float* sum = w.updated_f32(n[1]);
-  w.run = [=, &w] { kernels().column_sum(x, w.dtype, sum, n[0], n[1]); };
-}
-
 void embedding(Work& w, const Shape& n) {
   const EmbeddingArgs args{w.indices(n[0], n[1]), n[0], 0, n[1], n[2]};
-  const void* table = w.input(n[1] * n[2]);
+  const void* table = w.input(n[1] * n[2], 1, n[0] * n[2]);
   void* out = w.output(n[0] * n[2]);
   w.run = [=, &w] { kernels().embedding(args, table, out, w.dtype); };
 }
 
+void embedding_backward(Work& w, const Shape& n) {
+  const EmbeddingArgs args{w.indices(n[0], n[1]), n[0], 0, n[1], n[2]};
+  const void* dout = w.input(n[0] * n[2]);
+  float* dtable = w.updated_f32(n[1] * n[2], 1, n[0] * n[2]);
+  w.run = [=, &w] { kernels().embedding_backward(args, dout, w.dtype, dtable); };
+}
+
+void add_position(Work& w, const Shape& n) {
+  const int64_t count = n[0] * n[1] * n[2];
+  const void *x = w.input(count), *table = w.input(n[0] * n[2]);
+  void* out = w.output(count);
+  w.run = [=, &w] { kernels().add_position(x, table, out, w.dtype, n[0], n[1], n[2]); };
+}
+
+void add_position_backward(Work& w, const Shape& n) {
+  const void* dout = w.input(n[0] * n[1] * n[2]);
+  float* dtable = w.updated_f32(n[0] * n[2]);
+  w.run = [=, &w] { kernels().add_position_backward(dout, w.dtype, dtable, n[0], n[1], n[2]); };
+}
+
 const Register all[] = {
-    {{"layer_norm", "ROWS COLS", {256, 768}, layer_norm}},
-    {{"layer_norm_backward", "ROWS COLS", {256, 768}, layer_norm_backward}},
-    {{"bias_dropout_add", "S B COLS", {64, 4, 768}, bias_dropout_add}},
-    {{"bias_dropout_add_layer_norm", "S B COLS", {64, 4, 768}, bias_dropout_add_layer_norm}},
-    {{"bias_dropout_add_layer_norm_backward", "S B COLS", {64, 4, 768}, bias_dropout_add_layer_norm_backward}},
-    {{"cross_entropy_forward", "ROWS COLS", {16, 8192}, cross_entropy_forward}},
-    {{"cross_entropy_backward", "ROWS COLS", {16, 8192}, cross_entropy_backward}},
-    {{"gelu", "ROWS COLS", {64, 3072}, gelu}},
-    {{"gelu_backward", "ROWS COLS", {64, 3072}, gelu_backward}},
-    {{"column_sum", "ROWS COLS", {256, 768}, column_sum}},
-    {{"embedding", "TOKENS ROWS COLS", {256, 1024, 768}, embedding}},
+    {{"layer_norm", "layer_norm", {256, 768}, layer_norm}},
+    {{"layer_norm_backward", "layer_norm_backward", {256, 768}, layer_norm_backward}},
+    {{"bias_dropout_add", "bias_dropout_add", {64, 4, 768}, bias_dropout_add}},
+    {{"bias_dropout_add_backward", "bias_dropout_add_backward", {64, 4, 768}, bias_dropout_add_backward}},
+    {{"bias_dropout_add_layer_norm", "bias_dropout_add_layer_norm", {64, 4, 768}, bias_dropout_add_layer_norm}},
+    {{"bias_dropout_add_layer_norm_backward", "bias_dropout_add_layer_norm_backward", {64, 4, 768},
+      bias_dropout_add_layer_norm_backward}},
+    {{"cross_entropy_max", "cross_entropy_max", {16, 8192}, cross_entropy_max}},
+    {{"cross_entropy_sum", "cross_entropy_sum", {16, 8192}, cross_entropy_sum}},
+    {{"cross_entropy_forward", "cross_entropy_forward", {16, 8192}, cross_entropy_forward}},
+    {{"cross_entropy_backward", "cross_entropy_backward", {16, 8192}, cross_entropy_backward}},
+    {{"gelu", "gelu", {64, 3072}, gelu}},
+    {{"embedding", "embedding", {256, 1024, 768}, embedding}},
+    {{"embedding_backward", "embedding_backward", {256, 1024, 768}, embedding_backward}},
+    {{"add_position", "add_position", {64, 4, 768}, add_position}},
+    {{"add_position_backward", "add_position_backward", {64, 4, 768}, add_position_backward}},
 };
 
 }  // namespace

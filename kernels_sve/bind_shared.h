@@ -1,4 +1,4 @@
-// What the bindings of the row-wise and pointwise kernels share.
+// What the bindings of kernels on rows and of optional tensors share.
 #pragma once
 #include <optional>
 

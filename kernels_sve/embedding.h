@@ -1,11 +1,11 @@
 // Word and position embedding: rows of a table by token, zeros for tokens of other ranks, and the gradients, which are
-// added to float32 tables. Reference: reference_pointwise.cc. Tested by tests/kernels/test_embedding.py.
+// added to float32 tables. Reference: reference_embedding.cc. Tested by tests/kernels/test_embedding.py.
 #pragma once
 #include "rowwise_blocks.h"
 
 namespace fm::FM_TARGET {
 
-constexpr int64_t TOKENS_AHEAD = 4;  // table rows are at random places: asked for this many tokens early
+constexpr int64_t TOKENS_AHEAD = Tuning::TOKENS_AHEAD;
 
 // Row of this table for token i, or -1 when it is another rank's.
 FM_INLINE int64_t table_row(const EmbeddingArgs& a, int64_t i) {

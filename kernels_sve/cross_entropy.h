@@ -1,16 +1,16 @@
 // Cross-entropy of logits whose vocabulary may be split over tensor-parallel ranks, by rows:
-//   loss = log(sum_exp) - target,  sum_exp = sum over the vocabulary of exp(logit - max),  target = logits[label] - max
-//   dlogits = (exp(logit - max) / sum_exp - [column is the label]) dloss
-// max, sum_exp and target are reduced between the ranks by the caller (max, sum, sum); a label of another rank gives
-// target 0. cross_entropy_forward is max and sum in one reading, for a vocabulary that is whole.
-// Reference: reference_rowwise.cc. Tested by tests/kernels/test_cross_entropy.py.
+//   sum_exp = sum over the vocabulary of exp(logit - row_max),  target_logit = logits[label] - row_max
+//   loss = log(sum_exp) - target_logit,  dlogits = (exp(logit - row_max) / sum_exp - [column is the label]) dloss
+// row_max, sum_exp and target_logit are reduced between the ranks by the caller (max, sum, sum); a label of another rank
+// gives target_logit 0. cross_entropy_forward computes all three in one reading, for a vocabulary that is whole.
+// Reference: reference_cross_entropy.cc. Tested by tests/kernels/test_cross_entropy.py.
 #pragma once
 #include "rowwise_blocks.h"
 
 namespace fm::FM_TARGET {
 
-constexpr int64_t VOCABULARY_BLOCK = 2048;  // columns read twice while they are in the first-level cache
-constexpr int EXP_WAYS = 4;                 // independent exponentials in flight
+constexpr int64_t VOCABULARY_BLOCK = Tuning::VOCABULARY_BLOCK;
+constexpr int EXP_WAYS = Tuning::EXP_WAYS;
 
 FM_INLINE float minus_infinity() { return -__builtin_inff(); }
 FM_INLINE float scalar_exp(float x) { return exp(broadcast(x))[0]; }
@@ -51,7 +51,7 @@ FM_INLINE void for_vocabulary_blocks(int64_t cols, const F& body) {
 // body(row, logits of the row, column of its label or -1)
 template <class T, class F>
 FM_INLINE void for_logit_rows(const CrossEntropyArgs& a, const F& body) {
-  parallel_for(a.rows, 1 + 4096 / (a.cols + 1), [&](int64_t begin, int64_t end) {
+  parallel_for(a.rows, 1 + Tuning::GRAIN / (a.cols + 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t label = a.labels ? a.labels[row] - a.first_row : -1;
       body(row, static_cast<const T*>(a.logits) + row * a.cols, label >= 0 && label < a.cols ? label : -1);
@@ -61,7 +61,7 @@ FM_INLINE void for_logit_rows(const CrossEntropyArgs& a, const F& body) {
 
 static void cross_entropy_max(const CrossEntropyArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
-    for_logit_rows<decltype(element)>(a, [&](int64_t row, auto* x, int64_t) { a.max[row] = max_of(x, a.cols); });
+    for_logit_rows<decltype(element)>(a, [&](int64_t row, auto* x, int64_t) { a.row_max[row] = max_of(x, a.cols); });
   });
 }
 
@@ -69,9 +69,9 @@ static void cross_entropy_sum(const CrossEntropyArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
     for_logit_rows<decltype(element)>(a, [&](int64_t row, auto* x, int64_t label) {
       float sum = 0;
-      for_vocabulary_blocks(a.cols, [&](int64_t first, int64_t n) { sum += sum_exp_of(x + first, n, a.max[row]); });
+      for_vocabulary_blocks(a.cols, [&](int64_t first, int64_t n) { sum += sum_exp_of(x + first, n, a.row_max[row]); });
       a.sum_exp[row] = sum;
-      a.target[row] = label < 0 ? 0.0f : load_scalar(x + label) - a.max[row];
+      a.target_logit[row] = label < 0 ? 0.0f : load_scalar(x + label) - a.row_max[row];
     });
   });
 }
@@ -89,9 +89,9 @@ static void cross_entropy_forward(const CrossEntropyArgs& a) {
         }
         sum += sum_exp_of(x + first, n, top == minus_infinity() ? 0.0f : top);  // -inf less -inf would be NaN
       });
-      a.max[row] = top;
+      a.row_max[row] = top;
       a.sum_exp[row] = sum;
-      a.target[row] = label < 0 ? 0.0f : load_scalar(x + label) - top;
+      a.target_logit[row] = label < 0 ? 0.0f : load_scalar(x + label) - top;
     });
   });
 }
@@ -100,7 +100,7 @@ template <class T, class U>
 FM_INLINE void cross_entropy_backward_of(const CrossEntropyArgs& a, const float* dloss, U* out) {
   for_logit_rows<T>(a, [&](int64_t row, const T* x, int64_t label) {
     U* to = out + row * a.cols;
-    const float top = a.max[row], probability = reciprocal(broadcast(a.sum_exp[row]))[0],
+    const float top = a.row_max[row], probability = reciprocal(broadcast(a.sum_exp[row]))[0],
                 scale = probability * dloss[row];
     const float at_label =
         label < 0 ? 0.0f : (scalar_exp(load_scalar(x + label) - top) * probability - 1.0f) * dloss[row];

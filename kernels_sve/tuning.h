@@ -1,0 +1,102 @@
+// Tuning values: one block per machine, after one with what holds on all of them. target.cc takes the block of its target's
+// name (setup.py compiles it with -DFM_TARGET=<name>, simd.h says `using Tuning = tuning::FM_TARGET`); files that are
+// compiled once take tuning::Baseline. The caches themselves are read at run time (gemm_blocking.cc).
+//
+// Every number says where it is from: a manual, arithmetic on registers and cache sizes, or a measurement, which was made on
+// x86-64 with AVX-512; for A64FX there is llvm-mca's model (make arm-codegen). Values marked (bits) fix the order of a sum:
+// another value gives other last bits. docs/kernels-howto.md: "Tuning for a new machine".
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace fm::tuning {
+
+struct Common {
+  // Memory. A64FX's cache line (Microarchitecture Manual 1.8.1), a multiple of everybody else's.
+  static constexpr size_t CACHE_LINE = 256;
+  static constexpr size_t HUGE_PAGE = size_t(2) << 20;  // the usual one; where the kernel has another it ignores the advice
+  static constexpr size_t BASE_PAGE = size_t(64) << 10;  // the largest in use (Fugaku's Linux); 4 KiB on x86-64
+  // Buffers begin at this many different lines of a page, or they would all meet in the same sets of a first-level cache.
+  static constexpr size_t STAGGERS = 16;
+
+  // Elements of a flat tensor, or about as many of a matrix, that are worth a thread.
+  static constexpr int64_t GRAIN = 4096;
+
+  // GEMM. Steps of k in one turn of the inner loop: 1 is best with packed operands (12.06 of 12
+  // cycles in the model of A64FX).
+  static constexpr int GEMM_UNROLL = 1;
+  static constexpr int PACK_PANELS = 4;  // panels packed side by side, so that whole cache lines of a row are used
+  static constexpr int PACK_AHEAD = 8;   // steps of k that packing prefetches
+  // Shares of the caches that a block fills, after Goto and van de Geijn (ACM TOMS 34(3), 2008), who leave half to the other
+  // streams: a panel of B in L1 (bits); the block of A in L2, more where an L3 takes the streams of B and C; the block of B in
+  // L3, or several L2 where there is none.
+  static constexpr double KC_L1_SHARE = 0.5, MC_L2_SHARE = 0.5, MC_L2_SHARE_BEFORE_L3 = 0.8, NC_L2_SHARE = 4.0, NC_L3_SHARE = 0.25;
+  // Before an L3 panels are deeper and stream from L2, because a tile of C then goes fewer times to L3 and back: a 124M step is
+  // 3 per cent faster with 4 than with 1 (measured). (bits)
+  static constexpr int KC_DEPTH_BEFORE_L3 = 4;
+  // Multiply-adds of a full tile that take as long as packing an element (10 to 18 measured), and as reading one of a packed
+  // weight from a shared cache.
+  static constexpr double PACK_COST = 16, STREAM_COST = 3;
+  // Caches where the system does not describe them: the smallest of this decade. L2_EIGHTHS of L2 are the program's.
+  static constexpr int64_t UNKNOWN_L1 = 32 << 10, UNKNOWN_L2 = 256 << 10, L2_EIGHTHS = 8;
+
+  // Attention. A tile is ATTENTION_MR x ATTENTION_NV vectors.
+  static constexpr int ATTENTION_NV = 3;
+  static constexpr int64_t ATTENTION_BLOCK = 96;  // rows of one packing task: a multiple of 3 vectors of 4, 8 and 16 lanes (bits)
+  static constexpr int64_t KEY_BLOCK = 128;       // keys of one round of the online softmax: scores stay in L1 (bits)
+  static constexpr int64_t DQUERY_PARTIALS = 6;   // one head keeps four threads busy in backward, two heads twelve (bits)
+
+  // Kernels on rows. Rows worked on together: their horizontal sums overlap, a column sum is loaded and stored once for all.
+  static constexpr int ROW_BLOCK = 4;             // (bits)
+  static constexpr int64_t ROW_CHUNKS = 48;       // partial sums over rows: whole shares for 12, 24 and 48 cores (bits)
+  static constexpr int64_t COLUMN_BLOCK = 64;     // floats in a cache line of 256 bytes: one step of the final sum
+  static constexpr int64_t SHORT_ROW = 2048;      // columns up to which ROW_BLOCK rows fit L1 together with the parameters
+  static constexpr int64_t VOCABULARY_BLOCK = 2048;  // logits that are read twice while they are in L1 (bits)
+  static constexpr int EXP_WAYS = 4;              // independent exponentials in flight (bits)
+  static constexpr int64_t TOKENS_AHEAD = 4;      // table rows are at random places: prefetched this many tokens early
+};
+
+// Any CPU with vectors of 16 bytes. Registers: 8 accumulators, 2 vectors of B and a broadcast of A in 16.
+struct portable : Common {
+  static constexpr int GEMM_MR = 4, GEMM_NR_VECTORS = 2;
+  static constexpr int ATTENTION_MR = 4;  // 4 x 3 accumulators, 3 vectors and a broadcast in 16 registers
+  static constexpr int FMA_CHAINS = 12;
+};
+
+// x86-64 with AVX2. Registers: 12 accumulators, 2 vectors and a broadcast in 16; an FMA of latency 4 or 5 on two pipes needs 10.
+struct avx2 : Common {
+  static constexpr int GEMM_MR = 6, GEMM_NR_VECTORS = 2;
+  static constexpr int ATTENTION_MR = 4;
+  static constexpr int FMA_CHAINS = 12;
+};
+
+// x86-64 with AVX-512. Registers: 24 accumulators, 2 vectors and a broadcast in 32.
+struct avx512 : Common {
+  static constexpr int GEMM_MR = 12, GEMM_NR_VECTORS = 2;
+  static constexpr int ATTENTION_MR = 8;  // 8 x 3 accumulators, 3 vectors and a broadcast in 32; 8 divides the usual head sizes
+  static constexpr int FMA_CHAINS = 24;
+};
+struct avx512bf16 : avx512 {};
+
+// A64FX (Microarchitecture Manual 1.8.1): FMLA has latency 9 on two pipes, so 18 accumulators or more; 32 registers hold 24, 2
+// vectors and a broadcast. 64 KiB L1; 8 MiB L2 for 12 cores, of which 7 are left when assistant cores hold ways.
+struct sve512 : Common {
+  static constexpr int GEMM_MR = 12, GEMM_NR_VECTORS = 2;
+  static constexpr int ATTENTION_MR = 8;
+  static constexpr int FMA_CHAINS = 24;
+  static constexpr int64_t UNKNOWN_L1 = 64 << 10, UNKNOWN_L2 = (7 << 20) / 12, L2_EIGHTHS = 7;
+};
+
+// Other SVE machines: 32 registers as A64FX; no machine of theirs was measured.
+struct sve256 : sve512 {};
+struct sve128 : sve512 {
+  static constexpr int ATTENTION_MR = 4;  // at most the lanes of a vector
+};
+
+#if defined(__aarch64__)
+using Baseline = sve512;
+#else
+using Baseline = Common;
+#endif
+
+}  // namespace fm::tuning

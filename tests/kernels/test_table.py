@@ -1,0 +1,174 @@
+"""The table of kernels (kernels_sve/kernels.inc): every row is bound and tested, and says what its kernel costs.
+
+    python -m pytest tests/kernels/test_table.py
+
+That kernel_driver knows every row is tests/arm/test_driver.py's, that the benchmarks time what the trainer calls is
+tests/test_benchmarks.py's.
+"""
+
+import ast
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fugaku_megatron.host import kernels
+from fugaku_megatron.run import accounting
+from tests.helpers import small_run
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = {row["name"]: row for row in kernels.table.rows()}
+TARGET_PARAMETERS = {"target", "target_name", "name"}  # of a test that runs on every vector target
+PRIMES = [3, 5, 7, 11, 13]
+
+
+def test_every_row_is_listed_and_bound():
+    source = (ROOT / "kernels_sve" / "kernels.inc").read_text()
+    assert list(ROWS) == re.findall(r"^FM_(?:KERNEL|CALL)\((\w+),", source, re.MULTILINE)
+    assert [name for name in ROWS if not callable(getattr(kernels, name, None))] == []
+
+
+@pytest.mark.parametrize("family", sorted({row["family"] for row in ROWS.values()}))
+def test_a_family_is_four_files(family):
+    sources = ROOT / "kernels_sve"
+    files = [sources / f"{family}.h", sources / f"reference_{family}.cc", sources / f"bind_{family}.cc",
+             ROOT / "tests" / "kernels" / f"test_{family}.py"]
+    assert [str(path.relative_to(ROOT)) for path in files if not path.exists()] == []
+
+
+# Correctness tests ---------------------------------------------------------------------------------------------------------------
+
+def kernels_called(module):
+    """Kernels that a test on every vector target calls, itself or through functions of its module."""
+    functions = {node.name: node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.FunctionDef)}
+
+    def reach(name, seen):
+        if name in seen or name not in functions:
+            return set()
+        nodes = list(ast.walk(functions[name]))
+        direct = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "kernels"}
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        return direct.union(*(reach(other, seen | {name}) for other in used))
+
+    tests = [name for name, node in functions.items()
+             if name.startswith("test_") and TARGET_PARAMETERS & {argument.arg for argument in node.args.args}]
+    return set().union(*(reach(name, frozenset()) for name in tests))
+
+
+def test_every_row_has_a_correctness_test_on_every_target():
+    tested = {family: set().union(*(kernels_called(path) for path in sorted(Path(__file__).parent.glob(f"test_{family}*.py"))))
+              for family in {row["family"] for row in ROWS.values()}}
+    assert [name for name, row in ROWS.items() if name not in tested[row["family"]]] == []
+
+
+def test_a_row_without_a_test_would_be_seen(tmp_path):
+    module = tmp_path / "test_x.py"
+    module.write_text("def helper():\n    kernels.gelu(1)\ndef test_a(target):\n    helper()\ndef test_b():\n    kernels.gemm(1)\n")
+    assert kernels_called(module) == {"gelu"}
+
+
+# Costs ---------------------------------------------------------------------------------------------------------------------------
+
+def operands(row):
+    """[(name, dimensions or None)] of a row."""
+    pairs = re.findall(r"(\w+)(?: \(([^)]*)\))?(?:, |$)", row["operands"])
+    return [(name, dims.split(",") if dims else None) for name, dims in pairs]
+
+
+def signature(name):
+    """Argument names of a bound function."""
+    return re.findall(r"(\w+): ", getattr(kernels, name).__doc__.splitlines()[0])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_operands_are_the_leading_arguments(name):
+    names = [operand for operand, _ in operands(ROWS[name])]
+    assert signature(name)[: len(names)] == names
+
+
+def size_of(dimension, sizes):
+    return math.prod(9 if f == "_" else int(f) if f.isdigit() else sizes[f] for f in dimension.replace("..", "").split())
+
+
+def example(row, sizes, dtype):
+    """Arguments of a call of these sizes; words (tokens, labels, counters) are int64."""
+    arguments = []
+    for name, dims in operands(row):
+        if dims is None:
+            arguments.append(sizes.get(name, 0))
+        else:
+            whole = torch.int64 if name in ("tokens", "labels", "counter") else dtype
+            arguments.append(torch.empty([size_of(dim, sizes) for dim in dims], dtype=whole))
+    return arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if "(" in row["operands"]])
+def test_a_calls_sizes_and_costs_follow_from_its_shapes(name, dtype):
+    row = ROWS[name]
+    sizes = dict(zip(row["sizes"], PRIMES, strict=False))
+    arguments = example(row, sizes, dtype)
+    seen = kernels.table.sizes(name, *arguments)
+    assert {symbol: seen[symbol] for symbol in sizes} == sizes
+    e, e_out = seen["e"], seen["e_out"]
+    flops, moved = kernels.table.cost(name, **sizes, e=e, e_out=e_out)
+    assert (kernels.table.flops(name, *arguments), kernels.table.bytes(name, *arguments)) == (flops, moved)
+    assert moved > 0 and flops == eval(row["flops"], {}, sizes)
+    by_name = dict(zip(signature(name), arguments, strict=False))
+    assert kernels.table.bytes(name, **by_name) == moved
+
+
+def test_leading_dimensions_fold_into_rows():
+    x, y = torch.empty(2, 3, 5), torch.empty(2, 3, 5)
+    assert kernels.table.sizes("gelu", x, None, y) == {"rows": 6, "cols": 5, "e": 4, "e_out": 4}
+    assert kernels.table.sizes("squared_norm", torch.empty(2, 3, 5))["n"] == 30
+    assert kernels.table.sizes("gelu", torch.empty(5), None, torch.empty(5))["rows"] == 1
+
+
+def test_operands_that_are_not_given_cost_nothing():
+    x, sums, n = torch.empty(4, 2, 8), torch.empty(8), torch.empty(16)
+    both, no_dx = (kernels.table.bytes("bias_dropout_add_backward", x, dx, sums) for dx in (torch.empty_like(x), None))
+    assert both - no_dx == x.nbytes
+    plain = kernels.table.bytes("adamw", n, n, n, n, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)
+    copied = kernels.table.bytes("adamw", n, n, n, n, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1, copy=n.bfloat16())
+    assert (plain, copied) == (28 * 16, 30 * 16)
+
+
+@pytest.mark.parametrize("b, heads, s, d", [(1, 12, 1024, 64), (3, 14, 2048, 128)])
+def test_attention_is_counted_as_accounting_counts_it(b, heads, s, d):
+    forward = accounting.causal_attention_flops(b * heads, s, d)
+    assert kernels.table.cost("attention_forward", s=s, b=b, heads=heads, d=d)[0] == forward
+    assert kernels.table.cost("attention_backward", s=s, b=b, heads=heads, d=d)[0] == accounting.ATTENTION_BACKWARD_SHARE * forward
+
+
+def test_linear_layers_are_counted_as_accounting_counts_them():
+    for record in accounting.layer_records(small_run(), 1):
+        if record.gemm and record.name != "attention":
+            m, n, k = record.gemm
+            x, weight, grad = torch.empty(m, k), torch.empty(n, k), torch.empty(m, n)
+            assert kernels.table.flops("linear_forward", x, weight, grad) == record.flops_forward
+            backward = (kernels.table.flops("linear_data_gradient", grad, weight, x),
+                        kernels.table.flops("linear_weight_gradient", grad, x, weight))
+            assert sum(backward) == record.flops_backward
+
+
+def test_what_is_no_kernel_costs_nothing():
+    assert kernels.table.flops("set_num_threads", 3) == kernels.table.bytes("active") == 0
+    for function in (kernels.table.sizes, kernels.table.cost):
+        with pytest.raises(ValueError, match="no kernel of the table is called active"):
+            function("active")
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: kernels.table.flops("linear_forward", torch.empty(4, 6), torch.empty(5, 7), torch.empty(4, 5)),
+     r"linear_forward: expected shapes x \(m, k\), weight \(n, k\), out \(m, n\), got a dimension of 7 beside a factor of 6"),
+    (lambda: kernels.table.flops("linear_forward", torch.empty(4), torch.empty(5, 6)), "got x with 1 dimensions"),
+    (lambda: kernels.table.flops("linear_forward", torch.empty(4, 6)), "got none that tells n"),
+    (lambda: kernels.table.cost("gelu", rows=3), "sizes: expected cols, got none"),
+    (lambda: kernels.table.cost("gelu", rows=3, cols=4, depth=3), "sizes: expected symbols of kernels.inc, got depth"),
+])
+def test_wrong_shapes_and_sizes_are_value_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
