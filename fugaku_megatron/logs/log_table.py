@@ -29,11 +29,11 @@ from ..run import accounting, arguments
 from ..run.config import check
 from ..run.outputs import check_file, writing
 from . import plot
-from .published_row import HEADER, PublishedRow, rate_text, seconds_text
+from .published_row import PublishedRow, header, rate_text, seconds_text
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 
-CSV_COLUMNS = ("log", *(HEADERS[name] for name in HEADER), "precision", "ac", "zero", "seq", "layers", "hidden", "heads",
-               "recomputed_tflops", "iterations", "last_iteration", "loss")
+OUR_CSV_COLUMNS = ("precision", "ac", "zero", "seq", "layers", "hidden", "heads", "recomputed_tflops", "iterations",
+                   "last_iteration", "loss")
 
 
 def size_name(parameters: int) -> str:
@@ -63,7 +63,7 @@ def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
     """The table, and beneath it what each row rests on; markdown: with a heading and lists."""
     lines = [("- " if markdown else "  ") + _basis(log) for log in logs]
     title = ["### Runs, measured", ""] if markdown else []
-    return "\n".join([*title, *pipe_table([HEADER, *(row_of(log).cells() for log in logs)]), "", *lines])
+    return "\n".join([*title, *pipe_table([header(), *(row_of(log).cells() for log in logs)]), "", *lines])
 
 
 def _basis(log: LogSummary) -> str:
@@ -75,13 +75,18 @@ def _basis(log: LogSummary) -> str:
             + (f"; {log.machine}" if log.machine else ""))
 
 
+def csv_columns() -> tuple[str, ...]:
+    """The columns of the CSV file: the log's name, the published columns, ours."""
+    return ("log", *(HEADERS[name] for name in header()), *OUR_CSV_COLUMNS)
+
+
 def record(log: LogSummary) -> dict[str, Any]:
-    """A row of the CSV file, under CSV_COLUMNS; numbers unrounded, empty where unknown."""
+    """A row of the CSV file, under csv_columns(); numbers unrounded, empty where unknown."""
     row, job, run = row_of(log), log.job, log.job.run
     model = {"seq": run.model.seq_length, "layers": run.model.num_layers, "hidden": run.model.hidden_size,
              "heads": run.model.num_attention_heads} if run else {}
     last = log.iterations[-1] if log.iterations else None
-    return {"log": log.path, **{HEADERS[name]: cell for name, cell in zip(HEADER, row.cells())}, "seconds": row.seconds,
+    return {"log": log.path, **{HEADERS[name]: cell for name, cell in zip(header(), row.cells())}, "seconds": row.seconds,
             "tflops": row.tflops, "petaflops": row.petaflops, "precision": job.precision, "ac": job.recompute,
             "zero": job.zero_stage, **model, "recomputed_tflops": log.recomputed_tflops,
             "iterations": len(log.counted), "last_iteration": last and last.iteration, "loss": last and last.lm_loss}
@@ -91,7 +96,7 @@ def write_csv(path: str | os.PathLike, logs: Sequence[LogSummary]) -> None:
     """One row per log, written aside and renamed: a reader never sees half a file."""
     aside = Path(f"{path}.tmp")
     with open(aside, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, csv_columns(), lineterminator="\n")
         writer.writeheader()
         writer.writerows({name: "" if value in (None, "-") else value for name, value in record(log).items()} for log in logs)
     aside.replace(path)

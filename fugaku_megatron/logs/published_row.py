@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from ..published.rows import load
 
-HEADER = load(["002"])[0].table.header
+
+def header() -> tuple[str, ...]:
+    """The printed columns: those of the tables of document 002, which the package holds as data."""
+    return load(["002"])[0].table.header
 
 
 def _or_dash(value: float | None, form: str) -> str:
@@ -54,7 +57,7 @@ class PublishedRow:
         return None if self.tflops is None or self.ranks is None else self.tflops * self.ranks / 1024
 
     def cells(self) -> tuple[str, ...]:
-        """The cells under HEADER."""
+        """The cells under header()."""
         ghz, mib = (_or_dash(value, ".1f") + (unit if value is not None else "")
                     for value, unit in ((self.ghz, "GHz"), (self.memory_mib, " MiB")))
         layout = (_or_dash(value, "d") for value in (self.dp, self.tp, self.pp, self.mbs, self.gbs))

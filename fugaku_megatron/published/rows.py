@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +203,6 @@ def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
     return tuple(row for row in read(SEEDS) if not documents or row.document in documents)
 
 
-@cache
 def read(folder: Path) -> tuple[Row, ...]:
     """All rows of the files in `folder`. Raises ValueError with file, line, column and value of a wrong cell."""
     records = errata.read(folder / "errata.csv", PARSERS)
