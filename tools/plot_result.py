@@ -1,0 +1,102 @@
+"""Draws the README's picture: measured steps against PyTorch, and the modelled way from a published run to this program's.
+
+    python -m benchmarks step --micro-batch-size 4 --json fp32.json ...
+    fugaku-megatron plan --recipe 30b --nodes 6144 ... --against torch1.10 --explain --json > plan.json
+    python -m tools.plot_result --output docs/figures/result.png --plan plan.json --printed 252 fp32.json bf16.json
+
+Test: pytest tests/test_plot_result.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+OURS, BASELINE, MODEL = "tab:blue", "0.65", "tab:green"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The contents of a file. Raises ValueError, one line, when it is no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}: give a file that --json wrote") from None
+
+
+def baseline_name(result: dict[str, Any]) -> str:
+    """What a step was compared with: "PyTorch", "torch.compile, tcmalloc"."""
+    baseline = result["baseline"]
+    name = {"plain": "PyTorch", "hf": "Hugging Face"}[baseline["name"]]
+    return ", ".join(filter(None, (name, "torch.compile" if baseline["compiled"] else "", baseline["preload"])))
+
+
+def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
+    """(label, tokens/s, colour) of every side of every step, ours beside each baseline."""
+    rows = []
+    for result in results:
+        kind = f"{result['dtype'].upper()}, micro-batch {result['micro_batch_size']}"
+        rows.append((f"{kind}: this program ({result['ratio']:.2f} x)", result["ours"]["tokens_per_s"], OURS))
+        rows.append((baseline_name(result), result["baseline"]["tokens_per_s"], BASELINE))
+    return rows
+
+
+def steps(plan: dict[str, Any], printed: float | None) -> list[tuple[str, float, str]]:
+    """(label, seconds, colour) of the published run and of every modelled change."""
+    published = [("published run, printed", printed, BASELINE)] if printed else []
+    taken = (change for change in plan["changes"] if not change["note"].startswith("not taken"))
+    return published + [(change["name"], change["seconds"], MODEL) for change in taken]
+
+
+def draw(rows: list[tuple[str, float, str]], axes: Any, label: str, title: str) -> None:
+    """Horizontal bars, the first on top, with their values."""
+    names = [f"{n} {name}" for n, (name, *_) in enumerate(rows)]  # a name may stand twice
+    axes.barh(names, [value for _, value, _ in rows], color=[color for *_, color in rows], height=0.7)
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=8)
+    for row, (_, value, _) in enumerate(rows):
+        axes.text(value, row, f" {value:.0f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(label, fontsize=9)
+    axes.set_title(title, fontsize=10)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def picture(results: list[dict[str, Any]], plan: dict[str, Any] | None, printed: float | None, output: Path) -> None:
+    """Measured steps, and beside them the modelled changes where a plan is there."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11 if plan else 6, 0.9 + 0.32 * 2 * len(results)), layout="constrained")
+    FigureCanvasAgg(figure)
+    columns = 2 if plan else 1
+    first = results[0]
+    title = f"GPT-2 {first['recipe'].upper()}, measured on {first['cpu']}, {first['threads']} threads"
+    draw(bars(results), figure.add_subplot(1, columns, 1), "tokens per second, longer is better", title)
+    if plan:
+        draw(steps(plan, printed), figure.add_subplot(1, columns, 2), "seconds per iteration, shorter is better",
+             "30B on 6,144 A64FX nodes, model")
+    figure.savefig(output, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("steps", nargs="+", type=Path, metavar="STEP_JSON", help="what python -m benchmarks step --json wrote")
+    parser.add_argument("--plan", type=Path, metavar="PLAN_JSON", help="what fugaku-megatron plan --explain --json printed")
+    parser.add_argument("--printed", type=float, metavar="SECONDS", help="the published run's time")
+    parser.add_argument("--output", type=Path, required=True, metavar="PNG")
+    options = parser.parse_args()
+    try:
+        picture([read_json(path) for path in options.steps], read_json(options.plan) if options.plan else None, options.printed,
+                options.output)
+    except ValueError as error:
+        print(f"plot_result: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
