@@ -85,5 +85,7 @@ def test_the_program_reads_the_vocabulary(tmp_path, capsys):
     print_plan(parse(["--recipe", "demo", "--dry-run", "--world-size", "4", *flags]), DryComm())
     text = capsys.readouterr().out
     assert "world size 4 = DP 4" in text and "padded vocabulary 320" in text
+    print_plan(parse(["--recipe", "demo", "--dry-run", "--mock-data"]), DryComm())
+    assert "padded vocabulary 50304" in capsys.readouterr().out  # GPT-2's, which predict and plan assume as well
     with pytest.raises(ValueError, match="--vocab-file"):
         print_plan(parse(["--recipe", "demo", "--dry-run"]), DryComm())

@@ -3,9 +3,9 @@
     scripts/pjsub/local_pjsub --scale 2 --wait scripts/pjsub/run_124m.sh
     scripts/pjsub/local_pjstat          scripts/pjsub/local_pjdel JOBID
 
-The options of pjsub and the #PJM directives mean what they mean there; the script is checked as by `fugaku-megatron job check`. --scale N
-then runs it on N ranks with a tiny model and --flags, --elapse and --margin replace its times (seconds). Jobs live in .local_pjsub
-($LOCAL_PJSUB). Left out: queues, priorities, users, several nodes. Test: pytest tests/mpi/test_jobs_local.py
+The options of pjsub and the #PJM directives mean what they mean there; the script is checked as by `fugaku-megatron job check`.
+--scale N then runs it on N ranks with a tiny model and --flags, --elapse and --margin replace its times (seconds). Jobs live in
+.local_pjsub ($LOCAL_PJSUB). Left out: queues, priorities, users, several nodes. Test: pytest tests/mpi/test_jobs_local.py
 """
 
 from __future__ import annotations

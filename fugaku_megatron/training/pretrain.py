@@ -28,6 +28,7 @@ from ..run import accounting, batches
 from ..run.accounting import Layout
 from ..run.arguments import Arguments
 from ..run.config import RunConfig, check
+from ..run.recipes import GPT2_VOCABULARY
 from .kernel_choice import build_ops, choose_kernels
 from .session import HISTORY, Session
 from .train import Progress, Trainer, reads_data
@@ -36,18 +37,20 @@ Data = tuple[Dataset | None, Dataset | None]  # training and validation samples,
 
 
 def with_vocabulary(run: RunConfig, world: Comm) -> RunConfig:
-    """The run with its vocabulary size known: --vocab-size, or the tokenizer's. One rank reads the files.
+    """The run with its vocabulary size known: --vocab-size, the tokenizer's, or with --mock-data GPT-2's. One rank reads the files.
 
-    Raises ValueError on every rank when neither is given or the tokenizer has more tokens than --vocab-size.
+    Raises ValueError on every rank when none of them is known or the tokenizer has more tokens than --vocab-size.
     """
-    data, given = run.data, run.model.vocab_size
-    if data.vocab_file is None:
-        check(given is not None, "the vocabulary size is unknown: give --vocab-file and --merge-file, or --vocab-size")
-        return run
-    size = on_root(world, lambda: build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file).vocab_size)
-    check(given is None or given >= size, f"--vocab-size {given} is below the {size} tokens of --vocab-file {data.vocab_file}: "
-          f"give at least {size}, or leave it out")
-    return replace(run, model=replace(run.model, vocab_size=given or size))
+    data, vocab_size = run.data, run.model.vocab_size
+    if data.vocab_file is not None:
+        size = on_root(world, lambda: build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file).vocab_size)
+        check(vocab_size is None or vocab_size >= size, f"--vocab-size {vocab_size} is below the {size} tokens of --vocab-file "
+              f"{data.vocab_file}: give at least {size}, or leave it out")
+    else:
+        check(vocab_size is not None or data.mock_data,
+              "the vocabulary size is unknown: give --vocab-file and --merge-file, or --vocab-size")
+        size = GPT2_VOCABULARY
+    return replace(run, model=replace(run.model, vocab_size=vocab_size or size))
 
 
 def evaluations(run: RunConfig, iterations: int) -> int:
@@ -85,7 +88,7 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout,
 def check_early(arguments: Arguments, world_size: int) -> Layout | None:
     """Everything that can be checked without files: the same ValueError on every rank."""
     run = arguments.run
-    check(run.data.mock_data or run.data.data_path is not None, "give --data-path (see tools/preprocess_data.py) or --mock-data")
+    check(run.data.mock_data or run.data.data_path is not None, "give --data-path (see fugaku-megatron preprocess) or --mock-data")
     batches.length(run.training, batches.RampUp(1, 1, 0, 1))
     ranks = run.output.profile_ranks
     check(not run.output.profile or max(ranks) < world_size, f"--profile-ranks {' '.join(map(str, ranks))}: the run has ranks 0 to "
