@@ -1,16 +1,15 @@
 """Runs one family of benchmarks: python -m benchmarks {gemm,attention,rowwise,step,alloc,tables} [options]
 
-A family is a module of this package with a docstring, add_arguments(parser), and either cases(options), which yields driver.Case
-(kernels against torch; options then: [--recipe R] [--target T|all] [--dtype D] [--threads N] [--json F]), or run(options).
-Left out: the timing itself (driver.py, step.py, alloc.py, tables.py). Test: pytest tests/test_benchmarks.py
+A family is a module of this package with a docstring, add_arguments(parser), and either run(options), or cases(options), which
+yields driver.Case (kernels against torch, with the options of driver.add_arguments). Left out: the timing itself (driver.py,
+step.py, alloc.py, tables.py). Test: pytest tests/test_benchmarks.py
 """
 
 import argparse
 import importlib
-import os
 from collections.abc import Sequence
 
-from fugaku_megatron.run.config import check
+from fugaku_megatron.run.outputs import check_file, check_picture
 
 from . import driver
 
@@ -19,10 +18,9 @@ FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc", "tables")
 
 def check_outputs(options: argparse.Namespace) -> None:
     """ValueError, before anything is measured, for a file that cannot be written."""
-    for name in ("json", "csv", "png"):
-        path = getattr(options, name, None)
-        writable = path is None or (not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK))
-        check(writable, f"--{name} {path}: cannot be written; give a file in a folder that exists")
+    for name in ("json", "csv"):
+        check_file(f"--{name}", getattr(options, name, None))
+    check_picture(getattr(options, "png", None))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

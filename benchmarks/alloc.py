@@ -1,13 +1,13 @@
-"""Mallocs under real training: stock glibc, tuned (ours, no preload), tcmalloc, jemalloc, mimalloc; the published tcmalloc tables.
+"""Memory allocators under real training: stock glibc, tuned glibc (ours, no preload), tcmalloc, jemalloc, mimalloc.
 
     python -m benchmarks alloc --json alloc.json --png alloc.png         every combination, in turn
     python -m benchmarks alloc --quick                                   a small model, few iterations
     python -m benchmarks alloc --kernels torch --ranks 1 --allocators stock tuned tcmalloc
     python -m benchmarks alloc --from-logs stock/stdout tcmalloc/stdout  runs of a cluster, such as compare_tcmalloc.sh's
 
-Every figure is read from the log of `mpiexec ... pretrain_gpt.py`, ranks being data parallel. With --kernels torch a step makes and
-frees its tensors as PyTorch programs do, which is what the published tables show. Left out: starting jobs (jobs.py), logs of other
-runs (alloc_logs.py), the picture (alloc_plot.py). Test: pytest tests/test_benchmarks.py
+Every figure is read from the log of `mpiexec ... pretrain_gpt.py` with data-parallel ranks. With --kernels torch a step allocates
+and frees its tensors as PyTorch programs do, as in the published tables with and without tcmalloc. Left out: starting jobs
+(jobs.py), logs of other runs (alloc_logs.py), the picture (alloc_plot.py). Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUICK = {"recipe": "demo", "iterations": 2, "rounds": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One combination."""
+    """One combination of kernels, recompute, number of ranks and allocator."""
 
     kernels: str
     recompute: str
@@ -79,7 +79,7 @@ def job(options: argparse.Namespace, cell: Cell) -> jobs.Job:
 
 
 def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
-    """Every combination with its job, without those whose library is absent; says which."""
+    """Every combination with its job. Combinations whose library is missing are left out with a printed line."""
     absent = [name for name in options.allocators if name in preloads.LIBRARIES and preloads.find(name) is None]
     for name in absent:
         print(f"skipped {preloads.missing(name)}")
@@ -90,7 +90,7 @@ def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure in turn, print the tables, write --json and --png; or print the table of --from-logs."""
+    """Measure the combinations in turn, print the tables, write --json and --png; or print the table of --from-logs."""
     if options.from_logs:
         check(not options.json and not options.png, "--from-logs prints a table; for files use fugaku-megatron log")
         return print(alloc_logs.text(alloc_logs.read(options.from_logs)))
@@ -100,12 +100,12 @@ def run(options: argparse.Namespace) -> None:
         check(getattr(options, name) > 0, f"--{name} {getattr(options, name)}: give 1 or more")
     planned = plan(options)
     check(len(planned) > 0, "--allocators: none of them is on this system")
-    found: dict[Cell, list[jobs.Measured]] = {cell: [] for cell in planned}
+    measurements: dict[Cell, list[jobs.Measured]] = {cell: [] for cell in planned}
     for turn, (number, (cell, task)) in itertools.product(range(options.rounds), enumerate(planned.items(), 1)):
-        found[cell].append(measured := jobs.run(task))
+        measurements[cell].append(measured := jobs.run(task))
         check_allocator(cell, measured)
         print(f"  round {turn + 1} of {options.rounds}, {number} of {len(planned)}: {cell}: {measured.seconds:.3f} s", flush=True)
-    result = report(options, found)
+    result = report(options, measurements)
     print(text(options, result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -114,19 +114,19 @@ def run(options: argparse.Namespace) -> None:
 
 
 def check_allocator(cell: Cell, measured: jobs.Measured) -> None:
-    """RuntimeError when the job ran with another malloc than it should: nothing may be compared then."""
+    """RuntimeError when the job ran with another allocator than requested: its figures would be misleading."""
     expected = cell.allocator if cell.allocator in preloads.LIBRARIES else f", {cell.allocator}"
     if expected not in measured.allocator:
         raise RuntimeError(f"{cell}: the job's log says allocator {measured.allocator}; is LD_PRELOAD passed on by this mpiexec?")
 
 
-def report(options: argparse.Namespace, found: dict[Cell, list[jobs.Measured]]) -> dict[str, Any]:
-    """The result as JSON; ratio: stock's seconds over the row's, None without stock."""
-    rows = [{**asdict(cell), **summary(measured)} for cell, measured in found.items()]
+def report(options: argparse.Namespace, measurements: dict[Cell, list[jobs.Measured]]) -> dict[str, Any]:
+    """The result as JSON. ratio: seconds with the stock allocator over the row's, None when stock was not measured."""
+    rows = [{**asdict(cell), **summary(measured)} for cell, measured in measurements.items()]
     stock = {(r["kernels"], r["recompute"], r["ranks"]): r["seconds"] for r in rows if r["allocator"] == "stock"}
     for row in rows:
-        former = stock.get((row["kernels"], row["recompute"], row["ranks"]))
-        row["ratio"] = former / row["seconds"] if former else None
+        stock_seconds = stock.get((row["kernels"], row["recompute"], row["ranks"]))
+        row["ratio"] = stock_seconds / row["seconds"] if stock_seconds else None
     return {"rows": rows, "recipe": options.recipe, "dtype": options.dtype, "micro_batch_size": options.micro_batch_size,
             "global_batch_size": options.global_batch_size or 4 * options.micro_batch_size,
             "tensor_model_parallel_size": options.tensor_model_parallel_size, "iterations": options.iterations,
@@ -135,7 +135,7 @@ def report(options: argparse.Namespace, found: dict[Cell, list[jobs.Measured]]) 
 
 
 def summary(measured: list[jobs.Measured]) -> dict[str, Any]:
-    """Medians over the rounds; the largest memory."""
+    """Medians over the rounds of one combination, and the largest memory."""
     names = ("seconds", "tflops", "minor_faults", "system_seconds", "clock_ghz")
     return {**{name: statistics.median(getattr(m, name) for m in measured) for name in names},
             "peak_memory_mib": max(m.peak_memory_mib for m in measured), "log": measured[-1].allocator,
@@ -143,7 +143,7 @@ def summary(measured: list[jobs.Measured]) -> dict[str, Any]:
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """Tables with the published columns, one for every kind of kernels and recompute."""
+    """Tables with the published columns, one for each combination of kernels and recompute."""
     machine = f"measured, {result['cpu']}, {result['clock_ghz']:.2f} GHz"
     model = shapes.run_of(options).model
     parts = []
@@ -157,7 +157,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
 
 
 def cells(result: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
-    """A row in the published format; what malloc costs stands in the notes."""
+    """A row in the published format; its notes give the allocator's page faults and system time."""
     ratio = f", {row['ratio']:.2f} x stock" if row["ratio"] and row["allocator"] != "stock" else ""
     notes = f"{row['allocator']}{ratio}, {row['minor_faults']:.0f} minor faults, {row['system_seconds']:.2f} s system time"
     return published.cells(

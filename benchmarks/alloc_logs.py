@@ -1,6 +1,6 @@
-"""`benchmarks alloc --from-logs A B ...`: the published table from logs of one run with several mallocs, the first the reference.
+"""`benchmarks alloc --from-logs A B ...`: the published table from logs of one run with several allocators, the first the baseline.
 
-Left out: reading a log (fugaku_megatron/run_log.py). Test: pytest tests/test_benchmarks.py
+Left out: reading a log (fugaku_megatron/logs/run_log.py). Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fugaku_megatron.run.config import check
 
 from . import jobs, published
 
-MAY_DIFFER = ("cpu_frequency",)
+MAY_DIFFER = ("cpu_frequency",)  # values in which the runs may differ
 
 
 def read(paths: Sequence[Path]) -> list[LogSummary]:
-    """The logs. ValueError for one that cannot be read, or of another run than the first."""
+    """The logs. ValueError for a log that cannot be read, or that is of another run than the first."""
     check(len(paths) > 1, f"--from-logs {paths[0]}: give two logs or more, the first is what the others are compared with")
     logs = [read_log(path) for path in paths]
     first = _run(logs[0])
@@ -31,14 +31,15 @@ def read(paths: Sequence[Path]) -> list[LogSummary]:
               "fugaku-megatron log with their flags")
         check(log.finished, f"--from-logs {log.path}: the run is not at its end, or was killed; wait for it or give another")
         for name in sorted(first.keys() | _run(log).keys()):
-            wanted, found = first.get(name), _run(log).get(name)
-            check(found == wanted, f"--from-logs: {logs[0].path} has {name} {wanted}, {log.path} {found}: give logs of one run")
+            expected, actual = first.get(name), _run(log).get(name)
+            check(actual == expected,
+                  f"--from-logs: {logs[0].path} has {name} {expected}, {log.path} {actual}: give logs of one run")
     return logs
 
 
 def _run(log: LogSummary) -> dict[str, Any]:
-    known = {name: value for name, value in log.job.values.items() if name not in MAY_DIFFER}
-    return {**known, "nodes": log.job.nodes, "ranks": log.job.ranks}
+    values = {name: value for name, value in log.job.values.items() if name not in MAY_DIFFER}
+    return {**values, "nodes": log.job.nodes, "ranks": log.job.ranks}
 
 
 def text(logs: Sequence[LogSummary]) -> str:
@@ -56,6 +57,6 @@ def _notes(first: LogSummary, log: LogSummary) -> str:
     if log is not first:
         parts.append(f"{first.seconds / log.seconds:.2f} x {jobs.allocator(first.machine)}")
     for name, form, unit in (("minor_faults", ".0f", "minor faults"), ("system_seconds", ".2f", "s system time")):
-        if known := [value for i in log.counted if (value := getattr(i, name)) is not None]:
-            parts.append(f"{statistics.median(known):{form}} {unit}")
+        if values := [value for i in log.counted if (value := getattr(i, name)) is not None]:
+            parts.append(f"{statistics.median(values):{form}} {unit}")
     return ", ".join(parts)

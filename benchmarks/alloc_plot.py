@@ -1,4 +1,4 @@
-"""`benchmarks alloc` as a picture: seconds per iteration of each malloc, a panel for every kind of kernels and recompute.
+"""`benchmarks alloc` as a picture: seconds per iteration of each allocator, a panel for each combination of kernels and recompute.
 
 Test: pytest tests/test_benchmarks.py
 """
@@ -9,14 +9,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron.run.outputs import writing
+
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """Bars into `path`, PNG. Raises ValueError when it cannot be written or matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(f"--png {path}: a package is missing: pip install matplotlib") from None
+    """Draw bars into the PNG file `path`. Raises ValueError when it cannot be written. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.figure import Figure
+
     panels = {key: list(rows) for key, rows in groupby(result["rows"], lambda r: (r["kernels"], r["recompute"]))}
     figure = Figure(figsize=(max(7, 4.5 * len(panels)), 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -26,14 +26,12 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     figure.axes[0].legend(fontsize="small")
     figure.suptitle(f"{result['recipe']} {result['dtype']}, micro-batch {result['micro_batch_size']}, global batch "
                     f"{result['global_batch_size']}\nmeasured, {result['cpu']}, {result['clock_ghz']:.2f} GHz")
-    try:
+    with writing("--png", path):
         figure.savefig(path, dpi=110, format="png")
-    except OSError as error:
-        raise ValueError(f"--png {path}: cannot be written ({error.strerror}); give another file") from None
 
 
 def _panel(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Bars side by side for each number of ranks, the gain over stock above each."""
+    """Bars side by side for each number of ranks; above each bar the speed-up over the stock allocator."""
     names, ranks = list(dict.fromkeys(r["allocator"] for r in rows)), list(dict.fromkeys(r["ranks"] for r in rows))
     width = 0.8 / len(names)
     for number, name in enumerate(names):

@@ -1,9 +1,9 @@
-"""One side of `benchmarks step` in a process of its own: trains a step when told to and says what it took.
+"""One side of `benchmarks step` in a process of its own: trains a step on request and reports its time, loss and memory.
 
     python -m benchmarks.contestant '{"side": "ours", ...}'        started by Contestant, see `Task`
 
-Protocol: one JSON object a line on standard output; first {"allocator": ...}, then one for every line on standard input. Between
-steps the process sleeps in a read. Left out: whose turn it is (step.py). Test: pytest tests/test_benchmarks.py
+Protocol: one JSON object per line on standard output, first {"allocator": ...}, then one for every line on standard input. Between
+steps the process sleeps in a read. Left out: the order of the sides' turns (step.py). Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ import psutil
 from . import jobs, preloads
 
 ROOT = Path(__file__).resolve().parents[1]
-SIDES = ("ours", "rival")
+SIDES = ("ours", "baseline")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a contestant trains. given: fields of the run beside the recipe's; kernels are ours alone, rival and compiled its."""
+    """What a contestant trains. values: fields of the run that replace the recipe's.
+
+    baseline, compiled: which baseline, and whether torch.compile is applied to it; without meaning for our side.
+    """
 
     side: str
     recipe: str
-    given: dict[str, Any]
+    values: dict[str, Any]
     threads: int
-    rival: str = "plain"
+    baseline: str = "plain"
     compiled: bool = False
     preload: str | None = None
 
 
 class Contestant:
-    """The parent's end of the pipe. RuntimeError when the process ends before it answers; its own words are on standard error."""
+    """The parent's end of the pipe. RuntimeError when the process ends before it answers; its message is on standard error."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -87,7 +90,7 @@ class Contestant:
 
 
 def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
-    """(step, what it runs on): the trainer as pretrain.py sets it up."""
+    """(function that trains a step, facts for the report): the trainer as pretrain.py sets it up."""
     from fugaku_megatron.comm.grid import Grid
     from fugaku_megatron.comm.local import DryComm
     from fugaku_megatron.run.arguments import make_run
@@ -95,7 +98,7 @@ def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
     from fugaku_megatron.training.kernel_choice import build_ops, choose_kernels
     from fugaku_megatron.training.train import Trainer
 
-    run, world = make_run(task.recipe, task.given), DryComm()
+    run, world = make_run(task.recipe, task.values), DryComm()
     machine = pretrain.configure_process(run, world)
     groups = Grid(1, 1, 1).groups(world)
     layout = pretrain.Layout.of(run, 1)
@@ -104,24 +107,24 @@ def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
     return lambda: trainer.train_step().loss, {"kernels": ops.choice, "allocator": jobs.allocator(machine)}
 
 
-def _rival(task: Task) -> tuple[Any, dict[str, Any]]:
-    """(step, what it runs on)."""
+def _baseline(task: Task) -> tuple[Any, dict[str, Any]]:
+    """(function that trains a step, facts for the report): the baseline."""
     import torch
 
     from fugaku_megatron.run.arguments import make_run
 
-    from .rivals import RivalTrainer
+    from .baselines import BaselineTrainer
 
     torch.set_num_threads(task.threads)
-    trainer = RivalTrainer(task.rival, make_run(task.recipe, task.given), task.compiled)
+    trainer = BaselineTrainer(task.baseline, make_run(task.recipe, task.values), task.compiled)
     return trainer.step, {"torch": torch.__version__}
 
 
 def main(task: Task) -> None:
-    """The child's side."""
+    """The process's own end of the pipe."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
-    step, facts = (_ours if task.side == "ours" else _rival)(task)
+    step, facts = (_ours if task.side == "ours" else _baseline)(task)
 
     from fugaku_megatron.host import allocator
     from fugaku_megatron.logs.metrics import peak_memory_mib

@@ -1,4 +1,4 @@
-"""Real training jobs for measuring: mpiexec ... pretrain_gpt.py, its log read back.
+"""Real training jobs to measure: runs mpiexec ... pretrain_gpt.py and reads its log.
 
 Left out: which jobs are compared (alloc.py, layouts.py). Test: pytest tests/test_benchmarks.py
 """
@@ -27,7 +27,7 @@ PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run. preload: a malloc for LD_PRELOAD. warm_up: first iterations that do not count."""
+    """What to run. preload: an allocator's library for LD_PRELOAD. warm_up: number of first iterations that are not measured."""
 
     ranks: int
     threads: int
@@ -40,14 +40,15 @@ class Job:
         return [mpiexec(), "-n", str(self.ranks), sys.executable, str(PROGRAM), *self.flags]
 
     def environment(self) -> dict[str, str]:
+        """The variables of the job's processes."""
         return {**preloads.environment(self.preload), "OMP_NUM_THREADS": str(self.threads)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the log says: medians over the iterations after the warm-up; faults, system time and clock are rank 0's.
+    """Figures from the log: medians over the iterations after the warm-up; faults, system time and clock are those of rank 0.
 
-    others: what other processes had of our cores, see noise.py.
+    others: share of our cores that other processes used, see noise.py.
     """
 
     seconds: float
@@ -65,9 +66,9 @@ class Measured:
 def mpiexec() -> str:
     """The mpiexec next to python, else that on the PATH. ValueError when there is none."""
     beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    check(found is not None, "no mpiexec next to python nor on the PATH: pip install mpich, or load the site's MPI")
-    return found
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    check(path is not None, "no mpiexec next to python nor on the PATH: pip install mpich, or load the site's MPI")
+    return path
 
 
 def run(job: Job) -> Measured:
@@ -77,37 +78,37 @@ def run(job: Job) -> Measured:
     others, lines = watch.others(), done.stdout.splitlines()
     iterations, memory = parse_log(lines)[job.warm_up:], parse_peak_memory(lines)
     if done.returncode or not iterations or memory is None:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-        raise RuntimeError(f"{' '.join(job.command())} ended with exit code {done.returncode} and said: {said}")
-    middle = {name: statistics.median(getattr(i, name) for i in iterations)
+        message = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+        raise RuntimeError(f"{' '.join(job.command())} ended with exit code {done.returncode} and said: {message}")
+    medians = {name: statistics.median(getattr(i, name) for i in iterations)
               for name in ("tflops", "minor_faults", "system_seconds", "clock_ghz")}
     seconds = statistics.median(exact_seconds(i) for i in iterations)
     return Measured(seconds=seconds, samples_per_second=iterations[-1].global_batch_size / seconds, peak_memory_mib=memory,
                     allocator=allocator(done.stdout), loss=iterations[-1].lm_loss,
-                    others=others, **middle)
+                    others=others, **medians)
 
 
 def children_seconds() -> float:
-    """CPU time of everything this process started and waited for."""
+    """CPU seconds of all processes that this one started and waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def allocator(log: str) -> str:
-    """What the log says of the malloc in use: "tcmalloc", "glibc 2.36, tuned" ..."""
-    found = re.search(r" threads, allocator (.*?)(?:: tensors| \(preloaded|, torch)", log)
-    return found[1] if found else "unknown"
+    """The allocator that the log names: "tcmalloc", "glibc 2.36, tuned" ..., or "unknown"."""
+    match = re.search(r" threads, allocator (.*?)(?:: tensors| \(preloaded|, torch)", log)
+    return match[1] if match else "unknown"
 
 
 def flags(options: argparse.Namespace, run: RunConfig, iterations: int, kernels: str, *more: object) -> tuple[str, ...]:
     """The command line of `run`, which `options` (see shapes.add_arguments, and dtype) describe, on mock tokens."""
     parallel, batch = run.parallel, run.batch
-    given = ("--recipe", options.recipe, "--vocab-size", run.model.vocab_size, "--mock-data", "--eval-iters", 0, "--log-interval",
+    words = ("--recipe", options.recipe, "--vocab-size", run.model.vocab_size, "--mock-data", "--eval-iters", 0, "--log-interval",
              1, "--train-iters", iterations, "--micro-batch-size", batch.micro_batch_size, "--global-batch-size",
              batch.global_batch_size, "--tensor-model-parallel-size", parallel.tensor_model_parallel_size,
              "--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size, "--kernels", kernels,
              *(["--bf16"] if options.dtype == "bf16" else []), *more)
-    return tuple(map(str, given))
+    return tuple(map(str, words))
 
 
 def threads_each(ranks: int, threads: int) -> int:

@@ -1,4 +1,4 @@
-"""`benchmarks step --ranks N`: N ranks as TP, DP and PP (or the layout given) against one rank with all threads, in turn.
+"""`benchmarks step --ranks N`: N ranks as TP, DP and PP (or the layout of the options) against one rank with all threads, in turn.
 
 Every figure comes from a real `mpiexec ... pretrain_gpt.py`; the jobs take turns, round after round.
 Left out: starting jobs (jobs.py). Test: pytest tests/test_benchmarks.py
@@ -64,31 +64,32 @@ def job(options: argparse.Namespace, candidate: Candidate) -> jobs.Job:
 def run(options: argparse.Namespace) -> None:
     """Measure in turn, print, write --json."""
     planned = [(candidate, job(options, candidate)) for candidate in candidates(options)]
-    found: dict[str, list[jobs.Measured]] = {candidate.name: [] for candidate, _ in planned}
+    measurements: dict[str, list[jobs.Measured]] = {candidate.name: [] for candidate, _ in planned}
     for turn in range(options.rounds):
         for candidate, task in planned:
-            found[candidate.name].append(jobs.run(task))
-            print(f"  round {turn + 1} of {options.rounds}: {candidate.name} {found[candidate.name][-1].seconds:.3f} s", flush=True)
-    result = report(options, planned, found)
+            measurements[candidate.name].append(jobs.run(task))
+            seconds = measurements[candidate.name][-1].seconds
+            print(f"  round {turn + 1} of {options.rounds}: {candidate.name} {seconds:.3f} s", flush=True)
+    result = report(options, planned, measurements)
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def report(options: argparse.Namespace, planned: list[tuple[Candidate, jobs.Job]],
-           found: dict[str, list[jobs.Measured]]) -> dict[str, Any]:
-    """The result as JSON; ratio: throughput over that of one rank."""
+           measurements: dict[str, list[jobs.Measured]]) -> dict[str, Any]:
+    """The result as JSON. ratio: throughput over that of one rank."""
     rows = []
     tokens = shapes.run_of(options).model.seq_length
     for candidate, task in planned:
-        measured = found[candidate.name]
+        measured = measurements[candidate.name]
         rate = statistics.median(m.samples_per_second for m in measured)
         rows.append({"layout": candidate.name, "ranks": candidate.ranks, "threads": task.threads, "tp": candidate.tp,
                      "pp": candidate.pp, "dp": candidate.dp, "seconds": statistics.median(m.seconds for m in measured),
                      "tokens_per_s": rate * tokens, "peak_rss_mib": max(m.peak_memory_mib for m in measured),
                      "loss": measured[-1].loss, "busy": any(m.others > noise.OTHERS for m in measured)})
     rows = [{**row, "ratio": row["tokens_per_s"] / rows[0]["tokens_per_s"]} for row in rows]
-    clock = statistics.median(m.clock_ghz for measured in found.values() for m in measured)
+    clock = statistics.median(m.clock_ghz for measured in measurements.values() for m in measured)
     return {"layouts": rows, "recipe": options.recipe, "dtype": options.dtype, "micro_batch_size": options.micro_batch_size,
             "global_batch_size": options.global_batch_size or MICROBATCHES * options.micro_batch_size, "threads": options.threads,
             "rounds": options.rounds, "cpu": runtime.cpu_model(), "clock_ghz": clock, "repeat": driver.command_line()}

@@ -1,10 +1,10 @@
-"""The same GPT in plain torch, one file, as a PyTorch user writes it: the rival of `benchmarks step` and the tests' reference.
+"""The same GPT in plain torch in one file, as a PyTorch user writes it: the baseline of `benchmarks step` and the tests' reference.
 
     model = PlainGPT(run.model, vocabulary)        vocabulary: padded, see accounting.padded_vocab_size
     loss = model(tokens, labels)                   (b, s) each -> ()
 
-Parameters have the global names, shapes and order of heads of fugaku_megatron's checkpoints, so weights can be exchanged as they
-are. Left out: dropout, recompute, parallel layouts. Legend: s sequence, b batch, h hidden, n heads, v vocabulary.
+Parameters have the global names, shapes and order of heads of fugaku_megatron's checkpoints, so weights need no conversion.
+Left out: dropout, recompute, parallel layouts. Legend: s sequence, b batch, h hidden, n heads, v vocabulary.
 Test: pytest tests/test_benchmarks.py
 """
 

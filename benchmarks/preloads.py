@@ -1,6 +1,6 @@
-"""Other mallocs by name: where the system has them, and how to get them.
+"""Other memory allocators by name: where the system has them, and which package installs them.
 
-Left out: which malloc a process really uses (fugaku_megatron/allocator.py says that). Test: pytest tests/test_benchmarks.py
+Left out: which allocator a process really uses (fugaku_megatron/host/allocator.py). Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _is(file: str, soname: str) -> bool:
 
 
 def _cache() -> list[Path]:
-    """What ldconfig knows."""
+    """The libraries in ldconfig's cache."""
     for program in ("ldconfig", "/sbin/ldconfig"):
         try:
             text = subprocess.run([program, "-p"], capture_output=True, text=True, check=True).stdout
@@ -46,21 +46,21 @@ def _cache() -> list[Path]:
 
 
 def missing(name: str) -> str:
-    """One line: what is absent and how to get it."""
+    """One line that names the missing library and its package."""
     return f"{name}: no {LIBRARIES[name][1][0]} on this system: apt-get install {LIBRARIES[name][0]}"
 
 
-def resolve(given: str) -> Path:
-    """The path of a library given by name (tcmalloc) or path. ValueError when there is none."""
-    if given in LIBRARIES:
-        found = find(given)
-        check(found is not None, missing(given))
-        return found
-    check(Path(given).is_file(), f"{given} is no file: give a library's path, or one of {', '.join(LIBRARIES)}")
-    return Path(given).resolve()
+def resolve(name: str) -> Path:
+    """The path of a library that `name` names (tcmalloc) or is the path of. ValueError when there is none."""
+    if name in LIBRARIES:
+        path = find(name)
+        check(path is not None, missing(name))
+        return path
+    check(Path(name).is_file(), f"{name} is no file: give a library's path, or one of {', '.join(LIBRARIES)}")
+    return Path(name).resolve()
 
 
 def environment(preload: Path | None) -> dict[str, str]:
     """This process's environment with exactly that library preloaded."""
-    kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    return kept if preload is None else {**kept, "LD_PRELOAD": str(preload)}
+    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return variables if preload is None else {**variables, "LD_PRELOAD": str(preload)}

@@ -1,12 +1,13 @@
 """Our trainer's step against another program's, in turn, each in a process of its own; or parallel layouts against one rank.
 
-    python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--rival hf] [--rival-compile] [--rival-preload tcmalloc]
+    python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] [--baseline-preload tcmalloc]
     python -m benchmarks step --ranks 2 --global-batch-size 16                        TP2, DP2 and PP2 against one rank
 
-Same weights at the start, same tokens, batch, AdamW and clipping, no dropout; losses are compared, so both do the same work.
-Ours runs as pretrain_gpt.py runs, the rival with the system's malloc unless --rival-preload is given. The two never compute at the
-same time. Figures are medians over the rounds that other processes left alone; the peak of multiply-adds is measured between them.
-Left out: what a contestant does (contestant.py), layouts (layouts.py). Test: pytest tests/test_benchmarks.py
+Both sides start from the same weights and use the same tokens, batch, AdamW and clipping, without dropout; their losses are
+compared, so both do the same work. Ours runs as pretrain_gpt.py does, the baseline with the system's allocator or
+--baseline-preload. The two never compute at the same time. Figures are medians over the rounds that other processes did not
+disturb; the peak of multiply-adds is measured between rounds. Left out: the sides themselves (contestant.py), layouts (layouts.py).
+Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from typing import Any
 import torch
 
 from fugaku_megatron.host import runtime
+from fugaku_megatron.host.fma_peak import fma_peak_gflops
 from fugaku_megatron.run import accounting
 from fugaku_megatron.run.config import RunConfig, check
 
-from . import driver, layouts, noise, preloads, rivals, shapes
+from . import baselines, driver, layouts, noise, preloads, shapes
 from .contestant import SIDES, Contestant, Task
 
 PRECISIONS = ("fp32", "bf16")
 PAUSE = 0.1  # s; libgomp's threads spin for some milliseconds after a parallel region, then they sleep
-PEAK_TRIES = 10
-PATIENCE = 2  # rounds on a busy machine are repeated, up to PATIENCE x rounds
-SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative; BF16 rounds weights in ours and not in the rival's autocast
+PEAK_ROUNDS = 10  # measurements of the FMA peak; the first wakes this process's threads
+PATIENCE = 2  # disturbed rounds are repeated, up to PATIENCE x rounds
+SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative; BF16 rounds weights in ours and not in the baseline's autocast
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,17 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, help="samples per step (default: a micro-batch; with --ranks 16)")
     parser.add_argument("--dtype", default="fp32", choices=PRECISIONS)
     parser.add_argument("--kernels", default="native", choices=("native", "torch", "auto"), help="ours (default: %(default)s)")
-    parser.add_argument("--rival", default="plain", choices=rivals.RIVALS)
-    parser.add_argument("--rival-compile", action="store_true", help="torch.compile the rival")
-    parser.add_argument("--rival-preload", metavar="LIB", help=f"the rival's malloc: a path, or {', '.join(preloads.LIBRARIES)}")
-    parser.add_argument("--ranks", type=int, help="compare layouts of that many ranks with one rank, instead of a rival")
+    parser.add_argument("--baseline", default="plain", choices=baselines.BASELINES)
+    parser.add_argument("--baseline-compile", action="store_true", help="torch.compile the baseline")
+    parser.add_argument("--baseline-preload", metavar="LIB",
+                        help=f"the baseline's allocator: a path, or {', '.join(preloads.LIBRARIES)}")
+    parser.add_argument("--ranks", type=int, help="compare layouts of that many ranks with one rank, instead of a baseline")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
 
 
-def given_values(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the run beside the recipe's: mock tokens, no dropout, no evaluation, a constant learning rate."""
+def run_values(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of the run that replace the recipe's: mock tokens, no dropout, no evaluation, a constant learning rate."""
     return {"vocab_size": shapes.vocabulary(options.recipe), "micro_batch_size": options.micro_batch_size,
             "global_batch_size": options.global_batch_size or options.micro_batch_size, "mock_data": True, "hidden_dropout": 0.0,
             "attention_dropout": 0.0, "bf16": options.dtype == "bf16", "eval_iters": 0, "lr_decay_style": "constant",
@@ -67,10 +70,10 @@ def run(options: argparse.Namespace) -> None:
     if options.ranks is not None:
         return layouts.run(options)
     check(options.tensor_model_parallel_size == options.pipeline_model_parallel_size == 1,
-          "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a rival is compared on one rank")
-    rivals.check_rival(options.rival, options.rival_compile)
-    config = shapes.run_of(options, **given_values(options))
-    preload = preloads.resolve(options.rival_preload) if options.rival_preload else None
+          "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank")
+    baselines.check_baseline(options.baseline, options.baseline_compile)
+    config = shapes.run_of(options, **run_values(options))
+    preload = preloads.resolve(options.baseline_preload) if options.baseline_preload else None
     torch.set_num_threads(options.threads)
     print(f"{runtime.cpu_model()}, {options.threads} threads; building both sides", flush=True)
     with ExitStack() as stack:
@@ -82,20 +85,21 @@ def run(options: argparse.Namespace) -> None:
 
 
 def task(options: argparse.Namespace, side: str, preload: Path | None) -> Task:
-    """What the process of `side` does."""
-    rival = {"rival": options.rival, "compiled": options.rival_compile, "preload": str(preload) if preload else None}
-    return Task(side=side, recipe=options.recipe, given=given_values(options), threads=options.threads,
-                **(rival if side == "rival" else {}))
+    """The task of the process of `side`. preload: the baseline's allocator."""
+    baseline = {"baseline": options.baseline, "compiled": options.baseline_compile, "preload": str(preload) if preload else None}
+    return Task(side=side, recipe=options.recipe, values=run_values(options), threads=options.threads,
+                **(baseline if side == "baseline" else {}))
 
 
 def measure(options: argparse.Namespace, sides: dict[str, Contestant]) -> tuple[list[dict[str, Any]], int]:
-    """(rounds to judge by, rounds thrown away). The first steps warm up, and must have the same loss.
+    """(rounds to report, number of discarded rounds). The first steps warm up, and must have the same loss.
 
-    A round: {"ours": a step's record, "rival": ..., "peak_gflops", "clock_ghz", "others"}.
+    A round: {"ours": a step's record, "baseline": ..., "peak_gflops", "clock_ghz", "others"}.
     """
     first = {side: contestant.step()["loss"] for side, contestant in sides.items()}
-    if not math.isclose(first["ours"], first["rival"], rel_tol=SAME_LOSS[options.dtype]):
-        raise RuntimeError(f"the two do not train the same: first losses {first['ours']:.6f} (ours), {first['rival']:.6f} (rival)")
+    if not math.isclose(first["ours"], first["baseline"], rel_tol=SAME_LOSS[options.dtype]):
+        raise RuntimeError(f"the two do not train the same: first losses {first['ours']:.6f} (ours), {first['baseline']:.6f} "
+                           "(baseline)")
     rounds: list[dict[str, Any]] = []
     quiet: list[dict[str, Any]] = []
     while len(quiet) < options.rounds and len(rounds) < (1 + PATIENCE) * options.rounds:
@@ -107,51 +111,52 @@ def measure(options: argparse.Namespace, sides: dict[str, Contestant]) -> tuple[
 
 
 def one_round(threads: int, sides: dict[str, Contestant]) -> dict[str, Any]:
-    """Both sides once, then the machine's own limits."""
-    found: dict[str, Any] = {}
+    """A step of each side, then the machine's peak and clock."""
+    result: dict[str, Any] = {}
     watch = noise.Watch(threads, lambda: sum(contestant.cpu_seconds() for contestant in sides.values()))
     for side, contestant in sides.items():
-        found[side] = contestant.step()
+        result[side] = contestant.step()
         time.sleep(PAUSE)
-    found["others"] = watch.others()
-    found["peak_gflops"] = max(driver.fma_gflops() for _ in range(PEAK_TRIES))  # the first wakes this process's threads
-    found["clock_ghz"] = runtime.clock_ghz()
-    return found
+    result["others"] = watch.others()
+    result["peak_gflops"] = fma_peak_gflops(PEAK_ROUNDS)
+    result["clock_ghz"] = runtime.clock_ghz()
+    return result
 
 
 def report(options: argparse.Namespace, config: RunConfig, sides: dict[str, Contestant], rounds: list[dict[str, Any]],
-           thrown: int) -> dict[str, Any]:
+           discarded: int) -> dict[str, Any]:
     """The result as JSON."""
     size = config.batch.global_batch_size
     flops = accounting.model_flops(config, size)
     both = {side: {**summary([r[side] for r in rounds], flops, size * config.model.seq_length), **sides[side].ready}
             for side in SIDES}
-    both["rival"] |= {"name": options.rival, "compiled": options.rival_compile, "preload": options.rival_preload}
+    both["baseline"] |= {"name": options.baseline, "compiled": options.baseline_compile, "preload": options.baseline_preload}
     peak = statistics.median(r["peak_gflops"] for r in rounds)
-    return {**both, "ratio": both["rival"]["seconds"] / both["ours"]["seconds"], "peak_gflops": peak,
+    return {**both, "ratio": both["baseline"]["seconds"] / both["ours"]["seconds"], "peak_gflops": peak,
             "ceiling_fraction": flops / both["ours"]["seconds"] / peak / 1e9 if options.dtype == "fp32" else None,
             "clock_ghz": statistics.median(r["clock_ghz"] for r in rounds), "threads": options.threads,
             "cpu": runtime.cpu_model(), "recipe": options.recipe, "dtype": options.dtype,
             "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "model_flops": flops,
             "parameters": accounting.parameters(config), "torch": torch.__version__, "rounds": rounds,
-            "busy": any(r["others"] > noise.OTHERS for r in rounds), "rounds_thrown_away": thrown, "repeat": driver.command_line()}
+            "busy": any(r["others"] > noise.OTHERS for r in rounds), "rounds_thrown_away": discarded,
+            "repeat": driver.command_line()}
 
 
 def summary(steps: list[dict[str, float]], flops: float, tokens: int) -> dict[str, Any]:
-    """Medians of a side. tflops: accounting.model_flops over the time, in 10^12 operations per second."""
-    middle = {name: statistics.median(step[name] for step in steps) for name in ("seconds", "minor_faults", "system_seconds")}
-    return {"tokens_per_s": tokens / middle["seconds"], "seconds": middle["seconds"], "tflops": flops / middle["seconds"] / 1e12,
-            "peak_rss_mib": max(step["peak_rss_mib"] for step in steps), "minor_faults_per_step": middle["minor_faults"],
-            "system_seconds_per_step": middle["system_seconds"], "losses": [step["loss"] for step in steps],
+    """Medians of one side's steps. flops, tokens: of a step, the former accounting.model_flops; tflops: 10^12 FLOPs per second."""
+    medians = {name: statistics.median(step[name] for step in steps) for name in ("seconds", "minor_faults", "system_seconds")}
+    return {"tokens_per_s": tokens / medians["seconds"], "seconds": medians["seconds"], "tflops": flops / medians["seconds"] / 1e12,
+            "peak_rss_mib": max(step["peak_rss_mib"] for step in steps), "minor_faults_per_step": medians["minor_faults"],
+            "system_seconds_per_step": medians["system_seconds"], "losses": [step["loss"] for step in steps],
             "idle_cpu_seconds_per_turn": statistics.median(step["idle_cpu_seconds"] for step in steps)}
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     print(f"{'':<24} {'tokens/s':>9} {'s/step':>8} {'TFLOPs':>7} {'peak MiB':>9} {'faults/step':>12} {'system s':>9}  allocator")
-    rival = result["rival"]
-    name = rival["name"] + (" compiled" if rival["compiled"] else "")
-    for label, side in (("ours", result["ours"]), (name, rival)):
+    baseline = result["baseline"]
+    name = baseline["name"] + (" compiled" if baseline["compiled"] else "")
+    for label, side in (("ours", result["ours"]), (name, baseline)):
         print(f"{label:<24} {side['tokens_per_s']:>9.1f} {side['seconds']:>8.3f} {side['tflops']:>7.4f} "
               f"{side['peak_rss_mib']:>9.0f} {side['minor_faults_per_step']:>12.0f} "
               f"{side['system_seconds_per_step']:>9.3f}  {side['allocator']}")

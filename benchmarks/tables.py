@@ -1,13 +1,13 @@
-"""The published tables' 124M configurations that fit this host, measured, with the performance model's figures beside them.
+"""The published tables' 124M configurations that fit this host: measured, and compared with the performance model.
 
     python -m benchmarks tables --json host.json --png host.png          all rows, about 12 minutes on two cores
     python -m benchmarks tables --quick                                  a handful, below 3 minutes
     python -m benchmarks tables --rows "TP 2" --json tp.json             rows whose name holds the text
-    python -m benchmarks tables --measured host.json tp.json --markdown  rows of former runs, modelled again
+    python -m benchmarks tables --measured host.json tp.json --markdown  rows of earlier runs, modelled again
 
 A row is a real `mpiexec ... pretrain_gpt.py` of a few micro-batches; ranks share this host's threads. The model
-(fugaku_megatron.perf, software this) gets a calibration of this host made in the same run, or --machine. Left out: starting jobs
-(jobs.py), how rows are shown (tables_text.py, tables_plot.py). Test: pytest tests/test_benchmark_tables.py
+(fugaku_megatron.perf, software fugaku_megatron) uses a calibration of this host made in the same run, or --machine. Left out:
+starting jobs (jobs.py), how rows are shown (tables_text.py, tables_plot.py). Test: pytest tests/test_benchmark_tables.py
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fugaku_megatron.run.config import RunConfig, check
 
 from . import alloc, driver, jobs, noise, preloads, shapes, tables_plot, tables_text
 
-TOKENS = 4096  # of an iteration, where one micro-batch on each data-parallel rank does not need more
+TOKENS = 4096  # of an iteration, unless one micro-batch on each data-parallel rank has more
 WARM_UP = 2  # iterations that do not count
-SOFTWARE = "this"
+
 CALIBRATION_SECONDS = 300  # a limit: it takes less than one minute
-ATTEMPTS = 3  # at a row while other processes take this host's cores
+ATTEMPTS = 3  # measurements of a row while other processes use this host's cores
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A configuration of the tables. ranks: those of the host; their threads are the host's, divided."""
+    """A configuration of the tables. The host's threads are divided among `ranks`."""
 
     ranks: int = 1
     tp: int = 1
@@ -109,35 +109,36 @@ def job(options: argparse.Namespace, cell: Cell) -> jobs.Job:
 
 
 def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
-    """The chosen rows with their jobs; says which are left out because this host cannot run them."""
-    cells, found = QUICK_ROWS if options.quick else ROWS, {}
+    """The chosen rows with their jobs; prints which rows are left out because this host cannot run them."""
+    cells, planned = QUICK_ROWS if options.quick else ROWS, {}
     for cell in (cell for cell in cells if options.rows in str(cell)):
         if cell.allocator in preloads.LIBRARIES and preloads.find(cell.allocator) is None:
             print(f"skipped {cell}: {preloads.missing(cell.allocator)}")
         elif cell.ranks > options.threads:
             print(f"skipped {cell}: {cell.ranks} ranks need as many threads, --threads is {options.threads}")
         else:
-            found[cell] = job(options, cell)
-    check(found != {}, f"--rows {options.rows!r}: no row that this host can run has this in its name; a name is {str(cells[0])!r}")
-    return found
+            planned[cell] = job(options, cell)
+    check(planned != {}, f"--rows {options.rows!r}: no row that this host can run has this in its name; a name is "
+          f"{str(cells[0])!r}")
+    return planned
 
 
 def calibrate(options: argparse.Namespace) -> dict[str, Any]:
-    """The contents of --machine, or of what `calibrate` finds now with a rank for every thread, again while others disturb."""
+    """The contents of --machine, or a calibration made now with a rank for every thread, repeated while others disturb it."""
     if options.machine:
         machine.load(options.machine)
         return json.loads(Path(options.machine).read_text())
     for attempt in range(ATTEMPTS):
         print("calibrating this host" + (", again: others took its cores" if attempt else ""), flush=True)
         watch = noise.Watch(options.threads, jobs.children_seconds)
-        found = calibrated(max(2, options.threads))
+        host = calibrated(max(2, options.threads))
         if watch.others() <= noise.OTHERS:
             break
-    return found
+    return host
 
 
 def calibrated(ranks: int) -> dict[str, Any]:
-    """What `fugaku-megatron calibrate` writes when it runs with `ranks` ranks of one thread. RuntimeError when it fails."""
+    """The file that calibrate writes with `ranks` ranks of one thread each. RuntimeError when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.json"
         program = ["-m", "fugaku_megatron", "calibrate", "--output", str(path)]
@@ -151,7 +152,7 @@ def calibrated(ranks: int) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, or read --measured; model; print the tables and write the files asked for."""
+    """Measure the rows or read --measured, model them, print the tables and write --json, --csv and --png."""
     if options.quick:
         vars(options).update({name: value for name, value in QUICK.items() if getattr(options, name) == options.defaults[name]})
     for name in ("iterations", "threads", "tokens"):
@@ -167,7 +168,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[dict[str, Any]]:
-    """Rows without the model's figures; progress on the way."""
+    """Measured rows, not modelled yet; prints each when it is done."""
     begin, rows = time.perf_counter(), []
     host = calibrate(options)
     for number, (cell, task) in enumerate(planned.items(), 1):
@@ -182,7 +183,7 @@ def measure(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[
 
 
 def quiet(cell: Cell, task: jobs.Job) -> jobs.Measured:
-    """The job's figures, from the quietest of up to ATTEMPTS: none after the first that others left alone."""
+    """The job's figures from the least disturbed of up to ATTEMPTS measurements; the first undisturbed one ends them."""
     tried: list[jobs.Measured] = []
     while not tried or (tried[-1].others > noise.OTHERS and len(tried) < ATTEMPTS):
         if tried:
@@ -193,35 +194,36 @@ def quiet(cell: Cell, task: jobs.Job) -> jobs.Measured:
 
 
 def former(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of --measured in the tables' order, the last of each name; with --machine they are modelled on that."""
-    found: dict[Cell, dict[str, Any]] = {}
+    """Rows of --measured in the tables' order, of each name the last one; with --machine they are modelled on that machine."""
+    rows_by_cell: dict[Cell, dict[str, Any]] = {}
     for path in options.measured:
         try:
             rows = json.loads(path.read_text())["rows"]
-            found |= {Cell(**{name: row[name] for name in Cell.__dataclass_fields__}): row for row in rows}
+            rows_by_cell |= {Cell(**{name: row[name] for name in Cell.__dataclass_fields__}): row for row in rows}
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"--measured {path}: no rows can be read from it ({error}); give a file that --json wrote") from None
-    order = [cell for cell in ROWS if cell in found and options.rows in str(cell)]
+    order = [cell for cell in ROWS if cell in rows_by_cell and options.rows in str(cell)]
     check(order != [], f"--measured: none of the files has a row with {options.rows!r} in its name")
     host = {"machine": calibrate(options)} if options.machine else {}
-    return [{**found[cell], **host} for cell in order]
+    return [{**rows_by_cell[cell], **host} for cell in order]
 
 
 def predicted(row: dict[str, Any]) -> dict[str, Any]:
-    """The model's figures for a row on the machine that it carries."""
+    """The model's figures for a row on the machine that the row contains."""
     cell = Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
-    system = model.System(machine=machine.from_data("this host", row["machine"]), software=software.load(SOFTWARE), nodes=1,
-                          ranks_per_node=cell.ranks)
+    system = model.System(machine=machine.from_data("this host", row["machine"]), nodes=1, ranks_per_node=cell.ranks,
+                          software=software.load(software.THIS_PROJECT))
     run = config(argparse.Namespace(recipe=row["recipe"], tokens=row["tokens"]), cell)
-    made = model.predict(run, system)
-    return {"name": str(cell), "model_seconds": made.seconds, "model_lower": made.lower, "model_upper": made.upper,
-            "model_memory_mib": made.memory_mib_max, "model_breakdown": made.breakdown,
-            "time_error_percent": 100 * (made.seconds / row["seconds"] - 1),
-            "memory_error_percent": 100 * (made.memory_mib_max / row["peak_memory_mib"] - 1)}
+    prediction = model.predict(run, system)
+    return {"name": str(cell), "model_seconds": prediction.seconds,
+            "model_lower": prediction.lower, "model_upper": prediction.upper,
+            "model_memory_mib": prediction.memory_mib_max, "model_breakdown": prediction.breakdown,
+            "time_error_percent": 100 * (prediction.seconds / row["seconds"] - 1),
+            "memory_error_percent": 100 * (prediction.memory_mib_max / row["peak_memory_mib"] - 1)}
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result as JSON; errors are the model's, of the measured figure."""
+    """The result as JSON; errors are the model's, in per cent of the measured figure."""
     rows = [{**row, **predicted(row)} for row in rows]
     errors = [abs(row["time_error_percent"]) for row in rows]
     memory = [abs(row["memory_error_percent"]) for row in rows]

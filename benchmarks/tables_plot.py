@@ -8,16 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron.run.outputs import writing
+
 from . import tables_text
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """Bars into `path`, PNG. Raises ValueError when it cannot be written or matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(f"--png {path}: a package is missing: pip install matplotlib") from None
+    """Draw bars into the PNG file `path`. Raises ValueError when it cannot be written. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.figure import Figure
+
     rows = result["rows"]
     figure = Figure(figsize=(9, 1.5 + 0.36 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -32,7 +32,5 @@ def draw(path: Path, result: dict[str, Any]) -> None:
              f"mean error {result['mean_time_error_percent']:.1f} %")
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize="small")
-    try:
+    with writing("--png", path):
         figure.savefig(path, dpi=90, format="png")
-    except OSError as error:
-        raise ValueError(f"--png {path}: cannot be written ({error.strerror}); give another file") from None

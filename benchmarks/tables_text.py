@@ -1,4 +1,4 @@
-"""`benchmarks tables` as text and CSV: the published columns, measured, then what is scaled and what is modelled.
+"""`benchmarks tables` as text and CSV: the published columns with measured values, then scaled and modelled ones.
 
 Test: pytest tests/test_benchmark_tables.py
 """
@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron.perf.software import THIS_PROJECT
 from fugaku_megatron.published.markdown import pipe_table
 
 from . import published
@@ -20,7 +21,7 @@ CSV_LEFT_OUT = ("machine", "model_breakdown")
 
 
 def scaled(row: dict[str, Any]) -> float:
-    """Seconds per iteration if the published global batch took proportionally longer."""
+    """Seconds per iteration at the published global batch, if time grows in proportion to the batch."""
     return row["seconds"] * PUBLISHED_BATCH / row["gbs"]
 
 
@@ -33,9 +34,9 @@ def text(result: dict[str, Any], markdown: bool = False) -> str:
         parts.append("\n".join(pipe_table([(*published.header(), *OUR_HEADER), *map(cells, rows)])))
     rows = result["rows"]
     parts.append(f"A node here is a rank on one machine; one rank has {max(r['threads'] for r in rows)} threads, more ranks share "
-                 f"them. Model: software this on {rows[0]['machine']['title']}.\nModel against {len(rows)} measured rows: mean "
-                 f"absolute error of time {result['mean_time_error_percent']:.1f} %, largest "
-                 f"{result['largest_time_error_percent']:.1f} %; of memory {result['mean_memory_error_percent']:.1f} %.\n"
+                 f"them. Model: software {THIS_PROJECT} on {rows[0]['machine']['title']}.\n"
+                 f"Model against {len(rows)} measured rows: mean absolute error of time {result['mean_time_error_percent']:.1f} %, "
+                 f"largest {result['largest_time_error_percent']:.1f} %; of memory {result['mean_memory_error_percent']:.1f} %.\n"
                  f"{result['repeat']}")
     return "\n\n".join(parts)
 
@@ -47,7 +48,7 @@ def machine(rows: list[dict[str, Any]]) -> str:
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row: published columns, then ours."""
+    """A row: the published columns, then those of OUR_HEADER."""
     notes = (row["allocator"] if row["allocator"] != "tuned" else "-") + (", BUSY MACHINE" if row["busy"] else "")
     measured = published.cells(
         ranks=row["ranks"], ghz=row["clock_ghz"], size=row["recipe"], tp=row["tp"], pp=row["pp"], micro_batch_size=row["mbs"],

@@ -103,7 +103,7 @@ def test_former_rows_are_put_together_in_the_tables_order(tmp_path):
     (("--rows", "TP 3"), "--rows 'TP 3': no row that this host can run has this in its name; a name is 's 1024, DP 1"),
     (("--iterations", "0"), "--iterations 0: give 1 or more"), (("--measured", "/no/such.json"), "give a file that --json wrote"),
     (("--machine", "/no/such.json"), "--machine /no/such.json is unknown"),
-    (("--csv", "/no/such/a.csv"), "--csv /no/such/a.csv: cannot be written"),
+    (("--csv", "/no/such/a.csv"), "--csv /no/such/a.csv: /no/such is not a directory"),
 ])
 def test_mistakes_are_one_line(arguments, message, monkeypatch):
     monkeypatch.setattr(jobs, "run", lambda job: pytest.fail("nothing may be measured"))

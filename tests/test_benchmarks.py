@@ -1,4 +1,4 @@
-"""Every benchmark command on the demo model, one round: what is measured and written, never how fast. Also the baselines' parity."""
+"""Every benchmark command on the demo model, one round: what is measured and written, not how fast. Also the baselines' parity."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
     with pytest.raises(RuntimeError, match="the process of baseline ended with exit code 1"):
         contestant.Contestant(task)
     assert "no_such_field" in capfd.readouterr().err
-    with contestant.Contestant(replace(task, given={"vocab_size": 64, "train_iters": 2, "mock_data": True})) as side:
+    with contestant.Contestant(replace(task, values={"vocab_size": 64, "train_iters": 2, "mock_data": True})) as side:
         side.process.kill()
         side.process.wait()
         with pytest.raises(RuntimeError, match="the process of baseline ended with exit code -9"):

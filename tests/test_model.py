@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.rivals import in_their_shape, our_name
+from benchmarks.baselines import in_their_shape, our_name
 from fugaku_megatron.comm.local import DryComm
 from fugaku_megatron.nn.passes import Pass
 from tests.helpers import make_trainer, small_run

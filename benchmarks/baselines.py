@@ -1,7 +1,7 @@
 """Other programs that train the same model: plain PyTorch (plain_gpt.py) and Hugging Face's GPT2LMHeadModel.
 
-A rival starts from our trainer's initial weights, reads the same tokens and makes the same update, so that its losses are ours.
-BF16 goes through autocast, as torch's users have it. Left out: the timing (contestant.py). Test: pytest tests/test_benchmarks.py
+A baseline starts from our trainer's initial weights, reads the same tokens and makes the same update: its losses equal ours. BF16
+uses autocast, as torch's users do. Left out: the timing (contestant.py). Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def our_name(theirs: str) -> str:
 
 
 def in_their_shape(theirs: str, ours: Tensor, heads: int) -> Tensor:
-    """Our tensor as they hold it: Conv1D has (in, out), and q, k, v lie one after the other instead of per head."""
+    """Our tensor in GPT2LMHeadModel's layout: Conv1D holds (in, out), and all of q, all of k, all of v instead of head by head."""
     if theirs in _FIXED:
         return ours
     if ".attn.c_attn." in theirs:
@@ -53,7 +53,7 @@ def in_their_shape(theirs: str, ours: Tensor, heads: int) -> Tensor:
 
 
 class _HuggingFace(nn.Module):
-    """GPT2LMHeadModel with our loss: every position has a label, theirs would drop the last."""
+    """GPT2LMHeadModel with our loss: every position has a label; its own loss would leave out the last one."""
 
     def __init__(self, run: RunConfig, vocabulary: int) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -76,20 +76,20 @@ def _plain(run: RunConfig, vocabulary: int) -> nn.Module:
     return model.to_empty(device="cpu")
 
 
-RIVALS: dict[str, Callable[[RunConfig, int], nn.Module]] = {"plain": _plain, "hf": _HuggingFace}
+BASELINES: dict[str, Callable[[RunConfig, int], nn.Module]] = {"plain": _plain, "hf": _HuggingFace}
 
 
-def check_rival(name: str, compiled: bool) -> None:
+def check_baseline(name: str, compiled: bool) -> None:
     """ValueError when a package or compiler is missing."""
     check(name != "hf" or importlib.util.find_spec("transformers") is not None,
-          "--rival hf: a package is missing: pip install transformers")
+          "--baseline hf: a package is missing: pip install transformers")
     check(not compiled or shutil.which("g++") is not None or shutil.which("clang++") is not None,
-          "--rival-compile: torch.compile needs a C++ compiler: install g++, or leave the flag out")
+          "--baseline-compile: torch.compile needs a C++ compiler: install g++, or leave the flag out")
 
 
 def build(name: str, run: RunConfig) -> nn.Module:
-    """The rival's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
-    model = RIVALS[name](run, accounting.padded_vocab_size(run.model, 1))
+    """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
+    model = BASELINES[name](run, accounting.padded_vocab_size(run.model, 1))
     ops = Ops.build()
     ours = {p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(DryComm()), ops).parameters()}  # on the meta device
     with torch.no_grad():
@@ -101,8 +101,8 @@ def build(name: str, run: RunConfig) -> nn.Module:
     return model
 
 
-class RivalTrainer:
-    """Trains a rival: accumulate micro-batches, clip, fused AdamW."""
+class BaselineTrainer:
+    """Trains a baseline: accumulate micro-batches, clip, fused AdamW."""
 
     def __init__(self, name: str, run: RunConfig, compiled: bool) -> None:
         self.run, model, optimizer = run, build(name, run), run.optimizer
