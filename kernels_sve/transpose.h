@@ -1,5 +1,5 @@
-// Transposition of VL x VL tiles of 32-bit lanes in registers, for packing. Tested through tests/kernels/test_attention.py and
-// test_gemm.py.
+// Transposition of VL x VL tiles of 32-bit lanes in registers, for packing. Tested through
+// tests/kernels/test_attention.py and tests/kernels/test_gemm.py.
 #pragma once
 #include <utility>
 

@@ -19,7 +19,7 @@ TALL, HALF = 10.0, 0.17  # of a picture, of half a box
 
 
 def module_name(path: Path, package: Path) -> str:
-    """run.config for package/run/config.py."""
+    """run.config for run/config.py of the package."""
     return ".".join(path.relative_to(package).with_suffix("").parts)
 
 

@@ -1,7 +1,8 @@
 """Megatron's layers: column- and row-parallel linear, vocab-parallel embedding, learned positions, layer norm.
 
-Parameters are born on the meta device with their place in the global tensor (`parameter.spec`); `optim.FlatParameters` gives them
-memory inside one flat buffer and fills them. Left out: what a transformer block is made of (`blocks`), stages (`model`).
+Parameters are born on the meta device with their place in the global tensor (`parameter.spec`);
+`training.flat.FlatParameters` gives them memory inside one flat buffer and fills them. Left out: what a transformer block is made
+of (`blocks`), stages (`model`).
 Legend: s sequence, b micro-batch, h hidden. Test: pytest tests/test_layers.py
 """
 

@@ -1,6 +1,6 @@
 """One chunk of the GPT's layers: embedding (first chunk), transformer layers, final norm and tied head (last chunk).
 
-Left out: parameter memory (`optim.FlatParameters`), the order of micro-batches (`schedule`).
+Left out: parameter memory (`training.flat.FlatParameters`), the order of micro-batches (`schedule`).
 Legend: s sequence, b micro-batch, h hidden, v vocabulary of this rank. Test: pytest tests/test_model.py
 """
 

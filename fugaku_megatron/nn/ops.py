@@ -5,7 +5,7 @@
     y = ops.linear(x, weight, bias)
 
 Layers get an `Ops` when they are built and call nothing else. Each operation is an autograd function over tensors (s, b, h). Weight
-gradients are accumulated straight into `parameter.main_grad` (the flat FP32 buffer), so autograd carries activation gradients only.
+gradients are accumulated straight into a parameter's `main_grad` (flat FP32 buffer), so autograd carries activation gradients only.
 Left out: communication (`comm.autograd`, `layers`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size, v vocabulary of this rank.
 Test: pytest tests/test_ops.py
