@@ -22,7 +22,7 @@ TABLES = Path(__file__).resolve().parents[1] / "docs" / "tables.md"
 
 
 def slow(row):
-    """A stand-in for the model: half a TFLOPs per rank, and memory too small by a tenth where some is printed."""
+    """Predictions in place of the model's: half a TFLOPs per rank, and memory too small by a tenth where some is printed."""
     seconds = recompute.flops(row) / row.ranks / 0.5e12
     return SimpleNamespace(seconds=seconds, lower=0.9 * seconds, upper=1.1 * seconds, oom=row.line == 27,
                            memory_mib_max=0.9 * (row.memory_mib or 1000))

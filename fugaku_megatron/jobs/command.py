@@ -85,7 +85,7 @@ def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
     check(Path(args.file).is_file(), f"{args.file} is no file: give a job script")
     problems = checks.problems(script.read(Path(args.file)), args.group, files=not args.no_files, options=passed)
     for problem in problems:
-        print(problem.told(args.file), file=sys.stderr)
+        print(problem.located(args.file), file=sys.stderr)
     return len(problems)
 
 

@@ -17,6 +17,7 @@ from ..perf.model import System
 from ..perf.request import run_of
 from ..run import arguments, batches
 from ..run.config import RunConfig, check
+from ..run.recipes import GPT2_VOCABULARY
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
 
@@ -27,7 +28,7 @@ RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything a script says. flags: pretrain_gpt.py's, without paths. seconds: one iteration, modelled."""
+    """The contents of a job script. flags: pretrain_gpt.py's, without paths. elapse: seconds. seconds: an iteration's, modelled."""
 
     name: str
     nodes: int
@@ -52,23 +53,26 @@ class Job:
 
 
 def start_up(nodes: int) -> float:
-    """Seconds before the first iteration: MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), and
-    an assumed 5 minutes for staging, Python and the data index, 2 more for every 1000 nodes."""
+    """Seconds before the first iteration.
+
+    MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), and an assumed 5 minutes for staging, Python and
+    the data index, and 2 more minutes for every 1000 nodes.
+    """
     return 300 + 120 * nodes / 1000 + 2.8 * (nodes / 432) ** 0.38
 
 
-def placeable(found: search.Plan, shape: torus.Shape | None) -> bool:
-    """Whether the tensor groups of a plan stay inside a node, or a unit where there is a torus."""
-    tp, ranks = found.layout.tp, found.system.ranks_per_node
+def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
+    """Whether the tensor-parallel groups of a plan stay inside a node or, on a torus, inside a unit."""
+    tp, ranks = plan.layout.tp, plan.system.ranks_per_node
     return ranks in RANKS_PER_NODE and torus.tensor_fits(tp, ranks) and (shape is not None or ranks % tp == 0)
 
 
 def choose(run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None) -> search.Plan:
-    """The fastest plan that can be placed. Raises ValueError when there is none."""
-    found = search.search(run, system, held)
-    check(bool(found.plans), f"--nodes {system.nodes}: no layout runs: " + "; ".join(
-        f"{n} x {why}" for why, n in found.dropped.most_common()) + ": give other --nodes, --global-batch-size or parallel sizes")
-    best = next((p for p in found.plans if placeable(p, shape)), None)
+    """The fastest plan that can be placed. held: fields that keep the run's value. Raises ValueError when there is none."""
+    result = search.search(run, system, held)
+    check(bool(result.plans), f"--nodes {system.nodes}: no layout runs: " + "; ".join(
+        f"{n} x {why}" for why, n in result.dropped.most_common()) + ": give other --nodes, --global-batch-size or parallel sizes")
+    best = next((p for p in result.plans if placeable(p, shape)), None)
     inside = "a node or a 2x3x2 unit" if shape else "a node (give a multiple of 12 --nodes for a torus with units of 2x3x2)"
     check(best is not None, f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
           "--ranks-per-node or --nodes")
@@ -76,7 +80,7 @@ def choose(run: RunConfig, system: System, held: frozenset[str], shape: torus.Sh
 
 
 def node_shape(nodes: int) -> torus.Shape | None:
-    """The torus of a job; None for a small one that is not made of units. Raises ValueError for a large one that is not."""
+    """The shape of a job's nodes; None for a small job that is not made of units. Raises ValueError for a large one."""
     shape = torus.best_shape(nodes) if nodes % torus.UNIT_NODES == 0 else None
     near = " or ".join(map(str, torus.nearest(nodes)))
     check(shape is not None or nodes <= limits.TORUS_ABOVE, f"--nodes {nodes}: above {limits.TORUS_ABOVE} nodes Fugaku gives a "
@@ -85,21 +89,24 @@ def node_shape(nodes: int) -> torus.Shape | None:
 
 
 def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.Plan]:
-    """The job for parsed flags. own: names among them that are not pretrain_gpt.py's. Raises ValueError for what cannot be."""
-    given = limits.mode(args.mode)
+    """The job that parsed flags describe, and its plan. own: names of flags that are not pretrain_gpt.py's.
+
+    Raises ValueError for a job that cannot run.
+    """
+    mode = limits.mode(args.mode)
     groups, source = limits.resource_groups()
     group = _group(args, groups)
     shape = node_shape(args.nodes)
-    system = System.from_names("a64fx", software.THIS_PROJECT, args.nodes, args.ranks_per_node, given.ghz, given.eco_state == 2)
+    system = System.from_names("a64fx", software.THIS_PROJECT, args.nodes, args.ranks_per_node, mode.ghz, mode.eco_state == 2)
     run = run_of(args, system, own, {"micro_batch_size": 1})
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: a layout is chosen for one batch")
     held = frozenset(name for name, value in vars(args).items() if value is not None and name not in own)
     best = choose(run, system, held | ({"ranks_per_node"} if args.ranks_per_node else set()), shape)
     iterations, _ = batches.length(best.run.training, batches.RampUp.from_batch(best.run.batch, best.run.batch.global_batch_size))
     elapse = _elapse(args.elapse, start_up(args.nodes) + iterations * best.seconds + MARGIN, group)
-    flags = _flags(best, args, given)
+    flags = _flags(best, args, mode)
     job = Job(name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"), nodes=args.nodes,
-              ranks_per_node=best.system.ranks_per_node, shape=shape, resource_group=group.name, elapse=elapse, mode=given,
+              ranks_per_node=best.system.ranks_per_node, shape=shape, resource_group=group.name, elapse=elapse, mode=mode,
               volumes=tuple(args.volumes.split(":")), group=args.group, flags=flags, kind=args.kind,
               layout=(best.layout.dp, best.layout.tp, best.layout.pp), seconds=best.seconds, memory_mib=best.memory_mib,
               iterations=iterations, why=())
@@ -117,32 +124,32 @@ def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> Resour
     return group
 
 
-def _elapse(asked: str | None, whole: float, group: ResourceGroup) -> int:
+def _elapse(option: str | None, whole: float, group: ResourceGroup) -> int:
     limit = int(group.hours * HOUR)
-    if asked is None:
+    if option is None:
         return min(limit, 60 * math.ceil(whole / 60))
-    elapse = limits.seconds(asked, "--elapse ")
-    check(0 < elapse <= limit, f"--elapse {asked}: {group.name} gives up to {limits.clock(limit)}: give a time in it, and continue "
-          "with submit --steps")
+    elapse = limits.seconds(option, "--elapse ")
+    check(0 < elapse <= limit, f"--elapse {option}: {group.name} gives up to {limits.clock(limit)}: give a time in it, and "
+          "continue with submit --steps")
     return elapse
 
 
-def _flags(best: search.Plan, args: argparse.Namespace, given: Mode) -> tuple[str, ...]:
-    """pretrain_gpt.py's flags of the plan, with the layout and the clock said in full."""
+def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
+    """pretrain_gpt.py's flags of the plan, with layout, batch and clock always written out."""
     run, parallel = best.run, best.run.parallel
     text = plan_text.command(best, args)
     words = shlex.split(text)[shlex.split(text).index("pretrain_gpt.py") + 1:]
     always = {"--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
               "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
               "--micro-batch-size": run.batch.micro_batch_size, "--global-batch-size": run.batch.global_batch_size,
-              "--cpu-frequency": f"{given.ghz:.1f}"}
+              "--cpu-frequency": f"{mode.ghz:.1f}"}
     for name, value in always.items():
         words += [] if name in words else [name, str(value)]
     return tuple(words)
 
 
 def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
-    """What was decided and why, a line each."""
+    """What was decided and why, one line each. source: of the resource groups' limits."""
     start, training = start_up(job.nodes), job.iterations * best.seconds
     in_a_job = max(best.seconds, job.elapse - start - MARGIN)  # each starts, and trains one iteration at least
     dp, tp, pp = job.layout
@@ -166,18 +173,19 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
 
 
 def rank_map(job: Job) -> torus.RankMap | None:
-    """The map of a job with a torus."""
+    """The placement of a job's ranks; None for a job without a torus."""
     return torus.RankMap.from_layout(job.shape, job.ranks_per_node, job.layout[1], job.layout[2]) if job.shape else None
 
 
-def hop_lines(made: torus.RankMap) -> list[str]:
-    """Hop statistics for a reader."""
-    found = made.statistics()
-    return [f"rank map: replicas of a stage fill a box of {torus.text(made.box)} tensor groups; hops between ring neighbours "
-            "(mean, most): " + ", ".join(f"{kind.upper()} {mean:.2f}, {most}" for kind, (mean, most) in found.items())]
+def hop_lines(rank_map: torus.RankMap) -> list[str]:
+    """The rank map's statistics as text."""
+    statistics = rank_map.statistics()
+    return [f"rank map: replicas of a stage fill a box of {torus.text(rank_map.box)} tensor groups; hops between ring neighbours "
+            "(mean, maximum): "
+            + ", ".join(f"{kind.upper()} {mean:.2f}, {maximum}" for kind, (mean, maximum) in statistics.items())]
 
 
 def interpret(flags: list[str]) -> Any:
-    """The run of a script's flags, vocabulary filled in. Raises ValueError as pretrain_gpt.py would."""
+    """The run of a script's flags, with GPT-2's vocabulary if none is set. Raises ValueError as pretrain_gpt.py would."""
     run = arguments.parse(flags).run
-    return replace(run, model=replace(run.model, vocab_size=run.model.vocab_size or 50257))
+    return replace(run, model=replace(run.model, vocab_size=run.model.vocab_size or GPT2_VOCABULARY))

@@ -1,4 +1,4 @@
-"""What a site allows: resource groups, clocks and power modes, file rules. Values change: `pjacl --rg` is asked where it exists.
+"""A site's limits: resource groups, clocks and power modes, file rules. Resource groups are read from `pjacl --rg` where it exists.
 
 Sources: Fugaku user's guide 1.52 (resource groups, power control, LLIO), RIKEN's LLIO briefing of July 2025. Read on 2026-11-20.
 Test: pytest tests/test_jobs_check.py
@@ -25,6 +25,8 @@ RETENTION_NODES = 9216  # larger jobs may not ask for retention_state=1
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceGroup:
+    """nodes: the smallest and the largest number of a job. hours: the largest elapse time."""
+
     name: str
     nodes: tuple[int, int]
     hours: float
@@ -44,14 +46,14 @@ GROUPS = {g.name: g for g in (
 )}
 
 
-# power states -> their values
+# power state -> the values it can have
 STATES = {"freq": (2000, 2200), "eco_state": range(3), "retention_state": range(2), "throttling_state": range(10),
           "issue_state": range(2), "ex_pipe_state": range(2)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A clock and power mode. refused: why the site does not take it today."""
+    """A clock and power mode. freq: MHz. refused: why the site does not accept it today; empty when it does."""
 
     name: str
     freq: int
@@ -64,7 +66,7 @@ class Mode:
 
     @property
     def states(self) -> dict[str, int]:
-        """Every state of a job, each said: the site's defaults have changed before."""
+        """The value of every power state; a job sets all of them, because the site's defaults have changed before."""
         return {"freq": self.freq, "eco_state": self.eco_state, "retention_state": 0, "throttling_state": 0, "issue_state": 0,
                 "ex_pipe_state": 0}
 
@@ -79,38 +81,38 @@ MODES = {m.name: m for m in (
 
 
 def mode(name: str) -> Mode:
-    """Raises ValueError naming those there are."""
+    """The mode of that name. Raises ValueError naming the known ones."""
     if name not in MODES:
         raise unknown("--mode", name, MODES)
     return MODES[name]
 
 
 def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
-    """Resource groups from what `pjacl --rg` prints: blocks that begin with the group and name node and elapse limits.
+    """Resource groups from the output of `pjacl --rg`: blocks that begin with the group and contain node and elapse limits.
 
-    Blocks that this does not understand are left out, and the table above holds for them.
+    A block in another form is skipped, and GROUPS holds for its group.
     """
-    found = {}
+    groups = {}
     for block in re.split(r"(?=rscgrp\s*[:=]|\[\s*rscgrp)", text):
         name = re.search(r"rscgrp\s*[:=]\s*([\w-]+)", block)
         nodes = re.search(r"\bnode\b[^\d\n]*(\d+)\s*[-,]\s*(\d+)", block)
         elapse = re.search(r"\belapse\b[^\d\n]*(?:[\d:]+\s*[-,]\s*)?(\d+):(\d\d):(\d\d)", block)
         if name and nodes and elapse:
             hours = int(elapse[1]) + int(elapse[2]) / 60 + int(elapse[3]) / HOUR
-            found[name[1]] = ResourceGroup(name=name[1], nodes=(int(nodes[1]), int(nodes[2])), hours=hours)
-    return found
+            groups[name[1]] = ResourceGroup(name=name[1], nodes=(int(nodes[1]), int(nodes[2])), hours=hours)
+    return groups
 
 
 def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
     """(groups, where they come from)."""
     if shutil.which("pjacl"):
         try:
-            shown = subprocess.run(["pjacl", "--rg"], capture_output=True, text=True, timeout=20).stdout
+            output = subprocess.run(["pjacl", "--rg"], capture_output=True, text=True, timeout=20).stdout
         except (OSError, subprocess.TimeoutExpired):
-            shown = ""
-        found = parse_pjacl(shown)
-        if found:
-            return {**GROUPS, **found}, "pjacl --rg"
+            output = ""
+        groups = parse_pjacl(output)
+        if groups:
+            return {**GROUPS, **groups}, "pjacl --rg"
     return GROUPS, f"the table of {TABLE_DATE}"
 
 
@@ -119,8 +121,8 @@ def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
     for name in ("small", "large", "huge"):
         if name in groups and groups[name].nodes[0] <= nodes <= groups[name].nodes[1]:
             return groups[name]
-    most = max(g.nodes[1] for g in groups.values())
-    check(False, f"--nodes {nodes}: no resource group takes that many; give 1 to {most}")
+    maximum = max(g.nodes[1] for g in groups.values())
+    check(False, f"--nodes {nodes}: no resource group takes that many; give 1 to {maximum}")
     raise AssertionError
 
 
@@ -131,8 +133,8 @@ def seconds(clock: str, name: str = "elapse=") -> int:
     return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))
 
 
-def surely(elapse: str) -> int:
-    """Seconds that a job has at least: of elapse=FROM-TO (spot groups) the smaller one. Raises ValueError as `seconds`."""
+def min_seconds(elapse: str) -> int:
+    """Seconds that a job has in any case: of elapse=FROM-TO (spot groups) the smaller one. Raises ValueError as `seconds`."""
     return min(map(seconds, elapse.split("-")))
 
 

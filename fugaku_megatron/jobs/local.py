@@ -1,11 +1,12 @@
-"""A stand-in for pjsub, pjstat and pjdel on one machine, to try job scripts. It is no batch system: it starts a job at once.
+"""The local scheduler emulator: pjsub, pjstat and pjdel on one machine, to try job scripts. It has no queue: a job starts at once.
 
     scripts/pjsub/local_pjsub --scale 2 --wait scripts/pjsub/run_124m.sh
     scripts/pjsub/local_pjstat          scripts/pjsub/local_pjdel JOBID
 
-The options of pjsub and the #PJM directives mean what they mean there; the script is checked as by `fugaku-megatron job check`.
---scale N then runs it on N ranks with a tiny model and --flags, --elapse and --margin replace its times (seconds). Jobs live in
-.local_pjsub ($LOCAL_PJSUB). Left out: queues, priorities, users, several nodes. Test: pytest tests/mpi/test_jobs_local.py
+The options of pjsub and the #PJM directives have their meaning on Fugaku, and the script is checked as by `fugaku-megatron job
+check`. --scale N runs it on N ranks with a tiny model, --flags adds flags, --elapse and --margin replace its times (seconds). Jobs
+are kept in .local_pjsub ($LOCAL_PJSUB). Left out: queues, priorities, users, several nodes.
+Test: pytest tests/mpi/test_jobs_local.py
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from ..run.config import check
 from . import check as checks
 from . import limits, script, shims
 
-ENDED = ("EXT", "CCL", "RJT")  # ended by itself, cancelled, refused
+ENDED = ("EXT", "CCL", "RJT")  # states of jobs that have ended: by themselves, cancelled, rejected
 GRACE = 10  # seconds between SIGTERM and SIGKILL at the elapse limit
 ELAPSE_CODE, CANCEL_CODE, DEPEND_CODE = 11, 20, 28  # PJM CODE of .stats
-OWN = {"--scale": 1, "--elapse": 1, "--margin": 1, "--flags": 1, "--wait": 0, "--no-check": 0}
+OWN = {"--scale": 1, "--elapse": 1, "--margin": 1, "--flags": 1, "--wait": 0, "--no-check": 0}  # option -> number of its values
 
 
 def folder() -> Path:
+    """The folder of the jobs, which is made if necessary. Raises ValueError when it cannot be made."""
     path = Path(os.environ.get("LOCAL_PJSUB", ".local_pjsub")).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -41,11 +43,12 @@ def folder() -> Path:
 
 
 def read(sub: Path) -> dict:
+    """A sub-job's record."""
     return json.loads((sub / "job.json").read_text())
 
 
 def write(sub: Path, **changes: object) -> dict:
-    """Change a sub-job's record, all at once for readers."""
+    """Change a sub-job's record; readers see either the old or the new one."""
     record = {**(read(sub) if (sub / "job.json").exists() else {}), **changes}
     (sub / "job.part").write_text(json.dumps(record))
     (sub / "job.part").replace(sub / "job.json")
@@ -53,22 +56,22 @@ def write(sub: Path, **changes: object) -> dict:
 
 
 def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The stand-in's own options, which come first."""
-    own: dict[str, str] = {}
+    """The emulator's own options, which come first, and the remaining words."""
+    options: dict[str, str] = {}
     while words and words[0] in OWN:
         name = words.pop(0)
         check(not OWN[name] or bool(words), f"{name} needs a value")
-        own[name] = words.pop(0) if OWN[name] else "yes"
-    for name, least in (("--scale", 1), ("--elapse", 1), ("--margin", 0)):
-        given = own.get(name, "1")
-        check(given.isdecimal() and int(given) >= least, f"{name} is {given}: give a number from {least}")
+        options[name] = words.pop(0) if OWN[name] else "yes"
+    for name, minimum in (("--scale", 1), ("--elapse", 1), ("--margin", 0)):
+        value = options.get(name, "1")
+        check(value.isdecimal() and int(value) >= minimum, f"{name} is {value}: give a number from {minimum}")
     behind = next((word for word in words if word in OWN), None)
-    check(behind is None or "--interact" in words, f"option {behind} of this stand-in comes before pjsub's and the script")
-    return own, words
+    check(behind is None or "--interact" in words, f"option {behind} of this emulator comes before pjsub's and the script")
+    return options, words
 
 
 def submit(words: list[str]) -> int:
-    """pjsub: check, enter, start."""
+    """pjsub: check the script, make its sub-jobs' records and start their runner. Returns the exit code."""
     own, words = _own(list(words))
     options = script.Script()
     file, *arguments = script.add_options(options, words, 0) or [""]
@@ -81,19 +84,19 @@ def submit(words: list[str]) -> int:
     check(not arguments, f"behind {file} stands {' '.join(arguments)!r}: give options before it")
     text = script.read(Path(file))
     group = (options.get("-g") or script.Value("local", 0)).text
-    found = [] if "--no-check" in own else checks.problems(text, group, files=False, options=words)
-    for problem in found:
-        print(problem.told(file), file=sys.stderr)
-    if found:
+    mistakes = [] if "--no-check" in own else checks.problems(text, group, files=False, options=words)
+    for problem in mistakes:
+        print(problem.located(file), file=sys.stderr)
+    if mistakes:
         return 2
-    given = script.parse(text)
-    script.add_options(given, words, 0)
-    subs = _enter(given, own, Path(file))
+    job_script = script.parse(text)
+    script.add_options(job_script, words, 0)
+    subs = _enter(job_script, own, Path(file))
     log = open(subs[0] / "runner.log", "w")
     command = [sys.executable, "-m", "fugaku_megatron.jobs.local", "run", *map(str, subs)]
     runner = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                               start_new_session=True, env={**os.environ, "PYTHONPATH": str(shims.ROOT)})
-    print(f"[INFO] PJM 0000 pjsub Job {read(subs[0])['id'].split('[')[0]} submitted. (local stand-in)", flush=True)
+    print(f"[INFO] PJM 0000 pjsub Job {read(subs[0])['id'].split('[')[0]} submitted. (local scheduler emulator)", flush=True)
     if "--wait" not in own:
         return 0
     runner.wait()
@@ -101,7 +104,7 @@ def submit(words: list[str]) -> int:
 
 
 def _number(root: Path) -> int:
-    """The next job number; creating its folder takes it."""
+    """The next job number, which is taken by creating its folder."""
     number = 1
     while True:
         try:
@@ -111,14 +114,14 @@ def _number(root: Path) -> int:
             number += 1
 
 
-def _enter(given: script.Script, own: dict[str, str], file: Path) -> list[Path]:
-    """Records of the sub-jobs: one, one step, or those of a bulk job."""
-    root, sparam = folder(), {name: v.text for name, v in given.settings.get("--sparam", {}).items()}
-    asked = given.get("-L", "elapse") or script.Value("3600", 0)
-    elapse = int(own.get("--elapse", 0)) or limits.surely(asked.text)
-    name = (given.get("-N") or script.Value(file.name, 0)).text
+def _enter(job_script: script.Script, own: dict[str, str], file: Path) -> list[Path]:
+    """Make the records of the sub-jobs: of an ordinary job, of one step, or of all parts of a bulk job."""
+    root, sparam = folder(), {name: v.text for name, v in job_script.settings.get("--sparam", {}).items()}
+    elapse_setting = job_script.get("-L", "elapse") or script.Value("3600", 0)
+    elapse = int(own.get("--elapse", 0)) or limits.min_seconds(elapse_setting.text)
+    name = (job_script.get("-N") or script.Value(file.name, 0)).text
     number, tags = sparam.get("jid"), [""]
-    if "--bulk" in given.switches:
+    if "--bulk" in job_script.switches:
         numbers = re.fullmatch(r"(\d+)-(\d+)", next(iter(sparam), ""))
         tags = [f"[{i}]" for i in range(int(numbers[1]), int(numbers[2]) + 1)] if numbers else []
         check(bool(tags), f"--bulk with --sparam {next(iter(sparam), '')!r}: give --sparam \"FIRST-LAST\", such as 0-3")
@@ -126,7 +129,7 @@ def _enter(given: script.Script, own: dict[str, str], file: Path) -> list[Path]:
           "local_pjstat")
     check(sparam.get("sn", "0").isdecimal(), f"--sparam sn={sparam.get('sn')}: give the number of a step")
     number = number or str(_number(root))
-    if "--step" in given.switches:
+    if "--step" in job_script.switches:
         steps = [read(sub)["step"] for sub in root.glob(f"{number}_*")]
         tags = [f"_{sparam.get('sn') or max(steps, default=-1) + 1}"]
     subs = []
@@ -134,18 +137,18 @@ def _enter(given: script.Script, own: dict[str, str], file: Path) -> list[Path]:
         sub = root / f"{number}{tag}"
         sub.mkdir(exist_ok=True)
         shutil.copy(file, sub / "script.sh")
-        variables = [f"{variable}={value.text}" for variable, value in given.settings.get("-x", {}).items()]
+        variables = [f"{variable}={value.text}" for variable, value in job_script.settings.get("-x", {}).items()]
         write(sub, id=f"{number}{tag}", number=number, tag=tag, step=int(tag[1:]) if tag.startswith("_") else None, name=name,
               scale=own.get("--scale"), margin=own.get("--margin", "0"), flags=own.get("--flags", ""), elapse=elapse, state="QUE",
-              variables=variables, depends=sparam.get("sd"), directory=os.getcwd(), statistics="-S" in given.switches,
-              code=None, pjm_code=0, pid=None, nodes=(given.get("-L", "node") or script.Value("1", 0)).text,
-              mpi=(given.get("--mpi", "proc") or script.Value("1", 0)).text)
+              variables=variables, depends=sparam.get("sd"), directory=os.getcwd(), statistics="-S" in job_script.switches,
+              code=None, pjm_code=0, pid=None, nodes=(job_script.get("-L", "node") or script.Value("1", 0)).text,
+              mpi=(job_script.get("--mpi", "proc") or script.Value("1", 0)).text)
         subs.append(sub)
     return subs
 
 
 def run(subs: list[Path]) -> None:
-    """The runner of a job: its sub-jobs in turn; a step waits for those before it."""
+    """The runner of a job: runs its sub-jobs one after another; a step waits for the steps before it."""
     for sub in subs:
         if not _ready(sub):
             write(sub, state="RJT", code=1, pjm_code=DEPEND_CODE)
@@ -154,7 +157,7 @@ def run(subs: list[Path]) -> None:
 
 
 def _ready(sub: Path) -> bool:
-    """Wait for earlier steps; False if the condition of --sparam sd= drops this one."""
+    """Wait for earlier steps; False if the condition of --sparam sd= cancels this one."""
     record = read(sub)
     if record["step"] is None:
         return True
@@ -192,7 +195,7 @@ def _environment(record: dict, sub: Path) -> dict[str, str]:
 
 
 def _run_one(sub: Path) -> None:
-    """One sub-job, with its .out, .err and .stats; ended at its elapse limit as pjsub does."""
+    """Run one sub-job and write its .out, .err and .stats; it is ended at its elapse limit as on Fugaku."""
     record = write(sub, state="RUN", start=time.time())
     stem = Path(record["directory"]) / f"{record['name']}.{record['id']}"
     with open(f"{stem}.out", "w") as out, open(f"{stem}.err", "w") as err:
@@ -231,7 +234,7 @@ def _statistics(record: dict) -> str:
             "PJM CODE": record["pjm_code"], "REASON": reasons[record["pjm_code"]],
             "ELAPSE TIME (LIMIT)": limits.clock(record["elapse"]),
             "ELAPSE TIME (USE)": limits.clock(record["end"] - record["start"]), "NODE NUM (REQUIRE)": record["nodes"],
-            "WRITTEN BY": "local_pjsub, a stand-in"}
+            "WRITTEN BY": "local_pjsub, an emulator"}
     return "".join(f"{name:<24}: {value}\n" for name, value in rows.items())
 
 
@@ -268,7 +271,7 @@ def delete(words: list[str]) -> int:
 
 
 def main(program: str, words: list[str]) -> int:
-    """By the name it was called with; a user's mistake is one line and exit code 2."""
+    """Runs the command that `program` names; a user's mistake is one line and exit code 2."""
     try:
         if words[:1] in (["-h"], ["--help"]):
             print(__doc__)

@@ -1,6 +1,6 @@
-"""What a job script says: its #PJM directives, flags and settings, each with its line. Read by the checks and by local_pjsub.
+"""The parts of a job script: its #PJM directives, flags and variables, each with its line. For the checks and local_pjsub.
 
-Options given to pjsub come after the directives and win. Left out: what values mean. Test: pytest tests/test_jobs_check.py
+Options on pjsub's command line replace directives. Left out: what the values mean. Test: pytest tests/test_jobs_check.py
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ _COMMA_X = re.compile(r",(?=[A-Za-z_]\w*=)")  # the same between variables, whos
 
 @dataclass(frozen=True)
 class Value:
+    """The text of a setting and the line it stands in; line 0: pjsub's command line."""
+
     text: str
     line: int
 
 
 @dataclass
 class Script:
-    """settings["-L"]["node"] -> Value; switches; flags of FLAGS=( ); variables NAME=value of the body."""
+    """A parsed script.
+
+    settings: option -> name -> value, such as settings["-L"]["node"]. switches: option without value -> line. flags: the words of
+    FLAGS=( ). flag_lines: flag -> line. variables: those that the body assigns. body: (line, text), comments left out.
+    """
 
     settings: dict[str, dict[str, Value]] = field(default_factory=dict)
     switches: dict[str, int] = field(default_factory=dict)
@@ -42,30 +48,31 @@ class Script:
     last_directive: int = 1
 
     def get(self, option: str, name: str = "") -> Value | None:
+        """The value of a setting, such as get("-L", "node")."""
         return self.settings.get(option, {}).get(name)
 
     def line(self, option: str, name: str = "") -> int:
         """The line to change for a setting: its own, its option's, or the last directive."""
-        found = self.get(option, name)
-        of_option = next(iter(self.settings.get(option, {}).values()), None)
-        return (found or of_option or Value("", self.last_directive)).line
+        setting = self.get(option, name)
+        first_of_option = next(iter(self.settings.get(option, {}).values()), None)
+        return (setting or first_of_option or Value("", self.last_directive)).line
 
     def value(self, name: str, environ: dict[str, str] | None = None) -> Value | None:
-        """What a variable stands for: as -x gives it, else as `default` finds it in the body."""
-        given, found = self.get("-x", name), self.variables.get(name)
-        if found is None or given and found.text.startswith("${"):
-            return given
-        return Value(default(found, environ), found.line)
+        """The value of a variable: that of -x, else the one that `default` reads from the body."""
+        option, assignment = self.get("-x", name), self.variables.get(name)
+        if assignment is None or option and assignment.text.startswith("${"):
+            return option
+        return Value(default(assignment, environ), assignment.line)
 
     def find(self, text: str) -> int | None:
-        """The first line of the body, comments apart, that has the text."""
+        """The first line of the body that contains the text outside of comments."""
         return next((number for number, line in self.body if text in line.split(" #")[0]), None)
 
 
 def add_options(script: Script, words: Sequence[str], line: int) -> list[str]:
-    """Enter pjsub's options, up to the first word that is none; returns the rest (the script's name, and its words).
+    """Add pjsub's options to the script's settings; returns the words from the first that is no option (the script's name).
 
-    line: 0 for a command line. Raises ValueError naming an option that is unknown.
+    line: of a directive, 0 for the command line. Raises ValueError naming an option that is unknown.
     """
     words, where = list(words), f"line {line}: " if line else ""
     while words and words[0].startswith("-"):
@@ -91,7 +98,7 @@ def _enter(script: Script, option: str, value: str, line: int) -> None:
 
 
 def read(path: Path) -> str:
-    """The text of a script. Raises ValueError naming the file that cannot be read, by us or by bash."""
+    """The text of a script. Raises ValueError naming a file that we or bash cannot read."""
     try:
         text = path.read_bytes().decode()
     except OSError as error:
@@ -103,7 +110,7 @@ def read(path: Path) -> str:
 
 
 def parse(text: str) -> Script:
-    """Read a script. Raises ValueError naming the line that cannot be read."""
+    """Parse a script. Raises ValueError naming the line that cannot be read."""
     script, in_flags, in_body = Script(), False, False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#PJM"):
@@ -135,7 +142,7 @@ def _words(text: str, line: int) -> list[str]:
 
 
 def default(value: Value | None, environ: dict[str, str] | None = None) -> str:
-    """What NAME=${NAME:-text} stands for here: the environment's value, or the text with $VARIABLES filled in."""
+    """The value of NAME=${NAME:-text}: that of the environment, or the text with $VARIABLES replaced."""
     if value is None:
         return ""
     environ = dict(os.environ if environ is None else environ)

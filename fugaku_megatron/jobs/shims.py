@@ -1,4 +1,4 @@
-"""What local_pjsub puts on a job's PATH instead of Fugaku's commands: mpiexec with Fujitsu's options, and llio_transfer.
+"""The commands that the local scheduler emulator puts on a job's PATH: mpiexec with Fujitsu's options, and llio_transfer.
 
 Under --scale mpiexec starts that many ranks of a tiny model. Test: pytest tests/mpi/test_jobs_local.py
 """
@@ -22,7 +22,7 @@ VALUED = {"-n": 1, "-mca": 2, "--vcoordfile": 1, "-stdout-proc": 1, "-stderr-pro
 
 
 def write(folder: Path) -> None:
-    """The commands as files."""
+    """Write the commands into `folder`."""
     folder.mkdir(exist_ok=True)
     for name in ("mpiexec", "llio_transfer"):
         words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "fugaku_megatron.jobs.shims", name]
@@ -31,7 +31,7 @@ def write(folder: Path) -> None:
 
 
 def archive(folder: Path) -> Path:
-    """A stand-in for the archive of scripts/build.sh: this Python, and this program by a link."""
+    """An archive in place of that of scripts/build.sh: a script that starts this Python, and a link to this program."""
     path, python = folder / "archive.tar", folder / "python3"
     python.write_text(f"#!/bin/sh\nunset PYTHONHOME\nexec {shlex.quote(sys.executable)} \"$@\"\n")
     python.chmod(0o755)
@@ -44,18 +44,18 @@ def archive(folder: Path) -> Path:
 
 
 def split(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Options of Fujitsu's mpiexec, and the command. ValueError for an option that is not known here."""
+    """(options of Fujitsu's mpiexec, the command). ValueError for an option that the emulator does not know."""
     options: dict[str, list[str]] = {}
     while words and words[0].startswith("-"):
         name = words.pop(0)
         if name not in VALUED or len(words) < VALUED[name]:
-            raise ValueError(f"mpiexec option {name} is not known to this stand-in, or lacks its value")
+            raise ValueError(f"mpiexec option {name} is not known to this emulator, or lacks its value")
         options[name] = [words.pop(0) for _ in range(VALUED[name])]
     return options, words
 
 
 def scaled(command: list[str]) -> list[str]:
-    """The command with a tiny model: later flags win. This machine's clock is not Fugaku's, so it is not asked for."""
+    """The command with a tiny model's flags at its end, where they take effect, and without --cpu-frequency, which is Fugaku's."""
     if not any(word.endswith(PROGRAM) for word in command):
         return command
     pairs = zip(["", *command], command)
@@ -67,16 +67,16 @@ def scaled(command: list[str]) -> list[str]:
 def mpiexec(words: list[str]) -> int:
     """Start the command with the MPI that is installed here."""
     options, command = split(words)
-    asked, scale = int(options.get("-n", ["1"])[0]), os.environ.get("LOCAL_PJSUB_SCALE")
+    ranks_requested, scale = int(options.get("-n", ["1"])[0]), os.environ.get("LOCAL_PJSUB_SCALE")
     placed = options.get("--vcoordfile")
-    if placed and len(Path(placed[0]).read_text().splitlines()) != asked:
-        raise ValueError(f"--vcoordfile {placed[0]} has not the {asked} lines of -n")
+    if placed and len(Path(placed[0]).read_text().splitlines()) != ranks_requested:
+        raise ValueError(f"--vcoordfile {placed[0]} has not the {ranks_requested} lines of -n")
     beside = Path(sys.executable).parent / "mpiexec"
-    path = os.pathsep.join(os.environ["PATH"].split(os.pathsep)[1:])  # without this stand-in
+    path = os.pathsep.join(os.environ["PATH"].split(os.pathsep)[1:])  # without this command itself
     real = str(beside) if beside.exists() else shutil.which("mpiexec", path=path)
     if real is None:
         raise ValueError("no mpiexec is installed here: pip install mpich")
-    ranks = min(asked, int(scale)) if scale else asked
+    ranks = min(ranks_requested, int(scale)) if scale else ranks_requested
     out, err = (_file(options.get(name)) for name in ("-stdout-proc", "-stderr-proc"))
     return subprocess.run([real, "-n", str(ranks), *(scaled(command) if scale else command)], stdout=out, stderr=err,
                           env={**os.environ, "OMP_NUM_THREADS": "1"} if scale else None).returncode
@@ -101,7 +101,7 @@ def main(words: list[str]) -> int:
             raise ValueError(f"{' '.join(missing) or 'nothing'} to transfer: no such file")
         return 0
     except ValueError as error:
-        print(f"local stand-in: {error}", file=sys.stderr)
+        print(f"local scheduler emulator: {error}", file=sys.stderr)
         return 2
 
 

@@ -25,7 +25,7 @@ USABLE = 0.8  # share of a node's memory that the model may fill: the rest is fo
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A kind of node. gib: memory of a node. comments: what to load, said in the script."""
+    """A kind of node. gib: memory of a node. comments: of the script, such as modules to load."""
 
     name: str
     cores: int
@@ -147,21 +147,21 @@ def memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     run = parse(["--mock-data", *flags(job)]).run
     layout = Layout.of(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
-    most = max(memory.stage_memory(run, layout, stage, schedule.in_flight(schedule.one_f_one_b(stage, job.pp, batches))).total
+    mib = max(memory.stage_memory(run, layout, stage, schedule.in_flight(schedule.one_f_one_b(stage, job.pp, batches))).total
                for stage in range(job.pp)) / 2**20
     room = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
-    check(most <= room, f"{cluster.name}, {job.recipe}: {most:.0f} MiB per rank (model) are more than the {room:.0f} that "
+    check(mib <= room, f"{cluster.name}, {job.recipe}: {mib:.0f} MiB per rank (model) are more than the {room:.0f} that "
           f"{cluster.ranks_per_node} ranks on {cluster.gib} GiB have: give more nodes, TP or PP")
-    return layout, most
+    return layout, mib
 
 
 def render(cluster: Cluster, job: Recipe) -> str:
     """The script. Raises ValueError for a recipe that does not run on the cluster."""
-    layout, most = memory_mib(cluster, job)
+    layout, mib = memory_mib(cluster, job)
     filled = {"NAME": f"gpt_{job.recipe.replace('.', '_')}", "NODES": job.nodes, "RANKS": cluster.ranks_per_node,
               "CPUS": cluster.cores // cluster.ranks_per_node, "LEAVE": LEAVE_SECONDS, "FLAGS": "\n".join(flag_lines(flags(job))),
               "COMMENTS": "\n".join(f"# {line}" for line in cluster.comments),
-              "LAYOUT": f"DP {layout.dp} x TP {layout.tp} x PP {layout.pp}; {most:.0f} MiB on the fullest rank (model)"}
+              "LAYOUT": f"DP {layout.dp} x TP {layout.tp} x PP {layout.pp}; {mib:.0f} MiB on the fullest rank (model)"}
     text = TEMPLATE
     for mark, value in filled.items():
         text = text.replace(f"@{mark}@", str(value))

@@ -1,7 +1,7 @@
-"""Tofu: the shape of a job's nodes, and which rank runs on which of them.
+"""The Tofu network: the shape of a job's nodes, and which rank runs on which node.
 
-A unit of Tofu-D is 2x3x2 nodes. A tensor-parallel group stays inside a node or a box inside one unit; the boxes then form a grid
-that is cut, along each axis, into a box of data-parallel replicas for every pipeline stage.
+A unit of Tofu-D is 2x3x2 nodes. A tensor-parallel group stays inside a node or inside a box within one unit; these boxes form a
+grid that is cut, along each axis, into a box of data-parallel replicas for every pipeline stage.
 
     python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     (shape, ranks per node, TP, PP: for mpiexec --vcoordfile)
 
@@ -22,8 +22,8 @@ from ..run.config import check
 Shape = tuple[int, int, int]
 UNIT: Shape = (2, 3, 2)
 UNIT_NODES = math.prod(UNIT)
-WHOLE: Shape = (48, 69, 48)  # 24 x 23 x 24 units, 158,976 nodes
-# nodes of a tensor-parallel group -> the box they take of a unit
+WHOLE: Shape = (48, 69, 48)  # the whole machine: 24 x 23 x 24 units, 158,976 nodes
+# nodes of a tensor-parallel group -> the box that they occupy in a unit
 TILES: dict[int, Shape] = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2), 6: (2, 3, 1), 12: (2, 3, 2)}
 
 
@@ -32,7 +32,7 @@ def text(shape: Shape) -> str:
 
 
 def whole(shape: Shape) -> bool:
-    """Whether a box is made of units."""
+    """Whether a box consists of whole units."""
     return all(n > 0 and n % u == 0 for n, u in zip(shape, UNIT))
 
 
@@ -51,10 +51,10 @@ def best_shape(nodes: int) -> Shape | None:
 
 
 def nearest(nodes: int) -> list[int]:
-    """Node counts next to `nodes`, below and above, that have a shape."""
+    """The largest number of nodes up to `nodes` and the smallest from it on that have a shape."""
     around = (range(nodes, 0, -1), range(nodes, math.prod(WHOLE) + 1))
-    found = [next((n for n in numbers if n % UNIT_NODES == 0 and best_shape(n)), None) for numbers in around]
-    return sorted({n for n in found if n})
+    counts = [next((n for n in numbers if n % UNIT_NODES == 0 and best_shape(n)), None) for numbers in around]
+    return sorted({n for n in counts if n})
 
 
 def tensor_fits(tp: int, ranks_per_node: int) -> bool:
@@ -70,25 +70,28 @@ def check_tensor(tp: int, ranks_per_node: int) -> None:
 
 
 def snake(box: Shape) -> list[Shape]:
-    """All points of a box, each next to the one before it."""
+    """All points of a box in an order in which each is a neighbour of the one before it."""
     return [(x, y if x % 2 == 0 else box[1] - 1 - y, z if (x * box[1] + y) % 2 == 0 else box[2] - 1 - z)
             for x in range(box[0]) for y in range(box[1]) for z in range(box[2])]
 
 
 def cut(cells: Shape, replicas: int) -> Shape:
-    """Edges of a box of `replicas` cells that tiles `cells`: of all such boxes the most cubic. `replicas` divides the cells."""
+    """Edges of the most cubic box of `replicas` cells that tiles a box of `cells`; `replicas` divides the number of cells."""
     divisors = ([d for d in range(1, c + 1) if c % d == 0] for c in cells)
     return min((b for b in itertools.product(*divisors) if math.prod(b) == replicas), key=lambda b: (sum(b), b))
 
 
 def hops(a: Shape, b: Shape, shape: Shape) -> int:
-    """Links on the shortest way."""
+    """Links on the shortest path between two nodes of a torus."""
     return sum(min(abs(p - q), size - abs(p - q)) for p, q, size in zip(a, b, shape))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
-    """nodes[rank]: the node (x, y, z) that runs it. box: the data-parallel replicas of a stage, in cells of a tensor group each."""
+    """The placement of ranks. nodes[rank]: coordinates (x, y, z) of its node.
+
+    box: edges of the box that the data-parallel replicas of a stage fill, in units of one tensor-parallel group.
+    """
 
     shape: Shape
     ranks_per_node: int
@@ -98,7 +101,7 @@ class RankMap:
 
     @staticmethod
     def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int) -> RankMap:
-        """Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
+        """The placement for a layout. Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
         check(whole(shape), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
               "must be even, Y a multiple of 3")
         check_tensor(tp, ranks_per_node)
@@ -127,8 +130,8 @@ class RankMap:
         return "".join(f"({x},{y},{z})\n" for x, y, z in self.nodes)
 
     def statistics(self) -> dict[str, tuple[float, int]]:
-        """(mean, maximum) hops between neighbours of each kind of group, in ring order."""
-        found = {}
+        """Kind of group (tp, pp, dp) -> (mean, maximum) hops between neighbours in ring order."""
+        result = {}
         for kind in ("tp", "pp", "dp"):
             seen, ways = set(), []
             for rank in range(self.grid.world_size):
@@ -139,12 +142,12 @@ class RankMap:
                 seen.add(key)
                 ranks = self.grid.ranks(rank)[kind]
                 ways += [hops(self.nodes[a], self.nodes[b], self.shape) for a, b in zip(ranks, ranks[1:])]
-            found[kind] = (sum(ways) / len(ways), max(ways)) if ways else (0.0, 0)
-        return found
+            result[kind] = (sum(ways) / len(ways), max(ways)) if ways else (0.0, 0)
+        return result
 
 
 def read(lines: Sequence[str]) -> tuple[Shape, ...]:
-    """The nodes of a vcoordfile, in rank order. Raises ValueError naming the line that is none."""
+    """The nodes of a vcoordfile, in rank order. Raises ValueError naming a line in another form."""
     nodes = []
     for number, line in enumerate(lines, 1):
         words = line.strip().removeprefix("(").split(")")[0].split(",")
@@ -155,7 +158,7 @@ def read(lines: Sequence[str]) -> tuple[Shape, ...]:
 
 
 def check_map(nodes: Sequence[Shape], shape: Shape, ranks_per_node: int, tp: int, pp: int) -> None:
-    """Raises ValueError unless every node has its ranks and every tensor group lies inside a node or a unit."""
+    """Raises ValueError unless every node has its ranks and every tensor-parallel group lies inside a node or a unit."""
     grid = Grid(math.prod(shape) * ranks_per_node, tp, pp)
     check(len(nodes) == grid.world_size, f"the rank map has {len(nodes)} lines for {grid.world_size} ranks: write it again")
     load: dict[Shape, int] = {}

@@ -160,7 +160,7 @@ def test_mistakes_are_one_line(local, tmp_path):
                           (f"--no-check --bulk --sparam 3-0 {file}", '--sparam "FIRST-LAST"'),
                           (f"--no-check --bulk {file}", '--sparam "FIRST-LAST"'),
                           (f"--no-check {file} -S", f"behind {file} stands '-S': give options before it"),
-                          ("-N job --wait x", "option --wait of this stand-in comes before pjsub's"),
+                          ("-N job --wait x", "option --wait of this emulator comes before pjsub's"),
                           ("--interact nosuchcommand", "nosuchcommand: No such file or directory")):
         said = local("local_pjsub", *shlex.split(words))
         assert said.returncode == 2 and said.stderr.count("\n") == 1 and answer in said.stderr, (words, said.stderr)
