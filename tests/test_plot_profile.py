@@ -1,4 +1,4 @@
-"""tools/plot_profile.py reads what --profile writes. Run: pytest tests/test_plot_profile.py"""
+"""tools.plot_profile reads what --profile writes. Run: pytest tests/test_plot_profile.py"""
 
 import subprocess
 import sys
@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.host.profiler import Event, Profiler
+from tools import plot_profile
 
-TOOL = Path(__file__).resolve().parents[1] / "tools" / "plot_profile.py"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def plot(*arguments):
-    return subprocess.run([sys.executable, str(TOOL), *map(str, arguments)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "tools.plot_profile", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.fixture
@@ -25,10 +27,7 @@ def table(tmp_path):
     return path
 
 
-def test_a_table_is_read_back(table, monkeypatch):
-    monkeypatch.syspath_prepend(TOOL.parent)
-    import plot_profile
-
+def test_a_table_is_read_back(table):
     assert plot_profile.read_table(table) == {"linear_forward": 1.0, "dp all_reduce": 0.5, "Python, autograd and the rest": 0.5}
 
 
@@ -39,7 +38,7 @@ def test_a_picture_comes_out(table, tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [("table.txt", "give LABEL=FILE"), ("a=/absent", "give a table that --profile wrote"),
-                                           (f"a={TOOL}", "no row of an operation")])
+                                           (f"a={__file__}", "no row of an operation")])
 def test_mistakes_give_one_line(text, message, tmp_path):
     result = plot("--output", tmp_path / "x.png", text)
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The build rules of setup.py: the table of targets, flags per file, the OpenMP runtime.
+"""The build rules of setup.py: the table of targets, flags per file, the OpenMP runtime; versions in pyproject.toml.
 
     python -m pytest tests/test_setup.py
 """
@@ -94,3 +94,43 @@ def test_only_what_changed_is_compiled_again(project, tmp_path, capfd):
     os.utime(header, (later, later))
     assert compiled()
     assert compiled("-O2")
+
+
+def requirements(lines):
+    """Requirement objects of lines as in requirements.txt, by name."""
+    from packaging.requirements import Requirement
+
+    by_name = {}
+    for line in lines:
+        if line.strip() and not line.startswith("#"):
+            requirement = Requirement(line)
+            by_name.setdefault(requirement.name, []).append(requirement)
+    return by_name
+
+
+@pytest.fixture
+def pyproject():
+    return pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_a_build_and_a_run_have_the_same_torch(pyproject):
+    versions = [requirements(lines)["torch"] for lines in (
+        pyproject["build-system"]["requires"], pyproject["project"]["dependencies"],
+        (ROOT / "requirements.txt").read_text().splitlines())]
+    assert len(versions[0]) == 2  # x86_64 and aarch64
+    assert versions[0] == versions[1] == versions[2]
+
+
+def test_every_package_has_one_tested_version(pyproject):
+    files = ("requirements.txt", "requirements-test.txt", "requirements-mpi.txt")
+    pinned = requirements(line for name in files for line in (ROOT / name).read_text().splitlines())
+    extras = [line for lines in pyproject["project"]["optional-dependencies"].values() for line in lines]
+    declared = requirements([*pyproject["build-system"]["requires"], *pyproject["project"]["dependencies"], *extras])
+    assert declared.keys() - {"torch"} <= pinned.keys()
+    for name, rows in pinned.items():
+        for row in rows:
+            versions = [s for s in row.specifier if s.operator == "=="]
+            assert len(versions) == 1, f"{row} names no one version"
+            assert name == "torch" or all(bound.specifier.contains(versions[0].version) for bound in declared.get(name, ()))
+    for name, rows in declared.items():  # no second home: bounds are what the program needs, not what is tested
+        assert name == "torch" or all(s.operator == ">=" for row in rows for s in row.specifier)

@@ -1,6 +1,6 @@
 """Gate on the machine code of the hot loops: cross-compiles target.cc for the A64FX and reads what came out.
 
-    make arm-codegen                      (or: python tools/arm_codegen.py)
+    make arm-codegen                      (or: python -m tools.arm_codegen)
 
 Prints what share of the FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h). Fails when an
 inner-product loop spills, multiplies by element, brings FMLAs of one accumulator too close together or falls
@@ -20,14 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import setup
+from tools import arm_env
+from tools.asm_loops import Loop, faults, innermost_loops, outside_loops, slow_instructions
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-import arm_env  # noqa: E402
-from asm_loops import Loop, faults, innermost_loops, outside_loops, slow_instructions  # noqa: E402
-
-import setup  # noqa: E402
-
 TARGET = "sve512"
 GCC = arm_env.CXX
 COMPILERS = {"GCC 12": GCC, "Clang 19": "clang++-19 --target=aarch64-linux-gnu"}

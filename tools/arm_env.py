@@ -1,7 +1,7 @@
 """Makes .arm/: an A64FX to test on, on any x86-64 Debian 12: cross compiler, emulator, ARM Python with torch, Open MPI.
 
-    make arm-env                           (or: python tools/arm_env.py; a second call finds everything and ends at once)
-    make arm-ext                           (or: python tools/arm_env.py extension; also cross-builds the kernels for it)
+    make arm-env                           (or: python -m tools.arm_env; a second call finds everything and ends at once)
+    make arm-ext                           (or: python -m tools.arm_env extension; also cross-builds the kernels for it)
     .arm/python -c "import torch"          ARM Python under qemu-user, which refuses what an A64FX lacks
     QEMU_CPU=max .arm/python ...           another CPU
 

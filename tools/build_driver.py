@@ -3,7 +3,7 @@
     make driver          this machine's                make arm-driver      an A64FX's, cross-built
     build/kernel_driver-aarch64 gemm_nt 96 128 256 --repeat 5
 
-    python tools/build_driver.py [aarch64]
+    python -m tools.build_driver [aarch64]
 
 CXX, TARGET_CXX and the rest of the environment are setup.py's, and so are the objects: what was built before is used again.
 """
@@ -16,12 +16,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import setup
+from tools import arm_env
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-import arm_env  # noqa: E402
-
-import setup  # noqa: E402
 
 
 def cross_environment() -> dict[str, str]:

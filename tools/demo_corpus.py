@@ -2,7 +2,7 @@
 """Text for the demo that every machine has: Python's own standard library, and a byte-level BPE vocabulary trained on it.
 
 Writes OUTPUT/corpus.jsonl, OUTPUT/vocab.json and OUTPUT/merges.txt. Left out: tests and installed packages of that library.
-Run: python tools/demo_corpus.py --output demo
+Run: python -m tools.demo_corpus --output demo
 """
 
 from __future__ import annotations

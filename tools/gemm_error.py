@@ -1,8 +1,8 @@
 """Measures the rounding error of FP16 and BF16 matrix products with sums in FP32 and with sums of chunks in FP16.
 
-    python tools/gemm_error.py                 (some seconds; the table of docs/numerics.md)
-    python tools/gemm_error.py --rows 16 --depth 256 --chunks 16 64
-    .arm/python tools/gemm_error.py            the same on an emulated A64FX (make arm-ext)
+    python -m tools.gemm_error                 (some seconds; the table of docs/numerics.md)
+    python -m tools.gemm_error --rows 16 --depth 256 --chunks 16 64
+    .arm/python -m tools.gemm_error            the same on an emulated A64FX (make arm-ext)
 
 Products of random matrices as training has them, by the kernels (a target that sums in FP16: the running one, else the portable
 one, which gives the same bits), against FP64 on the same rounded operands. The error is the root mean square of the difference
@@ -12,17 +12,13 @@ over that of the exact result. Left out: what it does to a loss. Test: pytest te
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from fugaku_megatron.host import kernels  # noqa: E402
-from fugaku_megatron.run.config import MAX_FP16_CHUNK  # noqa: E402
+from fugaku_megatron.host import kernels
+from fugaku_megatron.run.config import MAX_FP16_CHUNK
 
 CHUNKS = (16, 32, 64, 128, 256)
 

@@ -1,6 +1,6 @@
 """Draws where the time of a step goes: one bar per table that --profile wrote.
 
-    python tools/plot_profile.py --output step.png "stock malloc=profile_stock/table_rank0.txt" "tuned=profile/table_rank0.txt"
+    python -m tools.plot_profile --output step.png "stock malloc=profile_stock/table_rank0.txt" "tuned=profile/table_rank0.txt"
 
 A bar is as long as an iteration; its parts are the operations, the smaller ones summed. Left out: traces (ui.perfetto.dev).
 Test: pytest tests/test_plot_profile.py
@@ -12,6 +12,9 @@ import argparse
 import re
 import sys
 from pathlib import Path
+
+from fugaku_megatron import cli
+from fugaku_megatron.run.config import check
 
 PARTS = 6  # operations with a colour of their own
 _ROW = re.compile(r"^(?P<name>\S.*?)\s{2,}(?:(?P<calls>\d+)\s+)?(?P<seconds>\d+\.\d{4})\s")
@@ -59,22 +62,19 @@ def draw(tables: dict[str, dict[str, float]], output: Path) -> None:
     pyplot.close(figure)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tables", nargs="+", metavar="LABEL=FILE")
     parser.add_argument("--output", type=Path, required=True, metavar="PNG")
-    options = parser.parse_args()
-    try:
-        pairs = [text.partition("=") for text in options.tables]
-        for (label, _, path), text in zip(pairs, options.tables, strict=True):
-            if not label or not path:
-                raise ValueError(f"{text}: give LABEL=FILE")
-        draw({label: read_table(Path(path)) for label, _, path in pairs}, options.output)
-    except ValueError as error:
-        print(f"plot_profile: {error}", file=sys.stderr)
-        return 2
+
+
+def main(options: argparse.Namespace) -> int:
+    """Read the tables and draw. Raises ValueError, one line, for a user's mistake."""
+    pairs = [text.partition("=") for text in options.tables]
+    for (label, _, path), text in zip(pairs, options.tables, strict=True):
+        check(bool(label and path), f"{text}: give LABEL=FILE")
+    draw({label: read_table(Path(path)) for label, _, path in pairs}, options.output)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.start("plot_profile", sys.modules[__name__], sys.argv[1:]))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import setup
+from tools import arm_env
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-import arm_env  # noqa: E402
-
-import setup  # noqa: E402
 
 CXX = arm_env.CXX
 QEMU = "qemu-aarch64-static"

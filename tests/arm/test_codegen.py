@@ -11,9 +11,8 @@ import sys
 import pytest
 
 from tests.arm import builds
-
-from asm_loops import faults, innermost_loops, outside_loops, shortest_gap, slow_instructions  # isort: skip
-import arm_codegen  # isort: skip
+from tools import arm_codegen
+from tools.asm_loops import faults, innermost_loops, outside_loops, shortest_gap, slow_instructions
 
 ACCUMULATORS = 24
 CLEAN = [f"fmla z{i}.s, p0/m, z30.s, z31.s" for i in range(ACCUMULATORS)]
@@ -103,7 +102,7 @@ def test_the_model_sees_a_slow_loop():
 
 @builds.needs_compiler
 def test_kernels_pass_the_gate():
-    gate = subprocess.run([sys.executable, "tools/arm_codegen.py"], cwd=builds.ROOT, capture_output=True, text=True)
+    gate = subprocess.run([sys.executable, "-m", "tools.arm_codegen"], cwd=builds.ROOT, capture_output=True, text=True)
     print(gate.stdout)
     assert gate.returncode == 0, gate.stdout + gate.stderr
 
