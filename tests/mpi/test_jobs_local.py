@@ -78,7 +78,7 @@ def test_a_job_trains_to_a_checkpoint_and_a_row(local, tmp_path):
     done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 6 --log-interval 1", str(SCRIPTS / "run_124m.sh"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoints" / "gpt_124m" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
-    header, _, row = table("fugaku_megatron.logs", *logs(tmp_path))
+    header, _, row = table("fugaku_megatron", "log", *logs(tmp_path))
     assert "Sec/it" in header and row.split("|")[4].strip() == "2" and "loss" in row  # DP 2
 
 
