@@ -143,8 +143,8 @@ def test_build_datasets_blends(tmp_path):
     train, valid, _ = build_datasets(["0.25", a, "0.75", b], "90,10", 16, (400, 40, 0), 1)
     assert len(train) == 400 and len(valid) == 40
     assert sum(int(train[i][0] >= 100_000) for i in range(400)) == 300
-    again = build_datasets(["1", a, "3", b], "90,10", 16, (400, 40, 0), 1)[0]  # weights are relative
-    assert all(torch.equal(train[i], again[i]) for i in range(400))
+    scaled = build_datasets(["1", a, "3", b], "90,10", 16, (400, 40, 0), 1)[0]  # weights are relative
+    assert all(torch.equal(train[i], scaled[i]) for i in range(400))
 
 
 def test_build_datasets_split_errors(tmp_path):
