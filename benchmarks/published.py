@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fugaku_megatron.logs.published_row import PublishedRow, header
 
-__all__ = ["cells", "header", "title"]
+__all__ = ("cells", "header", "title")
 
 
 def cells(*, ranks: int, ghz: float, size: str, tp: int, pp: int, micro_batch_size: int, global_batch_size: int, mib: float,

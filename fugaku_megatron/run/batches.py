@@ -29,8 +29,6 @@ class RampUp:
         """From the run's flags; without --rampup-batch-size the size is constant."""
         return RampUp(*(batch.rampup_batch_size or (global_batch_size, 1, 0)), global_batch_size)
 
-    of = from_batch  # until every caller has the new name
-
     def __post_init__(self) -> None:
         flag = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
         check(self.start >= 1 and self.increment >= 1 and self.ramp_samples >= 0,
