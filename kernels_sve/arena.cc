@@ -17,7 +17,8 @@ namespace {
 
 constexpr size_t UNIT = tuning::Baseline::BASE_PAGE;  // blocks are multiples of this
 constexpr size_t HUGE_PAGE = tuning::Baseline::HUGE_PAGE, LINE = tuning::Baseline::CACHE_LINE;
-constexpr size_t STAGGERS = tuning::Baseline::STAGGERS;  // each block begins a line further into a page than the one before
+// Each block begins a line further into a page than the one before, STAGGERS times.
+constexpr size_t STAGGERS = tuning::Baseline::STAGGERS;
 
 struct Range {
   char *begin = nullptr, *top = nullptr, *end = nullptr;

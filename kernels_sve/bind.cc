@@ -21,7 +21,8 @@ py::dict describe(const TargetInfo& info) {
 void require_torch() {
   if (py::module_::import("sys").attr("modules").contains("torch")) return;
   throw py::import_error(
-      "import torch (or fugaku_megatron.host.kernels) before fugaku_megatron._kernels: they share torch's OpenMP runtime");
+      "import torch (or fugaku_megatron.host.kernels) before fugaku_megatron._kernels: they share torch's OpenMP "
+      "runtime");
 }
 
 void choose_target() {
@@ -48,7 +49,8 @@ PYBIND11_MODULE(_kernels, module) {
         for (const TargetInfo& info : targets()) rows.append(describe(info));
         return rows;
       },
-      "Every target: name, vector_bytes, gemm_tile (rows, vectors of columns), compiled, runnable, reason (why not runnable). The "
+      "Every target: name, vector_bytes, gemm_tile (rows, vectors of columns), compiled, runnable, reason (why not "
+      "runnable). The "
       "reference is the scalar one.");
   module.def("active", [] { return std::string(active()); }, "Name of the target in use.");
   module.def("use", &use, py::arg("name"),

@@ -24,15 +24,14 @@ EmbeddingArgs embedding_args(const TensorView& tokens, const TensorView& table, 
 }
 
 void lookup(py::handle tokens_object, py::handle table_object, py::handle out_object, int64_t first_row,
-                    std::optional<int64_t> vocabulary) {
+            std::optional<int64_t> vocabulary) {
   TensorView tokens("tokens", tokens_object), table("table", table_object), out("out", out_object);
   const EmbeddingArgs args = embedding_args(tokens, table, out, first_row, vocabulary);
   out.same_dtype(table).disjoint({&tokens, &table});
   unlocked([&] { kernels().embedding(args, table.data(), out.data(), out.dtype()); });
 }
 
-void lookup_backward(py::handle tokens_object, py::handle dout_object, py::handle dtable_object,
-                             int64_t first_row) {
+void lookup_backward(py::handle tokens_object, py::handle dout_object, py::handle dtable_object, int64_t first_row) {
   TensorView tokens("tokens", tokens_object), dout("dout", dout_object), dtable("dtable", dtable_object);
   const EmbeddingArgs args = embedding_args(tokens, dtable, dout, first_row, std::nullopt);
   dtable.dtype({DType::f32}).disjoint({&tokens, &dout});
@@ -75,8 +74,8 @@ when given, a token outside is a ValueError.)";
 
 FM_BIND(embedding) {
   using namespace py::literals;
-  module.def("embedding", &lookup, "tokens"_a, "table"_a, "out"_a, "first_row"_a = 0,
-             "vocabulary"_a = py::none(), EMBEDDING_DOC);
+  module.def("embedding", &lookup, "tokens"_a, "table"_a, "out"_a, "first_row"_a = 0, "vocabulary"_a = py::none(),
+             EMBEDDING_DOC);
   module.def("embedding_backward", &lookup_backward, "tokens"_a, "dout"_a, "dtable"_a, "first_row"_a = 0,
              "dtable (float32) [tokens - first_row] += dout, the tokens in order; the same bits for any number of "
              "threads.");

@@ -37,7 +37,8 @@ void bind_dropout(py::handle x_object, py::handle out_object, double p, uint64_t
   require(first_sample >= 0, "first_sample", "0 or more", std::to_string(first_sample));
   require(row0 >= 0, "row0", "0 or more", std::to_string(row0));
   require(col0 >= 0, "col0", "0 or more", std::to_string(col0));
-  DropoutArgs args{1, x.size(sample_dim), 1, x.size(-1), static_cast<float>(p), {seed, stream, first_sample, row0, col0}};
+  DropoutArgs args{1,          x.size(sample_dim),    1,
+                   x.size(-1), static_cast<float>(p), {seed, stream, first_sample, row0, col0}};
   for (int d = 0; d < x.rank() - 1; ++d) {
     if (d != sample_dim) (d < sample_dim ? args.outer : args.inner) *= x.size(d);
   }

@@ -20,6 +20,12 @@ py::dict describe(const KernelRow& row) {
                   "operands"_a = row.operands, "flops"_a = row.flops_text, "bytes"_a = row.bytes_text);
 }
 
+py::list describe_all() {
+  py::list rows;
+  for (const KernelRow& row : kernel_rows()) rows.append(describe(row));
+  return rows;
+}
+
 Argument argument_of(py::handle value) {
   Argument argument;
   if (py::isinstance<py::int_>(value)) {
@@ -36,7 +42,7 @@ Sizes sizes_of(const KernelRow& row, const py::args& args, const py::kwargs& kwa
   std::vector<Argument> arguments;
   for (const std::string& name : operand_names(row)) {
     const size_t i = arguments.size();
-    arguments.push_back(i < args.size()                ? argument_of(args[i])
+    arguments.push_back(i < args.size()                 ? argument_of(args[i])
                         : kwargs.contains(name.c_str()) ? argument_of(kwargs[name.c_str()])
                                                         : Argument());
   }
@@ -72,29 +78,37 @@ double call_cost(const std::string& name, const py::args& args, const py::kwargs
   return row ? (row->*FORMULA)(sizes_of(*row, args, kwargs)) : 0.0;
 }
 
+const char ROWS_DOC[] =
+    R"(A dict per kernel: name, family, sizes (their symbols), operands (shapes), flops and bytes (formulas).
+
+kernel: the name of the row whose kernel a Python function runs, where it is not its own.)";
+
+const char SIZES_DOC[] = R"(sizes(name, *args, **kwargs): the sizes of the call name(*args, **kwargs) by symbol.
+
+With e and e_out, bytes of an element of its first floating operand and of its last operand. ValueError when shapes do not fit the
+row.)";
+
+const char COST_DOC[] =
+    R"(cost(name, **sizes): (flops, bytes) for these sizes. e is 4 unless given, e_out is e and dx is 1.)";
+
+const char FLOPS_DOC[] =
+    R"(flops(name, *args, **kwargs): operations of the call name(*args, **kwargs), multiplies and adds counted apart.
+
+0 where memory bounds a kernel, and for a function that is no kernel of the table.)";
+
+const char BYTES_DOC[] =
+    R"(bytes(name, *args, **kwargs): bytes that the call must read and write at least once; 0 for what is no kernel.)";
+
 }  // namespace
 
 FM_BIND(table) {
   using namespace py::literals;
-  py::module_ table = module.def_submodule("table", "The rows of kernels.inc: what each kernel is, and what a call costs.");
-  table.def(
-      "rows",
-      [] {
-        py::list rows;
-        for (const KernelRow& row : kernel_rows()) rows.append(describe(row));
-        return rows;
-      },
-      "A dict per kernel: name, kernel (another name where several functions share one), family, sizes (their symbols), operands "
-      "(shapes),\nflops and bytes (formulas).");
-  table.def("sizes", &call_sizes_as_dict, "name"_a,
-            "sizes(name, *args, **kwargs): the sizes of the call name(*args, **kwargs) by symbol, with e and e_out, bytes of an "
-            "element of its\nfirst floating operand and of its last operand. ValueError when shapes do not fit the row.");
-  table.def("cost", &cost, "name"_a, "cost(name, **sizes): (flops, bytes) for these sizes; e is 4 unless given, e_out is e and dx 1.");
-  table.def("flops", &call_cost<&KernelRow::flops>, "name"_a,
-            "flops(name, *args, **kwargs): floating-point operations of the call name(*args, **kwargs), multiplies and adds "
-            "counted apart; 0\nwhere memory bounds a kernel, and for a function that is no kernel of the table.");
-  table.def("bytes", &call_cost<&KernelRow::bytes>, "name"_a,
-            "bytes(name, *args, **kwargs): bytes that the call must read and write at least once; 0 for what is no kernel.");
+  py::module_ table = module.def_submodule("table", "The rows of kernels.inc: what each kernel is, what a call costs.");
+  table.def("rows", &describe_all, ROWS_DOC);
+  table.def("sizes", &call_sizes_as_dict, "name"_a, SIZES_DOC);
+  table.def("cost", &cost, "name"_a, COST_DOC);
+  table.def("flops", &call_cost<&KernelRow::flops>, "name"_a, FLOPS_DOC);
+  table.def("bytes", &call_cost<&KernelRow::bytes>, "name"_a, BYTES_DOC);
 }
 
 }  // namespace fm

@@ -117,8 +117,7 @@ const TensorView& TensorView::same_dtype(const TensorView& other) const {
 
 const TensorView& TensorView::rank(int min, int max) const {
   if (rank() < min || rank() > max) {
-    const std::string range =
-        min == max ? std::to_string(min) : std::to_string(min) + " to " + std::to_string(max);
+    const std::string range = min == max ? std::to_string(min) : std::to_string(min) + " to " + std::to_string(max);
     fail(range + " dimensions", "shape " + shape_text());
   }
   return *this;

@@ -90,7 +90,8 @@ std::vector<TargetInfo> targets() {
   std::vector<TargetInfo> infos;
   for (const Row& row : rows) {
     const std::string reason = missing(row);
-    infos.push_back({row.name, row.vector_bytes, row.gemm_rows, row.gemm_vectors, row.table != nullptr, reason.empty(), reason});
+    infos.push_back(
+        {row.name, row.vector_bytes, row.gemm_rows, row.gemm_vectors, row.table != nullptr, reason.empty(), reason});
   }
   return infos;
 }

@@ -160,8 +160,8 @@ struct Gemm {
     for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, b += panel) {
       for (int64_t t = 0; t < tiles; ++t) {
         fetch_slice(b + panel, panel, t, tiles);
-        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, min(columns.end, j + COLUMNS)}, first_col, p,
-                 deep, a_panels + t * A_ROW * words(deep), b);
+        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, min(columns.end, j + COLUMNS)}, first_col, p, deep,
+                 a_panels + t * A_ROW * words(deep), b);
       }
     }
   }

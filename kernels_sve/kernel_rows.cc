@@ -11,7 +11,7 @@ namespace {
 // The formulas as functions: inside a member function a symbol is the member of that name.
 struct Formulas : Sizes {
 #define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) \
-  double name##_flops() const { return flops; }                                   \
+  double name##_flops() const { return flops; }                                    \
   double name##_bytes() const { return bytes; }
 #define FM_CALL(name, kernel, operands, bytes) \
   double name##_bytes() const { return bytes; }
@@ -32,8 +32,8 @@ std::vector<std::string> split_words(const std::string& text) {
   return words;
 }
 
-KernelRow call_row(const std::vector<KernelRow>& rows, const char* name, const std::string& kernel, const char* operands,
-                   const char* bytes_text, double (*bytes)(const Sizes&)) {
+KernelRow call_row(const std::vector<KernelRow>& rows, const char* name, const std::string& kernel,
+                   const char* operands, const char* bytes_text, double (*bytes)(const Sizes&)) {
   KernelRow row = *std::find_if(rows.begin(), rows.end(), [&](const KernelRow& r) { return r.name == kernel; });
   row.name = name, row.operands = operands, row.bytes_text = bytes_text, row.bytes = bytes;
   return row;
@@ -41,8 +41,8 @@ KernelRow call_row(const std::vector<KernelRow>& rows, const char* name, const s
 
 std::vector<KernelRow> make_rows() {
   std::vector<KernelRow> rows;
-#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes)                    \
-  rows.push_back({#name, #name, #family, operands, #flops, #bytes, split_words(sizes),               \
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes)     \
+  rows.push_back({#name, #name, #family, operands, #flops, #bytes, split_words(sizes), \
                   &evaluate<&Formulas::name##_flops>, &evaluate<&Formulas::name##_bytes>});
 #define FM_CALL(name, kernel, operands, bytes) \
   rows.push_back(call_row(rows, #name, #kernel, operands, #bytes, &evaluate<&Formulas::name##_bytes>));
@@ -102,13 +102,15 @@ struct Dimension {
   throw std::invalid_argument(row.name + ": expected shapes " + row.operands + ", got " + what);
 }
 
-void add_dimensions(const KernelRow& row, const Operand& operand, std::vector<int64_t> shape, std::vector<Dimension>& all) {
+void add_dimensions(const KernelRow& row, const Operand& operand, std::vector<int64_t> shape,
+                    std::vector<Dimension>& all) {
   while (operand.folds && shape.size() > operand.dims.size()) {
     shape[1] *= shape[0];
     shape.erase(shape.begin());
   }
   if (operand.folds && shape.size() + 1 == operand.dims.size()) shape.insert(shape.begin(), 1);
-  if (shape.size() != operand.dims.size()) fail(row, operand.name + " with " + std::to_string(shape.size()) + " dimensions");
+  if (shape.size() != operand.dims.size())
+    fail(row, operand.name + " with " + std::to_string(shape.size()) + " dimensions");
   for (size_t i = 0; i < shape.size(); ++i) {
     if (operand.dims[i] != std::vector<std::string>{"_"}) all.push_back({&operand.dims[i], shape[i]});
   }

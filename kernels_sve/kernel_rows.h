@@ -9,8 +9,9 @@
 namespace fm {
 
 // The symbols of kernels.inc's formulas.
-#define FM_SIZES(X)                                                                                                 \
-  X(m) X(n) X(k) X(rows) X(cols) X(s) X(b) X(heads) X(d) X(tokens) X(words) X(calls) X(steps) X(sweeps) X(e) X(e_out) X(dx)
+#define FM_SIZES(X) \
+  X(m)              \
+  X(n) X(k) X(rows) X(cols) X(s) X(b) X(heads) X(d) X(tokens) X(words) X(calls) X(steps) X(sweeps) X(e) X(e_out) X(dx)
 
 struct Sizes {
 #define X(name) double name = 0;
@@ -21,7 +22,8 @@ struct Sizes {
 };
 
 struct KernelRow {
-  std::string name, kernel, family, operands, flops_text, bytes_text;  // kernel: the row's own name, or that of FM_CALL's kernel
+  std::string name, kernel, family, operands, flops_text,
+      bytes_text;  // kernel: the row's own name, or that of FM_CALL's kernel
   std::vector<std::string> sizes;
   double (*flops)(const Sizes&);
   double (*bytes)(const Sizes&);

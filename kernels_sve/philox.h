@@ -97,9 +97,10 @@ static void dropout_of(const T* x, T* out, const DropoutArgs& a) {
       const int64_t row = a.key.row0 + r / (a.inner * a.samples) * a.inner + r % a.inner;
       const T* from = x + r * a.cols;
       T* to = out + r * a.cols;
-      for_philox_row(key, sample, static_cast<uint32_t>(row), a.key.col0, a.cols, [&](const vu* words, int64_t i, int v) {
-        map_columns(from, to, i, a.cols, [&](vf value) { return words[v] >= threshold ? value * scale : vf{}; });
-      });
+      for_philox_row(
+          key, sample, static_cast<uint32_t>(row), a.key.col0, a.cols, [&](const vu* words, int64_t i, int v) {
+            map_columns(from, to, i, a.cols, [&](vf value) { return words[v] >= threshold ? value * scale : vf{}; });
+          });
     }
   });
 }

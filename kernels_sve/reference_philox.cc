@@ -57,7 +57,8 @@ void dropout(const void* x, void* out, DType dtype, const DropoutArgs& a) {
         for (int64_t c = 0; c < a.cols; ++c, ++i) {
           uint32_t words[4];
           int word;
-          call_of(key, a.key.first_sample + b, static_cast<uint32_t>(a.key.row0 + o * a.inner + n), a.key.col0 + c, words, &word);
+          call_of(key, a.key.first_sample + b, static_cast<uint32_t>(a.key.row0 + o * a.inner + n), a.key.col0 + c,
+                  words, &word);
           put(out, dtype, i, words[word] >= dropout_threshold(a.p) ? get(x, dtype, i) * scale : 0.0f);
         }
 }

@@ -12,25 +12,24 @@
 namespace fm::tuning {
 
 struct Common {
-  // Memory. A64FX's cache line (Microarchitecture Manual 1.8.1), a multiple of everybody else's.
-  static constexpr size_t CACHE_LINE = 256;
-  static constexpr size_t HUGE_PAGE = size_t(2) << 20;  // the usual one; where the kernel has another it ignores the advice
-  static constexpr size_t BASE_PAGE = size_t(64) << 10;  // the largest in use (Fugaku's Linux); 4 KiB on x86-64
-  // Buffers begin at this many different lines of a page, or they would all meet in the same sets of a first-level cache.
-  static constexpr size_t STAGGERS = 16;
+  // Memory. A64FX's cache line (Microarchitecture Manual 1.8.1) is a multiple of everybody else's. The huge page is the usual
+  // one; where the kernel has another it ignores the advice. The base page is the largest in use (Fugaku's Linux). Buffers begin
+  // at STAGGERS different lines of a page, or they would all meet in the same sets of a first-level cache.
+  static constexpr size_t CACHE_LINE = 256, HUGE_PAGE = size_t(2) << 20, BASE_PAGE = size_t(64) << 10, STAGGERS = 16;
 
   // Elements of a flat tensor, or about as many of a matrix, that are worth a thread.
   static constexpr int64_t GRAIN = 4096;
 
-  // GEMM. Steps of k in one turn of the inner loop: 1 is best with packed operands (12.06 of 12
-  // cycles in the model of A64FX).
+  // GEMM. Steps of k in one turn of the inner loop: 1 is best with packed operands (12.06 of 12 cycles in the model of A64FX).
   static constexpr int GEMM_UNROLL = 1;
-  static constexpr int PACK_PANELS = 4;  // panels packed side by side, so that whole cache lines of a row are used
-  static constexpr int PACK_AHEAD = 8;   // steps of k that packing prefetches
+  // Packing: panels side by side, so that whole cache lines of a row are used; steps of k that are prefetched.
+  static constexpr int PACK_PANELS = 4, PACK_AHEAD = 8;
   // Shares of the caches that a block fills, after Goto and van de Geijn (ACM TOMS 34(3), 2008), who leave half to the other
   // streams: a panel of B in L1 (bits); the block of A in L2, more where an L3 takes the streams of B and C; the block of B in
   // L3, or several L2 where there is none.
-  static constexpr double KC_L1_SHARE = 0.5, MC_L2_SHARE = 0.5, MC_L2_SHARE_BEFORE_L3 = 0.8, NC_L2_SHARE = 4.0, NC_L3_SHARE = 0.25;
+  static constexpr double KC_L1_SHARE = 0.5;
+  static constexpr double MC_L2_SHARE = 0.5, MC_L2_SHARE_BEFORE_L3 = 0.8;
+  static constexpr double NC_L2_SHARE = 4.0, NC_L3_SHARE = 0.25;
   // Before an L3 panels are deeper and stream from L2, because a tile of C then goes fewer times to L3 and back: a 124M step is
   // 3 per cent faster with 4 than with 1 (measured). (bits)
   static constexpr int KC_DEPTH_BEFORE_L3 = 4;
@@ -40,20 +39,23 @@ struct Common {
   // Caches where the system does not describe them: the smallest of this decade. L2_EIGHTHS of L2 are the program's.
   static constexpr int64_t UNKNOWN_L1 = 32 << 10, UNKNOWN_L2 = 256 << 10, L2_EIGHTHS = 8;
 
-  // Attention. A tile is ATTENTION_MR x ATTENTION_NV vectors.
+  // Attention. A tile is ATTENTION_MR x ATTENTION_NV vectors. A packing task takes a multiple of 3 vectors of 4, 8 and 16 lanes
+  // in rows (bits); a round of the online softmax as many keys as leave the scores in L1 (bits). With 6 partial sums of dQ one
+  // head keeps four threads busy in backward, two heads twelve (bits).
   static constexpr int ATTENTION_NV = 3;
-  static constexpr int64_t ATTENTION_BLOCK = 96;  // rows of one packing task: a multiple of 3 vectors of 4, 8 and 16 lanes (bits)
-  static constexpr int64_t KEY_BLOCK = 128;       // keys of one round of the online softmax: scores stay in L1 (bits)
-  static constexpr int64_t DQUERY_PARTIALS = 6;   // one head keeps four threads busy in backward, two heads twelve (bits)
+  static constexpr int64_t ATTENTION_BLOCK = 96, KEY_BLOCK = 128, DQUERY_PARTIALS = 6;
 
-  // Kernels on rows. Rows worked on together: their horizontal sums overlap, a column sum is loaded and stored once for all.
-  static constexpr int ROW_BLOCK = 4;             // (bits)
-  static constexpr int64_t ROW_CHUNKS = 48;       // partial sums over rows: whole shares for 12, 24 and 48 cores (bits)
-  static constexpr int64_t COLUMN_BLOCK = 64;     // floats in a cache line of 256 bytes: one step of the final sum
-  static constexpr int64_t SHORT_ROW = 2048;      // columns up to which ROW_BLOCK rows fit L1 together with the parameters
-  static constexpr int64_t VOCABULARY_BLOCK = 2048;  // logits that are read twice while they are in L1 (bits)
-  static constexpr int EXP_WAYS = 4;              // independent exponentials in flight (bits)
-  static constexpr int64_t TOKENS_AHEAD = 4;      // table rows are at random places: prefetched this many tokens early
+  // Kernels on rows. Rows worked on together (bits): their horizontal sums overlap, and a column sum is loaded and stored once
+  // for all of them. Longer rows than SHORT_ROW fill L1 alone.
+  static constexpr int ROW_BLOCK = 4;
+  static constexpr int64_t SHORT_ROW = 2048;
+  // Partial sums over rows (bits): whole shares for 12, 24 and 48 cores. Floats of one step of their sum: a line of 256 bytes.
+  static constexpr int64_t ROW_CHUNKS = 48, COLUMN_BLOCK = 64;
+  // Logits that are read twice while they are in L1 (bits), and independent exponentials in flight (bits).
+  static constexpr int64_t VOCABULARY_BLOCK = 2048;
+  static constexpr int EXP_WAYS = 4;
+  // Rows of an embedding table are at random places: they are prefetched this many tokens early.
+  static constexpr int64_t TOKENS_AHEAD = 4;
 };
 
 // Any CPU with vectors of 16 bytes. Registers: 8 accumulators, 2 vectors of B and a broadcast of A in 16.
@@ -70,10 +72,11 @@ struct avx2 : Common {
   static constexpr int FMA_CHAINS = 12;
 };
 
-// x86-64 with AVX-512. Registers: 24 accumulators, 2 vectors and a broadcast in 32.
+// x86-64 with AVX-512. Registers: 24 accumulators, 2 vectors and a broadcast in 32; attention's 8 x 3, 3 vectors and a broadcast,
+// and 8 divides the usual head sizes.
 struct avx512 : Common {
   static constexpr int GEMM_MR = 12, GEMM_NR_VECTORS = 2;
-  static constexpr int ATTENTION_MR = 8;  // 8 x 3 accumulators, 3 vectors and a broadcast in 32; 8 divides the usual head sizes
+  static constexpr int ATTENTION_MR = 8;
   static constexpr int FMA_CHAINS = 24;
 };
 struct avx512bf16 : avx512 {};

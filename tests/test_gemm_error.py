@@ -20,19 +20,19 @@ def portable():
 
 
 def test_errors_are_those_of_the_formats(portable):
-    found = gemm_error.measure(CASE, 24, 512, (1, 16, 256))
+    errors = gemm_error.measure(CASE, 24, 512, (1, 16, 256))
     # A rounding to p bits has a relative error below 2^-p, its root mean square is about 0.4 of that.
-    assert 0.3 * 2**-11 < found.fp16_result < 0.6 * 2**-11
-    assert found.bf16_operands == pytest.approx(8 * found.fp16_operands, rel=0.2)
-    assert found.fp32_sums < 1e-6
-    assert found.fp16_result < found.chunks[1] * 2 and found.chunks[1] < found.chunks[16] < found.chunks[256] < 2**-7
-    assert found.overflows == set()
+    assert 0.3 * 2**-11 < errors.fp16_result < 0.6 * 2**-11
+    assert errors.bf16_operands == pytest.approx(8 * errors.fp16_operands, rel=0.2)
+    assert errors.fp32_sums < 1e-6
+    assert errors.fp16_result < errors.chunks[1] * 2 and errors.chunks[1] < errors.chunks[16] < errors.chunks[256] < 2**-7
+    assert errors.overflows == set()
 
 
 def test_overflow_is_named(portable):
-    found = gemm_error.measure(gemm_error.CASES[-1], 8, 128, (16,))
-    assert found.overflows == {16}
-    assert gemm_error.table([found], (16,))[2].endswith("| overflow |")
+    errors = gemm_error.measure(gemm_error.CASES[-1], 8, 128, (16,))
+    assert errors.overflows == {16}
+    assert gemm_error.table([errors], (16,))[2].endswith("| overflow |")
 
 
 def test_program_prints_a_row_per_case():

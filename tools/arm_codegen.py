@@ -142,19 +142,19 @@ def main() -> int:
     tile = gemm_tile()
     print(f"model: llvm-mca of LLVM 19, A64FX, dispatch {DISPATCH}, all data in L1; not a measurement")
     print(f"{'compiler':9} {'loop':60} {'FMLAs':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
-    found = []
+    faults_of_all = []
     for name, cxx in COMPILERS.items():
         if not shutil.which(cxx.split()[0]):
             print(f"{name}: not checked: no {cxx.split()[0]} (make arm-env)")
             continue
         for line, wrong in check(name, assembly(cxx, name), hot_kernels(tile)):
-            found += wrong
+            faults_of_all += wrong
             print(line, flush=True) if line else None
-        if not found and shutil.which(MCA[0]):
+        if not faults_of_all and shutil.which(MCA[0]):
             print(chunk_line(name, assembly(cxx, name), tile), flush=True)
-    for fault in found:
+    for fault in faults_of_all:
         print(f"FAULT {fault}")
-    return 1 if found else 0
+    return 1 if faults_of_all else 0
 
 
 if __name__ == "__main__":

@@ -134,26 +134,26 @@ def shortest_gap(loop: Loop) -> int:
 
 def slow_instructions(loop: Loop) -> list[str]:
     """What no vector loop may hold: an unpipelined divide or square root, INSR, a multiply-add by element."""
-    found = []
+    reasons = []
     for i in loop.body:
         if i.mnemonic in ("fdiv", "fdivr", "fsqrt") and i.register:
-            found.append(f"{i.mnemonic} takes 98 cycles: {i.text}")
+            reasons.append(f"{i.mnemonic} takes 98 cycles: {i.text}")
         if i.mnemonic == "insr":
-            found.append(f"lanes filled one by one: {i.text}")
+            reasons.append(f"lanes filled one by one: {i.text}")
         if i.multiply_add and re.search(r"z\d+\.[hsd]\s*\[\d+\]", i.text):
-            found.append(f"multiply-add by element runs at half rate: {i.text}")
-    return found
+            reasons.append(f"multiply-add by element runs at half rate: {i.text}")
+    return reasons
 
 
 def faults(loop: Loop) -> list[str]:
     """What keeps an inner-product loop from its peak, one line each; empty when it is clean."""
-    found = slow_instructions(loop)
+    reasons = slow_instructions(loop)
     for i in loop.body:
         if i.register and re.search(r"\[(sp|x29|fp)\b", i.text):
-            found.append(f"an accumulator in memory: {i.text}")
+            reasons.append(f"an accumulator in memory: {i.text}")
         elif i.vector_store:
-            found.append(f"a store in the loop: {i.text}")
+            reasons.append(f"a store in the loop: {i.text}")
     gap = shortest_gap(loop)
     if gap < MIN_BETWEEN:
-        found.append(f"only {gap} multiply-adds between two on one accumulator, {MIN_BETWEEN} needed")
-    return found
+        reasons.append(f"only {gap} multiply-adds between two on one accumulator, {MIN_BETWEEN} needed")
+    return reasons

@@ -82,22 +82,22 @@ def measure(case: Case, rows: int, depth: int, chunks: tuple[int, ...]) -> Error
     true = left.double() @ right.double()
     a, b = left.half(), right.half()
     exact = a.double() @ b.double()
-    found = {chunk: product(a, b, chunk) for chunk in chunks}
+    outputs = {chunk: product(a, b, chunk) for chunk in chunks}
     in_bf16 = left.bfloat16().double() @ right.bfloat16().double()
     return Errors(
         case=case, bf16_operands=error(in_bf16, true), fp16_operands=error(exact, true), fp16_result=error(exact.half(), exact),
-        fp32_sums=error(product(a, b), exact), chunks={chunk: error(out, exact) for chunk, out in found.items()},
-        overflows={chunk for chunk, out in found.items() if not bool(out.isfinite().all())})
+        fp32_sums=error(product(a, b), exact), chunks={chunk: error(out, exact) for chunk, out in outputs.items()},
+        overflows={chunk for chunk, out in outputs.items() if not bool(out.isfinite().all())})
 
 
 def cell(errors: Errors, chunk: int) -> str:
     return "overflow" if chunk in errors.overflows else f"{errors.chunks[chunk]:.1e}"
 
 
-def table(found: list[Errors], chunks: tuple[int, ...]) -> list[str]:
+def table(cases: list[Errors], chunks: tuple[int, ...]) -> list[str]:
     head = ["product", "BF16 operands", "FP16 operands", "FP16 result", "FP32 sums", *(f"chunk {chunk}" for chunk in chunks)]
     lines = [head, ["---"] * len(head)]
-    for e in found:
+    for e in cases:
         fixed = [f"{value:.1e}" for value in (e.bf16_operands, e.fp16_operands, e.fp16_result, e.fp32_sums)]
         lines.append([e.case.name, *fixed, *(cell(e, chunk) for chunk in chunks)])
     return ["| " + " | ".join(line) + " |" for line in lines]

@@ -56,8 +56,8 @@ void check_cross_entropy(const std::string& target, DType dtype, float tolerance
     std::vector<int64_t> labels(ROWS);
     for (int64_t i = 0; i < ROWS; ++i) labels[i] = i * 7 % (cols + 3);  // some of them another rank's
     Floats row_max(ROWS), sum_exp(ROWS), target_logit(ROWS), out, dloss = random_floats(ROWS, 14);
-    const CrossEntropyArgs args{logits.data(),  dtype,          ROWS,               cols, labels.data(), 0,
-                                row_max.data(), sum_exp.data(), target_logit.data()};
+    const CrossEntropyArgs args{logits.data(),      dtype, ROWS, cols, labels.data(), 0, row_max.data(), sum_exp.data(),
+                                target_logit.data()};
     auto keep = [&] {
       for (const Floats& part : {row_max, sum_exp, target_logit}) out.insert(out.end(), part.begin(), part.end());
     };

@@ -88,7 +88,7 @@ def test_missing_loop_is_a_fault():
     """A renamed file or a loop that the compiler no longer keeps in registers must not pass unseen."""
     kernels = arm_codegen.hot_kernels((12, 2))
     for text in (function(LOADS + CLEAN[:8]), function(LOADS + CLEAN, file="other.h"), function(LOADS + CLEAN, name="f")):
-        wrong = [fault for _, found in arm_codegen.check("GCC", text, kernels[:1]) for fault in found]
+        wrong = [fault for _, reasons in arm_codegen.check("GCC", text, kernels[:1]) for fault in reasons]
         assert wrong == ["GCC GEMM k-loop: no loop of 24 or more multiply-adds in gemm_micro.h"]
 
 

@@ -30,7 +30,7 @@ def arm():
 
 def build(*machine):
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "CXXFLAGS", "TARGET_CXX")}
-    command = [sys.executable, "tools/build_driver.py", *machine]
+    command = [sys.executable, "-m", "tools.build_driver", *machine]
     done = subprocess.run(command, cwd=builds.ROOT, env=environment, capture_output=True, text=True)
     if "cannot find -l" in done.stderr:
         pytest.skip("no static libraries of the C and C++ run time here")

@@ -44,9 +44,9 @@ def emulated(tmp_path_factory):
     return run(output, str(builds.PYTHON), [KERNEL_TESTS, "-k", f"not ({' or '.join(TOO_SLOW)})"])
 
 
-def assert_same(found, expected):
-    assert len(found) == len(expected) == 20
-    assert found == pytest.approx(expected, rel=1e-5)
+def assert_same(losses, expected):
+    assert len(losses) == len(expected) == 20
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0], "the model learns nothing, so equal losses say nothing"
 
 

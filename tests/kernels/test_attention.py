@@ -52,7 +52,7 @@ def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_he
 
 
 @functools.cache
-def wanted(shape, dtype, dropout):
+def exact(shape, dtype, dropout):
     """explicit() of make(), the same for every target."""
     qkv, dout = make(*shape, dtype)
     return explicit(qkv, dout, shape[2], **(DROPOUT if dropout else {}))
@@ -70,7 +70,7 @@ def assert_close(got, want, tolerance):
 def test_float32_agrees_with_formula(target, dropout):
     for s, b, heads, d in SHAPES:
         qkv, dout = make(s, b, heads, d)
-        assert_close(attention(qkv, dout, heads, **dropout), wanted((s, b, heads, d), torch.float32, bool(dropout)), 2e-6)
+        assert_close(attention(qkv, dout, heads, **dropout), exact((s, b, heads, d), torch.float32, bool(dropout)), 2e-6)
 
 
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
@@ -78,7 +78,7 @@ def test_float32_agrees_with_formula(target, dropout):
 def test_halves_agree_with_formula(target, dtype, dropout):
     for s, b, heads, d in SHAPES[::3]:
         qkv, dout = make(s, b, heads, d, dtype)
-        want = wanted((s, b, heads, d), dtype, bool(dropout))
+        want = exact((s, b, heads, d), dtype, bool(dropout))
         assert_close(attention(qkv, dout, heads, **dropout), want, TOLERANCE[dtype])
 
 

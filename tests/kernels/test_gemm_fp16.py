@@ -128,8 +128,8 @@ def test_a_chunk_overflows_where_its_sum_does(target):
     assert bool((product(a, -b, 2) == -torch.inf).all())
     a[3, 5] = torch.inf
     a[4, 6], b[6] = 300.0, 300.0
-    found = product(a, b, 1)
-    assert bool((found[3:5] == torch.inf).all()) and bool(found[torch.tensor([0, 1, 2, 5, 12])].isfinite().all())
+    got = product(a, b, 1)
+    assert bool((got[3:5] == torch.inf).all()) and bool(got[torch.tensor([0, 1, 2, 5, 12])].isfinite().all())
     b[5, 0] = 0.0
     assert bool(product(a, b, 1)[3, 0].isnan())
     exact = torch.empty(14, 66)
@@ -145,12 +145,12 @@ def test_denormals(target):
     single = torch.empty(14, 66)
     try:
         kernels.flush_denormals(True)
-        found = product(a, b)
+        got = product(a, b)
         kernels.gemm(a, b, single)
     finally:
         kernels.flush_denormals(False)
     assert single[3, 5] == 20 * 2.0**-24
-    assert found[0, 0] == 20 * 2.0**-23 and found[3, 5] == 20 * 2.0**-24 and found[0, 5] == 20 * 2.0**-10
+    assert got[0, 0] == 20 * 2.0**-23 and got[3, 5] == 20 * 2.0**-24 and got[0, 5] == 20 * 2.0**-10
 
 
 def test_longer_chunks_lose_more(target):

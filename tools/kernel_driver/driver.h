@@ -29,7 +29,9 @@ class Work {
 
   // A tensor of n elements between -1 and 1 times scale, in `dtype` or in float32. touched: elements that one run reads or
   // writes, as in all of these.
-  void* input(int64_t n, float scale = 1, int64_t touched = ALL) { return tensor(n, dtype, scale, true, false, touched); }
+  void* input(int64_t n, float scale = 1, int64_t touched = ALL) {
+    return tensor(n, dtype, scale, true, false, touched);
+  }
   float* input_f32(int64_t n, float scale = 1) {
     return static_cast<float*>(tensor(n, DType::f32, scale, true, false, ALL));
   }

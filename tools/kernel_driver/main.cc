@@ -208,14 +208,15 @@ void report_times(const std::vector<double>& seconds, double flops, double bytes
               seconds.size());
   if (flops > 0) std::printf("GFLOP/s best %.3f median %.3f\n", flops / best * 1e-9, flops / median * 1e-9);
   if (bytes > 0)
-    std::printf("GB/s best %.3f median %.3f, of bytes that must be moved\n", bytes / best * 1e-9, bytes / median * 1e-9);
+    std::printf("GB/s best %.3f median %.3f, of bytes that must be moved\n", bytes / best * 1e-9,
+                bytes / median * 1e-9);
 }
 
 Shape checked_shape(const Options& options, const Op& op, const KernelRow& row) {
   if (options.shape.empty()) return op.defaults;
   if (options.shape.size() != row.sizes.size()) {
-    throw std::invalid_argument(op.name + ": expected " + std::to_string(row.sizes.size()) + " numbers (" + size_names(row) +
-                                "), got " + std::to_string(options.shape.size()));
+    throw std::invalid_argument(op.name + ": expected " + std::to_string(row.sizes.size()) + " numbers (" +
+                                size_names(row) + "), got " + std::to_string(options.shape.size()));
   }
   return options.shape;
 }

@@ -46,8 +46,12 @@ DropoutArgs dropout_of(const Shape& n) { return {n[0], n[1], 1, n[2], 0.1f, {123
 // forward: the run reads x, bias and residual.
 ResidualArgs residual_of(Work& w, const Shape& n, bool forward) {
   const int64_t count = n[0] * n[1] * n[2], touched = forward ? ALL : 0;
-  return {w.input(count, 1, touched), w.input(n[2], 1, touched), w.input(count, 1, touched),
-          w.output(count),            w.dtype,                   dropout_of(n)};
+  return {w.input(count, 1, touched),
+          w.input(n[2], 1, touched),
+          w.input(count, 1, touched),
+          w.output(count),
+          w.dtype,
+          dropout_of(n)};
 }
 
 void bias_dropout_add(Work& w, const Shape& n) {
@@ -157,7 +161,9 @@ const Register all[] = {
     {{"bias_dropout_add", "bias_dropout_add", {64, 4, 768}, bias_dropout_add}},
     {{"bias_dropout_add_backward", "bias_dropout_add_backward", {64, 4, 768}, bias_dropout_add_backward}},
     {{"bias_dropout_add_layer_norm", "bias_dropout_add_layer_norm", {64, 4, 768}, bias_dropout_add_layer_norm}},
-    {{"bias_dropout_add_layer_norm_backward", "bias_dropout_add_layer_norm_backward", {64, 4, 768},
+    {{"bias_dropout_add_layer_norm_backward",
+      "bias_dropout_add_layer_norm_backward",
+      {64, 4, 768},
       bias_dropout_add_layer_norm_backward}},
     {{"cross_entropy_max", "cross_entropy_max", {16, 8192}, cross_entropy_max}},
     {{"cross_entropy_sum", "cross_entropy_sum", {16, 8192}, cross_entropy_sum}},
