@@ -21,9 +21,9 @@ HOST = Path(machine.__file__).parent / "machines" / "epyc-2core.json"
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     tables.add_arguments(parser)
-    found = parser.parse_args(["--threads", "2", *arguments])
-    found.defaults = vars(parser.parse_args([]))
-    return found
+    values = parser.parse_args(["--threads", "2", *arguments])
+    values.defaults = vars(parser.parse_args([]))
+    return values
 
 
 def measured_rows(*cells: tables.Cell) -> list[dict]:
@@ -116,9 +116,9 @@ def test_mistakes_are_one_line(arguments, message, monkeypatch):
 @pytest.mark.mpi
 def test_a_row_is_measured_by_a_real_job(tmp_path):
     flags = "--recipe", "demo", "--rows", "s 1024, DP 1, TP 2, PP 1, MBS 1", "--iterations", "1", "--machine", str(HOST)
-    found, printed = result(tmp_path / "rows.json", "tables", *flags, "--threads", "2", "--tokens", "1024")
-    plain, recompute = found["rows"]
+    output, printed = result(tmp_path / "rows.json", "tables", *flags, "--threads", "2", "--tokens", "1024")
+    plain, recompute = output["rows"]
     assert (plain["ranks"], plain["tp"], plain["threads"], plain["gbs"], plain["allocator"]) == (2, 2, 1, 1, "tuned")
     assert not plain["recompute"] and recompute["recompute"] and plain["loss"] == pytest.approx(recompute["loss"], rel=1e-5)
     assert plain["seconds"] > 0 and plain["peak_memory_mib"] > 50 and plain["clock_ghz"] > 0 and "tuned" in plain["log"]
-    assert "1 of 2" in printed and found["repeat"] in printed and sys.executable not in printed
+    assert "1 of 2" in printed and output["repeat"] in printed and sys.executable not in printed

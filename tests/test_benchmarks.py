@@ -305,7 +305,7 @@ def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
         assert f"skipped {name}: " in printed and preloads.LIBRARIES[name][0] in printed
 
 
-def test_another_malloc_than_asked_for_is_not_compared():
+def test_another_allocator_than_requested_is_not_compared():
     cell = alloc.Cell(kernels="native", recompute="none", ranks=1, allocator="tcmalloc")
     measured = jobs.Measured(seconds=1, tflops=1, samples_per_second=1, minor_faults=1, system_seconds=1, clock_ghz=1,
                              peak_memory_mib=1, allocator="glibc 2.36, stock", loss=1, others=0)

@@ -97,8 +97,8 @@ MISTAKES = [
 def test_a_mistake_is_refused_at_its_line(name, right, wrong, answer, scripts):
     text = scripts[name].replace(right, wrong)
     assert text != scripts[name], f"{right} is not in the script"
-    found = [p for p in check.problems(text, files=False) if answer in p.text]
-    assert len(found) == 1, check.problems(text, files=False)
+    matching = [p for p in check.problems(text, files=False) if answer in p.text]
+    assert len(matching) == 1, check.problems(text, files=False)
     changed = [i for i, (a, b) in enumerate(zip(scripts[name].splitlines(), text.splitlines()), 1) if a != b]
     about_other_line = {"freq is not said", "PJM_LLIO_GFSCACHE=/vol0004:/vol0009", "stage it with llio_transfer",
                         "$LOCAL/bin/python3", "PJM_LLIO_GFSCACHE is not given", "no group to charge",
@@ -106,7 +106,7 @@ def test_a_mistake_is_refused_at_its_line(name, right, wrong, answer, scripts):
                         'write 16x24x16 "$RANKS_PER_NODE" 8 16', "no rank map keeps tensor-parallel groups",
                         "write node=XxYxZ:torus, or no map",
                         *(f"{name} is used and not set: write {name}={n}" for name, n in (("RANKS_PER_NODE", 4), ("NODES", 256)))}
-    assert found[0].line in changed or answer in about_other_line, (found, changed)
+    assert matching[0].line in changed or answer in about_other_line, (matching, changed)
 
 
 def test_group_and_archive(scripts, tmp_path, monkeypatch):
@@ -161,16 +161,16 @@ def test_what_is_preloaded_must_be_there(scripts, tmp_path):
 
 
 def test_options_given_to_pjsub_replace_directives():
-    given = script.parse('#PJM -L "node=12,elapse=10" -S\n#PJM --llio localtmp-size=50Gi,sio-read-cache=off\necho\n')
-    assert given.get("--llio", "sio-read-cache").text == "off" and given.switches == {"-S": 1}
-    assert script.add_options(given, ["-L", "elapse=20", "--bulk", "job.sh"], 0) == ["job.sh"]
-    assert given.get("-L", "elapse").text == "20" and given.get("-L", "node").text == "12"
-    assert script.add_options(given, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == ["job.sh", "-x", "C=1"]
-    assert {name: value.text for name, value in given.settings["-x"].items()} == {"A": "1", "B": "9,3"}
+    parsed = script.parse('#PJM -L "node=12,elapse=10" -S\n#PJM --llio localtmp-size=50Gi,sio-read-cache=off\necho\n')
+    assert parsed.get("--llio", "sio-read-cache").text == "off" and parsed.switches == {"-S": 1}
+    assert script.add_options(parsed, ["-L", "elapse=20", "--bulk", "job.sh"], 0) == ["job.sh"]
+    assert parsed.get("-L", "elapse").text == "20" and parsed.get("-L", "node").text == "12"
+    assert script.add_options(parsed, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == ["job.sh", "-x", "C=1"]
+    assert {name: value.text for name, value in parsed.settings["-x"].items()} == {"A": "1", "B": "9,3"}
     with pytest.raises(ValueError, match="line 1: 'name' belongs to no option"):
         script.parse("#PJM -N my name\n")
     with pytest.raises(ValueError, match="^pjsub option --bogus is unknown"):
-        script.add_options(given, ["--bogus"], 0)
+        script.add_options(parsed, ["--bogus"], 0)
     with pytest.raises(ValueError, match="line 2: a directive after"):
         script.parse("echo\n#PJM -S\n")
 

@@ -43,9 +43,9 @@ def test_bash_reads_it(name):
 @pytest.mark.parametrize("nodes, shape", [(6144, "16x24x16"), (12288, "16x24x32")])
 def test_plan_names_shape_layout_map_and_time(nodes, shape, capsys):
     assert main(["plan", "--recipe", "30b", "--nodes", str(nodes)]) == 0
-    said = capsys.readouterr().out
-    assert f"{nodes} nodes as {shape} torus" in said and "DP" in said and "s per iteration" in said
-    assert "hops between ring neighbours" in said and "(model)" in said
+    printed = capsys.readouterr().out
+    assert f"{nodes} nodes as {shape} torus" in printed and "DP" in printed and "s per iteration" in printed
+    assert "hops between ring neighbours" in printed and "(model)" in printed
 
 
 def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
@@ -83,8 +83,8 @@ def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
 ])
 def test_mistakes_are_one_line(words, answer, capsys):
     assert main(words.split()) == 2
-    said = capsys.readouterr().err
-    assert answer in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert answer in message and message.count("\n") == 1
 
 
 def test_a_chain_counts_what_each_job_spends_on_start_and_end(capsys):

@@ -45,10 +45,10 @@ def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path
     assert [curve.threads for curve in host.gemm_curves] == [2, 4]
     assert host.gemm_curve(4).maximum / (1 + host.gemm_curve(4).half / 1024) == pytest.approx(0.8, rel=1e-2)  # 160 of 200
     code = software.load("fugaku_megatron")
-    found = code.parameters(host)
-    assert (found.call_us, found.iteration_s, found.elementwise_fraction) == (7.0, 0.01, 0.75)
-    assert found.attention_forward / (1 + found.attention_forward_half / 2048) == pytest.approx(0.64, rel=1e-2)
-    assert found.intra_reduce_gbs == 5.0  # two ranks: the vector once over a link
+    parameters = code.parameters(host)
+    assert (parameters.call_us, parameters.iteration_s, parameters.elementwise_fraction) == (7.0, 0.01, 0.75)
+    assert parameters.attention_forward / (1 + parameters.attention_forward_half / 2048) == pytest.approx(0.64, rel=1e-2)
+    assert parameters.intra_reduce_gbs == 5.0  # two ranks: the vector once over a link
     assert code.memory(host).base_mib == 250.0 and code.known_on(host)
     other = software.load("torch1.10")
     assert other.parameters(host) == other.fitted.values and other.memory(host) == other.fitted.memory

@@ -29,10 +29,10 @@ def test_the_rows_that_are_fitted():
 
 
 def test_errors_on_a64fx():
-    found = errors("a64fx")
-    assert found["30B (document 001)"].mean <= 0.06
-    assert found["124M (documents 000, 002)"].mean <= 0.08
-    assert found["124M, tcmalloc (002)"].mean <= 0.08
+    errors_by_part = errors("a64fx")
+    assert errors_by_part["30B (document 001)"].mean <= 0.06
+    assert errors_by_part["124M (documents 000, 002)"].mean <= 0.08
+    assert errors_by_part["124M, tcmalloc (002)"].mean <= 0.08
 
 
 def test_errors_and_ranks_on_a100():
@@ -57,8 +57,8 @@ def test_memory_and_every_fate(group):
 
 
 def test_the_committed_values_are_what_the_fit_finds():
-    found = fit.fit_time("a64fx", fit.time_rows("a64fx")).values
-    assert found == {name: pytest.approx(value, rel=0.02) for name, value in start("a64fx").items()}
+    values = fit.fit_time("a64fx", fit.time_rows("a64fx")).values
+    assert values == {name: pytest.approx(value, rel=0.02) for name, value in start("a64fx").items()}
 
 
 def test_values_lie_in_their_bounds_with_unit_and_meaning():
@@ -77,7 +77,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fit, "PRIORS", {"a64fx": PRIORS["a64fx"]})
     monkeypatch.setattr(fit, "PARTS", {"a64fx": fit.PARTS["a64fx"][:1]})
     assert cli.main(["fit", "--output", str(tmp_path / "fitted.json")]) == 0
-    said = capsys.readouterr().out
-    assert "49 of 49 rows right" in said and "TP 6 from TP 4" in said
+    printed = capsys.readouterr().out
+    assert "49 of 49 rows right" in printed and "TP 6 from TP 4" in printed
     data = fit.json.loads((tmp_path / "fitted.json").read_text())["a64fx"]
     assert np.shape(data["covariance"]) == (len(PRIORS["a64fx"]),) * 2 and "reduce_gbs" in data["parameters"]

@@ -32,10 +32,10 @@ def test_a_base_is_overridden():
     assert machine.load("fx700").ghz == 1.8 and machine.load("fx700").units == machine.load("a64fx").units
 
 
-@pytest.mark.parametrize("name, said", [("a64", "did you mean a64fx"), ("nonsense", "give one of"),
+@pytest.mark.parametrize("name, message", [("a64", "did you mean a64fx"), ("nonsense", "give one of"),
                                         ("missing.json", "give one of")])
-def test_unknown_machines_are_refused(name, said):
-    with pytest.raises(ValueError, match=said):
+def test_unknown_machines_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
         machine.load(name)
 
 
@@ -54,11 +54,11 @@ def test_broken_files_are_refused(tmp_path, content):
         machine.load(str(tmp_path / "host.json"))
 
 
-@pytest.mark.parametrize("value, said", [("fast", "stream_gbs is 'fast', not a number above 0"), (0, "stream_gbs is 0"),
+@pytest.mark.parametrize("value, message", [("fast", "stream_gbs is 'fast', not a number above 0"), (0, "stream_gbs is 0"),
                                          (math.nan, "stream_gbs is nan"), ({"fp32": -1}, "stream_gbs fp32 is -1")])
-def test_constants_that_are_no_numbers_are_refused(tmp_path, value, said):
+def test_constants_that_are_no_numbers_are_refused(tmp_path, value, message):
     data = json.loads((machine.FOLDER / "epyc-2core.json").read_text())
     data["constants"]["stream_gbs"]["value"] = value
     (tmp_path / "host.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         machine.load(str(tmp_path / "host.json"))

@@ -23,13 +23,13 @@ SEEDS_124M = ("plan --recipe 124m --nodes 1 --checkpoint-activations --software 
               "--explain")
 
 
-def said(command: str, capsys) -> str:
+def printed(command: str, capsys) -> str:
     assert cli.main(shlex.split(command)) == 0
     return capsys.readouterr().out
 
 
 def test_the_tables_winner_on_48_a100_nodes_is_within_the_first_five(capsys):
-    plans = json.loads(said(A100_181B + " --json", capsys))["plans"]
+    plans = json.loads(printed(A100_181B + " --json", capsys))["plans"]
     chosen = [(p["tp"], p["pp"], p["micro_batch_size"], p["recompute"]) for p in plans]
     assert (4, 12, 2, "full") in chosen[:5]
     assert all(p["dp"] % 4 == 0 for p in plans)
@@ -39,41 +39,41 @@ def test_the_tables_winner_on_48_a100_nodes_is_within_the_first_five(capsys):
 
 
 def test_12288_nodes(capsys):
-    text = said("plan --recipe 30b --nodes 12288 --train-tokens 300e9", capsys)
+    text = printed("plan --recipe 30b --nodes 12288 --train-tokens 300e9", capsys)
     assert "12288 nodes of a64fx" in text and "dropped:" in text and "stage   0 |F" in text
 
 
 def test_the_command_line_is_the_trainers_own(capsys):
-    best = json.loads(said("plan --recipe 30b --nodes 384 --micro-batch-size 1 --json", capsys))["plans"][0]
+    best = json.loads(printed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --json", capsys))["plans"][0]
     words = shlex.split(best["command"])
     run = arguments.parse(words[words.index("pretrain_gpt.py") + 1:]).run
-    layout = Layout.of(run, int(words[words.index("-n") + 1]))
+    layout = Layout.from_run(run, int(words[words.index("-n") + 1]))
     assert (layout.dp, layout.tp, layout.pp) == (best["dp"], best["tp"], best["pp"])
     assert run.batch.micro_batch_size == best["micro_batch_size"] and run.parallel.zero_stage == best["zero_stage"]
 
 
 def test_the_command_line_trains_the_tokens_that_were_asked_for(capsys):
-    best = json.loads(said("plan --recipe 124m --nodes 1 --micro-batch-size 1 --train-tokens 1e9 --json", capsys))["plans"][0]
+    best = json.loads(printed("plan --recipe 124m --nodes 1 --micro-batch-size 1 --train-tokens 1e9 --json", capsys))["plans"][0]
     assert "--train-iters 954 " in best["command"] + " "
     assert best["days"] == pytest.approx(954 * best["seconds_per_iteration"] / 86400)
     free = "plan --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --global-batch-size 8 --nodes 1"
-    assert "start the first with, and --train-iters or --train-samples" in said(free, capsys)
+    assert "start the first with, and --train-iters or --train-samples" in printed(free, capsys)
 
 
 def test_words_of_the_command_line_survive_the_shell(capsys):
-    best = json.loads(said("plan --recipe demo --nodes 1 --data-path '0.5' 'my text' --json", capsys))["plans"][0]
+    best = json.loads(printed("plan --recipe demo --nodes 1 --data-path '0.5' 'my text' --json", capsys))["plans"][0]
     assert arguments.parse(shlex.split(best["command"])[5:]).run.data.data_path == ("0.5", "my text")
 
 
 def test_flags_that_are_given_hold(capsys):
     command = "plan --recipe 30b --nodes 384 --tensor-model-parallel-size 8 --checkpoint-activations --json"
-    plans = json.loads(said(command, capsys))["plans"]
+    plans = json.loads(printed(command, capsys))["plans"]
     assert {p["tp"] for p in plans} == {8} and {p["recompute"] for p in plans} == {"full"}
     assert len({p["pp"] for p in plans}) > 1
 
 
 def test_only_what_the_software_offers(capsys):
-    plans = json.loads(said("plan --recipe 30b --nodes 384 --software torch1.10 --json", capsys))["plans"]
+    plans = json.loads(printed("plan --recipe 30b --nodes 384 --software torch1.10 --json", capsys))["plans"]
     assert {p["zero_stage"] for p in plans} == {0} and {p["ranks_per_node"] for p in plans} == {1}
 
 
@@ -81,9 +81,9 @@ def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
     args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1")
     system = system_of(args)
     held = search.held_fields(args)
-    found = search.search(run_of(args, system, plan.OWN), system, held)
-    assert all(p.memory_mib <= 28.5 * 1024 / p.system.ranks_per_node for p in found.plans)
-    assert found.dropped["out of memory"] > 0 and len(found.plans) + sum(found.dropped.values()) == len(
+    result = search.search(run_of(args, system, plan.OWN), system, held)
+    assert all(p.memory_mib <= 28.5 * 1024 / p.system.ranks_per_node for p in result.plans)
+    assert result.dropped["out of memory"] > 0 and len(result.plans) + sum(result.dropped.values()) == len(
         list(search.candidates(run_of(args, system, plan.OWN), system, held)))
 
 
@@ -95,26 +95,26 @@ def _parsed(command: str):
 
 @pytest.mark.parametrize("command, start", [(SEEDS_30B, 252.05), (SEEDS_124M, 1020.3)])
 def test_explain_names_every_change_from_the_tables_software(command, start, capsys):
-    text = said(command, capsys)
+    text = printed(command, capsys)
     named = ("fewer faults", "native kernels", "ranks per CMG", "schedule and layout", "overlap", "model")
     assert all(name in text for name in named)
     args = _parsed(command)
     system = system_of(args)
     run = run_of(args, system, plan.OWN)
     best = search.search(run, system, frozenset()).plans[0]
-    found = explain.changes(run, system, args.against, best)
-    assert found[0].seconds == pytest.approx(start, rel=0.08)
-    assert all(b.seconds <= a.seconds * 1.0001 for a, b in zip(found, found[1:]))
+    result = explain.changes(run, system, args.against, best)
+    assert result[0].seconds == pytest.approx(start, rel=0.08)
+    assert all(b.seconds <= a.seconds * 1.0001 for a, b in zip(result, result[1:]))
 
 
 def test_json_holds_what_explain_prints(capsys):
-    found = json.loads(said("plan --recipe 124m --nodes 1 --micro-batch-size 1 --against torch1.10 --explain --json", capsys))
-    assert found["gains"]["gemm"] > 0 and found["changes"][0]["name"] == "torch1.10 as given"
-    assert found["changes"][-2]["seconds"] == pytest.approx(found["plans"][0]["seconds_per_iteration"])
+    result = json.loads(printed("plan --recipe 124m --nodes 1 --micro-batch-size 1 --against torch1.10 --explain --json", capsys))
+    assert result["gains"]["gemm"] > 0 and result["changes"][0]["name"] == "torch1.10 as given"
+    assert result["changes"][-2]["seconds"] == pytest.approx(result["plans"][0]["seconds_per_iteration"])
 
 
 def test_the_picture_says_recompute_only_where_there_is_some(capsys):
-    plain, full = (said(f"plan --recipe 124m --nodes 1 --ranks-per-node 1 --micro-batch-size 1 {flag}", capsys)
+    plain, full = (printed(f"plan --recipe 124m --nodes 1 --ranks-per-node 1 --micro-batch-size 1 {flag}", capsys)
                    for flag in ("--tensor-model-parallel-size 1", "--checkpoint-activations"))
     assert "B backward," in plain and "B backward with recompute," in full
 
@@ -128,7 +128,7 @@ def test_removing_a_cause_never_costs_time():
 
 def test_the_picture_file(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    said(f"plan --recipe 124m --nodes 16 --png {tmp_path / 'p.png'}", capsys)
+    printed(f"plan --recipe 124m --nodes 16 --png {tmp_path / 'p.png'}", capsys)
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -151,23 +151,23 @@ def test_mistakes_are_one_line(command, message, capsys):
 
 def test_a_stage_describes_its_layer_once(monkeypatch):  # per layer it took most of the search of a deep model
     args = _parsed("plan --recipe 30b --nodes 48")
-    run, asked, records = run_of(args, system_of(args), plan.OWN), [], accounting.layer_records
-    monkeypatch.setattr(accounting, "layer_records", lambda run, tp: asked.append(tp) or records(run, tp))
-    assert accounting.stage_parameters(run, Layout.of(run, 48), 0) > 29e9 and len(asked) == 1
+    run, calls, records = run_of(args, system_of(args), plan.OWN), [], accounting.layer_records
+    monkeypatch.setattr(accounting, "layer_records", lambda run, tp: calls.append(tp) or records(run, tp))
+    assert accounting.stage_parameters(run, Layout.from_run(run, 48), 0) > 29e9 and len(calls) == 1
 
 
 def test_no_plan_has_more_ranks_than_a_node_has_threads(capsys):
-    plans = json.loads(said("plan --recipe demo --nodes 3 --machine epyc-2core --global-batch-size 24 --json", capsys))["plans"]
+    plans = json.loads(printed("plan --recipe demo --nodes 3 --machine epyc-2core --global-batch-size 24 --json", capsys))["plans"]
     assert {p["ranks_per_node"] for p in plans} <= {1, 2}
 
 
 def test_another_software_is_not_said_to_have_our_kernels(capsys):
-    text = said("plan --recipe 124m --nodes 1 --software torch1.10+tcmalloc --against torch1.7 --explain", capsys)
+    text = printed("plan --recipe 124m --nodes 1 --software torch1.10+tcmalloc --against torch1.7 --explain", capsys)
     assert "operators of torch1.10+tcmalloc" in text and "native kernels" not in text and "ranks per CMG" not in text
 
 
 def test_ranks_of_a_node_are_searched_as_the_machine_has_them():
     args = _parsed("plan --recipe 124m --nodes 4 --ranks-per-node 4")
     system = system_of(args)
-    found = search.search(run_of(args, system, plan.OWN), system, search.held_fields(args))
-    assert isinstance(system, System) and {p.system.ranks_per_node for p in found.plans} == {4}
+    result = search.search(run_of(args, system, plan.OWN), system, search.held_fields(args))
+    assert isinstance(system, System) and {p.system.ranks_per_node for p in result.plans} == {4}

@@ -25,9 +25,9 @@ def run_json(command: str, capsys) -> dict:
 def test_json_alone_on_stdout():
     command = [sys.executable, "-m", "fugaku_megatron", *EXAMPLE.split(), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
-    said = json.loads(done.stdout)
-    assert done.returncode == 0 and done.stderr == "" and set(said) == KEYS
-    assert said["lower"] < said["seconds_per_iteration"] < said["upper"] and said["oom"] is False
+    prediction = json.loads(done.stdout)
+    assert done.returncode == 0 and done.stderr == "" and set(prediction) == KEYS
+    assert prediction["lower"] < prediction["seconds_per_iteration"] < prediction["upper"] and prediction["oom"] is False
 
 
 def test_flags_mean_what_they_mean_to_the_trainer(capsys):
@@ -38,9 +38,9 @@ def test_flags_mean_what_they_mean_to_the_trainer(capsys):
 
 
 def test_a_recipe_and_its_defaults(capsys):
-    said = run_json("predict --recipe 30b --software torch1.10 --nodes 192 --tensor-model-parallel-size 4 "
+    prediction = run_json("predict --recipe 30b --software torch1.10 --nodes 192 --tensor-model-parallel-size 4 "
                     "--pipeline-model-parallel-size 48 --checkpoint-activations", capsys)
-    assert said["seconds_per_iteration"] == pytest.approx(3535, rel=0.06) and not said["oom"]
+    assert prediction["seconds_per_iteration"] == pytest.approx(3535, rel=0.06) and not prediction["oom"]
 
 
 def test_out_of_memory_is_said(capsys):
@@ -52,11 +52,11 @@ def test_out_of_memory_is_said(capsys):
 
 def test_the_text_names_machine_layout_and_causes(capsys):
     assert cli.main(EXAMPLE.split()) == 0
-    said = capsys.readouterr().out
-    assert "DP 16 x TP 1 x PP 1" in said and "page_faults" in said and "model" in said
+    printed = capsys.readouterr().out
+    assert "DP 16 x TP 1 x PP 1" in printed and "page_faults" in printed and "model" in printed
 
 
-@pytest.mark.parametrize("flags, said", [
+@pytest.mark.parametrize("flags, message", [
     ("--kernels torch", "without --kernels torch, which is not modelled"),
     ("--allocator stock", "without --allocator stock"), ("--cache-packed-weights", "without --cache-packed-weights"),
     ("--fp16 --fp16-accumulation", "without --fp16-accumulation-chunk"),
@@ -64,12 +64,12 @@ def test_the_text_names_machine_layout_and_causes(capsys):
     ("--software torch1.10 --zero-stage 1", "software torch1.10 does not offer --zero-stage 1"),
     ("--software torch1.10 --recompute-activations", "software torch1.10 does not offer selective recompute"),
     ("--seq-length 65536 --checkpoint-activations", "TFLOPs are above the 6.144 of the machine")])
-def test_a_flag_that_the_time_leaves_out_is_said(flags, said, capsys):
-    assert not any(said in w for w in run_json("predict --recipe 124m --nodes 4 --cpu-frequency 2.0", capsys)["warnings"])
-    assert any(said in w for w in run_json(f"predict --recipe 124m --nodes 4 {flags}", capsys)["warnings"])
+def test_a_flag_that_the_time_leaves_out_is_said(flags, message, capsys):
+    assert not any(message in w for w in run_json("predict --recipe 124m --nodes 4 --cpu-frequency 2.0", capsys)["warnings"])
+    assert any(message in w for w in run_json(f"predict --recipe 124m --nodes 4 {flags}", capsys)["warnings"])
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize("change, message", [
     ("--machine a64", "did you mean a64fx"), ("--software torch", "--software torch is unknown"),
     ("--ghz 3", "--ghz 3.0 is not a clock"),
     ("--softwear x", "unknown flag --softwear: did you mean --software"),
@@ -81,7 +81,7 @@ def test_a_flag_that_the_time_leaves_out_is_said(flags, said, capsys):
     ("--pipeline-model-parallel-size 16", "and torch1.10 cuts layers evenly: change one of them"),
     ("--hidden-size 2047", "not divisible by"),
     ("--ranks-per-node 100", "give 1 to 48")])
-def test_mistakes_are_one_line_and_exit_code_2(change, said, capsys):
+def test_mistakes_are_one_line_and_exit_code_2(change, message, capsys):
     assert cli.main([*EXAMPLE.split(), *change.split()]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and said in err and err.count("\n") == 1
+    assert out == "" and message in err and err.count("\n") == 1

@@ -26,8 +26,8 @@ def test_rows_without_a_comparison_say_why():
 
 @pytest.mark.parametrize(("document", "equal", "erratum"), [("000", 16, 3), ("001", 3, 12), ("002", 13, 1), ("004", 97, 1)])
 def test_how_many_rows_are_as_printed(document, equal, erratum):
-    found = Counter(recompute.finding(r) for r in load([document]))
-    assert (found["equal"], found["erratum"]) == (equal, erratum)
+    counts = Counter(recompute.finding(r) for r in load([document]))
+    assert (counts["equal"], counts["erratum"]) == (equal, erratum)
 
 
 @pytest.mark.parametrize(("document", "line", "tflops"), [

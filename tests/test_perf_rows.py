@@ -20,9 +20,9 @@ def test_every_row_of_every_table_is_there():
     counts = {"000": [14, 4, 14, 5], "001": [5, 11], "002": [7, 7],
               "004": [3, 3, 8, 9, 4, 4, 4, 4, 3, 5, 4, 3, 4, 1, 3, 2, 2, 3, 1, 2, 6, 3, 2, 3, 7, 6, 11]}
     for document, expected in counts.items():
-        found = Counter(r.table.id for r in load([document]))
-        assert list(found.values()) == expected
-        assert list(found) == [f"{document}.{n}" for n in range(1, len(expected) + 1)]
+        tables = Counter(r.table.id for r in load([document]))
+        assert list(tables.values()) == expected
+        assert list(tables) == [f"{document}.{n}" for n in range(1, len(expected) + 1)]
     lines = [(r.document, r.line) for r in load()]
     assert lines == sorted(set(lines)), "rows keep the order of the documents, each stands there once"
 
@@ -73,8 +73,8 @@ def test_one_run_counts_once():
     ("004", 466, {"status": "oom", "seconds": None, "memory_mib": None}),
 ])
 def test_facts(document, line, facts):
-    found = row(document, line)
-    assert {name: getattr(found, name) for name in facts} == facts
+    printed_row = row(document, line)
+    assert {name: getattr(printed_row, name) for name in facts} == facts
 
 
 def test_only_impossible_rows_cannot_run():

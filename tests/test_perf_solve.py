@@ -20,15 +20,15 @@ def line(values):
 
 
 def test_it_finds_what_made_the_data():
-    found = solve(line, 3.0 + 0.5 * X, [prior("a", 1.0), prior("b", 1.0)], 0.01)
-    assert found.values == {"a": pytest.approx(3.0, rel=0.02), "b": pytest.approx(0.5, rel=0.02)}
-    assert np.abs(found.residuals).max() < 0.01
+    solution = solve(line, 3.0 + 0.5 * X, [prior("a", 1.0), prior("b", 1.0)], 0.01)
+    assert solution.values == {"a": pytest.approx(3.0, rel=0.02), "b": pytest.approx(0.5, rel=0.02)}
+    assert np.abs(solution.residuals).max() < 0.01
 
 
 def test_a_silent_parameter_stays_at_its_prior():
-    found = solve(lambda v: [v["a"]] * 3, [2.0, 2.0, 2.0], [prior("a", 1.0), prior("b", 7.0, 0.5)], 0.01)
-    assert found.values["b"] == pytest.approx(7.0)
-    assert found.covariance[1, 1] == pytest.approx(0.25, rel=0.01)
+    solution = solve(lambda v: [v["a"]] * 3, [2.0, 2.0, 2.0], [prior("a", 1.0), prior("b", 7.0, 0.5)], 0.01)
+    assert solution.values["b"] == pytest.approx(7.0)
+    assert solution.covariance[1, 1] == pytest.approx(0.25, rel=0.01)
 
 
 def test_bounds_hold():

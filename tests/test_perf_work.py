@@ -15,8 +15,8 @@ from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
 EAGER = software.load("torch1.10")
 
 
-def flops(of: work.Work) -> int:
-    return sum(2 * p.m * p.n * p.k * p.count * p.times for p in of.products)
+def flops(counted: work.Work) -> int:
+    return sum(2 * p.m * p.n * p.k * p.count * p.times for p in counted.products)
 
 
 def expected(run: RunConfig, recompute: str | None) -> float:
@@ -67,7 +67,7 @@ def test_native_logits_come_in_accountings_chunks():
     run, native = gpt_124m(), software.load("fugaku_megatron")
     rows = memory.logits_rows(run, Layout(1, 1, 1, 1))
     assert rows < run.model.seq_length
-    for phase, of in (("head_forward", 1), ("head_backward", 2)):
+    for phase, number in (("head_forward", 1), ("head_backward", 2)):
         products = work.phases(run, 1, native)[phase].products
-        assert len(products) == of and all(rows in (p.m, p.n, p.k) and p.times * rows == 1024 for p in products)
+        assert len(products) == number and all(rows in (p.m, p.n, p.k) and p.times * rows == 1024 for p in products)
         assert flops(work.phases(run, 1, native)[phase]) == flops(work.phases(run, 1, EAGER)[phase])

@@ -52,10 +52,10 @@ def test_shellcheck_has_nothing_to_say(name):
     subprocess.run([shellcheck, FOLDER / name], check=True)
 
 
-@pytest.mark.parametrize("given", [{}, {"FUGAKU_MEGATRON": str(ROOT), "PYTHON": "/nowhere/python"}])
-def test_a_job_without_the_program_says_so_in_one_line(given, tmp_path):
+@pytest.mark.parametrize("variables", [{}, {"FUGAKU_MEGATRON": str(ROOT), "PYTHON": "/nowhere/python"}])
+def test_a_job_without_the_program_says_so_in_one_line(variables, tmp_path):
     job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "a", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "LAUNCHER": "false"}
-    done = subprocess.run(["bash", FOLDER / "x86" / "run_124m.sbatch"], env={**os.environ, **job, **given}, capture_output=True,
+    done = subprocess.run(["bash", FOLDER / "x86" / "run_124m.sbatch"], env={**os.environ, **job, **variables}, capture_output=True,
                           text=True)
     assert done.returncode == 2 and "give FUGAKU_MEGATRON and PYTHON" in done.stderr and done.stderr.count("\n") == 1
 
@@ -126,10 +126,10 @@ def launcher(request):
 def submit(cluster, folder: Path, launcher: str, *flags: str) -> tuple[str, Path]:
     """Submit the x86 recipe on two ranks with a model of seconds; (job, log)."""
     log = folder / "job.log"
-    said = cluster("sbatch", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}", f"--chdir={folder}",
+    printed = cluster("sbatch", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}", f"--chdir={folder}",
                    f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save",
                    str(FOLDER / "x86" / "run_124m.sbatch"), *TINY, *flags)
-    return re.search(r"Submitted batch job (\d+)", said)[1], log
+    return re.search(r"Submitted batch job (\d+)", printed)[1], log
 
 
 def wait(condition, log: Path, seconds: float = 120) -> None:

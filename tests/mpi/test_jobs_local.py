@@ -50,8 +50,8 @@ def test_a_chain_through_the_elapse_limit_has_the_losses_of_one_run(local, tmp_p
     every = f"{FLAGS} --log-interval 1"
     resume = str(SCRIPTS / "resume.sh")
     first = local("local_pjsub", *TRIAL, "--margin", "120", "--flags", every, "--step", "--sparam", "jnam=c,sn=1", resume)
-    said = (tmp_path / "gpt_124m_chain.1_1.err").read_text()
-    assert first.returncode == 0, said + first.stderr
+    message = (tmp_path / "gpt_124m_chain.1_1.err").read_text()
+    assert first.returncode == 0, message + first.stderr
     log = next((tmp_path / "output" / "gpt_124m_chain.1_1" / "train").rglob("stdout*")).read_text()
     assert "--exit-duration-in-mins is over" in log
     second = local("local_pjsub", *TRIAL, "--flags", every, "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", resume)
@@ -89,16 +89,16 @@ def test_allocators_end_in_the_published_table(local, tmp_path):
     done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 5 --log-interval 1", "-x", f"TCMALLOC={library}",
                  str(SCRIPTS / "compare_tcmalloc.sh"))
     assert done.returncode == 0, done.stderr
-    said = next(line for line in (tmp_path / "compare_tcmalloc.1.out").read_text().splitlines() if line.startswith("table: "))
-    _, _, *rows = table(*shlex.split(said.partition("python -m ")[2]))
+    message = next(line for line in (tmp_path / "compare_tcmalloc.1.out").read_text().splitlines() if line.startswith("table: "))
+    _, _, *rows = table(*shlex.split(message.partition("python -m ")[2]))
     assert ["stock" in rows[0], "tcmalloc, " in rows[1], "tuned" in rows[2]] == [True] * 3
 
 
 def test_clocks_end_in_the_published_table(local, tmp_path):
     script = str(SCRIPTS / "compare_frequency.sh")
     other = next(line for line in Path(script).read_text().splitlines() if "boost-eco-2.2: pjsub" in line)
-    given = shlex.split(other.partition("-g GROUP ")[2])[:-1]
-    for words in ((), given):
+    options = shlex.split(other.partition("-g GROUP ")[2])[:-1]
+    for words in ((), options):
         done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 5 --log-interval 1", *words, script)
         assert done.returncode == 0, done.stderr
     _, _, *rows = table("benchmarks", "alloc", "--from-logs", *logs(tmp_path))
@@ -162,14 +162,14 @@ def test_mistakes_are_one_line(local, tmp_path):
                           (f"--no-check {file} -S", f"behind {file} stands '-S': give options before it"),
                           ("-N job --wait x", "option --wait of this emulator comes before pjsub's"),
                           ("--interact nosuchcommand", "nosuchcommand: No such file or directory")):
-        said = local("local_pjsub", *shlex.split(words))
-        assert said.returncode == 2 and said.stderr.count("\n") == 1 and answer in said.stderr, (words, said.stderr)
+        message = local("local_pjsub", *shlex.split(words))
+        assert message.returncode == 2 and message.stderr.count("\n") == 1 and answer in message.stderr, (words, message.stderr)
     ended = local("local_pjdel", "1")
     assert ended.returncode == 2 and "job 1 has ended already" in ended.stderr
     assert len(local("local_pjstat").stdout.splitlines()) == 2
 
 
-def test_the_stand_in_of_mpiexec(monkeypatch):
+def test_the_emulated_mpiexec(monkeypatch):
     monkeypatch.setenv("LOCAL_PJSUB_FLAGS", "--seed 7")
     options, command = shims.split(["-n", "8", "-mca", "a", "1", "--vcoordfile", "m", "bash", "-c", "x"])
     assert options["-mca"] == ["a", "1"] and command == ["bash", "-c", "x"]
