@@ -70,7 +70,7 @@ def job(options: argparse.Namespace, cell: Cell) -> jobs.Job:
     """The training job of a combination. ValueError when the model does not divide or a library is missing."""
     size = options.global_batch_size or 4 * options.micro_batch_size
     config = shapes.run_of(options, global_batch_size=size)
-    accounting.Layout.of(config, cell.ranks)
+    accounting.Layout.from_run(config, cell.ranks)
     flags = jobs.flags(options, config, 1 + options.iterations, cell.kernels, "--allocator",
                        "tuned" if cell.allocator == "tuned" else "stock", *RECOMPUTE[cell.recompute])
     preload = preloads.find(cell.allocator) if cell.allocator in preloads.LIBRARIES else None

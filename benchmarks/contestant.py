@@ -101,7 +101,7 @@ def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
     run, world = make_run(task.recipe, task.values), DryComm()
     machine = pretrain.configure_process(run, world)
     groups = Grid(1, 1, 1).groups(world)
-    layout = pretrain.Layout.of(run, 1)
+    layout = pretrain.Layout.from_run(run, 1)
     ops = build_ops(run, choose_kernels(run, layout, world).backends)
     trainer = Trainer(run, world, groups, *pretrain.build_data(run, groups, layout), ops=ops)
     return lambda: trainer.train_step().loss, {"kernels": ops.choice, "allocator": jobs.allocator(machine)}

@@ -28,7 +28,7 @@ def run_of(options: argparse.Namespace, **fields: Any) -> RunConfig:
     values = {"micro_batch_size": options.micro_batch_size, "tensor_model_parallel_size": options.tensor_model_parallel_size,
               "global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe), **fields}
     run = make_run(options.recipe, values)
-    Layout.of(run, run.parallel.tensor_model_parallel_size * run.parallel.pipeline_model_parallel_size)
+    Layout.from_run(run, run.parallel.tensor_model_parallel_size * run.parallel.pipeline_model_parallel_size)
     return run
 
 

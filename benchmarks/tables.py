@@ -98,7 +98,7 @@ def config(options: argparse.Namespace, cell: Cell) -> RunConfig:
 def job(options: argparse.Namespace, cell: Cell) -> jobs.Job:
     """The training job of a row. ValueError when the model does not divide."""
     run = config(options, cell)
-    accounting.Layout.of(run, cell.ranks)
+    accounting.Layout.from_run(run, cell.ranks)
     preload = preloads.find(cell.allocator) if cell.allocator in preloads.LIBRARIES else None
     flags = jobs.flags(argparse.Namespace(recipe=options.recipe, dtype="fp32"), run, WARM_UP + options.iterations, "native",
                        "--seq-length", cell.seq, "--max-position-embeddings", cell.seq,

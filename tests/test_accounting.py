@@ -28,7 +28,7 @@ def sizes(tp: int, pp: int) -> dict[str, int]:
 def test_parameters_are_those_of_the_stages(world, tp, pp):
     run = small_run(**sizes(tp, pp))
     held = ThreadWorld(world).run(lambda comm: sum(p.numel() for p in make_trainer(comm, run).stage.parameters()))
-    layout = Layout.of(run, world)
+    layout = Layout.from_run(run, world)
     assert held == [accounting.stage_parameters(run, layout, rank // tp % pp) for rank in range(world)]
 
 
@@ -58,7 +58,7 @@ def counted_flops(run) -> tuple[int, int]:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_flops_are_torchs(dropout):
     run = small_run(num_layers=2, attention_dropout=dropout, micro_batch_size=1)
-    records = [r for _, r in accounting.stage_records(run, Layout.of(run, 1), 0)]
+    records = [r for _, r in accounting.stage_records(run, Layout.from_run(run, 1), 0)]
     assert counted_flops(run) == (sum(r.flops_forward for r in records), sum(r.flops_backward for r in records))
 
 
@@ -80,7 +80,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
 
 def check_bytes(run, world: int) -> None:
     """What every rank communicates in an iteration is what accounting says."""
-    layout = Layout.of(run, world)
+    layout = Layout.from_run(run, world)
 
     def traffic(comm):
         torch.set_num_threads(1)
@@ -101,6 +101,21 @@ def check_bytes(run, world: int) -> None:
 @pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
 def test_bytes_are_those_communicated(world, tp, pp, changes):
     check_bytes(small_run(**changes, **sizes(tp, pp)), world)
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(10, "start 8 or 16 ranks"), (17, "start 16 or 24 ranks"), (3, "start 8 ranks")])
+def test_an_indivisible_world_names_flags_and_remedy(world, sizes):
+    with pytest.raises(ValueError) as error:
+        accounting.check_world_size(world, 2, 4)
+    for part in (f"world size {world} ", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 4", sizes):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(("tp", "pp", "flag"), [
+    (0, 1, "--tensor-model-parallel-size is 0"), (1, -1, "--pipeline-model-parallel-size is -1")])
+def test_sizes_below_one_are_named(tp, pp, flag):
+    with pytest.raises(ValueError, match=flag):
+        accounting.check_world_size(4, tp, pp)
 
 
 @pytest.mark.parametrize(("recipe", "changes", "seconds", "ranks", "tflops"), [
@@ -152,7 +167,7 @@ def test_stages_cost_alike(recipe, pp, changes, layers):
 ])
 def test_layers_that_cannot_be_cut(pp, split, message):
     with pytest.raises(ValueError, match=message):
-        Layout.of(make_run("124m", {"pipeline_model_parallel_size": pp, "pipeline_split": split}), 2 * pp)
+        Layout.from_run(make_run("124m", {"pipeline_model_parallel_size": pp, "pipeline_split": split}), 2 * pp)
 
 
 @pytest.mark.parametrize(("global_batch", "ramp", "message"), [
@@ -163,4 +178,4 @@ def test_layers_that_cannot_be_cut(pp, split, message):
 def test_a_batch_that_does_not_divide_names_the_flag_it_comes_from(global_batch, ramp, message):
     run = make_run("124m", {"micro_batch_size": 2, "global_batch_size": global_batch, "rampup_batch_size": ramp})
     with pytest.raises(ValueError, match=message):
-        Layout.of(run, 2)
+        Layout.from_run(run, 2)

@@ -98,12 +98,12 @@ def test_gradients_are_slopes():
 def test_parameters_are_accounted_for(world, tp, pp):
     run = small_run(**OTHER, **sizes(tp, pp))
     held = ThreadWorld(world).run(lambda comm: sum(p.numel() for p in make_trainer(comm, run).stage.parameters()))
-    assert held == [accounting.stage_parameters(run, Layout.of(run, world), rank // tp % pp) for rank in range(world)]
+    assert held == [accounting.stage_parameters(run, Layout.from_run(run, world), rank // tp % pp) for rank in range(world)]
 
 
 def test_flops_are_accounted_for():
     run = small_run(**OTHER, num_layers=2, micro_batch_size=1)
-    records = [r for _, r in accounting.stage_records(run, Layout.of(run, 1), 0)]
+    records = [r for _, r in accounting.stage_records(run, Layout.from_run(run, 1), 0)]
     assert counted_flops(run) == (sum(r.flops_forward for r in records), sum(r.flops_backward for r in records))
 
 

@@ -84,22 +84,11 @@ def test_stages():
     assert only.is_first_stage and only.is_last_stage and only.embedding.size == 1
 
 
-@pytest.mark.parametrize("world, sizes", [
-    (10, "start 8 or 16 ranks"), (17, "start 16 or 24 ranks"), (3, "start 8 ranks"),
-])
-def test_an_indivisible_world_names_flags_and_remedy(world, sizes):
-    with pytest.raises(ValueError) as error:
-        Grid(world, tp=2, pp=4)
-    for part in (f"world size {world} ", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 4", sizes):
-        assert part in str(error.value)
-
-
-@pytest.mark.parametrize("tp, pp, flag", [
-    (0, 1, "--tensor-model-parallel-size 0"), (1, -1, "--pipeline-model-parallel-size -1"),
-])
-def test_sizes_below_one_are_named(tp, pp, flag):
-    with pytest.raises(ValueError, match=flag):
-        Grid(4, tp=tp, pp=pp)
+@pytest.mark.parametrize("sizes", [(10, 2, 4), (3, 2, 2), (4, 0, 1), (4, 1, -1), (0, 1, 1)])
+def test_sizes_that_do_not_divide_are_our_mistake(sizes):
+    """Users' sizes are checked before, by `accounting.check_world_size`."""
+    with pytest.raises(AssertionError):
+        Grid(*sizes)
 
 
 def test_a_world_of_another_size_is_refused():

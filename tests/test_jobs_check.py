@@ -37,7 +37,7 @@ MISTAKES = [
     ("small", "max-proc-per-node=4", "max-proc-per-node=3", "give 1, 2 or 4"),
     ("small", "RANKS_PER_NODE=4", "RANKS_PER_NODE=2", "write RANKS_PER_NODE=4"),
     ("small", "NODES=256", "NODES=255", "write NODES=256"),
-    ("small", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3", "start 1023 ranks"),
+    ("small", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3", "start 1023 or 1026 ranks"),
     ("small", "--global-batch-size 1024", "--global-batch-size 1000", "--global-batch-size 1000"),
     ("small", "--micro-batch-size 2", "--micro-batch-size x", "--micro-batch-size"),
     ("small", "--zero-stage 1", "--zero-stag 1", "did you mean --zero-stage"),

@@ -17,7 +17,7 @@ from tests.helpers import make_trainer, small_run
                                      {"recompute_granularity": "selective"}, {"recompute_granularity": "full"}])
 def test_saved_bytes_are_those_that_autograd_keeps(changes):
     run = small_run(**changes)
-    layout, trainer = Layout.of(run, 1), make_trainer(DryComm(), run)
+    layout, trainer = Layout.from_run(run, 1), make_trainer(DryComm(), run)
     tokens = torch.zeros(run.model.seq_length, run.batch.micro_batch_size, dtype=torch.int64)
     weights, saved = trainer.optimizer.flat.values.untyped_storage().data_ptr(), {}
 
@@ -46,4 +46,4 @@ def test_saved_bytes_are_those_that_autograd_keeps(changes):
 ])
 def test_rows_of_logits(changes, rows):
     run = make_run("124m", {"vocab_size": 50257, **changes})
-    assert memory.logits_rows(run, Layout.of(run, run.parallel.tensor_model_parallel_size)) == rows
+    assert memory.logits_rows(run, Layout.from_run(run, run.parallel.tensor_model_parallel_size)) == rows

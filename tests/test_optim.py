@@ -280,7 +280,7 @@ def test_saved_shards_hold_every_element_once_and_every_rank_finds_its_own(ranks
 
 def schedule(**changes) -> ParamSchedule:
     """100 iterations of 16 samples, rate 1 to 0.1."""
-    return ParamSchedule.of(small_run(**{"train_iters": 100, "lr": 1.0, "min_lr": 0.1, **changes}), 16)
+    return ParamSchedule.from_run(small_run(**{"train_iters": 100, "lr": 1.0, "min_lr": 0.1, **changes}), 16)
 
 
 @pytest.mark.parametrize(("style", "rates"), [

@@ -27,7 +27,7 @@ def written(tmp_path, text, name="run.log"):
     "--bf16 --zero-stage 1 --recompute-granularity full --recompute-method block --recompute-num-layers 2"])
 def test_the_run_line_holds_what_a_row_needs(more):
     run = parse([*DEMO, "--tensor-model-parallel-size", "2", *more.split()]).run
-    job = parse_run("[rank 0] " + format_run(run, Layout.of(run, 8), 4))
+    job = parse_run("[rank 0] " + format_run(run, Layout.from_run(run, 8), 4))
     got = job.run
     assert (got.model, got.parallel, got.precision, got.batch) == (run.model, run.parallel, run.precision, run.batch)
     assert got.training.recompute_granularity == run.training.recompute_granularity

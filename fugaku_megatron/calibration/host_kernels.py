@@ -87,7 +87,7 @@ def step_overhead() -> tuple[float, float]:
     code, points = software.load(software.THIS_PROJECT), []
     for layers, microbatches in ((1, 1), (8, 8)):
         run = _tiny(layers, microbatches)
-        layout = accounting.Layout.of(run, 1)
+        layout = accounting.Layout.from_run(run, 1)
         calls = sum(work.calls for work in model.stage_work(run, layout, 0, code)) * microbatches
         points.append((calls, _step_seconds(run)))
     (few, short), (many, long) = points

@@ -47,27 +47,15 @@ def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
 
 @dataclass(frozen=True)
 class Grid:
-    """`world_size` ranks as a (dp, pp, tp) grid; dp = world_size / (tp * pp). ValueError when that is no whole number."""
+    """`world_size` ranks as a (dp, pp, tp) grid; dp = world_size / (tp * pp), a whole number (`accounting.check_world_size`)."""
 
     world_size: int
     tp: int = 1
     pp: int = 1
 
     def __post_init__(self) -> None:
-        for flag, value in (("tensor", self.tp), ("pipeline", self.pp)):
-            if value < 1:
-                raise ValueError(f"--{flag}-model-parallel-size {value} must be at least 1")
-        if self.world_size < 1 or self.world_size % (self.tp * self.pp):
-            raise ValueError(self._remedy())
-
-    def _remedy(self) -> str:
-        model = self.tp * self.pp
-        below = self.world_size // model * model
-        sizes = f"{below} or {below + model}" if below else f"{model}"
-        return (
-            f"world size {self.world_size} is not a multiple of --tensor-model-parallel-size {self.tp} x "
-            f"--pipeline-model-parallel-size {self.pp} = {model}: start {sizes} ranks (mpiexec -n), or change the flags"
-        )
+        assert self.tp >= 1 and self.pp >= 1 and self.world_size >= 1, self
+        assert self.world_size % (self.tp * self.pp) == 0, self
 
     @property
     def dp(self) -> int:

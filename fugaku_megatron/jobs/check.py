@@ -207,7 +207,7 @@ def _run(request: Request) -> Iterator[Problem]:
     line = next(iter(script.flag_lines.values()), script.last_directive)
     try:
         run = interpret(script.flags)
-        layout = Layout.of(run, request.processes)
+        layout = Layout.from_run(run, request.processes)
         microbatches = layout.microbatches(run, layout.global_batch_size(run))
         assert microbatches
     except ValueError as error:

@@ -145,7 +145,7 @@ def flags(job: Recipe) -> tuple[str, ...]:
 def memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     """Layout, and MiB of the fullest rank (model). Raises ValueError for a recipe that does not run on the cluster."""
     run = parse(["--mock-data", *flags(job)]).run
-    layout = Layout.of(run, job.nodes * cluster.ranks_per_node)
+    layout = Layout.from_run(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
     mib = max(memory.stage_memory(run, layout, stage, schedule.in_flight(schedule.one_f_one_b(stage, job.pp, batches))).total
                for stage in range(job.pp)) / 2**20

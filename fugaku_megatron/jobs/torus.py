@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..comm.grid import Grid
+from ..run.accounting import check_world_size
 from ..run.config import check
 
 Shape = tuple[int, int, int]
@@ -105,6 +106,7 @@ class RankMap:
         check(whole(shape), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
               "must be even, Y a multiple of 3")
         check_tensor(tp, ranks_per_node)
+        check_world_size(math.prod(shape) * ranks_per_node, tp, pp)
         grid = Grid(math.prod(shape) * ranks_per_node, tp, pp)
         tile = TILES[max(1, tp // ranks_per_node)]
         cells = tuple(n // t for n, t in zip(shape, tile))
@@ -159,6 +161,7 @@ def read(lines: Sequence[str]) -> tuple[Shape, ...]:
 
 def check_map(nodes: Sequence[Shape], shape: Shape, ranks_per_node: int, tp: int, pp: int) -> None:
     """Raises ValueError unless every node has its ranks and every tensor-parallel group lies inside a node or a unit."""
+    check_world_size(math.prod(shape) * ranks_per_node, tp, pp)
     grid = Grid(math.prod(shape) * ranks_per_node, tp, pp)
     check(len(nodes) == grid.world_size, f"the rank map has {len(nodes)} lines for {grid.world_size} ranks: write it again")
     load: dict[Shape, int] = {}

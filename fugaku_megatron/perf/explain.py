@@ -60,7 +60,7 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
     ranks = old_code.offers.ranks_per_node[0]
     before = replace(system, software=old_code, ranks_per_node=ranks)
     current = old_code.cut(run)
-    layout = Layout.of(current, before.world_size)
+    layout = Layout.from_run(current, before.world_size)
 
     def seconds(on: System, values: Parameters) -> float:
         return model.step(current, layout, on, values).seconds

@@ -70,7 +70,7 @@ def cases(rows: Sequence[Row]) -> list[Case]:
     for row in rows:
         system = model.row_system(row)
         run = system.software.cut(row.run())
-        result.append((run, Layout.of(run, system.world_size), system))
+        result.append((run, Layout.from_run(run, system.world_size), system))
     return result
 
 

@@ -187,7 +187,7 @@ def deviation(case: tuple[RunConfig, Layout, System], parameters: Parameters, na
 def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
     """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
     run = system.software.cut(run)
-    layout, fitted = Layout.of(run, system.world_size), system.software.fitted
+    layout, fitted = Layout.from_run(run, system.world_size), system.software.fitted
     modelled = step(run, layout, system, system.parameters)
     width = 1.0
     if with_band:

@@ -117,7 +117,7 @@ def _judge(run: RunConfig, system: System, ramp_divisible: bool) -> Plan | str:
     if ramp_divisible and (dp % RAMP_DP or run.batch.global_batch_size % RAMP_BATCH):
         return f"batch ramp-up: DP is not divisible by {RAMP_DP} or the global batch by {RAMP_BATCH}"
     try:
-        layout = Layout.of(run, system.world_size)
+        layout = Layout.from_run(run, system.world_size)
     except ValueError:
         return "heads, MLP or layers do not divide"
     used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))

@@ -43,9 +43,19 @@ def recomputed_layers(layers: int, method: str, number: int) -> int:
     return sum(len(group) for group in recompute_groups(layers, method, number))
 
 
+def check_world_size(world_size: int, tp: int, pp: int) -> None:
+    """Raises ValueError when tensor-parallel size x pipeline-parallel size does not divide the number of ranks."""
+    for name, size in (("tensor", tp), ("pipeline", pp)):
+        check(size >= 1, f"--{name}-model-parallel-size is {size}: give a number above 0")
+    below = world_size // (tp * pp) * tp * pp
+    ranks = f"{below} or {below + tp * pp}" if below else f"{tp * pp}"
+    check(world_size >= 1 and world_size == below, f"world size {world_size} is not divisible by --tensor-model-parallel-size {tp} "
+          f"x --pipeline-model-parallel-size {pp} = {tp * pp}: start {ranks} ranks, or change the sizes")
+
+
 @dataclass(frozen=True)
 class Layout:
-    """World size and its factors; `Layout.of` checks everything that depends on the world size."""
+    """World size and its factors; `Layout.from_run` checks everything that depends on the world size."""
 
     world_size: int
     tp: int
@@ -53,13 +63,11 @@ class Layout:
     dp: int
 
     @staticmethod
-    def of(run: RunConfig, world_size: int) -> Layout:
+    def from_run(run: RunConfig, world_size: int) -> Layout:
         """Raises ValueError, one line with the flag and the remedy, for a run that does not fit on `world_size` ranks."""
         tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
         model = run.model
-        check(world_size % (tp * pp) == 0, f"world size {world_size} is not divisible by --tensor-model-parallel-size {tp} x "
-              f"--pipeline-model-parallel-size {pp} = {tp * pp}: start {max(1, world_size // (tp * pp)) * tp * pp} ranks, or "
-              f"change the sizes")
+        check_world_size(world_size, tp, pp)
         for name, value in (("num-attention-heads", model.num_attention_heads), ("ffn-hidden-size", model.ffn_hidden_size)):
             check(value % tp == 0, f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them")
         check_split(run)

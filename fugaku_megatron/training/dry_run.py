@@ -83,7 +83,7 @@ def _picture(plans: list[StagePlan], width: int = 24) -> list[str]:
 
 def report(run: RunConfig, world_size: int) -> str:
     """The plan as text. Raises ValueError for a run that does not fit on `world_size` ranks."""
-    layout = Layout.of(run, world_size)
+    layout = Layout.from_run(run, world_size)
     size = layout.global_batch_size(run)
     microbatches = layout.microbatches(run, size)
     plans = [plan_stage(run, layout, stage, microbatches) for stage in range(layout.pp)]

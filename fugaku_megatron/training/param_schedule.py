@@ -23,7 +23,7 @@ class ParamSchedule:
     total_samples: int
 
     @staticmethod
-    def of(run: RunConfig, global_batch_size: int) -> ParamSchedule:
+    def from_run(run: RunConfig, global_batch_size: int) -> ParamSchedule:
         """From the -iters or -samples flags; iterations count as full global batches, as in Megatron."""
         o, t = run.optimizer, run.training
         total = t.train_samples if t.train_samples is not None else (t.train_iters or 0) * global_batch_size

@@ -96,7 +96,7 @@ def check_early(arguments: Arguments, world_size: int) -> Layout | None:
     chunk = run.system.fp16_accumulation_chunk
     check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
           f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
-    Layout.of(run, world_size)
+    Layout.from_run(run, world_size)
 
 
 def configure_process(run: RunConfig, world: Comm) -> str:
@@ -202,7 +202,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
     with everywhere():
         check_early(arguments, world.size)
         run = with_vocabulary(arguments.run, world)
-        layout = Layout.of(run, world.size)
+        layout = Layout.from_run(run, world.size)
     resume = find_checkpoint(run, world)
     check_outputs(run, resume, world)
     machine = configure_process(run, world)

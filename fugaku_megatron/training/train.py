@@ -78,13 +78,13 @@ class Trainer:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.layout = Layout.of(run, self.world.size)
+        self.layout = Layout.from_run(run, self.world.size)
         if self.groups is None:
             self.groups = Grid(self.world.size, self.layout.tp, self.layout.pp).groups(self.world)
         self.stage = Stage(run, self.groups, self.ops)
         self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
         self.ramp = RampUp.from_batch(run.batch, self.layout.global_batch_size(run))
-        self.param_schedule = ParamSchedule.of(run, self.layout.global_batch_size(run))
+        self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
         self._batches: Prefetcher[Batch] | None = None
 
     @property

@@ -10,8 +10,8 @@ import time
 import torch
 
 from fugaku_megatron.comm.agreement import everywhere
-from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.run.accounting import check_world_size
 
 
 def wait(world):
@@ -32,11 +32,11 @@ def mistake_on_one_rank(world):
 
 def mistake_on_all_ranks(world):
     with everywhere():
-        Grid(world.size, tp=2)
+        check_world_size(world.size, 2, 1)
 
 
 def unmarked_mistake_on_all_ranks(world):
-    Grid(world.size, tp=2)
+    check_world_size(world.size, 2, 1)
 
 
 def bug_in_a_thread(world):

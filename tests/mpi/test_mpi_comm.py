@@ -67,7 +67,7 @@ def test_a_mistake_on_all_ranks_is_told_once(mpi, ending):
     job = mpi.run(3, ENDINGS, ending)
     assert seconds_to_end(job) < 5
     assert job.returncode == 2
-    assert job.stderr.count("is not a multiple of --tensor-model-parallel-size 2") == 1, job.stderr
+    assert job.stderr.count("is not divisible by --tensor-model-parallel-size 2") == 1, job.stderr
     assert "rank 0: world size 3" in job.stderr and "Traceback" not in job.stderr
 
 
