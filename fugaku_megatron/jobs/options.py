@@ -1,4 +1,4 @@
-"""The options of a job, beside a run's flags. Test: pytest tests/test_jobs_submit.py"""
+"""The options of a job besides the flags of a run. Test: pytest tests/test_jobs_submit.py"""
 
 from __future__ import annotations
 

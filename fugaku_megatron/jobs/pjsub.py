@@ -29,7 +29,7 @@ launch() {  # launch LABEL COMMAND: on all ranks; output of a thousand ranks to 
 
 
 class Pjsub:
-    """render.Scheduler for pjsub."""
+    """`render.Scheduler` for pjsub."""
 
     def directives(self, job: Job) -> list[str]:
         shape = f"{torus.text(job.shape)}:torus:strict-io" if job.shape else str(job.nodes)

@@ -1,7 +1,8 @@
-"""The one template of job scripts: what a job is (`job.Job`) and how a scheduler says it (`Scheduler`) -> the text of a script.
+"""The template of Fugaku's job scripts: from a job (`job.Job`) and a scheduler's own lines (`Scheduler`) to the text of a script.
 
 A script stages one archive (interpreter, packages, program, data) on every node's own storage, starts one process per rank bound to
-its NUMA nodes, and trains. Left out: the checks (check.py). Test: pytest tests/test_jobs_submit.py
+its NUMA nodes, and trains. Left out: the checks (check.py), Slurm's scripts, which stage nothing (slurm.py).
+Test: pytest tests/test_jobs_submit.py
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .job import MARGIN, Job
 
 
 class Scheduler(Protocol):
-    """How a batch system says a job: pjsub.py is one. All return lines of the script."""
+    """What a batch system adds to a script; `pjsub.Pjsub` is one. Every method returns lines of the script."""
 
     def directives(self, job: Job) -> list[str]:
         """The comments at the top that the scheduler reads."""

@@ -1,5 +1,6 @@
-"""The scripts in scripts/pjsub: the command line of each. `fugaku-megatron job render --all scripts/pjsub`
-writes them again.
+"""The scripts in scripts/pjsub, each with the options that render it.
+
+    fugaku-megatron job render --all scripts/pjsub     writes them again
 
 Test: pytest tests/test_jobs_submit.py
 """
