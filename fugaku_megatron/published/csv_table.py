@@ -1,4 +1,4 @@
-"""Strict reading of small CSV files that belong to the package: every error names file, line, column, value and what is expected.
+"""Strict reading of the package's small CSV files: every error names file, line, column, value and what is expected.
 
 Test: pytest tests/test_perf_rows.py
 """
@@ -16,27 +16,27 @@ from ..run.config import check
 
 @dataclass(frozen=True)
 class Record:
-    """One line of a CSV file: its cells by column, and where it stands."""
+    """One line of a CSV file: its cells by column, with the file and the line's number."""
 
     path: Path
     line: int
     cells: Mapping[str, str]
 
     def expect(self, condition: bool, column: str, expected: str, value: str | None = None) -> None:
-        """Raise ValueError that names file, line, column, value and what is expected, unless `condition` holds."""
+        """Raise ValueError with file, line, column, value and what is expected, unless `condition` holds."""
         shown = self.cells.get(column, "") if value is None else value
         check(condition, f"{self.path}, line {self.line}, column {column}: {shown!r} is given, {expected} is expected")
 
     def convert(self, column: str, parse: Callable[[str], Any], expected: str, value: str | None = None) -> Any:
-        """The cell (or `value`, which stands for it) as `parse` reads it; ValueError as above when `parse` refuses it."""
+        """The cell, or `value` in its place, converted by `parse`; ValueError as in `expect` when `parse` refuses it."""
         try:
             return parse(self.cells[column] if value is None else value)
-        except (ValueError, KeyError, AttributeError):  # not in a table of words, no match of a pattern
+        except (ValueError, KeyError, AttributeError):  # no number, no key of a dictionary, no match of a pattern
             self.expect(False, column, expected, value)
 
 
 def read(path: Path, required: tuple[str, ...], allowed: tuple[str, ...] = ()) -> Iterator[Record]:
-    """The records of `path`. Its header must hold the `required` columns and, besides, only `allowed` ones."""
+    """The records of `path`. Its header must hold all `required` columns and may hold `allowed` ones, no others."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
-"""Where the printed tables are wrong or say too little: one record each, in seeds/errata.csv.
+"""Corrections of the printed tables and facts that they leave out: one record each, in seeds/errata.csv.
 
-R1, R2, ... correct a cell or, where `corrected` is empty, remark on it; S1, S2, ... supply what is printed outside the table.
-A record for line * holds for every row of its table and replaces `printed` inside the cell. `unfit` names what a row is not to
-be fitted for (time or memory). Test: pytest tests/test_perf_rows.py
+R1, R2, ... correct a cell or, where `corrected` is empty, comment on it; S1, S2, ... add facts that are printed outside the table.
+A record for line * applies to every row of its table and replaces `printed` inside the cell. `unfit` (time or memory) excludes a
+row from that fit. Test: pytest tests/test_perf_rows.py
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from . import csv_table
 
-Parsers = Mapping[str, tuple[Callable[[str], Any], str]]  # column -> (how a cell is read, what is expected)
+Parsers = Mapping[str, tuple[Callable[[str], Any], str]]  # column -> (conversion of a cell, what is expected)
 COLUMNS = ("id", "table", "line", "column", "printed", "corrected", "unfit", "why")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Erratum:
-    """One record. `line`: of the document, None: every row of the table. `printed`: the whole cell; with None a part of it."""
+    """One record. line: of the document; None for every row of the table. printed: the cell, or a part of it if line is None."""
 
     id: str
     table: str
@@ -33,11 +33,11 @@ class Erratum:
     place: str  # file and line of this record
 
     def holds(self, table: str, line: int, cell: str) -> bool:
-        """Whether the record speaks of this row."""
+        """Whether the record applies to this row."""
         return self.table == table and (line == self.line or self.line is None and self.printed in cell)
 
     def apply(self, cell: str) -> str:
-        """The corrected cell; empty for a remark. Raises ValueError when the record was written for another cell."""
+        """The corrected cell; empty for a comment. Raises ValueError when the record's `printed` is not this cell."""
         if self.line is None:
             return cell.replace(self.printed, self.corrected) if self.corrected else ""
         if cell != self.printed:

@@ -1,8 +1,8 @@
-"""TFLOPs of a benchmark row computed again from its time, and whether they are what was printed.
+"""TFLOPs of a benchmark row recomputed from its time, and whether they agree with the printed ones.
 
-Formulas: `accounting`. How the tables round: times to the digits they show; TFLOPs to two digits, x.xx5 being the mean of two
-logged values of two digits each, so every printed TFLOPs stands for +-0.005; PetaFLOPs are TFLOPs x nodes / 1024 (erratum R6)
-to the digits they show, in document 002 cut off instead of rounded. Test: pytest tests/test_perf_recompute.py
+Formulas: `accounting`. The tables round times to the digits they show, and TFLOPs to two digits; x.xx5 is the mean of two logged
+values of two digits each, so every printed TFLOPs has an error of up to 0.005. PetaFLOPs are TFLOPs x nodes / 1024 (erratum R6),
+rounded to the digits they show; document 002 truncates instead. Test: pytest tests/test_perf_recompute.py
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from ..run import accounting
 from .rows import Row
 
 TFLOPS_ROUNDING = 0.005
-_SLACK = 1e-9  # of binary fractions
+_SLACK = 1e-9  # for rounding errors of binary fractions
 
 
 def flops(row: Row) -> float:
-    """FLOPs of one iteration, all ranks, by the formula that the row's table used."""
+    """FLOPs of one iteration over all ranks, by the formula that the row's table used."""
     if row.formula == "parameter":
         return accounting.parameter_flops(row.run(), row.gbs, replicas=True)
     return accounting.hardware_flops(row.run(), row.gbs)
@@ -27,37 +27,37 @@ def tflops(row: Row, seconds: float) -> float:
 
 
 def unit(cell: str) -> float:
-    """What one step of a printed number's last digit is worth."""
+    """The value of one step in the last printed digit."""
     return 10.0 ** -len(cell.partition(".")[2])
 
 
 def interval(row: Row) -> tuple[float, float]:
-    """The TFLOPs that the corrected time, known to its last digit only, allows."""
+    """The smallest and largest TFLOPs that agree with the corrected time, which is known to its last digit only."""
     assert row.seconds is not None
     half = unit(row.corrected("seconds")) / 2
     return tflops(row, row.seconds + half), tflops(row, row.seconds - half)
 
 
 def agrees(row: Row, printed: float) -> bool:
-    """Whether `printed` TFLOPs are what the corrected time gives, both rounded as the tables round."""
+    """Whether the `printed` TFLOPs agree with the corrected time within the tables' rounding."""
     low, high = interval(row)
     return low - TFLOPS_ROUNDING - _SLACK <= printed <= high + TFLOPS_ROUNDING + _SLACK
 
 
 def petaflops(row: Row) -> float | None:
-    """PetaFLOPs of the whole world (1000 tera each) from the corrected TFLOPs; None where none were printed."""
+    """PetaFLOPs (1000 TFLOPs each) of all ranks from the corrected TFLOPs; None where none were printed."""
     return None if row.petaflops is None or row.tflops is None else row.tflops * row.ranks / 1000
 
 
 def petaflops_agree(row: Row) -> bool:
-    """Whether the printed PetaFLOPs follow from the printed TFLOPs by the tables' own rule."""
+    """Whether the printed PetaFLOPs follow from the printed TFLOPs by the tables' own formula."""
     value, step = float(row.cell("tflops")) * row.nodes / 1024, unit(row.cell("petaflops"))
     low, high = (0, step) if row.document == "002" else (-step / 2, step / 2)
     return row.petaflops + low - _SLACK <= value <= row.petaflops + high + _SLACK
 
 
 def finding(row: Row) -> str:
-    """"equal": TFLOPs as printed; "erratum": as corrected; "": there is nothing to compare; "unexplained" otherwise."""
+    """How recomputed and printed TFLOPs compare: "equal", "erratum" (equal when corrected), "unexplained", or "" (no values)."""
     if row.seconds is None or row.tflops is None:
         return ""
     if not agrees(row, row.tflops):
