@@ -7,8 +7,10 @@ Test: pytest tests/test_perf_work.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 
 from ..run import accounting, memory
 from ..run.accounting import Collective, Layout, Record
@@ -98,8 +100,11 @@ def _backward(record: Record, chunks: int) -> Work:
 
 
 @cache
-def phases(run: RunConfig, tp: int, software: Software) -> dict[str, Work]:
-    """Work of one layer, of the embedding and of the head, forward and backward, without recompute and weight gradients."""
+def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
+    """Work of one layer, of the embedding and of the head, forward and backward, without recompute and weight gradients.
+
+    Keys are "layer_forward", "layer_backward", "embedding_forward" and so on. The result is shared by all callers.
+    """
     sizes, chunks = tensors(run, tp), _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
     places = {"layer": accounting.layer_records(run, tp), "embedding": accounting.embedding_records(run, tp),
               "head": accounting.head_records(run, tp, tied=False)}
@@ -108,7 +113,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> dict[str, Work]:
         for phase, record_work in (("forward", _forward), ("backward", _backward)):
             name = f"{place}_{phase}"
             work[name] = sum((record_work(record, chunks) for record in records), _elementwise(software, name, sizes))
-    return work
+    return MappingProxyType(work)
 
 
 def layers_again(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:

@@ -1,16 +1,16 @@
-"""The published benchmark tables, row by row: what was printed, what it means, and what an erratum corrects.
+"""The published benchmark tables, row by row: the printed cells, their meaning, and the corrections by errata.
 
     from fugaku_megatron.published.rows import load
     for row in load(): row.table.id, row.line, row.machine, row.seconds, row.run() ...
 
 `Row` is one printed row of one table; its fields are the corrected facts, `row.cell(column)` is the printed cell, verbatim.
-Fit times on rows with `fit_time` and memory on rows with `fit_memory`; both leave out what did not run, what is printed twice
-and what an erratum calls unfit, and hold what an erratum corrects (the 48-node row of 30B is 537.9 s at global batch 48).
-Rows with `ghz` 2.2 stay in: a model must cap the clock's gain at 1.10, more is noise (erratum R13).
+Times are fitted on rows with `fit_time` and memory on rows with `fit_memory`. Both exclude runs that failed, rows that are printed
+twice and rows that an erratum declares unfit, and use corrected values (the 48-node row of 30B is 537.9 s at global batch 48).
+Rows with `ghz` 2.2 are included: a model must limit the clock's gain to 1.10, a larger one is noise (erratum R13).
 
-The data: seeds/tables.csv has one row per table (its header, and the facts that its heading or the text gives for all its rows),
-seeds/a64fx_*.csv and seeds/a100.csv one row per printed row with the line of the document it stands in, seeds/errata.csv the
-corrections. Test: pytest tests/test_perf_rows.py
+The data: seeds/tables.csv has one row per table (its header, and facts from its heading or the text that apply to all its rows),
+seeds/a64fx_*.csv and seeds/a100.csv one row per printed row with its line in the document, seeds/errata.csv the corrections.
+Test: pytest tests/test_perf_rows.py
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOCUMENTS = {  # id -> (file of its rows, title)
 }
 STATUSES = ("ran", "oom", "failed", "planned", "impossible")
 RANKS_PER_NODE = {"a64fx": 1, "a100": 8}
-# What the tables print above a column -> the column's name here.
+# The printed title of a column -> the column's name here.
 HEADERS = {
     "Nodes": "nodes", "GPUs": "gpus", "Freq": "freq", "Size": "size", "Layers": "layers", "hidden-size": "hidden",
     "NHIDDEN": "hidden", "num-attention-heads": "heads", "NHEADS": "heads", "ZS": "zero", "async": "async", "DP": "dp", "TP": "tp",
@@ -75,7 +75,7 @@ _PARSERS = {
     "mem": (_memory_mib, "memory such as 7718.0 MiB or 67GB"),
     "seconds": _NUMBER, "tflops": _NUMBER, "petaflops": _NUMBER, "size": _TEXT, "notes": _TEXT,
 }
-# column -> (how a corrected cell is read, None standing for nothing; what is expected)
+# column -> (conversion of a corrected cell, None for an empty one; what is expected)
 PARSERS: errata.Parsers = {name: (_or_nothing(parse), expected) for name, (parse, expected) in _PARSERS.items()}
 TABLE_COLUMNS = ("table", "document", "line", "title", "header", "machine", "software", "precision", "formula", "seq", "vocabulary",
                  "layers", "hidden", "heads", "ac", "zero", "freq", "size", "tp", "pp", "mbs", "gbs", "assumed")
@@ -94,7 +94,7 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names here of the printed columns, in order."""
+        """This module's names of the printed columns, in order."""
         return tuple(HEADERS[name] for name in self.header)
 
 
@@ -156,7 +156,7 @@ class Row:
         return next((e.corrected for e in self.errata if e.column == column and e.line and e.corrected), self.cell(column))
 
     def unfit(self, purpose: str) -> bool:
-        """Whether an erratum says that the row is no evidence for `purpose` ("time" or "memory")."""
+        """Whether an erratum excludes the row from the fit of `purpose` ("time" or "memory")."""
         return any(erratum.unfit == purpose for erratum in self.errata)
 
     @property
@@ -168,7 +168,7 @@ class Row:
         return self.status == "ran" and self.memory_mib is not None and self.duplicate_of is None and not self.unfit("memory")
 
     def run(self) -> RunConfig:
-        """The row as a run of this project. Raises ValueError for sizes that no run has."""
+        """The row as a run of this project. Raises ValueError for impossible sizes."""
         return RunConfig(
             model=ModelConfig(num_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
                               seq_length=self.seq, vocab_size=self.vocabulary),
@@ -179,12 +179,12 @@ class Row:
             training=TrainingConfig(recompute_granularity="full" if self.recompute else None))
 
     def problem(self) -> str | None:
-        """Why nobody can run the row, or None."""
+        """Why the row cannot be run; None if it can."""
         needed = self.dp * self.tp * self.pp
         if needed != self.ranks:
             return f"DP {self.dp} x TP {self.tp} x PP {self.pp} = {needed} ranks, but the row has {self.ranks}"
         try:
-            accounting.Layout.of(self.run(), self.ranks)
+            accounting.Layout.from_run(self.run(), self.ranks)
         except ValueError as error:
             return str(error)
         return None
@@ -260,7 +260,7 @@ def _row(record: csv_table.Record, tables: dict[str, Any], records: Sequence[Err
 
 
 def _facts(record: csv_table.Record, values: dict[str, str]) -> dict[str, Any]:
-    """The fields of a Row that corrected cells say."""
+    """The fields of a Row from the corrected cells `values`."""
     facts = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
     clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])
     facts["ghz"] = _ghz(clock.group(1)) if clock else facts.pop("freq")
