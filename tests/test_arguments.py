@@ -9,6 +9,7 @@ import pytest
 
 from fugaku_megatron.run.accounting import parameters
 from fugaku_megatron.run.arguments import COMPATIBILITY_FLAGS, build_parser, make_run, parse
+from fugaku_megatron.run.block_parts import NORMS
 from fugaku_megatron.run.config import GROUPS, RunConfig
 from fugaku_megatron.run.recipes import RECIPES
 
@@ -189,7 +190,8 @@ def test_a_recipe_alone_is_the_recipe():
 
 
 @pytest.mark.parametrize("name", [f.name for config in GROUPS.values() for f in fields(config)])
-def test_every_value_of_a_recipe_can_be_overridden(name):
+def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
+    monkeypatch.setitem(NORMS, "Other", NORMS["LayerNorm"])
     recipe = RECIPES["124m"]()
     before = value(recipe, name)
     others = {"num_attention_heads": 8, "zero_stage": 1, "lr_decay_style": "linear", "weight_decay_incr_style": "linear",
@@ -197,7 +199,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name):
               "split": "1,1,1", "pipeline_split": "even", "tokenizer_type": "t", "kernels": "torch",
               "allocator": "stock", "thread_affinity": "none", "profile_ranks": (1, 2),
               "profile_step_start": 4, "profile_dir": "d",
-              "min_lr": 1e-6, "hidden_size": 96, "max_position_embeddings": 4096}
+              "normalization": "Other", "min_lr": 1e-6, "hidden_size": 96, "max_position_embeddings": 4096}
     companions = {"start_weight_decay": {"weight_decay_incr_style": "linear"}, "lr_decay_samples": {"train_samples": 9},
                   "lr_warmup_samples": {"train_samples": 9}, "vocab_file": {"merge_file": "m"}, "merge_file": {"vocab_file": "v"}}
     companions |= {"fp16_accumulation_chunk": {"fp16": True}, "ckpt_step": {"load": "l"}}
