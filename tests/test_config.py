@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
@@ -62,7 +63,7 @@ def positive(config: type, required: dict, *names: str) -> list:
 
 def fraction(config: type, required: dict, *names: str) -> list:
     return [(config, {**required, name: value}, f"{flag(name)} is {value}: give a number from 0 to below 1")
-            for name in names for value in (-0.1, 1.0, float("nan"))]
+            for name in names for value in (-0.1, 1.0)]
 
 
 def not_negative(config: type, *names: str) -> list:
@@ -104,7 +105,23 @@ MISTAKES = [
               "recompute_num_layers"),
     *not_negative(TrainingConfig, "train_iters", "eval_iters"),
     (TrainingConfig, {"train_iters": 1, "train_samples": 1}, "--train-iters and --train-samples exclude each other"),
-    *((TrainingConfig, {"seed": seed}, f"--seed is {seed}: give a number from 0 to 4294967295") for seed in (-1, 2**32)),
+    (TrainingConfig, {"seed": -1}, "--seed is -1: give a number from 0 to 4294967295"),
+    (TrainingConfig, {"seed": 2**32}, "--seed is 4294967296: give at most 4294967295"),
+    *((OptimizerConfig, {name: math.inf}, f"--{name.replace('_', '-')} is inf: give a finite number")
+      for name in ("lr", "min_lr", "adam_eps", "weight_decay", "clip_grad")),
+    *((PrecisionConfig, {"fp16": True, name: math.inf}, f"--{name.replace('_', '-')} is inf: give a finite number")
+      for name in ("loss_scale", "initial_loss_scale")),
+    *((ModelConfig, {**MODEL, name: math.inf}, f"--{name.replace('_', '-')} is inf: give a finite number")
+      for name in ("init_method_std", "layernorm_epsilon")),
+    (SystemConfig, {"cpu_frequency": math.inf}, "--cpu-frequency is inf: give a finite number"),
+    (ModelConfig, {**MODEL, "num_layers": 10**20}, "--num-layers is a number of 21 digits: give at most 10000"),
+    (ModelConfig, {**MODEL, "num_layers": 1_000_000}, "--num-layers is 1000000: give at most 10000"),
+    (ModelConfig, {**MODEL, "hidden_size": 10**9}, "--hidden-size is 1000000000: give at most 1048576"),
+    (ModelConfig, {**MODEL, "vocab_size": 10**12}, "--vocab-size is 1000000000000: give at most"),
+    (BatchConfig, {"micro_batch_size": 10**9}, "--micro-batch-size is 1000000000: give at most"),
+    (BatchConfig, {"micro_batch_size": 1, "global_batch_size": 10**15}, "--global-batch-size is 1000000000000000: give at most"),
+    (BatchConfig, {"micro_batch_size": 1, "global_batch_size": 8, "rampup_batch_size": (1, 1, 10**30)},
+     "--rampup-batch-size is a number of 31 digits: give at most"),
     choice(TrainingConfig, "recompute_granularity", "some", "full or selective"),
     choice(TrainingConfig, "recompute_method", "some", "uniform or block"),
     (DataConfig, {"vocab_file": "v"}, "--vocab-file is v and --merge-file is None: give both or neither"),

@@ -7,6 +7,7 @@ Errors: ValueError naming the flag, the value and the remedy. Test: pytest tests
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -41,6 +42,21 @@ def check_positive(config: Any, *names: str) -> None:
         check(value is None or value > 0, f"{flag(name)} is {value}: give a number above 0")
 
 
+MAX_NUMBER = 2**31 - 1  # of a whole number whose field names no other limit
+
+
+def check_numbers(config: Any) -> None:
+    """Every number must be finite, and a whole number at most its field's `maximum`, so that no size is beyond any machine."""
+    for f in fields(config):
+        value, maximum = getattr(config, f.name), f.metadata.get("maximum", MAX_NUMBER)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float):
+                check(math.isfinite(number), f"{flag(f.name)} is {number}: give a finite number")
+            elif isinstance(number, int):
+                shown = number if abs(number) < 10**18 else f"a number of {len(str(abs(number)))} digits"
+                check(number <= maximum, f"{flag(f.name)} is {shown}: give at most {maximum}")
+
+
 def check_fraction(config: Any, *names: str) -> None:
     """Every named field must lie in [0, 1)."""
     for name in names:
@@ -60,13 +76,14 @@ def check_choices(config: Any) -> None:
 class ModelConfig:
     """The GPT that is trained (GPT-2 as Megatron-LM builds it)."""
 
-    num_layers: int = required("number of transformer layers")
-    hidden_size: int = required("width h of the residual stream")
-    num_attention_heads: int = required("number of attention heads; must divide --hidden-size")
-    ffn_hidden_size: int | None = opt(None, "width of the MLP (default: 4 x hidden size)", type=int)
-    seq_length: int = required("tokens per sample, s")
-    max_position_embeddings: int | None = opt(None, "rows of the position embedding (default: --seq-length)", type=int)
-    vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int)
+    num_layers: int = required("number of transformer layers", maximum=10_000)
+    hidden_size: int = required("width h of the residual stream", maximum=2**20)
+    num_attention_heads: int = required("number of attention heads; must divide --hidden-size", maximum=2**16)
+    ffn_hidden_size: int | None = opt(None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22)
+    seq_length: int = required("tokens per sample, s", maximum=2**22)
+    max_position_embeddings: int | None = opt(None, "rows of the position embedding (default: --seq-length)", type=int,
+                                              maximum=2**22)
+    vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26)
     make_vocab_size_divisible_by: int = opt(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
     init_method_std: float = opt(0.02, "standard deviation of the initial weights")
     normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer")
@@ -76,6 +93,7 @@ class ModelConfig:
     attention_dropout: float = opt(0.1, "dropout on attention probabilities")
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         if self.ffn_hidden_size is None:
             object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
         if self.max_position_embeddings is None:
@@ -104,7 +122,8 @@ ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_
 class ParallelConfig:
     """How ranks share the model; data-parallel size is what remains of the world."""
 
-    tensor_model_parallel_size: int = opt(1, "ranks that share each layer's matrices (TP)", aliases=("--model-parallel-size",))
+    tensor_model_parallel_size: int = opt(1, "ranks that share each layer's matrices (TP)", aliases=("--model-parallel-size",),
+                                          maximum=2**16)
     pipeline_model_parallel_size: int = opt(1, "stages the layers are cut into (PP)", aliases=("--pipe-parallel-size",))
     pipeline_split: str = opt("balanced", "layers of each stage, such as 9,3; balanced: stages of equal cost, the logits counted; "
                               "even: equal numbers of layers")
@@ -112,6 +131,7 @@ class ParallelConfig:
                           switches={"--use-distributed-optimizer": 1})
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
         check_choices(self)
         numbers = all(part.isdecimal() and int(part) for part in self.pipeline_split.split(","))
@@ -123,12 +143,14 @@ class ParallelConfig:
 class BatchConfig:
     """Samples per micro-batch, per iteration, and how the latter grows at the start."""
 
-    micro_batch_size: int = required("samples per rank and forward pass", aliases=("--batch-size",))
-    global_batch_size: int | None = opt(None, "samples per iteration (default: micro-batch x data-parallel size)", type=int)
+    micro_batch_size: int = required("samples per rank and forward pass", aliases=("--batch-size",), maximum=2**16)
+    global_batch_size: int | None = opt(None, "samples per iteration (default: micro-batch x data-parallel size)", type=int,
+                                       maximum=2**24)
     rampup_batch_size: tuple[int, ...] | None = opt(None, "start size, increment, samples over which to ramp up", type=int,
                                                     nargs=3)
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_positive(self, "micro_batch_size", "global_batch_size")
         check(self.rampup_batch_size is None or len(self.rampup_batch_size) == 3,
               f"--rampup-batch-size {self.rampup_batch_size}: give three numbers, start, increment and samples")
@@ -144,9 +166,9 @@ class OptimizerConfig:
     min_lr: float = opt(0.0, "the learning rate never falls below this after warm-up")
     lr_decay_style: str = opt("linear", "shape of the decay", choices=("constant", "linear", "cosine"))
     lr_decay_iters: int | None = opt(None, "iterations until --min-lr (default: --train-iters)", type=int)
-    lr_decay_samples: int | None = opt(None, "samples until --min-lr (default: --train-samples)", type=int)
+    lr_decay_samples: int | None = opt(None, "samples until --min-lr (default: --train-samples)", type=int, maximum=2**40)
     lr_warmup_iters: int = opt(0, "iterations of linear warm-up", aliases=("--warmup-iters",))
-    lr_warmup_samples: int = opt(0, "samples of linear warm-up")
+    lr_warmup_samples: int = opt(0, "samples of linear warm-up", maximum=2**40)
     lr_warmup_fraction: float | None = opt(None, "warm-up as a fraction of the decay length", type=float)
     weight_decay: float = opt(0.01, "decoupled weight decay, on matrices only")
     start_weight_decay: float | None = opt(None, "weight decay at the start (default: --weight-decay)", type=float)
@@ -158,6 +180,7 @@ class OptimizerConfig:
     adam_eps: float = opt(1e-8, "added to the root of the second moment")
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "adam_eps")
         check_fraction(self, "adam_beta1", "adam_beta2")
         for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples"):
@@ -188,6 +211,7 @@ class PrecisionConfig:
     hysteresis: int = opt(2, "overflows before the scale halves")
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check(not (self.bf16 and self.fp16), "--bf16 and --fp16 exclude each other: give one")
         check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
         check(self.min_loss_scale <= self.initial_loss_scale, f"--min-loss-scale {self.min_loss_scale} is above "
@@ -204,12 +228,12 @@ class TrainingConfig:
     """Length of the run, evaluation, recompute and seed."""
 
     train_iters: int | None = opt(None, "iterations to train", type=int)
-    train_samples: int | None = opt(None, "samples to train (instead of --train-iters)", type=int)
+    train_samples: int | None = opt(None, "samples to train (instead of --train-iters)", type=int, maximum=2**40)
     exit_interval: int | None = opt(None, "save and leave after an iteration divisible by this", type=int)
     exit_duration_in_mins: float | None = opt(None, "save and leave after this many minutes", type=float)
     eval_interval: int = opt(1000, "iterations between evaluations on the validation split")
     eval_iters: int = opt(100, "batches per evaluation; 0: none")
-    seed: int = opt(1234, "seed of initial weights, dropout and data order")
+    seed: int = opt(1234, "seed of initial weights, dropout and data order", maximum=2**32 - 1)
     recompute_granularity: str | None = opt(
         None, "recompute in backward: whole layers (full) or attention only (selective)", type=str, choices=("full", "selective"),
         switches={"--checkpoint-activations": "full", "--recompute-activations": "selective"})
@@ -220,6 +244,7 @@ class TrainingConfig:
     use_flush_denormal: bool = opt(True, "flush denormals to zero in every thread (on by default)")
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_positive(self, "train_samples", "exit_interval", "exit_duration_in_mins", "eval_interval", "recompute_num_layers")
         check(0 <= self.seed < 2**32, f"--seed is {self.seed}: give a number from 0 to {2**32 - 1}")  # what numpy's generator takes
         check(self.train_iters is None or self.train_iters >= 0, f"--train-iters is {self.train_iters}: give 0 or more")
@@ -241,6 +266,7 @@ class DataConfig:
     merge_file: str | None = opt(None, "merges.txt of the tokenizer", type=str)
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check((self.vocab_file is None) == (self.merge_file is None),
               f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: give both or neither")
         check(not (self.mock_data and self.data_path), "--mock-data and --data-path exclude each other: give one")
@@ -265,6 +291,7 @@ class OutputConfig:
     profile_dir: str = opt("profile", "directory for traces")
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_positive(self, "ckpt_step", "save_interval", "log_interval", "profile_step_start")
         for name in ("save", "load", "tensorboard_dir", "profile_dir"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
@@ -297,6 +324,7 @@ class SystemConfig:
                                       "refused when the cores run at another", type=float)
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_choices(self)
         check_positive(self, "cpu_frequency")
         chunk = self.fp16_accumulation_chunk
