@@ -46,7 +46,7 @@ def test_12288_nodes(capsys):
 def test_the_command_line_is_the_trainers_own(capsys):
     best = json.loads(printed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --json", capsys))["plans"][0]
     words = shlex.split(best["command"])
-    run = arguments.parse(words[words.index("pretrain_gpt.py") + 1:]).run
+    run = arguments.parse(words[words.index("train") + 1:]).run
     layout = Layout.from_run(run, int(words[words.index("-n") + 1]))
     assert (layout.dp, layout.tp, layout.pp) == (best["dp"], best["tp"], best["pp"])
     assert run.batch.micro_batch_size == best["micro_batch_size"] and run.parallel.zero_stage == best["zero_stage"]

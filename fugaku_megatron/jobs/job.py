@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,8 +136,7 @@ def _elapse(option: str | None, whole: float, group: ResourceGroup) -> int:
 def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
     """pretrain_gpt.py's flags of the plan, with layout, batch and clock always written out."""
     run, parallel = best.run, best.run.parallel
-    text = plan_text.command(best, args)
-    words = shlex.split(text)[shlex.split(text).index("pretrain_gpt.py") + 1:]
+    words = plan_text.train_flags(best, args)
     always = {"--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
               "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
               "--micro-batch-size": run.batch.micro_batch_size, "--global-batch-size": run.batch.global_batch_size,

@@ -90,22 +90,26 @@ def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
     return {(group, f.name): None if f.default is MISSING else f.default for group, f in places}
 
 
-def _flag(name: str, value: Any) -> str:
+def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
-        return flag(name) if value else flag("no_" + name)
-    return f"{flag(name)} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
+        return [flag(name) if value else flag("no_" + name)]
+    return [flag(name), *map(str, value if isinstance(value, tuple) else (value,))]
 
 
-def command(plan: Plan, args: argparse.Namespace) -> str:
-    """The command line that trains this plan: the recipe and a flag for each value that differs from it."""
-    base, flags = _base(args.recipe), []
-    for (group, name), default in base.items():
+def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
+    """The words of a training command line for this plan: the recipe and a flag for each value that differs from it."""
+    words = ["--recipe", args.recipe] if args.recipe else []
+    for (group, name), default in _base(args.recipe).items():
         value = getattr(getattr(plan.run, group), name)
         derived = name in ("ffn_hidden_size", "max_position_embeddings") and default is None
         if value != default and value is not None and not derived:
-            flags.append(_flag(name, value))
-    recipe = f"--recipe {args.recipe} " if args.recipe else ""
-    return f"mpiexec -n {plan.system.world_size} python pretrain_gpt.py {recipe}{' '.join(flags)}"
+            words += _flag(name, value)
+    return words
+
+
+def command(plan: Plan, args: argparse.Namespace) -> str:
+    """The command line that trains this plan, as a shell reads it."""
+    return shlex.join(["mpiexec", "-n", str(plan.system.world_size), "fugaku-megatron", "train", *train_flags(plan, args)])
 
 
 def _spans(plan: Plan) -> tuple[list[Span], int, int]:
