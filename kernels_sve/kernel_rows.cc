@@ -92,6 +92,16 @@ std::vector<Operand> parse_operands(const KernelRow& row) {
   return operands;
 }
 
+// Of each row, by its place in kernel_rows(): parsed once.
+const std::vector<Operand>& operands_of(const KernelRow& row) {
+  static const std::vector<std::vector<Operand>> all = [] {
+    std::vector<std::vector<Operand>> parsed;
+    for (const KernelRow& r : kernel_rows()) parsed.push_back(parse_operands(r));
+    return parsed;
+  }();
+  return all[static_cast<size_t>(&row - kernel_rows().data())];
+}
+
 // A dimension of a call: its factors in the row and its size.
 struct Dimension {
   const std::vector<std::string>* factors;
@@ -181,12 +191,12 @@ const KernelRow* find_kernel_row(const std::string& name) {
 
 std::vector<std::string> operand_names(const KernelRow& row) {
   std::vector<std::string> names;
-  for (const Operand& operand : parse_operands(row)) names.push_back(operand.name);
+  for (const Operand& operand : operands_of(row)) names.push_back(operand.name);
   return names;
 }
 
 Sizes call_sizes(const KernelRow& row, const std::vector<Argument>& arguments) {
-  const std::vector<Operand> operands = parse_operands(row);
+  const std::vector<Operand>& operands = operands_of(row);
   std::vector<std::string> open = row.sizes;
   Sizes sizes = plain_sizes(operands, arguments, open);
   std::vector<Dimension> dimensions;
