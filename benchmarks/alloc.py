@@ -25,7 +25,7 @@ import torch
 from fugaku_megatron.host import runtime
 from fugaku_megatron.published.markdown import pipe_table
 from fugaku_megatron.run import accounting
-from fugaku_megatron.run.config import check
+from fugaku_megatron.run.checks import check
 
 from . import alloc_logs, alloc_plot, driver, jobs, noise, preloads, published, shapes
 

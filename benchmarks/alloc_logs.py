@@ -14,7 +14,7 @@ from fugaku_megatron.logs.log_table import row_of, size_name
 from fugaku_megatron.logs.run_log import LogSummary, read_log
 from fugaku_megatron.published.markdown import pipe_table
 from fugaku_megatron.run import accounting
-from fugaku_megatron.run.config import check
+from fugaku_megatron.run.checks import check
 
 from . import jobs, published
 

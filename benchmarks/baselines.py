@@ -22,7 +22,8 @@ from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.nn.model import Stage
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.run import accounting
-from fugaku_megatron.run.config import RunConfig, check
+from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.config import RunConfig
 from fugaku_megatron.training.flat import initial_values
 
 from .plain_gpt import PlainGPT

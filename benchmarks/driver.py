@@ -27,7 +27,7 @@ import torch
 
 from fugaku_megatron.host import allocator, kernels, runtime
 from fugaku_megatron.host.fma_peak import fma_gflops, fma_peak_gflops
-from fugaku_megatron.run.config import check
+from fugaku_megatron.run.checks import check
 
 from . import shapes
 

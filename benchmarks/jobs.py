@@ -18,7 +18,8 @@ from pathlib import Path
 from fugaku_megatron.logs.iteration import parse_log
 from fugaku_megatron.logs.metrics import parse_peak_memory
 from fugaku_megatron.logs.run_log import exact_seconds
-from fugaku_megatron.run.config import RunConfig, check
+from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.config import RunConfig
 
 from . import noise, preloads
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from fugaku_megatron.host import runtime
 from fugaku_megatron.run import accounting
-from fugaku_megatron.run.config import check
+from fugaku_megatron.run.checks import check
 
 from . import driver, jobs, noise, shapes
 

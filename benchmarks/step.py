@@ -26,7 +26,8 @@ import torch
 from fugaku_megatron.host import runtime
 from fugaku_megatron.host.fma_peak import fma_peak_gflops
 from fugaku_megatron.run import accounting
-from fugaku_megatron.run.config import RunConfig, check
+from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.config import RunConfig
 
 from . import baselines, driver, layouts, noise, preloads, shapes
 from .contestant import SIDES, Contestant, Task

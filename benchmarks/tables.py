@@ -27,7 +27,8 @@ import torch
 from fugaku_megatron.host import runtime
 from fugaku_megatron.perf import machine, model, software
 from fugaku_megatron.run import accounting
-from fugaku_megatron.run.config import RunConfig, check
+from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.config import RunConfig
 
 from . import alloc, driver, jobs, noise, preloads, shapes, tables_plot, tables_text
 

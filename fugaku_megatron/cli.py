@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .comm import launcher
+from .run.checks import check
 from .run.command_line import Parser, nearest
-from .run.config import check
 
 PROGRAM = "fugaku-megatron"
 HELP = ("-h", "--help")

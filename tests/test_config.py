@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
+from fugaku_megatron.run.checks import flag
 from fugaku_megatron.run.config import (
     ARCHITECTURE,
     GROUPS,
@@ -20,7 +21,6 @@ from fugaku_megatron.run.config import (
     RunConfig,
     SystemConfig,
     TrainingConfig,
-    flag,
 )
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}

@@ -74,7 +74,7 @@ def test_skipped_iterations_are_counted_and_do_not_enter_the_loss():
     assert (got.lm_loss, got.skipped, got.nans) == (5.0, 2, 1)
     writer = MetricsWriter(10, 1, stream=io.StringIO())
     line = writer.add(_step(1, lm_loss=math.nan, skipped=1)).format_line()
-    assert "lm loss" not in line and "number of skipped iterations:   1 | number of nan iterations:   1 |" in line
+    assert "| lm loss: NAN |" in line and "number of skipped iterations:   1 | number of nan iterations:   1 |" in line
 
 
 def test_a_rank_that_does_not_print_averages_and_writes_nothing(tmp_path):

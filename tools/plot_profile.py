@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from fugaku_megatron import cli
-from fugaku_megatron.run.config import check
+from fugaku_megatron.run.checks import check
 
 PARTS = 6  # operations with a colour of their own
 _ROW = re.compile(r"^(?P<name>\S.*?)\s{2,}(?:(?P<calls>\d+)\s+)?(?P<seconds>\d+\.\d{4})\s")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..run.config import check
+from ..run.checks import check
 from ..run.outputs import check_file, writing
 
 if TYPE_CHECKING:

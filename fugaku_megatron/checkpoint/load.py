@@ -43,16 +43,17 @@ def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Com
     return iteration, manifest["state"]
 
 
-def read_state(directory: str | os.PathLike, iteration: int, comm: Comm) -> dict[str, Any]:
-    """The `state` that `load_checkpoint` returns, for a run that has no tensors yet. Collective."""
-    return _manifest(Path(directory), iteration, comm, "state")
+def read_state(directory: str | os.PathLike, iteration: int, comm: Comm) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(state, config) as they were saved, for a run that has no tensors yet. Collective."""
+    manifest = _manifest(Path(directory), iteration, comm, ("state", "config"))
+    return manifest["state"], manifest["config"]
 
 
-def _manifest(directory: Path, iteration: int, comm: Comm, part: str | None = None) -> dict[str, Any]:
-    """The manifest of `iteration`, or one part of it, on every rank."""
+def _manifest(directory: Path, iteration: int, comm: Comm, parts: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The manifest of `iteration`, or some parts of it, on every rank."""
     def read() -> dict[str, Any]:
         manifest = read_manifest(directory, iteration)
-        return manifest[part] if part else manifest
+        return {part: manifest[part] for part in parts} if parts else manifest
 
     return on_root(comm, read, f"--load {directory}: ", partial(_other_iterations, directory, iteration))
 

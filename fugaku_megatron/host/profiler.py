@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from typing import Any
 
 from ..comm.base import Comm
 from ..comm.grid import Groups
-from ..run import accounting
 from . import kernels
 
 TRACKS = ("schedule", "kernels", "communication")
@@ -30,26 +28,13 @@ FMA_STEPS, FMA_ROUNDS = 500_000, 10
 
 @dataclass(frozen=True)
 class Event:
-    """One call. Times in seconds (time.perf_counter); flops: multiply and add counted apart, 0 where nobody counts them."""
+    """One call. Times in seconds (time.perf_counter); flops: of the kernel table (kernels.inc), 0 for what is no product."""
 
     track: str
     name: str
     start: float
     seconds: float
     flops: float = 0.0
-
-
-def kernel_flops(name: str, args: tuple[Any, ...]) -> float:
-    """Of one kernel call, from its tensors; causal attention counts what lies below the diagonal. 0 for what is no product."""
-    if name in ("linear_forward", "linear_data_gradient"):
-        return 2.0 * args[0].shape[0] * math.prod(args[1].shape)  # (m, .), weight (n, k)
-    if name == "linear_weight_gradient":
-        return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]  # (m, n), (m, k)
-    if name in ("attention_forward", "attention_backward"):
-        (s, b, width), heads = args[0].shape, args[2].shape[1]
-        forward = accounting.causal_attention_flops(b * heads, s, width // (3 * heads))
-        return forward if name == "attention_forward" else accounting.ATTENTION_BACKWARD_SHARE * forward
-    return 0.0
 
 
 class Profiler:
@@ -85,7 +70,7 @@ class Profiler:
                 return function(*args, **kwargs)
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            flops = kernel_flops(name, args) if track == "kernels" else 0.0
+            flops = kernels.table.flops(name, *args, **kwargs) if track == "kernels" else 0.0
             self.events.append(Event(track, prefix + name, start, time.perf_counter() - start, flops))
             return result
 

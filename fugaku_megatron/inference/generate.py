@@ -23,7 +23,8 @@ from ..comm.base import Comm
 from ..comm.launch import run_or_abort
 from ..data.tokenizer import build_tokenizer
 from ..nn.passes import Pass
-from ..run.config import GROUPS, RunConfig, check
+from ..run.checks import check
+from ..run.config import GROUPS, RunConfig
 from ..training.optim import PARAMETER_DTYPES
 from ..training.train import Trainer
 

@@ -21,8 +21,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..run.checks import check
 from ..run.command_line import Command
-from ..run.config import check
 from . import check as checks
 from . import job as jobs
 from . import limits, options, render, script, scripts, slurm

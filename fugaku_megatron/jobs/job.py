@@ -15,7 +15,8 @@ from ..perf import plan_text, search, software
 from ..perf.model import System
 from ..perf.request import run_of
 from ..run import arguments, batches
-from ..run.config import RunConfig, check
+from ..run.checks import check
+from ..run.config import RunConfig
 from ..run.recipes import GPT2_VOCABULARY
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup

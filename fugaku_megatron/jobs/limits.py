@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass
 
 from ..perf.machine import unknown
-from ..run.config import check
+from ..run.checks import check
 
 TABLE_DATE = "2026-11-20"
 HOUR = 3600

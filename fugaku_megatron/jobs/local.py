@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..run.config import check
+from ..run.checks import check
 from . import check as checks
 from . import limits, script, shims
 

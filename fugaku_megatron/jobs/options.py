@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 
 from ..run import arguments
+from ..run.checks import check, flag
 from ..run.command_line import Parser
-from ..run.config import check, flag
 from . import check as checks
 from . import job as jobs
 from . import limits, render

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..run.config import check
+from ..run.checks import check
 
 SWITCHES = {"-S", "-s", "-j", "-X", "--step", "--bulk", "--interact", "--restart", "--norestart", "--no-check-directory",
             "--no-check-gfscache"}

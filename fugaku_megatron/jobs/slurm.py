@@ -16,7 +16,7 @@ from .. import schedule
 from ..run import memory
 from ..run.accounting import Layout
 from ..run.arguments import parse
-from ..run.config import check
+from ..run.checks import check
 from .render import flag_lines
 
 LEAVE_SECONDS = 300  # before the limit the trainer is told to save and leave

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ..comm.grid import Grid
 from ..run.accounting import check_world_size
-from ..run.config import check
+from ..run.checks import check
 
 Shape = tuple[int, int, int]
 UNIT: Shape = (2, 3, 2)

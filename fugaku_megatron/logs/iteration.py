@@ -44,9 +44,9 @@ def _mean_over_time(records: Sequence[IterationMetrics], name: str) -> float:
 
 
 def _mean_of_updates(records: Sequence[IterationMetrics], name: str) -> float | None:
-    """The mean over the iterations that were not skipped; None when all of them were."""
-    values = [getattr(record, name) for record in records if not record.skipped]
-    return sum(values) / len(values) if values else None
+    """The mean over the iterations that were not skipped, or over all when all of them were, so that the field stays in the log."""
+    counted = [record for record in records if not record.skipped] or records
+    return sum(getattr(record, name) for record in counted) / len(counted)
 
 
 def _samples_per_second(records: Sequence[IterationMetrics], name: str) -> float:

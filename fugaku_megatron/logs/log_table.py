@@ -26,7 +26,7 @@ from typing import Any
 from ..published.markdown import pipe_table
 from ..published.rows import HEADERS
 from ..run import accounting, arguments
-from ..run.config import check
+from ..run.checks import check
 from ..run.outputs import check_file, writing
 from . import plot
 from .published_row import PublishedRow, header, rate_text, seconds_text

@@ -19,7 +19,8 @@ from typing import Any
 from ..run import accounting
 from ..run.accounting import Layout
 from ..run.arguments import make_run
-from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, check
+from ..run.checks import check
+from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
 from .iteration import IterationMetrics, parse_line
 from .metrics import parse_peak_memory, parse_validation_line
 

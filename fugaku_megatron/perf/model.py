@@ -16,7 +16,8 @@ from functools import lru_cache
 from ..published.rows import Row
 from ..run import accounting
 from ..run.accounting import Collective, Layout
-from ..run.config import RunConfig, check
+from ..run.checks import check
+from ..run.config import RunConfig
 from . import machine, memory, software, work
 from .cost import Rank, Seconds
 from .machine import Machine

@@ -17,7 +17,8 @@ import math
 from dataclasses import replace
 
 from ..run import batches
-from ..run.config import RunConfig, check, flag
+from ..run.checks import check, flag
+from ..run.config import RunConfig
 from ..run.outputs import check_picture
 from . import explain, plan_text, software
 from .model import Prediction

@@ -12,7 +12,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from ..run import batches
-from ..run.config import GROUPS, RunConfig, flag
+from ..run.checks import flag
+from ..run.config import GROUPS, RunConfig
 from ..run.outputs import writing
 from ..run.recipes import RECIPES
 from .model import Prediction, step

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..run import arguments
-from ..run.config import RunConfig, check
+from ..run.checks import check
+from ..run.config import RunConfig
 from ..run.recipes import GPT2_VOCABULARY
 from . import machine, software
 from .model import System

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..run.config import RunConfig, check
+from ..run.checks import check
+from ..run.config import RunConfig
 from .machine import Machine, unknown
 from .parameters import Fitted, MemoryParameters, Parameters, fitted
 

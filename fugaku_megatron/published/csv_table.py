@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..run.config import check
+from ..run.checks import check
 
 
 @dataclass(frozen=True)

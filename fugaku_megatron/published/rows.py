@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ..run import accounting
-from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig, check
+from ..run.checks import check
+from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from . import csv_table, errata
 from .errata import Erratum
 

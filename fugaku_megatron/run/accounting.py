@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from .batches import RampUp
 from .block_parts import MLPS, NORMS
-from .config import ModelConfig, RunConfig, check
+from .checks import check
+from .config import ModelConfig, RunConfig
 
 FP32_BYTES = 4
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line

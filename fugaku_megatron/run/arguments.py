@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
+from .checks import check, flag
 from .command_line import Parser, nearest
-from .config import GROUPS, RunConfig, check, flag
+from .config import GROUPS, RunConfig
 from .recipes import RECIPES
 
 # flag -> (number of values, what it means here). Scripts written for Megatron-LM and its CPU forks start unchanged, unless they

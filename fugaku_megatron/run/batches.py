@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .config import BatchConfig, TrainingConfig, check
+from .checks import check
+from .config import BatchConfig, TrainingConfig
 
 
 @dataclass(frozen=True)

@@ -7,69 +7,10 @@ Errors: ValueError naming the flag, the value and the remedy. Test: pytest tests
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 from .block_parts import NORMS, choices
-
-
-def opt(default: Any, help: str, **meta: Any) -> Any:
-    """A dataclass field with its help text; `meta`: choices, nargs, type, aliases (other flag names), switches (flag -> value)."""
-    return field(default=default, metadata={"help": help, **meta})
-
-
-def required(help: str, **meta: Any) -> Any:
-    """A field that a recipe or a flag must give."""
-    return field(metadata={"help": help, **meta})
-
-
-def flag(name: str) -> str:
-    """The command-line name of a field: seq_length -> --seq-length."""
-    return "--" + name.replace("_", "-")
-
-
-def check(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition` holds: for values that a user gave."""
-    if not condition:
-        raise ValueError(message)
-
-
-def check_positive(config: Any, *names: str) -> None:
-    """Every named field that is set must be > 0."""
-    for name in names:
-        value = getattr(config, name)
-        check(value is None or value > 0, f"{flag(name)} is {value}: give a number above 0")
-
-
-MAX_NUMBER = 2**31 - 1  # of a whole number whose field names no other limit
-
-
-def check_numbers(config: Any) -> None:
-    """Every number must be finite, and a whole number at most its field's `maximum`, so that no size is beyond any machine."""
-    for f in fields(config):
-        value, maximum = getattr(config, f.name), f.metadata.get("maximum", MAX_NUMBER)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float):
-                check(math.isfinite(number), f"{flag(f.name)} is {number}: give a finite number")
-            elif isinstance(number, int):
-                shown = number if abs(number) < 10**18 else f"a number of {len(str(abs(number)))} digits"
-                check(number <= maximum, f"{flag(f.name)} is {shown}: give at most {maximum}")
-
-
-def check_fraction(config: Any, *names: str) -> None:
-    """Every named field must lie in [0, 1)."""
-    for name in names:
-        value = getattr(config, name)
-        check(0.0 <= value < 1.0, f"{flag(name)} is {value}: give a number from 0 to below 1")
-
-
-def check_choices(config: Any) -> None:
-    """Every field with choices must hold one of them, or None where that is its default."""
-    for f in fields(config):
-        choices, value = f.metadata.get("choices"), getattr(config, f.name)
-        check(choices is None or value in choices or value is f.default,
-              f"{flag(f.name)} is {value}: give {' or '.join(map(str, choices or ()))}")
+from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, opt, required
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +57,20 @@ class ModelConfig:
 # What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
 ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
                 "make_vocab_size_divisible_by", "normalization", "disable_bias_linear", "layernorm_epsilon")
+
+
+# What decides the course of training beside the architecture, by group: a resumed run says where it differs from what was saved.
+COURSE = {
+    "model": ("seq_length", "hidden_dropout", "attention_dropout"),
+    "batch": ("global_batch_size", "rampup_batch_size"),
+    "optimizer": ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
+                  "lr_warmup_fraction", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
+                  "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
+    "precision": ("bf16", "fp16", "loss_scale"),
+    "training": ("seed",),
+    "data": ("data_path", "split", "mock_data"),
+    "system": ("fp16_accumulation_chunk",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +133,12 @@ class OptimizerConfig:
     adam_beta1: float = opt(0.9, "decay of the first moment")
     adam_beta2: float = opt(0.999, "decay of the second moment")
     adam_eps: float = opt(1e-8, "added to the root of the second moment")
+    override_opt_param_scheduler: bool = opt(False, "on resuming, learning rate and weight decay follow this command line; the "
+                                             "default, too, which notes what differs from the checkpoint",
+                                             aliases=("--override-opt_param-scheduler",))
+    use_checkpoint_opt_param_scheduler: bool = opt(False, "on resuming, learning rate and weight decay follow the checkpoint's "
+                                                   "schedule, whatever this command line says",
+                                                   aliases=("--use-checkpoint-opt_param-scheduler",))
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -192,6 +153,8 @@ class OptimizerConfig:
             check(value is None or value >= 0, f"{flag(name)} is {value}: give 0 or more")
             check(value is None or self.weight_decay_incr_style != "constant", f"{flag(name)} {value} has no effect with "
                   "--weight-decay-incr-style constant: give linear or cosine, or only --weight-decay")
+        check(not (self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler),
+              "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: give one")
         given = [f for f in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction") if getattr(self, f)]
         check(len(given) <= 1, f"{' and '.join(map(flag, given))} exclude each other: give one")
         check(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .config import check
+from .checks import check
 
 
 def check_file(flag: str, file: str | Path | None) -> None:

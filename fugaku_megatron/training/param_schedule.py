@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..run.config import OptimizerConfig, RunConfig
 
@@ -32,6 +33,15 @@ class ParamSchedule:
         if o.lr_warmup_fraction is not None:
             warmup = int(o.lr_warmup_fraction * decay)
         return ParamSchedule(o, warmup, decay, total)
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return asdict(self)
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> ParamSchedule:
+        """Back from the checkpoint."""
+        return ParamSchedule(**{**state, "config": OptimizerConfig(**state["config"])})
 
     def learning_rate(self, samples: int) -> float:
         """Rate of the iteration that starts when `samples` have been consumed (0 in the first iteration of a warm-up)."""

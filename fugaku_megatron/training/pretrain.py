@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ..checkpoint.load import read_state
-from ..checkpoint.manifest import latest_iteration
 from ..checkpoint.save import check_replaces, check_writable
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
@@ -27,9 +24,11 @@ from ..logs.run_log import format_run
 from ..run import accounting, batches
 from ..run.accounting import Layout
 from ..run.arguments import Arguments
-from ..run.config import RunConfig, check
+from ..run.checks import check
+from ..run.config import RunConfig
 from ..run.recipes import GPT2_VOCABULARY
 from .kernel_choice import build_ops, choose_kernels
+from .resume import Resume, find_checkpoint, resume_training
 from .session import HISTORY, Session
 from .train import Progress, Trainer, reads_data
 
@@ -132,25 +131,6 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
     ]
 
 
-@dataclass(frozen=True)
-class Resume:
-    """The checkpoint that a run goes on from. iteration: None where it starts anew. state: what was saved beside the tensors."""
-
-    iteration: int | None
-    state: dict[str, Any]
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(**self.state.get("progress", {}))
-
-
-def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
-    """What --load and --ckpt-step name. Collective."""
-    directory = run.output.load
-    iteration = directory and (run.output.ckpt_step or on_root(world, lambda: latest_iteration(directory)))
-    return Resume(iteration, read_state(directory, iteration, world)) if iteration else Resume(None, {})
-
-
 def check_outputs(run: RunConfig, resume: Resume, world: Comm) -> None:
     """Raises ValueError on every rank for a place to write that takes no file, or whose checkpoints would be lost. Collective."""
     output = run.output
@@ -171,19 +151,6 @@ def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backe
     if profiler is None:
         return Trainer(run, world, groups, train, valid, ops=ops)
     return Trainer(run, world, profiler.groups(groups), train, valid, ops=ops, watch=profiler.watch)
-
-
-def load(trainer: Trainer, resume: Resume) -> list[str]:
-    """Bring the trainer to where the run stands; returns the log's lines. Collective."""
-    directory, seed = trainer.run.output.load, trainer.run.training.seed
-    if resume.iteration is None:
-        return [f"no checkpoint in --load {directory}: starting anew"] if directory else []
-    trainer.load(directory, resume.iteration)
-    lines, saved = [f"resumed from {directory} at iteration {trainer.progress.iteration}"], resume.state["rng"]["seed"]
-    if saved != seed:
-        lines.append(f"note: --seed is {seed}, the checkpoint's {saved}: the order of the data and the dropout masks are others "
-                     "from here on")
-    return lines
 
 
 def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress, lines: list[str]) -> MetricsWriter:
@@ -215,7 +182,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
     has_valid = any(world.all_gather_object(data[1] is not None))
     if run.training.eval_iters and not has_valid:
         lines.append(f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
-    lines += load(trainer, resume) + choice.lines
+    lines += resume_training(trainer, resume) + choice.lines
     iterations, _ = run_length(run, layout, resume.progress)
     writer = open_log(run, world, iterations, trainer.progress, lines)
     allocator.trim()

@@ -21,6 +21,7 @@ from .train import IterationResult, Trainer
 
 HISTORY = "history.jsonl"
 LOSS_CURVE = "loss_curve.png"
+DIVERGED, DIVERGED_STEPS = 3, 5  # exit code, skipped iterations in a row
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Session:
     profiler: Profiler | None = None
     signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
     started: int = 0  # iterations since this start
+    skipped_in_a_row: int = 0  # where no loss scale explains it
 
     def run(self) -> None:
         """Train to the end, or until something asks to leave. Collective."""
@@ -46,6 +48,7 @@ class Session:
             before = allocator.page_faults()
             result = self._step()
             self._log(result, [after - former for after, former in zip(allocator.page_faults(), before, strict=True)])
+            self._check_divergence(result)
             self._evaluate(progress.iteration)
             reason = self._reason_to_leave(progress.iteration, timer)
             due = output.save_interval and progress.iteration % output.save_interval == 0
@@ -103,6 +106,23 @@ class Session:
             clock_ghz=runtime.clock_ghz() if printed else None))
         if progress.iteration == self.iterations:
             self.writer.flush()
+
+    def _check_divergence(self, result: IterationResult) -> None:
+        """SystemExit(DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
+
+        Nothing is saved: the last checkpoint is from before.
+        """
+        scaler = self.trainer.optimizer.scaler
+        falling = scaler.dynamic and scaler.scale > scaler.precision.min_loss_scale
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and not falling else 0
+        if self.skipped_in_a_row < DIVERGED_STEPS:
+            return
+        progress, output = self.trainer.progress, self.trainer.run.output
+        self.writer.flush()
+        self.writer.print(f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {progress.iteration} held an Inf "
+                          "or NaN, and no update was made. Nothing is saved; go on from the last checkpoint"
+                          + (f" in {output.save}" if output.save else "") + " with a lower --lr, or with --clip-grad")
+        raise SystemExit(DIVERGED)
 
     def _evaluate(self, iteration: int) -> None:
         run, training = self.trainer.run, self.trainer.run.training

@@ -25,6 +25,7 @@ from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..run.accounting import Layout, pipeline_split, zero_shards
 from ..run.batches import RampUp
+from ..run.checks import check
 from ..run.config import ARCHITECTURE, RunConfig
 from .microbatches import Batch, MicroBatch, MicroBatchWindow
 from .optim import PARAMETER_DTYPES, Optimizer
@@ -189,7 +190,7 @@ class Trainer:
         """Everything but tensors. Dropout and initial weights are functions of (seed, sample), so the random state of every
         rank is the seed and the position in the data."""
         return {"progress": asdict(self.progress), "scaler": self.optimizer.scaler.state(), "optimizer_steps": self.optimizer.steps,
-                "kernels": self.ops.choice,
+                "kernels": self.ops.choice, "param_schedule": self.param_schedule.state(),
                 "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
 
     def save(self, directory: str) -> None:
@@ -205,6 +206,10 @@ class Trainer:
         self.optimizer.after_load()
         self.optimizer.scaler.load(state["scaler"])
         self.optimizer.steps = state["optimizer_steps"]
+        if self.run.optimizer.use_checkpoint_opt_param_scheduler:
+            check("param_schedule" in state, f"--use-checkpoint-opt_param-scheduler: the checkpoint in --load {directory} holds no "
+                  "schedule of the learning rate: leave the flag out")
+            self.param_schedule = ParamSchedule.from_state(state["param_schedule"])
         self.progress = Progress(**state["progress"])
         self.close()
         return state

@@ -1,0 +1,65 @@
+"""Fields of a run's config and what is asked of their values. Test: pytest tests/test_config.py"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field, fields
+from typing import Any
+
+
+def opt(default: Any, help: str, **meta: Any) -> Any:
+    """A dataclass field with its help text; `meta`: choices, nargs, type, aliases (other flag names), switches (flag -> value)."""
+    return field(default=default, metadata={"help": help, **meta})
+
+
+def required(help: str, **meta: Any) -> Any:
+    """A field that a recipe or a flag must give."""
+    return field(metadata={"help": help, **meta})
+
+
+def flag(name: str) -> str:
+    """The command-line name of a field: seq_length -> --seq-length."""
+    return "--" + name.replace("_", "-")
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless `condition` holds: for values that a user gave."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Every named field that is set must be > 0."""
+    for name in names:
+        value = getattr(config, name)
+        check(value is None or value > 0, f"{flag(name)} is {value}: give a number above 0")
+
+
+MAX_NUMBER = 2**31 - 1  # of a whole number whose field names no other limit
+
+
+def check_numbers(config: Any) -> None:
+    """Every number must be finite, and a whole number at most its field's `maximum`, so that no size is beyond any machine."""
+    for f in fields(config):
+        value, maximum = getattr(config, f.name), f.metadata.get("maximum", MAX_NUMBER)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float):
+                check(math.isfinite(number), f"{flag(f.name)} is {number}: give a finite number")
+            elif isinstance(number, int):
+                shown = number if abs(number) < 10**18 else f"a number of {len(str(abs(number)))} digits"
+                check(number <= maximum, f"{flag(f.name)} is {shown}: give at most {maximum}")
+
+
+def check_fraction(config: Any, *names: str) -> None:
+    """Every named field must lie in [0, 1)."""
+    for name in names:
+        value = getattr(config, name)
+        check(0.0 <= value < 1.0, f"{flag(name)} is {value}: give a number from 0 to below 1")
+
+
+def check_choices(config: Any) -> None:
+    """Every field with choices must hold one of them, or None where that is its default."""
+    for f in fields(config):
+        choices, value = f.metadata.get("choices"), getattr(config, f.name)
+        check(choices is None or value in choices or value is f.default,
+              f"{flag(f.name)} is {value}: give {' or '.join(map(str, choices or ()))}")

@@ -1,0 +1,119 @@
+"""Going on from a checkpoint: what --load names, and which settings of the run differ from those it was saved with.
+
+Left out: reading the tensors (`checkpoint.load`). Test: pytest tests/test_resume.py
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.load import read_state
+from ..checkpoint.manifest import TRACKER, latest_iteration
+from ..comm.agreement import on_root
+from ..comm.base import Comm
+from ..run.checks import check, flag
+from ..run.config import COURSE, RunConfig
+from .param_schedule import ParamSchedule
+from .session import HISTORY, LOSS_CURVE
+from .train import Progress, Trainer
+
+OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER)  # what a run that ended before its first checkpoint leaves, beside iter_...
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run goes on from.
+
+    iteration: None where the run starts anew. state, config: what was saved beside the tensors.
+    """
+
+    iteration: int | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self.state.get("progress", {}))
+
+
+def check_source(load: str, save: str | None) -> None:
+    """Raises ValueError for a --load that holds no checkpoint, unless it is an empty or absent directory equal to --save."""
+    path = Path(load)
+    check(not (path.is_symlink() and _is_loop(path)), f"--load {load} is a symbolic link to itself: give a directory")
+    check(not path.exists() or path.is_dir(), f"--load {load} is a file: give the directory that holds iter_... and {TRACKER}")
+    check(not path.name.startswith("iter_"), f"--load {load} is one iteration of a checkpoint: give its parent {path.parent} and "
+          f"--ckpt-step {path.name.removeprefix('iter_').lstrip('0') or 0}")
+    own = save is not None and path.resolve() == Path(save).resolve()
+    check(own, f"--load {load} holds no checkpoint ({TRACKER} is not there): correct the directory, or leave --load out to start "
+          "anew; only a --load that is also --save may be empty")
+    others = [p.name for p in path.glob("*") if p.is_file() and not p.name.startswith((".", *OWN_FILES))]
+    check(not others, f"--load {load} holds no checkpoint but other files ({', '.join(sorted(others)[:3])}): give another "
+          "directory, or an empty one to start anew")
+
+
+def _is_loop(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
+
+
+def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
+    """What --load and --ckpt-step name. Collective; ValueError on every rank for a --load without a checkpoint."""
+    directory = run.output.load
+    if not directory:
+        return Resume()
+    iteration = run.output.ckpt_step or on_root(world, lambda: _latest(directory, run.output.save))
+    return Resume(iteration, *read_state(directory, iteration, world)) if iteration else Resume()
+
+
+def _latest(directory: str, save: str | None) -> int | None:
+    iteration = latest_iteration(directory) if Path(directory).is_dir() else None
+    if iteration is None:
+        check_source(directory, save)
+    return iteration
+
+
+def differences(run: RunConfig, saved: dict[str, Any]) -> list[str]:
+    """The settings that decide the course of training and differ from the saved ones, each as a phrase with its flag."""
+    phrases = []
+    for group, names in COURSE.items():
+        now, before = getattr(run, group), saved.get(group, {})
+        for name in names:
+            value = getattr(now, name)
+            value = list(value) if isinstance(value, tuple) else value  # as JSON has it
+            if name in before and before[name] != value:
+                phrases.append(f"{flag(name)} is {value}, was {before[name]}")
+    return phrases
+
+
+def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
+    """Bring the trainer to where the run stands; returns the log's lines. Collective."""
+    run = trainer.run
+    if resume.iteration is None:
+        return [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
+    requested = trainer.param_schedule
+    trainer.load(run.output.load, resume.iteration)
+    lines = [f"resumed from {run.output.load} at iteration {trainer.progress.iteration}"]
+    lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
+    return lines + _schedule_note(requested, trainer, resume)
+
+
+def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
+    """What becomes of the learning rate where this command line's schedule is not the saved one."""
+    state, samples, optimizer = resume.state.get("param_schedule"), trainer.progress.consumed_samples, trainer.run.optimizer
+    saved = ParamSchedule.from_state(state) if state else requested
+    now, before = requested.learning_rate(samples), saved.learning_rate(samples)
+    lengths = (requested.warmup_samples, requested.decay_samples), (saved.warmup_samples, saved.decay_samples)
+    if optimizer.override_opt_param_scheduler or (now == before and lengths[0] == lengths[1]):
+        return []
+    if optimizer.use_checkpoint_opt_param_scheduler:
+        return [f"note: --use-checkpoint-opt_param-scheduler: the learning rate goes on from the checkpoint's {before:.3e}, not "
+                f"from this command line's {now:.3e}"]
+    return [f"note: the learning rate goes on from {now:.3e} instead of {before:.3e}: it decays over {lengths[0][1]} samples, was "
+            f"{lengths[1][1]}. --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, "
+            "--override-opt_param-scheduler takes this one without a note"]
