@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "comm": set(),
     "data": {"comm"},
     "checkpoint": {"comm"},
-    "host": {"run", "comm", "_kernels"},
+    "host": {"comm", "_kernels"},
     "published": {"run"},
     "logs": {"run", "published"},
     "nn": {"run", "comm", "host"},
