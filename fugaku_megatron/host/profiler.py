@@ -19,11 +19,12 @@ from typing import Any
 from ..comm.base import Comm
 from ..comm.grid import Groups
 from . import kernels
+from .fma_peak import fma_peak_gflops
 
 TRACKS = ("schedule", "kernels", "communication")
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "isend", "irecv", "barrier")
 INSTRUCTIONS = ("forward", "backward", "recv_forward", "send_forward", "recv_backward", "send_backward")
-FMA_STEPS, FMA_ROUNDS = 500_000, 10
+FMA_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -114,17 +115,12 @@ class _Step:
 
     def __enter__(self) -> None:
         if not self.profiler.peak_gflops:
-            self.profiler.peak_gflops = max(_fma_gflops() for _ in range(FMA_ROUNDS))
+            self.profiler.peak_gflops = fma_peak_gflops(FMA_ROUNDS)
         self.profiler.active, self.start = True, time.perf_counter()
 
     def __exit__(self, *exception: Any) -> None:
         self.profiler.steps.append(time.perf_counter() - self.start)
         self.profiler.active = False
-
-
-def _fma_gflops() -> float:
-    start = time.perf_counter()
-    return kernels.bench_fma(FMA_STEPS) / (time.perf_counter() - start) / 1e9
 
 
 class _Observed:
