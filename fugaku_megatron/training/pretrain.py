@@ -27,6 +27,7 @@ from ..run.arguments import Arguments
 from ..run.checks import check
 from ..run.config import RunConfig
 from ..run.recipes import GPT2_VOCABULARY
+from .forecast import check_memory, data_line, iteration_line
 from .kernel_choice import build_ops, choose_kernels
 from .resume import Resume, find_checkpoint, resume_training
 from .session import HISTORY, Session
@@ -153,15 +154,17 @@ def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backe
     return Trainer(run, world, profiler.groups(groups), train, valid, ops=ops, watch=profiler.watch)
 
 
-def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress, lines: list[str]) -> MetricsWriter:
-    """The run's log, with its first lines written."""
+def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress) -> MetricsWriter:
+    """The log of iterations: lines, history, TensorBoard."""
     output = run.output
-    writer = MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=progress.iteration,
-                           tensorboard_dir=output.tensorboard_dir,
-                           history_path=Path(output.save) / HISTORY if output.save else None)
-    for line in lines:
-        writer.print(line)
-    return writer
+    return MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=progress.iteration,
+                         tensorboard_dir=output.tensorboard_dir, history_path=Path(output.save) / HISTORY if output.save else None)
+
+
+def _say(world: Comm, *lines: str | None) -> None:
+    """Print what the log says before the first iteration as soon as it is known, on rank 0."""
+    if world.rank == 0:
+        print(*filter(None, lines), sep="\n", end="\n" if any(lines) else "", flush=True)
 
 
 def start(arguments: Arguments, world: Comm) -> Session:
@@ -174,17 +177,21 @@ def start(arguments: Arguments, world: Comm) -> Session:
     check_outputs(run, resume, world)
     machine = configure_process(run, world)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
+    _say(world, *announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node())))))
+    with everywhere():
+        _say(world, check_memory(run, layout, world), iteration_line(run, layout))
     data = build_data(run, groups, layout, resume.progress)
+    _say(world, data_line(data[0]))
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
+    _say(world, *choice.lines)
     profiler = Profiler() if run.output.profile and world.rank in run.output.profile_ranks else None
     trainer = build_trainer(run, world, groups, data, choice.backends, profiler)
-    lines = announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node()))))
     has_valid = any(world.all_gather_object(data[1] is not None))
     if run.training.eval_iters and not has_valid:
-        lines.append(f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
-    lines += resume_training(trainer, resume) + choice.lines
+        _say(world, f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
+    _say(world, *resume_training(trainer, resume))
     iterations, _ = run_length(run, layout, resume.progress)
-    writer = open_log(run, world, iterations, trainer.progress, lines)
+    writer = open_log(run, world, iterations, trainer.progress)
     allocator.trim()
     return Session(trainer, writer, iterations, has_valid, profiler)
 

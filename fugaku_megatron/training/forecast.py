@@ -1,0 +1,87 @@
+"""What a run will need, said before its first iteration: memory, time of an iteration, passes over the data.
+
+Left out: other machines and communication (`fugaku-megatron predict`). Test: pytest tests/test_forecast.py
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .. import schedule
+from ..comm.base import Comm
+from ..comm.grid import Grid
+from ..host.fma_peak import fma_peak_gflops
+from ..run import accounting, memory
+from ..run.accounting import Layout
+from ..run.checks import check
+from ..run.config import RunConfig
+
+PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, MPI
+BEYOND_DOUBT = 1.1  # a run that needs this many times the memory of its node is refused
+FMA_SHARE = (0.8, 0.3)  # of the FP32 peak of multiply-adds: what a step reaches at best and where little fits the caches
+PEAK_ROUNDS = 3
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def node_bytes() -> int:
+    """Memory that the processes of this node may use: the machine's, or less where a control group says so."""
+    limits = [psutil.virtual_memory().total]
+    for path in CGROUP_LIMITS:
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return min(limits)
+
+
+def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
+    """Memory of one rank at the peak of a step, as --dry-run has it, with the process itself."""
+    stage = Grid(layout.world_size, layout.tp, layout.pp).coords(rank)[1]
+    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    in_flight = schedule.in_flight(schedule.one_f_one_b(stage, layout.pp, microbatches))
+    return memory.stage_memory(run, layout, stage, in_flight).total + PROCESS_BYTES
+
+
+def check_memory(run: RunConfig, layout: Layout, world: Comm) -> str:
+    """The log's line. Raises ValueError on every rank when a node's ranks need more memory than it has. Collective."""
+    own = rank_bytes(run, layout, world.rank)
+    everyone = world.all_gather_object((platform.node(), own, node_bytes()))
+    here = [needed for node, needed, _ in everyone if node == platform.node()]
+    for node, _, available in everyone:
+        needed = sum(other for name, other, _ in everyone if name == node)
+        ranks = sum(name == node for name, *_ in everyone)
+        check(needed <= BEYOND_DOUBT * available, f"this run needs about {_gib(needed)} on node {node} for its {ranks} ranks "
+              f"(--dry-run shows each rank's share) and the node has {_gib(available)}: give --checkpoint-activations, a smaller "
+              "--micro-batch-size or model, more tensor- or pipeline-parallel ranks on other nodes, or --zero-stage 1")
+    return (f"memory: about {_gib(max(other for _, other, _ in everyone))} for the largest rank, {_gib(sum(here))} for the "
+            f"{len(here)} ranks of this node, which has {_gib(node_bytes())} (model)")
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def iteration_line(run: RunConfig, layout: Layout) -> str:
+    """How long an iteration will take about, from the FMA peak measured here; communication is left out."""
+    flops = accounting.hardware_flops(run, layout.global_batch_size(run)) / layout.world_size
+    peak = fma_peak_gflops(PEAK_ROUNDS) * 1e9
+    low, high = (_seconds(flops / peak / share) for share in FMA_SHARE)
+    return (f"time: about {low} to {high} for an iteration, the log follows every {run.output.log_interval} (estimate from "
+            f"{peak / 1e9:.0f} GFLOP/s of FP32 multiply-adds in this rank)")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 100 else f"{value / 60:.0f} min"
+
+
+def data_line(train: Any) -> str | None:
+    """How often the data is read, from the rank's training set; None where it does not know."""
+    epochs = getattr(train, "num_epochs", None)
+    if epochs is None:
+        return None
+    once = "at most once" if epochs == 1 else f"{epochs:,} times (epochs)"
+    return f"data: {len(train):,} samples of training read the data {once}"

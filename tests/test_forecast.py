@@ -1,0 +1,69 @@
+"""What a run says before its first iteration. Run: pytest tests/test_forecast.py"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.arguments import make_run
+from fugaku_megatron.training import forecast
+from fugaku_megatron.training.dry_run import plan_stage
+from tests.helpers import small_run
+
+
+def test_a_ranks_memory_is_the_dry_runs():
+    run = make_run("124m", {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "global_batch_size": 8})
+    layout = Layout.from_run(run, 8)
+    for rank in range(8):
+        plan = plan_stage(run, layout, rank // 2, layout.microbatches(run, 8))
+        assert forecast.rank_bytes(run, layout, rank) == plan.memory.total + forecast.PROCESS_BYTES
+
+
+def test_a_model_that_does_not_fit_is_refused_with_both_figures():
+    run = make_run("30b", {"global_batch_size": 1})
+    with pytest.raises(ValueError) as error:
+        forecast.check_memory(run, Layout.from_run(run, 1), DryComm())
+    needed, has = map(float, re.findall(r"([\d.]+) GiB", str(error.value)))
+    assert needed > 400 and has == pytest.approx(forecast.node_bytes() / 2**30, abs=0.1)
+    assert "--dry-run" in str(error.value) and "--checkpoint-activations" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_ranks_of_a_node_are_added_up(monkeypatch):
+    run = small_run(pipeline_model_parallel_size=2)
+    layout = Layout.from_run(run, 2)
+    both = sum(forecast.rank_bytes(run, layout, rank) for rank in range(2))
+    monkeypatch.setattr(forecast, "node_bytes", lambda: both)
+    lines = ThreadWorld(2).run(lambda world: forecast.check_memory(run, layout, world))
+    assert lines[0] == lines[1] and "2 ranks of this node" in lines[0] and "(model)" in lines[0]
+    monkeypatch.setattr(forecast, "node_bytes", lambda: both // 2)
+    with pytest.raises(ValueError, match="for its 2 ranks"):
+        ThreadWorld(2).run(lambda world: forecast.check_memory(run, layout, world))
+
+
+def test_the_time_of_an_iteration_is_estimated_from_a_measured_peak(monkeypatch):
+    run = small_run()
+    monkeypatch.setattr(forecast, "fma_peak_gflops", lambda rounds: 1e-2)  # a slow machine: 10 MFLOP/s
+    line = forecast.iteration_line(run, Layout.from_run(run, 1))
+    low, high = map(float, re.search(r"about ([\d.]+) s to ([\d.]+) s", line).groups())
+    assert high / low == pytest.approx(0.8 / 0.3, rel=0.1)
+
+
+class Read:
+    """A training set that is read several times."""
+
+    num_epochs = 5012
+
+    def __len__(self) -> int:
+        return 97_655_808
+
+
+def test_passes_over_the_data():
+    assert forecast.data_line(Read()) == "data: 97,655,808 samples of training read the data 5,012 times (epochs)"
+    assert forecast.data_line(MockDataset(8, 4, 2, 1)) is None and forecast.data_line(None) is None
+    Read.num_epochs = np.int64(1)
+    assert forecast.data_line(Read()).endswith("at most once")
