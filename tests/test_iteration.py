@@ -36,7 +36,8 @@ def test_fields_of_our_own_stand_behind_megatrons():
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(IterationMetrics)[2:]])
 def test_any_field_may_be_absent(field):
-    whole = dataclasses.replace(parse_line(A100[0]), params_norm=1.0, minor_faults=5, system_seconds=0.5, clock_ghz=2.0)
+    whole = dataclasses.replace(parse_line(A100[0]), params_norm=1.0, tokens_per_second=5447.7, minor_faults=5, system_seconds=0.5,
+                                clock_ghz=2.0)
     without = dataclasses.replace(whole, **{field: None})
     assert parse_line(without.format_line()) == without
     assert len(without.format_line()) < len(whole.format_line())
@@ -73,3 +74,19 @@ def test_rates_of_an_interval_are_means_over_its_time():
              for i, seconds, size, rate in ((1, 1.0, 4, 2.0), (2, 3.0, 8, 6.0))]
     whole = IterationMetrics.from_interval(parts)
     assert (whole.elapsed_seconds, whole.samples_per_second, whole.tflops) == (2.0, 3.0, 5.0)
+
+
+def test_tokens_per_second_follow_from_samples_and_tokens_and_come_back():
+    parts = [IterationMetrics(i, 9, consumed_samples=4 * i, consumed_tokens=4096 * i, elapsed_seconds=seconds, global_batch_size=4,
+                              lm_loss=1.0, skipped=0, tflops=0.0123) for i, seconds in ((1, 1.0), (2, 3.0))]
+    line = IterationMetrics.from_interval(parts).format_line()
+    assert " samples per second: 2.000 | tokens per second: 2048.0 | TFLOPs: 0.0123 |" in line
+    assert parse_line(line).tokens_per_second == 2048.0 and parse_line(line).format_line() == line
+    assert parse_line(A100[0]).tokens_per_second is None
+
+
+@pytest.mark.parametrize("rate, printed", [(108.468, "108.47"), (0.1, "0.10"), (0.06, "0.0600"), (0.01234, "0.0123"),
+                                           (0.000456789, "0.000457"), (0.0, "0.00"), (math.nan, "nan")])
+def test_tflops_of_small_models_keep_three_digits(rate, printed):
+    line = IterationMetrics(1, 2, tflops=rate).format_line()
+    assert line.endswith(f" TFLOPs: {printed} |") and parse_line(line).format_line() == line

@@ -54,7 +54,7 @@ def test_an_interval_is_averaged_and_printed_once():
     assert got == IterationMetrics(
         iteration=2, train_iters=10, consumed_samples=16, consumed_tokens=8192, elapsed_seconds=2.0,
         learning_rate=2e-4, global_batch_size=8, lm_loss=10.0, loss_scale=1.0, grad_norm=4.0, skipped=0, nans=0,
-        samples_per_second=4.0, tflops=1.5)
+        samples_per_second=4.0, tokens_per_second=2048.0, tflops=1.5)
     assert stream.getvalue() == got.format_line() + "\n"
     writer.add(_step(3))
     assert writer.add(_step(4)).lm_loss == 10.0  # the interval before is forgotten

@@ -53,15 +53,30 @@ def _samples_per_second(records: Sequence[IterationMetrics], name: str) -> float
     return _total(records, "global_batch_size") / _total(records, "elapsed_seconds")
 
 
+def _tokens_per_second(records: Sequence[IterationMetrics], name: str) -> float | None:
+    """Samples per second times the tokens of a sample, which are those consumed over the samples consumed."""
+    last = records[-1]
+    if not last.consumed_tokens or not last.consumed_samples:
+        return None
+    return _samples_per_second(records, name) * last.consumed_tokens / last.consumed_samples
+
+
 def _nan_iterations(records: Sequence[IterationMetrics], name: str) -> int:
     return sum(not math.isfinite(record.lm_loss) for record in records)
 
 
-def _metric(label: str, form: str, reduction: Reduction, tag: str | None = None, interval_tag: str | None = None) -> Any:
+def rate_text(rate: float) -> str:
+    """TFLOPs with two decimals as Megatron-DeepSpeed prints them; below 0.1 with three significant digits."""
+    decimals = 2 - math.floor(math.log10(abs(rate))) if 0 < abs(rate) < 0.1 else 2
+    return f"{rate:.{decimals}f}"
+
+
+def _metric(label: str, form: str | Callable[[Any], str], reduction: Reduction, tag: str | None = None,
+            interval_tag: str | None = None) -> Any:
     """A field of `IterationMetrics`, None by default.
 
-    label, form: name and format in the log line. tag: the TensorBoard tag (Megatron's) for the value of every iteration.
-    interval_tag: the tag for the value of every interval.
+    label, form: name and format, or function that formats, in the log line. tag: the TensorBoard tag (Megatron's) for the value
+    of every iteration. interval_tag: the tag for the value of every interval.
     """
     return field(default=None, metadata={"label": label, "form": form, "reduction": reduction, "tag": tag,
                                          "interval_tag": interval_tag})
@@ -74,7 +89,8 @@ class IterationMetrics:
     The fields are in the order of the line: Megatron-DeepSpeed's first, then our own. Seconds are per iteration, `tflops` is 10^12
     operations per second and rank. `minor_faults` and `system_seconds` (per iteration) and `clock_ghz` (measured after the last
     iteration) are those of the rank that prints. An interval needs `elapsed_seconds`, `global_batch_size`, `lm_loss`, `skipped`
-    and `tflops` of each of its iterations, and computes `nans` and `samples_per_second` itself.
+    and `tflops` of each of its iterations, and computes `nans`, `samples_per_second` and, where samples and tokens are counted,
+    `tokens_per_second` itself.
     """
 
     iteration: int
@@ -92,7 +108,8 @@ class IterationMetrics:
     skipped: int | None = _metric("number of skipped iterations", "{:3d}", _total)
     nans: int | None = _metric("number of nan iterations", "{:3d}", _nan_iterations)
     samples_per_second: float | None = _metric("samples per second", "{:.3f}", _samples_per_second)
-    tflops: float | None = _metric("TFLOPs", "{:.2f}", _mean_over_time, interval_tag="throughput")
+    tokens_per_second: float | None = _metric("tokens per second", "{:.1f}", _tokens_per_second)
+    tflops: float | None = _metric("TFLOPs", rate_text, _mean_over_time, interval_tag="throughput")
     minor_faults: int | None = _metric("minor faults", "{:d}", _rounded_mean)
     system_seconds: float | None = _metric("system time (s)", "{:.3f}", _mean)
     clock_ghz: float | None = _metric("clock (GHz)", "{:.2f}", _last)
@@ -109,7 +126,8 @@ class IterationMetrics:
         for name, metadata in METRICS:
             value = getattr(self, name)
             if value is not None:
-                parts.append(f" {metadata['label']}: {metadata['form'].format(value)} |")
+                form = metadata["form"]
+                parts.append(f" {metadata['label']}: {form(value) if callable(form) else form.format(value)} |")
         return "".join(parts)
 
 
@@ -132,7 +150,7 @@ def parse_line(line: str) -> IterationMetrics:
     for name, metadata in METRICS:
         label, form = metadata["label"], metadata["form"]
         if label in texts:
-            values[name] = _number(texts[label], int if form.endswith("d}") else float, label)
+            values[name] = _number(texts[label], int if isinstance(form, str) and form.endswith("d}") else float, label)
     return IterationMetrics(iteration=int(head[1]), train_iters=int(head[2]), **values)
 
 

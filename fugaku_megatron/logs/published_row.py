@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..published.rows import load
+from . import iteration
 
 
 def header() -> tuple[str, ...]:
@@ -21,16 +22,12 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def seconds_text(value: float | None) -> str:
     """Seconds as the tables print them, with more decimals for small models: four below 0.1, two below 100, else one."""
-    return _or_dash(value, ".1f" if value and value >= 100 else _digits(value))
+    return _or_dash(value, ".1f" if value and value >= 100 else ".2f" if value is None or value >= 0.1 else ".4f")
 
 
 def rate_text(value: float | None) -> str:
-    """TFLOPs as the tables print them, with two decimals; four below 0.1."""
-    return _or_dash(value, _digits(value))
-
-
-def _digits(value: float | None) -> str:
-    return ".2f" if value is None or value >= 0.1 else ".4f"
+    """TFLOPs as the log prints them, which is as the tables do; "-" when unknown."""
+    return "-" if value is None else iteration.rate_text(value)
 
 
 @dataclass(frozen=True, kw_only=True)
