@@ -385,7 +385,7 @@ def test_a_missing_or_foreign_tracker_never_means_start_anew(tmp_path):
     ('{"format": ', "manifest.json is damaged"),
     ('{"args": {}}', "manifest.json is foreign"),
     ("[1]", "manifest.json is foreign"),
-    (json.dumps({"format": manifest.FORMAT, "format_version": 99}), "has format version 99, this program reads 1"),
+    (json.dumps({"format": manifest.FORMAT, "format_version": 99}), "has format version 99, this program reads 2"),
 ])
 def test_a_manifest_that_cannot_be_used_is_named_with_what_is_intact(tmp_path, text, problem):
     _save(tmp_path, 90, seed=9)

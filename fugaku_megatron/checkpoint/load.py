@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
-from .manifest import TRACKER, iteration_path, join, latest_iteration, list_iterations, read_manifest, verify_file
+from .manifest import TRACKER, iteration_path, join, latest_iteration, list_iterations, read_manifest, unsigned_note, verify_file
 from .shards import Shard, check_layout, check_model, make_plan
 
 
@@ -34,6 +34,8 @@ def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Com
     others = partial(_other_iterations, directory, iteration)
     manifest = _manifest(directory, iteration, comm)
     path = on_root(comm, lambda: iteration_path(directory, iteration))
+    if comm.rank == 0 and (note := unsigned_note(manifest, path)):
+        print(note)
     on_root(comm, lambda: check_model(manifest["config"].get("model", {}), model or {}, path), prefix)
     on_root(comm, lambda: check_layout(manifest["layout"], layout, path), prefix)
     plan: dict[str, list[Shard]] = {}

@@ -19,12 +19,17 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from . import schema
+
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 FORMAT = "fugaku_megatron checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+UNSIGNED_VERSION = 1  # without a checksum of the manifest; still read
+_REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-step"
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
 _CHUNK_BYTES = 8 << 20
+_TRACKER_DIGITS = 18
 
 
 def latest_iteration(directory: str | os.PathLike) -> int | None:
@@ -35,8 +40,11 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
     """
     tracker = Path(directory) / TRACKER
     if tracker.exists():
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if not text.isdecimal():
+        if not tracker.is_file():
+            raise ValueError(f"{tracker} is no regular file: remove it and choose an iteration by --ckpt-step")
+        with open(tracker, encoding="utf-8", errors="replace") as file:
+            text = file.read(100).strip()
+        if not text.isdecimal() or len(text) > _TRACKER_DIGITS:
             raise ValueError(f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step")
         return int(text)
     present = list_iterations(directory)
@@ -53,20 +61,54 @@ def list_iterations(directory: str | os.PathLike) -> list[int]:
 
 
 def read_manifest(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
-    """The manifest of `iteration`. ValueError when it is missing, damaged, of another program or of another format version."""
+    """The manifest of `iteration`. ValueError when it is missing, damaged, changed, of another program or of another version."""
     path = iteration_path(Path(directory), iteration) / MANIFEST
-    if not path.exists():
-        raise ValueError(f"{path} is missing")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    manifest = _read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is foreign: its format is not {FORMAT!r}")
-    if manifest.get("format_version") != FORMAT_VERSION:
-        version = manifest.get("format_version")
+    version = manifest.get("format_version")
+    if version not in (FORMAT_VERSION, UNSIGNED_VERSION):
         raise ValueError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+    try:
+        _check_checksum(manifest)
+        schema.check_contents(manifest)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}: {_REMEDY}") from error
+    if manifest["iteration"] != iteration:
+        saved = manifest["iteration"]
+        raise ValueError(f"{path} is of iteration {saved}, its folder says {iteration}: rename the folder to "
+                         f"{iteration_name(saved)}, or choose another iteration by --ckpt-step")
     return manifest
+
+
+def _read_json(path: Path) -> Any:
+    if not path.exists():
+        raise ValueError(f"{path} is missing")
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file: {_REMEDY}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path} is damaged: brackets are nested too deeply: {_REMEDY}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}: {_REMEDY}") from error
+
+
+def _check_checksum(manifest: dict[str, Any]) -> None:
+    saved = manifest.get(schema.CHECKSUM)
+    if saved is None and manifest["format_version"] == UNSIGNED_VERSION:
+        return
+    actual = schema.checksum(manifest)
+    if saved != actual:
+        raise ValueError(f"its contents have CRC-32 {actual}, its field crc32 says {saved}; it was altered after the save")
+
+
+def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
+    """A line for the log about a manifest that nothing protects against changes; "" for one with a checksum."""
+    if schema.CHECKSUM in manifest:
+        return ""
+    return (f"note: {path / MANIFEST} was written before manifests had a checksum, so a change in it would not be noticed; "
+            "the next save has one")
 
 
 def write_manifest(path: Path, iteration: int, layout: dict[str, int], config: dict[str, Any], state: dict[str, Any],
@@ -74,6 +116,8 @@ def write_manifest(path: Path, iteration: int, layout: dict[str, int], config: d
     """`files`: name -> {"size", "crc32", "shards": records}. Raises TypeError if config or state is not JSON."""
     manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "iteration": iteration, "layout": layout,
                 "config": config, "state": state, "files": files}
+    manifest = json.loads(json.dumps(manifest))  # as a reader sees it: tuples are lists, keys are texts
+    manifest[schema.CHECKSUM] = schema.checksum(manifest)
     write_text(path / MANIFEST, json.dumps(manifest, separators=(",", ":")))
 
 
