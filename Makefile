@@ -1,20 +1,23 @@
 # Two commands do everything on a fresh machine with python3 (with venv), g++ and make: `make train` and `make test`.
-# MPI=mpich (default: a wheel) | MPI=system (mpi4py is built against the mpicc on the PATH; what Fugaku and clusters need).
+# MPI=mpich (a wheel) | MPI=system (mpi4py is built for the mpicc on the PATH; what Fugaku and clusters need). Default: what is set up,
+# else mpich.
 
 PYTHON ?= python3
-MPI ?= mpich
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+MPI ?= $(if $(wildcard $(STAMPS)/mpi-system),system,mpich)
 DEMO := demo
 TRAIN_RANKS ?= 2
+TRAIN_FLAGS ?=
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test lint wheel wheel-test bench rendered clean
 
 help:
-	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes)"
+	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
+	@echo "             TRAIN_FLAGS='--train-iters 20' adds training flags)"
 	@echo "make test    set up, then lint and run all tests"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make lint    ruff"
@@ -41,14 +44,16 @@ $(STAMPS)/packages: $(STAMPS)/venv requirements.txt
 	$(INSTALL) -r requirements.txt
 	@touch $@
 
-$(STAMPS)/mpi-mpich: $(STAMPS)/packages requirements-mpi.txt
-	$(INSTALL) --constraint requirements-mpi.txt mpi4py mpich
+# Made again when its mpiexec is gone. The MPI of before may have left the same version of mpi4py, built for another library.
+$(STAMPS)/mpi-mpich: $(STAMPS)/packages requirements-mpi.txt $(if $(wildcard $(BIN)/mpiexec),,again)
+	$(INSTALL) --force-reinstall --no-deps --constraint requirements-mpi.txt mpi4py mpich
 	@rm -f $(STAMPS)/mpi-* && touch $@
 
-$(STAMPS)/mpi-system: $(STAMPS)/packages requirements-mpi.txt
-	$(PIP) uninstall --quiet --yes mpich
-	$(INSTALL) --force-reinstall --no-deps --no-binary mpi4py --constraint requirements-mpi.txt mpi4py
+$(STAMPS)/mpi-system: $(STAMPS)/packages requirements-mpi.txt scripts/system_mpi.sh
+	@scripts/system_mpi.sh $(BIN)/python
 	@rm -f $(STAMPS)/mpi-* && touch $@
+
+.PHONY: again
 
 $(STAMPS)/kernels: $(STAMPS)/mpi-$(MPI) setup.py $(wildcard kernels_sve/*)
 	$(BIN)/python setup.py --quiet build_ext --inplace
@@ -76,7 +81,7 @@ $(DEMO)/corpus_text_document.idx: tools/demo_corpus.py | setup
 train: setup $(DEMO)/corpus_text_document.idx
 	OMP_NUM_THREADS=1 $(MPIEXEC) -n $(TRAIN_RANKS) $(BIN)/fugaku-megatron train --recipe demo \
 	    --data-path $(DEMO)/corpus_text_document --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
-	    --save $(DEMO)/checkpoint --load $(DEMO)/checkpoint
+	    --save $(DEMO)/checkpoint --load $(DEMO)/checkpoint $(TRAIN_FLAGS)
 	$(BIN)/fugaku-megatron generate --load $(DEMO)/checkpoint --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
 	    --prompt "def __init__(self" --tokens 80
 

@@ -53,7 +53,7 @@ echo "1/5 packages ($PYTHON, $CXX, MPI $MPI)"
 pip=("$WORK/venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" -r "$ROOT/requirements.txt"
 if [ "$MPI" = system ]; then
-    "${pip[@]}" --no-binary mpi4py --constraint "$ROOT/requirements-mpi.txt" mpi4py
+    "$ROOT/scripts/system_mpi.sh" "$WORK/venv/bin/python"
 else
     "${pip[@]}" --constraint "$ROOT/requirements-mpi.txt" mpi4py mpich
 fi
