@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm.agreement import on_root
+from .files import unreadable
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
     from ..comm.base import Comm
@@ -38,17 +39,15 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 def _file_size(path: str) -> int:
-    try:
+    reason = unreadable(path)
+    if reason is None:
         return os.stat(path).st_size
-    except OSError as error:
-        remedy = (
-            "the prefix is given without .bin or .idx"
-            if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin"))
-            else f"is --data-path right? If it is, {REBUILD}"
-        )
-        raise ValueError(
-            f"{path}: cannot be read ({error.strerror}); a dataset is a .bin and an .idx file: {remedy}"
-        ) from None
+    remedy = (
+        "the prefix is given without .bin or .idx"
+        if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin"))
+        else f"is --data-path right? If it is, {REBUILD}"
+    )
+    raise ValueError(f"{path}: cannot be read ({reason}); a dataset is a .bin and an .idx file: {remedy}")
 
 
 def _check_places(path: str, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray, itemsize: int) -> None:

