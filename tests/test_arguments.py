@@ -198,7 +198,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
               "recompute_granularity": "full", "recompute_method": "block", "data_path": ("a",), "rampup_batch_size": (512, 512, 9),
               "split": "1,1,1", "pipeline_split": "even", "tokenizer_type": "t", "kernels": "torch",
               "allocator": "stock", "thread_affinity": "none", "profile_ranks": (1, 2),
-              "profile_step_start": 4, "profile_dir": "d",
+              "profile_step_start": 4, "profile_dir": "d", "log_live": "off",
               "normalization": "Other", "min_lr": 1e-6, "hidden_size": 96, "max_position_embeddings": 4096}
     companions = {"start_weight_decay": {"weight_decay_incr_style": "linear"}, "lr_decay_samples": {"train_samples": 9},
                   "lr_warmup_samples": {"train_samples": 9}, "vocab_file": {"merge_file": "m"}, "merge_file": {"vocab_file": "v"}}
@@ -208,7 +208,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
         new = others[name]
     elif isinstance(before, bool):
         new = not before
-    elif name in ("vocab_file", "merge_file", "save", "load", "tensorboard_dir"):
+    elif name in ("vocab_file", "merge_file", "save", "load", "tensorboard_dir", "log_file"):
         new = "somewhere"
     else:
         new = (before or 0.5) / 2 if isinstance(before, float) else (before or 5) * 2 + (name == "seed")

@@ -1,4 +1,4 @@
-"""Averages of intervals, TensorBoard, history, progress bar, peak memory. Run: pytest tests/test_metrics.py"""
+"""Averages of intervals, TensorBoard, history, peak memory. Run: pytest tests/test_metrics.py"""
 
 import dataclasses
 import errno
@@ -13,11 +13,6 @@ import pytest
 from fugaku_megatron.logs import metrics
 from fugaku_megatron.logs.iteration import IterationMetrics, parse_log
 from fugaku_megatron.logs.metrics import MetricsWriter
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def _step(iteration, **changes):
@@ -78,8 +73,8 @@ def test_skipped_iterations_are_counted_and_do_not_enter_the_loss():
 
 
 def test_a_rank_that_does_not_print_averages_and_writes_nothing(tmp_path):
-    stream = Terminal()
-    writer = MetricsWriter(10, 1, printing=False, stream=stream, tensorboard_dir=tmp_path / "tb",
+    stream = io.StringIO()
+    writer = MetricsWriter(10, 1, printing=False, live="on", stream=stream, tensorboard_dir=tmp_path / "tb",
                            history_path=tmp_path / "history")
     assert writer.add(_step(1)).lm_loss == 10.0
     writer.validation(1, 3.0, 8)
@@ -177,36 +172,12 @@ def test_missing_tensorboard_is_one_clear_error_on_every_rank(tmp_path, monkeypa
         MetricsWriter(10, 1, printing=printing, tensorboard_dir=tmp_path)
 
 
-def test_tensorboard_and_tqdm_are_imported_only_when_asked_for():
+def test_tensorboard_is_imported_only_when_asked_for():
     code = ("import io, sys; from fugaku_megatron.logs.metrics import MetricsWriter;"
             "MetricsWriter(2, 1, stream=io.StringIO());"
-            "print([name for name in ('tensorboard', 'tqdm', 'matplotlib') if name in sys.modules])")
+            "print([name for name in ('tensorboard', 'matplotlib') if name in sys.modules])")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
-
-
-def test_the_progress_bar_leaves_log_lines_whole():
-    pytest.importorskip("tqdm")
-    stream = Terminal()
-    writer = MetricsWriter(4, 2, stream=stream, start_iteration=0)
-    lines = [writer.add(_step(i)) for i in (1, 2, 3, 4)]
-    writer.close()
-    shown = stream.getvalue()
-    assert "4/4" in shown
-    # a terminal shows what follows the last carriage return; before it, blanks have wiped the bar
-    visible = [line.rpartition("\r")[2] for line in shown.split("\n")[:-1]]
-    assert visible == [line.format_line() for line in lines if line]
-    assert all(line.split("\r")[-2].strip() == "" for line in shown.split("\n")[:-1])
-
-
-def test_no_bar_in_a_file_or_without_tqdm(monkeypatch):
-    for stream, progress in ((io.StringIO(), None), (Terminal(), False)):
-        MetricsWriter(4, 1, stream=stream, progress=progress).add(_step(1))
-        assert "\r" not in stream.getvalue()
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    stream = Terminal()
-    MetricsWriter(4, 1, stream=stream).add(_step(1))
-    assert "\r" not in stream.getvalue()
 
 
 def test_peak_memory_grows_with_what_the_process_held():

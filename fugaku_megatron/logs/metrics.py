@@ -1,7 +1,7 @@
-"""The output of a run while it trains: log lines, TensorBoard, a progress bar, a history file, peak memory.
+"""The output of a run while it trains: log lines, TensorBoard, a history file, peak memory.
 
 `fugaku-megatron log LOG` makes tables of logs (log_table.py). Left out: what the metrics are and their log line
-(iteration.py), drawing (plot.py).
+(iteration.py), the terminal and the log file (screen.py), drawing (plot.py).
 Test: pytest tests/test_metrics.py
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .iteration import METRICS, IterationMetrics
+from .screen import open_screen
 
 _PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|")
@@ -44,35 +45,36 @@ def parse_validation_line(line: str) -> tuple[int, float, float]:
 
 
 class MetricsWriter:
-    """Averages the iterations of a log interval and writes them: log line, TensorBoard, history, progress bar.
+    """Averages the iterations of a log interval and writes them: log line, TensorBoard, history.
 
     All ranks may hold one; only the one with `printing` writes anything. `history_path` is a JSON-lines file: a run
     that starts at `start_iteration` drops the records after it, which an earlier run wrote past its last checkpoint.
-    `train_iters` is the length of the progress bar, which `progress` switches on or off; None: on if the stream is a terminal and
-    tqdm is installed. Raises ValueError, on every rank, if `tensorboard_dir` is given and TensorBoard is not installed.
+    `live` and `log_file`: --log-live and --log-file. Raises ValueError, on every rank, if `tensorboard_dir` is given and
+    TensorBoard is not installed.
     """
 
     def __init__(self, train_iters: int, log_interval: int, *, printing: bool = True, start_iteration: int = 0,
                  stream: TextIO | None = None, tensorboard_dir: str | os.PathLike | None = None,
-                 history_path: str | os.PathLike | None = None, progress: bool | None = None) -> None:
+                 history_path: str | os.PathLike | None = None, live: str = "auto",
+                 log_file: str | os.PathLike | None = None) -> None:
         if log_interval < 1:
             raise ValueError(f"--log-interval must be at least 1, got {log_interval}")
         if tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
             raise ValueError(f"--tensorboard-dir {tensorboard_dir}: a package is missing: pip install tensorboard")
         self.log_interval, self.printing = log_interval, printing
-        self.stream = sys.stdout if stream is None else stream
         self._interval: list[IterationMetrics] = []
         self._tensorboard = _summary_writer(tensorboard_dir) if tensorboard_dir is not None and printing else None
         self._history = _open_history(Path(history_path), start_iteration) if history_path and printing else None
-        self._bar = _progress_bar(self.stream, train_iters, start_iteration, progress) if printing else None
+        stream = sys.stdout if stream is None else stream
+        self._screen = open_screen(stream, live, train_iters, start_iteration, log_file) if printing else None
 
     def add(self, metrics: IterationMetrics) -> IterationMetrics | None:
         """Take one iteration; at the end of a log interval write the interval's line and return its metrics, else None."""
         self._interval.append(metrics)
         for name, metadata in METRICS:
             self._scalar(metadata["tag"], getattr(metrics, name), metrics.iteration, metrics.consumed_samples)
-        if self._bar is not None:
-            self._bar.update()
+        if self._screen is not None:
+            self._screen.iteration(metrics)
         return None if metrics.iteration % self.log_interval else self.flush()
 
     def flush(self) -> IterationMetrics | None:
@@ -81,7 +83,8 @@ class MetricsWriter:
             return None
         metrics = IterationMetrics.from_interval(self._interval)
         self._interval = []
-        self.print(metrics.format_line())
+        if self._screen is not None:
+            self._screen.log_line(metrics.format_line())
         self._record("train", asdict(metrics))
         for name, metadata in METRICS:
             self._scalar(metadata["interval_tag"], getattr(metrics, name), metrics.iteration)
@@ -96,23 +99,17 @@ class MetricsWriter:
         self._scalar("lm loss validation ppl", math.exp(min(20.0, lm_loss)), iteration, consumed_samples)
 
     def print(self, line: str) -> None:
-        """Print a line above the progress bar, on the printing rank only."""
-        if not self.printing:
-            return
-        if self._bar is not None:
-            self._bar.clear()
-        self.stream.write(line + "\n")
-        self.stream.flush()
-        if self._bar is not None:
-            self._bar.refresh()
+        """Print a line, on the printing rank only."""
+        if self._screen is not None:
+            self._screen.line(line)
 
     def close(self) -> None:
         """Flush and close whatever is open."""
-        for output in (self._bar, self._history, self._tensorboard):
+        for output in (self._screen, self._history, self._tensorboard):
             if output is not None:
                 with contextlib.suppress(OSError):  # the history's: `_record` has reported it
                     output.close()
-        self._bar = self._history = self._tensorboard = None
+        self._history = self._tensorboard = None
 
     def _scalar(self, tag: str | None, value: float | None, iteration: int, consumed_samples: int | None = None) -> None:
         """Write a TensorBoard scalar, if it has a tag and a value; with `consumed_samples` over these too, as Megatron does."""
@@ -136,14 +133,6 @@ def _summary_writer(directory: str | os.PathLike) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # imported only on request: it takes seconds
 
     return SummaryWriter(log_dir=os.fspath(directory))
-
-
-def _progress_bar(stream: TextIO, total: int, initial: int, progress: bool | None) -> Any:
-    if progress is False or (progress is None and not stream.isatty()) or importlib.util.find_spec("tqdm") is None:
-        return None
-    from tqdm import tqdm
-
-    return tqdm(total=total, initial=initial, file=stream, unit="it", leave=False, dynamic_ncols=True)
 
 
 def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -244,6 +244,9 @@ class OutputConfig:
     ckpt_step: int | None = opt(None, "load this iteration instead of the latest", type=int)
     save_interval: int | None = opt(None, "iterations between checkpoints (default: only at the end)", type=int)
     log_interval: int = opt(100, "iterations between log lines")
+    log_live: str = opt("auto", "one live line with loss, tokens/s and time left instead of log lines; auto: on a terminal, also "
+                        "below mpiexec", choices=("auto", "on", "off"))
+    log_file: str | None = opt(None, "file that the run's log is added to, whether or not it is printed", type=str)
     tensorboard_dir: str | None = opt(None, "directory for TensorBoard events", type=str)
     log_params_norm: bool = opt(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = opt(False, "log how many gradient elements are zero")
@@ -258,6 +261,7 @@ class OutputConfig:
         check_positive(self, "ckpt_step", "save_interval", "log_interval", "profile_step_start")
         for name in ("save", "load", "tensorboard_dir", "profile_dir"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
+        check(self.log_file != "", "--log-file is empty: give a file, or leave it out (is a variable unset?)")
         check(self.ckpt_step is None or self.load is not None, f"--ckpt-step {self.ckpt_step} needs --load, the directory it is in")
         check(self.profile_step_end > self.profile_step_start, f"--profile-step-end {self.profile_step_end} is not above "
               f"--profile-step-start {self.profile_step_start}: raise it")

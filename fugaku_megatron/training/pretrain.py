@@ -21,11 +21,13 @@ from ..host import allocator, kernels, placement, runtime
 from ..host.profiler import Profiler
 from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib
 from ..logs.run_log import format_run
+from ..logs.screen import append
 from ..run import accounting, batches
 from ..run.accounting import Layout
 from ..run.arguments import Arguments
 from ..run.checks import check
 from ..run.config import RunConfig
+from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
 from .forecast import check_memory, data_line, iteration_line
 from .kernel_choice import build_ops, choose_kernels
@@ -140,6 +142,7 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm) -> None:
         check_writable(output.save, world)
     if output.tensorboard_dir:
         check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
+    on_root(world, lambda: check_file("--log-file", output.log_file))
     if output.profile:
         check_writable(output.profile_dir, world, "--profile-dir", output.profile_ranks)
 
@@ -158,13 +161,15 @@ def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress) -
     """The log of iterations: lines, history, TensorBoard."""
     output = run.output
     return MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=progress.iteration,
-                         tensorboard_dir=output.tensorboard_dir, history_path=Path(output.save) / HISTORY if output.save else None)
+                         tensorboard_dir=output.tensorboard_dir, history_path=Path(output.save) / HISTORY if output.save else None,
+                         live=output.log_live, log_file=output.log_file)
 
 
-def _say(world: Comm, *lines: str | None) -> None:
-    """Print what the log says before the first iteration as soon as it is known, on rank 0."""
+def _say(run: RunConfig, world: Comm, *lines: str | None) -> None:
+    """Print what the log says before the first iteration as soon as it is known, on rank 0, and add it to --log-file."""
     if world.rank == 0:
         print(*filter(None, lines), sep="\n", end="\n" if any(lines) else "", flush=True)
+        append(run.output.log_file, *filter(None, lines))
 
 
 def start(arguments: Arguments, world: Comm) -> Session:
@@ -177,19 +182,19 @@ def start(arguments: Arguments, world: Comm) -> Session:
     check_outputs(run, resume, world)
     machine = configure_process(run, world)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
-    _say(world, *announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node())))))
+    _say(run, world, *announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node())))))
     with everywhere():
-        _say(world, check_memory(run, layout, world), iteration_line(run, layout))
+        _say(run, world, check_memory(run, layout, world), iteration_line(run, layout))
     data = build_data(run, groups, layout, resume.progress)
-    _say(world, data_line(data[0]))
+    _say(run, world, data_line(data[0]))
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
-    _say(world, *choice.lines)
+    _say(run, world, *choice.lines)
     profiler = Profiler() if run.output.profile and world.rank in run.output.profile_ranks else None
     trainer = build_trainer(run, world, groups, data, choice.backends, profiler)
     has_valid = any(world.all_gather_object(data[1] is not None))
     if run.training.eval_iters and not has_valid:
-        _say(world, f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
-    _say(world, *resume_training(trainer, resume))
+        _say(run, world, f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
+    _say(run, world, *resume_training(trainer, resume))
     iterations, _ = run_length(run, layout, resume.progress)
     writer = open_log(run, world, iterations, trainer.progress)
     allocator.trim()
