@@ -10,6 +10,7 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.lock import hold
 from ..checkpoint.save import check_replaces, check_writable
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
@@ -175,7 +176,6 @@ def _say(run: RunConfig, world: Comm, *lines: str | None) -> None:
 def start(arguments: Arguments, world: Comm) -> Session:
     """Check, build and resume. Raises ValueError for a user's mistake before anything expensive where that is possible."""
     with everywhere():
-        check_early(arguments, world.size)
         run = with_vocabulary(arguments.run, world)
         layout = Layout.from_run(run, world.size)
     resume = find_checkpoint(run, world)
@@ -203,7 +203,14 @@ def start(arguments: Arguments, world: Comm) -> Session:
 
 def pretrain(arguments: Arguments, world: Comm) -> None:
     """The run, from checked flags to the last checkpoint. Collective over `world`."""
-    session = start(arguments, world)
+    with everywhere():
+        check_early(arguments, world.size)
+    with hold(arguments.run.output.save, world):
+        _train(start(arguments, world), world)
+
+
+def _train(session: Session, world: Comm) -> None:
+    """From the first iteration to the last checkpoint. Collective over `world`."""
     try:
         with session.signals:
             session.run()

@@ -1,0 +1,177 @@
+"""One job at a time on one --save: a file in the directory that names the job that writes there.
+
+The file appears by link(2), which is atomic on shared file systems too (O_EXCL where there are no hard links), and its time stamp
+is renewed every BEAT seconds. A job that was killed leaves it behind. On the same kernel its owner is dead if the process is gone;
+from another node, if nobody renews the time stamp for PATIENCE seconds. Then the next job takes the lock over.
+Left out: two jobs on two clusters whose file systems do not see each other's files at once. Test: pytest tests/test_lock.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from ..comm.agreement import describe, on_root
+from ..comm.base import Comm
+
+LOCK = ".lock"
+BEAT, PATIENCE = 20.0, 120.0  # seconds
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds a lock. kernel: its boot and its process namespace, within which `process` is unique.
+
+    created: when the process started, seconds since 1970, which tells it from a later one of the same number.
+    """
+
+    host: str
+    kernel: str
+    process: int
+    created: float
+    since: str
+    token: str
+
+    @classmethod
+    def from_this_process(cls) -> Owner:
+        return cls(platform.node(), _kernel(), os.getpid(), psutil.Process().create_time(), time.strftime("%Y-%m-%d %H:%M:%S"),
+                   uuid.uuid4().hex)
+
+    def lives(self) -> bool | None:
+        """Whether the process is there; None where only its own node could tell."""
+        if self.kernel != _kernel():
+            return None
+        try:
+            return abs(psutil.Process(self.process).create_time() - self.created) < 1
+        except psutil.NoSuchProcess:
+            return False
+
+
+def _kernel() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    except OSError:  # a system that does not tell: only the time stamp counts
+        return uuid.uuid4().hex
+
+
+@contextlib.contextmanager
+def hold(directory: str | os.PathLike | None, comm: Comm) -> Iterator[None]:
+    """Hold the lock of --save `directory` inside the block; None: there is nothing to hold. Collective.
+
+    Raises ValueError on every rank when another job holds it, or when the directory takes no file.
+    """
+    if directory is None:
+        yield
+        return
+    locks: list[Lock] = []  # one on rank 0, none elsewhere
+    on_root(comm, lambda: locks.append(Lock(Path(directory))))
+    try:
+        yield
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def _read(path: Path) -> Owner | None:
+    """Who holds a lock; None if nobody does or the file does not tell."""
+    try:
+        return Owner(**json.loads(path.read_text()))
+    except (FileNotFoundError, TypeError, ValueError):
+        return None
+
+
+class Lock:
+    """The lock of one directory, held from creation to `release`. Raises ValueError when another job holds it."""
+
+    def __init__(self, directory: Path, beat: float = BEAT, patience: float = PATIENCE) -> None:
+        self.path, self.beat, self.patience = directory / LOCK, beat, patience
+        self.owner = Owner.from_this_process()
+        self._released = threading.Event()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+        except OSError as error:
+            raise ValueError(f"--save {directory} is not writable: {describe(error)}. Give another --save or change the "
+                             "permissions") from error
+        threading.Thread(target=self._renew, name="lock of --save", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the lock back; a lock that another job has taken over meanwhile stays."""
+        self._released.set()
+        with contextlib.suppress(OSError):
+            if _read(self.path) == self.owner:
+                self.path.unlink()
+
+    def _acquire(self) -> None:
+        while not self._create():
+            owner = _read(self.path)
+            lives = owner.lives() if owner else None
+            if self._is_renewed() if lives is None else lives:
+                owner = _read(self.path) or owner
+                job = f"process {owner.process} on {owner.host} since {owner.since}" if owner else f"{self.path} tells not which"
+                raise ValueError(f"--save {self.path.parent} is in use by another job: {job}: wait for its end, or give another "
+                                 "--save")
+            self._remove(owner)
+
+    def _create(self) -> bool:
+        """Whether the file is now ours; False where one exists."""
+        aside = self.path.with_name(f"{LOCK}.{self.owner.token}")
+        aside.write_text(json.dumps(asdict(self.owner)))
+        try:
+            os.link(aside, self.path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            return self._create_exclusively()
+        finally:
+            aside.unlink()
+        return True
+
+    def _create_exclusively(self) -> bool:
+        try:
+            with open(self.path, "x", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(self.owner)))
+        except FileExistsError:
+            return False
+        return True
+
+    def _is_renewed(self) -> bool:
+        """Whether the time stamp changes within `patience`. Clocks of nodes may differ, so only its change counts."""
+        first, end = self._stamp(), time.monotonic() + self.patience
+        while first is not None and time.monotonic() < end:
+            time.sleep(self.beat / 10)
+            if self._stamp() != first:
+                return True
+        return False
+
+    def _stamp(self) -> int | None:
+        try:
+            with open(self.path, "rb") as file:  # opening makes NFS ask the server
+                return os.fstat(file.fileno()).st_mtime_ns
+        except OSError:
+            return None
+
+    def _remove(self, dead: Owner | None) -> None:
+        """Remove the lock of a dead owner, unless another job was faster and the lock is its own by now."""
+        aside = self.path.with_name(f"{LOCK}.dead.{self.owner.token}")
+        with contextlib.suppress(FileNotFoundError):
+            self.path.rename(aside)
+            if _read(aside) != dead:
+                with contextlib.suppress(OSError):
+                    os.link(aside, self.path)
+            aside.unlink()
+
+    def _renew(self) -> None:
+        while not self._released.wait(self.beat):
+            with contextlib.suppress(OSError):
+                os.utime(self.path)

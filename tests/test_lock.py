@@ -1,0 +1,165 @@
+"""The lock of a --save: refused to a second job, taken over from a dead one. Run: pytest tests/test_lock.py"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+
+from fugaku_megatron.checkpoint import lock
+from fugaku_megatron.checkpoint.lock import LOCK, Lock, Owner, hold
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from fugaku_megatron.checkpoint.lock import Lock
+Lock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """Writes a lock as a job on another node would leave it; returns its file."""
+    def write(**changes):
+        owner = replace(Owner.from_this_process(), host="node7", kernel="another", process=77, token="theirs", **changes)
+        (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
+        return tmp_path / LOCK
+    return write
+
+
+def _quick(directory):
+    return Lock(directory, beat=0.05, patience=0.3)
+
+
+def test_a_second_job_is_refused_with_host_process_and_time_until_the_first_ends(tmp_path):
+    first = Lock(tmp_path / "new")
+    with pytest.raises(ValueError) as raised:
+        Lock(tmp_path / "new")
+    owner = first.owner
+    assert str(raised.value) == (f"--save {tmp_path}/new is in use by another job: process {os.getpid()} on {owner.host} since "
+                                 f"{owner.since}: wait for its end, or give another --save")
+    first.release()
+    Lock(tmp_path / "new").release()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_killed_job_on_this_host_leaves_no_obstacle(tmp_path):
+    job = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert job.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"in use by another job: process {job.pid} on"):
+        Lock(tmp_path)
+    job.kill()
+    job.wait()
+    begin = time.monotonic()
+    Lock(tmp_path).release()
+    assert time.monotonic() - begin < 5 and not (tmp_path / LOCK).exists()
+
+
+def test_a_later_process_of_the_same_number_is_not_the_owner(tmp_path):
+    owner = replace(Owner.from_this_process(), created=time.time() - 1e6, token="theirs")
+    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
+    Lock(tmp_path).release()
+
+
+def test_a_job_on_another_node_is_refused_to_while_it_renews_its_time_stamp(tmp_path, elsewhere):
+    path, stop = elsewhere(), threading.Event()
+
+    def renew():
+        while not stop.wait(0.05):
+            os.utime(path)
+
+    beating = threading.Thread(target=renew)
+    beating.start()
+    with pytest.raises(ValueError, match="process 77 on node7 since"):
+        _quick(tmp_path)
+    stop.set()
+    beating.join()
+    taken = _quick(tmp_path)
+    assert json.loads(path.read_text())["token"] == taken.owner.token
+    taken.release()
+
+
+def test_a_lock_renews_its_time_stamp(tmp_path):
+    held = _quick(tmp_path)
+    before = held.path.stat().st_mtime_ns
+    end = time.monotonic() + 5
+    while held.path.stat().st_mtime_ns == before and time.monotonic() < end:
+        time.sleep(0.02)
+    assert held.path.stat().st_mtime_ns > before
+    held.release()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": 1}', "null"])
+def test_a_file_that_tells_nothing_and_is_not_renewed_is_replaced(tmp_path, text):
+    (tmp_path / LOCK).write_text(text)
+    _quick(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_releasing_leaves_the_lock_of_a_job_that_took_over(tmp_path, elsewhere):
+    held = Lock(tmp_path)
+    path = elsewhere()
+    held.release()
+    assert json.loads(path.read_text())["token"] == "theirs"
+
+
+def test_of_many_that_start_at_once_or_take_over_one_wins(tmp_path):
+    dead = replace(Owner.from_this_process(), created=0.0, token="dead")
+    for text in (None, json.dumps(asdict(dead))):
+        if text:
+            (tmp_path / LOCK).write_text(text)
+        start, won = threading.Barrier(8), []
+
+        def take(start=start, won=won):
+            start.wait()
+            try:
+                won.append(Lock(tmp_path))
+            except ValueError as error:
+                assert "in use by another job" in str(error)
+
+        threads = [threading.Thread(target=take) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        won[0].release()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_without_hard_links_the_file_is_created_exclusively(tmp_path, monkeypatch):
+    def refuse(*paths):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(lock.os, "link", refuse)
+    held = Lock(tmp_path)
+    with pytest.raises(ValueError, match="in use by another job"):
+        Lock(tmp_path)
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_rank_is_refused_and_the_block_releases(tmp_path):
+    def rank(comm):
+        with hold(tmp_path, comm):
+            comm.barrier()
+            return (tmp_path / LOCK).exists()
+
+    assert ThreadWorld(2).run(rank) == [True, True] and not (tmp_path / LOCK).exists()
+    with hold(tmp_path, DryComm()), pytest.raises(ValueError, match="in use by another job"):
+        ThreadWorld(2).run(rank)
+    with hold(None, DryComm()):
+        assert not (tmp_path / LOCK).exists()
+
+
+def test_a_directory_that_takes_no_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--save .*/file/sub is not writable: "):
+        Lock(tmp_path / "file" / "sub")
