@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
-from fugaku_megatron.data.tokenizer import build_tokenizer, gpt2_files
+from fugaku_megatron.data.tokenizer import gpt2_files
 from fugaku_megatron.inference import generate
 from fugaku_megatron.run.command_line import Parser
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import grid_groups, small_run
+from tests.helpers import grid_groups, small_run, whole_tensors
 
 TEXT = "to be or not to be, "
 LEARNS = {"seq_length": 24, "vocab_size": 257, "num_layers": 2, "micro_batch_size": 8, "global_batch_size": 8, "lr": 1e-2,
@@ -101,13 +101,14 @@ def test_mistakes(write, tmp_path):
         write("--prompt", "")
     with pytest.raises(ValueError, match=f"--load {tmp_path} holds no checkpoint"):
         write("--prompt", "a", load=tmp_path)
-    with pytest.raises(ValueError, match="1 x 1 x 1 = 1, but 2 ranks were started: run mpiexec -n 1 fugaku-megatron generate"):
+    with pytest.raises(ValueError, match="1 x 1 x 1 = 1, but 2 ranks were started: start it without mpiexec$"):
         write("--prompt", "a", world=DryComm(0, 2))
     for step in (0, 7):
         with pytest.raises(ValueError, match=f"iter_000000{step}"):
             write("--prompt", "a", "--ckpt-step", str(step))
-    for flag, wrong in (("--tokens", "-1"), ("--temperature", "-0.5"), ("--temperature", "nan"), ("--top-k", "0")):
-        with pytest.raises(ValueError, match=f"{flag} is {wrong}: give"):
+    for flag, wrong in (("--tokens", "-1"), ("--temperature", "-0.5"), ("--temperature", "nan"), ("--top-k", "0"),
+                        ("--temperature", "1e-45"), ("--seed", "-1"), ("--seed", str(2**70))):
+        with pytest.raises(ValueError, match=f"{flag} is {wrong if wrong != str(2**70) else r'1.18059e.21'}: give"):
             write("--prompt", "a", flag, wrong)
     with pytest.raises(ValueError, match="unknown flag --foo"):
         write("--prompt", "a", "--foo")
@@ -116,24 +117,63 @@ def test_mistakes(write, tmp_path):
         write("--prompt", "a", "--vocab-file", vocab, "--merge-file", merges)
 
 
+OPTIONS = Namespace(tokens=12, temperature=0.5, top_k=20, seed=3)
+TOKENS = list(b"to be")
+
+
+def continued(directory: Path, world=None) -> list[int]:
+    """What a checkpoint of 12 iterations goes on with, on one rank or in its own layout."""
+    world = world or DryComm()
+    manifest = generate.checkpoint.read_manifest(directory, 12)
+    run = generate.saved_run(manifest, alone=world.size == 1)
+    return generate.generate(generate.load_model(run, world, str(directory), 12, manifest), TOKENS, OPTIONS, 256)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What a run on one rank goes on with after 12 iterations."""
+    directory = tmp_path_factory.mktemp("alone")
+    save_trained(DryComm(), directory, 12, micro_batch_size=4)
+    return continued(directory)
+
+
+TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
 @pytest.mark.parametrize(("ranks", "layout"), [
-    (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-    (2, {"zero_stage": 1}),
+    (4, TP2_PP2), (2, {"zero_stage": 1}), (8, {**TP2_PP2, "zero_stage": 1}),
+    (4, {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 24}),  # 288 rows of the vocabulary, 264 on one rank
 ])
-def test_a_parallel_checkpoint_writes_what_one_rank_writes(trained, tmp_path, ranks, layout):
-    options = Namespace(tokens=12, temperature=0.5, top_k=20, seed=3)
-    prompt = build_tokenizer("GPT2BPETokenizer", *trained[1][1::2]).encode("to be")
+def test_a_parallel_checkpoint_writes_what_one_rank_writes(alone, tmp_path, ranks, layout):
+    def train_and_continue(world) -> list[int]:
+        save_trained(world, tmp_path, 12, micro_batch_size=4, **layout)
+        return continued(tmp_path, world)
 
-    def whole(world, directory: Path, **changes) -> list[int]:
-        save_trained(world, directory, 12, micro_batch_size=4, **changes)
-        run = generate.saved_run(generate.checkpoint.read_manifest(directory, 12))
-        trainer = Trainer(run, world)
-        trainer.load(str(directory))
-        return generate.generate(trainer, prompt, options, 256)
+    assert ThreadWorld(ranks).run(train_and_continue) == [alone] * ranks and len(alone) == 12
+    assert continued(tmp_path) == alone, "put together on one rank"
 
-    alone = whole(DryComm(), tmp_path / "alone")
-    found = ThreadWorld(ranks).run(lambda world: whole(world, tmp_path / "parts", **layout))
-    assert found == [alone] * ranks and len(alone) == 12
+
+def test_the_weights_of_a_bf16_run_are_those_it_trained_with(tmp_path):
+    layout = {**TP2_PP2, "zero_stage": 1, "bf16": True}
+
+    def weights(world) -> dict[str, torch.Tensor]:
+        save_trained(world, tmp_path, 3, micro_batch_size=4, **layout)
+        manifest = generate.checkpoint.read_manifest(tmp_path, 3)
+        trainer = Trainer(generate.saved_run(manifest), world)
+        trainer.load(str(tmp_path))
+        return whole_tensors(trainer, "weight")
+
+    theirs = ThreadWorld(8).run(weights)[0]
+    manifest = generate.checkpoint.read_manifest(tmp_path, 3)
+    loaded = generate.load_model(generate.saved_run(manifest, alone=True), DryComm(), str(tmp_path), 3, manifest)
+    for parameter in loaded.stage.parameters():
+        rows = len(parameter) if parameter.spec.name != "embedding.word_embeddings.weight" else 257
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter.float()[:rows], theirs[parameter.spec.name][:rows]), parameter.spec.name
+
+
+def test_a_prompt_that_is_not_utf_8(write):
+    assert "[\ufffd]" in write("--prompt", "\udcff", "--tokens", "1")
 
 
 def test_the_choice_of_a_token():

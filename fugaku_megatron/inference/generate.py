@@ -2,9 +2,10 @@
 
     fugaku-megatron generate --load demo/checkpoint --vocab-file demo/vocab.json --merge-file demo/merges.txt --prompt "def "
 
-The model and its parallel layout come from the checkpoint's manifest. Start as many ranks as tensor x pipeline parallel size, times
-the data-parallel size if ZeRO-1 sharded the weights: without any of them no mpiexec is needed. Every token is a whole forward pass:
-there is no key-value cache. Test: pytest tests/test_generate.py
+The model comes from the checkpoint's manifest, whatever its parallel layout. One process needs no mpiexec and holds the whole
+model, weights only. A model that is too large for that runs in the layout of its checkpoint: start as many ranks as tensor x
+pipeline parallel size, times the data-parallel size if ZeRO-1 sharded the weights. Every token is a whole forward pass: there is no
+key-value cache. Test: pytest tests/test_generate.py
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from ..comm.launch import run_or_abort
 from ..data.tokenizer import build_tokenizer
 from ..nn.passes import Pass
 from ..run.checks import check
-from ..run.config import GROUPS, RunConfig
-from ..training.optim import PARAMETER_DTYPES
-from ..training.train import Trainer
+from .loading import LoadedModel, load_model, saved_run
 
 EVALUATION = Pass(first_sample=0, training=False)
+MIN_TEMPERATURE = 1e-6  # above 0: logits divided by less are not finite in FP32
+MAX_SEED = 2**63 - 1  # what torch's generator takes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,18 +49,10 @@ def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for values out of range."""
     check(options.tokens >= 0, f"--tokens is {options.tokens}: give 0 or more")
     check(0 <= options.temperature < math.inf, f"--temperature is {options.temperature}: give 0 or more")
+    check(options.temperature == 0 or options.temperature >= MIN_TEMPERATURE, f"--temperature is {options.temperature}: give 0, "
+          f"which always takes the likeliest token, or at least {MIN_TEMPERATURE}")
     check(options.top_k > 0, f"--top-k is {options.top_k}: give a number above 0")
-
-
-def saved_run(manifest: dict[str, Any]) -> RunConfig:
-    """The run that wrote the checkpoint, one sample at a time."""
-    groups = {}
-    for name, config in GROUPS.items():
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["config"][name].items()}
-        if name == "batch":
-            values = {"micro_batch_size": 1}
-        groups[name] = config(**values)
-    return RunConfig(**groups)
+    check(0 <= options.seed <= MAX_SEED, f"--seed is {options.seed:.6g}: give a number from 0 to {MAX_SEED}")
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
@@ -71,27 +64,27 @@ def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
 
 
 @torch.no_grad()
-def last_logits(trainer: Trainer, tokens: Tensor) -> Tensor | None:
+def last_logits(loaded: LoadedModel, tokens: Tensor) -> Tensor | None:
     """Logits (v,) after the last of `tokens` (s, 1), on the last stage; None elsewhere."""
-    stage, pp, model = trainer.stage, trainer.groups.pp, trainer.run.model
+    stage, pp, model = loaded.stage, loaded.groups.pp, loaded.run.model
     if stage.is_first:
         x = stage.embed(tokens, EVALUATION)
     else:
-        x = pp.recv(torch.empty(len(tokens), 1, model.hidden_size, dtype=PARAMETER_DTYPES[trainer.run.precision.name]), pp.rank - 1)
+        x = pp.recv(torch.empty(len(tokens), 1, model.hidden_size, dtype=loaded.dtype), pp.rank - 1)
     x = stage.decode(x, EVALUATION)
     if not stage.is_last:
         pp.send(x.contiguous(), pp.rank + 1)
         return None
-    return gather_from_tensor_parallel(stage.logits(x[-1:]).contiguous(), trainer.groups.tp)[0, 0, : model.vocab_size].float()
+    return gather_from_tensor_parallel(stage.logits(x[-1:]).contiguous(), loaded.groups.tp)[0, 0, : model.vocab_size].float()
 
 
-def generate(trainer: Trainer, prompt: list[int], options: argparse.Namespace, eod: int) -> list[int]:
+def generate(loaded: LoadedModel, prompt: list[int], options: argparse.Namespace, eod: int) -> list[int]:
     """Token ids of the continuation, the same on every rank. Collective."""
     generator = torch.Generator().manual_seed(options.seed)
-    ids, pp = list(prompt), trainer.groups.pp
+    ids, pp = list(prompt), loaded.groups.pp
     for _ in range(options.tokens):
-        window = torch.tensor(ids[-trainer.run.model.seq_length :]).unsqueeze(1)  # (s, 1)
-        logits = last_logits(trainer, window)
+        window = torch.tensor(ids[-loaded.run.model.seq_length :]).unsqueeze(1)  # (s, 1)
+        logits = last_logits(loaded, window)
         token = torch.tensor([pick(logits, options.temperature, options.top_k, generator) if logits is not None else 0])
         ids.append(int(pp.broadcast(token, root=pp.size - 1)))
         if ids[-1] == eod:
@@ -107,13 +100,13 @@ def saved_manifest(options: argparse.Namespace, world: Comm) -> tuple[int, dict[
     return iteration, on_root(world, lambda: checkpoint.read_manifest(options.load, iteration))
 
 
-def check_ranks(options: argparse.Namespace, world: Comm, layout: dict[str, int]) -> None:
-    """Raises ValueError for a number of ranks other than the checkpoint's."""
+def check_ranks(options: argparse.Namespace, world: Comm, layout: dict[str, Any]) -> None:
+    """Raises ValueError for a number of ranks other than one or the checkpoint's."""
     tp, pp, shards = layout["tensor_model_parallel_size"], layout["pipeline_model_parallel_size"], layout["zero_shards"]
     ranks = tp * pp * shards
-    check(world.size == ranks, f"--load {options.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
-          f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: run mpiexec -n {ranks} fugaku-megatron "
-          "generate ...")
+    remedy = "start it without mpiexec" + f", or with mpiexec -n {ranks} fugaku-megatron generate ..." * (ranks > 1)
+    check(world.size in (1, ranks), f"--load {options.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
+          f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: {remedy}")
 
 
 def continue_prompt(options: argparse.Namespace, world: Comm) -> None:
@@ -125,14 +118,13 @@ def continue_prompt(options: argparse.Namespace, world: Comm) -> None:
     iteration, manifest = saved_manifest(options, world)
     with everywhere():
         check_ranks(options, world, manifest["layout"])
-        run = saved_run(manifest)
+        run = saved_run(manifest, alone=world.size == 1)
         check(tokenizer.vocab_size <= run.model.vocab_size, f"--vocab-file {options.vocab_file} has {tokenizer.vocab_size} tokens, "
               f"the model of --load {options.load} {run.model.vocab_size}: give the files it was trained with")
-    trainer = Trainer(run, world)
-    trainer.load(options.load, iteration)
-    text = tokenizer.decode(generate(trainer, prompt, options, tokenizer.eod))
+    loaded = load_model(run, world, options.load, iteration, manifest)
+    text = tokenizer.decode(generate(loaded, prompt, options, tokenizer.eod))
     if world.rank == 0:
-        print(f"--- iteration {iteration}, prompt in brackets ---\n[{options.prompt}]{text}")
+        print(f"--- iteration {iteration}, prompt in brackets ---\n[{tokenizer.decode(prompt)}]{text}")
 
 
 def main(options: argparse.Namespace) -> int:
