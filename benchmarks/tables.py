@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> None:
         vars(options).update({name: value for name, value in QUICK.items() if getattr(options, name) == options.defaults[name]})
     for name in ("iterations", "threads", "tokens"):
         check(getattr(options, name) > 0, f"--{name} {getattr(options, name)}: give 1 or more")
-    result = report(options, former(options) if options.measured else measure(options, plan(options)))
+    result = report(options, earlier_result(options) if options.measured else measure(options, plan(options)))
     print(tables_text.text(result, options.markdown))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -194,7 +194,7 @@ def quiet(cell: Cell, task: jobs.Job) -> jobs.Measured:
     return min(tried, key=lambda measured: measured.others)
 
 
-def former(options: argparse.Namespace) -> list[dict[str, Any]]:
+def earlier_result(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of --measured in the tables' order, of each name the last one; with --machine they are modelled on that machine."""
     rows_by_cell: dict[Cell, dict[str, Any]] = {}
     for path in options.measured:

@@ -1,4 +1,4 @@
-// Threads: the only door to OpenMP. Kernels hand over a function and a range; parallel.cc, compiled once for the
+// Threads: the only file that uses OpenMP\. Kernels hand over a function and a range; parallel.cc, compiled once for the
 // baseline, runs it. So the vector targets hold no OpenMP calls and may come from another compiler than the one whose
 // runtime torch shares with us.
 //

@@ -61,8 +61,8 @@ VALUES = """
 @pytest.mark.parametrize("pair", [v.strip() for line in VALUES.strip().splitlines() for v in line.split("|")])
 def test_a_value_arrives_in_its_field(pair):
     name, text = pair.split()
-    found = value(parse([*BASE, "--save", "d", name, text]).run, name[2:].replace("-", "_"))
-    assert type(found)(text) == found and not isinstance(found, bool)
+    parsed = value(parse([*BASE, "--save", "d", name, text]).run, name[2:].replace("-", "_"))
+    assert type(parsed)(text) == parsed and not isinstance(parsed, bool)
 
 
 def test_several_values_switches_and_old_names():

@@ -65,10 +65,10 @@ def options(family: str, *arguments: str) -> argparse.Namespace:
     ("rowwise", "bf16", ROWWISE),
 ])
 def test_a_family_of_kernels(tmp_path, family, dtype, ops):
-    found, printed = result(tmp_path / "rows.json", family, "--recipe", "demo", "--rounds", "1", "--dtype", dtype)
-    assert {row["op"] for row in found["rows"]} == ops
-    assert "tuned" in found["allocator"] and found["allocator"] in printed.splitlines()[0]
-    for row in found["rows"]:
+    measured, printed = result(tmp_path / "rows.json", family, "--recipe", "demo", "--rounds", "1", "--dtype", dtype)
+    assert {row["op"] for row in measured["rows"]} == ops
+    assert "tuned" in measured["allocator"] and measured["allocator"] in printed.splitlines()[0]
+    for row in measured["rows"]:
         assert row.keys() >= ROW and row["seconds"] > 0 and row["target"] == kernels.active() and row["threads"] == 1
         assert row["ratio"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
         assert row["max_error"] < (2e-5 if row["dtype"] == "fp32" else 2e-2), row["op"]
@@ -116,8 +116,8 @@ def test_attention_shapes_are_those_of_the_published_aims():
 
 
 def test_a_row_can_be_repeated_alone(tmp_path):
-    found, _ = result(tmp_path / "a.json", "attention", "--recipe", "demo", "--rounds", "1", "--only", "attention_forward")
-    assert len(found["rows"]) == 1
+    measured, _ = result(tmp_path / "a.json", "attention", "--recipe", "demo", "--rounds", "1", "--only", "attention_forward")
+    assert len(measured["rows"]) == 1
     done = benchmark("attention", "--recipe", "demo", "--only", "nothing")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "--only 'nothing': no row has this in its name" in done.stderr
@@ -177,19 +177,20 @@ def test_the_step(tmp_path, arguments):
         pytest.importorskip("transformers")
         if preloads.find("tcmalloc") is None:
             pytest.skip(preloads.missing("tcmalloc"))
-    found, printed = result(tmp_path / "step.json", "step", "--recipe", "demo", "--rounds", "1", "--micro-batch-size", "2",
+    measured, printed = result(tmp_path / "step.json", "step", "--recipe", "demo", "--rounds", "1", "--micro-batch-size", "2",
                             "--global-batch-size", "4", *arguments)
     for side in ("ours", "baseline"):
-        assert found[side]["seconds"] > 0 and found[side]["peak_rss_mib"] > 50 and found[side]["minor_faults_per_step"] >= 0
-        assert found[side]["tokens_per_s"] == pytest.approx(4 * 128 / found[side]["seconds"])
-        assert found[side]["tflops"] == pytest.approx(found["model_flops"] / found[side]["seconds"] / 1e12)
-    assert "tuned" in found["ours"]["allocator"]
-    assert found["baseline"]["allocator"].startswith("tcmalloc" if "tcmalloc" in arguments else "glibc")
-    assert found["ratio"] == pytest.approx(found["baseline"]["seconds"] / found["ours"]["seconds"])
-    ceiling = found["model_flops"] / found["ours"]["seconds"] / found["peak_gflops"] / 1e9
-    assert found["ceiling_fraction"] == (pytest.approx(ceiling) if not arguments else None)
-    assert found["threads"] == 1 and found["clock_ghz"] > 0 and found["cpu"] in printed and found["repeat"] in printed
-    assert found["ours"]["losses"] == pytest.approx(found["baseline"]["losses"], rel=step.SAME_LOSS[found["dtype"]])
+        assert measured[side]["seconds"] > 0 and measured[side]["peak_rss_mib"] > 50
+        assert measured[side]["minor_faults_per_step"] >= 0
+        assert measured[side]["tokens_per_s"] == pytest.approx(4 * 128 / measured[side]["seconds"])
+        assert measured[side]["tflops"] == pytest.approx(measured["model_flops"] / measured[side]["seconds"] / 1e12)
+    assert "tuned" in measured["ours"]["allocator"]
+    assert measured["baseline"]["allocator"].startswith("tcmalloc" if "tcmalloc" in arguments else "glibc")
+    assert measured["ratio"] == pytest.approx(measured["baseline"]["seconds"] / measured["ours"]["seconds"])
+    ceiling = measured["model_flops"] / measured["ours"]["seconds"] / measured["peak_gflops"] / 1e9
+    assert measured["ceiling_fraction"] == (pytest.approx(ceiling) if not arguments else None)
+    assert measured["threads"] == 1 and measured["clock_ghz"] > 0 and measured["cpu"] in printed and measured["repeat"] in printed
+    assert measured["ours"]["losses"] == pytest.approx(measured["baseline"]["losses"], rel=step.SAME_LOSS[measured["dtype"]])
 
 
 def test_a_compiled_baseline_is_the_same_model():
@@ -270,18 +271,18 @@ needs_mpi = pytest.mark.skipif(not (Path(sys.executable).parent / "mpiexec").exi
 @pytest.mark.mpi
 def test_layouts_are_measured_by_real_jobs(tmp_path):
     flags = "--recipe", "demo", "--rounds", "1", "--ranks", "2", "--threads", "2"
-    found, printed = result(tmp_path / "layouts.json", "step", *flags)
-    rows = found["layouts"]
+    measured, printed = result(tmp_path / "layouts.json", "step", *flags)
+    rows = measured["layouts"]
     assert [(r["layout"], r["ranks"], r["threads"]) for r in rows] == [
         ("one rank", 1, 2), ("TP2", 2, 1), ("DP2", 2, 1), ("PP2", 2, 1)]
-    assert found["global_batch_size"] == 16 and rows[0]["ratio"] == 1.0
+    assert measured["global_batch_size"] == 16 and rows[0]["ratio"] == 1.0
     for row in rows:
         assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4), "layouts train the same"
         assert row["tokens_per_s"] == pytest.approx(16 * 128 / row["seconds"])
         assert row["layout"] in printed
 
 
-# Mallocs -------------------------------------------------------------------------------------------------------------------------
+# Allocators ---------------------------------------------------------------------------------------------------------------------
 
 def test_a_library_is_found_in_the_loaders_path_and_its_package_named(tmp_path, monkeypatch):
     monkeypatch.setattr(preloads, "_cache", lambda: [])
@@ -317,15 +318,15 @@ def test_another_allocator_than_requested_is_not_compared():
 @pytest.mark.mpi
 def test_allocators_are_measured_by_real_jobs(tmp_path):
     names = ["stock", "tuned", *(["tcmalloc"] if preloads.find("tcmalloc") else [])]
-    found, printed = result(tmp_path / "alloc.json", "alloc", "--quick", "--kernels", "torch", "--ranks", "1", "--recompute",
+    measured, printed = result(tmp_path / "alloc.json", "alloc", "--quick", "--kernels", "torch", "--ranks", "1", "--recompute",
                             "full", "--allocators", *names, "--png", str(tmp_path / "alloc.png"))
-    rows = {row["allocator"]: row for row in found["rows"]}
+    rows = {row["allocator"]: row for row in measured["rows"]}
     assert list(rows) == names and all(row["recompute"] == "full" and row["kernels"] == "torch" for row in rows.values())
     for name, row in rows.items():
         assert name in row["log"] and row["peak_memory_mib"] > 50 and math.isfinite(row["system_seconds"]) and row["clock_ghz"] > 0
         assert row["ratio"] == pytest.approx(rows["stock"]["seconds"] / row["seconds"])
     assert rows["tuned"]["minor_faults"] < rows["stock"]["minor_faults"]
-    assert f"measured, {found['cpu']}, {found['clock_ghz']:.2f} GHz" in printed and found["repeat"] in printed
+    assert f"measured, {measured['cpu']}, {measured['clock_ghz']:.2f} GHz" in printed and measured["repeat"] in printed
     assert "Sec/it | TFLOPs | Est. Aggr. PetaFLOPs | Notes" in " ".join(printed.split())
     assert (tmp_path / "alloc.png").read_bytes().startswith(b"\x89PNG")
 

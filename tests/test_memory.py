@@ -29,13 +29,13 @@ def test_saved_bytes_are_those_that_autograd_keeps(changes):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         loss = trainer.stage(tokens, tokens, Pass(first_sample=0, recompute=run.training.recompute_granularity))
-    found = sum(storage.nbytes() for storage in saved.values())
+    kept = sum(storage.nbytes() for storage in saved.values())
     layers = run.model.num_layers
     per_layer = memory.layer_saved_bytes(run, 1)
     if run.training.recompute_granularity == "full":
         per_layer = accounting.activation_bytes(run)
     outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, layout, 0) if place != "layer")
-    assert loss.requires_grad and found == pytest.approx(layers * per_layer + outside, rel=0.02)
+    assert loss.requires_grad and kept == pytest.approx(layers * per_layer + outside, rel=0.02)
 
 
 @pytest.mark.parametrize(("changes", "rows"), [

@@ -53,16 +53,16 @@ def check(op, plain, inputs: list[Tensor], weights: list[Tensor], tolerance: flo
         assert y.dtype == inputs[0].dtype and y.shape == expected.shape
         y.backward(dy)
         close(y, expected, tolerance)
-        for leaf, wanted in zip(leaves, gradients):
-            close(leaf.grad, wanted, tolerance)
-        for p, wanted in zip(parameters, gradients[len(inputs):]):
+        for leaf, exact_gradient in zip(leaves, gradients):
+            close(leaf.grad, exact_gradient, tolerance)
+        for p, exact_gradient in zip(parameters, gradients[len(inputs):]):
             assert p.grad is None and p.main_grad.dtype == torch.float32
-            close(p.main_grad, 0.5 + times * wanted, tolerance * times)
+            close(p.main_grad, 0.5 + times * exact_gradient, tolerance * times)
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     scale = expected.abs().max().item()
-    torch.testing.assert_close(found.double(), expected.detach(), rtol=0, atol=tolerance * max(1.0, scale))
+    torch.testing.assert_close(actual.double(), expected.detach(), rtol=0, atol=tolerance * max(1.0, scale))
 
 
 each_dtype = pytest.mark.parametrize("name", DTYPES)
@@ -161,7 +161,7 @@ def test_head_loss(ops, name, ranks, rows_at_once):
     labels = torch.randint(0, 16, (S, B), generator=torch.Generator().manual_seed(1))
     exact = [t.double().requires_grad_() for t in (x, table)]
     expected = F.cross_entropy((exact[0] @ exact[1].t()).flatten(0, 1), labels.flatten()) * factor
-    wanted = torch.autograd.grad(expected, exact)
+    exact_gradient = torch.autograd.grad(expected, exact)
 
     def part(tp):
         own = parameter(table.chunk(tp.size)[tp.rank].clone())
@@ -174,8 +174,8 @@ def test_head_loss(ops, name, ranks, rows_at_once):
     results = ThreadWorld(ranks).run(part)
     for loss, grad, _ in results:
         close(loss, expected, tolerance)
-        close(grad, wanted[0], tolerance)
-    close(torch.cat([grad for *_, grad in results]), wanted[1], tolerance)
+        close(grad, exact_gradient[0], tolerance)
+    close(torch.cat([grad for *_, grad in results]), exact_gradient[1], tolerance)
 
 
 def test_head_loss_without_gradients(ops):
@@ -204,13 +204,13 @@ def test_embedding(ops, name, first_row):
     mine = (tokens >= first_row) & (tokens < first_row + 8)
     expected = exact[(tokens - first_row).where(mine, 0)] * mine.unsqueeze(-1)
     dy = random(3, 3, H, seed=3, dtype=dtype)
-    (wanted,) = torch.autograd.grad(expected, exact, dy.double())
+    (exact_gradient,) = torch.autograd.grad(expected, exact, dy.double())
     for times in (1, 2):
         y = ops.embedding(tokens, table, first_row)
         y.backward(dy)
         assert y.dtype == dtype
         close(y, expected, 0.0)
-        close(table.main_grad, 0.5 + times * wanted, 1e-6)
+        close(table.main_grad, 0.5 + times * exact_gradient, 1e-6)
 
 
 def plain_attention(qkv: Tensor, d: int, keep: Tensor | float = 1.0) -> Tensor:
@@ -255,7 +255,7 @@ def test_vocab_parallel_cross_entropy(name, ranks):
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
     weight = random(S, B, seed=4)
-    (wanted,) = torch.autograd.grad(expected, exact, weight.double())
+    (exact_gradient,) = torch.autograd.grad(expected, exact, weight.double())
 
     def part(tp):
         own = logits.chunk(tp.size, -1)[tp.rank].contiguous().requires_grad_()
@@ -267,9 +267,9 @@ def test_vocab_parallel_cross_entropy(name, ranks):
     for loss, _ in results:
         assert loss.dtype == torch.float32
         close(loss, expected, 2e-6)
-    found = torch.cat([grad for _, grad in results], -1)
-    assert found.dtype == dtype
-    close(found, wanted, tolerance)
+    gradient = torch.cat([grad for _, grad in results], -1)
+    assert gradient.dtype == dtype
+    close(gradient, exact_gradient, tolerance)
 
 
 # Sums in FP16 -------------------------------------------------------------------------------------------------------------------

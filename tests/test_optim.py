@@ -126,9 +126,9 @@ def test_norms_and_zeros_count_everything_once(name):
     ranks, layout = LAYOUTS[name]
     whole = make_trainer(DryComm(), small_run(max_position_embeddings=32))
     by_hand = math.sqrt(sum(p.detach().double().square().sum() for p in whole.optimizer.flat.parameters))
-    found = ThreadWorld(ranks).run(lambda world: measures(world, **layout))
-    assert len(set(found)) == 1, "the same on every rank"
-    norm, grad_norm, zeros, _ = found[0]
+    figures = ThreadWorld(ranks).run(lambda world: measures(world, **layout))
+    assert len(set(figures)) == 1, "the same on every rank"
+    norm, grad_norm, zeros, _ = figures[0]
     assert norm == pytest.approx(by_hand, rel=1e-6)
     assert grad_norm == pytest.approx(measures(DryComm())[1], rel=1e-6)
     expected = ThreadWorld(ranks).run(lambda world: measures(world, **{**layout, "zero_stage": 0}))[0][3]
@@ -190,19 +190,19 @@ def test_a_fixed_scale_stays(precision, scale):
 def test_an_overflow_skips_the_update_everywhere(name):
     def check(world) -> list[tuple[bool, float]]:
         trainer = make_trainer(world, small_run(fp16=True, initial_loss_scale=2.0**40, min_loss_scale=2.0**10, **LAYOUTS[name][1]))
-        optimizer, found = trainer.optimizer, []
+        optimizer, scales = trainer.optimizer, []
         before = [t.clone() for t in (optimizer.master, optimizer.flat.values)]
         for _ in range(4):
             result = trainer.train_step()
             assert result.skipped and not math.isfinite(result.grad_norm) and math.isfinite(result.loss)
             assert all(torch.equal(a, b) for a, b in zip(before, (optimizer.master, optimizer.flat.values)))
             assert optimizer.steps == 0 and not optimizer.exp_avg.any() and not optimizer.exp_avg_sq.any()
-            found.append(result.loss_scale)
+            scales.append(result.loss_scale)
         optimizer.scaler.scale = 1024.0
         assert not trainer.train_step().skipped and optimizer.steps == 1 and not torch.equal(before[0], optimizer.master)
         assert (trainer.progress.iteration, trainer.progress.skipped) == (5, 4)
         trainer.close()
-        return found
+        return scales
 
     for scales in ThreadWorld(LAYOUTS[name][0]).run(check):
         assert scales == [2.0**40, 2.0**40, 2.0**39, 2.0**38], "two overflows before the first halving"
@@ -289,20 +289,20 @@ def schedule(**changes) -> ParamSchedule:
     ("cosine", {0: 1, 25: 0.1 + 0.45 * (1 + 0.5**0.5), 50: 0.55, 100: 0.1, 101: 0.1}),
 ])
 def test_decay_without_warm_up(style, rates):
-    found = schedule(lr_decay_style=style)
+    params = schedule(lr_decay_style=style)
     for iteration, rate in rates.items():
-        assert found.learning_rate(16 * iteration) == pytest.approx(rate, rel=1e-12), iteration
+        assert params.learning_rate(16 * iteration) == pytest.approx(rate, rel=1e-12), iteration
 
 
 @pytest.mark.parametrize("warmup", [{"lr_warmup_iters": 20}, {"lr_warmup_fraction": 0.2},
                                     {"lr_warmup_samples": 320, "train_iters": None, "train_samples": 1600}])
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 def test_warm_up_by_iterations_fraction_and_samples(warmup, style):
-    found = schedule(lr_decay_style=style, **warmup)
+    params = schedule(lr_decay_style=style, **warmup)
     for iteration in range(21):
-        assert found.learning_rate(16 * iteration) == pytest.approx(iteration / 20)
-    assert found.learning_rate(16 * 60) == pytest.approx(1.0 if style == "constant" else 0.55)
-    assert found.learning_rate(1600) == pytest.approx(1.0 if style == "constant" else 0.1)
+        assert params.learning_rate(16 * iteration) == pytest.approx(iteration / 20)
+    assert params.learning_rate(16 * 60) == pytest.approx(1.0 if style == "constant" else 0.55)
+    assert params.learning_rate(1600) == pytest.approx(1.0 if style == "constant" else 0.1)
 
 
 def test_decay_length():
@@ -318,9 +318,9 @@ def test_decay_length():
     ("cosine", {0: 0.1, 25: 0.1 + 0.2 * 0.5 * (math.cos(math.pi * 0.75) + 1), 50: 0.2, 100: 0.3, 150: 0.3}),
 ])
 def test_weight_decay_ramps(style, decays):
-    found = schedule(start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style=style)
+    params = schedule(start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style=style)
     for iteration, decay in decays.items():
-        assert found.weight_decay(16 * iteration) == pytest.approx(decay, rel=1e-12), iteration
+        assert params.weight_decay(16 * iteration) == pytest.approx(decay, rel=1e-12), iteration
     assert schedule(weight_decay=0.02).weight_decay(700) == 0.02
 
 

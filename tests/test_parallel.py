@@ -21,9 +21,9 @@ ITERATIONS = 20
 
 def losses(ranks: int, iterations: int = ITERATIONS, **changes) -> list[tuple[float, float]]:
     results = ThreadWorld(ranks).run(lambda world: train(world, small_run(**changes), iterations))
-    found = [[(r.loss, r.grad_norm) for r in rank] for rank in results]
-    assert all(rank == found[0] for rank in found), "every rank reports the same losses"
-    return found[0]
+    curves = [[(r.loss, r.grad_norm) for r in rank] for rank in results]
+    assert all(rank == curves[0] for rank in curves), "every rank reports the same losses"
+    return curves[0]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def test_layout_equals_one_rank(name, zero_stage, recompute, reference):
     ranks, layout = LAYOUTS[name]
     if zero_stage and ranks // 4 == 0 and layout:
         pytest.skip("ZeRO-1 shards over data-parallel ranks, of which this layout has one")
-    found = losses(ranks, zero_stage=zero_stage, recompute_granularity=recompute, **layout)
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(reference), rtol=1e-5, atol=0)
+    result = losses(ranks, zero_stage=zero_stage, recompute_granularity=recompute, **layout)
+    torch.testing.assert_close(torch.tensor(result), torch.tensor(reference), rtol=1e-5, atol=0)
 
 
 def test_dropout_masks_do_not_depend_on_the_layout():
@@ -72,14 +72,14 @@ def gradients(ranks: int, **changes) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_gradients_equal_one_rank(name):
     ranks, layout = LAYOUTS[name]
-    alone, found = gradients(1), gradients(ranks, **layout)
-    assert alone.keys() <= found.keys()
+    alone, result = gradients(1), gradients(ranks, **layout)
+    assert alone.keys() <= result.keys()
     for parameter, grad in alone.items():
         scale = grad.abs().max()
-        torch.testing.assert_close(found[parameter] / scale, grad / scale, rtol=0, atol=1e-5,
+        torch.testing.assert_close(result[parameter] / scale, grad / scale, rtol=0, atol=1e-5,
                                    msg=lambda m, p=parameter: f"{p}: {m}")
-    if "output_layer.weight" in found:
-        assert torch.equal(found["output_layer.weight"], found["embedding.word_embeddings.weight"])
+    if "output_layer.weight" in result:
+        assert torch.equal(result["output_layer.weight"], result["embedding.word_embeddings.weight"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -87,5 +87,5 @@ def test_low_precision_layouts_stay_close(precision):
     flags = {precision: True, "initial_loss_scale": 1024.0}
     alone = torch.tensor(losses(1, 5, **flags))
     for ranks, layout in (LAYOUTS["tp2pp2"], LAYOUTS["dp2"]):
-        found = torch.tensor(losses(ranks, 5, zero_stage=1, **flags, **layout))
-        torch.testing.assert_close(found, alone, rtol=0.02, atol=0)
+        result = torch.tensor(losses(ranks, 5, zero_stage=1, **flags, **layout))
+        torch.testing.assert_close(result, alone, rtol=0.02, atol=0)

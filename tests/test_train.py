@@ -55,16 +55,16 @@ def test_evaluation_is_deterministic_and_without_dropout(name):
 
 
 def test_evaluation_between_steps_changes_nothing():
-    def losses(evaluate: bool) -> list[float]:
-        trainer, found = make_trainer(DryComm(), small_run(**DROPOUT)), []
+    def curve(evaluate: bool) -> list[float]:
+        trainer, losses = make_trainer(DryComm(), small_run(**DROPOUT)), []
         for _ in range(4):
-            found.append(trainer.train_step().loss)
+            losses.append(trainer.train_step().loss)
             if evaluate:
                 trainer.evaluate(trainer.valid, 0, 1)
         trainer.close()
-        return found
+        return losses
 
-    assert losses(True) == losses(False)
+    assert curve(True) == curve(False)
 
 
 # Data -------------------------------------------------------------------------------------------------------------------------
@@ -109,15 +109,15 @@ def test_only_the_first_tensor_rank_of_the_edge_stages_reads():
 def test_batch_ramp_up(ranks):
     def sizes(world) -> list[tuple[int, int]]:
         trainer = make_trainer(world, small_run(rampup_batch_size=(4, 4, 60)))
-        found = [(trainer.train_step().global_batch_size, trainer.progress.consumed_samples) for _ in range(9)]
+        steps = [(trainer.train_step().global_batch_size, trainer.progress.consumed_samples) for _ in range(9)]
         trainer.close()
-        return found
+        return steps
 
     # Sizes 4, 8, 12 cover 20 samples each: 0 4 8 12 16 | 20 28 36 | 40 52 | 64 80
     expected = [4, 4, 4, 4, 4, 8, 8, 8, 12]
-    for found in ThreadWorld(ranks).run(sizes):
-        assert [size for size, _ in found] == expected
-        assert [consumed for _, consumed in found] == [sum(expected[: i + 1]) for i in range(9)]
+    for steps in ThreadWorld(ranks).run(sizes):
+        assert [size for size, _ in steps] == expected
+        assert [consumed for _, consumed in steps] == [sum(expected[: i + 1]) for i in range(9)]
 
 
 def test_a_run_that_does_not_fit_is_refused():
@@ -169,10 +169,10 @@ def test_resuming_goes_on_with_the_same_bits(name, changes, tmp_path):
 
 def test_the_fp16_runs_resume_in_the_middle_of_loss_scaling():
     trainer = make_trainer(DryComm(), small_run(**SMALLER, **DROPOUT, **FP16))
-    found = [trainer.train_step() for _ in range(4)]
+    steps = [trainer.train_step() for _ in range(4)]
     trainer.close()
-    assert [r.loss_scale for r in found] == [2.0**22, 2.0**21, 2.0**21, 2.0**22], "one of the window's two steps is before the save"
-    assert [r.skipped for r in found] == [True, False, False, True]
+    assert [r.loss_scale for r in steps] == [2.0**22, 2.0**21, 2.0**21, 2.0**22], "one of the window's two steps is before the save"
+    assert [r.skipped for r in steps] == [True, False, False, True]
 
 
 @pytest.fixture

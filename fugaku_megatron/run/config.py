@@ -155,8 +155,8 @@ class OptimizerConfig:
                   "--weight-decay-incr-style constant: give linear or cosine, or only --weight-decay")
         check(not (self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler),
               "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: give one")
-        given = [f for f in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction") if getattr(self, f)]
-        check(len(given) <= 1, f"{' and '.join(map(flag, given))} exclude each other: give one")
+        warmups = [f for f in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction") if getattr(self, f)]
+        check(len(warmups) <= 1, f"{' and '.join(map(flag, warmups))} exclude each other: give one")
         check(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
               f"--lr-warmup-fraction is {self.lr_warmup_fraction}: give a number from 0 to 1")
 

@@ -47,7 +47,7 @@ class Session:
         while progress.iteration < self.iterations:
             before = allocator.page_faults()
             result = self._step()
-            self._log(result, [after - former for after, former in zip(allocator.page_faults(), before, strict=True)])
+            self._log(result, [after - earlier for after, earlier in zip(allocator.page_faults(), before, strict=True)])
             self._check_divergence(result)
             self._evaluate(progress.iteration)
             reason = self._reason_to_leave(progress.iteration, timer)
@@ -138,10 +138,10 @@ class Session:
         """The same answer on every rank: one small reduction per iteration."""
         interval = self.trainer.run.training.exit_interval
         world, signalled = self.trainer.world, self.signals.stop_requested
-        found = world.all_reduce(torch.tensor([signalled, timer.expired], dtype=torch.int32), "max").tolist()
+        reasons = world.all_reduce(torch.tensor([signalled, timer.expired], dtype=torch.int32), "max").tolist()
         if interval and iteration % interval == 0:
             return f"--exit-interval {interval}"
-        return "a signal asked to stop" if found[0] else "--exit-duration-in-mins is over" if found[1] else None
+        return "a signal asked to stop" if reasons[0] else "--exit-duration-in-mins is over" if reasons[1] else None
 
     def _save(self, directory: str) -> None:
         self.trainer.save(directory)

@@ -199,7 +199,10 @@ class Trainer:
                         self._layout_record(), asdict(self.run))
 
     def load(self, directory: str, iteration: int | None = None) -> dict[str, Any]:
-        """Go on from a checkpoint; returns its `state`. Collective; ValueError on every rank for a damaged or foreign one."""
+        """Go on from a checkpoint; returns its `state`. Collective.
+
+        Raises ValueError on every rank for a checkpoint that is damaged or of another program.
+        """
         model = {name: getattr(self.run.model, name) for name in ARCHITECTURE}
         _, state = load_checkpoint(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration,
                                    model)
