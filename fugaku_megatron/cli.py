@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 
 from .comm import launcher
 from .run.checks import check
-from .run.command_line import Parser, nearest
+from .run.command_line import Command, Parser, nearest
 
 PROGRAM = "fugaku-megatron"
 HELP = ("-h", "--help")
@@ -77,11 +78,14 @@ def guarded(program: str, work: Callable[[], int]) -> int:
         return 1
 
 
-def start(program: str, command: Any, words: Sequence[str]) -> int:
-    """The exit code of a command or of a group of commands, called with `words`; mistakes are reported."""
+def start(program: str, command: Any, words: Sequence[str], examples: Sequence[str] = ()) -> int:
+    """The exit code of a command or of a group of commands, called with `words`; mistakes are reported.
+
+    examples: lines of --help, for a command that has no docstring of its own.
+    """
     if hasattr(command, "COMMANDS"):
         return guarded(program, lambda: _start_one_of(program, command, words))
-    return guarded(program, lambda: command.main(_parsed(program, command, words)))
+    return guarded(program, lambda: command.main(_parsed(program, command, words, examples)))
 
 
 def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
@@ -91,11 +95,13 @@ def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
         return 0 if words else 2
     name, names = words[0], list(group.COMMANDS)
     check(name in names, f"command {name} is unknown" + nearest(name, names, f": give {' or '.join(names)}"))
-    return start(f"{program} {name}", group.COMMANDS[name].load(), words[1:])
+    examples = [line for line in group.__doc__.splitlines() if line.startswith("    ") and f" {name} " in line]
+    return start(f"{program} {name}", group.COMMANDS[name].load(), words[1:], examples)
 
 
-def _parsed(program: str, command: Any, words: Sequence[str]) -> Any:
-    parser = Parser(prog=program, description=command.__doc__)
+def _parsed(program: str, command: Any, words: Sequence[str], examples: Sequence[str]) -> Any:
+    description = "\n".join([command.when, "", *examples]) if isinstance(command, Command) else command.__doc__
+    parser = Parser(prog=program, description=re.sub(r"Test: pytest.*\s*", "", description))  # tests concern developers
     command.add_arguments(parser)
     with _one_process_prints():
         return parser.parse_args(words)

@@ -46,6 +46,29 @@ def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
         assert f"\n{group}\n" in page
 
 
+@pytest.mark.parametrize("words, own", [
+    (["log"], "--follow"), (["plan"], "--train-tokens"), (["predict"], "--machine"), (["job", "plan"], "--mode"),
+    (["job", "render"], "--all"),
+])
+def test_a_command_lists_its_own_flags_and_names_those_of_train_once(words, own, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--help"])
+    page = capsys.readouterr().out
+    usage, _, rest = page.partition("\n\n")
+    assert own in usage and "--hidden-size" not in usage and "--adam-beta1" not in rest and "accepted from other" not in rest
+    assert rest.count("every flag of fugaku-megatron train") == 1 and rest.rstrip().endswith("see fugaku-megatron train --help")
+    assert f"\n    fugaku-megatron {' '.join(words)} " in rest and "pytest" not in rest and page.count("\n") < 60
+
+
+@pytest.mark.parametrize("name", ["plan", "render", "check", "submit", "slurm"])
+def test_a_command_of_a_group_says_when_to_use_it(name, capsys):
+    command = cli.COMMANDS["job"].load().COMMANDS[name]
+    with pytest.raises(SystemExit):
+        cli.main(["job", name, "--help"])
+    page = capsys.readouterr().out
+    assert f"\n\n{command.when}\n\n    fugaku-megatron job {name} " in page and "takes the parsed flags" not in page
+
+
 @pytest.mark.parametrize("words, message", [
     (["tran"], "fugaku-megatron: command tran is unknown: did you mean train?"),
     (["quux"], "fugaku-megatron: command quux is unknown: give train or preprocess or "),

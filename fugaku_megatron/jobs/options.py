@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--name", help="name of the job")
     group.add_argument("--kind", default="train", choices=sorted(render.RUNS), help="what the script does (default: train)")
     group.add_argument("-o", "--output", help="file to write")
-    arguments.add_flags(parser)
+    arguments.add_train_flags(parser, "those not given are chosen")
 
 
 def job_from_words(words: Sequence[str]) -> jobs.Job:

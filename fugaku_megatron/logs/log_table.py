@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--formula", default="hardware", choices=sorted(FORMULAS),
                        help="how TFLOPs are computed again: hardware as Narayanan et al. (2021), parameter as 8 (6 without "
                             "recompute) per parameter of the layers and token")
-    arguments.add_flags(parser)
+    arguments.add_train_flags(parser, "they describe the run of such a log")
 
 
 def job_of(options: argparse.Namespace) -> Job:

@@ -33,7 +33,7 @@ def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, help="default: 1 on a64fx, 8 on a100")
     group.add_argument("--json", action="store_true", help="print JSON alone")
-    arguments.add_flags(parser)
+    arguments.add_train_flags(parser)
 
 
 def run_of(args: argparse.Namespace, system: System, own: Sequence[str] = (), defaults: dict[str, Any] | None = None) -> RunConfig:

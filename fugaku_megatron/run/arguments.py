@@ -122,6 +122,17 @@ def build_parser() -> Parser:
     return parser
 
 
+def add_train_flags(parser: argparse.ArgumentParser, meaning: str = "they describe the run") -> None:
+    """`add_flags` for commands beside train: --help names a run's flags in its last line, which says their `meaning`."""
+    own, groups = len(parser._actions), len(parser._action_groups)
+    add_flags(parser)
+    for action in parser._actions[own:]:
+        action.help = argparse.SUPPRESS
+    for group in parser._action_groups[groups:]:
+        group.description = None  # with neither flags nor a description to show, argparse leaves a group out
+    parser.epilog = f"and every flag of fugaku-megatron train, such as --recipe; {meaning}: see fugaku-megatron train --help"
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Every flag of a run, for all commands that speak of one; `interpret` and `run_flags` read what was parsed."""
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [flags]"  # all of them would fill the first screen
     add_flags(parser)
 
 
