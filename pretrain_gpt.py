@@ -7,7 +7,10 @@
 
 import sys
 
-from fugaku_megatron.cli import run_command
+from fugaku_megatron import environment
 
 if __name__ == "__main__":
+    environment.use("numpy", "torch")
+    from fugaku_megatron.cli import run_command
+
     sys.exit(run_command("pretrain_gpt.py", "train"))

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "fugaku_megatron"
 # room -> the rooms that it may import, in the order in which the house stands: every room only knows rooms above its own row.
 ARROWS: dict[str, set[str]] = {
     "_kernels": set(),
+    "environment": set(),  # used by the scripts of a checkout
     "schedule": set(),
     "run": set(),
     "comm": set(),
@@ -47,16 +48,16 @@ def name_of(path: Path) -> str:
 def imports(path: Path) -> set[str]:
     """Absolute names of everything a file imports."""
     here = path.relative_to(ROOT).with_suffix("").parts
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(here[: -node.level]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
-            found.add(module)
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    return found
+            names.add(module)
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def ours(path: Path) -> set[str]:

@@ -5,8 +5,13 @@
 """
 
 import sys
+from pathlib import Path
 
-from fugaku_megatron.cli import run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, also where the package is not installed
+from fugaku_megatron import environment  # noqa: E402
 
 if __name__ == "__main__":
+    environment.use("numpy", "torch", "regex")
+    from fugaku_megatron.cli import run_command
+
     sys.exit(run_command("preprocess_data.py", "preprocess"))
