@@ -4,18 +4,27 @@ import json
 
 import pytest
 
-from fugaku_megatron.logs import plot
+from fugaku_megatron.logs import log_table, plot
+from fugaku_megatron.logs.run_log import read_log
+from fugaku_megatron.run.arguments import make_run
+from tests.helpers import OUR_LOG
 
 TRAIN = [{"kind": "train", "iteration": i, "lm_loss": 10.0 / i, "learning_rate": 1e-4, "tflops": 0.5}
          for i in range(1, 9)]
 VALIDATION = [{"kind": "validation", "iteration": i, "lm_loss": loss} for i, loss in ((4, 3.0), (8, 2.0))]
 
 
-def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, monkeypatch):
+@pytest.fixture
+def made(monkeypatch):
+    """The figures that were saved."""
     figure_module = pytest.importorskip("matplotlib.figure")
-    made = []
+    figures = []
     save = figure_module.Figure.savefig
-    monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, *a, **k: (made.append(self), save(self, *a, **k)))
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    return figures
+
+
+def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
     assert plot.loss_curve(tmp_path / "loss.png", TRAIN + VALIDATION) is True
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     loss, rate, tflops = made[0].axes
@@ -24,6 +33,33 @@ def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, monkeypatch):
     assert list(loss.lines[1].get_xdata()) == [4, 8]
     assert (rate.get_ylabel(), tflops.get_ylabel()) == ("learning rate", "TFLOPs per rank")
     assert list(tflops.lines[0].get_ydata()) == [0.5] * 8
+
+
+def test_a_run_has_one_colour_in_all_panels(tmp_path, made):
+    assert plot.loss_curves(tmp_path / "two.png", {"a": VALIDATION, "b": TRAIN + VALIDATION, "c": TRAIN}) is True
+    loss, rate, tflops = made[0].axes
+    assert [(line.get_label()[:1], line.get_color()) for line in loss.lines] == [("_", "C0"), ("b", "C1"), ("_", "C1"), ("c", "C2")]
+    assert [line.get_color() for line in rate.lines] == [line.get_color() for line in tflops.lines] == ["C1", "C2"]
+
+
+def test_the_title_says_size_layout_and_directory(tmp_path, made):
+    run = make_run("demo", {"vocab_size": 320, "tensor_model_parallel_size": 2})
+    heading = plot.title(plot.describe(run, 4), "/data/runs/demo")
+    assert heading == "0.9M, DP 4 x TP 2 x PP 1, fp32\n/data/runs/demo"
+    assert plot.loss_curve(tmp_path / "loss.png", TRAIN, heading) and made[0].get_suptitle() == heading
+    assert len(plot.title("", "/x" * 200)) == plot.WIDTH + 3
+
+
+def test_logs_are_named_by_what_differs(tmp_path, made):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.log").write_text(OUR_LOG)
+    logs = [read_log(tmp_path / name / "run.log") for name in ("a", "b")]
+    assert log_table.draw(tmp_path / "two.png", logs) and log_table.draw(tmp_path / "one.png", logs[:1])
+    labels = [text.get_text() for text in made[0].axes[0].get_legend().get_texts()]
+    assert labels == [f"{name}/run.log\n0.9M, DP 2 x TP 1 x PP 1, fp32" for name in ("a", "b")]
+    assert made[0].get_suptitle() == plot.title("", tmp_path)
+    assert made[1].get_suptitle() == plot.title("0.9M, DP 2 x TP 1 x PP 1, fp32", tmp_path / "a" / "run.log")
 
 
 def test_a_history_file_without_some_values_is_drawn(tmp_path):

@@ -29,17 +29,11 @@ from ..run import accounting, arguments
 from ..run.checks import check
 from ..run.outputs import check_file, writing
 from . import plot
-from .published_row import PublishedRow, header, rate_text, seconds_text
+from .published_row import PublishedRow, header, rate_text, seconds_text, size_name
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 
 OUR_CSV_COLUMNS = ("precision", "ac", "zero", "seq", "layers", "hidden", "heads", "recomputed_tflops", "iterations",
                    "last_iteration", "loss")
-
-
-def size_name(parameters: int) -> str:
-    """124M, 1.3B, 30B."""
-    unit, letter = (10**9, "B") if parameters >= 10**9 else (10**6, "M")
-    return f"{parameters / unit:.{0 if parameters >= 10 * unit else 1}f}{letter}"
 
 
 def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
@@ -104,9 +98,20 @@ def write_csv(path: str | os.PathLike, logs: Sequence[LogSummary]) -> None:
 
 def draw(path: str | os.PathLike, logs: Sequence[LogSummary]) -> bool:
     """Loss, learning rate and TFLOPs over iterations into one picture; False when there is nothing to draw (and says so)."""
-    runs = {log.path: [{"kind": "train", **asdict(i)} for i in log.iterations]
-            + [{"kind": "validation", "iteration": n, "lm_loss": loss} for n, loss in log.validations] for log in logs}
-    return plot.loss_curves(path, runs)
+    paths = [os.path.abspath(log.path) for log in logs]
+    folder = os.path.commonpath([os.path.dirname(name) for name in paths])
+    alone = len(logs) == 1
+    runs = {("" if alone else f"{os.path.relpath(name, folder)}\n{_layout(log)}"):
+            [{"kind": "train", **asdict(i)} for i in log.iterations]
+            + [{"kind": "validation", "iteration": n, "lm_loss": loss} for n, loss in log.validations]
+            for name, log in zip(paths, logs)}
+    return plot.loss_curves(path, runs, plot.title(_layout(logs[0]), paths[0]) if alone else plot.title("", folder))
+
+
+def _layout(log: LogSummary) -> str:
+    """The run's size and layout as far as they are known."""
+    job = log.job
+    return plot.describe(job.run, job.dp) if job.run and job.dp else f"{job.ranks} ranks" if job.ranks else ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,7 @@
 """A picture of runs: loss (training, validation) over iterations, with small panels for learning rate and TFLOPs.
 
+A run has one colour in all panels; the title says its size, layout and directory.
+
 Test: pytest tests/test_plot.py
 """
 
@@ -10,25 +12,42 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..run import accounting
+from ..run.config import RunConfig
 from .metrics import read_history
+from .published_row import size_name
 
+WIDTH = 90  # characters of a title
 Records = list[dict[str, Any]]
 
 
-def loss_curve(path_png: str | os.PathLike, history: Records | str | os.PathLike) -> bool:
-    """Draw a history (its records, or the path of its file) into `path_png`.
+def describe(run: RunConfig, dp: int) -> str:
+    """A run's size and layout: 124M, DP 2 x TP 1 x PP 1, fp32."""
+    parallel = run.parallel
+    return (f"{size_name(accounting.parameters(run))}, DP {dp} x TP {parallel.tensor_model_parallel_size} x "
+            f"PP {parallel.pipeline_model_parallel_size}, {run.precision.name}")
+
+
+def title(description: str, place: str | os.PathLike) -> str:
+    """The title of a picture: what runs, and the end of the path where it is, one line each."""
+    path = os.fspath(place)
+    return "\n".join(filter(None, (description, path if len(path) <= WIDTH else "..." + path[-WIDTH:])))
+
+
+def loss_curve(path_png: str | os.PathLike, history: Records | str | os.PathLike, heading: str = "") -> bool:
+    """Draw a history (its records, or the path of its file) into `path_png`, under `heading`.
 
     If there is nothing to draw, if matplotlib is missing, or if a file cannot be read or written, it prints one line that says so
     and returns False: a picture ends no run.
     """
     try:
-        return loss_curves(path_png, {"": history if isinstance(history, list) else read_history(history)})
+        return loss_curves(path_png, {"": history if isinstance(history, list) else read_history(history)}, heading)
     except (OSError, ValueError) as error:
         print(f"{path_png}: not drawn, {error}")
         return False
 
 
-def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records]) -> bool:
+def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records], heading: str = "") -> bool:
     """As `loss_curve` for several runs (name -> records) in one picture; OSError when the file cannot be written."""
     drawn = {name: (_with_loss(records, "train"), _with_loss(records, "validation")) for name, records in runs.items()}
     if not any(train or validation for train, validation in drawn.values()):
@@ -37,7 +56,7 @@ def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records]) -> boo
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path_png}: not drawn, a package is missing: pip install matplotlib")
         return False
-    _draw(path_png, drawn)
+    _draw(path_png, drawn, heading)
     return True
 
 
@@ -45,27 +64,27 @@ def _with_loss(records: Records, kind: str) -> Records:
     return [r for r in records if r["kind"] == kind and r.get("lm_loss") is not None]
 
 
-def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records]]) -> None:
+def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records]], heading: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 1))
-    loss = figure.add_subplot(grid[0, :])
-    for name, (train, validation) in runs.items():
-        before = f"{name} " if len(runs) > 1 else ""
-        _line(loss, train, "lm_loss", label=f"{before}training")
-        _line(loss, validation, "lm_loss", label=f"{before}validation", marker="o")
-    loss.set(xlabel="iteration", ylabel="lm loss")
-    loss.legend()
-    for column, (name, label) in enumerate((("learning_rate", "learning rate"), ("tflops", "TFLOPs per rank"))):
-        panel = figure.add_subplot(grid[1, column])
-        for train, _ in runs.values():
-            _line(panel, train, name)
+    panels = [figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])]
+    for number, (name, (train, validation)) in enumerate(runs.items()):
+        color = f"C{number % 10}"  # of a run in every panel
+        _line(panels[0], train, "lm_loss", label=name or "training", color=color)
+        _line(panels[0], validation, "lm_loss", label=None if name else "validation", color=color if name else "C1", marker="o",
+              linestyle="--")
+        for panel, field in zip(panels[1:], ("learning_rate", "tflops")):
+            _line(panel, train, field, color=color)
+    for panel, label in zip(panels, ("lm loss", "learning rate", "TFLOPs per rank")):
         panel.set(xlabel="iteration", ylabel=label)
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
+        panel.grid(alpha=0.3)
+    validated = len(runs) > 1 and any(validation for _, validation in runs.values())
+    panels[0].legend(fontsize="small", title="dashed: validation" if validated else None)
+    figure.suptitle(heading, fontsize="medium")
     figure.savefig(path_png, dpi=120, format="png")
 
 

@@ -16,6 +16,12 @@ def header() -> tuple[str, ...]:
     return load(["002"])[0].table.header
 
 
+def size_name(parameters: int) -> str:
+    """124M, 1.3B, 30B."""
+    unit, letter = (10**9, "B") if parameters >= 10**9 else (10**6, "M")
+    return f"{parameters / unit:.{0 if parameters >= 10 * unit else 1}f}{letter}"
+
+
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 

@@ -13,9 +13,9 @@ import torch
 
 from ..host import allocator, runtime
 from ..host.profiler import Profiler
+from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
-from ..logs.plot import loss_curve
 from ..run import accounting
 from .train import IterationResult, Trainer
 
@@ -147,4 +147,5 @@ class Session:
         self.trainer.save(directory)
         self.writer.print(f"saved checkpoint of iteration {self.trainer.progress.iteration} to {directory}")
         if self.writer.printing:
-            loss_curve(os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY))
+            heading = plot.title(plot.describe(self.trainer.run, self.trainer.layout.dp), os.path.abspath(directory))
+            plot.loss_curve(os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY), heading)
