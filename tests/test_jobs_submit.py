@@ -69,7 +69,7 @@ def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
     ("plan --recipe 124m --nodes 48 --cpu-frequency 1.8", "--cpu-frequency 1.8, but --mode normal-2.0 is 2.0 GHz"),
     ("plan --recipe 124m --nodes 48 --save here", "--save here: the script says it: give SAVE"),
     ("plan --recipe 124m --nodes 48 --data-path text", "--data-path text: the script says it: give DATA"),
-    ("plan --recipe 124m --nodes 48 --name a}b", "--name a}b: "),
+    ("plan --recipe 124m --nodes 48 --name a}b", "--name 'a}b': "),
     ("render --recipe 124m --nodes 48 -o nowhere/a.sh", "-o nowhere/a.sh: No such file or directory"),
     ("render --recipe 124m --nodes 48 -o .", "-o .: Is a directory"),
     ("plan --recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 8", "--tensor-model-parallel-size"),

@@ -80,12 +80,14 @@ def _request(script: Script, group: str | None, files: bool) -> Request:
     node = script.get("-L", "node")
     if node is None:
         raise ValueError(f'line {script.line("-L")}: no nodes are asked for: add #PJM -L "node=XxYxZ:torus"')
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}(:(torus|mesh|noncont))?(:strict(-io)?)?", node.text, re.ASCII):
+    if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}(:(torus|mesh|noncont))?(:strict(-io)?)?", node.text, re.ASCII):
         raise ValueError(f"line {node.line}: node={node.text}: give a number or XxYxZ, and :torus:strict-io, :torus, :mesh or "
                          ":noncont after it")
     sizes = tuple(map(int, node.text.split(":")[0].split("x")))
+    if math.prod(sizes) > torus.NODES:
+        raise ValueError(f"line {node.line}: node={node.text} is above {torus.NODES} nodes, the whole machine: ask for fewer")
     ranks = script.get("--mpi", "max-proc-per-node")
-    if ranks is None or not ranks.text.isdecimal() or int(ranks.text) not in RANKS_PER_NODE:
+    if ranks is None or not limits.is_number(ranks.text) or int(ranks.text) not in RANKS_PER_NODE:
         raise ValueError(f"line {script.line('--mpi')}: max-proc-per-node={ranks.text if ranks else 'missing'}: give 1, 2 or 4, "
                          "ranks of whole CMGs")
     elapse = script.get("-L", "elapse")
@@ -197,7 +199,11 @@ def _clock(request: Request) -> Iterator[Problem]:
 def _account(request: Request) -> Iterator[Problem]:
     """The group that pays."""
     in_script = request.script.get("-g")
-    if not request.group and not (in_script and in_script.text):
+    group = request.group or (in_script and in_script.text)
+    if group and not limits.is_name(group):
+        yield Problem(in_script.line if in_script and not request.group else 0, f"group {group!r:.60} is no group's name: give "
+                      "letters, digits, '.', '_' and '-'")
+    if not group:
         yield Problem(request.script.last_directive, "no group to charge: add #PJM -g GROUP, or give -g or FUGAKU_GROUP")
 
 
@@ -260,7 +266,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
     if seconds and seconds.text != str(request.elapse):
         yield Problem(seconds.line, f"ELAPSE={seconds.text}, but elapse={limits.clock(request.elapse)}: write {request.elapse}, "
                       f"or give -x ELAPSE={request.elapse}")
-    if margin and margin.text.isdecimal():
+    if margin and limits.is_number(margin.text):
         needed += int(margin.text)
     elif margin:
         yield Problem(margin.line, f"MARGIN={margin.text}: give whole seconds, such as {MARGIN}")

@@ -80,6 +80,16 @@ MODES = {m.name: m for m in (
 )}
 
 
+def is_name(text: str) -> bool:
+    """Whether a job or a group can be called so: pjsub and bash read it without quotes."""
+    return re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text) is not None
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a whole number of at most nine digits."""
+    return re.fullmatch(r"[0-9]{1,9}", text) is not None
+
+
 def mode(name: str) -> Mode:
     """The mode of that name. Raises ValueError naming the known ones."""
     if name not in MODES:
@@ -129,7 +139,7 @@ def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
 def seconds(clock: str, name: str = "elapse=") -> int:
     """HH:MM:SS, MM:SS or seconds. Raises ValueError for anything else."""
     parts = clock.split(":")
-    check(1 <= len(parts) <= 3 and all(p.isdecimal() for p in parts), f"{name}{clock}: write HH:MM:SS")
+    check(1 <= len(parts) <= 3 and all(map(is_number, parts)), f"{name}{clock}: write HH:MM:SS")
     return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))
 
 

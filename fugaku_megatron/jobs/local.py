@@ -64,7 +64,7 @@ def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
         options[name] = words.pop(0) if OWN[name] else "yes"
     for name, minimum in (("--scale", 1), ("--elapse", 1), ("--margin", 0)):
         value = options.get(name, "1")
-        check(value.isdecimal() and int(value) >= minimum, f"{name} is {value}: give a number from {minimum}")
+        check(limits.is_number(value) and int(value) >= minimum, f"{name} is {value}: give a number from {minimum}")
     behind = next((word for word in words if word in OWN), None)
     check(behind is None or "--interact" in words, f"option {behind} of this emulator comes before pjsub's and the script")
     return options, words
@@ -125,9 +125,9 @@ def _enter(job_script: script.Script, own: dict[str, str], file: Path) -> list[P
         numbers = re.fullmatch(r"(\d+)-(\d+)", next(iter(sparam), ""))
         tags = [f"[{i}]" for i in range(int(numbers[1]), int(numbers[2]) + 1)] if numbers else []
         check(bool(tags), f"--bulk with --sparam {next(iter(sparam), '')!r}: give --sparam \"FIRST-LAST\", such as 0-3")
-    check(number is None or number.isdecimal() and (root / number).is_dir(), f"--sparam jid={number}: there is no such job: see "
-          "local_pjstat")
-    check(sparam.get("sn", "0").isdecimal(), f"--sparam sn={sparam.get('sn')}: give the number of a step")
+    check(number is None or limits.is_number(number) and (root / number).is_dir(), f"--sparam jid={number}: there is no such job: "
+          "see local_pjstat")
+    check(limits.is_number(sparam.get("sn", "0")), f"--sparam sn={sparam.get('sn')}: give the number of a step")
     number = number or str(_number(root))
     if "--step" in job_script.switches:
         steps = [read(sub)["step"] for sub in root.glob(f"{number}_*")]

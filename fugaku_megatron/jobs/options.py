@@ -54,8 +54,11 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
               f"{variable} there, or pjsub -x {variable}=...")
     clock = getattr(args, "cpu_frequency", mode.ghz)
     check(clock == mode.ghz, f"--cpu-frequency {clock}, but --mode {args.mode} is {mode.ghz} GHz: leave it out")
-    check(re.fullmatch(r"[\w.-]+", args.name or "job") is not None, f"--name {args.name}: give letters, digits, '.', '_' and '-'")
+    for name, value in (("--name", args.name), ("--group", args.group)):
+        check(value is None or limits.is_name(value), f"{name} {value!r:.60}: give letters, digits, '.', '_' and '-', at most 64")
+    check(re.fullmatch(r"/vol\w+(:/vol\w+)*", args.volumes) is not None, f"--volumes {args.volumes!r:.60}: give /vol0004 and "
+          "others, joined by colons")
     job = jobs.decide(args, OWN)[0]
-    problems = checks.problems(render.render(job), group="the submitter's", files=False)
+    problems = checks.problems(render.render(job), group="submitter", files=False)
     check(not problems, problems[0].text if problems else "")
     return job

@@ -23,7 +23,9 @@ from ..run.checks import check
 Shape = tuple[int, int, int]
 UNIT: Shape = (2, 3, 2)
 UNIT_NODES = math.prod(UNIT)
-WHOLE: Shape = (48, 69, 48)  # the whole machine: 24 x 23 x 24 units, 158,976 nodes
+WHOLE: Shape = (48, 69, 48)  # the whole machine: 24 x 23 x 24 units
+NODES = math.prod(WHOLE)  # 158,976
+MAX_RANKS_PER_NODE = 48  # one for each core
 # nodes of a tensor-parallel group -> the box that they occupy in a unit
 TILES: dict[int, Shape] = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2), 6: (2, 3, 1), 12: (2, 3, 2)}
 
@@ -53,7 +55,7 @@ def best_shape(nodes: int) -> Shape | None:
 
 def nearest(nodes: int) -> list[int]:
     """The largest number of nodes up to `nodes` and the smallest from it on that have a shape."""
-    around = (range(nodes, 0, -1), range(nodes, math.prod(WHOLE) + 1))
+    around = (range(nodes, 0, -1), range(nodes, NODES + 1))
     counts = [next((n for n in numbers if n % UNIT_NODES == 0 and best_shape(n)), None) for numbers in around]
     return sorted({n for n in counts if n})
 
@@ -103,6 +105,8 @@ class RankMap:
     @staticmethod
     def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int) -> RankMap:
         """The placement for a layout. Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
+        check(math.prod(shape) <= NODES, f"node={text(shape)} is above {NODES} nodes, the whole machine: give fewer")
+        check(0 < ranks_per_node <= MAX_RANKS_PER_NODE, f"{ranks_per_node} ranks per node: give 1 to {MAX_RANKS_PER_NODE}")
         check(whole(shape), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
               "must be even, Y a multiple of 3")
         check_tensor(tp, ranks_per_node)
@@ -180,13 +184,17 @@ def check_map(nodes: Sequence[Shape], shape: Shape, ranks_per_node: int, tp: int
 def parse_shape(word: str) -> Shape:
     """XxYxZ. Raises ValueError for anything else."""
     parts = word.split("x")
-    check(len(parts) == 3 and all(p.isdecimal() and int(p) for p in parts), f"node shape {word!r}: give XxYxZ, such as 4x6x16")
+    check(len(parts) == 3 and all(_is_size(p) for p in parts), f"node shape {word!r:.60}: give XxYxZ, such as 4x6x16")
     return tuple(map(int, parts))
+
+
+def _is_size(word: str) -> bool:
+    return word.isdecimal() and len(word) <= len(str(NODES)) and int(word) > 0
 
 
 def main(argv: Sequence[str]) -> int:
     try:
-        check(len(argv) == 4 and all(w.isdecimal() for w in argv[1:]), "give SHAPE RANKS_PER_NODE TP PP, such as 16x24x32 2 8 6")
+        check(len(argv) == 4 and all(map(_is_size, argv[1:])), "give SHAPE RANKS_PER_NODE TP PP, such as 16x24x32 2 8 6")
         made = RankMap.from_layout(parse_shape(argv[0]), *map(int, argv[1:]))
     except ValueError as error:
         print(f"fugaku_megatron.jobs.torus: {error}", file=sys.stderr)
