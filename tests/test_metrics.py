@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -191,3 +192,18 @@ def test_peak_memory_of_all_ranks_in_one_line():
     text = metrics.format_peak_memory([790.2, 811.6, 800.0])
     assert text == "peak memory per rank: max 812 MiB (rank 1), min 790 MiB"
     assert metrics.parse_peak_memory(["hello", text]) == 812 and metrics.parse_peak_memory(["hello"]) is None
+
+
+@pytest.mark.parametrize("make, problem", [
+    (lambda path: path.mkdir(), "no regular file"),
+    (os.mkfifo, "no regular file"),
+    (lambda path: path.write_text("[" * 200_000 + "\n\n"), "line 1: brackets"),
+    (lambda path: path.write_text("{}\n"), "line 1 has no iteration"),
+    (lambda path: path.write_text("[1]\n"), "line 1 has no iteration"),
+])
+def test_a_history_that_cannot_be_continued_is_refused_with_its_name(tmp_path, make, problem):
+    path = tmp_path / "history.jsonl"
+    make(path)
+    with pytest.raises(ValueError, match=problem) as raised:
+        MetricsWriter(10, 1, stream=io.StringIO(), history_path=path)
+    assert str(path) in str(raised.value)

@@ -142,6 +142,8 @@ def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             records.append(json.loads(line))
+        except RecursionError as error:
+            raise ValueError(f"{path} line {number}: brackets are nested too deeply: move the file away") from error
         except ValueError as error:
             if number < len(lines):
                 raise ValueError(f"{path} line {number} is not JSON: {error}") from error
@@ -150,7 +152,12 @@ def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 def _open_history(path: Path, start_iteration: int) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"--save: {path} is no regular file, and the history is written there: move it away")
     records = read_history(path) if path.exists() else []
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+            raise ValueError(f"{path} line {number} has no iteration, so it is no history of a run: move the file away")
     kept = [record for record in records if record["iteration"] <= start_iteration]
     aside = path.with_name(path.name + ".tmp")
     aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
