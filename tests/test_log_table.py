@@ -11,6 +11,7 @@ import time
 import pytest
 
 from fugaku_megatron import cli
+from fugaku_megatron.logs.iteration import parse_log
 from fugaku_megatron.logs.published_row import PublishedRow
 from fugaku_megatron.logs.published_row import header as published_header
 from fugaku_megatron.published.rows import load
@@ -64,7 +65,17 @@ def test_csv_and_picture_hold_the_same(logs, capsys):
     assert (logs / "t.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_csv_has_a_row_per_iteration_where_asked(logs, capsys):
+    paths = [str(logs / name) for name in ("ours.log", "a100.log")]
+    assert cli.main(["log", *paths, "--csv", str(logs / "t.csv"), "--per-iteration"]) == 0
+    rows = list(csv.DictReader((logs / "t.csv").open()))
+    assert [(row["log"], row["iteration"]) for row in rows] == [(paths[0], str(i)) for i in range(1, 7)] + [(paths[1], "2")]
+    assert (rows[-1]["lm_loss"], rows[-1]["samples_per_second"], rows[-1]["tokens_per_second"]) == ("63.84045", "2.66", "")
+    assert [float(row["lm_loss"]) for row in rows] == [i.lm_loss for i in parse_log((OUR_LOG + A100[0]).splitlines())]
+
+
 @pytest.mark.parametrize("flags, message", [
+    (["ours.log", "--per-iteration"], "--per-iteration goes with --csv FILE: give both"),
     (["gone.log"], "gone.log: No such file or directory: give a run's log"),
     (["ours.log", "--csv", "nowhere/t.csv"], "--csv nowhere/t.csv: .*/nowhere is not a directory: make it"),
     (["ours.log", "--csv", "a100.log"], "--csv a100.log: give a file whose name ends with .csv"),

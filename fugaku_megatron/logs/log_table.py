@@ -2,6 +2,7 @@
 
     fugaku-megatron log run.log                              a row for each log, from what the log says
     fugaku-megatron log run.log --follow --png run.png       redrawn while the job runs, until it ends
+    fugaku-megatron log run.log --csv run.csv --per-iteration    loss, time and rates of every iteration
     fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
         --pipeline-model-parallel-size 10                    a log of another program
 
@@ -18,8 +19,8 @@ import csv
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..run import accounting, arguments
 from ..run.checks import check
 from ..run.outputs import check_file, writing
 from . import plot
+from .iteration import IterationMetrics
 from .published_row import PublishedRow, header, rate_text, seconds_text, size_name
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 
@@ -87,12 +89,23 @@ def record(log: LogSummary) -> dict[str, Any]:
 
 
 def write_csv(path: str | os.PathLike, logs: Sequence[LogSummary]) -> None:
-    """One row per log, written aside and renamed: a reader never sees half a file."""
+    """One row per log."""
+    _write_rows(path, csv_columns(), (record(log) for log in logs))
+
+
+def write_iterations_csv(path: str | os.PathLike, logs: Sequence[LogSummary]) -> None:
+    """One row per iteration of every log, in order: the log's name and the fields of IterationMetrics."""
+    columns = ("log", *(f.name for f in fields(IterationMetrics)))
+    _write_rows(path, columns, ({"log": log.path, **asdict(iteration)} for log in logs for iteration in log.iterations))
+
+
+def _write_rows(path: str | os.PathLike, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Written aside and renamed: a reader never sees half a file."""
     aside = Path(f"{path}.tmp")
     with open(aside, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, csv_columns(), lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({name: "" if value in (None, "-") else value for name, value in record(log).items()} for log in logs)
+        writer.writerows({name: "" if value in (None, "-") else value for name, value in row.items()} for row in rows)
     aside.replace(path)
 
 
@@ -117,6 +130,7 @@ def _layout(log: LogSummary) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's log")
     parser.add_argument("--csv", metavar="FILE", help="write a row per log into FILE")
+    parser.add_argument("--per-iteration", action="store_true", help="with --csv: a row per iteration (or log interval) instead")
     parser.add_argument("--png", metavar="FILE", help="draw loss and TFLOPs over iterations into FILE")
     parser.add_argument("--markdown", action="store_true", help="with a heading and lists, for a document")
     parser.add_argument("--follow", action="store_true", help="go on while the jobs run, until their last line or Ctrl-C")
@@ -146,6 +160,7 @@ def job_of(options: argparse.Namespace) -> Job:
 
 def check_outputs(options: argparse.Namespace) -> None:
     """Raises ValueError, before any log is read, for files that cannot be written, or whose names end as a log's may."""
+    check(options.csv is not None or not options.per_iteration, "--per-iteration goes with --csv FILE: give both")
     for name in ("csv", "png"):
         if path := getattr(options, name):
             check(path.endswith(f".{name}"), f"--{name} {path}: give a file whose name ends with .{name}")
@@ -174,7 +189,7 @@ def _read(files: Sequence[LogFile]) -> list[LogSummary]:
 def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
     if options.csv:
         with writing("--csv", options.csv):
-            write_csv(options.csv, logs)
+            (write_iterations_csv if options.per_iteration else write_csv)(options.csv, logs)
     if options.png:
         with writing("--png", options.png):
             draw(options.png, logs)
