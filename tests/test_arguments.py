@@ -55,6 +55,7 @@ VALUES = """
 --tensor-model-parallel-size 2 | --pipeline-model-parallel-size 2 | --zero-stage 1 | --recompute-granularity selective
 --recompute-num-layers 2 | --split 8,1,1 | --tokenizer-type GPT2BPETokenizer | --seed 3 | --save s | --load l | --save-interval 9
 --log-interval 3 | --eval-interval 4 | --eval-iters 0 | --tensorboard-dir t | --train-iters 12 | --train-samples 13 | --hysteresis 3
+--save-interval-in-mins 2.5 | --keep-last 3
 """
 
 

@@ -127,7 +127,7 @@ MISTAKES = [
     (DataConfig, {"vocab_file": "v"}, "--vocab-file is v and --merge-file is None: give both or neither"),
     (DataConfig, {"merge_file": "m"}, "--vocab-file is None and --merge-file is m"),
     (DataConfig, {"mock_data": True, "data_path": ("a",)}, "--mock-data and --data-path exclude each other"),
-    *positive(OutputConfig, {"load": "l"}, "save_interval", "log_interval", "ckpt_step"),
+    *positive(OutputConfig, {"load": "l"}, "save_interval", "save_interval_in_mins", "keep_last", "log_interval", "ckpt_step"),
     *((OutputConfig, {name: ""}, f"{flag(name)} is empty: give a directory")
       for name in ("save", "load", "tensorboard_dir", "profile_dir")),
     (OutputConfig, {"ckpt_step": 5}, "--ckpt-step 5 needs --load"),

@@ -243,6 +243,8 @@ class OutputConfig:
     load: str | None = opt(None, "directory to resume from (starts anew when it holds no checkpoint)", type=str)
     ckpt_step: int | None = opt(None, "load this iteration instead of the latest", type=int)
     save_interval: int | None = opt(None, "iterations between checkpoints (default: only at the end)", type=int)
+    save_interval_in_mins: float | None = opt(None, "minutes between checkpoints, by the clock of rank 0", type=float)
+    keep_last: int | None = opt(None, "checkpoints to keep in --save; older ones are removed after a save (default: all)", type=int)
     log_interval: int = opt(100, "iterations between log lines")
     log_live: str = opt("auto", "one live line with loss, tokens/s and time left instead of log lines; auto: on a terminal, also "
                         "below mpiexec", choices=("auto", "on", "off"))
@@ -258,7 +260,8 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check_positive(self, "ckpt_step", "save_interval", "log_interval", "profile_step_start")
+        check_positive(self, "ckpt_step", "save_interval", "save_interval_in_mins", "keep_last", "log_interval",
+                       "profile_step_start")
         for name in ("save", "load", "tensorboard_dir", "profile_dir"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
         check(self.log_file != "", "--log-file is empty: give a file, or leave it out (is a variable unset?)")

@@ -36,6 +36,10 @@ class Session:
     signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
     started: int = 0  # iterations since this start
     skipped_in_a_row: int = 0  # where no loss scale explains it
+    save_timer: runtime.ExitTimer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._await_save()
 
     def run(self) -> None:
         """Train to the end, or until something asks to leave. Collective."""
@@ -50,8 +54,8 @@ class Session:
             self._log(result, [after - earlier for after, earlier in zip(allocator.page_faults(), before, strict=True)])
             self._check_divergence(result)
             self._evaluate(progress.iteration)
-            reason = self._reason_to_leave(progress.iteration, timer)
-            due = output.save_interval and progress.iteration % output.save_interval == 0
+            reason, due = self._reason_to_leave(progress.iteration, timer)
+            due = due or output.save_interval and progress.iteration % output.save_interval == 0
             if reason:
                 self.writer.flush()
             if output.save and (due or reason):
@@ -134,17 +138,25 @@ class Session:
         loss = self.trainer.evaluate(self.trainer.valid, first, training.eval_iters)
         self.writer.validation(iteration, loss, self.trainer.progress.consumed_samples)
 
-    def _reason_to_leave(self, iteration: int, timer: runtime.ExitTimer) -> str | None:
-        """The same answer on every rank: one small reduction per iteration."""
-        interval = self.trainer.run.training.exit_interval
-        world, signalled = self.trainer.world, self.signals.stop_requested
-        reasons = world.all_reduce(torch.tensor([signalled, timer.expired], dtype=torch.int32), "max").tolist()
+    def _reason_to_leave(self, iteration: int, timer: runtime.ExitTimer) -> tuple[str | None, bool]:
+        """Why to leave, if at all, and whether --save-interval-in-mins is over by the clock of rank 0.
+
+        The same answers on every rank: one small reduction per iteration.
+        """
+        interval, world = self.trainer.run.training.exit_interval, self.trainer.world
+        flags = [self.signals.stop_requested, timer.expired, world.rank == 0 and self.save_timer.expired]
+        signalled, late, due = world.all_reduce(torch.tensor(flags, dtype=torch.int32), "max").tolist()
         if interval and iteration % interval == 0:
-            return f"--exit-interval {interval}"
-        return "a signal asked to stop" if reasons[0] else "--exit-duration-in-mins is over" if reasons[1] else None
+            return f"--exit-interval {interval}", bool(due)
+        return "a signal asked to stop" if signalled else "--exit-duration-in-mins is over" if late else None, bool(due)
+
+    def _await_save(self) -> None:
+        """From now on --save-interval-in-mins counts."""
+        self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
 
     def _save(self, directory: str) -> None:
         self.trainer.save(directory)
+        self._await_save()
         self.writer.print(f"saved checkpoint of iteration {self.trainer.progress.iteration} to {directory}")
         if self.writer.printing:
             heading = plot.title(plot.describe(self.trainer.run, self.trainer.layout.dp), os.path.abspath(directory))

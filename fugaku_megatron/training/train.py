@@ -196,7 +196,7 @@ class Trainer:
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
         save_checkpoint(directory, self.progress.iteration, self.optimizer.checkpoint_shards(owned=True), self.state(), self.world,
-                        self._layout_record(), asdict(self.run))
+                        self._layout_record(), asdict(self.run), self.run.output.keep_last)
 
     def load(self, directory: str, iteration: int | None = None) -> dict[str, Any]:
         """Go on from a checkpoint; returns its `state`. Collective.

@@ -1,0 +1,86 @@
+"""When a run saves, and what it keeps: by iterations, by the clock of rank 0, at the end. Run: pytest tests/test_session.py"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.recording import RecordingComm
+from fugaku_megatron.training.session import Session
+from tests.helpers import make_trainer, small_run
+
+LONG, SHORT = 1e6, 1e-9  # minutes
+
+
+class Writer:
+    """A log that keeps what is printed."""
+
+    printing = False
+
+    def __init__(self):
+        self.lines = []
+        self.print = self.lines.append
+
+    def add(self, metrics):
+        pass
+
+    def flush(self):
+        pass
+
+
+def session(world, directory, **changes):
+    run = small_run(num_layers=2, save=str(directory), **{"train_iters": 5, **changes})
+    signals = SimpleNamespace(stop_requested=False)
+    return Session(make_trainer(world, run), Writer(), run.training.train_iters, False, signals=signals)
+
+
+def run(world, directory, **changes):
+    """The iterations that were saved, by what the log says."""
+    made = session(world, directory, **changes)
+    made.run()
+    made.trainer.close()
+    return [int(line.split()[4]) for line in made.writer.lines if line.startswith("saved checkpoint of iteration ")]
+
+
+@pytest.mark.parametrize(("changes", "saved"), [
+    ({}, [5]),
+    ({"save_interval": 2}, [2, 4, 5]),
+    ({"save_interval_in_mins": SHORT}, [1, 2, 3, 4, 5]),
+    ({"save_interval_in_mins": LONG}, [5]),
+    ({"save_interval_in_mins": LONG, "save_interval": 3}, [3, 5]),
+])
+def test_intervals_by_iterations_and_by_time(tmp_path, changes, saved):
+    assert run(DryComm(), tmp_path, **changes) == saved == list_iterations(tmp_path)
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [((SHORT, LONG), [1, 2, 3, 4, 5]), ((LONG, SHORT), [5])])
+def test_the_clock_of_rank_0_decides_for_all(tmp_path, minutes, saved):
+    ranks = ThreadWorld(2).run(lambda world: run(world, tmp_path, save_interval_in_mins=minutes[world.rank]))
+    assert ranks == [saved, saved]
+
+
+def test_time_counts_from_the_last_save(tmp_path):
+    made = session(DryComm(), tmp_path, save_interval_in_mins=LONG)
+    first = made.save_timer
+    made._save(str(tmp_path))
+    assert made.save_timer is not first
+    made.trainer.close()
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_keep_last(tmp_path, keep):
+    run(DryComm(), tmp_path, save_interval=1, keep_last=keep)
+    assert list_iterations(tmp_path) == [3, 4, 5][-keep:] and latest_iteration(tmp_path) == 5
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_save_interval_by_time_adds_no_collective(tmp_path):
+    def calls(directory, **changes):
+        world = RecordingComm(DryComm())
+        run(world, directory, **changes)
+        return [call[1] for call in world.log]
+
+    assert calls(tmp_path / "a", save_interval_in_mins=LONG) == calls(tmp_path / "b") != []
