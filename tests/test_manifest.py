@@ -15,7 +15,7 @@ STATE = {"progress": {"iteration": 100, "consumed_samples": 800, "skipped": 2, "
 FILES = {"rank_00000.safetensors": {"size": 4, "crc32": "0123abcd", "shards": [RECORD]}}
 CONFIG = {"model": {"num_layers": 1, "norm_epsilon": 1e-5}, "shape": (1, 2)}
 RECORD_PATH = ("files", "rank_00000.safetensors", "shards", 0)
-MISSING = object()
+MISSING = "(removed)"
 # what is changed -> what it is changed to; the second part is found even where the manifest has no checksum
 CHANGES = [
     (("iteration",), 99), (("iteration",), 100.0), (("state", "optimizer_steps"), 97), (("state", "rng", "seed"), 2),
