@@ -41,6 +41,7 @@ class ModuleCommand:
 
 COMMANDS = {
     "train": ModuleCommand("training.command", "train a GPT: mpiexec -n N fugaku-megatron train ...; --dry-run shows any run"),
+    "vocabulary": ModuleCommand("data.vocabulary", "before preprocess: train vocab.json and merges.txt on your own text"),
     "preprocess": ModuleCommand("data.preprocess", "before training: turn text into Megatron's .bin/.idx files of tokens"),
     "generate": ModuleCommand("inference.generate", "after training: continue a text with a checkpoint"),
     "log": ModuleCommand("logs.log_table", "during and after a run: its log as a table, CSV and picture"),

@@ -108,7 +108,7 @@ def test_mistakes(write, tmp_path):
             write("--prompt", "a", "--ckpt-step", str(step))
     for flag, wrong in (("--tokens", "-1"), ("--temperature", "-0.5"), ("--temperature", "nan"), ("--top-k", "0"),
                         ("--temperature", "1e-45"), ("--seed", "-1"), ("--seed", str(2**70))):
-        with pytest.raises(ValueError, match=f"{flag} is {wrong if wrong != str(2**70) else r'1.18059e.21'}: give"):
+        with pytest.raises(ValueError, match=f"{flag} is {wrong}: give"):
             write("--prompt", "a", flag, wrong)
     with pytest.raises(ValueError, match="unknown flag --foo"):
         write("--prompt", "a", "--foo")

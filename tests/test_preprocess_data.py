@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron import cli
+from fugaku_megatron.data import preprocess
+from fugaku_megatron.data.dataset import _split_documents, parse_split
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, gpt2_files
 
@@ -52,6 +54,9 @@ def test_any_number_of_workers_gives_the_same_files(tmp_path, corpus):
             "--append-eod", "--workers", workers, "--log-interval", 500,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
+        assert [line.split(" tokens")[0].rsplit(" ", 1)[0] for line in result.stdout.splitlines()[:2]] == [
+            f"wrote w{workers}_{key}_document.bin and .idx: 1500 documents," for key in ("text", "title")]
+        assert f"next: fugaku-megatron train --data-path w{workers}_title_document --split 969,30,1 --vocab-file " in result.stdout
         assert "Processed 1500 documents" in result.stderr and "MB/s" in result.stderr
         names = [f"w{workers}_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx")]
         contents.append([(tmp_path / name).read_bytes() for name in names])
@@ -87,20 +92,45 @@ def test_without_append_eod(tmp_path):
 
 @pytest.fixture
 def main(tmp_path, monkeypatch, capsys):
-    """The command within this process and `tmp_path`: arguments -> (exit code, lines on stderr)."""
+    """The command within this process and `tmp_path`: arguments -> (exit code, lines on stderr, lines on stdout)."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
         code = cli.main(["preprocess", *map(str, arguments)])
-        return code, capsys.readouterr().err.splitlines()
+        out, err = capsys.readouterr()
+        return code, err.splitlines(), out.splitlines()
 
     return call
+
+
+def test_a_folder_of_texts(tmp_path, main):
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    for name, text in (("b.txt", "second"), ("a.txt", "first"), (".hidden", "no"), ("more/d.md", "fourth"), ("c.txt", "")):
+        (tmp_path / "texts" / name).write_text(text)
+    (tmp_path / "more.jsonl").write_text('{"text": "fifth"}\n{"text": "sixth"}\n')
+    (tmp_path / "last.txt").write_text("seventh")
+    code, _, printed = main("--input", "texts", "more.jsonl", "last.txt", "--output-prefix", "out dir")
+    assert code == 0
+    assert texts_of(tmp_path / "out dir_text_document") == ["first", "second", "fourth", "fifth", "sixth", "seventh"]
+    tokens = IndexedDataset(tmp_path / "out dir_text_document").num_tokens
+    assert printed[0] == f"wrote out dir_text_document.bin and .idx: 6 documents, {tokens} tokens"
+    vocab_file, merge_file = gpt2_files()
+    assert printed[1] == ("next: fugaku-megatron train --data-path 'out dir_text_document' --split 100,0,0 --vocab-file "
+                          f"{vocab_file} --merge-file {merge_file} --recipe demo")
+
+
+@pytest.mark.parametrize(("documents", "split"), [(1, "100,0,0"), (19, "100,0,0"), (20, "90,10,0"), (1000, "969,30,1")])
+def test_a_split_leaves_every_part_that_it_names_some_documents(documents, split):
+    assert preprocess.split_for(documents) == split
+    parts = [len(_split_documents(documents, parse_split(split), part)) for part in range(3)]
+    assert sum(parts) == documents and [n > 0 for n in parts] == [share != "0" for share in split.split(",")]
 
 
 BAD_LINES = [
     (b'{"text": "x"', "bad.jsonl:3: not a line of JSON"),
     (b'{"text": "\xff"}', "bad.jsonl:3: not a line of JSON"),
     (b"[" * 100_000, "bad.jsonl:3: not a line of JSON"),
+    (b'{"text": ' + b"7" * 5000 + b"}", "bad.jsonl:3: not a line of JSON"),
     (b"[1]", "bad.jsonl:3: expected a JSON object with the keys of --json-keys, found list"),
     (b'{"txt": "x"}', "bad.jsonl:3: expected text under key 'text' (--json-keys), found only keys txt"),
     (b'{"text": 5}', "bad.jsonl:3: expected text under key 'text' (--json-keys), found int"),
@@ -114,7 +144,7 @@ def write_bad(folder, line):
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_a_bad_line_is_one_error_and_leaves_nothing(tmp_path, main, line, message):
     write_bad(tmp_path, line)
-    code, errors = main("--input", "bad.jsonl", "--output-prefix", "out")
+    code, errors, _ = main("--input", "bad.jsonl", "--output-prefix", "out")
     assert code == 2 and len(errors) == 1 and message in errors[0]
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
@@ -131,6 +161,11 @@ def test_a_bad_line_in_a_worker_process(tmp_path):
     ("arguments", "message"),
     [
         (["--input", "none.jsonl"], "--input none.jsonl: no such file"),
+        (["--input", "pipe.jsonl"], "--input pipe.jsonl: cannot be read: it is a FIFO, not a regular file"),
+        (["--input", "/dev/zero"], "--input /dev/zero: cannot be read: it is a device, not a regular file"),
+        (["--input", "folder"], "--input folder: folder/image.png is not text (it holds a zero byte): move it away"),
+        (["--input", "folder/empty"], "--input folder/empty: no file in this folder"),
+        (["--input", "a.txt", "--vocab-file", "pipe.jsonl", "--merge-file", "a.txt"], "--vocab-file pipe.jsonl: cannot be read"),
         (["--input", "a.txt", "--json-keys", "body"], "--input a.txt is plain text"),
         (["--input", "a.txt", "--tokenizer-type", "GPT2BPE"], "did you mean GPT2BPETokenizer?"),
         (["--input", "a.txt", "--vocab-file", "v.json"], "needs --merge-file"),
@@ -144,6 +179,9 @@ def test_a_bad_line_in_a_worker_process(tmp_path):
 def test_usage_errors(tmp_path, main, arguments, message):
     (tmp_path / "a.txt").write_text("hello", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
-    code, errors = main("--output-prefix", "out", *arguments)
+    (tmp_path / "folder" / "empty").mkdir(parents=True)
+    (tmp_path / "folder" / "image.png").write_bytes(b"\x89PNG\0")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    code, errors, _ = main("--output-prefix", "out", *arguments)
     assert code == 2 and len(errors) == 1 and message in errors[0]
-    assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl", "folder", "pipe.jsonl"]

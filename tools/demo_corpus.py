@@ -13,9 +13,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from fugaku_megatron.data.vocabulary import train_vocabulary
+
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings"}
 SUFFIXES = {".py", ".txt", ".rst"}
-END_OF_TEXT = "<|endoftext|>"
 
 
 def texts(root: Path) -> Iterator[str]:
@@ -25,20 +26,6 @@ def texts(root: Path) -> Iterator[str]:
             text = path.read_text(encoding="utf-8", errors="replace")
             if text.strip():
                 yield text
-
-
-def train_vocabulary(documents: list[str], size: int, output: Path) -> None:
-    """A vocabulary of `size` tokens, the last one being the end of text as in GPT-2's own."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(documents, vocab_size=size - 1, min_frequency=2, show_progress=False)
-    tokenizer.add_tokens([END_OF_TEXT])
-    vocabulary = tokenizer.get_vocab()
-    (output / "vocab.json").write_text(json.dumps(dict(sorted(vocabulary.items(), key=lambda item: item[1])), ensure_ascii=False))
-    tokenizer.save_model(str(output), "trained")
-    (output / "trained-vocab.json").unlink()
-    (output / "trained-merges.txt").rename(output / "merges.txt")
 
 
 def main() -> None:

@@ -191,6 +191,16 @@ class IndexedDatasetWriter:
         self._lengths.extend(lengths)
         self._documents.append(len(self._lengths))
 
+    @property
+    def num_documents(self) -> int:
+        """Sequences so far, which --split deals out; an empty document has none."""
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return sum(self._lengths)
+
     def finalize(self) -> None:
         """Write .idx and give both files their names."""
         lengths = np.asarray(self._lengths, "<i4")

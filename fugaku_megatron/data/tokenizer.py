@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE tokenizer, reading Megatron-LM's --vocab-file (vocab.json) and --merge-file (merges.txt).
 
 Identical to GPT-2's encoder on any text; `GPT2BPETokenizer.encode` defines how bytes that are not UTF-8 are encoded.
-Left out: training a vocabulary (the `tokenizers` library does that) and special tokens within text: as in Megatron-LM,
+Left out: training a vocabulary (vocabulary.py) and special tokens within text: as in Megatron-LM,
 "<|endoftext|>" inside a document is ordinary text and does not end the document.
 Test: pytest tests/test_tokenizer.py
 """

@@ -52,7 +52,7 @@ def check_options(options: argparse.Namespace) -> None:
     check(options.temperature == 0 or options.temperature >= MIN_TEMPERATURE, f"--temperature is {options.temperature}: give 0, "
           f"which always takes the likeliest token, or at least {MIN_TEMPERATURE}")
     check(options.top_k > 0, f"--top-k is {options.top_k}: give a number above 0")
-    check(0 <= options.seed <= MAX_SEED, f"--seed is {options.seed:.6g}: give a number from 0 to {MAX_SEED}")
+    check(0 <= options.seed <= MAX_SEED, f"--seed is {options.seed}: give a number from 0 to {MAX_SEED}")
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

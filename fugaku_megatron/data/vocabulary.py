@@ -1,0 +1,105 @@
+"""A vocabulary of one's own: byte-level BPE trained on one's own text, in the two files of GPT-2's form.
+
+    fugaku-megatron vocabulary --input my_texts --vocab-size 8192 --output my_vocabulary
+
+writes my_vocabulary/vocab.json and merges.txt, for --vocab-file and --merge-file. The `tokenizers` library does the training, with
+GPT-2's split into pieces; <|endoftext|> is the last token. Left out: other kinds of vocabulary.
+Test: pytest tests/test_vocabulary.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from .files import unreadable
+from .inputs import add_input_arguments, document_texts, input_files, read_documents
+from .tokenizer import EOD_TOKEN, bytes_to_unicode
+
+MIN_TOKENS = len(bytes_to_unicode()) + 1  # every byte, and the end of a document
+MAX_TOKENS = 2**26  # as --vocab-size of a model
+NAMES = ("vocab.json", "merges.txt")
+
+
+def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
+    """Write a vocabulary of at most `size` tokens, as many as the texts give, into `output`; returns their number.
+
+    A pair of tokens is merged if it occurs twice or more. Raises ValueError when the `tokenizers` library is missing, when there is
+    no text, and when the files cannot be written.
+    """
+    try:
+        from tokenizers import ByteLevelBPETokenizer
+    except ImportError:
+        raise ValueError("training a vocabulary needs the Python package tokenizers: pip install tokenizers") from None
+    tokenizer, characters = ByteLevelBPETokenizer(), 0
+
+    def counted() -> Iterable[str]:
+        nonlocal characters
+        for text in texts:
+            characters += len(text)
+            yield text
+
+    tokenizer.train_from_iterator(counted(), vocab_size=size - 1, min_frequency=2, show_progress=False)
+    if not characters:
+        raise ValueError("no text to train a vocabulary on")
+    tokenizer.add_tokens([EOD_TOKEN])
+    _write(tokenizer, output)
+    return tokenizer.get_vocab_size()
+
+
+def _write(tokenizer: object, output: Path) -> None:
+    """Both files appear when they are whole."""
+    vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    lines = ["#version: 0.2", *(pair if isinstance(pair, str) else " ".join(pair) for pair in merges)]
+    texts = json.dumps(vocabulary, ensure_ascii=False), "\n".join(lines) + "\n"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, text in zip(NAMES, texts, strict=True):
+            (output / f"{name}.tmp").write_text(text, encoding="utf-8")
+        for name in NAMES:
+            os.replace(output / f"{name}.tmp", output / name)
+    except OSError as error:
+        raise ValueError(f"--output {output}: cannot be written ({error.strerror}); give another folder") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_input_arguments(parser)
+    parser.add_argument("--vocab-size", type=int, default=8192, help="tokens of the vocabulary (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder for vocab.json and merges.txt")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for a size out of range and for files that would be replaced."""
+    if not MIN_TOKENS <= args.vocab_size <= MAX_TOKENS:
+        raise ValueError(f"--vocab-size is {args.vocab_size}: give a number from {MIN_TOKENS}, which is every byte and {EOD_TOKEN}"
+                         f", to {MAX_TOKENS}")
+    if args.output.exists() and not args.output.is_dir():
+        raise ValueError(f"--output {args.output}: exists and is no folder; give another one")
+    for name in NAMES:
+        if os.path.lexists(args.output / name) and unreadable(args.output / name):
+            raise ValueError(f"--output {args.output}: {name} in it is no file that could be replaced; give another folder")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train and write. Raises ValueError for a user's mistake and for files that cannot be read or written."""
+    check_options(args)
+    files = input_files(args.input, args.json_keys)
+    texts = (text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+             for document in read_documents(files) for text in document_texts(document, args.json_keys))
+    try:
+        tokens = train_vocabulary(texts, args.vocab_size, args.output)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    vocab_file, merge_file = (str(args.output / name) for name in NAMES)
+    print(f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {len(files)} file{'s' * (len(files) > 1)}")
+    if tokens < args.vocab_size:
+        print(f"note: the text gives no more than these, --vocab-size is {args.vocab_size}")
+    keys = [] if args.json_keys == ["text"] else ["--json-keys", *args.json_keys]
+    words = ["--input", *args.input, *keys, "--output-prefix", "my_data", "--vocab-file", vocab_file, "--merge-file", merge_file]
+    print(f"next: fugaku-megatron preprocess {shlex.join(words)} --append-eod")
+    return 0
