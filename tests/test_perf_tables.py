@@ -121,6 +121,20 @@ def test_picture(tmp_path, predict):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_picture_has_a_square_panel_per_document_whose_points_are_the_rows(tmp_path, monkeypatch):
+    figure_module = pytest.importorskip("matplotlib.figure")
+    figures = []
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, *a, **k: figures.append(self))
+    draw(tmp_path / "a.png", compare(load(["001", "004"]), slow))
+    for panel, document in zip(figures[0].axes, ("001", "004"), strict=True):
+        points = {(x, y) for line in panel.lines if not line.get_label().startswith("_") for x, y in zip(*line.get_data())}
+        rows = [c for c in compare(load([document]), slow) if c.row.fit_time]
+        assert points == {(c.row.seconds, c.prediction.seconds) for c in rows if c.row.seconds and c.prediction}
+        assert panel.get_xlim() == panel.get_ylim() and panel.get_xscale() == panel.get_yscale() == "log"
+        assert " rows, mean error " in panel.get_title() and "x model" not in panel.get_title()
+        assert len(panel.get_legend().get_texts()) <= 6
+
+
 def call(*arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "fugaku_megatron", *arguments], capture_output=True, text=True, **options)
 

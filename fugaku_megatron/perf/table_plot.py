@@ -1,5 +1,6 @@
-"""Benchmark tables as a picture: time and TFLOPs against nodes, and modelled against printed time.
+"""Benchmark tables as a picture: a panel per document with modelled against printed seconds per iteration.
 
+Both axes are logarithmic and alike, so that points on the diagonal are rows that the model meets.
 Test: pytest tests/test_perf_tables.py
 """
 
@@ -13,77 +14,69 @@ from ..published.rows import DOCUMENTS
 from ..run.outputs import writing
 from .comparison import Comparison
 
-# Fields in which rows of one document differ -> their text in the legend.
+BAND = 0.1  # part of the printed time: the grey band around the diagonal
+MARKERS = "os^Dv"
+# The one trait of a document's rows that its colours stand for -> the text in the legend.
 _TRAITS: dict[str, Callable[[Any], str]] = {
-    "software": str, "recompute": lambda on: "AC" if on else "no AC", "seq": "s {}".format, "tp": "TP {}".format,
-    "mbs": "MBS {}".format, "gbs": "GBS {}".format, "ghz": "{} GHz".format,
+    "000": lambda row: f"sequence {row.seq}, {row.ghz} GHz",
+    "001": lambda row: f"TP {row.tp}",
+    "002": lambda row: "tcmalloc" if "tcmalloc" in row.software else "glibc",
+    "004": lambda row: f"micro-batch {row.mbs}",
 }
-_GPU_TRAITS = ("tp", "mbs")  # the GPU tables vary in too many fields for a colour each
 
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Draw one row of panels per document into the PNG file `path`. Raises ValueError when it cannot be written."""
+    """Draw a panel per document into the PNG file `path`. Raises ValueError when it cannot be written. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
     documents = [d for d in DOCUMENTS if any(c.row.document == d for c in comparisons)]
-    figure = Figure(figsize=(17, 4.8 * len(documents)), layout="constrained")
+    columns = min(2, len(documents))
+    rows = -(-len(documents) // columns)
+    figure = Figure(figsize=(4.6 * columns, 4.6 * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    for document, panels in zip(documents, figure.subplots(len(documents), 3, squeeze=False)):
-        _draw_document(document, panels, [c for c in comparisons if c.row.document == document and c.row.duplicate_of is None])
+    grid = figure.add_gridspec(rows, columns)
+    for number, document in enumerate(documents):
+        panel = figure.add_subplot(grid[divmod(number, columns)])
+        _draw_document(document, panel, [c for c in comparisons if c.row.document == document])
+    figure.suptitle(f"Published runs: seconds per iteration, modelled against printed; grey: within {BAND:.0%}", fontsize="medium")
     with writing("--png", path):
         figure.savefig(path, dpi=110, format="png")
 
 
-def _draw_document(document: str, panels: Sequence[Any], comparisons: Sequence[Comparison]) -> None:
-    from matplotlib.ticker import NullFormatter
+def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    time, speed, parity = panels
-    for number, (name, members) in enumerate(sorted(_series(comparisons).items())):
-        style = {"color": f"C{number % 10}", "markerfacecolor": "none" if number > 9 else None}
-        _line(time, members, lambda c: c.row.seconds, lambda c: c.prediction and c.prediction.seconds, **style)
-        _line(speed, members, lambda c: c.row.tflops, lambda c: c.model_tflops, **style)
-        points = [(c.row.seconds, c.prediction.seconds) for c in members if c.time_error_percent is not None]
-        parity.plot(*(zip(*points) if points else ([], [])), marker="o", linestyle="none", label=name, **style)
-    unit = "GPU" if comparisons[0].row.machine == "a100" else "node"
-    title = f"{document}: {DOCUMENTS[document][1]}"
-    time.set(xscale="log", yscale="log", xlabel="nodes", ylabel="seconds per iteration", title=title)
-    speed.set(xscale="log", xlabel="nodes", ylabel=f"TFLOPs per {unit}", title="o printed    x model")
-    _diagonal(parity, comparisons)
-    parity.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="x-small")
-    for axes in panels:
-        axes.grid(alpha=0.3)
-    parity.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
-
-
-def _series(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
-    """Name in the legend -> the comparisons that share these traits, by number of nodes."""
-    fields = [f for f in _TRAITS if len({getattr(c.row, f) for c in comparisons}) > 1]
-    if comparisons[0].row.machine == "a100":
-        fields = [f for f in fields if f in _GPU_TRAITS]
-    series: dict[str, list[Comparison]] = {}
-    for comparison in sorted(comparisons, key=lambda c: c.row.nodes):
-        if comparison.row.seconds is not None or comparison.prediction is not None:
-            table = () if comparison.row.machine == "a100" else (comparison.row.table.id,)
-            name = ", ".join([*table, *(_TRAITS[f](getattr(comparison.row, f)) for f in fields)])
-            series.setdefault(name, []).append(comparison)
-    return series
+    pairs = [c for c in comparisons if c.time_error_percent is not None and c.row.fit_time]  # as in the text's summary
+    trait = _TRAITS.get(document, lambda row: row.software)
+    for number, name in enumerate(sorted({trait(c.row) for c in pairs})):
+        points = [(c.row.seconds, c.prediction.seconds) for c in pairs if trait(c.row) == name]
+        panel.plot(*zip(*points), linestyle="none", marker=MARKERS[number % len(MARKERS)], markersize=6, alpha=0.75,
+                   color=f"C{number % 10}", markeredgecolor="white", markeredgewidth=0.5, label=name)
+    panel.set(xscale="log", yscale="log", xlabel="printed, s", ylabel="modelled, s")
+    panel.set_title(_title(document, comparisons, pairs), fontsize="medium")
+    panel.grid(alpha=0.3)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())  # they would overlap
+    if pairs:
+        _diagonal(panel, [time for c in pairs for time in (c.row.seconds, c.prediction.seconds)])
+        panel.legend(fontsize="small", loc="upper left")
 
 
-def _line(axes: Any, members: Sequence[Comparison], printed: Any, modelled: Any, **style: Any) -> None:
-    joined = "none" if members[0].row.machine == "a100" else "--"  # rows of one colour there differ in more than their nodes
-    for value, look in ((printed, {"marker": "o", "linestyle": "none"}), (modelled, {"marker": "x", "linestyle": joined})):
-        points = [(c.row.nodes, value(c)) for c in members if value(c) is not None]
-        if points:
-            axes.plot(*zip(*points), **style, **look)
+def _title(document: str, comparisons: Sequence[Comparison], pairs: Sequence[Comparison]) -> str:
+    """The document's name, how many rows have both times, and the mean error of the model."""
+    name = f"{document}: {DOCUMENTS[document][1]}"
+    if not pairs:
+        return f"{name}\n{sum(c.row.seconds is not None for c in comparisons)} printed times, no model"
+    error = sum(abs(c.time_error_percent) for c in pairs) / len(pairs)
+    return f"{name}\n{len(pairs)} rows, mean error {error:.1f} %"
 
 
-def _diagonal(axes: Any, comparisons: Sequence[Comparison]) -> None:
-    """The line on which modelled and printed times agree, and a band of 10 % around it."""
-    times = [c.row.seconds for c in comparisons if c.row.seconds is not None]
-    if times:
-        ends = [min(times), max(times)]
-        axes.plot(ends, ends, color="grey", linewidth=0.8)
-        axes.fill_between(ends, [0.9 * t for t in ends], [1.1 * t for t in ends], color="grey", alpha=0.2)
-    axes.set(xscale="log", yscale="log", xlabel="printed seconds", ylabel="modelled seconds",
-             title="band: 10 %" if any(c.prediction for c in comparisons) else "no model")
+def _diagonal(panel: Any, times: Sequence[float]) -> None:
+    """The line on which modelled and printed times agree, the band around it, and equal limits."""
+    ends = [min(times) / 1.3, max(times) * 1.3]
+    panel.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
+    panel.fill_between(ends, [(1 - BAND) * t for t in ends], [(1 + BAND) * t for t in ends], color="grey", alpha=0.2, zorder=0)
+    panel.set(xlim=ends, ylim=ends, aspect="equal")
