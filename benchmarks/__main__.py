@@ -9,6 +9,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from fugaku_megatron.run.command_line import Parser
 from fugaku_megatron.run.outputs import check_file, check_picture
 
 from . import driver
@@ -25,26 +26,26 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the family."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measured comparisons, in turn in one run.")
+    parser = Parser(prog="python -m benchmarks", description="Measured comparisons, in turn in one run.")
     names = parser.add_subparsers(dest="family", required=True)
     modules = {name: importlib.import_module(f"{__package__}.{name}") for name in FAMILIES}
     for name, module in modules.items():
-        sub = names.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__,
-                               formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = names.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__)
         if hasattr(module, "cases"):
             driver.add_arguments(sub)
         module.add_arguments(sub)
         sub.set_defaults(defaults={a: sub.get_default(a) for a in vars(sub.parse_args([]))})
-    options = parser.parse_args(argv)
-    module = modules[options.family]
+    family = ""
     try:
+        options = parser.parse_args(argv)
+        family, module = f" {options.family}", modules[options.family]
         check_outputs(options)
         if hasattr(module, "cases"):
             driver.run(options, module.cases)
         else:
             module.run(options)
     except (ValueError, RuntimeError) as error:
-        raise SystemExit(f"python -m benchmarks {options.family}: {error}") from None
+        raise SystemExit(f"python -m benchmarks{family}: {error}") from None
 
 
 if __name__ == "__main__":

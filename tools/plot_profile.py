@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fugaku_megatron import cli
 from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.outputs import check_file
 
 PARTS = 6  # operations with a colour of their own
 _ROW = re.compile(r"^(?P<name>\S.*?)\s{2,}(?:(?P<calls>\d+)\s+)?(?P<seconds>\d+\.\d{4})\s")
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Read the tables and draw. Raises ValueError, one line, for a user's mistake."""
+    check_file("--output", options.output)
     pairs = [text.partition("=") for text in options.tables]
     for (label, _, path), text in zip(pairs, options.tables, strict=True):
         check(bool(label and path), f"{text}: give LABEL=FILE")

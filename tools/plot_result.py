@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron import cli
+from fugaku_megatron.run.outputs import check_file
+
 NOT_BUILT = ("not taken", "not in the trainer")  # in the note of a change that no run has
 OURS, BASELINE, MODEL = "tab:blue", "0.65", "tab:green"
 
@@ -83,21 +86,25 @@ def picture(results: list[dict[str, Any]], plan: dict[str, Any] | None, printed:
     figure.savefig(output, dpi=110)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("steps", nargs="+", type=Path, metavar="STEP_JSON", help="what python -m benchmarks step --json wrote")
     parser.add_argument("--plan", type=Path, metavar="PLAN_JSON", help="what fugaku-megatron plan --explain --json printed")
     parser.add_argument("--printed", type=float, metavar="SECONDS", help="the published run's time")
     parser.add_argument("--output", type=Path, required=True, metavar="PNG")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Read and draw. Raises ValueError, one line, for a user's mistake."""
+    check_file("--output", options.output)
+    results, plan = [read_json(path) for path in options.steps], read_json(options.plan) if options.plan else None
     try:
-        picture([read_json(path) for path in options.steps], read_json(options.plan) if options.plan else None, options.printed,
-                options.output)
-    except ValueError as error:
-        print(f"plot_result: {error}", file=sys.stderr)
-        return 2
+        picture(results, plan, options.printed, options.output)
+    except (KeyError, TypeError) as error:
+        files = " ".join(map(str, options.steps))
+        raise ValueError(f"{files}: {error} is not there: give STEP_JSON of python -m benchmarks step and --plan of "
+                         "fugaku-megatron plan --explain --against") from None
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(cli.start("plot_result", sys.modules[__name__], sys.argv[1:]))

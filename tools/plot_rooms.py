@@ -11,8 +11,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import sys
 from collections import Counter
 from pathlib import Path
+
+from fugaku_megatron import cli
+from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.outputs import check_picture
 
 Arrows = Counter  # (room, imported room) -> number of imports
 TALL, HALF = 10.0, 0.17  # of a picture, of half a box
@@ -116,12 +121,17 @@ def draw(axes: object, title: str, rooms: list[str], arrows: Arrows) -> None:
     axes.axis("off")
 
 
-def main() -> int:
-    """Read the packages, say what they have, draw them side by side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("packages", nargs="+", metavar="TITLE=FOLDER")
     parser.add_argument("--png", required=True, metavar="FILE")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Read the packages, say what they have, draw them side by side. Raises ValueError, one line, for a user's mistake."""
+    check_picture(options.png)
+    for package in options.packages:
+        check(Path(package.partition("=")[2]).is_dir() and package[0] != "=" and "=" in package,
+              f"{package}: give TITLE=FOLDER, a folder that is there")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -137,4 +147,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(cli.start("plot_rooms", sys.modules[__name__], sys.argv[1:]))
