@@ -109,6 +109,13 @@ def test_the_command_follows_a_job_to_its_last_line(logs):
     assert (logs / "live.csv").exists()
 
 
+def test_following_says_tokens_per_second_and_the_time_left(logs, capsys):
+    text = OUR_LOG.replace("| TFLOPs:", "| tokens per second: 20405.5 | TFLOPs:")
+    (logs / "new.log").write_text(text)
+    assert cli.main(["log", str(logs / "new.log"), "--follow"]) == 0
+    assert ", 20,406 tokens/s, loss 6.26, 0 s left\n" in capsys.readouterr().err
+
+
 def heed_interrupts():
     """A shell starts its background jobs, tests among them, with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

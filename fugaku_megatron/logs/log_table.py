@@ -33,6 +33,7 @@ from . import plot
 from .iteration import IterationMetrics
 from .published_row import PublishedRow, header, rate_text, seconds_text, size_name
 from .run_log import FORMULAS, Job, LogFile, LogSummary
+from .screen import duration_text
 
 OUR_CSV_COLUMNS = ("precision", "ac", "zero", "seq", "layers", "hidden", "heads", "recomputed_tflops", "iterations",
                    "last_iteration", "loss")
@@ -229,5 +230,6 @@ def _show(log: LogSummary, shown: _Shown) -> None:
     shown.iteration = last.iteration
     left = (last.train_iters - last.iteration) * (log.seconds or 0)
     loss = "" if last.lm_loss is None else f", loss {last.lm_loss:.4g}"
+    tokens = "" if last.tokens_per_second is None else f", {last.tokens_per_second:,.0f} tokens/s"
     print(f"{log.path}: iteration {last.iteration} of {last.train_iters}, {seconds_text(log.seconds)} s each, "
-          f"{rate_text(log.tflops)} TFLOPs per rank{loss}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+          f"{rate_text(log.tflops)} TFLOPs per rank{tokens}{loss}, {duration_text(left)} left", file=sys.stderr, flush=True)
