@@ -1,7 +1,7 @@
 """Loading the checkpoints of `checkpoint.save`, in the parallel layout that saved them.
 
-Every public function is collective, and fails on all ranks or on none. Left out: loading into another parallel layout, for which
-the manifest holds all that is needed. Test: pytest tests/test_checkpoint.py
+Every public function is collective, and fails on all ranks or on none. Left out: loading into another parallel layout, which
+weights.py does for the weights alone. Test: pytest tests/test_checkpoint.py
 """
 
 from __future__ import annotations
