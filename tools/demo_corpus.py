@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from fugaku_megatron import cli
 from fugaku_megatron.data.vocabulary import train_vocabulary
+from fugaku_megatron.run.outputs import writing
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings"}
 SUFFIXES = {".py", ".txt", ".rst"}
@@ -28,18 +31,22 @@ def texts(root: Path) -> Iterator[str]:
                 yield text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--vocab-size", type=int, default=320, help="tokens of the vocabulary (default: %(default)s)")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Write the files. Raises ValueError, one line, for a user's mistake."""
+    with writing("--output", options.output):
+        options.output.mkdir(parents=True, exist_ok=True)
     documents = list(texts(Path(sysconfig.get_paths()["stdlib"])))
-    with open(options.output / "corpus.jsonl", "w", encoding="utf-8") as corpus:
+    with writing("--output", options.output), open(options.output / "corpus.jsonl", "w", encoding="utf-8") as corpus:
         corpus.writelines(json.dumps({"text": text}) + "\n" for text in documents)
     train_vocabulary(documents, options.vocab_size, options.output)
     print(f"{len(documents)} files, {sum(map(len, documents)) / 1e6:.1f} M characters of the standard library -> {options.output}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.start("demo_corpus", sys.modules[__name__], sys.argv[1:]))

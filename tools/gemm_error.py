@@ -12,12 +12,15 @@ over that of the exact result. Left out: what it does to a loss. Test: pytest te
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fugaku_megatron import cli
 from fugaku_megatron.host import kernels
+from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.config import MAX_FP16_CHUNK
 
 CHUNKS = (16, 32, 64, 128, 256)
@@ -103,24 +106,25 @@ def table(cases: list[Errors], chunks: tuple[int, ...]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Rounding error of half-precision matrix products.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=64, help="rows and columns of the result")
     parser.add_argument("--depth", type=int, default=4096, help="terms of a sum, K")
     parser.add_argument("--chunks", type=int, nargs="+", default=CHUNKS, help="terms summed in FP16")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and print. Raises ValueError, one line, for a user's mistake."""
     chunks = tuple(options.chunks)
-    if min(options.rows, options.depth, *chunks) < 1:
-        parser.error("give numbers above 0")
-    if max(chunks) > MAX_FP16_CHUNK:
-        parser.error(f"--chunks {max(chunks)}: give numbers from 1 to {MAX_FP16_CHUNK}")
+    check(min(options.rows, options.depth, *chunks) > 0, "--rows, --depth and --chunks: give numbers above 0")
+    check(max(chunks) <= MAX_FP16_CHUNK, f"--chunks {max(chunks)}: give numbers from 1 to {MAX_FP16_CHUNK}")
     name = kernels.active() if kernels.has_fp16_arithmetic() else "portable"
     kernels.flush_denormals(True)  # as a run does
     with kernels.target(name):
         print(f"measured: error relative to FP64, {options.rows} x {options.rows} sums of {options.depth} terms, target {name}")
         for line in table([measure(case, options.rows, options.depth, chunks) for case in CASES], chunks):
             print(line)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.start("gemm_error", sys.modules[__name__], sys.argv[1:]))

@@ -1,6 +1,6 @@
-"""Mistakes of those who call the plot tools and the benchmarks: one line, no usage block, no traceback.
+"""Mistakes of those who call the tools and the benchmarks: one line, no usage block, no traceback.
 
-Run: pytest tests/test_plot_mistakes.py
+Run: pytest tests/test_tool_mistakes.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.__main__ import main as benchmarks
 from fugaku_megatron import cli
-from tools import plot_profile, plot_result, plot_rooms
+from tools import demo_corpus, gemm_error, plot_profile, plot_result, plot_rooms
 
 
 @pytest.mark.parametrize("tool, words, message", [
@@ -22,9 +22,13 @@ from tools import plot_profile, plot_result, plot_rooms
     (plot_rooms, ["{dir}", "--png", "{dir}/a.png"], "give TITLE=FOLDER, a folder that is there"),
     (plot_rooms, ["now={dir}", "--png", "{dir}/no/a.png"], "no is not a directory: make it, or give another file"),
     (plot_profile, ["a={dir}/no.txt", "--output", "{dir}/no/a.png"], "no is not a directory: make it, or give another file"),
+    (demo_corpus, [], "the following arguments are required: --output"),
+    (demo_corpus, ["--output", "{dir}/other.json"], "other.json: cannot be written (File exists)"),
+    (gemm_error, ["--rows", "0"], "give numbers above 0"),
+    (gemm_error, ["--quux"], "unknown flag --quux"),
     (plot_profile, ["--quux"], "the following arguments are required: LABEL=FILE, --output"),
 ])
-def test_mistakes_of_the_plot_tools_are_one_line(tool, words, message, tmp_path, capsys):
+def test_mistakes_of_the_tools_are_one_line(tool, words, message, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / "other.json").write_text("{}")
     name = tool.__name__.rpartition(".")[2]
