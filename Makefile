@@ -14,13 +14,14 @@ TRAIN_FLAGS ?=
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint wheel wheel-test bench rendered clean
+.PHONY: help setup train test docs lint wheel wheel-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
 	@echo "             TRAIN_FLAGS='--train-iters 20' adds training flags)"
 	@echo "make test    set up, then lint and run all tests"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
+	@echo "make docs    set up, then run every command of README.md and docs/ (3 minutes)"
 	@echo "make lint    ruff"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
@@ -91,6 +92,9 @@ lint: $(STAMPS)/test-packages
 
 test: setup lint $(STAMPS)/openmpi
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadgroup
+
+docs: setup $(STAMPS)/test-packages
+	$(BIN)/python -m pytest -q -m docs tests/test_docs_commands.py
 
 wheel: $(STAMPS)/venv
 	$(PIP) wheel --no-deps --wheel-dir dist .

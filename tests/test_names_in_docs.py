@@ -31,7 +31,7 @@ FOLDERS = ("fugaku_megatron", "benchmarks", "tools", "scripts", "tests", "docs",
 SOURCES = sorted(p for f in FOLDERS for p in (ROOT / f).rglob("*.py")) + [ROOT / "setup.py", ROOT / "pretrain_gpt.py"]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 KERNELS = sorted(path for path in (ROOT / "kernels_sve").rglob("*") if path.suffix in (".h", ".cc", ".inc"))
-OTHERS = {"gpt_dataset.py", "preprocess_data.py", "malloc.h", "pyconfig.h", "tokenizers"}  # Megatron's, C's, Python's, a library
+OTHERS = {"gpt_dataset.py", "preprocess_data.py", "malloc.h", "mpi.h", "pyconfig.h", "tokenizers"}  # Megatron's, C's, MPI's ...
 
 START, END = r"(?<![\w./:~$<>{}*-])", r"(?![\w/*<{])"
 FILE = re.compile(rf"{START}[\w.*-]+(?:/[\w.*-]+)*\.(?:py|md|h|cc|inc)\b{END}")
