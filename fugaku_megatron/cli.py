@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .comm import launcher
+from .comm import interrupt, launcher
 from .run.checks import check
 from .run.command_line import Command, Parser, nearest
 
@@ -65,18 +64,30 @@ def help_page(program: str, purpose: str, commands: Mapping[str, Any]) -> str:
 def guarded(program: str, work: Callable[[], int]) -> int:
     """The exit code of `work`; a user's mistake is one line on stderr and code 2, an interrupt is code 130."""
     try:
-        code = work()
-        sys.stdout.flush()
-        return code
+        return _flushed(work)
     except ValueError as error:
         launcher.report_everywhere(f"{program}: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
         launcher.report_everywhere(f"{program}: interrupted")
         return 130
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        line = launcher.output_error(error)
+        if line is None:
+            raise
+        if line:
+            launcher.report_everywhere(f"{program}: {line}")
+        launcher.close_output()
         return 1
+
+
+def _flushed(work: Callable[[], int]) -> int:
+    """The exit code of `work`, with all that it printed written, also where it ends by SystemExit as --help does."""
+    try:
+        return work()
+    finally:
+        if not isinstance(sys.exc_info()[1], OSError):
+            sys.stdout.flush()
 
 
 def start(program: str, command: Any, words: Sequence[str], examples: Sequence[str] = ()) -> int:
@@ -94,6 +105,7 @@ def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
         with _one_process_prints():
             print(help_page(program, group.__doc__.splitlines()[0], group.COMMANDS))
         return 0 if words else 2
+    launcher.check_environment()
     name, names = words[0], list(group.COMMANDS)
     check(name in names, f"command {name} is unknown" + nearest(name, names, f": give {' or '.join(names)}"))
     examples = [line for line in group.__doc__.splitlines() if line.startswith("    ") and f" {name} " in line]
@@ -117,9 +129,17 @@ def _one_process_prints():
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line of fugaku-megatron."""
+    if argv is None:
+        interrupt.install(PROGRAM)
     return start(PROGRAM, sys.modules[__name__], sys.argv[1:] if argv is None else argv)
 
 
 def run_command(program: str, name: str, argv: Sequence[str] | None = None) -> int:
     """One command under the name of a script that stands for it: pretrain_gpt.py, scripts/submit.py, tools/preprocess_data.py."""
-    return start(program, COMMANDS[name].load(), sys.argv[1:] if argv is None else argv)
+    def work() -> int:
+        launcher.check_environment()
+        return start(program, COMMANDS[name].load(), sys.argv[1:] if argv is None else argv)
+
+    if argv is None:
+        interrupt.install(program)
+    return guarded(program, work)

@@ -10,6 +10,7 @@ Left out: signals and the watchdog. Test: pytest tests/test_launch.py tests/mpi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -67,6 +68,7 @@ def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None) -> T:
         ValueError (a user's mistake)       one line                exit code 2
         KeyboardInterrupt                   one line                exit code 130
         SystemExit, other than 0            its message if it has   its code
+        standard output closed or full      nothing, or one line    exit code 1
         anything else (a bug)               the traceback           exit code 1
 
     When all ranks fail alike, one report shall come out, but failing ranks cannot agree by a collective: others may
@@ -105,9 +107,9 @@ def _end(error: BaseException, comm: Comm | None) -> NoReturn:
     if rank:
         time.sleep(launcher.GRACE_EVERYWHERE if comm and getattr(error, "everywhere", False) else GRACE)
     if text and (comm or not rank):  # without MPI all processes fail alike, and none can end the others
-        print(f"rank {rank}: {text}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        with contextlib.suppress(OSError):  # nobody reads
+            print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+    launcher.close_output()
     launcher.wait_until_read(sys.stderr)
     if comm:
         comm.abort(code)
@@ -122,4 +124,6 @@ def _report(error: BaseException) -> tuple[int, str]:
         return 130, "interrupted"
     if isinstance(error, ValueError):
         return 2, " ".join(str(error).split())
+    if (line := launcher.output_error(error)) is not None:
+        return 1, line
     return 1, "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()

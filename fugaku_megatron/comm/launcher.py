@@ -7,6 +7,8 @@ Test: pytest tests/test_launch.py
 from __future__ import annotations
 
 import array
+import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -21,18 +23,37 @@ GRACE_EVERYWHERE = 10.0  # s that other ranks leave to rank 0 where it is known 
 GRACE_START = 2.0  # s, the same where processes have just started: rank 0 may still be loading Python
 
 
-def _first_set(names: tuple[str, ...], default: int) -> tuple[str, int]:
-    return next(((name, int(os.environ[name])) for name in names if name in os.environ), ("", default))
+MAX_PROCESSES = 10**7
+MAX_THREADS_PER_CPU, MAX_THREADS = 8, 64  # OMP_NUM_THREADS above both hangs or ends without a word
+
+
+def _first_set(names: tuple[str, ...], minimum: int, default: int) -> tuple[str, int]:
+    """The first variable that is set, and its value. Raises ValueError for one that is no number of processes."""
+    name = next((name for name in names if name in os.environ), "")
+    text = os.environ[name] if name else str(default)
+    if not text.isdecimal() or len(text) > len(str(MAX_PROCESSES)) or not minimum <= int(text) <= MAX_PROCESSES:
+        raise ValueError(f"{name}={text:.40} is no number that a launcher gives: unset it, or start by mpiexec or srun")
+    return name, int(text)
 
 
 def processes() -> tuple[str, int]:
     """The variable that says how many processes were started, and its value; ("", 1) when no launcher started this one."""
-    return _first_set(SIZES, 1)
+    return _first_set(SIZES, 1, 1)
 
 
 def rank() -> int:
     """This process's number among those started; 0 when no launcher started it."""
-    return _first_set(RANKS, 0)[1]
+    return _first_set(RANKS, 0, 0)[1]
+
+
+def check_environment() -> None:
+    """Raises ValueError for variables that mislead MPI or OpenMP, before either is loaded."""
+    processes()
+    rank()
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # one number for each level of nesting
+    limit = max(MAX_THREADS, MAX_THREADS_PER_CPU * (os.cpu_count() or 1))
+    if first.isdecimal() and (len(first) > 9 or int(first) > limit):
+        raise ValueError(f"OMP_NUM_THREADS={first:.40}, but this node has {os.cpu_count()} CPUs: give those of a rank, or unset it")
 
 
 def report_everywhere(text: str) -> None:
@@ -41,11 +62,32 @@ def report_everywhere(text: str) -> None:
     Rank 0 prints. The others leave it the time to do so, because some launchers kill all processes when the first one fails; many
     processes start further apart than a few.
     """
-    if rank():
-        time.sleep(min(GRACE_EVERYWHERE, GRACE_START + processes()[1] / 100))
-        return
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(ValueError):  # of misleading variables, which is what `text` may be about
+        if rank():
+            time.sleep(min(GRACE_EVERYWHERE, GRACE_START + processes()[1] / 100))
+            return
+    with contextlib.suppress(OSError):  # nobody reads
+        print(text, file=sys.stderr, flush=True)
     wait_until_read(sys.stderr)
+
+
+def output_error(error: BaseException) -> str | None:
+    """One line for standard output that takes nothing more; None for another error, "" where its reader, such as head, has left."""
+    if isinstance(error, BrokenPipeError):
+        return ""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+    if isinstance(error, OSError) and error.filename is None and error.errno in full:
+        return f"standard output: {error.strerror}"
+    return None
+
+
+def close_output() -> None:
+    """Flush standard output; where that fails, drop what is left, so that Python's end does not report it again."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def wait_until_read(stream: TextIO, limit: float = 2.0) -> None:

@@ -1,0 +1,76 @@
+"""Interrupts while importing, standard output that takes nothing, variables that mislead: one line each.
+
+Run: pytest tests/test_interrupt.py
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CLI = [sys.executable, "-m", "fugaku_megatron"]
+SLOW = "import sys, time\nprint('importing', flush=True)\ntime.sleep(30)\n"
+SWALLOWING = "try:\n    import slow\nexcept BaseException:\n    raise ImportError('no slow module') from None\n"
+TRAIN = ("--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --global-batch-size 1 "
+         "--max-position-embeddings 8 --mock-data --train-iters 1 --lr 1")
+
+
+def run(words, env=None, **options):
+    env = {**os.environ, **(env or {})}
+    return subprocess.run(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize("module", ["slow", "swallowing"])
+def test_an_interrupt_while_importing_is_one_line(tmp_path, module):
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "swallowing.py").write_text(SWALLOWING)
+    code = f"from fugaku_megatron.comm import interrupt; interrupt.install('a command'); import {module}"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == "a command: interrupted\n" and process.returncode == 130
+
+
+def test_outside_of_imports_an_interrupt_is_what_it_was():
+    code = ("from fugaku_megatron.comm import interrupt; import os, signal; interrupt.install('a command')\n"
+            "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('cleaned up')")
+    assert run([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout == "cleaned up\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["tables"], ["job", "--help"]], ids=" ".join)
+def test_a_full_disk_behind_standard_output_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        result = run([*CLI, *words], stdout=full)
+    assert result.returncode == 1 and result.stderr.endswith(": standard output: No space left on device\n")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["tables"]], ids=" ".join)
+def test_a_reader_that_leaves_is_no_error(words):
+    read, write = os.pipe()
+    os.close(read)  # as head does when it has seen enough
+    with open(write, "w") as pipe:
+        assert run([*CLI, *words], stdout=pipe).stderr == ""
+
+
+@pytest.mark.parametrize("name", ["full", "closed"])
+def test_a_run_whose_output_takes_nothing_ends_without_a_traceback(name):
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), write) if name == "full" else None
+    with open(write, "w") as output:
+        result = run([*CLI, "train", *TRAIN.split(), "--dry-run"], stdout=output)
+    assert result.returncode == 1 and result.stderr == "rank 0: standard output: No space left on device\n" * (name == "full")
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE=abc", "PMI_RANK=x", "PMI_SIZE=0", "OMPI_COMM_WORLD_SIZE=-1", "SLURM_PROCID=1e3",
+                                      "PMI_SIZE=" + "9" * 5000, "OMP_NUM_THREADS=3000", "OMP_NUM_THREADS=99999,2"])
+def test_a_variable_that_misleads_is_named_before_anything_is_loaded(variable):
+    name, value = variable.split("=")
+    result = run([*CLI, "train", *TRAIN.split()], {name: value}, stdout=subprocess.PIPE)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and f"{name}={value.split(',')[0][:40]}" in result.stderr
