@@ -9,6 +9,7 @@ import pytest
 from fugaku_megatron import cli
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer
+from fugaku_megatron.data.vocabulary import train_vocabulary
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -82,6 +83,11 @@ def test_mistakes(run, tmp_path, words, message):
     assert code == 2 and printed == [] and len(errors) == 1
     assert errors[0].startswith("fugaku-megatron vocabulary: ") and message in errors[0]
     assert not (tmp_path / "v").exists()
+
+
+def test_the_function_checks_its_size_too(tmp_path):
+    with pytest.raises(ValueError, match="--vocab-size is 256: give a number from 257"):
+        train_vocabulary([TEXT], 256, tmp_path)
 
 
 def test_without_the_library_one_line_says_what_to_install(run, monkeypatch):

@@ -28,9 +28,10 @@ NAMES = ("vocab.json", "merges.txt")
 def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
     """Write a vocabulary of at most `size` tokens, as many as the texts give, into `output`; returns their number.
 
-    A pair of tokens is merged if it occurs twice or more. Raises ValueError when the `tokenizers` library is missing, when there is
-    no text, and when the files cannot be written.
+    A pair of tokens is merged if it occurs twice or more. Raises ValueError for a size out of range, when the `tokenizers` library
+    is missing, when there is no text, and when the files cannot be written.
     """
+    check_size(size)
     try:
         from tokenizers import ByteLevelBPETokenizer
     except ImportError:
@@ -73,11 +74,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for vocab.json and merges.txt")
 
 
+def check_size(size: int) -> None:
+    """Raises ValueError for a number of tokens that no vocabulary can have."""
+    if not MIN_TOKENS <= size <= MAX_TOKENS:
+        raise ValueError(f"--vocab-size is {size}: give a number from {MIN_TOKENS}, which is every byte and {EOD_TOKEN}, "
+                         f"to {MAX_TOKENS}")
+
+
 def check_options(args: argparse.Namespace) -> None:
-    """Raises ValueError for a size out of range and for files that would be replaced."""
-    if not MIN_TOKENS <= args.vocab_size <= MAX_TOKENS:
-        raise ValueError(f"--vocab-size is {args.vocab_size}: give a number from {MIN_TOKENS}, which is every byte and {EOD_TOKEN}"
-                         f", to {MAX_TOKENS}")
+    """Raises ValueError for a size out of range, an output that is no folder, and what is no file under a file's name in it."""
+    check_size(args.vocab_size)
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output}: exists and is no folder; give another one")
     for name in NAMES:
