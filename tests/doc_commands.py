@@ -37,7 +37,8 @@ CHANGES = (
     ("docs/fugaku.md", "job submit run_30b_12288.sh", "job check run_30b_12288.sh", "Fugaku's pjsub"),
     ("docs/clusters.md", "module load gcc openmpi python", ELSEWHERE, "modules of a cluster"),
     ("docs/clusters.md", "make setup MPI=system", ELSEWHERE, "another MPI; tests/test_setup_mpi.py"),
-    ("docs/clusters.md", "train ...", f"train {TINY} --mock-data --vocab-size 512 --kernels native", "the flags of a run"),
+    ("docs/clusters.md", "train ...", f"train {TINY} --train-iters 1 --mock-data --vocab-size 512 --kernels native --num-layers 1",
+     "the flags of a run"),
     ("docs/clusters.md", "sbatch --partition=NAME --account=NAME scripts", f"{ELSEWHERE} scripts", "Slurm; tests/test_slurm.py"),
     ("docs/clusters.md", "sbatch --nodes=8 scripts", f"{ELSEWHERE} scripts", "Slurm; tests/test_slurm.py"),
     ("docs/clusters.md", "sbatch --export=ALL,PMI=pmix", f"{ELSEWHERE} PMI=pmix", "Slurm; tests/test_slurm.py"),
@@ -55,7 +56,7 @@ CHANGES = (
     ("docs/install.md", "mpiexec -n 2 apptainer", f"{ELSEWHERE} apptainer", "Apptainer; tests/test_containers.py"),
     ("docs/install.md", "OMP_NUM_THREADS=72", "OMP_NUM_THREADS=1", "2 processors"),
     ("docs/performance.md", "gemm|attention|rowwise --recipe 124m --micro-batch-size 4 [--dtype bf16] [--target all]",
-     "rowwise --recipe demo --micro-batch-size 1 --dtype bf16", "a synopsis; the demo's size"),
+     "rowwise --recipe demo --micro-batch-size 1 --only residual", "a synopsis; one kernel of the demo's size"),
     ("docs/performance.md", "python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] "
      "[--baseline-preload tcmalloc]", ELSEWHERE, "minutes, alone on the machine; tests/test_benchmarks.py"),
     ("docs/performance.md", "python -m benchmarks step --ranks 2", ELSEWHERE, "minutes; tests/test_benchmarks.py"),
