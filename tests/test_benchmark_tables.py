@@ -95,8 +95,8 @@ def test_former_rows_are_put_together_in_the_tables_order(tmp_path):
     for name, cell in (("a", tables.TP2), ("b", tables.Cell())):
         (tmp_path / f"{name}.json").write_text(json.dumps(tables.report(options(), measured_rows(cell))))
     files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
-    assert [row["tp"] for row in tables.former(options("--measured", *files))] == [1, 2]
-    assert [row["tp"] for row in tables.former(options("--measured", *files, "--rows", "TP 2"))] == [2]
+    assert [row["tp"] for row in tables.earlier_result(options("--measured", *files))] == [1, 2]
+    assert [row["tp"] for row in tables.earlier_result(options("--measured", *files, "--rows", "TP 2"))] == [2]
 
 
 @pytest.mark.parametrize("arguments, message", [
