@@ -19,6 +19,10 @@ from ..run.checks import check
 
 FOLDER = Path(__file__).parent / "machines"
 MIB, GIB, GB = 2**20, 2**30, 10**9
+MAX_CONSTANT = 1e9  # above any rate, size or count of a node in the units of this file
+KINDS = ("cpu", "gpu")
+COLLECTIONS = {"gemm_curves": list, "clocks_ghz": list, "peak_tflops": dict, "native": dict}  # all others are numbers
+WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
 OPTIONAL = ("native", "process_mib")  # constants that only a calibrated machine has
 
 
@@ -116,7 +120,7 @@ def load(name: str) -> Machine:
         raise unknown("--machine", name, names())
     try:
         return from_data(path.stem, _constants(path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"--machine {name}: {path} is not a machine's description ({error}): "
                          "write one with fugaku-megatron calibrate") from error
 
@@ -128,8 +132,21 @@ def _check_numbers(name: str, value: Any) -> None:
             _check_numbers(f"{name} {key}", part)
     else:
         minimum = 0.0 if name.startswith("native") or name.endswith("alpha_us") else math.nextafter(0.0, 1.0)
-        if not isinstance(value, (int, float)) or not minimum <= value < math.inf:
-            raise TypeError(f"{name} is {value!r}, not a number above 0")
+        if not isinstance(value, (int, float)) or not minimum <= value <= MAX_CONSTANT:
+            raise TypeError(f"{name} is {value!r:.60}, not a number above 0 and at most {MAX_CONSTANT:g}")
+
+
+def _check_kinds(values: dict[str, Any]) -> None:
+    """Raises TypeError unless every constant is a number or the collection of numbers that it must be."""
+    for key, value in values.items():
+        if not isinstance(value, COLLECTIONS.get(key, (int, float))) or value == [] or key == "peak_tflops" and not value:
+            raise TypeError(f"{key} is {value!r:.60}, which is empty or of another kind")
+        if key in WHOLE_NUMBERS and not isinstance(value, int):
+            raise TypeError(f"{key} is {value!r:.60}, not a whole number")
+    parts = [part for curve in values.get("gemm_curves", []) for part in curve.values()] + values.get("clocks_ghz", [])
+    for part in (*parts, *values.get("peak_tflops", {}).values(), *values.get("native", {}).values()):
+        if not isinstance(part, (int, float)):
+            raise TypeError(f"{part!r:.60} stands where a number belongs")
 
 
 def from_data(name: str, data: dict[str, Any]) -> Machine:
@@ -138,10 +155,13 @@ def from_data(name: str, data: dict[str, Any]) -> Machine:
     values = {key: constant["value"] for key, constant in constants.items()}
     for key, value in values.items():
         _check_numbers(key, value)
+    _check_kinds(values)
     values["gemm_curves"] = tuple(GemmCurve(**curve) for curve in values["gemm_curves"])
     values["clocks_ghz"] = tuple(values["clocks_ghz"])
     missing = {f.name for f in fields(Machine)} - values.keys() - {"name", "title", "kind", "ghz", "sources", *OPTIONAL}
     if missing:
         raise KeyError(f"no {', '.join(sorted(missing))}")
+    if data["kind"] not in KINDS:
+        raise ValueError(f"kind is {data['kind']!r:.60}, not {' or '.join(KINDS)}")
     return Machine(name=name, title=data["title"], kind=data["kind"], ghz=values["nominal_ghz"],
                    sources={key: constant["source"] for key, constant in constants.items()}, **values)
