@@ -70,3 +70,13 @@ def test_one_rank_is_refused(tmp_path):
 def test_bad_outputs_are_refused_before_anything_is_measured(output, message, capsys):
     assert cli.main(["calibrate", "--output", output]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_clock_that_other_processes_disturbed_is_said():
+    def rank(ghz):
+        return Compute(threads=2, clock_ghz=ghz, fma_gflops=100.0, triad_gbs=20.0, gemm=(), attention=(), elementwise_gbs=15.0,
+                       call_us=7.0, iteration_s=0.01, process_mib=250.0)
+
+    assert calibrate.disturbances([rank(3.0), rank(2.9)], 3.1) == [] == calibrate.disturbances([rank(3.0)], 0.0)
+    assert "measured at 1.08 GHz, the system says 3.00 GHz: other" in calibrate.disturbances([rank(1.08), rank(1.1)], 3.0)[0]
+    assert "measured at 1.08 to 3.00 GHz: other processes" in calibrate.disturbances([rank(3.0), rank(1.08)], 0.0)[0]

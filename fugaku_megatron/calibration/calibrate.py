@@ -35,6 +35,7 @@ FMA_STEPS, CLOCK_STEPS = 2_000_000, 50_000_000  # iterations of the loops that m
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 SMALL, LARGE = 8, 4 << 20  # bytes of the messages whose times give latency and rate
 REDUCED = 128 << 20  # bytes of the vector whose all-reduce is timed: as gradients, beyond the caches
+MIN_CLOCK_SHARE = 0.8  # of the clock that the system reports, or of the fastest core's
 USABLE = 0.9  # share of a node's memory that a job may use
 
 Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n products
@@ -241,6 +242,17 @@ def _short(value: Any) -> Any:
     return {k: _short(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
+def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
+    """What says that other processes disturbed the measurement, one line each. nominal_ghz: of the system's CPU; 0 if unknown."""
+    clocks = [rank.clock_ghz for rank in ranks]
+    lines = []
+    if nominal_ghz and min(clocks) < MIN_CLOCK_SHARE * nominal_ghz:
+        lines.append(f"a core was measured at {min(clocks):.2f} GHz, the system says {nominal_ghz:.2f} GHz")
+    if min(clocks) < MIN_CLOCK_SHARE * max(clocks):
+        lines.append(f"cores were measured at {min(clocks):.2f} to {max(clocks):.2f} GHz")
+    return [f"note: {line}: other processes may have disturbed the measurement; repeat it on an idle machine" for line in lines]
+
+
 def calibrate(world: Comm, output: Path) -> None:
     """Measure and write the file `output`. Collective. Raises ValueError for a world of one rank."""
     import psutil
@@ -267,7 +279,11 @@ def calibrate(world: Comm, output: Path) -> None:
         output.write_text(json.dumps(data, indent=1) + "\n")
     for key, constant in data["constants"].items():
         print(f"{key:<20} {constant['value']}   ({constant['source']})")
-    print(f"wrote {output}")
+    try:
+        nominal_ghz = psutil.cpu_freq().current / 1e3
+    except (AttributeError, NotImplementedError, OSError):  # a system that does not tell
+        nominal_ghz = 0.0
+    print(f"wrote {output}", *disturbances(node, nominal_ghz), sep="\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
