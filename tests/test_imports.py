@@ -5,10 +5,11 @@ A room is a package of `fugaku_megatron`, or a module that stands beside them. R
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
+
+from tools.plot_rooms import imports, module_name, own_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fugaku_megatron"
@@ -42,28 +43,12 @@ def modules() -> list[Path]:
 
 def name_of(path: Path) -> str:
     """run.config for fugaku_megatron/run/config.py."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-
-
-def imports(path: Path) -> set[str]:
-    """Absolute names of everything a file imports."""
-    here = path.relative_to(ROOT).with_suffix("").parts
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(here[: -node.level]) if node.level else ""
-            module = ".".join(filter(None, (base, node.module)))
-            names.add(module)
-            names |= {f"{module}.{alias.name}" for alias in node.names}
-    return names
+    return module_name(path, PACKAGE)
 
 
 def ours(path: Path) -> set[str]:
     """Our modules that a file imports, without the package's name: run.config, comm.base, nn.ops ..."""
-    names = {name_of(p) for p in modules()} | {"_kernels"}
-    return {name.removeprefix("fugaku_megatron.") for name in imports(path) if name.startswith("fugaku_megatron.")} & names
+    return own_imports(path, PACKAGE) & {*map(name_of, modules()), "_kernels"}
 
 
 def room(name: str) -> str:
@@ -106,11 +91,11 @@ def test_no_module_imports_itself_through_others():
 @pytest.mark.parametrize("path", [p for p in modules() if room(name_of(p)) in WITHOUT_TORCH], ids=name_of)
 def test_rooms_without_torch(path):
     on_request = {"torch.utils.tensorboard", "torch.utils.tensorboard.SummaryWriter"}  # logs.metrics, when asked for TensorBoard
-    assert not {i for i in imports(path) if i.split(".")[0] in ("torch", "mpi4py")} - on_request
+    assert not {i for i in imports(path, PACKAGE) if i.split(".")[0] in ("torch", "mpi4py")} - on_request
 
 
 def test_only_one_file_knows_mpi():
-    assert [p.name for p in modules() if any(i.split(".")[0] == "mpi4py" for i in imports(p))] == ["mpi.py"]
+    assert [p.name for p in modules() if any(i.split(".")[0] == "mpi4py" for i in imports(p, PACKAGE))] == ["mpi.py"]
 
 
 def test_kernels_know_nothing_of_ours():

@@ -28,8 +28,8 @@ def module_name(path: Path, package: Path) -> str:
     return ".".join(path.relative_to(package).with_suffix("").parts)
 
 
-def imported(path: Path, package: Path) -> set[str]:
-    """Dotted names below the package that a file imports, modules and names in them alike."""
+def imports(path: Path, package: Path) -> set[str]:
+    """Absolute dotted names of everything a file of the package imports, modules and names in them alike."""
     here = (package.name, *path.relative_to(package).with_suffix("").parts)
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -39,8 +39,13 @@ def imported(path: Path, package: Path) -> set[str]:
             base = ".".join(here[: -node.level]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
             names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def own_imports(path: Path, package: Path) -> set[str]:
+    """Those of `imports` that lie in the package, without its name: run.config, comm.base, nn.ops.Ops ..."""
     prefix = f"{package.name}."
-    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return {name.removeprefix(prefix) for name in imports(path, package) if name.startswith(prefix)}
 
 
 def read_arrows(package: Path) -> tuple[list[str], Arrows]:
@@ -50,7 +55,7 @@ def read_arrows(package: Path) -> tuple[list[str], Arrows]:
     arrows: Arrows = Counter()
     for path in paths:
         room = module_name(path, package).split(".")[0]
-        for name in imported(path, package) & modules:
+        for name in own_imports(path, package) & modules:
             if name.split(".")[0] != room:
                 arrows[room, name.split(".")[0]] += 1
     return sorted({name.split(".")[0] for name in modules}), arrows
