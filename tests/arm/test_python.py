@@ -16,9 +16,9 @@ pytestmark = builds.needs_python
 
 PROGRAM = builds.ROOT / "tests" / "arm" / "train_small.py"
 KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")
-# Left out: millions of elements, and what starts Python again or imports torch._dynamo, which costs 20 s each.
-TOO_SLOW = ("whole_range", "positive_numbers", "from_every_half", "adamw_is_torchs", "environment_chooses", "shared_with_torch",
-            "(float32_agrees_with_formula and portable)")
+# Left out: millions of elements, what reads sources only, and what starts Python again or imports torch._dynamo (20 s each).
+TOO_SLOW = ("test_howto", "test_table", "whole_range", "positive_numbers", "from_every_half", "adamw_is_torchs",
+            "environment_chooses", "shared_with_torch", "(float32_agrees_with_formula and portable)")
 
 
 def run(output, *command, timeout=900, **environment):
