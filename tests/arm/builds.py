@@ -55,4 +55,4 @@ class Objects:
 def emulate(cpu: str, program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program's run under qemu-user; `environment` is the emulated program's and the emulator's."""
     command = ["env", *(f"{k}={v}" for k, v in environment.items()), QEMU, "-cpu", cpu, str(program), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, capture_output=True, text=True, timeout=2400)

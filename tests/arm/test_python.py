@@ -21,7 +21,7 @@ TOO_SLOW = ("test_howto", "test_table", "whole_range", "positive_numbers", "from
             "environment_chooses", "shared_with_torch", "(float32_agrees_with_formula and portable)")
 
 
-def run(output, *command, timeout=900, **environment):
+def run(output, *command, timeout=2400, **environment):
     """What train_small.py wrote, and what it printed."""
     variables = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(builds.ROOT), **environment}
     variables.pop("FUGAKU_MEGATRON_TARGET", None)
