@@ -150,7 +150,9 @@ def test_every_rank_is_refused_and_the_block_releases(tmp_path):
     def rank(comm):
         with hold(tmp_path, comm):
             comm.barrier()
-            return (tmp_path / LOCK).exists()
+            held = (tmp_path / LOCK).exists()
+            comm.barrier()
+            return held
 
     assert ThreadWorld(2).run(rank) == [True, True] and not (tmp_path / LOCK).exists()
     with hold(tmp_path, DryComm()), pytest.raises(ValueError, match="in use by another job"):

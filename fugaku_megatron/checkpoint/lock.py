@@ -26,6 +26,7 @@ from ..comm.base import Comm
 
 LOCK = ".lock"
 BEAT, PATIENCE = 20.0, 120.0  # seconds
+GUARD_PATIENCE = 60.0  # seconds; a takeover takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,21 @@ class Lock:
             return None
 
     def _remove(self, dead: Owner | None) -> None:
-        """Remove the lock of a dead owner, unless another job was faster and the lock is its own by now."""
-        aside = self.path.with_name(f"{LOCK}.dead.{self.owner.token}")
-        with contextlib.suppress(FileNotFoundError):
-            self.path.rename(aside)
-            if _read(aside) != dead:
-                with contextlib.suppress(OSError):
-                    os.link(aside, self.path)
-            aside.unlink()
+        """Remove the lock of a dead owner. One job at a time may do so, or one could remove the lock that another has just made."""
+        guard = self.path.with_name(f"{LOCK}.takeover")
+        try:
+            os.close(os.open(guard, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - guard.stat().st_mtime > GUARD_PATIENCE:  # its job died in the few lines below
+                    guard.unlink()
+            time.sleep(0.02)
+            return
+        try:
+            if _read(self.path) == dead:
+                self.path.unlink(missing_ok=True)
+        finally:
+            guard.unlink(missing_ok=True)
 
     def _renew(self) -> None:
         while not self._released.wait(self.beat):
