@@ -1,4 +1,4 @@
-"""Options of the test suite. `make test` runs two files at a time (pytest-xdist): the tests of a file share its fixtures."""
+"""Options of the test suite. `make test TEST_WORKERS=2` runs two files at a time (pytest-xdist): a file shares its fixtures."""
 
 
 def pytest_addoption(parser):
