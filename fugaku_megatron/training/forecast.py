@@ -48,17 +48,20 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
 
 def check_memory(run: RunConfig, layout: Layout, world: Comm) -> str:
     """The log's line. Raises ValueError on every rank when a node's ranks need more memory than it has. Collective."""
-    own = rank_bytes(run, layout, world.rank)
-    everyone = world.all_gather_object((platform.node(), own, node_bytes()))
-    here = [needed for node, needed, _ in everyone if node == platform.node()]
-    for node, _, available in everyone:
-        needed = sum(other for name, other, _ in everyone if name == node)
-        ranks = sum(name == node for name, *_ in everyone)
-        check(needed <= BEYOND_DOUBT * available, f"this run needs about {_gib(needed)} on node {node} for its {ranks} ranks "
-              f"(--dry-run shows each rank's share) and the node has {_gib(available)}: give --checkpoint-activations, a smaller "
-              "--micro-batch-size or model, more tensor- or pipeline-parallel ranks on other nodes, or --zero-stage 1")
-    return (f"memory: about {_gib(max(other for _, other, _ in everyone))} for the largest rank, {_gib(sum(here))} for the "
-            f"{len(here)} ranks of this node, which has {_gib(node_bytes())} (model)")
+    own, has = rank_bytes(run, layout, world.rank), node_bytes()
+    nodes: dict[str, list[int]] = {}  # what each rank of a node needs
+    available: dict[str, int] = {}
+    for node, needed, limit in world.all_gather_object((platform.node(), own, has)):
+        nodes.setdefault(node, []).append(needed)
+        available[node] = limit
+    for node, needs in nodes.items():
+        check(sum(needs) <= BEYOND_DOUBT * available[node], f"this run needs about {_gib(sum(needs))} on node {node} for its "
+              f"{len(needs)} ranks (--dry-run shows each rank's share) and the node has {_gib(available[node])}: give "
+              "--checkpoint-activations, a smaller --micro-batch-size or model, more tensor- or pipeline-parallel ranks on other "
+              "nodes, or --zero-stage 1")
+    here = nodes[platform.node()]
+    return (f"memory: about {_gib(max(map(max, nodes.values())))} for the largest rank, {_gib(sum(here))} for the {len(here)} "
+            f"ranks of this node, which has {_gib(has)} (model)")
 
 
 def _gib(size: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,12 @@ EMULATION_SECONDS = 400  # of one checker; some hosts emulate an A64FX ten times
 def emulate(cpu: str, program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program's run under qemu-user; `environment` is the emulated program's and the emulator's."""
     command = ["env", *(f"{k}={v}" for k, v in environment.items()), QEMU, "-cpu", cpu, str(program), *arguments]
+    return run_or_skip(command, EMULATION_SECONDS, capture_output=True, text=True)
+
+
+def run_or_skip(command: list[str], seconds: int, **options: Any) -> subprocess.CompletedProcess[str]:
+    """subprocess.run; a host on which the emulated machine does not end in time skips the test with that reason."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=EMULATION_SECONDS)
+        return subprocess.run(command, timeout=seconds, **options)
     except subprocess.TimeoutExpired:
-        pytest.skip(f"the emulated machine did not end within {EMULATION_SECONDS} s on this host")
+        pytest.skip(f"the emulated machine did not end within {seconds} s on this host")

@@ -26,11 +26,8 @@ def run(output, *command, timeout=600, **environment):
     """What train_small.py wrote, and what it printed."""
     variables = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(builds.ROOT), **environment}
     variables.pop("FUGAKU_MEGATRON_TARGET", None)
-    try:
-        done = subprocess.run([*command[:-1], str(PROGRAM), str(output), *command[-1]], cwd=builds.ROOT, env=variables, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"the emulated machine did not end within {timeout} s on this host")
+    done = builds.run_or_skip([*command[:-1], str(PROGRAM), str(output), *command[-1]], timeout, cwd=builds.ROOT, env=variables,
+                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert output.exists(), done.stdout[-4000:]
     return json.loads(output.read_text()), done.stdout
 
