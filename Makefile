@@ -9,7 +9,7 @@ STAMPS := $(VENV)/stamps
 MPI ?= $(if $(wildcard $(STAMPS)/mpi-system),system,mpich)
 DEMO := demo
 TRAIN_RANKS ?= 2
-TEST_WORKERS ?= 0
+TEST_WORKERS ?= 2
 TRAIN_FLAGS ?=
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 

@@ -23,6 +23,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +68,9 @@ TARGETS = (
 )
 
 
-def torch_package() -> Path:
+def torch_package(variables: Mapping[str, str] = os.environ) -> Path:
     """The folder of the torch that the extension is for, found without importing it. SystemExit when there is none."""
-    if folder := os.environ.get("TORCH_PACKAGE"):
+    if folder := variables.get("TORCH_PACKAGE"):
         return Path(folder)
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
@@ -77,9 +78,9 @@ def torch_package() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def torch_openmp_library() -> Path | None:
+def torch_openmp_library(variables: Mapping[str, str] = os.environ) -> Path | None:
     """The OpenMP runtime inside torch's wheel; None when torch links the system's."""
-    package = torch_package()
+    package = torch_package(variables)
     for folder in (package / "lib", package.parent / "torch.libs"):
         for pattern in ("libgomp*.so*", "libomp*.so*"):
             for library in sorted(folder.glob(pattern)):
@@ -88,12 +89,16 @@ def torch_openmp_library() -> Path | None:
 
 
 class Compiler:
-    """The commands of one build: which compiler, which flags for which file, where the objects go."""
+    """The commands of one build: which compiler, which flags for which file, where the objects go.
 
-    def __init__(self, build_dir: Path) -> None:
-        self.cxx = shlex.split(os.environ.get("CXX", "g++"))
-        self.target_cxx = shlex.split(os.environ.get("TARGET_CXX", "")) or self.cxx
-        self.user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+    `variables` are the environment variables of the module's text, by default this process's.
+    """
+
+    def __init__(self, build_dir: Path, variables: Mapping[str, str] = os.environ) -> None:
+        self.variables = variables
+        self.cxx = shlex.split(variables.get("CXX", "g++"))
+        self.target_cxx = shlex.split(variables.get("TARGET_CXX", "")) or self.cxx
+        self.user_flags = shlex.split(variables.get("CXXFLAGS", ""))
         self.machine = self.output("-dumpmachine").split("-")[0]
         self.cross = self.machine != platform.machine()
         self.objects = build_dir / f"kernels-{self.machine}"
@@ -138,7 +143,7 @@ class Compiler:
             if source.name.startswith("bind"):
                 flags += self.includes()
             if source.name == "bind_arena.cc":
-                flags += ["-isystem", str(torch_package() / "include")]
+                flags += ["-isystem", str(torch_package(self.variables) / "include")]
             if source.name == "parallel.cc":
                 flags.append("-fopenmp")
             if source.name.startswith("reference"):  # a reference rounds like the formula it states
@@ -157,14 +162,14 @@ class Compiler:
         stamp.write_text("\n".join(command))
 
     def openmp(self) -> list[str]:
-        library = os.environ.get("OPENMP_LIBRARY") or torch_openmp_library()
+        library = self.variables.get("OPENMP_LIBRARY") or torch_openmp_library(self.variables)
         print(f"OpenMP runtime: {library or 'the compiler default'}", flush=True)
         return [str(library)] if library else ["-fopenmp"]
 
     def link(self, objects: list[Path], output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        flags = shlex.split(os.environ.get("LDFLAGS", ""))
-        torch = str(torch_package() / "lib" / "libc10.so")
+        flags = shlex.split(self.variables.get("LDFLAGS", ""))
+        torch = str(torch_package(self.variables) / "lib" / "libc10.so")
         command = [*self.cxx, "-shared", *map(str, objects), *self.openmp(), torch, *flags, "-o", str(output)]
         subprocess.run(command, check=True)
 

@@ -1,5 +1,21 @@
-"""Options of the test suite. `make test TEST_WORKERS=2` runs two files at a time (pytest-xdist): a file shares its fixtures."""
+"""Options of the test suite, and what every test file must leave as it was. A file's tests run in one process, in order."""
+
+import os
+
+import pytest
 
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=4, help="how many times the kill-and-restart test kills a job")
+
+
+def variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_environment_variables():
+    """A variable that stays set changes the programs that later files start, and the compiler that they build with."""
+    before = variables()
+    yield
+    assert variables() == before

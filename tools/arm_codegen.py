@@ -65,8 +65,7 @@ def gemm_tile() -> tuple[int, int]:
 
 def assembly(cxx: str, name: str) -> str:
     """target.cc as machine code with line numbers, by setup.py's own flags; made anew only after a change."""
-    os.environ.update(CXX=GCC, TARGET_CXX=cxx)
-    compiler = setup.Compiler(ROOT / "build")
+    compiler = setup.Compiler(ROOT / "build", {**os.environ, "CXX": GCC, "TARGET_CXX": cxx})
     target = next(t for t in setup.TARGETS if t.name == TARGET)
     output = compiler.objects / f"codegen_{name.replace(' ', '')}.s"
     compiler.compile([*compiler.target_command(target), "-g1", "-S"], setup.SOURCES / "target.cc", output, force=False)

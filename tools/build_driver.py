@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,9 +28,9 @@ def cross_environment() -> dict[str, str]:
     return arm_env.extension_environment() if arm_env.ready() else {"CXX": arm_env.CXX}
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, variables: Mapping[str, str]) -> Path:
     """Compiles what has changed and links. Raises CalledProcessError after the compiler's own words."""
-    compiler = setup.Compiler(folder)
+    compiler = setup.Compiler(folder, variables)
     jobs = [job for job in compiler.jobs() if not job[1].name.startswith("bind")]
     for source in sorted((ROOT / "tools" / "kernel_driver").glob("*.cc")):
         command = [*compiler.cxx, *setup.COMMON_FLAGS, f"-I{setup.SOURCES}"]
@@ -42,9 +43,8 @@ def build(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["aarch64"]:
-        os.environ.update(cross_environment())
+    changes = cross_environment() if sys.argv[1:] == ["aarch64"] else {}
     try:
-        print(build(ROOT / "build"))
+        print(build(ROOT / "build", {**os.environ, **changes}))
     except subprocess.CalledProcessError:
         sys.exit("build_driver: the compiler failed, see above")

@@ -35,13 +35,8 @@ needs_python = pytest.mark.skipif(bool(absent()), reason=absent())
 class Objects:
     """Objects of the extension without Python, by setup.py's own rules; those of `make arm-ext` are used again."""
 
-    def __init__(self, build: Path, patch: pytest.MonkeyPatch, **environment: str) -> None:
-        for name in ("TARGET_CXX", "CXXFLAGS", "LDFLAGS", "OPENMP_LIBRARY"):
-            patch.delenv(name, raising=False)
-        variables = {"CXX": CXX, **(arm_env.extension_environment() if arm_env.ready() else {}), **environment}
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        compiler = setup.Compiler(build)
+    def __init__(self, build: Path, **variables: str) -> None:
+        compiler = setup.Compiler(build, {"CXX": CXX, **(arm_env.extension_environment() if arm_env.ready() else {}), **variables})
         jobs = [job for job in compiler.jobs() if not job[1].name.startswith("bind")]
         for job in jobs:
             compiler.compile(*job, force=False)

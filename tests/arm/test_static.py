@@ -18,8 +18,7 @@ BUILT_FOR = {"a64fx": "sve512", "a64fx,sve512=off": "sve256", "max,sve128=on,sve
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """The static checkers with every aarch64 target."""
-    with pytest.MonkeyPatch.context() as patch:
-        objects = builds.Objects(builds.ROOT / "build", patch)
+    objects = builds.Objects(builds.ROOT / "build")
     folder = tmp_path_factory.mktemp("static")
     return [objects.link(source, folder / source.stem, "-static") for source in CHECKERS]
 
@@ -55,7 +54,7 @@ def test_no_memory_error_or_undefined_behaviour(tmp_path, monkeypatch):
     # One build alone: with sanitizers each takes long to compile.
     one = tuple(target for target in builds.setup.TARGETS if target.name == "sve512")
     monkeypatch.setattr(builds.setup, "TARGETS", one)
-    objects = builds.Objects(tmp_path, monkeypatch, CXXFLAGS=flags)
+    objects = builds.Objects(tmp_path, CXXFLAGS=flags)
     for source in CHECKERS:
         program = objects.link(source, tmp_path / source.stem, *flags.split())
         run = builds.emulate("a64fx", program, QEMU_LD_PREFIX="/usr/aarch64-linux-gnu", ASAN_OPTIONS="detect_leaks=0")
