@@ -74,7 +74,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
     if sends:
-        expected["send", "pp"] = expected["recv", "pp"] = sends * microbatches * accounting.activation_bytes(run)
+        expected["send", "pp"] = expected["recv", "pp"] = sends * microbatches * accounting.residual_bytes(run, layout.tp)
     return expected
 
 
@@ -101,6 +101,12 @@ def check_bytes(run, world: int) -> None:
 @pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
 def test_bytes_are_those_communicated(world, tp, pp, changes):
     check_bytes(small_run(**changes, **sizes(tp, pp)), world)
+
+
+@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1, "bf16": True}, {"recompute_granularity": "full"}])
+@pytest.mark.parametrize(("world", "tp", "pp"), [layout for layout in LAYOUTS if layout[1] > 1])
+def test_bytes_with_sequence_parallelism(world, tp, pp, changes):
+    check_bytes(small_run(**changes, **sizes(tp, pp), sequence_parallel=True), world)
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(10, "start 8 or 16 ranks"), (17, "start 16 or 24 ranks"), (3, "start 8 ranks")])
@@ -168,6 +174,14 @@ def test_stages_cost_alike(recipe, pp, changes, layers):
 def test_layers_that_cannot_be_cut(pp, split, message):
     with pytest.raises(ValueError, match=message):
         Layout.from_run(make_run("124m", {"pipeline_model_parallel_size": pp, "pipeline_split": split}), 2 * pp)
+
+
+def test_a_sequence_that_cannot_be_cut():
+    changes = {"seq_length": 1022, "tensor_model_parallel_size": 4}
+    Layout.from_run(make_run("124m", changes), 4)
+    with pytest.raises(ValueError, match="^--seq-length 1022 is not divisible by --tensor-model-parallel-size 4, into which "
+                                         "--sequence-parallel cuts it: change one, or leave the flag out$"):
+        Layout.from_run(make_run("124m", {**changes, "sequence_parallel": True}), 4)
 
 
 @pytest.mark.parametrize(("global_batch", "ramp", "message"), [

@@ -87,7 +87,7 @@ def test_denormals_are_flushed_unless_switched_off():
 
 
 @pytest.mark.parametrize("given", ["--no-cuda", "--distributed-backend mpi", "--DDP-impl local", "--cpu-optimizer",
-                                   "--cpu-torch-adam", "--use-cpu-initialization", "--sequence-parallel", "--optimizer adam",
+                                   "--cpu-torch-adam", "--use-cpu-initialization", "--optimizer adam",
                                    "--use-flash-attn", "--position-embedding-type learned_absolute"])
 def test_flags_of_cpu_forks_get_one_note(given):
     arguments = parse([*BASE, *given.split()])
@@ -97,6 +97,7 @@ def test_flags_of_cpu_forks_get_one_note(given):
 
 
 @pytest.mark.parametrize(("given", "more", "needed"), [
+    ("--sequence-parallel", "", "--tensor-model-parallel-size above 1"),
     ("--loss-scale 128", "--bf16", "--fp16"), ("--hysteresis 2", "", "--fp16"), ("--initial-loss-scale 65536", "", "--fp16"),
     ("--recompute-num-layers 2", "--recompute-activations", "--recompute-granularity full"),
     ("--profile-ranks 1", "", "--profile"), ("--tokenizer-type x", "--mock-data", "--vocab-file"),
@@ -104,7 +105,8 @@ def test_flags_of_cpu_forks_get_one_note(given):
 ])
 def test_a_flag_without_effect_gets_a_note(given, more, needed):
     assert parse([*BASE, *given.split(), *more.split()]).notes == (f"{given.split()[0]} has no effect without {needed}",)
-    full = "--fp16 --checkpoint-activations --profile --vocab-file v --merge-file m --save s".split()
+    full = ("--fp16 --checkpoint-activations --profile --vocab-file v --merge-file m --save s "
+            "--tensor-model-parallel-size 2").split()
     assert parse([*BASE, *given.split(), *full]).notes == ()
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.nn import layers
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.parameter import make_parameter
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.nn.shared import accumulate
 from fugaku_megatron.run import accounting, block_parts
@@ -44,7 +43,7 @@ class ScaleNorm(layers.Norm):
 
     def __init__(self, name: str, context: layers.Context) -> None:
         super().__init__(name, context)
-        self.weight = make_parameter(f"{name}.weight", (context.model.hidden_size,), context.tp, fill=1.0)
+        self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return _Scale.apply(x, self.weight, self.epsilon)
@@ -73,7 +72,8 @@ def test_parameters_have_neither_biases_nor_a_second_vector_in_the_norms():
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"recompute_granularity": "full"}])
+@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"recompute_granularity": "full"},
+                                     {"sequence_parallel": True, "hidden_dropout": 0.1}])
 def test_it_trains_under_tp2_as_on_one_rank(backend, changes):
     run = small_run(**OTHER, **changes)
     alone = [r.loss for r in train(DryComm(), run, 8, Ops.build(backend))]
@@ -110,6 +110,8 @@ def test_flops_are_accounted_for():
 @pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
 def test_bytes_are_accounted_for(world, tp, pp):
     check_bytes(small_run(**OTHER, **sizes(tp, pp)), world)
+    if tp > 1:
+        check_bytes(small_run(**OTHER, **sizes(tp, pp), sequence_parallel=True), world)
 
 
 def test_saved_bytes_are_accounted_for():

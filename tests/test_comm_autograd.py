@@ -6,8 +6,10 @@ import torch
 from fugaku_megatron.comm import autograd
 from fugaku_megatron.comm.autograd import (
     copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
     gather_from_tensor_parallel,
     reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
     scatter_to_tensor_parallel,
 )
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
@@ -15,6 +17,7 @@ from fugaku_megatron.comm.recording import RecordingComm
 
 MAPPINGS = (
     copy_to_tensor_parallel, reduce_from_tensor_parallel, gather_from_tensor_parallel, scatter_to_tensor_parallel,
+    gather_from_sequence_parallel, reduce_scatter_to_sequence_parallel,
 )
 S, B, H = 3, 2, 12  # sequence, micro-batch, hidden: H divides by 2, 3 and 4
 
@@ -48,6 +51,38 @@ def test_a_parallel_mlp_equals_the_whole_one(size, inplace):
         torch.testing.assert_close(dx, x.grad)
         torch.testing.assert_close(dup, first.grad.chunk(size, 1)[rank])
         torch.testing.assert_close(ddown, second.grad.chunk(size, 0)[rank])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_an_mlp_between_parts_of_the_sequence_equals_the_whole_one(size):
+    shapes = [(12, B, H), (H, H), (H, H)]
+    x, first, second = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
+    whole = mlp(x, first, second)
+    whole.square().sum().backward()
+
+    def fn(comm):
+        own = x.detach().chunk(comm.size, 0)[comm.rank].clone().requires_grad_()
+        up = first.detach().chunk(comm.size, 1)[comm.rank].clone().requires_grad_()
+        down = second.detach().chunk(comm.size, 0)[comm.rank].clone().requires_grad_()
+        part = torch.tanh(gather_from_sequence_parallel(own, comm) @ up) @ down
+        out = reduce_scatter_to_sequence_parallel(part, comm).sin()
+        out.square().sum().backward()
+        return out.detach(), own.grad, up.grad, down.grad
+
+    results = ThreadWorld(size).run(fn)
+    for found, expected, dim in zip(zip(*results), (whole.detach(), x.grad, first.grad, second.grad), (0, 0, 1, 0)):
+        torch.testing.assert_close(torch.cat(found, dim), expected)
+
+
+def test_a_sum_that_nobody_reads_is_left_out():
+    def fn(comm):
+        recorder, x = RecordingComm(comm, "tp"), torch.ones(4, 3, requires_grad=True)
+        out = reduce_scatter_to_sequence_parallel(x, recorder, needs_values=False)
+        assert out.shape == (2, 3) and recorder.records == []
+        out.backward(torch.full((2, 3), comm.rank + 1.0))
+        return x.grad[:, 0].tolist()
+
+    assert ThreadWorld(2).run(fn) == [[1.0, 1.0, 2.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -100,7 +135,7 @@ def test_the_input_is_left_alone(mapping):
         out = mapping(kept, comm)
         assert torch.equal(kept, before)
         out.sum().backward()
-        factor = comm.size if mapping is copy_to_tensor_parallel else 1
+        factor = comm.size if mapping in (copy_to_tensor_parallel, gather_from_sequence_parallel) else 1
         torch.testing.assert_close(x.grad, before * factor)
 
     ThreadWorld(2).run(fn)
@@ -123,7 +158,7 @@ def test_expanded_and_transposed_tensors_are_taken():
         return x.grad
 
     for grad in ThreadWorld(2).run(fn):
-        assert torch.equal(grad, torch.full((6, 4), 2.0 + 1 + 1 + 1, dtype=torch.float64))
+        assert torch.equal(grad, torch.full((6, 4), 2.0 + 1 + 1 + 1 + 2 + 1, dtype=torch.float64))
 
 
 def test_in_place_over_a_saved_output_is_refused():
@@ -148,6 +183,8 @@ def test_in_place_copies_nothing():
     (reduce_from_tensor_parallel, [("all_reduce", 32)], []),
     (gather_from_tensor_parallel, [("all_gather", 32)], []),
     (scatter_to_tensor_parallel, [], [("all_gather", 16)]),
+    (gather_from_sequence_parallel, [("all_gather", 32)], [("reduce_scatter", 64)]),
+    (reduce_scatter_to_sequence_parallel, [("reduce_scatter", 32)], [("all_gather", 16)]),
 ])
 def test_traffic(mapping, forward, backward):
     def fn(comm):
@@ -163,3 +200,5 @@ def test_traffic(mapping, forward, backward):
 def test_a_width_that_does_not_divide_is_refused():
     with pytest.raises(AssertionError, match="last dimension 5 over 2 ranks"):
         autograd.scatter_to_tensor_parallel(torch.ones(5), DryComm(0, 2))
+    with pytest.raises(AssertionError, match="first dimension 5 over 2 ranks"):
+        autograd.reduce_scatter_to_sequence_parallel(torch.ones(5, 2), DryComm(0, 2))

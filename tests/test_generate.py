@@ -142,6 +142,7 @@ TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
 @pytest.mark.parametrize(("ranks", "layout"), [
     (4, TP2_PP2), (2, {"zero_stage": 1}), (8, {**TP2_PP2, "zero_stage": 1}),
+    (4, {**TP2_PP2, "sequence_parallel": True}),
     (4, {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 24}),  # 288 rows of the vocabulary, 264 on one rank
 ])
 def test_a_parallel_checkpoint_writes_what_one_rank_writes(alone, tmp_path, ranks, layout):

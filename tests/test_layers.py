@@ -183,6 +183,23 @@ def test_two_all_reduces_forward_and_two_backward():
     assert tp.records == [("all_reduce", S * B * H * 4)] * 4
 
 
+def test_with_sequence_parallelism_gathers_and_reduce_scatters_in_their_place():
+    """Two each forward; in backward one for each output's gradient, and each input is gathered again for the weights' gradients."""
+    tp = RecordingComm(DryComm(0, 2), "tp")
+    context = layers.Context(model(), tp, Ops.build(), SEED, sequence_parallel=True)
+    layer = blocks.TransformerLayer(3, context)
+    FlatParameters(layer, torch.float32, SEED, 1, kernels)
+    y = layer(random(S // 2, B, H).requires_grad_(), Pass(first_sample=0))
+    gather, scatter = ("all_gather", S // 2 * B * H * 4), ("reduce_scatter", S * B * H * 4)
+    assert y.shape == (S // 2, B, H) and tp.records == [gather, scatter] * 2
+    tp.log.clear()
+    y.sum().backward()
+    assert tp.records == [gather, gather, scatter] * 2
+    partial = {p.spec.name.removeprefix("decoder.layers.2.") for p in layer.parameters() if p.spec.sequence_parallel}
+    assert partial == {f"{norm}.{kind}" for norm in ("input_layernorm", "pre_mlp_layernorm") for kind in ("weight", "bias")} | {
+        "self_attention.linear_proj.bias", "mlp.linear_fc2.bias"}
+
+
 # Dropout sites ------------------------------------------------------------------------------------------------------------------
 
 def test_every_site_of_every_layer_has_its_own_stream():

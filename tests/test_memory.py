@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.run import accounting, memory
 from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import make_run
+from fugaku_megatron.run.config import RunConfig
 from tests.helpers import make_trainer, small_run
 
 
-@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"bf16": True},
-                                     {"recompute_granularity": "selective"}, {"recompute_granularity": "full"}])
-def test_saved_bytes_are_those_that_autograd_keeps(changes):
-    run = small_run(**changes)
-    layout, trainer = Layout.from_run(run, 1), make_trainer(DryComm(), run)
+def held_bytes(world: Comm, run: RunConfig) -> int:
+    """What autograd keeps on this rank from the forward of a micro-batch to its backward."""
+    trainer = make_trainer(world, run)
     tokens = torch.zeros(run.model.seq_length, run.batch.micro_batch_size, dtype=torch.int64)
     weights, saved = trainer.optimizer.flat.values.untyped_storage().data_ptr(), {}
 
@@ -29,13 +29,33 @@ def test_saved_bytes_are_those_that_autograd_keeps(changes):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         loss = trainer.stage(tokens, tokens, Pass(first_sample=0, recompute=run.training.recompute_granularity))
-    kept = sum(storage.nbytes() for storage in saved.values())
-    layers = run.model.num_layers
-    per_layer = memory.layer_saved_bytes(run, 1)
-    if run.training.recompute_granularity == "full":
-        per_layer = accounting.activation_bytes(run)
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+PARTS = {**TP2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"bf16": True}, {"recompute_granularity": "selective"},
+    {"recompute_granularity": "full"}, TP2, PARTS, {**PARTS, "bf16": True, "hidden_dropout": 0.1},
+    {**PARTS, "recompute_granularity": "selective"}, {**PARTS, "recompute_granularity": "full"}])
+def test_saved_bytes_are_those_that_autograd_keeps(changes):
+    run = small_run(**changes)
+    tp = run.parallel.tensor_model_parallel_size
+    layout = Layout.from_run(run, tp)
+    expected = memory.kept_bytes(run, layout, 0)[0]
     outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, layout, 0) if place != "layer")
-    assert loss.requires_grad and kept == pytest.approx(layers * per_layer + outside, rel=0.02)
+    for held in ThreadWorld(tp).run(held_bytes, run):
+        assert held == pytest.approx(expected + outside, rel=0.02)
+
+
+def test_a_layer_of_30b_keeps_less_between_parts_of_the_sequence():
+    """The residual stream's share falls to an eighth. What a small real run holds is in the test above."""
+    mib = [memory.layer_saved_bytes(make_run("30b", {"tensor_model_parallel_size": 8, "sequence_parallel": parts}), 8) / 2**20
+           for parts in (False, True)]
+    assert mib == pytest.approx([280, 84], rel=0.01)
 
 
 @pytest.mark.parametrize(("changes", "rows"), [

@@ -186,10 +186,11 @@ def test_head_loss_without_gradients(ops):
 
 
 @each_dtype
-def test_add_position(ops, name):
+@pytest.mark.parametrize("first", [0, 3])
+def test_add_position(ops, name, first):
     dtype, tolerance = DTYPES[name]
-    check(ops.add_position, lambda x, w: x + w[:S].unsqueeze(1), [random(S, B, H, dtype=dtype)],
-          [random(S + 4, H, seed=1, dtype=dtype)], tolerance)
+    check(lambda x, w: ops.add_position(x, w, first), lambda x, w: x + w[first : first + S].unsqueeze(1),
+          [random(S, B, H, dtype=dtype)], [random(S + 4, H, seed=1, dtype=dtype)], tolerance)
 
 
 @each_dtype

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.nn.ops import Ops
 from tests.helpers import make_trainer, small_run, train, whole_tensors
 
 LAYOUTS = {
@@ -19,8 +20,8 @@ LAYOUTS = {
 ITERATIONS = 20
 
 
-def losses(ranks: int, iterations: int = ITERATIONS, **changes) -> list[tuple[float, float]]:
-    results = ThreadWorld(ranks).run(lambda world: train(world, small_run(**changes), iterations))
+def losses(ranks: int, iterations: int = ITERATIONS, backend: str = "native", **changes) -> list[tuple[float, float]]:
+    results = ThreadWorld(ranks).run(lambda world: train(world, small_run(**changes), iterations, Ops.build(backend)))
     curves = [[(r.loss, r.grad_norm) for r in rank] for rank in results]
     assert all(rank == curves[0] for rank in curves), "every rank reports the same losses"
     return curves[0]
@@ -50,6 +51,34 @@ def test_dropout_masks_do_not_depend_on_the_layout():
     assert alone != losses(1, 5)
 
 
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+TP2PP2DP2 = LAYOUTS["tp2pp2dp2"][1]
+
+
+@pytest.fixture(scope="module")
+def reference_with_dropout() -> list[tuple[float, float]]:
+    return losses(1, **DROPOUT)
+
+
+@pytest.mark.parametrize(("ranks", "changes"), [
+    (2, LAYOUTS["tp2"][1]),
+    (2, {**LAYOUTS["tp2"][1], "recompute_granularity": "full", "recompute_num_layers": 2}),
+    (2, {**LAYOUTS["tp2"][1], "recompute_granularity": "selective", "backend": "torch"}),
+    (4, {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 4}),
+    (8, TP2PP2DP2),
+    (8, {**TP2PP2DP2, "zero_stage": 1, "recompute_granularity": "full"}),
+    (8, {**TP2PP2DP2, "zero_stage": 1, "recompute_granularity": "selective"}),
+])
+def test_parts_of_the_sequence_train_as_one_rank(ranks, changes, reference_with_dropout):
+    """Sequence parallelism: the same masks, losses and norms, with dropout."""
+    result = losses(ranks, sequence_parallel=True, **changes, **DROPOUT)
+    torch.testing.assert_close(torch.tensor(result), torch.tensor(reference_with_dropout), rtol=1e-5, atol=0)
+
+
+def test_sequence_parallelism_means_nothing_on_one_rank(reference_with_dropout):
+    assert losses(1, sequence_parallel=True, **DROPOUT) == reference_with_dropout
+
+
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 @pytest.mark.parametrize("method", ["uniform", "block"])
 def test_recompute_has_the_same_bits_with_dropout(granularity, method):
@@ -69,9 +98,10 @@ def gradients(ranks: int, **changes) -> dict[str, torch.Tensor]:
     return ThreadWorld(ranks).run(one_step)[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "tp2 sequence", "tp2pp2 sequence"])
 def test_all_gradients_equal_one_rank(name):
-    ranks, layout = LAYOUTS[name]
+    ranks, layout = LAYOUTS[name.split()[0]]
+    layout = {**layout, "sequence_parallel": "sequence" in name}
     alone, result = gradients(1), gradients(ranks, **layout)
     assert alone.keys() <= result.keys()
     for parameter, grad in alone.items():
@@ -86,6 +116,6 @@ def test_all_gradients_equal_one_rank(name):
 def test_low_precision_layouts_stay_close(precision):
     flags = {precision: True, "initial_loss_scale": 1024.0}
     alone = torch.tensor(losses(1, 5, **flags))
-    for ranks, layout in (LAYOUTS["tp2pp2"], LAYOUTS["dp2"]):
+    for ranks, layout in (LAYOUTS["tp2pp2"], LAYOUTS["dp2"], (4, {**LAYOUTS["tp2pp2"][1], "sequence_parallel": True})):
         result = torch.tensor(losses(ranks, 5, zero_stage=1, **flags, **layout))
         torch.testing.assert_close(result, alone, rtol=0.02, atol=0)

@@ -229,6 +229,25 @@ def test_what_does_not_change_the_model_may_change(saved, ranks, changes):
     ThreadWorld(ranks).run(load)
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_checkpoint_goes_on_with_and_without_sequence_parallelism(parts, tmp_path):
+    def curves(world) -> list[float]:
+        trainers = [make_trainer(world, small_run(**SMALLER, **DROPOUT, **TP2PP2, sequence_parallel=p)) for p in (parts, not parts)]
+        straight, other = trainers
+        steps(straight, 2)
+        straight.save(str(tmp_path))
+        other.load(str(tmp_path))
+        assert torch.equal(straight.optimizer.master, other.optimizer.master)
+        losses = [[trainer.train_step().loss for _ in range(2)] for trainer in trainers]
+        evaluations = [trainer.evaluate(trainer.valid, 0, 1) for trainer in trainers]
+        for trainer in trainers:
+            trainer.close()
+        return [*zip(*losses), tuple(evaluations)]
+
+    for one, other in ThreadWorld(4).run(curves)[0]:
+        assert one == pytest.approx(other, rel=1e-5)
+
+
 @pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"pipeline_model_parallel_size": 2}])
 def test_packed_weights_that_are_kept_change_no_bit(changes):
     run = small_run(**changes)

@@ -1,12 +1,16 @@
-"""Megatron's tensor parallel mappings: the four pairs of forward and backward communication, as autograd functions.
+"""Megatron's tensor parallel mappings: pairs of forward and backward communication, as autograd functions.
 
-    copy_to      forward identity        backward all-reduce
-    reduce_from  forward all-reduce      backward identity
-    gather_from  forward all-gather      backward own part     (last dimension)
-    scatter_to   forward own part        backward all-gather   (last dimension)
+    copy_to                  forward identity         backward all-reduce
+    reduce_from              forward all-reduce       backward identity
+    gather_from              forward all-gather       backward own part        (last dimension)
+    scatter_to               forward own part         backward all-gather      (last dimension)
+    gather_from_sequence     forward all-gather       backward reduce-scatter  (first dimension)
+    reduce_scatter_to_seq.   forward reduce-scatter   backward all-gather      (first dimension)
 
-`comm` is the tensor parallel communicator of t ranks; size 1 returns the input itself. Source: Shoeybi et al. 2019
-(arXiv:1909.08053), the conjugate operators f and g of figure 3. Left out: sequence parallelism, second derivatives.
+`comm` is the tensor parallel communicator of t ranks; size 1 returns the input itself. Sources: Shoeybi et al. 2019
+(arXiv:1909.08053), the conjugate operators f and g of figure 3; for the last two, sequence parallelism, Korthikanti et al. 2022
+(arXiv:2205.05198), figure 5. Operations that gather their input themselves, so that they keep this rank's part of it only, call
+`gather_sequence` and `reduce_scatter_sequence` in their own forward and backward. Left out: second derivatives.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor parallel size.
 Test: pytest tests/test_comm_autograd.py
@@ -37,6 +41,30 @@ def _own_part(tensor: Tensor, comm: Comm) -> Tensor:
     width = tensor.shape[-1]
     assert width % comm.size == 0, f"last dimension {width} over {comm.size} ranks"
     return tensor.detach().chunk(comm.size, dim=-1)[comm.rank].contiguous()  # (s, b, h / t)
+
+
+def gather_sequence(tensor: Tensor, comm: Comm | None) -> Tensor:
+    """(s / t, b, h) -> (s, b, h): the parts of all ranks, in a new tensor without gradient. comm None: `tensor` itself.
+
+    The sequence is the first dimension, so a rank's part is one block of the result.
+    """
+    if comm is None:
+        return tensor
+    whole = tensor.new_empty(tensor.shape[0] * comm.size, *tensor.shape[1:])
+    return comm.all_gather(whole, tensor.detach().contiguous())
+
+
+def reduce_scatter_sequence(tensor: Tensor, comm: Comm | None) -> Tensor:
+    """(s, b, h) -> (s / t, b, h): this rank's part of the sum over ranks, without gradient. comm None: `tensor` itself."""
+    if comm is None:
+        return tensor
+    return comm.reduce_scatter(tensor.new_empty(_part_shape(tensor, comm)), tensor.detach().contiguous())
+
+
+def _part_shape(tensor: Tensor, comm: Comm) -> tuple[int, ...]:
+    length = tensor.shape[0]
+    assert length % comm.size == 0, f"first dimension {length} over {comm.size} ranks"
+    return length // comm.size, *tensor.shape[1:]
 
 
 class _CopyTo(Function):
@@ -88,6 +116,32 @@ class _ScatterTo(Function):
         return _gathered(grad, ctx.comm), None
 
 
+class _GatherFromSequence(Function):
+    @staticmethod
+    def forward(ctx, tensor, comm):
+        ctx.comm = comm
+        return gather_sequence(tensor, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return reduce_scatter_sequence(grad, ctx.comm), None
+
+
+class _ReduceScatterToSequence(Function):
+    @staticmethod
+    def forward(ctx, tensor, comm, needs_values):
+        ctx.comm = comm
+        if not needs_values:
+            return tensor.new_empty(1).expand(_part_shape(tensor, comm))
+        return reduce_scatter_sequence(tensor, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return gather_sequence(grad, ctx.comm), None, None
+
+
 def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     """Enter a column-parallel region: identity; gradients are summed over `comm`. Any shape."""
     return tensor if comm.size == 1 else _CopyTo.apply(tensor, comm)
@@ -110,3 +164,16 @@ def gather_from_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
 def scatter_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     """(s, b, h) -> (s, b, h / t): keep the own part of the last dimension; gradients are gathered."""
     return tensor if comm.size == 1 else _ScatterTo.apply(tensor, comm)
+
+
+def gather_from_sequence_parallel(tensor: Tensor, comm: Comm) -> Tensor:
+    """(s / t, b, h) -> (s, b, h): enter a region of whole sequences; gradients are summed, each rank keeping its part."""
+    return tensor if comm.size == 1 else _GatherFromSequence.apply(tensor, comm)
+
+
+def reduce_scatter_to_sequence_parallel(tensor: Tensor, comm: Comm, needs_values: bool = True) -> Tensor:
+    """(s, b, h) -> (s / t, b, h): leave a row-parallel region with this rank's part of the sum; gradients are gathered.
+
+    needs_values: False leaves the sum out, where backward will follow and nobody reads the result; its values may be anything then.
+    """
+    return tensor if comm.size == 1 else _ReduceScatterToSequence.apply(tensor, comm, needs_values)

@@ -18,7 +18,7 @@ from ..comm.grid import Grid, Groups
 from ..nn.model import EMBEDDING, Stage
 from ..nn.ops import Ops
 from ..run.accounting import Layout
-from ..run.config import GROUPS, ParallelConfig, RunConfig
+from ..run.config import GROUPS, RunConfig
 from ..training.optim import PARAMETER_DTYPES
 
 PADDED = (f"weight/{EMBEDDING}.weight",)  # its rows are a multiple that depends on the tensor-parallel size
@@ -45,7 +45,9 @@ def saved_run(manifest: dict[str, Any], alone: bool = False) -> RunConfig:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["config"][name].items()}
         if name == "batch":
             values = {"micro_batch_size": 1}
-        groups[name] = ParallelConfig() if alone and name == "parallel" else config(**values)
+        if name == "parallel":  # a prompt of any length is not cut into parts, and the weights are the same
+            values = {} if alone else {**values, "sequence_parallel": False}
+        groups[name] = config(**values)
     return RunConfig(**groups)
 
 

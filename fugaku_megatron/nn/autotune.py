@@ -51,6 +51,7 @@ def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Op
     width, heads = model.ffn_hidden_size // tp, model.num_attention_heads // tp
     b = max(1, min(b, LAYER_TOKENS // s))
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
+    residual = x.detach()[: s // accounting.sequence_parts(run, tp)].requires_grad_()
     qkv = torch.randn(s, b, 3 * heads * d).to(dtype).requires_grad_()
     fc1, fc2 = _weight(width, h, dtype=dtype), _weight(h, width, dtype=dtype)
     bias, (add, norm, norm_bias) = _weight(width, dtype=dtype), (_weight(h, dtype=dtype) for _ in range(3))
@@ -60,8 +61,8 @@ def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Op
     return {
         "gemm": lambda ops: ops.mlp(x, fc1, bias, fc2).sum(),
         "attention": lambda ops: ops.attention(qkv, d, model.attention_dropout, scores).sum(),
-        "rowwise": lambda ops: ops.bias_dropout_add_layer_norm(x, add, x, model.hidden_dropout, hidden, norm, norm_bias,
-                                                               model.layernorm_epsilon)[1].sum(),
+        "rowwise": lambda ops: ops.bias_dropout_add_layer_norm(residual, add, residual, model.hidden_dropout, hidden, norm,
+                                                               norm_bias, model.layernorm_epsilon)[1].sum(),
         "loss": lambda ops: ops.head_loss(x, table, tokens, DryComm(), 0, 1.0),
         "embedding": lambda ops: ops.embedding(tokens, table).sum(),
     }

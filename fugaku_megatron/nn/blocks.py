@@ -1,6 +1,7 @@
 """The transformer block, assembled from the parts that the config names (`run.block_parts`).
 
-Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size. Test: pytest tests/test_blocks.py
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size. With sequence parallelism s is this
+rank's part of the sequence where the last dimension is h, and whole elsewhere. Test: pytest tests/test_blocks.py
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import importlib
 
 from torch import Tensor, nn
 
-from ..comm.autograd import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from ..run.block_parts import MLPS, NORMS
 from .layers import ColumnParallelLinear, Context, Norm, RowParallelLinear, dropout_stream, hidden_dropout_key
 from .ops import DropoutKey, recompute
@@ -57,16 +57,16 @@ class MLP(nn.Module):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        model, self.ops = context.model, context.ops
+        model, self.context = context.model, context
         h, f, bias = model.hidden_size, model.ffn_hidden_size, not model.disable_bias_linear
         self.linear_fc1 = ColumnParallelLinear(f"{name}.linear_fc1", h, f, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
 
     def forward(self, x: Tensor, at: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `at` needs none."""
-        fc1, fc2 = self.linear_fc1, self.linear_fc2
-        partial = self.ops.mlp(copy_to_tensor_parallel(x, fc1.tp), fc1.weight, fc1.bias, fc2.weight, at.needs_values)
-        return reduce_from_tensor_parallel(partial, fc2.tp) if at.needs_values else partial
+        fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
+        partial = context.ops.mlp(context.into_product(x), fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.sequence)
+        return context.out_of_product(partial, at.needs_values)
 
 
 class TransformerLayer(nn.Module):
@@ -75,19 +75,21 @@ class TransformerLayer(nn.Module):
     def __init__(self, layer: int, context: Context) -> None:
         super().__init__()
         name, model = f"decoder.layers.{layer - 1}", context.model
-        self.layer, self.dropout, self.seed, self.ops = layer, model.hidden_dropout, context.seed, context.ops
+        self.layer, self.dropout, self.context = layer, model.hidden_dropout, context
         self.input_layernorm = make_norm(f"{name}.input_layernorm", context)
         self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
         self.pre_mlp_layernorm = make_norm(f"{name}.pre_mlp_layernorm", context)
         self.mlp = _layer_class(MLPS[model.activation].layer)(f"{name}.mlp", context)
 
-    def _dropout(self, site: str, at: Pass) -> tuple[float, DropoutKey]:
-        return self.dropout if at.training else 0.0, hidden_dropout_key(self.seed, self.layer, site, at.first_sample)
+    def _dropout(self, site: str, x: Tensor, at: Pass) -> tuple[float, DropoutKey]:
+        key = hidden_dropout_key(self.context.seed, self.layer, site, at.first_sample, self.context.first_position(x))
+        return self.dropout if at.training else 0.0, key
 
     def forward(self, x: Tensor, at: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h); its values may be anything where `at` needs none."""
         attention = self.self_attention
         x, normed = self.pre_mlp_layernorm.add_and_normalize(  # no name for what attention returns: it is freed before the MLP
-            attention(self.input_layernorm(x), at), attention.linear_proj.bias, x, *self._dropout("residual_1", at))
+            attention(self.input_layernorm(x), at), attention.linear_proj.bias, x, *self._dropout("residual_1", x, at))
         out = self.mlp(normed, at)
-        return self.ops.bias_dropout_add(out, self.mlp.linear_fc2.bias, x, *self._dropout("residual_2", at), at.needs_values)
+        return self.context.ops.bias_dropout_add(out, self.mlp.linear_fc2.bias, x, *self._dropout("residual_2", x, at),
+                                                 at.needs_values)

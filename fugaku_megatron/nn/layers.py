@@ -3,16 +3,19 @@
 Parameters are born on the meta device with their place in the global tensor (`parameter.spec`);
 `training.flat.FlatParameters` gives them memory inside one flat buffer and fills them. Left out: what a transformer block is made
 of (`blocks`), stages (`model`).
-Legend: s sequence, b micro-batch, h hidden. Test: pytest tests/test_layers.py
+Legend: s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's part of the sequence wherever the last
+dimension is whole, and the whole sequence where that is split over tensor-parallel ranks.
+Test: pytest tests/test_layers.py
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm.autograd import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from ..comm.autograd import copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 from ..comm.base import Comm
 from ..run.config import ModelConfig
 from .ops import DropoutKey, Ops
@@ -24,12 +27,39 @@ SITES = ("residual_1", "residual_2", "attention", "embedding")
 
 @dataclass(frozen=True)
 class Context:
-    """What every layer of a stage is built with."""
+    """What every layer of a stage is built with. sequence_parallel: what lies between the products of tensor-parallel ranks works
+    on this rank's part of the sequence; it means nothing with one rank.
+    """
 
     model: ModelConfig
     tp: Comm
     ops: Ops
     seed: int
+    sequence_parallel: bool = False
+
+    @property
+    def sequence(self) -> Comm | None:
+        """The ranks that share the sequence, None where every rank has the whole of it."""
+        return self.tp if self.sequence_parallel and self.tp.size > 1 else None
+
+    def first_position(self, x: Tensor) -> int:
+        """Where x (s, b, h), an activation between the products, begins in the sequence."""
+        return 0 if self.sequence is None else self.tp.rank * x.shape[0]
+
+    def parameter(self, name: str, shape: tuple[int, ...], partition_dim: int | None = None, std: float | None = None,
+                  **more: Any) -> nn.Parameter:
+        """`make_parameter` over the tensor-parallel ranks."""
+        return make_parameter(name, shape, self.tp, partition_dim, std, sequence_parallel=self.sequence is not None, **more)
+
+    def into_product(self, x: Tensor) -> Tensor:
+        """x (s, b, h) as a column-parallel product takes it: its gradients are summed here, or by the product that gathers x."""
+        return copy_to_tensor_parallel(x, self.tp) if self.sequence is None else x
+
+    def out_of_product(self, partial: Tensor, needs_values: bool = True) -> Tensor:
+        """The sum over ranks of partial (whole sequence, b, h), whole or this rank's part; see `Pass` for needs_values."""
+        if self.sequence is not None:
+            return reduce_scatter_to_sequence_parallel(partial, self.sequence, needs_values)
+        return reduce_from_tensor_parallel(partial, self.tp) if needs_values else partial
 
     @property
     def output_std(self) -> float:
@@ -42,9 +72,9 @@ def dropout_stream(layer: int, site: str) -> int:
     return layer * len(SITES) + SITES.index(site)
 
 
-def hidden_dropout_key(seed: int, layer: int, site: str, first_sample: int) -> DropoutKey:
-    """The mask of a whole activation (s, b, h); the same on every tensor-parallel rank."""
-    return DropoutKey(seed, dropout_stream(layer, site), first_sample, sample_dim=1)
+def hidden_dropout_key(seed: int, layer: int, site: str, first_sample: int, first_position: int = 0) -> DropoutKey:
+    """The mask of an activation (s, b, h) whose rows begin at `first_position` of the sequence."""
+    return DropoutKey(seed, dropout_stream(layer, site), first_sample, sample_dim=1, row0=first_position)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -52,13 +82,14 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True) -> None:
         super().__init__()
-        self.tp, self.ops, std = context.tp, context.ops, context.model.init_method_std
-        self.weight = make_parameter(f"{name}.weight", (outputs, inputs), self.tp, 0, std)
-        self.bias = make_parameter(f"{name}.bias", (outputs,), self.tp, 0) if bias else None
+        self.context = context
+        self.weight = context.parameter(f"{name}.weight", (outputs, inputs), 0, context.model.init_method_std)
+        self.bias = context.parameter(f"{name}.bias", (outputs,), 0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, inputs) -> (s, b, outputs / tp)."""
-        return self.ops.linear(copy_to_tensor_parallel(x, self.tp), self.weight, self.bias)
+        context = self.context
+        return context.ops.linear(context.into_product(x), self.weight, self.bias, context.sequence)
 
 
 class RowParallelLinear(nn.Module):
@@ -69,13 +100,13 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True) -> None:
         super().__init__()
-        self.tp, self.ops = context.tp, context.ops
-        self.weight = make_parameter(f"{name}.weight", (outputs, inputs), self.tp, 1, context.output_std)
-        self.bias = make_parameter(f"{name}.bias", (outputs,), self.tp) if bias else None
+        self.context = context
+        self.weight = context.parameter(f"{name}.weight", (outputs, inputs), 1, context.output_std)
+        self.bias = context.parameter(f"{name}.bias", (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, inputs / tp) -> (s, b, outputs), without the bias."""
-        return reduce_from_tensor_parallel(self.ops.linear(x, self.weight), self.tp)
+        return self.context.out_of_product(self.context.ops.linear(x, self.weight))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -83,27 +114,26 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, name: str, vocabulary: int, context: Context) -> None:
         super().__init__()
-        self.tp, self.ops, model = context.tp, context.ops, context.model
-        self.weight = make_parameter(f"{name}.weight", (vocabulary, model.hidden_size), self.tp, 0, model.init_method_std)
+        self.context, model = context, context.model
+        self.weight = context.parameter(f"{name}.weight", (vocabulary, model.hidden_size), 0, model.init_method_std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (s, b) -> (s, b, h)."""
-        rows = self.ops.embedding(tokens, self.weight, self.weight.spec.offset[0])
-        return reduce_from_tensor_parallel(rows, self.tp)
+        """tokens (whole sequence, b) -> (s, b, h)."""
+        return self.context.out_of_product(self.context.ops.embedding(tokens, self.weight, self.weight.spec.offset[0]))
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions 0 .. s-1."""
+    """Learned positions, from 0 on."""
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        model, self.ops = context.model, context.ops
-        self.weight = make_parameter(f"{name}.weight", (model.max_position_embeddings, model.hidden_size), context.tp,
-                                     std=model.init_method_std)
+        self.context, model = context, context.model
+        self.weight = context.parameter(f"{name}.weight", (model.max_position_embeddings, model.hidden_size),
+                                        std=model.init_method_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> x + positions (s, b, h)."""
-        return self.ops.add_position(x, self.weight)
+        """x (s, b, h) -> x + its positions (s, b, h)."""
+        return self.context.ops.add_position(x, self.weight, self.context.first_position(x))
 
 
 class Norm(nn.Module):
@@ -133,8 +163,8 @@ class LayerNorm(Norm):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         width = (context.model.hidden_size,)
-        self.weight = make_parameter(f"{name}.weight", width, context.tp, fill=1.0)
-        self.bias = make_parameter(f"{name}.bias", width, context.tp)
+        self.weight = context.parameter(f"{name}.weight", width, fill=1.0)
+        self.bias = context.parameter(f"{name}.bias", width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (s, b, h)."""

@@ -1,7 +1,8 @@
 """One chunk of the GPT's layers: embedding (first chunk), transformer layers, final norm and tied head (last chunk).
 
 Left out: parameter memory (`training.flat.FlatParameters`), the order of micro-batches (`schedule`).
-Legend: s sequence, b micro-batch, h hidden, v vocabulary of this rank. Test: pytest tests/test_model.py
+Legend: s sequence (this rank's part of it with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
+Test: pytest tests/test_model.py
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ..comm.autograd import copy_to_tensor_parallel
+from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
 from ..comm.grid import Groups
 from ..run import accounting, memory
 from ..run.config import RunConfig
 from .blocks import TransformerLayer, make_norm
 from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout_key
 from .ops import Ops, recompute
-from .parameter import make_parameter
 from .passes import Pass
 
 EMBEDDING = "embedding.word_embeddings"
@@ -33,9 +33,10 @@ class Stage(nn.Module):
     def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
         super().__init__()
         model, tp, pp = run.model, groups.tp, groups.pp
-        self.run, self.tp, self.ops, self.seed = run, tp, ops, run.training.seed
+        self.run, self.tp, self.ops = run, tp, ops
         self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
-        vocabulary, context = accounting.padded_vocab_size(model, tp.size), Context(model, tp, ops, self.seed)
+        vocabulary = accounting.padded_vocab_size(model, tp.size)
+        self.context = context = Context(model, tp, ops, run.training.seed, run.parallel.sequence_parallel)
         world = tp.size * pp.size * groups.dp.size
         self.logits_rows = memory.logits_rows(run, accounting.Layout(world, tp.size, pp.size, groups.dp.size))
         if self.is_first:
@@ -45,8 +46,8 @@ class Stage(nn.Module):
         if self.is_last:
             self.final_layernorm = make_norm("decoder.final_layernorm", context)
         if self.is_last and not self.is_first:
-            self.output_weight = make_parameter("output_layer.weight", (vocabulary, model.hidden_size), tp, 0,
-                                                model.init_method_std, init_name=f"{EMBEDDING}.weight")
+            self.output_weight = context.parameter("output_layer.weight", (vocabulary, model.hidden_size), 0,
+                                                   model.init_method_std, init_name=f"{EMBEDDING}.weight")
 
     @property
     def tied_weight(self) -> nn.Parameter:
@@ -54,10 +55,10 @@ class Stage(nn.Module):
         return self.word_embeddings.weight if self.is_first else self.output_weight
 
     def embed(self, tokens: Tensor, at: Pass) -> Tensor:
-        """tokens (s, b) -> (s, b, h)."""
-        x = self.position_embeddings(self.word_embeddings(tokens))
-        p = self.run.model.hidden_dropout if at.training else 0.0
-        return self.ops.dropout(x, p, hidden_dropout_key(self.seed, 0, "embedding", at.first_sample))
+        """tokens (whole sequence, b) -> (s, b, h)."""
+        x, context = self.position_embeddings(self.word_embeddings(tokens)), self.context
+        p = context.model.hidden_dropout if at.training else 0.0
+        return self.ops.dropout(x, p, hidden_dropout_key(context.seed, 0, "embedding", at.first_sample, context.first_position(x)))
 
     def run_layers(self, x: Tensor, at: Pass, first: int, last: int) -> Tensor:
         """Layers [first, last) of this stage. (s, b, h) -> (s, b, h). Only the last one may leave its values out."""
@@ -79,11 +80,12 @@ class Stage(nn.Module):
         return self.run_layers(x, at, done, count)
 
     def head_input(self, x: Tensor) -> Tensor:
-        """What the tied head multiplies. (s, b, h) -> (s, b, h)."""
-        return copy_to_tensor_parallel(self.final_layernorm(x), self.tp)
+        """What the tied head multiplies, the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
+        enter = copy_to_tensor_parallel if self.context.sequence is None else gather_from_sequence_parallel
+        return enter(self.final_layernorm(x), self.tp)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> (s, b, v): this rank's columns of the logits."""
+        """x (s, b, h) -> (whole sequence, b, v): this rank's columns of the logits."""
         return self.ops.linear(self.head_input(x), self.tied_weight)
 
     def forward(self, x: Tensor, labels: Tensor | None, at: Pass, factor: float = 1.0) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared
 from .native_loss import HeadLoss
@@ -55,13 +56,14 @@ class NativeOps:
 
     # Operations, as in `ops` ----------------------------------------------------------------------------------------------------
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""
-        return _Linear.apply(self, x, weight, bias)
+        return _Linear.apply(self, x, weight, bias, sequence)
 
-    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True) -> Tensor:
+    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
+            sequence: Comm | None = None) -> Tensor:
         """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h)."""
-        return _MLP.apply(self, x, weight1, bias1, weight2, needs_values)
+        return _MLP.apply(self, x, weight1, bias1, weight2, needs_values, sequence)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
         """qkv (s, b, n 3 d) -> (s, b, n d)."""
@@ -89,9 +91,9 @@ class NativeOps:
         """tokens (s, b), weight (v, h) -> (s, b, h)."""
         return _Embedding.apply(self, tokens.contiguous(), weight, first_row)
 
-    def add_position(self, x: Tensor, weight: Tensor) -> Tensor:
+    def add_position(self, x: Tensor, weight: Tensor, first: int = 0) -> Tensor:
         """x (s, b, h), weight (positions, h) -> (s, b, h)."""
-        return _AddPosition.apply(self, x, weight)
+        return _AddPosition.apply(self, x, weight, first)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
                   rows_at_once: int | None = None) -> Tensor:
@@ -116,28 +118,31 @@ def _dropout_arguments(p: float, key: DropoutKey) -> tuple[float, int, int, int,
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows = _rows(x)
-        ctx.save_for_backward(rows)
-        ctx.ops, ctx.weight, ctx.bias, ctx.shape = ops, weight, bias, x.shape
+    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Comm | None) -> Tensor:
+        whole = gather_sequence(x, sequence)
+        rows = _rows(whole)
+        ctx.save_for_backward(rows if sequence is None else x)
+        ctx.ops, ctx.weight, ctx.bias, ctx.shape, ctx.sequence = ops, weight, bias, whole.shape, sequence
         out = x.new_empty(rows.shape[0], weight.shape[0])
         ops.product(rows, weight, out, bias, chunk=ops.chunk(x))
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
-        (rows,), dy, ops = ctx.saved_tensors, _rows(dy), ctx.ops
-        dx, chunk = torch.empty_like(rows), ops.chunk(dy)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), dy, ops, sequence = ctx.saved_tensors, _rows(dy), ctx.ops, ctx.sequence
+        rows, chunk = _rows(gather_sequence(x, sequence)), ops.chunk(dy)
         ops.kernels.linear_weight_gradient(dy, rows, ctx.weight.main_grad, _gradient(ctx.bias), chunk)
+        dx = torch.empty_like(rows) if sequence is None else rows  # what was gathered is read no more
         ops.data_gradient(dy, ctx.weight, dx, chunk)
-        return None, dx.view(ctx.shape), None, None
+        return None, reduce_scatter_sequence(dx.view(ctx.shape), sequence), None, None, None
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: NativeOps, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
-                needs_values: bool) -> Tensor:
-        rows, chunk = _rows(x), ops.chunk(x)
+                needs_values: bool, sequence: Comm | None) -> Tensor:
+        whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
+        rows = _rows(whole)
         pre = x.new_empty(rows.shape[0], weight1.shape[0])  # (rows, f): argument of the GELU
         if needs_values:
             out, inner = x.new_empty(rows.shape[0], weight2.shape[0]), torch.empty_like(pre)
@@ -146,19 +151,21 @@ class _MLP(torch.autograd.Function):
         else:
             out = x.new_empty(1).expand(rows.shape[0], weight2.shape[0])
             ops.product(rows, weight1, pre, bias1, chunk=chunk)
-        ctx.save_for_backward(rows, pre)  # gelu(pre) is cheaper to compute again than to keep
-        ctx.ops, ctx.parameters, ctx.shape, ctx.keeps_input = ops, (weight1, bias1, weight2), x.shape, needs_values
-        return out.view(*x.shape[:-1], weight2.shape[0])
+        ctx.save_for_backward(rows if sequence is None else x, pre)  # gelu(pre) is cheaper to compute again than to keep
+        ctx.ops, ctx.parameters, ctx.shape, ctx.sequence = ops, (weight1, bias1, weight2), whole.shape, sequence
+        ctx.keeps_input = needs_values and sequence is None
+        return out.view(*whole.shape[:-1], weight2.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None, None]:
-        (rows, pre), (weight1, bias1, weight2), dy, ops = ctx.saved_tensors, ctx.parameters, _rows(dy), ctx.ops
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, pre), (weight1, bias1, weight2), dy, ops = ctx.saved_tensors, ctx.parameters, _rows(dy), ctx.ops
         chunk = ops.chunk(dy)
         _to_gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
+        rows = _rows(gather_sequence(x, ctx.sequence))
         ops.kernels.linear_weight_gradient(pre, rows, weight1.main_grad, _gradient(bias1), chunk)
         dx = torch.empty_like(rows) if ctx.keeps_input else rows
         ops.data_gradient(pre, weight1, dx, chunk)
-        return None, dx.view(ctx.shape), None, None, None, None
+        return None, reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence), None, None, None, None, None
 
 
 def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
@@ -277,14 +284,14 @@ class _Embedding(torch.autograd.Function):
 
 class _AddPosition(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor, first: int) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
-        ops.kernels.add_position(x, weight, out)
-        ctx.ops, ctx.weight = ops, weight
+        ops.kernels.add_position(x, weight[first:], out)
+        ctx.ops, ctx.weight, ctx.first = ops, weight, first
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
-        ctx.ops.kernels.add_position_backward(dout.contiguous(), ctx.weight.main_grad)
-        return None, dout, None
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None]:
+        ctx.ops.kernels.add_position_backward(dout.contiguous(), ctx.weight.main_grad[ctx.first :])
+        return None, dout, None, None

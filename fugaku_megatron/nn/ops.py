@@ -6,7 +6,7 @@
 
 Layers get an `Ops` when they are built and call nothing else. Each operation is an autograd function over tensors (s, b, h). Weight
 gradients are accumulated straight into a parameter's `main_grad` (flat FP32 buffer), so autograd carries activation gradients only.
-Left out: communication (`comm.autograd`, `layers`).
+Left out: communication (`comm.autograd`, `layers`), except inside the loss and of a product's split input (`sequence`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size, v vocabulary of this rank.
 Test: pytest tests/test_ops.py
 """
@@ -72,17 +72,22 @@ class Ops:
         if self.weight_cache is not None:
             self.weight_cache.weights_changed()
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """y = x W^T + bias. x (..., in), weight (out, in), bias (out) or None -> (..., out)."""
-        return self.backends["gemm"].linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
+        """y = x W^T + bias. x (..., in), weight (out, in), bias (out) or None -> (..., out).
 
-    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True) -> Tensor:
+        sequence: the t ranks that hold x (s / t, b, in) in parts of the sequence. They gather it to (s, b, in), once more in
+        backward, because this rank's part is what is kept, and each gets its part of the sum of x's gradients.
+        """
+        return self.backends["gemm"].linear(x, weight, bias, sequence)
+
+    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
+            sequence: Comm | None = None) -> Tensor:
         """gelu(x W1^T + bias1) W2^T, tanh approximation, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h).
 
         needs_values False: backward will follow, and nobody reads the result, whose values may be anything then, nor x again, whose
-        memory backward may use.
+        memory backward may use. sequence: as in `linear`.
         """
-        return self.backends["gemm"].mlp(x, weight1, bias1, weight2, needs_values)
+        return self.backends["gemm"].mlp(x, weight1, bias1, weight2, needs_values, sequence)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
         """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, n 3 d) -> (s, b, n d).
@@ -116,9 +121,9 @@ class Ops:
         """
         return self.backends["embedding"].embedding(tokens, weight, first_row)
 
-    def add_position(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (s, b, h) + the first s rows of weight (positions, h) -> (s, b, h)."""
-        return self.backends["embedding"].add_position(x, weight)
+    def add_position(self, x: Tensor, weight: Tensor, first: int = 0) -> Tensor:
+        """x (s, b, h) + s rows of weight (positions, h) from row `first` on -> (s, b, h)."""
+        return self.backends["embedding"].add_position(x, weight, first)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
                   rows_at_once: int | None = None) -> Tensor:

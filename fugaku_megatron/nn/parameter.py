@@ -20,7 +20,8 @@ class ParameterSpec:
     name: global name. shape: global shape. offset: where this rank's slice begins, in elements of each dimension. partition_dim:
     the dimension that tensor-parallel ranks share, None for a replica. init_std: of normal initial values; None: all `init_fill`.
     init_name: the name whose random stream it starts with (the tied head starts like the embedding). owned: this rank saves it.
-    counted: this rank's copy counts in norms.
+    counted: this rank's copy counts in norms. sequence_parallel: every tensor-parallel rank holds it and computes its gradient from
+    a part of the sequence, so that the gradient is the sum over those ranks (Megatron's attribute of that name).
     """
 
     name: str
@@ -32,14 +33,16 @@ class ParameterSpec:
     init_name: str
     owned: bool
     counted: bool
+    sequence_parallel: bool = False
 
 
 def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, partition_dim: int | None = None,
-                   std: float | None = None, fill: float = 0.0, init_name: str | None = None) -> nn.Parameter:
+                   std: float | None = None, fill: float = 0.0, init_name: str | None = None,
+                   sequence_parallel: bool = False) -> nn.Parameter:
     """This rank's slice of the global tensor `name`, on the meta device, with its `spec`.
 
     `shape` is the global shape in parentheses, such as (f, h); `partition_dim` is split evenly over `tp`. Initial values:
-    normal(0, std), or `fill` where std is None.
+    normal(0, std), or `fill` where std is None. sequence_parallel: layers between the products work on parts of the sequence.
     """
     local, offset = list(shape), [0] * len(shape)
     if partition_dim is not None:
@@ -51,5 +54,6 @@ def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, pa
     parameter = nn.Parameter(torch.empty(local, device="meta"))
     parameter.spec = ParameterSpec(
         name=name, shape=tuple(shape), offset=tuple(offset), partition_dim=partition_dim, init_std=std, init_fill=fill,
-        init_name=init_name or name, owned=owned, counted=owned and init_name is None)
+        init_name=init_name or name, owned=owned, counted=owned and init_name is None,
+        sequence_parallel=sequence_parallel and partition_dim is None)
     return parameter

@@ -1,6 +1,6 @@
 """The operations of a training step on torch's own kernels; `ops` says what each computes.
 
-Also the readable reference of `native_ops`. Left out: communication, except inside the loss.
+Also the readable reference of `native_ops`. Left out: communication, except inside the loss and of a product's split input.
 Legend: s sequence, b micro-batch, h hidden, n heads of this rank, d head size, v vocabulary of this rank.
 Test: pytest tests/test_ops.py
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared
 from .shared import DropoutKey, accumulate
@@ -25,13 +26,14 @@ class TorchOps:
 
     kernels: Any
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""
-        return _Linear.apply(x, weight, bias)
+        return _Linear.apply(x, weight, bias, sequence)
 
-    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True) -> Tensor:
+    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
+            sequence: Comm | None = None) -> Tensor:
         """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h). The values are always computed."""
-        return self.linear(gelu(self.linear(x, weight1, bias1)), weight2)
+        return self.linear(gelu(self.linear(x, weight1, bias1, sequence)), weight2)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
         """qkv (s, b, n 3 d) -> (s, b, n d)."""
@@ -70,9 +72,9 @@ class TorchOps:
         """tokens (s, b), weight (v, h) -> (s, b, h)."""
         return _Embedding.apply(tokens, weight, first_row)
 
-    def add_position(self, x: Tensor, weight: Tensor) -> Tensor:
+    def add_position(self, x: Tensor, weight: Tensor, first: int = 0) -> Tensor:
         """x (s, b, h), weight (positions, h) -> (s, b, h)."""
-        return _AddPosition.apply(x, weight)
+        return _AddPosition.apply(x, weight, first)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
                   rows_at_once: int | None = None) -> Tensor:
@@ -82,14 +84,14 @@ class TorchOps:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Comm | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias
-        return F.linear(x, weight, bias)
+        ctx.weight, ctx.bias, ctx.sequence = weight, bias, sequence
+        return F.linear(gather_sequence(x, sequence), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight = gather_sequence(ctx.saved_tensors[0], ctx.sequence), ctx.weight
         rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # (s b, in), (s b, out)
         if weight.dtype == torch.float32:
             weight.main_grad.addmm_(dy_rows.t(), rows)
@@ -97,7 +99,7 @@ class _Linear(torch.autograd.Function):
             accumulate(weight, dy_rows.t() @ rows)
         if ctx.bias is not None:
             accumulate(ctx.bias, dy_rows.sum(0, dtype=torch.float32))
-        return (dy_rows @ weight).view_as(x), None, None
+        return reduce_scatter_sequence((dy_rows @ weight).view_as(x), ctx.sequence), None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -188,11 +190,11 @@ def add_bias(x: Tensor, bias: Tensor) -> Tensor:
 
 class _AddPosition(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return x + weight[: x.shape[0]].unsqueeze(1)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, first: int) -> Tensor:
+        ctx.weight, ctx.rows = weight, slice(first, first + x.shape[0])
+        return x + weight[ctx.rows].unsqueeze(1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.weight.main_grad[: dy.shape[0]].add_(dy.sum(1, dtype=torch.float32))
-        return dy, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.weight.main_grad[ctx.rows].add_(dy.sum(1, dtype=torch.float32))
+        return dy, None, None

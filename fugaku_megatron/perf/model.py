@@ -151,7 +151,7 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
         costs = {kind: tuple(replace(seconds, **{without: 0.0}) for seconds in pair) for kind, pair in costs.items()}
     totals = {kind: (f.total, b.total) for kind, (f, b) in costs.items()}
     forward, backward = zip(*(totals[kind] for kind in kinds))
-    transfer = network.seconds("send", "pp", accounting.activation_bytes(run)) * system.machine.host_factor
+    transfer = network.seconds("send", "pp", accounting.residual_bytes(run, layout.tp)) * system.machine.host_factor
     pipeline = makespan(forward, backward, transfer, microbatches)
     slowest = max(costs.values(), key=lambda pair: pair[0].total + pair[1].total)
     busy = (sum(forward) + sum(backward)) / layout.pp * microbatches

@@ -10,6 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from .activations import (
+    Collective,
+    ProductCollectives,
+    activation_bytes,
+    all_reduce,
+    element_bytes,
+    residual_bytes,
+    sequence_parts,
+    tokens_per_microbatch,
+)
 from .batches import RampUp
 from .block_parts import MLPS, NORMS
 from .checks import check
@@ -71,6 +81,8 @@ class Layout:
         check_world_size(world_size, tp, pp)
         for name, value in (("num-attention-heads", model.num_attention_heads), ("ffn-hidden-size", model.ffn_hidden_size)):
             check(value % tp == 0, f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them")
+        check(model.seq_length % sequence_parts(run, tp) == 0, f"--seq-length {model.seq_length} is not divisible by "
+              f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out")
         check_split(run)
         layout = Layout(world_size, tp, pp, world_size // (tp * pp))
         for size in RampUp.from_batch(run.batch, layout.global_batch_size(run)).sizes():
@@ -94,11 +106,6 @@ class Layout:
         return global_batch_size // each
 
 
-def tokens_per_microbatch(run: RunConfig) -> int:
-    """s b: the rows of every activation of one micro-batch."""
-    return run.model.seq_length * run.batch.micro_batch_size
-
-
 def zero_shards(run: RunConfig, layout: Layout) -> int:
     """Parts into which ZeRO cuts the optimizer state of a rank: the data-parallel size, or 1 with --zero-stage 0."""
     return layout.dp if run.parallel.zero_stage else 1
@@ -106,26 +113,18 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 
 # Records: what one rank does per micro-batch -----------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Collective:
-    """`bytes` handed over by this rank in one call of `verb` on communicator `group` ("tp", "pp", "dp", "embedding")."""
-
-    verb: str
-    group: str
-    bytes: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One operation on one rank for one micro-batch.
 
-    name: layer operation. parameters: held by this rank. gemm: (M, N, K) of the forward product and how many of them.
-    flops_*: multiply and add counted apart, matrix products only. saved_bytes: kept from forward to backward.
-    forward, backward: collectives in order.
+    name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. gemm:
+    (M, N, K) of the forward product and how many of them. flops_*: multiply and add counted apart, matrix products only.
+    saved_bytes: kept from forward to backward. forward, backward: collectives in order.
     """
 
     name: str
     parameters: int = 0
+    replicated: int = 0
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
     flops_forward: int = 0
@@ -135,31 +134,18 @@ class Record:
     backward: tuple[Collective, ...] = ()
 
 
-def element_bytes(run: RunConfig) -> int:
-    """Bytes of an activation element."""
-    return 4 if run.precision.name == "fp32" else 2
-
-
-def activation_bytes(run: RunConfig) -> int:
-    """Bytes of one (s, b, h) activation: what pipeline stages send and tensor-parallel ranks reduce."""
-    return tokens_per_microbatch(run) * run.model.hidden_size * element_bytes(run)
-
-
-def _reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
-    return (Collective("all_reduce", "tp", bytes),) if tp > 1 else ()
-
-
 def _linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: int,
-            **collectives: tuple[Collective, ...]) -> Record:
+            replicated: int = 0, **collectives: tuple[Collective, ...]) -> Record:
     flops = 2 * rows * outputs * inputs
     return Record(name=name, parameters=outputs * inputs + bias, gemm=(rows, outputs, inputs), flops_forward=flops,
-                  flops_backward=2 * flops, saved_bytes=saved, **collectives)
+                  flops_backward=2 * flops, saved_bytes=saved, replicated=replicated, **collectives)
 
 
-def _norm(name: str, run: RunConfig) -> Record:
-    part = NORMS[run.model.normalization]
-    return Record(name=name, parameters=part.vectors * run.model.hidden_size,
-                  saved_bytes=activation_bytes(run) + part.statistics * tokens_per_microbatch(run) * FP32_BYTES)
+def _norm(name: str, run: RunConfig, tp: int) -> Record:
+    part, rows = NORMS[run.model.normalization], tokens_per_microbatch(run) // sequence_parts(run, tp)
+    parameters = part.vectors * run.model.hidden_size
+    return Record(name=name, parameters=parameters, replicated=parameters,
+                  saved_bytes=residual_bytes(run, tp) + part.statistics * rows * FP32_BYTES)
 
 
 ATTENTION_BACKWARD_SHARE = 2.5  # of forward's products: S and dP are computed again, dQ, dK and dV are new
@@ -186,19 +172,21 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
 
 def layer_records(run: RunConfig, tp: int) -> list[Record]:
     """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x."""
-    model, whole, width = run.model, activation_bytes(run), element_bytes(run)
+    model, kept, width, around = run.model, residual_bytes(run, tp), element_bytes(run), ProductCollectives.from_run(run, tp)
     h, f, rows = model.hidden_size, model.ffn_hidden_size, tokens_per_microbatch(run)
-    mlp, bias, reduce = MLPS[model.activation], not model.disable_bias_linear, _reduce(whole, tp)
+    mlp, bias = MLPS[model.activation], not model.disable_bias_linear
+    column = {"forward": around.into, "backward": around.into_backward}
+    row = {"forward": around.out, "backward": around.out_backward, "replicated": h * bias}
     fc1 = mlp.fc1_widths * f // tp
     return [
-        _norm("input_layernorm", run),
-        _linear("linear_qkv", rows, 3 * h // tp, h, 3 * h // tp * bias, whole, backward=reduce),
+        _norm("input_layernorm", run, tp),
+        _linear("linear_qkv", rows, 3 * h // tp, h, 3 * h // tp * bias, kept, **column),
         _attention(run, tp),
-        _linear("linear_proj", rows, h, h // tp, h * bias, 0, forward=reduce),
-        _norm("pre_mlp_layernorm", run),
-        _linear("linear_fc1", rows, fc1, h, fc1 * bias, whole, backward=reduce),
+        _linear("linear_proj", rows, h, h // tp, h * bias, 0, **row),
+        _norm("pre_mlp_layernorm", run, tp),
+        _linear("linear_fc1", rows, fc1, h, fc1 * bias, kept, **column),
         Record(name=mlp.activation, saved_bytes=rows * fc1 * width),
-        _linear("linear_fc2", rows, h, f // tp, h * bias, 0, forward=reduce),
+        _linear("linear_fc2", rows, h, f // tp, h * bias, 0, **row),
     ]
 
 
@@ -209,21 +197,24 @@ def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
     """Word and position embedding (first stage)."""
-    model, vocabulary = run.model, padded_vocab_size(run.model, tp) // tp
-    return [Record(name="word_embeddings", parameters=vocabulary * model.hidden_size,
-                   saved_bytes=0, forward=_reduce(activation_bytes(run), tp)),
-            Record(name="position_embeddings", parameters=model.max_position_embeddings * model.hidden_size)]
+    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, ProductCollectives.from_run(run, tp)
+    positions = model.max_position_embeddings * model.hidden_size
+    return [Record(name="word_embeddings", parameters=vocabulary * model.hidden_size, forward=around.out,
+                   backward=around.out_backward),
+            Record(name="position_embeddings", parameters=positions, replicated=positions)]
 
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     """Final layer norm, logits and loss (last stage); `tied`: the weight is the embedding's own tensor."""
-    model, vocabulary = run.model, padded_vocab_size(run.model, tp) // tp
-    rows, whole = tokens_per_microbatch(run), activation_bytes(run)
-    logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, whole, backward=_reduce(whole, tp))
+    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, ProductCollectives.from_run(run, tp)
+    rows = tokens_per_microbatch(run)
+    # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
+    logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), forward=around.into,
+                     backward=around.into_backward[-1:])
     if tied:
         logits = Record(**{**vars(logits), "parameters": 0})
-    return [_norm("final_layernorm", run), logits,
-            Record(name="cross_entropy", forward=3 * _reduce(rows * FP32_BYTES, tp))]
+    return [_norm("final_layernorm", run, tp), logits,
+            Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))]
 
 
 def check_split(run: RunConfig) -> None:
@@ -320,7 +311,7 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
     counted = layers * (12 * h * h + 13 * h)
     if replicas:
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        final_layernorm = _norm("final_layernorm", run)
+        final_layernorm = _norm("final_layernorm", run, tp)
         counted = tp * (layers * sum(r.parameters for r in layer_records(run, tp)) + pp * final_layernorm.parameters)
     return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
 
@@ -341,11 +332,14 @@ def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
-    """Once per iteration: tied-embedding sum, gradient reduction, and ZeRO-1's gathering of weights."""
+    """Once per iteration: sums of tied embeddings and of partial gradients, gradient reduction, ZeRO-1's gathering of weights."""
     collectives, edge = [], stage in (0, layout.pp - 1)
     if layout.pp > 1 and edge:
         vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
         collectives.append(Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * FP32_BYTES))
+    if sequence_parts(run, layout.tp) > 1:  # gradients that every rank computes from its part of the sequence
+        replicated = sum(record.replicated for _, record in stage_records(run, layout, stage))
+        collectives.append(Collective("all_reduce", "tp", replicated * FP32_BYTES))
     elements = flat_elements(run, layout, stage)
     if layout.dp > 1 and run.parallel.zero_stage:
         collectives += [Collective("reduce_scatter", "dp", elements * FP32_BYTES),

@@ -33,7 +33,6 @@ COMPATIBILITY_FLAGS: dict[str, tuple[int, str]] = {
     "--use-flash-attn": (0, "attention is always one kernel that keeps no scores"),
     "--attention-softmax-in-fp32": (0, "softmax is always in FP32"),
     "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer's number"),
-    "--sequence-parallel": (0, "not here: between its linear layers every tensor-parallel rank keeps whole activations"),
     "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always summed in FP32"),
     "--overlap-grad-reduce": (0, "ignored"),
     "--overlap-param-gather": (0, "ignored"),
@@ -58,6 +57,7 @@ _COMPATIBILITY_CHOICES = {"--optimizer": ("adam",), "--position-embedding-type":
 
 # What a run needs to have for these fields to mean anything, whether it has it, and the fields.
 _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
+    ("--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1, ("sequence_parallel",)),
     ("--fp16", lambda run: run.precision.fp16,
      ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
     ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full",

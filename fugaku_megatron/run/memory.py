@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from .accounting import (
     FP32_BYTES,
     Layout,
-    activation_bytes,
     flat_elements,
     layer_records,
     padded_vocab_size,
     recompute_groups,
+    residual_bytes,
     softmax_bytes,
     stage_layers,
     stage_records,
@@ -56,7 +56,7 @@ def kept_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
         return layers * per_layer, 0
     groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
     plain = layers - sum(map(len, groups))
-    return len(groups) * activation_bytes(run) + plain * per_layer, max(map(len, groups)) * per_layer
+    return len(groups) * residual_bytes(run, layout.tp) + plain * per_layer, max(map(len, groups)) * per_layer
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:

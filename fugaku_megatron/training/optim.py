@@ -55,8 +55,20 @@ class Optimizer:
         """Before the first micro-batch of an iteration."""
         self.flat.grads.zero_()
 
+    def _sum_partial_gradients(self) -> None:
+        """Sum over tensor-parallel ranks what each computed from its part of the sequence, as Megatron's allreduce_layernorm_grads.
+
+        One call for all of them: they are small and many.
+        """
+        partial = [p.main_grad for p in self.flat.parameters if p.spec.sequence_parallel]
+        if partial:
+            summed = self.groups.tp.all_reduce(torch.cat([grad.flatten() for grad in partial]))
+            for grad, part in zip(partial, summed.split([grad.numel() for grad in partial]), strict=True):
+                grad.copy_(part.view_as(grad))
+
     def _reduce_gradients(self) -> Tensor:
-        """Sum gradients over data-parallel ranks; returns this rank's part."""
+        """Sum gradients over the ranks that share them; returns this rank's part."""
+        self._sum_partial_gradients()
         grads = self.flat.grads
         if not self.sharded:
             return self.groups.dp.all_reduce(grads)

@@ -29,8 +29,8 @@ Key = tuple[int, int]  # chunk, micro-batch
 class StepShape:
     """What the micro-batches of an iteration have in common.
 
-    activation: (s, b, h) between stages. dtype: its element type. loss_factor: scales the loss before backward. training: False in
-    evaluation. recompute: see `Pass`.
+    activation: (s, b, h) between stages, s being a part of the sequence with sequence parallelism. dtype: its element type.
+    loss_factor: scales the loss before backward. training: False in evaluation. recompute: see `Pass`.
     """
 
     activation: tuple[int, int, int]

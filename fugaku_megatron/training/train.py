@@ -23,7 +23,7 @@ from ..data.dataset import Dataset
 from ..data.sampler import Prefetcher, first_sample, micro_batches
 from ..nn.model import Stage
 from ..nn.ops import Ops
-from ..run.accounting import Layout, pipeline_split, zero_shards
+from ..run.accounting import Layout, pipeline_split, sequence_parts, zero_shards
 from ..run.batches import RampUp
 from ..run.checks import check
 from ..run.config import ARCHITECTURE, RunConfig
@@ -121,7 +121,8 @@ class Trainer:
     def _execute(self, batches: Iterator[Batch], consumed: int, microbatches: int, factor: float, make: MakeSchedule,
                  training: bool) -> list[Tensor]:
         pp, run, model = self.groups.pp, self.run, self.run.model
-        shape = StepShape(activation=(model.seq_length, run.batch.micro_batch_size, model.hidden_size),
+        sequence = model.seq_length // sequence_parts(run, self.layout.tp)
+        shape = StepShape(activation=(sequence, run.batch.micro_batch_size, model.hidden_size),
                           dtype=PARAMETER_DTYPES[run.precision.name], loss_factor=factor, training=training,
                           recompute=run.training.recompute_granularity if training else None)
         window = MicroBatchWindow(self._micro_batches(batches, consumed, microbatches))

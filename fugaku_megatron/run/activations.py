@@ -1,0 +1,70 @@
+"""Activations of a micro-batch and the collectives of tensor-parallel ranks around their products, in bytes. No torch.
+
+Between the products every rank works on whole activations (s, b, h), or with --sequence-parallel on its 1/t of the sequence
+(Korthikanti et al. 2022, arXiv:2205.05198). Left out: what an operation keeps (`accounting`).
+Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size. Test: pytest tests/test_accounting.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import RunConfig
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`bytes` handed over by this rank in one call of `verb` on communicator `group` ("tp", "pp", "dp", "embedding")."""
+
+    verb: str
+    group: str
+    bytes: int
+
+
+def sequence_parts(run: RunConfig, tp: int) -> int:
+    """Parts into which tensor-parallel ranks cut the sequence between their products: t with --sequence-parallel, or 1."""
+    return tp if run.parallel.sequence_parallel else 1
+
+
+def tokens_per_microbatch(run: RunConfig) -> int:
+    """s b: the rows of a whole activation of one micro-batch."""
+    return run.model.seq_length * run.batch.micro_batch_size
+
+
+def element_bytes(run: RunConfig) -> int:
+    """Bytes of an activation element."""
+    return 4 if run.precision.name == "fp32" else 2
+
+
+def activation_bytes(run: RunConfig) -> int:
+    """Bytes of one whole (s, b, h) activation: what tensor-parallel ranks reduce."""
+    return tokens_per_microbatch(run) * run.model.hidden_size * element_bytes(run)
+
+
+def residual_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes of an activation between the products, (s, b, h) or a part of it: what a rank keeps, and pipeline stages send."""
+    return activation_bytes(run) // sequence_parts(run, tp)
+
+
+def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
+    """A sum over tensor-parallel ranks; nothing for one rank."""
+    return (Collective("all_reduce", "tp", bytes),) if tp > 1 else ()
+
+
+@dataclass(frozen=True)
+class ProductCollectives:
+    """Collectives around the products of tensor-parallel ranks: into a column-parallel one and out of a row-parallel one."""
+
+    into: tuple[Collective, ...]
+    into_backward: tuple[Collective, ...]
+    out: tuple[Collective, ...]
+    out_backward: tuple[Collective, ...]
+
+    @staticmethod
+    def from_run(run: RunConfig, tp: int) -> ProductCollectives:
+        """Sums of whole activations; with sequence parallelism the parts are gathered, in backward once more for the weights."""
+        whole = activation_bytes(run)
+        if sequence_parts(run, tp) == 1:
+            return ProductCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
+        gather, scatter = Collective("all_gather", "tp", whole // tp), Collective("reduce_scatter", "tp", whole)
+        return ProductCollectives((gather,), (gather, scatter), (scatter,), (gather,))
