@@ -9,8 +9,11 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=4, help="how many times the kill-and-restart test kills a job")
 
 
+SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
+
 def variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES}
 
 
 @pytest.fixture(scope="module", autouse=True)
