@@ -106,6 +106,11 @@ def _rows(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1])
 
 
+def _row_count(x: Tensor, sequence: Comm | None) -> int:
+    """Rows of x (..., h) when it is gathered. What is kept gets its memory before what is gathered, which leaves no holes then."""
+    return x.numel() // x.shape[-1] * (1 if sequence is None else sequence.size)
+
+
 def _gradient(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.main_grad
 
@@ -119,11 +124,11 @@ def _dropout_arguments(p: float, key: DropoutKey) -> tuple[float, int, int, int,
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Comm | None) -> Tensor:
+        out = x.new_empty(_row_count(x, sequence), weight.shape[0])
         whole = gather_sequence(x, sequence)
         rows = _rows(whole)
         ctx.save_for_backward(rows if sequence is None else x)
         ctx.ops, ctx.weight, ctx.bias, ctx.shape, ctx.sequence = ops, weight, bias, whole.shape, sequence
-        out = x.new_empty(rows.shape[0], weight.shape[0])
         ops.product(rows, weight, out, bias, chunk=ops.chunk(x))
         return out.view(*whole.shape[:-1], -1)
 
@@ -141,9 +146,9 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: NativeOps, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
                 needs_values: bool, sequence: Comm | None) -> Tensor:
+        pre = x.new_empty(_row_count(x, sequence), weight1.shape[0])  # (rows, f): argument of the GELU
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = _rows(whole)
-        pre = x.new_empty(rows.shape[0], weight1.shape[0])  # (rows, f): argument of the GELU
         if needs_values:
             out, inner = x.new_empty(rows.shape[0], weight2.shape[0]), torch.empty_like(pre)
             ops.product(rows, weight1, inner, bias1, True, pre, chunk=chunk)
