@@ -53,6 +53,11 @@ def train(world: Comm, run: RunConfig, iterations: int, ops: Ops | None = None, 
         trainer.close()
 
 
+def master_weights(trainer: Trainer) -> torch.Tensor:
+    """A copy of the FP32 weights that this rank updates, (n,), bucket by bucket."""
+    return torch.cat([part.master for part in trainer.optimizer.parts])
+
+
 def whole_tensors(trainer: Trainer, kind: str) -> dict[str, torch.Tensor]:
     """Every parameter ("weight") or gradient ("grad") as a global tensor, put together over all ranks. Collective."""
     pieces = []

@@ -11,7 +11,7 @@ from fugaku_megatron.comm.local import DryComm, ThreadWorld
 from fugaku_megatron.comm.recording import record
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.run import accounting
+from fugaku_megatron.run import accounting, buckets
 from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.training.train import Trainer
@@ -70,7 +70,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     if run.training.recompute_granularity == "full":  # groups of one layer
         again = [c for r in accounting.recomputed_records(run, layout.tp, last=True) for c in r.forward]
         per_microbatch += again * len(accounting.stage_layers(run, stage))
-    for c in per_microbatch * microbatches + accounting.gradient_collectives(run, layout, stage):
+    for c in per_microbatch * microbatches + buckets.gradient_collectives(run, layout, stage):
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
     if sends:

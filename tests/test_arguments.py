@@ -206,6 +206,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
     companions = {"start_weight_decay": {"weight_decay_incr_style": "linear"}, "lr_decay_samples": {"train_samples": 9},
                   "lr_warmup_samples": {"train_samples": 9}, "vocab_file": {"merge_file": "m"}, "merge_file": {"vocab_file": "v"}}
     companions |= {"fp16_accumulation_chunk": {"fp16": True}, "ckpt_step": {"load": "l"}}
+    companions["overlap_param_gather"] = {"overlap_grad_reduce": True, "zero_stage": 1}
     companions["end_weight_decay"] = companions["start_weight_decay"]
     if name in others:
         new = others[name]

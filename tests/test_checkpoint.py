@@ -444,7 +444,8 @@ def _one_changed(**fields):
     ({"key": "absent.weight"}, "has no absent.weight"),
     ({"global_shape": (16, 6)}, f"{FC1}: global shape is [8, 6] in "),
     ({"tensor": torch.zeros(4, 6)}, f"{FC1}: dtype is bfloat16 in "),
-    ({"tensor": torch.zeros(23).bfloat16()}, f"{FC1}: this run holds elements [0, 23) of the slice [4, 6] at [0, 0]; "),
+    ({"tensor": torch.zeros(18).bfloat16(), "slice_shape": (3, 6)},
+     f"{FC1}: this run holds elements [0, 18) of the slice [3, 6] at [0, 0]; "),
     ({"offset": (1, 0)}, f"{FC1}: this run holds elements [0, 24) of the slice [4, 6] at [1, 0]; "),
 ])
 def test_a_shard_that_does_not_fit_is_named_with_both_sides(tmp_path, fields, problem):

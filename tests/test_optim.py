@@ -17,7 +17,7 @@ from fugaku_megatron.training.flat import initial_values
 from fugaku_megatron.training.loss_scaler import LossScaler
 from fugaku_megatron.training.param_schedule import ParamSchedule
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import grid_groups, make_trainer, plain_loss, small_run, train, whole_tensors
+from tests.helpers import grid_groups, make_trainer, master_weights, plain_loss, small_run, train, whole_tensors
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LAYOUTS = {"tp2": (2, {"tensor_model_parallel_size": 2}), "pp2": (2, {"pipeline_model_parallel_size": 2}), "tp2pp2": (4, TP2PP2),
@@ -93,16 +93,18 @@ def test_master_weights_are_fp32(precision, name):
         run = small_run(**{precision: True, "initial_loss_scale": 1024.0, "lr": 1e-7, **LAYOUTS[name][1]})
         trainer = make_trainer(world, run)
         optimizer, flat = trainer.optimizer, trainer.optimizer.flat
-        before, first = optimizer.master.clone(), flat.values.clone()
-        whole = torch.cat([initial_values(p, run.training.seed, kernels).flatten() for p in flat.parameters])
-        end = min(optimizer.end, len(whole))
-        assert torch.equal(before[: end - optimizer.start], whole[optimizer.start : end]), "not rounded to the model's dtype"
+        before, first, whole = master_weights(trainer), flat.values.clone(), torch.zeros(flat.numel)
+        for p, start in zip(flat.parameters, flat.starts, strict=True):
+            whole[start : start + p.numel()] = initial_values(p, run.training.seed, kernels).flatten()
+        own = [slice(part.start, part.start + len(part.master)) for part in optimizer.parts]
+        assert torch.equal(before, torch.cat([whole[part] for part in own])), "not rounded to the model's dtype"
         for _ in range(2):
             assert not trainer.train_step().skipped
         trainer.close()
-        assert flat.values.dtype == dtype and optimizer.master.dtype == torch.float32
-        assert torch.equal(flat.values[optimizer.start : optimizer.end], optimizer.master.to(dtype))
-        moved = (optimizer.master != before).float().mean()
+        after = master_weights(trainer)
+        assert flat.values.dtype == dtype and after.dtype == torch.float32
+        assert torch.equal(torch.cat([flat.values[part] for part in own]), after.to(dtype))
+        moved = (after != before).float().mean()
         kept = (flat.values == first).float().mean()
         assert moved > 0.9 and kept > 0.5, "steps too small for the model's dtype add up in the master weights"
 
@@ -191,15 +193,15 @@ def test_an_overflow_skips_the_update_everywhere(name):
     def check(world) -> list[tuple[bool, float]]:
         trainer = make_trainer(world, small_run(fp16=True, initial_loss_scale=2.0**40, min_loss_scale=2.0**10, **LAYOUTS[name][1]))
         optimizer, scales = trainer.optimizer, []
-        before = [t.clone() for t in (optimizer.master, optimizer.flat.values)]
+        before = master_weights(trainer), optimizer.flat.values.clone()
         for _ in range(4):
             result = trainer.train_step()
             assert result.skipped and not math.isfinite(result.grad_norm) and math.isfinite(result.loss)
-            assert all(torch.equal(a, b) for a, b in zip(before, (optimizer.master, optimizer.flat.values)))
-            assert optimizer.steps == 0 and not optimizer.exp_avg.any() and not optimizer.exp_avg_sq.any()
+            assert all(torch.equal(a, b) for a, b in zip(before, (master_weights(trainer), optimizer.flat.values)))
+            assert optimizer.steps == 0 and not any(part.exp_avg.any() or part.exp_avg_sq.any() for part in optimizer.parts)
             scales.append(result.loss_scale)
         optimizer.scaler.scale = 1024.0
-        assert not trainer.train_step().skipped and optimizer.steps == 1 and not torch.equal(before[0], optimizer.master)
+        assert not trainer.train_step().skipped and optimizer.steps == 1 and not torch.equal(before[0], master_weights(trainer))
         assert (trainer.progress.iteration, trainer.progress.skipped) == (5, 4)
         trainer.close()
         return scales
@@ -213,11 +215,11 @@ def test_an_overflow_skips_the_update_everywhere(name):
 def test_one_bad_gradient_on_one_rank_skips_on_all(name, bad):
     def check(world) -> bool:
         trainer = make_trainer(world, small_run(**LAYOUTS[name][1]))
-        before = trainer.optimizer.master.clone()
+        before = master_weights(trainer)
         trainer.optimizer.zero_grad()
         if world.rank == world.size - 1:
             trainer.optimizer.flat.grads[0] = bad
-        return trainer.optimizer.step(1e-3, 0.0).skipped and torch.equal(before, trainer.optimizer.master)
+        return trainer.optimizer.step(1e-3, 0.0).skipped and torch.equal(before, master_weights(trainer))
 
     assert all(ThreadWorld(LAYOUTS[name][0]).run(check))
 
@@ -229,14 +231,16 @@ def dry_trainer(rank: int, ranks: int, **changes) -> Trainer:
     return Trainer(run, DryComm(rank, ranks), grid_groups(DryComm(rank, ranks), run))
 
 
+@pytest.mark.parametrize("buckets", [{}, {"overlap_grad_reduce": True, "ddp_bucket_size": 20_000}])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ranges_cover_every_parameter_once_and_shards_are_aligned(name):
+def test_ranges_cover_every_parameter_once_and_shards_are_aligned(name, buckets):
     ranks, layout = LAYOUTS[name]
+    layout = layout | buckets
     for rank in range(ranks):
         optimizer = dry_trainer(rank, ranks, **layout).optimizer
         flat, covered = optimizer.flat, torch.zeros(optimizer.flat.numel, dtype=torch.int32)
         decayed = torch.zeros(flat.numel, dtype=torch.bool)
-        for r in flat.ranges:
+        for r in flat.ranges(0, flat.numel):
             covered[r.start : r.end] += 1
             decayed[r.start : r.end] = r.decayed
         for p, start in zip(flat.parameters, flat.starts):
@@ -245,9 +249,11 @@ def test_ranges_cover_every_parameter_once_and_shards_are_aligned(name):
             assert p.data_ptr() == flat.values[start:].data_ptr() and p.main_grad.data_ptr() == flat.grads[start:].data_ptr()
             covered[start:end] -= 1
         assert not covered.any(), "padding is in no range, and nothing is covered twice"
-        assert len(flat.ranges) <= 5, "an update is a few calls"
-        assert optimizer.start % FLAT_ALIGNMENT == 0 and (optimizer.end - optimizer.start) % FLAT_ALIGNMENT == 0
-        assert flat.numel % (optimizer.groups.dp.size * FLAT_ALIGNMENT) == 0
+        assert len(flat.buckets) > 1 if buckets else len(flat.buckets) == 1
+        for part, bucket in zip(optimizer.parts, flat.buckets, strict=True):
+            assert len(part.ranges) <= 5, "an update is a few calls"
+            assert part.start % FLAT_ALIGNMENT == 0 and len(part.master) % FLAT_ALIGNMENT == 0
+            assert (bucket.end - bucket.start) % (optimizer.groups.dp.size * FLAT_ALIGNMENT) == 0
 
 
 def test_an_initial_shard_is_a_part_of_the_whole():
@@ -258,7 +264,9 @@ def test_an_initial_shard_is_a_part_of_the_whole():
         assert torch.equal(flat.initial_shard(start, end), whole[start:end])
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [*LAYOUTS.values(), (8, {"zero_stage": 1, "tensor_model_parallel_size": 2})])
+@pytest.mark.parametrize(("ranks", "layout"), [
+    *LAYOUTS.values(), (8, {"zero_stage": 1, "tensor_model_parallel_size": 2}),
+    (8, {"zero_stage": 1, **TP2PP2, "overlap_grad_reduce": True, "ddp_bucket_size": 1})])
 def test_saved_shards_hold_every_element_once_and_every_rank_finds_its_own(ranks, layout):
     """The position embedding, which tensor-parallel ranks hold alike, is long enough to be cut by ZeRO-1's shards."""
     optimizers = [dry_trainer(rank, ranks, max_position_embeddings=512, **layout).optimizer for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Loading the checkpoints of `checkpoint.save`, in the parallel layout that saved them.
+"""Loading the checkpoints of `checkpoint.save`, in the parallel layout that saved them; ZeRO-1 may have cut its shards elsewhere.
 
 Every public function is collective, and fails on all ranks or on none. Left out: loading into another parallel layout, which
 weights.py does for the weights alone. Test: pytest tests/test_checkpoint.py
@@ -16,7 +16,7 @@ from safetensors import safe_open
 from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
 from .manifest import TRACKER, iteration_path, join, latest_iteration, list_iterations, read_manifest, unsigned_note, verify_file
-from .shards import Shard, check_layout, check_model, make_plan
+from .shards import Plan, Shard, check_layout, check_model, make_plan
 
 
 def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: dict[str, int],
@@ -38,7 +38,7 @@ def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Com
         print(note)
     on_root(comm, lambda: check_model(manifest["config"].get("model", {}), model or {}, path), prefix)
     on_root(comm, lambda: check_layout(manifest["layout"], layout, path), prefix)
-    plan: dict[str, list[Shard]] = {}
+    plan: Plan = {}
     agree(comm, lambda: plan.update(make_plan(manifest, shards, path)), prefix)
     agree(comm, lambda: [verify_file(path / name, manifest["files"][name]) for name in plan], prefix, others)
     agree(comm, lambda: [_read_shards(path / name, plan[name]) for name in plan], prefix, others)
@@ -67,10 +67,11 @@ def _iteration_to_load(directory: Path, iteration: int | None) -> int:
     return iteration
 
 
-def _read_shards(path: Path, shards: list[Shard]) -> None:
+def _read_shards(path: Path, shards: list[tuple[Shard, int]]) -> None:
     with safe_open(path, framework="pt") as stored:
-        for shard in shards:
-            shard.tensor.detach().copy_(stored.get_tensor(shard.key).view(shard.tensor.shape))
+        for shard, first in shards:
+            values = stored.get_tensor(shard.key).view(-1)[first : first + shard.tensor.numel()]
+            shard.tensor.detach().copy_(values.view(shard.tensor.shape))
 
 
 def _other_iterations(directory: Path, damaged: int) -> str:

@@ -6,7 +6,7 @@ Left out: the files themselves (save.py, load.py, manifest.py). Test: pytest tes
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +69,28 @@ def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> N
         raise ValueError(f"{path} holds another model, with {both}; give its values, or another --load")
 
 
-def make_plan(manifest: dict[str, Any], shards: list[Shard], path: Path) -> dict[str, list[Shard]]:
-    """File name -> the shards to read from it. Raises ValueError for a shard that no file holds."""
+Plan = dict[str, list[tuple[Shard, int]]]  # file name -> shards to fill, and where in the file's tensor of that key each begins
+
+
+def make_plan(manifest: dict[str, Any], shards: list[Shard], path: Path) -> Plan:
+    """What to read from which file; a shard may lie in several, each with a range of it.
+
+    Raises ValueError for a shard that the files do not hold.
+    """
     stored: dict[str, list[tuple[str, dict[str, Any]]]] = {shard.key: [] for shard in shards}
     for name, entry in manifest["files"].items():
         for record in entry["shards"]:
             if record["key"] in stored:
                 stored[record["key"]].append((name, record))
-    plan: dict[str, list[Shard]] = {}
+    plan: Plan = {}
     for shard in shards:
-        plan.setdefault(_find(stored[shard.key], shard, path), []).append(shard)
+        for name, part, first in _find(stored[shard.key], shard, path):
+            plan.setdefault(name, []).append((part, first))
     return plan
 
 
-def _find(pieces: list[tuple[str, dict[str, Any]]], shard: Shard, path: Path) -> str:
-    """The file that holds exactly this shard."""
+def _find(pieces: list[tuple[str, dict[str, Any]]], shard: Shard, path: Path) -> list[tuple[str, Shard, int]]:
+    """The files that hold this shard, the part of it in each, and where that begins in the file's tensor."""
     needed = shard.record()
     if not pieces:
         raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that was saved")
@@ -93,9 +100,27 @@ def _find(pieces: list[tuple[str, dict[str, Any]]], shard: Shard, path: Path) ->
             raise ValueError(f"{shard.key}: {what.replace('_', ' ')} is {both}")
     for name, record in pieces:
         if place(record) == place(needed):
-            return name
-    places = "; ".join([_show_place(record) for _, record in pieces[:4]] + ["..."] * (len(pieces) > 4))
-    raise ValueError(f"{shard.key}: this run holds {_show_place(needed)}; {path} holds {places}")
+            return [(name, shard, 0)]
+    parts = _parts(pieces, shard, needed)
+    if not parts:
+        places = "; ".join([_show_place(record) for _, record in pieces[:4]] + ["..."] * (len(pieces) > 4))
+        raise ValueError(f"{shard.key}: this run holds {_show_place(needed)}; {path} holds {places}")
+    return parts
+
+
+def _parts(pieces: list[tuple[str, dict[str, Any]]], shard: Shard, needed: dict[str, Any]) -> list[tuple[str, Shard, int]]:
+    """The shard put together from ranges of the same slice, which ZeRO-1 cut elsewhere; nothing where they leave a gap."""
+    parts, done, flat = [], shard.flat_start, shard.tensor.view(-1)
+    end = done + flat.numel()
+    same = [(name, r) for name, r in pieces if (r["offset"], r["slice_shape"]) == (needed["offset"], needed["slice_shape"])]
+    for name, record in sorted(same, key=lambda piece: piece[1]["flat_start"]):
+        first, last = record["flat_start"], record["flat_start"] + record["numel"]
+        if first <= done < min(last, end):
+            upto = min(last, end)
+            values = flat[done - shard.flat_start : upto - shard.flat_start]
+            parts.append((name, replace(shard, tensor=values, flat_start=done), done - first))
+            done = upto
+    return parts if done == end else []
 
 
 def place(record: dict[str, Any]) -> tuple:

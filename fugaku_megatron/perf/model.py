@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..published.rows import Row
-from ..run import accounting
+from ..run import accounting, buckets
 from ..run.accounting import Collective, Layout
 from ..run.checks import check
 from ..run.config import RunConfig
@@ -135,8 +135,8 @@ def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def gradient_collectives(run: RunConfig, layout: Layout) -> tuple[tuple[Collective, ...], ...]:
-    """accounting.gradient_collectives of one stage of each kind, see memory.kinds."""
-    return tuple(tuple(accounting.gradient_collectives(run, layout, stage)) for stage in sorted(set(memory.kinds(run))))
+    """buckets.gradient_collectives of one stage of each kind, see memory.kinds."""
+    return tuple(tuple(buckets.gradient_collectives(run, layout, stage)) for stage in sorted(set(memory.kinds(run))))
 
 
 def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters, without: str = "") -> Step:

@@ -322,28 +322,3 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
     s, h, f, v = model.seq_length, model.hidden_size, model.ffn_hidden_size, padded_vocab_size(model, tp)
     layer = 6 * s * (4 * h * h + 2 * h * f) + 6 * s * s * h
     return float(global_batch_size * (model.num_layers * layer + 6 * s * h * v))
-
-
-# Communication of an iteration --------------------------------------------------------------------------------------------------
-
-def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Elements of a rank's flat buffers: its parameters, padded so that every data-parallel rank's shard is aligned."""
-    return round_up(stage_parameters(run, layout, stage), layout.dp * FLAT_ALIGNMENT)
-
-
-def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
-    """Once per iteration: sums of tied embeddings and of partial gradients, gradient reduction, ZeRO-1's gathering of weights."""
-    collectives, edge = [], stage in (0, layout.pp - 1)
-    if layout.pp > 1 and edge:
-        vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
-        collectives.append(Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * FP32_BYTES))
-    if sequence_parts(run, layout.tp) > 1:  # gradients that every rank computes from its part of the sequence
-        replicated = sum(record.replicated for _, record in stage_records(run, layout, stage))
-        collectives.append(Collective("all_reduce", "tp", replicated * FP32_BYTES))
-    elements = flat_elements(run, layout, stage)
-    if layout.dp > 1 and run.parallel.zero_stage:
-        collectives += [Collective("reduce_scatter", "dp", elements * FP32_BYTES),
-                        Collective("all_gather", "dp", elements // layout.dp * element_bytes(run))]
-    elif layout.dp > 1:
-        collectives.append(Collective("all_reduce", "dp", elements * FP32_BYTES))
-    return collectives

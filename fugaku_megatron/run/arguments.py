@@ -33,9 +33,7 @@ COMPATIBILITY_FLAGS: dict[str, tuple[int, str]] = {
     "--use-flash-attn": (0, "attention is always one kernel that keeps no scores"),
     "--attention-softmax-in-fp32": (0, "softmax is always in FP32"),
     "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer's number"),
-    "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always summed in FP32"),
-    "--overlap-grad-reduce": (0, "ignored"),
-    "--overlap-param-gather": (0, "ignored"),
+    "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always accumulated and summed in FP32"),
     "--no-load-rng": (0, "the random state is the seed and the position in the data"),
     "--no-save-rng": (0, "the random state is the seed and the position in the data"),
     "--no-masked-softmax-fusion": (0, "attention has no separate masked softmax"),
@@ -64,6 +62,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
      ("recompute_method", "recompute_num_layers")),
     ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
     ("--vocab-file", lambda run: run.data.vocab_file is not None, ("tokenizer_type",)),
+    ("--overlap-grad-reduce", lambda run: run.parallel.overlap_grad_reduce, ("ddp_bucket_size",)),
     ("--save", lambda run: run.output.save is not None, ("save_interval", "save_interval_in_mins", "keep_last")),
 )
 

@@ -85,11 +85,20 @@ class ParallelConfig:
     sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
     zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1)", choices=(0, 1),
                           switches={"--use-distributed-optimizer": 1})
+    overlap_grad_reduce: bool = opt(False, "reduce gradients in buckets, each while backward goes on with the layers before it")
+    overlap_param_gather: bool = opt(False, "gather the weights of ZeRO-1's shards in buckets, while the next forward runs")
+    ddp_bucket_size: int | None = opt(None, "elements that a bucket has at least (default: 40,000,000, or 1,000,000 x "
+                                      "data-parallel size if that is more)", type=int)
+    grad_reduce_in_bf16: bool = opt(False, "gradients travel in BF16, half the bytes; they are accumulated and summed in FP32")
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size", "ddp_bucket_size")
         check_choices(self)
+        check(self.overlap_grad_reduce or not self.overlap_param_gather, "--overlap-param-gather needs --overlap-grad-reduce: give "
+              "both")
+        check(self.zero_stage == 1 or not self.overlap_param_gather, f"--overlap-param-gather needs --use-distributed-optimizer, "
+              f"and --zero-stage is {self.zero_stage}: give --zero-stage 1, or leave it out")
         numbers = all(part.isdecimal() and int(part) for part in self.pipeline_split.split(","))
         check(numbers or self.pipeline_split in ("balanced", "even"), f"--pipeline-split {self.pipeline_split}: give the layers of "
               "each stage, such as 9,3, or balanced or even")

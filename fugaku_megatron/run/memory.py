@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from .accounting import (
     FP32_BYTES,
     Layout,
-    flat_elements,
     layer_records,
     padded_vocab_size,
     recompute_groups,
@@ -22,6 +21,7 @@ from .accounting import (
     tokens_per_microbatch,
     zero_shards,
 )
+from .buckets import flat_elements
 from .config import RunConfig
 
 LOGITS_MIN_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep

@@ -13,7 +13,7 @@ from ..comm.grid import Grid
 from ..comm.local import DryComm
 from ..nn.model import Stage
 from ..nn.ops import Ops
-from ..run import accounting, batches
+from ..run import accounting, batches, buckets
 from ..run.accounting import Layout
 from ..run.config import RunConfig
 from ..run.memory import Memory, stage_memory
@@ -89,7 +89,9 @@ def report(run: RunConfig, world_size: int) -> str:
     plans = [plan_stage(run, layout, stage, microbatches) for stage in range(layout.pp)]
     bubble = (layout.pp - 1) / (microbatches + layout.pp - 1)
     iterations, samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, size))
-    sent = accounting.gradient_collectives(run, layout, 0)
+    sent: dict[str, int] = {}
+    for c in buckets.gradient_collectives(run, layout, 0):
+        sent[f"{c.verb} {c.group}"] = sent.get(f"{c.verb} {c.group}", 0) + c.bytes
     return "\n".join([
         f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} (rank = (dp x PP + pp) x TP + tp)",
         f"parameters {accounting.parameters(run) / 1e6:.1f} M, "
@@ -103,5 +105,5 @@ def report(run: RunConfig, world_size: int) -> str:
         f"FLOPs per iteration: {accounting.hardware_flops(run, size):.4e} hardware (the log's TFLOPs), "
         f"{accounting.model_flops(run, size):.4e} model",
         "bytes per rank, stage 0, once per iteration: "
-        + (", ".join(f"{c.verb} {c.group} {c.bytes / 2**20:.1f} MiB" for c in sent) or "none"),
+        + (", ".join(f"{name} {bytes / 2**20:.1f} MiB" for name, bytes in sent.items()) or "none"),
     ])

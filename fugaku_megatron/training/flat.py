@@ -1,7 +1,7 @@
-"""Memory of a stage's parameters: one flat buffer of values and one of gradients.
+"""Memory of a stage's parameters: one flat buffer of values and one of gradients, bucket by bucket (`run.buckets`).
 
-Weight-decayed parameters lie first, so that an update is a few calls on long ranges and a ZeRO-1 shard is a slice.
-Left out: the update (`optim`), files (`checkpoint`). Test: pytest tests/test_optim.py
+Inside a bucket weight-decayed parameters lie first, so that an update is a few calls on long ranges and a ZeRO-1 shard is one slice
+of each bucket. Left out: the update (`optim`), reductions (`buckets`), files (`checkpoint`). Test: pytest tests/test_optim.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.shards import Shard
+from ..nn.model import Stage
 from ..run.accounting import FLAT_ALIGNMENT, round_up
+from ..run.buckets import cut
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,24 @@ class Range:
     end: int
     decayed: bool
     counted: bool
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements [start, end) of the flat buffer: whole units of the stage, and padding. units: their numbers."""
+
+    start: int
+    end: int
+    units: range
+
+
+def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
+    """A stage's parameters in units, in the order in which backward finishes them; `run.buckets.stage_units` has their sizes."""
+    tied = [stage.tied_weight] if stage.is_first != stage.is_last else []
+    head = [list(stage.final_layernorm.parameters())] if stage.is_last else []
+    embedding = [*stage.word_embeddings.parameters(), *stage.position_embeddings.parameters()] if stage.is_first else []
+    embedding = [[p for p in embedding if not any(p is t for t in tied)]] if embedding else []
+    return [*head, *(list(layer.parameters()) for layer in reversed(stage.layers)), *embedding, *([tied] if tied else [])]
 
 
 def _order(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
@@ -44,23 +64,41 @@ def _merge(ranges: list[Range]) -> list[Range]:
 
 
 class FlatParameters:
-    """Memory of a stage's parameters: `values` (the model's dtype) and `grads` (FP32), both flat and padded for `shards` ranks.
+    """Memory of a stage's parameters: `values` (the model's dtype) and `grads` (FP32), both flat, each bucket padded for `shards`
+    ranks. minimum: elements of a bucket, see `run.buckets.cut`; None takes any module as `stage`, and makes one bucket of it.
 
     After construction every parameter of the stage is a view into `values`, holds its initial weights and has `.main_grad`.
     """
 
-    def __init__(self, stage: nn.Module, dtype: torch.dtype, seed: int, shards: int, kernels: Any) -> None:
-        self.parameters = sorted(stage.parameters(), key=_order)
-        ends = torch.tensor([p.numel() for p in self.parameters]).cumsum(0).tolist()
-        self.starts = [0, *ends[:-1]]
-        self.numel = round_up(ends[-1], shards * FLAT_ALIGNMENT)
+    def __init__(self, stage: Stage | nn.Module, dtype: torch.dtype, seed: int, shards: int, kernels: Any,
+                 minimum: int | None = None) -> None:
+        self.parameters, self.starts, self.buckets = [], [], []
+        self._lay_out(stage, shards * FLAT_ALIGNMENT, minimum)
+        self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.grads = torch.zeros(self.numel)
-        self.shard_numel = self.numel // shards
-        self.ranges = _merge([Range(start, end, p.dim() > 1, p.spec.counted)
-                              for start, end, p in zip(self.starts, ends, self.parameters, strict=True)])
+        self._ranges = _merge([Range(start, start + p.numel(), p.dim() > 1, p.spec.counted)
+                               for start, p in zip(self.starts, self.parameters, strict=True)])
         self._seed, self._kernels = seed, kernels
         self._replace(stage)
+
+    def _lay_out(self, stage: Stage | nn.Module, padding: int, minimum: int | None) -> None:
+        """Give every parameter its place, bucket by bucket."""
+        units, end = [list(stage.parameters())] if minimum is None else stage_units(stage), 0
+        tied = minimum is not None and stage.is_first != stage.is_last
+        for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum, tied):
+            start = end
+            for parameter in sorted((p for i in bucket for p in units[i]), key=_order):
+                self.parameters.append(parameter)
+                self.starts.append(end)
+                end += parameter.numel()
+            end = round_up(end, padding)
+            self.buckets.append(Bucket(start, end, bucket))
+
+    def ranges(self, start: int, end: int) -> list[Range]:
+        """What lies in elements [start, end), counted from `start`; padding is in no range."""
+        inside = [(r, max(r.start, start), min(r.end, end)) for r in self._ranges]
+        return [Range(a - start, b - start, r.decayed, r.counted) for r, a, b in inside if a < b]
 
     def _view(self, flat: Tensor, index: int) -> Tensor:
         parameter, start = self.parameters[index], self.starts[index]

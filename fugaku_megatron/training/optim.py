@@ -1,21 +1,26 @@
-"""AdamW on flat buffers: gradient reduction, clipping, loss scale, ZeRO-1.
+"""AdamW on flat buffers: clipping, loss scale, ZeRO-1.
 
-Left out: the buffers (`flat`), tied-embedding gradients (`train`), files (`checkpoint`). Test: pytest tests/test_optim.py
+Left out: the buffers (`flat`), sums of gradients and gathers of weights (`buckets`), files (`checkpoint`).
+Test: pytest tests/test_optim.py
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint.shards import Shard
 from ..comm.grid import Groups
+from ..nn.model import Stage
 from ..nn.ops import Ops
+from ..run.buckets import bucket_minimum
 from ..run.config import RunConfig
-from .flat import FlatParameters
+from .buckets import BucketComm
+from .flat import FlatParameters, Range
 from .loss_scaler import LossScaler
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by PrecisionConfig.name
@@ -30,104 +35,101 @@ class StepResult:
     skipped: bool
 
 
+@dataclass(frozen=True)
+class Part:
+    """What this rank updates of a bucket: all of it, or its ZeRO-1 shard, n elements from `start` of the flat buffer.
+
+    master, exp_avg, exp_avg_sq: (n,) in FP32. low: the same elements of the model's weights, None where `master` is a view of them.
+    ranges: what lies in them, counted from `start`.
+    """
+
+    start: int
+    master: Tensor
+    low: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    ranges: list[Range]
+
+
 class Optimizer:
-    """AdamW over this rank's shard (ZeRO-1) or all of its flat buffer. ops: runs its kernels, and is told of new weights.
+    """AdamW over this rank's shard (ZeRO-1) of every bucket, or all of it. ops: runs its kernels, and is told of new weights.
 
     Gradients come in as sums whose mean is taken by the loss's factor, times the loss scale; `step` reduces, unscales, clips,
     updates and, with ZeRO-1, gathers the weights.
     """
 
-    def __init__(self, stage: nn.Module, run: RunConfig, groups: Groups, ops: Ops) -> None:
+    def __init__(self, stage: Stage, run: RunConfig, groups: Groups, ops: Ops) -> None:
         self.run, self.groups, self.ops, self.config = run, groups, ops, run.optimizer
         self.sharded = run.parallel.zero_stage == 1
-        dtype, fp32 = PARAMETER_DTYPES[run.precision.name], run.precision.name == "fp32"
-        self.flat = FlatParameters(stage, dtype, run.training.seed, groups.dp.size, ops.kernels)
-        numel = self.flat.shard_numel if self.sharded else self.flat.numel
-        self.start = groups.dp.rank * numel if self.sharded else 0
-        self.end = self.start + numel
-        own = self.flat.values[self.start : self.end]
-        self.master = own if fp32 else self.flat.initial_shard(self.start, self.end)
-        self.low = None if fp32 else own
-        self.exp_avg, self.exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+        self.flat = FlatParameters(stage, PARAMETER_DTYPES[run.precision.name], run.training.seed, groups.dp.size, ops.kernels,
+                                   bucket_minimum(run, groups.dp.size))
+        self.buckets = BucketComm(stage, self.flat, run, groups)
+        self.parts = [self._part(*self.buckets.part(bucket)) for bucket in self.flat.buckets]
         self.scaler, self.steps = LossScaler(run.precision), 0
 
-    def zero_grad(self) -> None:
-        """Before the first micro-batch of an iteration."""
+    def _part(self, start: int, end: int) -> Part:
+        own, fp32 = self.flat.values[start:end], self.run.precision.name == "fp32"
+        return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own,
+                     torch.zeros(end - start), torch.zeros(end - start), self.flat.ranges(start, end))
+
+    def zero_grad(self, microbatches: int = 1) -> None:
+        """Before the first of an iteration's micro-batches."""
         self.flat.grads.zero_()
+        self.buckets.begin(microbatches)
 
-    def _sum_partial_gradients(self) -> None:
-        """Sum over tensor-parallel ranks what each computed from its part of the sequence, as Megatron's allreduce_layernorm_grads.
-
-        One call for all of them: they are small and many.
-        """
-        partial = [p.main_grad for p in self.flat.parameters if p.spec.sequence_parallel]
-        if partial:
-            summed = self.groups.tp.all_reduce(torch.cat([grad.flatten() for grad in partial]))
-            for grad, part in zip(partial, summed.split([grad.numel() for grad in partial]), strict=True):
-                grad.copy_(part.view_as(grad))
-
-    def _reduce_gradients(self) -> Tensor:
-        """Sum gradients over the ranks that share them; returns this rank's part."""
-        self._sum_partial_gradients()
-        grads = self.flat.grads
-        if not self.sharded:
-            return self.groups.dp.all_reduce(grads)
-        if self.groups.dp.size == 1:
-            return grads
-        return self.groups.dp.reduce_scatter(torch.empty(self.end - self.start), grads)
-
-    def _sum_counted(self, values: Tensor, measure: object, spread: bool) -> float:
-        """Sum measure(range) over the counted elements of all tensor, pipeline (and, when `spread`, data) parallel ranks."""
-        total = sum(measure(values[max(r.start, self.start) - self.start : min(r.end, self.end) - self.start])
-                    for r in self.flat.ranges if r.counted and r.start < self.end and r.end > self.start)
+    def _sum_counted(self, values: list[Tensor], measure: Callable[[Tensor], float]) -> float:
+        """Sum measure(range) over the counted elements of all ranks' shards. values: a tensor for each part."""
+        total = sum(measure(tensor[r.start : r.end])
+                    for part, tensor in zip(self.parts, values, strict=True) for r in part.ranges if r.counted)
         summed = torch.tensor([float(total)], dtype=torch.float64)
-        for comm in (self.groups.tp, self.groups.pp, *([self.groups.dp] if spread else [])):
+        for comm in (self.groups.tp, self.groups.pp, *([self.groups.dp] if self.sharded else [])):
             comm.all_reduce(summed)
         return summed.item()
 
     def params_norm(self) -> float:
         """L2 norm of all weights, each counted once."""
-        return math.sqrt(self._sum_counted(self.master, self.ops.kernels.squared_norm, self.sharded))
+        self.buckets.await_weights()
+        return math.sqrt(self._sum_counted([part.master for part in self.parts], self.ops.kernels.squared_norm))
 
     def step(self, lr: float, weight_decay: float, count_zeros: bool = False) -> StepResult:
         """Update the weights from the accumulated gradients, or skip the update when they hold an Inf or NaN."""
-        grads = self._reduce_gradients()
-        norm = math.sqrt(self._sum_counted(grads, self.ops.kernels.squared_norm, self.sharded)) / self.scaler.scale
-        zeros = self._sum_counted(grads, self.ops.kernels.count_zeros, self.sharded) if count_zeros else 0.0
+        grads = self.buckets.reduce()
+        norm = math.sqrt(self._sum_counted(grads, self.ops.kernels.squared_norm)) / self.scaler.scale
+        zeros = self._sum_counted(grads, self.ops.kernels.count_zeros) if count_zeros else 0.0
         scale, overflow = self.scaler.scale, not math.isfinite(norm)
         self.scaler.update(overflow)
+        # A sum in double precision, rounded to FP32: how the parameters lie in buckets and shards then shows in no bit.
+        reported = torch.tensor(norm, dtype=torch.float32).item()
         if overflow:
-            return StepResult(norm, zeros, True)
+            return StepResult(reported, zeros, True)
         clip = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad else math.inf
         self.steps += 1
-        self._adamw(grads, lr, weight_decay, min(clip, 1.0) / scale)
-        self._weights_changed()
-        return StepResult(norm, zeros, False)
+        self.ops.weights_changed()  # packed copies of the old ones are no longer used
+        for index in reversed(range(len(self.parts))):  # the next forward needs the last bucket first
+            self._adamw(self.parts[index], grads[index], lr, weight_decay, min(clip, 1.0) / scale)
+            self.buckets.gather(index)
+        return StepResult(reported, zeros, False)
 
-    def _adamw(self, grads: Tensor, lr: float, weight_decay: float, grad_scale: float) -> None:
+    def _adamw(self, part: Part, grads: Tensor, lr: float, weight_decay: float, grad_scale: float) -> None:
         config, adamw = self.config, self.ops.kernels.adamw
-        for r in self.flat.ranges:
-            a, b = max(r.start, self.start) - self.start, min(r.end, self.end) - self.start
-            if a < b:
-                adamw(self.master[a:b], grads[a:b], self.exp_avg[a:b], self.exp_avg_sq[a:b], lr=lr, beta1=config.adam_beta1,
-                      beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0,
-                      step=self.steps, grad_scale=grad_scale, copy=None if self.low is None else self.low[a:b])
+        for r in part.ranges:
+            at = slice(r.start, r.end)
+            adamw(part.master[at], grads[at], part.exp_avg[at], part.exp_avg_sq[at], lr=lr, beta1=config.adam_beta1,
+                  beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0, step=self.steps,
+                  grad_scale=grad_scale, copy=None if part.low is None else part.low[at])
 
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
         """The records of weights and moments that this rank holds; `owned`: that this rank saves, so that each is saved once."""
+        self.buckets.await_weights()
         if owned and not self.sharded and self.groups.dp.rank > 0:
             return []
-        return [shard for kind, tensor in (("weight", self.master), ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq))
-                for shard in self.flat.shards(kind, tensor, self.start, owned)]
+        return [record for kind, name in (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
+                for part in self.parts for record in self.flat.shards(kind, getattr(part, name), part.start, owned)]
 
     def after_load(self) -> None:
         """Make the model's weights from the loaded master weights."""
-        if self.low is not None:
-            self.low.copy_(self.master)
-        self._weights_changed()
-
-    def _weights_changed(self) -> None:
-        """Bring the new weights of all shards to this rank; packed copies of the old ones are no longer used."""
-        if self.sharded:
-            self.groups.dp.all_gather(self.flat.values, self.flat.values[self.start : self.end].clone())
         self.ops.weights_changed()
+        for index, part in enumerate(self.parts):
+            if part.low is not None:
+                part.low.copy_(part.master)
+            self.buckets.gather(index)

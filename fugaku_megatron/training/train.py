@@ -147,11 +147,9 @@ class Trainer:
         started, consumed = time.perf_counter(), self.progress.consumed_samples
         size = self.batch_size(consumed)
         microbatches, scale = self.layout.microbatches(self.run, size), self.optimizer.scaler.scale
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(microbatches)
         losses = self._execute(self._train_batches(), consumed, microbatches, scale / (microbatches * self.layout.dp),
                                self.make_schedule, training=True)
-        if self.layout.pp > 1 and (self.stage.is_first or self.stage.is_last):
-            self.groups.embedding.all_reduce(self.stage.tied_weight.main_grad)
         lr = self.param_schedule.learning_rate(consumed)
         step = self.optimizer.step(lr, self.param_schedule.weight_decay(consumed), self.run.output.log_num_zeros_in_grad)
         loss = self._mean_loss(losses)
