@@ -2,45 +2,24 @@
 
 import json
 import os
-import signal
 
 import pytest
 
 from fugaku_megatron.data.files import unreadable
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer
+from tests.damage import OTHER_KINDS, replace
 from tests.test_generate import write_tokenizer
-
-SECONDS = 10  # after which a hang is a failure
+from tests.time_limit import time_limit
 
 
 @pytest.fixture(autouse=True)
-def alarm():
-    def expired(*_):
-        raise AssertionError(f"no answer within {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+def limited():
+    with time_limit():
+        yield
 
 
-def replace(path, kind):
-    """Put something of another kind in the place of a file."""
-    path.unlink()
-    if kind == "a FIFO":
-        os.mkfifo(path)
-    elif kind == "a folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero" if kind == "a device" else path.name)
-
-
-KINDS = ["a FIFO", "a folder", "a device", "Too many levels of symbolic links"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OTHER_KINDS)
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
 def test_datasets(tmp_path, suffix, kind):
     with IndexedDatasetWriter(tmp_path / "corpus", "uint16") as writer:
@@ -59,7 +38,7 @@ def test_a_bin_that_is_replaced_after_its_index_was_read(tmp_path):
         data[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OTHER_KINDS)
 @pytest.mark.parametrize(("name", "flag"), [("vocab.json", "--vocab-file"), ("merges.txt", "--merge-file")])
 def test_vocabularies(tmp_path, name, flag, kind):
     write_tokenizer(tmp_path)

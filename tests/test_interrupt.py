@@ -42,7 +42,7 @@ def test_outside_of_imports_an_interrupt_is_what_it_was():
     assert run([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout == "cleaned up\n"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["tables"], ["job", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["tables"], ["job", "--help"]], ids=" ".join)
 def test_a_full_disk_behind_standard_output_is_one_line(words):
     with open("/dev/full", "w") as full:
         result = run([*CLI, *words], stdout=full)

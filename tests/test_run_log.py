@@ -1,5 +1,7 @@
 """Logs read back: recorded ones of ours and of an A100 run. Run: pytest tests/test_run_log.py"""
 
+import json
+import os
 import statistics
 
 import pytest
@@ -10,6 +12,7 @@ from fugaku_megatron.logs.run_log import Job, LogFile, LogReader, format_run, pa
 from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import parse
 from tests.helpers import A100, OUR_LOG
+from tests.time_limit import time_limit
 
 DEMO = ("--recipe", "demo", "--vocab-size", "512", "--mock-data")
 A100_JOB = Job(other_program=True, nodes=1, ranks=8, values={
@@ -112,3 +115,31 @@ def test_mistakes_are_named(tmp_path):
         _ = Job(values={**A100_JOB.values, "vocab_size": None}).run
     with pytest.raises(ValueError, match="9 ranks .* not divisible by --tensor-model-parallel-size 8 x"):
         _ = Job(values=A100_JOB.values, ranks=9).dp
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("num_layers", "1e400", "num_layers is inf, not int"), ("num_layers", '"4"', "num_layers is '4', not int"),
+    ("num_layers", "null", "num_layers is None, not int"), ("num_layers", "true", "num_layers is True, not int"),
+    ("num_layers", "-4", "--num-layers is -4: give a number above 0"), ("num_layers", "9" * 31, "--num-layers is a number of 31"),
+    ("hidden_dropout", "{}", "hidden_dropout is {}, not float"), ("hidden_dropout", "1e400", "--hidden-dropout is inf"),
+    ("rampup_batch_size", "8", "rampup_batch_size is 8, not tuple"), ("rampup_batch_size", '["8", 8, 80]', "rampup_batch_size is"),
+    ("world_size", "0", "world_size is 0, not a whole number above 0"), ("nodes", "[1]", r"nodes is \[1\], not a whole number"),
+    ("zero_stage", "2", "--zero-stage is 2"), ("tensor_model_parallel_size", "3", "2 ranks .* are not divisible"),
+])
+def test_a_run_line_with_what_no_run_has_is_refused_with_its_file(tmp_path, name, value, message):
+    at = OUR_LOG.index("run: {")
+    values = json.loads(OUR_LOG[at + len("run: ") : OUR_LOG.index("\n", at)])
+    lines = ", ".join(f"{json.dumps(key)}: {json.dumps(old)}" for key, old in values.items() if key != name)
+    text = f'{OUR_LOG[:at]}run: {{"{name}": {value}, {lines}}}{OUR_LOG[OUR_LOG.index(chr(10), at):]}'
+    with pytest.raises(ValueError, match=f"run.log line 2: the run line is damaged: .*{message}"):
+        read_log(written(tmp_path, text))
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "run.log")
+    with time_limit(), pytest.raises(ValueError, match="run.log: is no regular file: give a run's log"):
+        read_log(tmp_path / "run.log")
+    with pytest.raises(ValueError, match="is no regular file"):
+        read_log(tmp_path)
+    with pytest.raises(ValueError, match="run.log line 1: not a run line"):
+        read_log(written(tmp_path, "run: {" + "[" * 200_000 + "\n", "other run.log"))

@@ -19,8 +19,8 @@ from typing import Any
 from ..run import accounting
 from ..run.accounting import Layout
 from ..run.arguments import make_run
-from ..run.checks import check
-from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
+from ..run.checks import check, check_kind
+from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from .iteration import IterationMetrics, parse_line
 from .metrics import parse_peak_memory, parse_validation_line
 
@@ -111,12 +111,27 @@ def parse_run(line: str) -> Job:
     try:
         values = json.loads(line[line.index(_RUN + "{") + len(_RUN):])
         nodes, ranks = values.pop("nodes"), values.pop("world_size")
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         raise ValueError(f"not a run line: {line.strip()[:80]!r}") from None
     unknown = sorted(values.keys() - {f.name for group in _GROUPS.values() for f in fields(group)} - {*_RECOMPUTE})
     check(not unknown, f"the run line has {', '.join(unknown)}, which this version does not know: read it with the version that "
           "wrote it")
-    return Job(values={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}, nodes=nodes, ranks=ranks)
+    job = Job(values={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}, nodes=nodes, ranks=ranks)
+    try:
+        _check_job(job)
+    except ValueError as error:
+        raise ValueError(f"the run line is damaged: {error}") from None
+    return job
+
+
+def _check_job(job: Job) -> None:
+    """Raises ValueError for values of the wrong type, or that no run can have."""
+    for name, number in (("nodes", job.nodes), ("world_size", job.ranks)):
+        check(type(number) is int and number > 0, f"{name} is {number!r:.60}, not a whole number above 0")
+    for f in (f for group in (*_GROUPS.values(), TrainingConfig) for f in fields(group)):
+        if f.name in job.values:
+            check_kind(f, job.values[f.name])
+    _ = job.run, job.dp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +257,7 @@ class LogFile:
     def poll(self) -> bool:
         """Read what is new and return whether there was anything. ValueError when the file cannot be read."""
         try:
+            check(self._path.is_file() or not self._path.exists(), f"{self._path}: is no regular file: give a run's log")
             with open(self._path, "rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:  # overwritten by another job
                     self._begin()

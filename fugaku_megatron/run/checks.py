@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from typing import Any
 
 
@@ -48,6 +48,20 @@ def check_numbers(config: Any) -> None:
             elif isinstance(number, int):
                 shown = number if abs(number) < 10**18 else f"a number of {len(str(abs(number)))} digits"
                 check(number <= maximum, f"{flag(f.name)} is {shown}: give at most {maximum}")
+
+
+KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+def check_kind(f: Field, value: Any) -> None:
+    """A value that did not come from the command line, but from a file, must be of its field's type; a list stands for a tuple."""
+    if value is None and "None" in f.type:
+        return
+    kind = f.type.removesuffix(" | None")
+    parts, item = ([value], kind) if not kind.startswith("tuple") else (value, kind[len("tuple["):].split(",")[0])
+    right = isinstance(parts, (list, tuple)) and all(
+        isinstance(part, KINDS[item]) and (item == "bool" or not isinstance(part, bool)) for part in parts)
+    check(right, f"{f.name} is {value!r:.60}, not {f.type}")
 
 
 def check_fraction(config: Any, *names: str) -> None:

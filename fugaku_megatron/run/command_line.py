@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MAX_MESSAGE = 400  # characters of a mistake that repeats what was given
+
 
 @dataclass(frozen=True)
 class Command:
@@ -35,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> None:
-        raise ValueError(message)
+        raise ValueError(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ...")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
         words = list(sys.argv[1:] if args is None else args)

@@ -1,0 +1,41 @@
+"""A limit on how long a piece of a test may take, so that a hang is a failure: an exception, or the end of the process.
+
+    with time_limit(10): ...
+
+Test: pytest tests/test_time_limit.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+SECONDS = 10.0
+UNINTERRUPTIBLE = 60.0  # s after which a call into C that lets no exception through ends the process, with all stacks on stderr
+
+
+class TakesTooLong(BaseException):
+    """No Exception, so that code under test which catches those cannot turn a hang into a refusal."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float = SECONDS, uninterruptible: float = UNINTERRUPTIBLE) -> Iterator[None]:
+    """TakesTooLong is raised inside the block after `seconds`, or at its end where something in it has swallowed that."""
+    def expire(*_: object) -> None:
+        raise TakesTooLong(f"no answer within {seconds:g} s")
+
+    before, begin = signal.signal(signal.SIGALRM, expire), time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + uninterruptible, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
+    if time.monotonic() - begin > seconds:
+        raise TakesTooLong(f"an answer after more than {seconds:g} s")
