@@ -77,6 +77,11 @@ def in_flight(instructions: list[Instruction]) -> int:
     return peak
 
 
+def max_in_flight(stage: int, stages: int, microbatches: int) -> int:
+    """`in_flight` of `one_f_one_b` without its list, which is long where a batch has millions of micro-batches."""
+    return min(stages - stage, microbatches)
+
+
 def run(instructions: list[Instruction], executor: Executor) -> None:
     """Walk the list."""
     for instruction in instructions:

@@ -6,6 +6,7 @@ import pytest
 
 from fugaku_megatron.run.batches import RampUp, length
 from fugaku_megatron.run.config import TrainingConfig
+from tests.time_limit import time_limit
 
 
 def test_ramp_up_is_megatrons():
@@ -64,6 +65,15 @@ def test_length_of_a_resumed_run(ramp):
     assert length(TrainingConfig(train_samples=32), RampUp(8, 1, 0, 8), 4, 16) == (6, 32), "four iterations of 4 samples before"
     assert length(TrainingConfig(train_samples=32), ramp, 4, 40) == (4, 40), "nothing left"
     assert length(TrainingConfig(train_iters=3), ramp, 4, 40) == (3, 40)
+
+
+def test_a_long_ramp_takes_no_longer():
+    """2^31 samples of the smallest batches are a thousand million iterations."""
+    with time_limit(1):
+        iterations, samples = length(TrainingConfig(train_samples=10**12), RampUp(1, 1, 2**31 - 1, 2))
+        assert samples == 10**12 + 1 and iterations == 2**31 - 1 + (10**12 + 1 - (2**31 - 1)) // 2
+    with pytest.raises(ValueError, match="16777215 steps to --global-batch-size 16777216: give an increment"):
+        RampUp(1, 1, 100, 2**24)
 
 
 def test_length_must_be_given():

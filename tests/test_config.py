@@ -114,8 +114,8 @@ MISTAKES = [
     *((ModelConfig, {**MODEL, name: math.inf}, f"--{name.replace('_', '-')} is inf: give a finite number")
       for name in ("init_method_std", "layernorm_epsilon")),
     (SystemConfig, {"cpu_frequency": math.inf}, "--cpu-frequency is inf: give a finite number"),
-    (ModelConfig, {**MODEL, "num_layers": 10**20}, "--num-layers is a number of 21 digits: give at most 10000"),
-    (ModelConfig, {**MODEL, "num_layers": 1_000_000}, "--num-layers is 1000000: give at most 10000"),
+    (ModelConfig, {**MODEL, "num_layers": 10**20}, "--num-layers is a number of 21 digits: give at most 4096"),
+    (ModelConfig, {**MODEL, "num_layers": 1_000_000}, "--num-layers is 1000000: give at most 4096"),
     (ModelConfig, {**MODEL, "hidden_size": 10**9}, "--hidden-size is 1000000000: give at most 1048576"),
     (ModelConfig, {**MODEL, "vocab_size": 10**12}, "--vocab-size is 1000000000000: give at most"),
     (BatchConfig, {"micro_batch_size": 10**9}, "--micro-batch-size is 1000000000: give at most"),

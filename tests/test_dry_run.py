@@ -12,6 +12,7 @@ from fugaku_megatron.run.arguments import make_run, parse
 from fugaku_megatron.training.command import print_plan
 from fugaku_megatron.training.dry_run import plan_stage, report
 from tests.helpers import small_run
+from tests.time_limit import time_limit
 
 
 def timed(run, world_size: int) -> str:
@@ -89,3 +90,20 @@ def test_the_program_reads_the_vocabulary(tmp_path, capsys):
     assert "padded vocabulary 50304" in capsys.readouterr().out  # GPT-2's, which predict and plan assume as well
     with pytest.raises(ValueError, match="--vocab-file"):
         print_plan(parse(["--recipe", "demo", "--dry-run"]), DryComm())
+
+
+@pytest.mark.parametrize(("recipe", "changes", "world_size"), [
+    ("124m", {"global_batch_size": 2**24}, 1),
+    ("124m", {"num_layers": 4096}, 1),
+    ("124m", {"num_layers": 1_000, "pipeline_model_parallel_size": 1_000, "global_batch_size": 2**20}, 1_000),
+    ("124m", {"global_batch_size": 2, "rampup_batch_size": (1, 1, 2**31 - 1), "train_samples": 2**40}, 1),
+    ("demo", {"hidden_size": 2**20, "seq_length": 2**22, "global_batch_size": 2}, 1),
+])
+def test_the_largest_values_are_planned_in_time(recipe, changes, world_size):
+    with time_limit():
+        assert report(make_run(recipe, {"vocab_size": 50257, **changes}), world_size)
+
+
+def test_more_ranks_than_there_are_is_refused_at_once():
+    with time_limit(), pytest.raises(ValueError, match="--global-batch-size 1024 is not divisible by .*1000000000000"):
+        report(make_run("124m", {"vocab_size": 50257}), 10**12)

@@ -16,6 +16,7 @@ from fugaku_megatron.schedule import (
     Instruction,
     forward_only,
     in_flight,
+    max_in_flight,
     one_f_one_b,
     run,
 )
@@ -58,7 +59,7 @@ def test_every_microbatch_once_in_order_and_few_in_flight(stages, microbatches):
             needed = [RECV_FORWARD, FORWARD, SEND_FORWARD, RECV_BACKWARD, BACKWARD, SEND_BACKWARD]
             places = [at[op, m] for op in needed if (op, m) in at]
             assert places == sorted(places), (stage, m)
-        assert in_flight(instructions) == min(stages - stage, microbatches)
+        assert in_flight(instructions) == min(stages - stage, microbatches) == max_in_flight(stage, stages, microbatches)
 
 
 def simulate(lists: list[list[Instruction]]) -> int:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SPLITS = ("train", "valid", "test")
 SEPARATE_LAST_EPOCH = 0.80  # Megatron's: a last epoch of which less than this share is used is shuffled by itself
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
+SAMPLE_BYTES, DOCUMENT_BYTES = 40, 20  # while a GPTDataset is built: of each sample, and of each document in each epoch
 CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
 
 
@@ -61,7 +62,8 @@ class GPTDataset:
 
     As many epochs as `num_samples` needs are laid end to end (None: one). `name` ("train", ...) is for messages only.
     With `vocab_size` the token ids of a sample are checked when it is fetched.
-    Raises ValueError when there are fewer tokens than one sample takes.
+    Raises ValueError when there are fewer tokens than one sample takes, and when the order of so many samples needs more than
+    `max_bytes` of memory.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class GPTDataset:
         seq_length: int,
         seed: int,
         vocab_size: int | None = None,
+        max_bytes: int | None = None,
     ):
         self.indexed, self.name, self.seq_length, self.vocab_size = indexed, name, seq_length, vocab_size
         per_epoch = int(indexed.sequence_lengths[documents].sum(dtype=np.int64))
         self._check_request(len(documents), per_epoch, num_samples)
         needed = (1 if num_samples is None else num_samples) * seq_length + 1
         self.num_epochs = -(-needed // per_epoch)
+        self._check_memory(len(documents), needed // seq_length, max_bytes)
         self.document_index, self.sample_index, self.shuffle_index = self._build(
             documents, per_epoch, num_samples, seed
         )
@@ -90,6 +94,16 @@ class GPTDataset:
             raise ValueError(
                 f"{self.name} data of {self.indexed.prefix}: {per_epoch} tokens in {num_documents} documents, but a "
                 f"sample takes --seq-length {self.seq_length} + 1; shorten it, give more data or change --split"
+            )
+
+    def _check_memory(self, num_documents: int, num_samples: int, max_bytes: int | None) -> None:
+        needed = SAMPLE_BYTES * num_samples + DOCUMENT_BYTES * num_documents * self.num_epochs
+        if max_bytes is not None and needed > max_bytes:
+            flags = "--train-iters or --train-samples" if self.name == SPLITS[0] else "--eval-iters"
+            raise ValueError(
+                f"{self.name} data of {self.indexed.prefix}: the order of {num_samples} samples, which read its {num_documents} "
+                f"documents {self.num_epochs} times, takes about {needed / 2**30:.1f} GiB, and the node has "
+                f"{max_bytes / 2**30:.1f} GiB: give fewer {flags}, or more data"
             )
 
     def _build(
@@ -229,10 +243,12 @@ def build_datasets(
     seed: int,
     vocab_size: int | None = None,
     comm: Comm | None = None,
+    max_bytes: int | None = None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
 
-    A dataset with `num_samples` 0 is None; so is valid or test if --split leaves it no documents.
+    max_bytes: of memory that the order of a dataset's samples may take (None: any). A dataset with `num_samples` 0 is None; so is
+    valid or test if --split leaves it no documents.
     With `comm` rank 0 alone reads the .idx files; all of its ranks must call. Raises ValueError on every rank.
     """
     prefixes, weights = parse_data_path(data_path)
@@ -251,7 +267,8 @@ def build_datasets(
                 f"give {name} a larger share or more documents"
             )
         parts = [
-            partial(GPTDataset, opened[prefix], name, ids, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+            partial(GPTDataset, opened[prefix], name, ids, seq_length=seq_length, seed=seed, vocab_size=vocab_size,
+                    max_bytes=max_bytes)
             for prefix, ids in zip(prefixes, documents)
         ]
         built.append(_blend(parts, weights, num_samples[i]))

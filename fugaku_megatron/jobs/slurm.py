@@ -147,7 +147,7 @@ def memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     run = parse(["--mock-data", *flags(job)]).run
     layout = Layout.from_run(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
-    mib = max(memory.stage_memory(run, layout, stage, schedule.in_flight(schedule.one_f_one_b(stage, job.pp, batches))).total
+    mib = max(memory.stage_memory(run, layout, stage, schedule.max_in_flight(stage, job.pp, batches)).total
                for stage in range(job.pp)) / 2**20
     room = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
     check(mib <= room, f"{cluster.name}, {job.recipe}: {mib:.0f} MiB per rank (model) are more than the {room:.0f} that "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from .activations import (
     Collective,
@@ -229,7 +230,8 @@ def check_split(run: RunConfig) -> None:
               f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: give {pp} numbers that sum to {layers}")
 
 
-def pipeline_split(run: RunConfig) -> list[int]:
+@lru_cache(maxsize=64)  # every stage asks for it
+def pipeline_split(run: RunConfig) -> tuple[int, ...]:
     """Layers of each pipeline stage.
 
     balanced: the last stage, which has the logits too, gets the number of layers for which the costliest stage is cheapest, by
@@ -238,15 +240,15 @@ def pipeline_split(run: RunConfig) -> list[int]:
     """
     layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
     if split == "even" or pp == 1:
-        return [layers // pp] * pp
+        return (layers // pp,) * pp
     if split != "balanced":
-        return list(map(int, split.split(",")))
+        return tuple(map(int, split.split(",")))
     tp = run.parallel.tensor_model_parallel_size
     layer = sum(r.flops_forward for r in layer_records(run, tp))
     head = sum(r.flops_forward for r in head_records(run, tp, tied=True))
     last = min(range(layers - pp + 1, 0, -1), key=lambda n: max(-(-(layers - n) // (pp - 1)) * layer, n * layer + head))
     each, more = divmod(layers - last, pp - 1)
-    return [each + (stage >= pp - 1 - more) for stage in range(pp - 1)] + [last]
+    return (*(each + (stage >= pp - 1 - more) for stage in range(pp - 1)), last)
 
 
 def stage_layers(run: RunConfig, stage: int) -> range:

@@ -5,11 +5,12 @@ Left out: which samples a rank takes (`data.sampler`). Test: pytest tests/test_b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .checks import check
 from .config import BatchConfig, TrainingConfig
+
+MAX_SIZES = 2**16  # of a ramp: each is looked at
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class RampUp:
         rise = self.global_batch_size - self.start
         check(rise >= 0 and rise % self.increment == 0, f"{flag}: --global-batch-size {self.global_batch_size} minus start "
               f"{self.start} is {rise}, not a multiple of the increment {self.increment} (0 or more times)")
+        check(rise // self.increment < MAX_SIZES, f"{flag}: {rise // self.increment} steps to --global-batch-size "
+              f"{self.global_batch_size}: give an increment that makes fewer than {MAX_SIZES}")
 
     def sizes(self) -> range:
         """Every global batch size on the way, in order."""
@@ -49,12 +52,11 @@ class RampUp:
             return self.global_batch_size
         return self.start + self.increment * (consumed * steps // self.ramp_samples)
 
-
-def starts(ramp: RampUp, consumed: int = 0) -> Iterator[int]:
-    """The consumed samples at which iterations start, without end: `consumed` first, then one global batch more each time."""
-    while True:
-        yield consumed
-        consumed += ramp(consumed)
+    def iterations_until_growth(self, consumed: int) -> int:
+        """Iterations of the present size from `consumed` samples, below `ramp_samples`, until a larger one is due."""
+        steps = max(1, len(self.sizes()) - 1)
+        larger = -(-(consumed * steps // self.ramp_samples + 1) * self.ramp_samples // steps)  # samples at which it begins
+        return -(-(larger - consumed) // self(consumed))
 
 
 def length(training: TrainingConfig, ramp: RampUp, iteration: int = 0, samples: int = 0) -> tuple[int, int]:
@@ -64,13 +66,14 @@ def length(training: TrainingConfig, ramp: RampUp, iteration: int = 0, samples: 
     Raises ValueError when neither flag is given.
     """
     check(training.train_iters is not None or training.train_samples is not None, "give --train-iters or --train-samples")
-    iters = training.train_iters
-    ramped = 0  # iterations before the batch has its final size
-    for ramped, consumed in enumerate(starts(ramp, samples), iteration):  # noqa: B007 - used after the loop
-        done = ramped >= iters if iters is not None else consumed >= training.train_samples
-        if done or consumed >= ramp.ramp_samples:
-            break
-    if iters is not None:
-        return iters, consumed + max(0, iters - ramped) * ramp.global_batch_size
-    rest = -(-max(0, training.train_samples - consumed) // ramp.global_batch_size)
-    return ramped + rest, consumed + rest * ramp.global_batch_size
+    while (left := _iterations_left(training, ramp(samples), iteration, samples)) and samples < ramp.ramp_samples:
+        more = min(left, ramp.iterations_until_growth(samples))
+        iteration, samples = iteration + more, samples + more * ramp(samples)
+    return iteration + left if training.train_iters is None else training.train_iters, samples + left * ramp.global_batch_size
+
+
+def _iterations_left(training: TrainingConfig, size: int, iteration: int, samples: int) -> int:
+    """Iterations to the end if all of them had this global batch size."""
+    if training.train_iters is not None:
+        return max(0, training.train_iters - iteration)
+    return -(-max(0, training.train_samples - samples) // size)

@@ -17,7 +17,7 @@ from .checks import check, check_choices, check_fraction, check_numbers, check_p
 class ModelConfig:
     """The GPT that is trained (GPT-2 as Megatron-LM builds it)."""
 
-    num_layers: int = required("number of transformer layers", maximum=10_000)
+    num_layers: int = required("number of transformer layers", maximum=4096)
     hidden_size: int = required("width h of the residual stream", maximum=2**20)
     num_attention_heads: int = required("number of attention heads; must divide --hidden-size", maximum=2**16)
     ffn_hidden_size: int | None = opt(None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22)

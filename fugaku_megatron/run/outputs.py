@@ -22,6 +22,7 @@ def check_file(flag: str, file: str | Path | None) -> None:
     folder = Path(file).absolute().parent
     check(folder.is_dir(), f"{flag} {file}: {folder} is not a directory: make it, or give another file")
     check(not Path(file).is_dir(), f"{flag} {file} is a directory: give a file in it")
+    check(not Path(file).is_fifo(), f"{flag} {file} is a FIFO, which would wait for a reader: give a file")
     writable = os.access(file if Path(file).exists() else folder, os.W_OK)
     check(writable, f"{flag} {file}: no permission to write there: give another file")
 

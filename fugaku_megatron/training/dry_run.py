@@ -28,7 +28,6 @@ class StagePlan:
     parameters: int
     in_flight: int
     memory: Memory
-    instructions: list[schedule.Instruction]
 
 
 def plan_stage(run: RunConfig, layout: Layout, stage: int, microbatches: int) -> StagePlan:
@@ -37,10 +36,8 @@ def plan_stage(run: RunConfig, layout: Layout, stage: int, microbatches: int) ->
     built = Stage(run, grid.groups(DryComm(grid.rank(0, stage, 0), layout.world_size)), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
     assert parameters == accounting.stage_parameters(run, layout, stage)
-    instructions = schedule.one_f_one_b(stage, layout.pp, microbatches)
-    in_flight = schedule.in_flight(instructions)
-    return StagePlan(stage, accounting.stage_layers(run, stage), parameters, in_flight,
-                     stage_memory(run, layout, stage, in_flight), instructions)
+    in_flight = schedule.max_in_flight(stage, layout.pp, microbatches)
+    return StagePlan(stage, accounting.stage_layers(run, stage), parameters, in_flight, stage_memory(run, layout, stage, in_flight))
 
 
 def _alike(a: StagePlan, b: StagePlan) -> bool:
@@ -69,15 +66,15 @@ def _table(plans: list[StagePlan]) -> list[str]:
     return [head + "   (MiB per rank, model)", *map(_row, runs)]
 
 
-def _picture(plans: list[StagePlan], width: int = 24) -> list[str]:
+def _picture(stages: int, microbatches: int, width: int = 24) -> list[str]:
     """The first instructions of a few stages: F forward, B backward, arrows left out."""
-    shown = [plans[i] for i in sorted({0, len(plans) // 2, len(plans) - 1})]
     mark = {schedule.FORWARD: "F", schedule.BACKWARD: "B"}
     lines = []
-    for plan in shown:
-        steps = [f"{mark[i.op]}{i.microbatch}" for i in plan.instructions if i.op in mark]
-        more = f" ... ({len(steps)} in all)" if len(steps) > width else ""
-        lines.append(f"  stage {plan.stage:>3}: {' '.join(steps[:width])}{more}")
+    for stage in sorted({0, stages // 2, stages - 1}):
+        first = schedule.one_f_one_b(stage, stages, min(microbatches, stages + width))  # later ones come behind the shown steps
+        steps = [f"{mark[i.op]}{i.microbatch}" for i in first if i.op in mark]
+        more = f" ... ({2 * microbatches} in all)" if 2 * microbatches > width else ""
+        lines.append(f"  stage {stage:>3}: {' '.join(steps[:width])}{more}")
     return lines
 
 
@@ -99,7 +96,7 @@ def report(run: RunConfig, world_size: int) -> str:
         f"global batch size {size}, micro-batch size {run.batch.micro_batch_size}, {microbatches} micro-batches per iteration; "
         f"{iterations} iterations, {samples} samples",
         f"schedule 1F1B, bubble {bubble:.1%} of the step's slots (model)",
-        *_picture(plans),
+        *_picture(layout.pp, microbatches),
         "memory of one rank per stage:",
         *_table(plans),
         f"FLOPs per iteration: {accounting.hardware_flops(run, size):.4e} hardware (the log's TFLOPs), "

@@ -42,7 +42,7 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     """Memory of one rank at the peak of a step, as --dry-run has it, with the process itself."""
     stage = Grid(layout.world_size, layout.tp, layout.pp).coords(rank)[1]
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
-    in_flight = schedule.in_flight(schedule.one_f_one_b(stage, layout.pp, microbatches))
+    in_flight = schedule.max_in_flight(stage, layout.pp, microbatches)
     return memory.stage_memory(run, layout, stage, in_flight).total + PROCESS_BYTES
 
 

@@ -30,7 +30,7 @@ from ..run.checks import check
 from ..run.config import RunConfig
 from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
-from .forecast import check_memory, data_line, iteration_line
+from .forecast import check_memory, data_line, iteration_line, node_bytes
 from .kernel_choice import build_ops, choose_kernels
 from .resume import Resume, find_checkpoint, resume_training
 from .session import HISTORY, Session
@@ -84,7 +84,7 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout,
         return (MockDataset(model.vocab_size, model.seq_length, samples, seed),
                 MockDataset(model.vocab_size, model.seq_length, valid_samples, seed + 1) if valid_samples else None)
     train, valid, _ = build_datasets(run.data.data_path, run.data.split, model.seq_length, (samples, valid_samples, 0), seed,
-                                     model.vocab_size, readers)
+                                     model.vocab_size, readers, node_bytes())
     return train, valid
 
 
