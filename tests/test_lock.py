@@ -13,6 +13,7 @@ import pytest
 from fugaku_megatron.checkpoint import lock
 from fugaku_megatron.checkpoint.lock import LOCK, Lock, Owner, hold
 from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from tests.time_limit import time_limit
 
 HOLDER = """
 import sys, time
@@ -165,3 +166,16 @@ def test_a_directory_that_takes_no_file_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--save .*/file/sub is not writable: "):
         Lock(tmp_path / "file" / "sub")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused_without_waiting(tmp_path, make):
+    make(tmp_path / LOCK)
+    with time_limit(), pytest.raises(ValueError, match=f"--save {tmp_path}: .lock in it is no regular file: remove it"):
+        Lock(tmp_path)
+
+
+def test_waiting_for_a_job_on_another_node_is_said(tmp_path, elsewhere, capsys):
+    elsewhere()
+    _quick(tmp_path).release()
+    assert capsys.readouterr().out.startswith(f"note: --save {tmp_path} has the lock of another job (process 77 on node7 since ")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from fugaku_megatron import cli
 from fugaku_megatron.perf import fit
 from fugaku_megatron.run.outputs import check_file, writing
+from tests.time_limit import time_limit
 
 PLAN = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
 
@@ -28,6 +31,17 @@ def test_no_name_is_no_file():
     with pytest.raises(ValueError, match="--csv '' is no name: give a file"):
         check_file("--csv", "")
     check_file("--csv", None)
+
+
+def test_a_fifo_is_refused_without_waiting_for_a_reader(tmp_path, capsys):
+    os.mkfifo(tmp_path / "a.csv")
+    with time_limit(), pytest.raises(ValueError, match="--csv .*a.csv is a FIFO, which would wait for a reader: give a file"):
+        check_file("--csv", tmp_path / "a.csv")
+    with time_limit():
+        os.mkfifo(tmp_path / "a.sh")
+        assert cli.main(["job", "render", "--recipe", "124m", "--nodes", "12", "--ranks-per-node", "4", "--micro-batch-size",
+                         "1", "-o", str(tmp_path / "a.sh")]) == 2
+    assert "is a FIFO, which would wait for a reader" in capsys.readouterr().err
 
 
 def test_a_place_without_permission_is_refused(tmp_path, monkeypatch):

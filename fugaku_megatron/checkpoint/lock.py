@@ -91,6 +91,10 @@ def _read(path: Path) -> Owner | None:
         return None
 
 
+def _job(owner: Owner | None) -> str:
+    return f"process {owner.process} on {owner.host} since {owner.since}" if owner else f"{LOCK} does not tell which"
+
+
 class Lock:
     """The lock of one directory, held from creation to `release`. Raises ValueError when another job holds it."""
 
@@ -115,13 +119,14 @@ class Lock:
 
     def _acquire(self) -> None:
         while not self._create():
+            if self.path.exists() and not self.path.is_file():
+                raise ValueError(f"--save {self.path.parent}: {LOCK} in it is no regular file: remove it, or give another --save")
             owner = _read(self.path)
             lives = owner.lives() if owner else None
-            if self._is_renewed() if lives is None else lives:
+            if self._is_renewed(owner) if lives is None else lives:
                 owner = _read(self.path) or owner
-                job = f"process {owner.process} on {owner.host} since {owner.since}" if owner else f"{self.path} tells not which"
-                raise ValueError(f"--save {self.path.parent} is in use by another job: {job}: wait for its end, or give another "
-                                 "--save")
+                raise ValueError(f"--save {self.path.parent} is in use by another job: {_job(owner)}: wait for its end, or give "
+                                 "another --save")
             self._remove(owner)
 
     def _create(self) -> bool:
@@ -146,9 +151,11 @@ class Lock:
             return False
         return True
 
-    def _is_renewed(self) -> bool:
+    def _is_renewed(self, owner: Owner | None) -> bool:
         """Whether the time stamp changes within `patience`. Clocks of nodes may differ, so only its change counts."""
         first, end = self._stamp(), time.monotonic() + self.patience
+        print(f"note: --save {self.path.parent} has the lock of another job ({_job(owner)}): waiting up to {self.patience:g} s for "
+              "a sign of life", flush=True)
         while first is not None and time.monotonic() < end:
             time.sleep(self.beat / 10)
             if self._stamp() != first:

@@ -38,6 +38,7 @@ def plan(args: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str, flag: str = "") -> None:
     """A script. Raises ValueError naming what cannot be written."""
+    check(not path.is_fifo(), f"{flag}{path} is a FIFO, which would wait for a reader: give a file")
     try:
         path.write_text(text)
         path.chmod(0o755)
