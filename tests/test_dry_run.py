@@ -94,7 +94,7 @@ def test_the_program_reads_the_vocabulary(tmp_path, capsys):
 
 @pytest.mark.parametrize(("recipe", "changes", "world_size"), [
     ("124m", {"global_batch_size": 2**24}, 1),
-    ("124m", {"num_layers": 4096}, 1),
+    ("124m", {"num_layers": 1024}, 1),
     ("124m", {"num_layers": 1_000, "pipeline_model_parallel_size": 1_000, "global_batch_size": 2**20}, 1_000),
     ("124m", {"global_batch_size": 2, "rampup_batch_size": (1, 1, 2**31 - 1), "train_samples": 2**40}, 1),
     ("demo", {"hidden_size": 2**20, "seq_length": 2**22, "global_batch_size": 2}, 1),

@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent / "machines"
 MIB, GIB, GB = 2**20, 2**30, 10**9
 MAX_CONSTANT = 1e9  # above any rate, size or count of a node in the units of this file
 KINDS = ("cpu", "gpu")
+PRECISIONS = ("fp32", "fp16", "bf16")
 COLLECTIONS = {"gemm_curves": list, "clocks_ghz": list, "peak_tflops": dict, "native": dict}  # all others are numbers
 WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
 OPTIONAL = ("native", "process_mib")  # constants that only a calibrated machine has
@@ -143,6 +144,9 @@ def _check_kinds(values: dict[str, Any]) -> None:
             raise TypeError(f"{key} is {value!r:.60}, which is empty or of another kind")
         if key in WHOLE_NUMBERS and not isinstance(value, int):
             raise TypeError(f"{key} is {value!r:.60}, not a whole number")
+    lacking = [name for name in PRECISIONS if name not in values.get("peak_tflops", PRECISIONS)]
+    if lacking:
+        raise TypeError(f"peak_tflops has no {', '.join(lacking)}")
     parts = [part for curve in values.get("gemm_curves", []) for part in curve.values()] + values.get("clocks_ghz", [])
     for part in (*parts, *values.get("peak_tflops", {}).values(), *values.get("native", {}).values()):
         if not isinstance(part, (int, float)):

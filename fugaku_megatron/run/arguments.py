@@ -152,7 +152,8 @@ def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
     if name is None:
         return {group: {} for group in GROUPS}
     if name.lower() not in RECIPES:
-        raise ValueError(f"--recipe {name} is unknown: give one of {', '.join(RECIPES)}" + nearest(name, RECIPES, "", cutoff=0.3))
+        known = ", ".join(RECIPES)
+        raise ValueError(f"--recipe {name:.60} is unknown: give one of {known}" + nearest(name, RECIPES, "", cutoff=0.3))
     run = RECIPES[name.lower()]()
     return {group: {f.name: getattr(getattr(run, group), f.name) for f in fields(config)} for group, config in GROUPS.items()}
 
