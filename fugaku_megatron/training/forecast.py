@@ -57,8 +57,8 @@ def check_memory(run: RunConfig, layout: Layout, world: Comm) -> str:
     for node, needs in nodes.items():
         check(sum(needs) <= BEYOND_DOUBT * available[node], f"this run needs about {_gib(sum(needs))} on node {node} for its "
               f"{len(needs)} ranks (--dry-run shows each rank's share) and the node has {_gib(available[node])}: give "
-              "--checkpoint-activations, --sequence-parallel beside tensor parallelism, a smaller --micro-batch-size or model, more "
-              "tensor- or pipeline-parallel ranks on other nodes, or --zero-stage 1")
+              "--checkpoint-activations, --sequence-parallel beside tensor parallelism, a smaller --micro-batch-size or model, "
+              "more tensor- or pipeline-parallel ranks on other nodes, or --zero-stage 1")
     here = nodes[platform.node()]
     return (f"memory: about {_gib(max(map(max, nodes.values())))} for the largest rank, {_gib(sum(here))} for the {len(here)} "
             f"ranks of this node, which has {_gib(has)} (model)")
