@@ -3,27 +3,39 @@
 The order of samples depends on no parallel layout. A "document" here is a sequence of the indexed file, as in
 Megatron-core (preprocess.py writes one sequence a document). Left out: fill-in-the-middle, attention masks
 that stop at document ends.
-Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). Memory: a GPTDataset takes 12 bytes per sample and 4 bytes
-per document and epoch, besides the 20 bytes per document of its IndexedDataset.
-Test: pytest tests/test_dataset.py
+Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). An index takes 12 bytes per sample and 4 bytes per document and
+epoch, in memory or in mapped files (index_cache.py), besides the 20 bytes per document of the mapped .idx. Of mapped files a
+reader holds what it has read since it last gave their pages back, every RELEASE_EVERY samples.
+Test: pytest tests/test_dataset.py tests/test_index_cache.py
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..comm.agreement import on_root
+from .index_cache import Index, IndexCache, Store, provide
 from .indexed import IndexedDataset
-from .indices import build_blending_indices, build_document_index, build_sample_index, build_shuffle_index
+from .indices import (
+    BLOCK,
+    blending_blocks,
+    build_document_index,
+    build_shuffle_index,
+    count_samples,
+    sample_blocks,
+    sample_index_dtype,
+    shuffle_index_dtype,
+)
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -31,8 +43,10 @@ if TYPE_CHECKING:
 SPLITS = ("train", "valid", "test")
 SEPARATE_LAST_EPOCH = 0.80  # Megatron's: a last epoch of which less than this share is used is shuffled by itself
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
-SAMPLE_BYTES, DOCUMENT_BYTES = 40, 20  # while a GPTDataset is built: of each sample, and of each document in each epoch
+SAMPLE_BYTES, DOCUMENT_BYTES = 4, 4  # of each sample, and of each document in each epoch, while they are shuffled
 CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
+RELEASE_EVERY = 1024  # samples after which the pages of mapped files go back; a sample touches a few 64 KiB in each of five files
+GPT_ARRAYS, BLEND_ARRAYS = ("document_index", "sample_index", "shuffle_index"), ("dataset_index", "dataset_sample_index")
 
 
 class Dataset(Protocol):
@@ -60,32 +74,44 @@ def _check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
 class GPTDataset:
     """At least `num_samples` samples of seq_length + 1 tokens, cut across `documents` (ids of sequences) of `indexed`.
 
-    As many epochs as `num_samples` needs are laid end to end (None: one). `name` ("train", ...) is for messages only.
-    With `vocab_size` the token ids of a sample are checked when it is fetched.
-    Raises ValueError when there are fewer tokens than one sample takes, and when the order of so many samples needs more than
-    `max_bytes` of memory.
+    As many epochs as `num_samples` needs are laid end to end (None: one). `name` ("train", ...) is for messages and names of files.
+    With `vocab_size` the token ids of a sample are checked when it is fetched. With `comm`, whose ranks all call, rank 0 builds the
+    index, and all have it. Raises ValueError, on every rank, when there are fewer tokens than one sample takes, and when the order
+    of so many samples needs more than `max_bytes` of memory.
     """
 
     def __init__(
         self,
         indexed: IndexedDataset,
         name: str,
-        documents: np.ndarray,
+        documents: np.ndarray | range,
         num_samples: int | None,
         seq_length: int,
         seed: int,
         vocab_size: int | None = None,
         max_bytes: int | None = None,
+        cache: IndexCache | None = None,
+        comm: Comm | None = None,
     ):
         self.indexed, self.name, self.seq_length, self.vocab_size = indexed, name, seq_length, vocab_size
-        per_epoch = int(indexed.sequence_lengths[documents].sum(dtype=np.int64))
-        self._check_request(len(documents), per_epoch, num_samples)
+        per_epoch = on_root(comm, lambda: self._tokens_per_epoch(documents, num_samples))
         needed = (1 if num_samples is None else num_samples) * seq_length + 1
         self.num_epochs = -(-needed // per_epoch)
-        self._check_memory(len(documents), needed // seq_length, max_bytes)
-        self.document_index, self.sample_index, self.shuffle_index = self._build(
-            documents, per_epoch, num_samples, seed
-        )
+        on_root(comm, lambda: self._check_memory(len(documents), needed // seq_length, max_bytes))
+        self._fetched = 0
+        self._index = self._build(documents, per_epoch, num_samples, seed, cache or IndexCache(), comm)
+        self.document_index, self.sample_index, self.shuffle_index = (self._index.arrays[name] for name in GPT_ARRAYS)
+
+    def _tokens_per_epoch(self, documents: np.ndarray | range, num_samples: int | None) -> int:
+        lengths = self.indexed.sequence_lengths
+        if isinstance(documents, range):
+            blocks = (documents[i : i + BLOCK] for i in range(0, len(documents), BLOCK))
+            per_epoch = sum(int(lengths[block.start : block.stop].sum(dtype=np.int64)) for block in blocks)
+            self.indexed.release()
+        else:
+            per_epoch = int(lengths[documents].sum(dtype=np.int64))
+        self._check_request(len(documents), per_epoch, num_samples)
+        return per_epoch
 
     def _check_request(self, num_documents: int, per_epoch: int, num_samples: int | None) -> None:
         if self.seq_length < 1 or (num_samples is not None and num_samples < 1):
@@ -106,19 +132,38 @@ class GPTDataset:
                 f"{max_bytes / 2**30:.1f} GiB: give fewer {flags}, or more data"
             )
 
-    def _build(
-        self, documents: np.ndarray, per_epoch: int, num_samples: int | None, seed: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _build(self, documents: np.ndarray | range, per_epoch: int, num_samples: int | None, seed: int, cache: IndexCache,
+               comm: Comm | None) -> Index:
         """The document, sample and shuffle index. A last epoch of which little is used is shuffled by itself."""
-        s, epochs = self.seq_length, self.num_epochs
-        without_last = ((epochs - 1) * per_epoch - 1) // s
-        threshold = int(SEPARATE_LAST_EPOCH * ((per_epoch - 1) // s))
+        s, epochs, count = self.seq_length, self.num_epochs, self.num_epochs * len(documents)
+        without_last, total = count_samples((epochs - 1) * per_epoch, s), count_samples(epochs * per_epoch, s)
+        threshold = int(SEPARATE_LAST_EPOCH * count_samples(per_epoch, s))
         separate_last = epochs > 1 and num_samples - without_last < threshold
-        rng = np.random.RandomState(seed)  # Megatron's generator; its stream is frozen
-        document_index = build_document_index(documents, epochs, separate_last, rng)
-        sample_index = build_sample_index(self.indexed.sequence_lengths, document_index, s)
-        total = len(sample_index) - 1
-        return document_index, sample_index, build_shuffle_index(without_last if separate_last else total, total, rng)
+
+        def build(store: Store) -> None:
+            rng = np.random.RandomState(seed)  # Megatron's generator; its stream is frozen
+            document_index = store("document_index", np.int32, (count,),
+                                   [build_document_index(documents, epochs, separate_last, rng)])
+            lengths, first = self._lengths(documents)
+            store("sample_index", sample_index_dtype(count), (total + 1, 2), sample_blocks(lengths, document_index, s, first))
+            del lengths
+            store("shuffle_index", shuffle_index_dtype(total), (total,),
+                  [build_shuffle_index(without_last if separate_last else total, total, rng)])
+
+        per_sample = 2 * np.dtype(sample_index_dtype(count)).itemsize + np.dtype(shuffle_index_dtype(total)).itemsize
+        description = {**self.indexed.description(), **_described(documents), "num_epochs": epochs,
+                       "separate_last_epoch": separate_last, "index_split": self.name, "random_seed": seed, "sequence_length": s}
+        return provide(cache, self.indexed.prefix, "GPTDataset", self.name, description, GPT_ARRAYS,
+                       4 * count + per_sample * total, build, comm)
+
+    def _lengths(self, documents: np.ndarray | range) -> tuple[np.ndarray, int]:
+        """Lengths of consecutive sequences that include `documents`, aligned in memory, and the number of the first one."""
+        if isinstance(documents, range):
+            lengths, first = np.array(self.indexed.sequence_lengths[documents.start : documents.stop]), documents.start
+        else:
+            lengths, first = np.array(self.indexed.sequence_lengths), 0
+        self.indexed.release()
+        return lengths, first
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -126,6 +171,10 @@ class GPTDataset:
     def __getitem__(self, index: int) -> Tensor:
         """Sample `index` of the shuffled order, int64 (s + 1,)."""
         _check_index(index, self)
+        self._fetched += 1
+        if self._fetched % RELEASE_EVERY == 0:
+            self._index.release()
+            self.indexed.release()
         unshuffled = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[unshuffled : unshuffled + 2].tolist()
         parts = []
@@ -138,6 +187,13 @@ class GPTDataset:
         if self.vocab_size is not None:
             _check_tokens(tokens, self.vocab_size, self.indexed.prefix)
         return torch.from_numpy(tokens.astype(np.int64))
+
+
+def _described(documents: np.ndarray | range) -> dict[str, Any]:
+    """The documents in the description of an index."""
+    if isinstance(documents, range):
+        return {"first_document": documents.start, "documents": len(documents)}
+    return {"documents": hashlib.md5(np.ascontiguousarray(documents), usedforsecurity=False).hexdigest()}
 
 
 def _normalize(weights: Sequence[float]) -> list[float]:
@@ -156,12 +212,28 @@ class BlendedDataset:
     Raises ValueError for a weight that is not positive and for a dataset with fewer samples than the blend takes from it.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], num_samples: int):
+    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], num_samples: int, name: str = "train",
+                 cache: IndexCache | None = None, prefix: str = "", comm: Comm | None = None):
         assert len(datasets) == len(weights) > 0
-        self.datasets = list(datasets)
-        self.dataset_index, self.sample_index = build_blending_indices(_normalize(weights), num_samples)
-        counts = np.bincount(self.dataset_index, minlength=len(datasets))
-        for i, (dataset, needed) in enumerate(zip(datasets, counts)):
+        self.datasets, weights = list(datasets), _normalize(weights)
+        self._fetched = 0
+
+        def build(store: Store) -> None:
+            for array, dtype, part in zip(BLEND_ARRAYS, (np.int16, np.int64), range(2), strict=True):
+                store(array, dtype, (num_samples,), (block[part] for block in blending_blocks(weights, num_samples)))
+
+        description = {"class": "BlendedDataset", "weights": weights, "size": num_samples, "index_split": name}
+        self._index = provide(cache or IndexCache(), prefix, "BlendedDataset", name, description, BLEND_ARRAYS, 10 * num_samples,
+                              build, comm)
+        self.dataset_index, self.sample_index = (self._index.arrays[name] for name in BLEND_ARRAYS)
+        on_root(comm, lambda: self._check_sizes(num_samples))
+
+    def _check_sizes(self, num_samples: int) -> None:
+        """Raises ValueError where a dataset is too small."""
+        counts = sum(np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(self.datasets))
+                     for start in range(0, num_samples, BLOCK))
+        self._index.release()
+        for i, (dataset, needed) in enumerate(zip(self.datasets, counts)):
             if needed > len(dataset):
                 raise ValueError(
                     f"blend of {num_samples} samples: dataset {i} has {len(dataset)}, its weight takes {needed}"
@@ -172,6 +244,9 @@ class BlendedDataset:
 
     def __getitem__(self, index: int) -> Tensor:
         _check_index(index, self)
+        self._fetched += 1
+        if self._fetched % RELEASE_EVERY == 0:
+            self._index.release()
         return self.datasets[self.dataset_index[index]][int(self.sample_index[index])]
 
 
@@ -221,10 +296,10 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
     return list(data_path[1::2]), weights
 
 
-def _split_documents(num_documents: int, shares: Sequence[float], split: int) -> np.ndarray:
+def _split_documents(num_documents: int, shares: Sequence[float], split: int) -> range:
     """Ids of the documents of train (0), valid (1) or test (2): consecutive ranges with Megatron's rounding."""
     ends = [0.0, *accumulate(shares)]
-    return np.arange(round(ends[split] * num_documents), round(ends[split + 1] * num_documents))
+    return range(round(ends[split] * num_documents), round(ends[split + 1] * num_documents))
 
 
 def _open(prefix: str, vocab_size: int | None, comm: Comm | None) -> IndexedDataset:
@@ -244,12 +319,14 @@ def build_datasets(
     vocab_size: int | None = None,
     comm: Comm | None = None,
     max_bytes: int | None = None,
+    cache: IndexCache | None = None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
 
-    max_bytes: of memory that the order of a dataset's samples may take (None: any). A dataset with `num_samples` 0 is None; so is
-    valid or test if --split leaves it no documents.
-    With `comm` rank 0 alone reads the .idx files; all of its ranks must call. Raises ValueError on every rank.
+    max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. A dataset with
+    `num_samples` 0 is None; so is valid or test if --split leaves it no documents.
+    With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call. Raises
+    ValueError on every rank.
     """
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)
@@ -268,16 +345,18 @@ def build_datasets(
             )
         parts = [
             partial(GPTDataset, opened[prefix], name, ids, seq_length=seq_length, seed=seed, vocab_size=vocab_size,
-                    max_bytes=max_bytes)
+                    max_bytes=max_bytes, cache=cache, comm=comm)
             for prefix, ids in zip(prefixes, documents)
         ]
-        built.append(_blend(parts, weights, num_samples[i]))
+        blended = partial(BlendedDataset, name=name, cache=cache, prefix=prefixes[0], comm=comm)
+        built.append(_blend(parts, weights, num_samples[i], blended))
     return tuple(built)
 
 
-def _blend(parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] | None, num_samples: int) -> Dataset:
+def _blend(parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] | None, num_samples: int,
+           blended: Callable[..., BlendedDataset]) -> Dataset:
     """The only part if there are no weights, else a blend of parts, each built with slightly more samples than its share."""
     if weights is None:
         return parts[0](num_samples=num_samples)
     targets = [math.ceil(math.ceil(num_samples * weight) * (1 + BLEND_SURPLUS)) for weight in _normalize(weights)]
-    return BlendedDataset([part(num_samples=n) for part, n in zip(parts, targets)], weights, num_samples)
+    return blended([part(num_samples=n) for part, n in zip(parts, targets)], weights, num_samples)

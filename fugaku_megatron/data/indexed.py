@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from ..comm.agreement import on_root
 from .files import unreadable
+from .indices import BLOCK
+from .mapped import MappedFile
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
     from ..comm.base import Comm
@@ -50,19 +54,54 @@ def _file_size(path: str) -> int:
     raise ValueError(f"{path}: cannot be read ({reason}); a dataset is a .bin and an .idx file: {remedy}")
 
 
-def _check_places(path: str, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray, itemsize: int) -> None:
-    """Refuse sequences that do not lie back to back, as every writer leaves them; the size of .bin then shows if it is whole."""
-    ends = np.cumsum(lengths, dtype=np.int64) * itemsize
-    if len(lengths) and (lengths.min() < 0 or not np.array_equal(pointers[1:], ends[:-1]) or pointers[0] != 0):
-        raise ValueError(f"{path}: its sequence pointers do not follow from its sequence lengths: corrupt; {REBUILD}")
-    if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or np.any(np.diff(documents) < 0):
-        raise ValueError(
-            f"{path}: its document indices do not run from 0 to its {len(lengths)} sequences: corrupt; {REBUILD}"
-        )
+@dataclass(frozen=True)
+class Header:
+    """What a checked .idx file says: the name of its dtype, how many sequences, document indices and tokens it has, its bytes, and
+    the CRC-32 of its sequence lengths, from which the order of samples follows."""
+
+    dtype: str
+    sequences: int
+    documents: int
+    tokens: int
+    size: int
+    lengths_crc32: str
 
 
-def _read_index(prefix: str) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
-    """(dtype name, lengths, pointers, document indices) of <prefix>.idx, checked, also against the size of .bin."""
+def _check_places(path: str, stream: BinaryIO, sequences: int, itemsize: int) -> tuple[int, str]:
+    """(tokens, CRC-32 of the lengths). Refuses sequences that do not lie back to back, as every writer leaves them; the size of
+    .bin then shows if it is whole."""
+    crc, ended = 0, 0
+    for start in range(0, sequences, BLOCK):
+        count = min(BLOCK, sequences - start)
+        lengths = _read_part(stream, "<i4", HEADER.size + 4 * start, count)
+        pointers = _read_part(stream, "<i8", HEADER.size + 4 * sequences + 8 * start, count)
+        ends = np.cumsum(lengths, dtype=np.int64) * itemsize + ended
+        if lengths.min() < 0 or pointers[0] != ended or not np.array_equal(pointers[1:], ends[:-1]):
+            raise ValueError(f"{path}: its sequence pointers do not follow from its sequence lengths: corrupt; {REBUILD}")
+        crc, ended = zlib.crc32(lengths, crc), int(ends[-1])
+    return ended // itemsize, f"{crc:08x}"
+
+
+def _check_documents(path: str, stream: BinaryIO, sequences: int, documents: int) -> None:
+    last, begin = 0, HEADER.size + 12 * sequences
+    for start in range(0, documents, BLOCK):
+        part = _read_part(stream, "<i8", begin + 8 * start, min(BLOCK, documents - start))
+        if start == 0 and part[0] != 0 or part[0] < last or np.any(np.diff(part) < 0):
+            break
+        last = int(part[-1])
+    else:
+        if documents and last == sequences:
+            return
+    raise ValueError(f"{path}: its document indices do not run from 0 to its {sequences} sequences: corrupt; {REBUILD}")
+
+
+def _read_part(stream: BinaryIO, dtype: str, offset: int, count: int) -> np.ndarray:
+    stream.seek(offset)
+    return np.fromfile(stream, dtype, count)
+
+
+def _read_index(prefix: str) -> Header:
+    """What <prefix>.idx holds, checked, also against the size of .bin, in blocks."""
     path = prefix + ".idx"
     size = _file_size(path)
     bin_size = _file_size(prefix + ".bin")
@@ -83,12 +122,11 @@ def _read_index(prefix: str) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
         if size not in (expected, expected + sequences):
             what = "truncated" if size < expected else "too long"
             raise ValueError(f"{path}: {what}: {size} bytes, but its header announces {expected}; {REBUILD}")
-        lengths = np.fromfile(stream, "<i4", sequences)
-        pointers = np.fromfile(stream, "<i8", sequences)
-        indices = np.fromfile(stream, "<i8", documents)
-    _check_places(path, lengths, pointers, indices, np.dtype(ELEMENT_TYPES[code]).itemsize)
-    _check_bin_size(prefix, bin_size, int(lengths.sum(dtype=np.int64)), np.dtype(ELEMENT_TYPES[code]))
-    return ELEMENT_TYPES[code], lengths, pointers, indices
+        dtype = np.dtype(ELEMENT_TYPES[code])
+        tokens, crc = _check_places(path, stream, sequences, dtype.itemsize)
+        _check_documents(path, stream, sequences, documents)
+    _check_bin_size(prefix, bin_size, tokens, dtype)
+    return Header(ELEMENT_TYPES[code], sequences, documents, tokens, size, crc)
 
 
 def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> None:
@@ -103,24 +141,48 @@ def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> Non
 class IndexedDataset:
     """Reader of `len(data)` sequences; `data[i]` and `data.get(i, offset, length)` are views of the mapped .bin.
 
-    Attributes: dtype, sequence_lengths int32[n] in tokens, sequence_pointers int64[n] in bytes, document_indices
-    int64[d]. With `comm` only rank 0 opens .idx, and broadcasts it; a rank opens .bin when it first reads a token.
+    Attributes: dtype, num_tokens, and mapped from .idx sequence_lengths int32[n] in tokens, sequence_pointers int64[n] in bytes,
+    document_indices int64[d]. With `comm` only rank 0 reads and checks .idx; a rank maps .idx and .bin when it first needs them.
     Raises ValueError, on every rank, when a file is missing, truncated or of another format, or when the two disagree.
     """
 
     def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):
         self.prefix = os.fspath(prefix)
-        name, *arrays = on_root(comm, lambda: _read_index(self.prefix))
-        self.dtype = np.dtype(name)
-        self.sequence_lengths, self.sequence_pointers, self.document_indices = arrays
+        self.header = on_root(comm, lambda: _read_index(self.prefix))
+        self.dtype, self.num_tokens = np.dtype(self.header.dtype), self.header.tokens
+        self._files: list[MappedFile] = []
 
     def __len__(self) -> int:
-        return len(self.sequence_lengths)
+        return self.header.sequences
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in .bin."""
-        return int(self.sequence_lengths.sum(dtype=np.int64))
+    def description(self) -> dict[str, Any]:
+        """What the order of samples depends on; it follows the data when its folder is moved."""
+        return {"class": "GPTDataset", "dataset_path": os.path.basename(self.prefix), "sequences": len(self),
+                "tokens": self.num_tokens, "lengths_crc32": self.header.lengths_crc32}
+
+    def _map(self, path: str) -> MappedFile:
+        self._files.append(MappedFile(path))
+        return self._files[-1]
+
+    @cached_property
+    def _index(self) -> MappedFile:
+        path = self.prefix + ".idx"
+        size = _file_size(path)
+        if size != self.header.size:  # this node's copy may differ
+            raise ValueError(f"{path}: {size} bytes, but {self.header.size} where rank 0 read it; {REBUILD}")
+        return self._map(path)
+
+    @cached_property
+    def sequence_lengths(self) -> np.ndarray:
+        return self._index.array("<i4", (len(self),), HEADER.size)
+
+    @cached_property
+    def sequence_pointers(self) -> np.ndarray:
+        return self._index.array("<i8", (len(self),), HEADER.size + 4 * len(self))
+
+    @cached_property
+    def document_indices(self) -> np.ndarray:
+        return self._index.array("<i8", (self.header.documents,), HEADER.size + 12 * len(self))
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -129,7 +191,12 @@ class IndexedDataset:
             return np.empty(0, self.dtype)
         path = self.prefix + ".bin"
         _check_bin_size(self.prefix, _file_size(path), self.num_tokens, self.dtype)  # this node's copy may differ
-        return np.asarray(np.memmap(path, self.dtype, mode="r"))
+        return self._map(path).array(self.dtype, (self.num_tokens,))
+
+    def release(self) -> None:
+        """Give back the pages of .idx and .bin that were read."""
+        for file in self._files:
+            file.release()
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens (default: all that follow) of sequence `index` from token `offset` on."""

@@ -1,0 +1,186 @@
+"""The arrays of a data set's index: built by one process, kept in files beside the data, mapped by every reader.
+
+    PREFIX/cache/GPTDataset_indices/<hash>-GPTDataset-train-description.txt      what the arrays follow from, as JSON
+    PREFIX/cache/GPTDataset_indices/<hash>-GPTDataset-train-document_index.npy   ... sample_index.npy, shuffle_index.npy
+
+These are Megatron's names, and --data-cache-path names another folder, as Megatron's does; <hash> is the MD5 of the description,
+which holds other fields than Megatron's. Files appear under their names when they are whole, the description last, so a builder may
+be killed at any moment. An index of at most `IndexCache.in_memory` bytes is kept in memory instead, unless a folder was named.
+Left out: removing the files of data that is no longer used. Test: pytest tests/test_index_cache.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ..comm.agreement import agree, describe, on_root
+from .mapped import MappedFile
+
+if TYPE_CHECKING:
+    from ..comm.base import Comm
+
+IN_MEMORY = 64 << 20  # bytes of an index that need no file
+ABANDONED = 3600.0  # s after which an unfinished file belongs to a builder that was killed
+
+
+class Store(Protocol):
+    """Takes an array as consecutive blocks, and returns it as it is kept."""
+
+    def __call__(self, name: str, dtype: np.dtype | type, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> np.ndarray: ...
+
+
+Build = Callable[[Store], None]
+
+
+@dataclass(frozen=True)
+class IndexCache:
+    """Where indices are kept. path: --data-cache-path; None: beside the data. in_memory: bytes that are not worth a file."""
+
+    path: str | None = None
+    in_memory: int = IN_MEMORY
+
+    def folder(self, prefix: str, kind: str) -> Path:
+        return Path(self.path) if self.path else Path(prefix) / "cache" / f"{kind}_indices"
+
+
+@dataclass(frozen=True)
+class Index:
+    """Arrays by name, and the files that they are mapped from, none for arrays in memory."""
+
+    arrays: dict[str, np.ndarray]
+    files: tuple[MappedFile, ...] = ()
+
+    def release(self) -> None:
+        for file in self.files:
+            file.release()
+
+
+class _Files:
+    """The files of one index in `folder`; their names follow from `description`."""
+
+    def __init__(self, folder: Path, kind: str, split: str, description: dict[str, Any]) -> None:
+        self.folder, self.text = folder, json.dumps(description, indent=4)
+        digest = hashlib.md5(self.text.encode(), usedforsecurity=False).hexdigest()
+        self.base = f"{digest}-{kind}-{split}"
+        self.mapped: list[MappedFile] = []
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{self.base}-{name}"
+
+    def open(self, names: Iterable[str]) -> Index:
+        """Map all arrays. OSError or ValueError where a file is missing or not whole."""
+        if self.path("description.txt").read_text() != self.text:
+            raise ValueError(f"{self.path('description.txt')} describes another index")
+        files = {name: MappedFile(self.path(f"{name}.npy")) for name in names}
+        return Index({name: file.npy() for name, file in files.items()}, tuple(files.values()))
+
+    def build(self, build: Build) -> None:
+        """Write all arrays, then the description, which makes them valid. OSError when the folder takes no files."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_abandoned()
+        build(self.store)
+        self._write("description.txt", [self.text.encode()])
+
+    def store(self, name: str, dtype: np.dtype | type, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> np.ndarray:
+        """Write an array block by block and map it. A builder reads its earlier arrays in order: their pages go back meanwhile."""
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+
+        def content() -> Iterable[np.ndarray]:
+            for block in blocks:
+                yield np.ascontiguousarray(block, dtype)
+                for file in self.mapped:
+                    file.release()
+
+        self._write(f"{name}.npy", content(), header)
+        file = MappedFile(self.path(f"{name}.npy"))
+        self.mapped.append(file)
+        return file.npy()
+
+    def _write(self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None) -> None:
+        """A file that appears when it is whole."""
+        path = self.path(name)
+        aside = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+        try:
+            with open(aside, "wb") as file:
+                if header:
+                    np.lib.format.write_array_header_1_0(file, header)
+                for block in blocks:
+                    file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _remove_abandoned(self) -> None:
+        for aside in self.folder.glob(f"{self.base}-*.tmp"):
+            with suppress(OSError):  # another builder may be removing it
+                if time.time() - aside.stat().st_mtime > ABANDONED:
+                    aside.unlink()
+
+
+def provide(cache: IndexCache, prefix: str, kind: str, split: str, description: dict[str, Any], names: tuple[str, ...], size: int,
+            build: Build, comm: Comm | None = None) -> Index:
+    """The arrays `names`, of `size` bytes together, which `build` makes on rank 0 unless they are there already. Collective.
+
+    prefix: of the data, beside which the files lie by default. Raises ValueError on every rank when they cannot be written, and
+    when a rank does not see them.
+    """
+    small = size <= cache.in_memory
+    if small and cache.path is None:
+        return on_root(comm, lambda: _in_memory(build))
+    files = _Files(cache.folder(prefix, kind), kind, split, description)
+    reason = on_root(comm, lambda: _ensure(files, names, build))
+    if reason and small:
+        if comm is None or comm.rank == 0:
+            print(f"note: --data-cache-path {cache.path}: {reason}: the index of the {split} data is kept in memory", flush=True)
+        return on_root(comm, lambda: _in_memory(build))
+    if reason:
+        raise ValueError(f"the index of {prefix}, {size / 2**20:.0f} MiB, cannot be written ({reason}): give a folder on a shared "
+                         "file system with --data-cache-path")
+    return _open(files, names, comm)
+
+
+def _in_memory(build: Build) -> Index:
+    arrays: dict[str, np.ndarray] = {}
+
+    def store(name: str, dtype: np.dtype | type, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> np.ndarray:
+        parts = [np.asarray(block, dtype) for block in blocks]
+        arrays[name] = (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(shape)
+        return arrays[name]
+
+    build(store)
+    return Index(arrays)
+
+
+def _ensure(files: _Files, names: tuple[str, ...], build: Build) -> str | None:
+    """Build what is not there, or say why it cannot be written."""
+    try:
+        files.open(names)
+    except (OSError, ValueError):
+        try:
+            files.build(build)
+        except OSError as error:
+            return describe(error)
+    return None
+
+
+def _open(files: _Files, names: tuple[str, ...], comm: Comm | None) -> Index:
+    def work() -> Index:
+        try:
+            return files.open(names)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{files.folder}: the data index that rank 0 built is not whole there ({error}): give "
+                             "--data-cache-path on a file system that all nodes share") from error
+
+    return work() if comm is None else agree(comm, work)

@@ -1,0 +1,42 @@
+"""Read-only arrays in mapped files, whose pages can be given back: what a reader holds does not grow with the files.
+
+Pages of a mapped file that were read count as memory of the process until it gives them back; the system's page cache keeps them as
+long as there is room. Test: pytest tests/test_index_cache.py
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+
+import numpy as np
+
+
+class MappedFile:
+    """One file, opened and mapped once; `array` gives views of it. Raises OSError or ValueError where it cannot be mapped."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @property
+    def size(self) -> int:
+        """Of the file, in bytes."""
+        return len(self._map)
+
+    def array(self, dtype: np.dtype | str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
+        """An array of this shape that begins at byte `offset`."""
+        return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
+
+    def npy(self) -> np.ndarray:
+        """The array of a .npy file. ValueError when it is none, or not whole."""
+        self._map.seek(0)
+        np.lib.format.read_magic(self._map)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(self._map)
+        return self.array(dtype, shape, self._map.tell())
+
+    def release(self) -> None:
+        """Give back the pages that were read; they are mapped again when they are needed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
