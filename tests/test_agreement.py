@@ -3,12 +3,17 @@
 import pytest
 
 from fugaku_megatron.comm.agreement import agree, describe, on_root
-from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.recording import RecordingComm
 
 
-def test_results_come_back_in_rank_order_on_rank_0():
-    results = ThreadWorld(3).run(lambda comm: agree(comm, lambda: comm.rank * 10))
-    assert results == [[0, 10, 20], None, None]
+def test_every_rank_keeps_its_own_result():
+    assert ThreadWorld(3).run(lambda comm: agree(comm, lambda: comm.rank * 10)) == [0, 10, 20]
+
+
+def test_success_gathers_nothing():
+    comm = RecordingComm(DryComm(5, 98_304))
+    assert agree(comm, lambda: "own") == "own" and comm.records == [("all_reduce", 8)]
 
 
 def test_every_rank_raises_the_first_failing_ranks_message():

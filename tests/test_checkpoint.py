@@ -12,7 +12,7 @@ import torch
 
 from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.checkpoint import save as save_module
-from fugaku_megatron.checkpoint.load import load_checkpoint, read_state
+from fugaku_megatron.checkpoint.load import load_checkpoint, open_checkpoint
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations, read_manifest
 from fugaku_megatron.checkpoint.save import check_replaces, check_writable, save_checkpoint
 from fugaku_megatron.checkpoint.shards import Shard
@@ -358,8 +358,8 @@ def test_the_state_is_read_without_the_tensors(tmp_path):
     _truncate(_save(tmp_path, 90)[0] / "rank_00001.safetensors")
     _save(tmp_path, 100)
     expected = _load(tmp_path)[1]
-    assert ThreadWorld(WORLD).run(lambda comm: read_state(tmp_path, 100, comm)[0]) == [expected] * WORLD
-    message = _failure(lambda comm: read_state(tmp_path, 110, comm))
+    assert ThreadWorld(WORLD).run(lambda comm: open_checkpoint(tmp_path, comm, 100).state) == [expected] * WORLD
+    message = _failure(lambda comm: open_checkpoint(tmp_path, comm, 110))
     assert message == (f"--load {tmp_path}: {tmp_path}/iter_0000110/manifest.json is missing. Complete checkpoints: iterations "
                        "100. Use iteration 100: --ckpt-step 100")
 

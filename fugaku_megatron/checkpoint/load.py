@@ -1,63 +1,153 @@
 """Loading the checkpoints of `checkpoint.save`, in the parallel layout that saved them; ZeRO-1 may have cut its shards elsewhere.
 
+A rank gets the records of its own file, which its folder's leader reads. Where a shard lies in another rank's file, because the
+number of ranks differs, the records of all files pass by every rank, one folder at a time.
 Every public function is collective, and fails on all ranks or on none. Left out: loading into another parallel layout, which
-weights.py does for the weights alone. Test: pytest tests/test_checkpoint.py
+weights.py does for the weights alone. Test: pytest tests/test_checkpoint.py tests/test_checkpoint_folders.py
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
 from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
-from .manifest import TRACKER, iteration_path, join, latest_iteration, list_iterations, read_manifest, unsigned_note, verify_file
-from .shards import Plan, Shard, check_layout, check_model, make_plan
+from ..comm.objects import scatter_object
+from .folders import FOLDER_FILES, Folders, file_name
+from .manifest import (
+    TRACKER,
+    iteration_path,
+    join,
+    latest_iteration,
+    list_iterations,
+    read_folder,
+    read_head,
+    unsigned_note,
+    verify_file,
+)
+from .shards import Shard, check_layout, check_model, make_plan, placed
+
+Files = dict[str, dict[str, Any]]  # file's name, relative to the checkpoint -> its entry in a manifest
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest was read, once, by rank 0.
+
+    path: its folder. head: the manifest without the records of shards. files: those records on rank 0, where they are not in
+    folders; None on the other ranks.
+    """
+
+    directory: Path
+    path: Path
+    iteration: int
+    head: dict[str, Any]
+    files: Files | None = field(default=None, repr=False)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.head["state"]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.head["config"]
+
+
+def open_checkpoint(directory: str | os.PathLike, comm: Comm, iteration: int | None = None) -> Checkpoint:
+    """The latest checkpoint, or that of `iteration`, without its tensors. Collective.
+
+    Raises ValueError on all ranks when there is no tracker, and when the manifest is missing, damaged or of another program.
+    """
+    directory, files = Path(directory), []
+    prefix = f"--load {directory}: "
+    iteration = on_root(comm, lambda: _iteration_to_load(directory, iteration), prefix)
+
+    def read() -> tuple[Path, dict[str, Any]]:
+        head = read_head(directory, iteration)
+        files.append(head.pop("files", None))
+        path = iteration_path(directory, iteration)
+        if note := unsigned_note(head, path):
+            print(note)
+        return path, head
+
+    path, head = on_root(comm, read, prefix, partial(_other_iterations, directory, iteration))
+    return Checkpoint(directory, path, iteration, head, files[0] if files else None)
 
 
 def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: dict[str, int],
          iteration: int | None = None, model: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-    """Fill the tensors of `shards` in place from the latest checkpoint, or from `iteration`. Collective.
+    """Fill the tensors of `shards` in place from the latest checkpoint, or `iteration`; returns (iteration, state). Collective.
 
-    Returns (iteration, state). A shard may lie in another rank's file. No rank copies anything before every rank has verified
-    the files that it needs. `model`: values that the saved config's "model" must have too. Raises ValueError on all ranks when
-    there is no tracker, when the manifest is missing or of another program, when the layout or the model differs, when a file
-    is missing, truncated or altered, and when a tensor is missing or has another shape or dtype.
+    As `open_checkpoint` and `load_shards`, whose errors it raises.
     """
-    directory = Path(directory)
-    prefix = f"--load {directory}: "
-    iteration = on_root(comm, lambda: _iteration_to_load(directory, iteration), prefix)
-    others = partial(_other_iterations, directory, iteration)
-    manifest = _manifest(directory, iteration, comm)
-    path = on_root(comm, lambda: iteration_path(directory, iteration))
-    if comm.rank == 0 and (note := unsigned_note(manifest, path)):
-        print(note)
-    on_root(comm, lambda: check_model(manifest["config"].get("model", {}), model or {}, path), prefix)
-    on_root(comm, lambda: check_layout(manifest["layout"], layout, path), prefix)
-    plan: Plan = {}
-    agree(comm, lambda: plan.update(make_plan(manifest, shards, path)), prefix)
-    agree(comm, lambda: [verify_file(path / name, manifest["files"][name]) for name in plan], prefix, others)
-    agree(comm, lambda: [_read_shards(path / name, plan[name]) for name in plan], prefix, others)
-    return iteration, manifest["state"]
+    checkpoint = open_checkpoint(directory, comm, iteration)
+    load_shards(checkpoint, shards, Folders(comm), layout, model)
+    return checkpoint.iteration, checkpoint.state
 
 
-def read_state(directory: str | os.PathLike, iteration: int, comm: Comm) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(state, config) as they were saved, for a run that has no tensors yet. Collective."""
-    manifest = _manifest(Path(directory), iteration, comm, ("state", "config"))
-    return manifest["state"], manifest["config"]
+def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, layout: dict[str, int],
+                model: dict[str, Any] | None = None) -> None:
+    """Fill the tensors of `shards` in place. Collective.
+
+    A shard may lie in another rank's file. No rank copies anything before every rank has verified the files that it needs.
+    `model`: values that the saved config's "model" must have too. Raises ValueError on all ranks when the layout or the model
+    differs, when a file is missing, truncated or altered, and when a tensor is missing or has another shape or dtype.
+    """
+    comm, path, head = folders.comm, checkpoint.path, checkpoint.head
+    prefix, others = f"--load {checkpoint.directory}: ", partial(_other_iterations, checkpoint.directory, checkpoint.iteration)
+    on_root(comm, lambda: check_model(head["config"].get("model", {}), model or {}, path), prefix)
+    on_root(comm, lambda: check_layout(head["layout"], layout, path), prefix)
+    files = _own_entry(checkpoint, folders, prefix, others)
+    lacking = not placed(files, shards)
+    if comm.all_reduce(torch.tensor(int(lacking)), "max"):
+        files = _needed_entries(checkpoint, comm, {shard.key for shard in shards}, prefix, others)
+    plan = agree(comm, lambda: make_plan(files, shards, path), prefix)
+    agree(comm, lambda: [verify_file(path / name, files[name]) for name in plan] and None, prefix, others)
+    agree(comm, lambda: [_read_shards(path / name, plan[name]) for name in plan] and None, prefix, others)
 
 
-def _manifest(directory: Path, iteration: int, comm: Comm, parts: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The manifest of `iteration`, or some parts of it, on every rank."""
-    def read() -> dict[str, Any]:
-        manifest = read_manifest(directory, iteration)
-        return {part: manifest[part] for part in parts} if parts else manifest
+def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: Any) -> Files:
+    """The entry of this rank's own file, from its folder's leader; {} where the checkpoint's ranks are others. Collective."""
+    comm, name = folders.comm, f"{folders.name}/" * bool(folders.name) + file_name(folders.comm.rank)
+    if checkpoint.head.get("ranks", comm.size) != comm.size or ("folders" in checkpoint.head) != bool(folders.name):
+        return {}
+    read = partial(read_folder, checkpoint.path, folders.name, checkpoint.head) if folders.name else lambda: checkpoint.files
+    entries = agree(comm, lambda: read() if folders.leads else None, prefix, others)
+    first = comm.rank
+    members = range(first, first + folders.members.size)
+    entry = scatter_object(folders.members, [entries.get(file_name(rank)) for rank in members] if folders.leads else None)
+    return {name: entry} if entry else {}
 
-    return on_root(comm, read, f"--load {directory}: ", partial(_other_iterations, directory, iteration))
+
+def _needed_entries(checkpoint: Checkpoint, comm: Comm, keys: set[str], prefix: str, others: Any) -> Files:
+    """The entries of files with shards of `keys`, and of these alone: all records pass by, one folder at a time. Collective."""
+    needed: Files = {}
+    parts = _parts(checkpoint) if comm.rank == 0 else iter(())
+    while (part := on_root(comm, lambda: next(parts, None), prefix, others)) is not None:
+        for name, entry in part.items():
+            records = [record for record in entry["shards"] if record["key"] in keys]
+            if records:
+                needed[name] = {**entry, "shards": records}
+    return needed
+
+
+def _parts(checkpoint: Checkpoint) -> Iterator[Files]:
+    """All entries, in parts of at most FOLDER_FILES files, as rank 0 reads them."""
+    for folder in checkpoint.head.get("folders", ()):
+        entries = read_folder(checkpoint.path, folder, checkpoint.head)
+        yield {f"{folder}/{name}": entry for name, entry in entries.items()}
+    rest = iter((checkpoint.files or {}).items())
+    while part := dict(islice(rest, FOLDER_FILES)):
+        yield part
 
 
 def _iteration_to_load(directory: Path, iteration: int | None) -> int:

@@ -3,6 +3,7 @@
     DIR/latest_checkpointed_iteration.txt     the tracker (Megatron's name), moved last by a save
     DIR/iter_0000100/manifest.json            layout, config, state, and every shard's place in its global tensor
     DIR/iter_0000100/rank_00003.safetensors   the shards that rank 3 owns
+    DIR/iter_0000100/ranks_000127/...         files of ranks 127 to 253 with a manifest of their shards (folders.py)
     DIR/iter_0000100.tmp                      a save (or a removal) under way or interrupted: never read
     DIR/iter_0000100.old                      the checkpoint that a save of the same iteration is replacing
 
@@ -25,6 +26,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 FORMAT = "fugaku_megatron checkpoint"
 FORMAT_VERSION = 2
+FOLDERS_VERSION = 3  # shards are recorded in a manifest of each folder, the manifest itself names the folders
 UNSIGNED_VERSION = 1  # without a checksum of the manifest; still read
 _REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-step"
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
@@ -55,19 +57,57 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
 
 
 def list_iterations(directory: str | os.PathLike) -> list[int]:
-    """Iterations, ascending, with a readable manifest and files of the recorded sizes (checksums are verified when loading)."""
+    """Iterations, ascending, with a readable manifest and files of the recorded sizes (checksums are verified when loading).
+
+    Of a checkpoint in folders only the folders' manifests are looked at: it may have 100,000 files.
+    """
     present = {iteration for iteration, suffix, _ in entries(Path(directory)) if suffix != ".tmp"}
     return [iteration for iteration in sorted(present) if _is_complete(Path(directory), iteration)]
 
 
 def read_manifest(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
-    """The manifest of `iteration`. ValueError when it is missing, damaged, changed, of another program or of another version."""
+    """The manifest of `iteration` with the records of all its files, wherever they lie; names are relative to the checkpoint.
+
+    As large as the run had ranks. ValueError as for `read_head`, also for the manifest of a folder.
+    """
+    head = read_head(directory, iteration)
+    if "folders" not in head:
+        return head
+    path = iteration_path(Path(directory), iteration)
+    files = {f"{folder}/{name}": entry for folder in head["folders"] for name, entry in read_folder(path, folder, head).items()}
+    return {**head, "files": files}
+
+
+def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]:
+    """File name -> entry of one folder of the checkpoint in `path`. ValueError when its manifest is not the recorded one."""
+    place = path / folder / MANIFEST
+    verify_file(place, head["folders"][folder])
+    contents = _read_json(place)
+    try:
+        schema.check_files(contents)
+    except ValueError as error:
+        raise ValueError(f"{place} is damaged: {error}: {_REMEDY}") from error
+    return contents["files"]
+
+
+def write_folder(path: Path, files: dict[str, Any]) -> dict[str, Any]:
+    """Write the manifest of one folder; returns its size and checksum, for the checkpoint's own manifest."""
+    write_text(path / MANIFEST, json.dumps({"files": files}, separators=(",", ":")))
+    fsync(path)
+    return {"size": (path / MANIFEST).stat().st_size, "crc32": crc32(path / MANIFEST)}
+
+
+def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
+    """The manifest of `iteration` as it stands: its field is "files", or "folders" with records in a manifest of each.
+
+    ValueError when it is missing, damaged, changed, of another program or of another version.
+    """
     path = iteration_path(Path(directory), iteration) / MANIFEST
     manifest = _read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is foreign: its format is not {FORMAT!r}")
     version = manifest.get("format_version")
-    if version not in (FORMAT_VERSION, UNSIGNED_VERSION):
+    if version not in (FORMAT_VERSION, FOLDERS_VERSION, UNSIGNED_VERSION):
         raise ValueError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
     try:
         _check_checksum(manifest)
@@ -112,10 +152,15 @@ def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
 
 
 def write_manifest(path: Path, iteration: int, layout: dict[str, int], config: dict[str, Any], state: dict[str, Any],
-                   files: dict[str, Any]) -> None:
-    """`files`: name -> {"size", "crc32", "shards": records}. Raises TypeError if config or state is not JSON."""
-    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "iteration": iteration, "layout": layout,
-                "config": config, "state": state, "files": files}
+                   files: dict[str, Any], ranks: int | None = None) -> None:
+    """`files`: name -> {"size", "crc32", "shards": records}; with `ranks`, folder -> {"size", "crc32"} of a run of so many ranks.
+
+    Raises TypeError if config or state is not JSON.
+    """
+    where = {"files": files} if ranks is None else {"ranks": ranks, "folders": files}
+    version = FORMAT_VERSION if ranks is None else FOLDERS_VERSION
+    manifest = {"format": FORMAT, "format_version": version, "iteration": iteration, "layout": layout, "config": config,
+                "state": state, **where}
     manifest = json.loads(json.dumps(manifest))  # as a reader sees it: tuples are lists, keys are texts
     manifest[schema.CHECKSUM] = schema.checksum(manifest)
     write_text(path / MANIFEST, json.dumps(manifest, separators=(",", ":")))
@@ -136,7 +181,8 @@ def verify_file(path: Path, entry: dict[str, Any]) -> None:
 def _is_complete(directory: Path, iteration: int) -> bool:
     path = iteration_path(directory, iteration)
     try:
-        files = read_manifest(directory, iteration)["files"]
+        head = read_head(directory, iteration)
+        files = head.get("files") or {f"{folder}/{MANIFEST}": entry for folder, entry in head.get("folders", {}).items()}
         return all((path / name).stat().st_size == entry["size"] for name, entry in files.items())
     except (OSError, ValueError):
         return False

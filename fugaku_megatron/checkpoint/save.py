@@ -1,4 +1,4 @@
-"""Writing sharded checkpoints: a safetensors file per rank and one manifest (manifest.py shows the directory). No pickled code.
+"""Writing sharded checkpoints: a safetensors file per rank and manifests (manifest.py shows the directory). No pickled code.
 
 A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the previous checkpoint loadable.
 Every public function is collective, and fails on all ranks or on none. Left out: asynchronous saves.
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from ..comm.agreement import agree, describe, on_root
 from ..comm.base import Comm
+from .folders import Folders, all_folders, file_name
 from .manifest import (
     TRACKER,
     crc32,
@@ -26,7 +27,8 @@ from .manifest import (
     iteration_name,
     join,
     list_iterations,
-    read_manifest,
+    read_head,
+    write_folder,
     write_manifest,
     write_text,
 )
@@ -34,22 +36,23 @@ from .shards import Shard, place
 
 
 def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[Shard], state: dict[str, Any], comm: Comm,
-         layout: dict[str, int], config: dict[str, Any], keep: int | None = None) -> Path:
+         layout: dict[str, int], config: dict[str, Any], keep: int | None = None, folders: Folders | None = None) -> Path:
     """Write the checkpoint of `iteration` and return its directory. Collective.
 
     When several ranks hold a shard, only one of them passes it. `state` and `config` are JSON values (tuples come back as
-    lists). With `keep`, only the newest `keep` checkpoints up to this iteration remain. Raises ValueError on all ranks if any
-    rank fails; earlier checkpoints stay loadable.
+    lists). With `keep`, only the newest `keep` checkpoints up to this iteration remain. folders: those of `comm`, where they are
+    made already. Raises ValueError on all ranks if any rank fails; earlier checkpoints stay loadable.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"the number of checkpoints to keep must be at least 1, got {keep}")
-    directory = Path(directory)
+    directory, folders = Path(directory), folders or Folders(comm)
     aside = directory / (iteration_name(iteration) + ".tmp")
     prefix = f"--save {directory}: iteration {iteration} is not saved: "
     on_root(comm, lambda: _prepare(directory, iteration, aside), prefix, _untouched)
     try:
-        files = agree(comm, lambda: _write_shards(aside, comm.rank, shards), prefix, _untouched)
-        on_root(comm, lambda: _seal(aside, iteration, layout, config, state, files), prefix, _untouched)
+        files = _write(aside, folders, shards, prefix)
+        ranks = comm.size if folders.name else None
+        on_root(comm, lambda: _seal(aside, iteration, layout, config, state, files, ranks), prefix, _untouched)
     except ValueError:
         if comm.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -57,6 +60,35 @@ def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[S
     on_root(comm, lambda: _publish(directory, iteration, aside), prefix)
     on_root(comm, lambda: _remove_old(directory, iteration, keep))
     return directory / iteration_name(iteration)
+
+
+def _write(aside: Path, folders: Folders, shards: list[Shard], prefix: str) -> dict[str, Any]:
+    """Write every rank's file, and the manifests of folders. Returns what the checkpoint's manifest names, on rank 0. Collective.
+
+    A rank knows the records of its own folder only, and only if it leads it.
+    """
+    comm, folder = folders.comm, aside / folders.name
+    if folders.name:
+        agree(comm, lambda: folder.mkdir(parents=True, exist_ok=True) if folders.leads else None, prefix, _untouched)
+    own = agree(comm, lambda: _write_shards(folder, comm.rank, shards), prefix, _untouched)
+    written = folders.members.gather_object(own) or []
+    files = agree(comm, lambda: _unite(written), prefix, _untouched, name_rank=False)
+    if not folders.name:
+        return files
+    entry = agree(comm, lambda: write_folder(folder, files) if folders.leads else None, prefix, _untouched)
+    summaries = folders.leaders.gather_object(entry)
+    return dict(zip(all_folders(comm.size), summaries, strict=True)) if comm.rank == 0 else {}
+
+
+def _unite(written: list[Any]) -> dict[str, Any]:
+    """File name -> entry of the ranks that wrote one."""
+    files = dict(entry for entry in written if entry)
+    owners: dict[tuple, str] = {}
+    for name, entry in files.items():
+        for record in entry["shards"]:
+            first = owners.setdefault((record["key"], *place(record)), name)
+            assert first == name, f"{record['key']} is given by two ranks, in {first} and {name}"
+    return files
 
 
 def check_writable(directory: str | os.PathLike, comm: Comm, name: str = "--save",
@@ -113,39 +145,33 @@ def _prepare(directory: Path, iteration: int, aside: Path) -> None:
 
 def _check_ours(directory: Path, iteration: int) -> None:
     try:
-        read_manifest(directory, iteration)
+        read_head(directory, iteration)
     except ValueError as error:
         final = directory / iteration_name(iteration)
         raise ValueError(f"{final} exists and is not a whole checkpoint ({error}); move it away") from error
 
 
-def _write_shards(aside: Path, rank: int, shards: list[Shard]) -> tuple[str, dict[str, Any]] | None:
+def _write_shards(folder: Path, rank: int, shards: list[Shard]) -> tuple[str, dict[str, Any]] | None:
     """Write this rank's file; returns its name and manifest entry, or None if the rank owns nothing."""
     tensors = {shard.key: shard.tensor.detach() for shard in shards}
     assert len(tensors) == len(shards), "a rank gives two shards of one key"
     if not shards:
         return None
-    path = aside / f"rank_{rank:05d}.safetensors"
+    path = folder / file_name(rank)
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except Exception as error:
         raise ValueError(f"{path}: {error}") from error
-    path.chmod(aside.stat().st_mode & 0o666)  # the library writes mode 0600, which a group could not share
+    path.chmod(folder.stat().st_mode & 0o666)  # the library writes mode 0600, which a group could not share
     fsync(path)
     entry = {"size": path.stat().st_size, "crc32": crc32(path), "shards": [shard.record() for shard in shards]}
     return path.name, entry
 
 
 def _seal(aside: Path, iteration: int, layout: dict[str, int], config: dict[str, Any], state: dict[str, Any],
-          written: list[Any]) -> None:
+          files: dict[str, Any], ranks: int | None) -> None:
     """Write the manifest: the directory is then a whole checkpoint under a temporary name."""
-    files = dict(entry for entry in written if entry)
-    owners: dict[tuple, str] = {}
-    for name, entry in files.items():
-        for record in entry["shards"]:
-            first = owners.setdefault((record["key"], *place(record)), name)
-            assert first == name, f"{record['key']} is given by two ranks, in {first} and {name}"
-    write_manifest(aside, iteration, layout, config, state, files)
+    write_manifest(aside, iteration, layout, config, state, files, ranks)
     fsync(aside)
 
 

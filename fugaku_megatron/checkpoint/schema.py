@@ -17,6 +17,7 @@ CHECKSUM = "crc32"
 RECORD_FIELDS = ("global_shape", "offset", "slice_shape")
 RUN_STATE = ("progress", "scaler", "optimizer_steps")  # what a run cannot go on without
 _CRC32 = re.compile(r"[0-9a-f]{8}")
+_FOLDER = re.compile(r"ranks_[0-9]{6,}(/ranks_[0-9]{6,})*")
 
 
 def checksum(manifest: dict[str, Any]) -> str:
@@ -26,19 +27,39 @@ def checksum(manifest: dict[str, Any]) -> str:
 
 
 def check_contents(manifest: dict[str, Any]) -> None:
-    """Raises ValueError naming the first field that is missing, of another type or out of range."""
+    """Raises ValueError naming the first field that is missing, of another type or out of range.
+
+    The records of a checkpoint in folders are checked with their folder (`check_files`).
+    """
     _check(manifest, "iteration", is_count, "a whole number from 0")
-    for name in ("layout", "config", "state", "files"):
+    for name in ("layout", "config", "state"):
         _check(manifest, name, is_object, "an object")
     for name in manifest["layout"]:
         _check(manifest["layout"], name, _is_size, "a whole number above 0 or a text", "layout.")
     if "model" in manifest["config"]:
         _check(manifest["config"], "model", is_object, "an object", "config.")
         _check_state(manifest["state"], manifest["iteration"])
-    for name, entry in manifest["files"].items():
+    check_folders(manifest) if "folders" in manifest else check_files(manifest)
+
+
+def check_files(owner: dict[str, Any]) -> None:
+    """The entries of the files in one directory."""
+    _check(owner, "files", is_object, "an object")
+    for name, entry in owner["files"].items():
         _require(bool(name) and "/" not in name and name not in (".", ".."), f"files.{name!r} is no file's name")
-        _check(manifest["files"], name, is_object, "an object", "files.")
+        _check(owner["files"], name, is_object, "an object", "files.")
         _check_file(entry, f"files.{name}.")
+        _check_shards(entry, f"files.{name}.")
+
+
+def check_folders(manifest: dict[str, Any]) -> None:
+    """The folders of a checkpoint of many ranks, each with a manifest of its own."""
+    _check(manifest, "ranks", lambda value: is_count(value) and value > 0, "a whole number above 0")
+    _check(manifest, "folders", is_object, "an object")
+    for name in manifest["folders"]:
+        _require(_FOLDER.fullmatch(name), f"folders.{name!r} is no folder's name")
+        _check(manifest["folders"], name, is_object, "an object", "folders.")
+        _check_file(manifest["folders"][name], f"folders.{name}.")
 
 
 def _check_state(state: dict[str, Any], iteration: int) -> None:
@@ -63,6 +84,9 @@ def _check_state(state: dict[str, Any], iteration: int) -> None:
 def _check_file(entry: dict[str, Any], where: str) -> None:
     _check(entry, "size", is_count, "a whole number from 0", where)
     _check(entry, "crc32", lambda value: isinstance(value, str) and _CRC32.fullmatch(value), "8 hexadecimal digits", where)
+
+
+def _check_shards(entry: dict[str, Any], where: str) -> None:
     _check(entry, "shards", lambda value: isinstance(value, list), "a list", where)
     for number, record in enumerate(entry["shards"]):
         _require(is_object(record), f"{where}shards[{number}] is {record!r:.60}, not an object")

@@ -72,13 +72,19 @@ def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> N
 Plan = dict[str, list[tuple[Shard, int]]]  # file name -> shards to fill, and where in the file's tensor of that key each begins
 
 
-def make_plan(manifest: dict[str, Any], shards: list[Shard], path: Path) -> Plan:
-    """What to read from which file; a shard may lie in several, each with a range of it.
+def placed(files: dict[str, Any], shards: list[Shard]) -> bool:
+    """Whether these files, name -> manifest entry, hold every shard at its place."""
+    stored = {(record["key"], *place(record)) for entry in files.values() for record in entry["shards"]}
+    return all((shard.key, *place(shard.record())) in stored for shard in shards)
+
+
+def make_plan(files: dict[str, Any], shards: list[Shard], path: Path) -> Plan:
+    """What to read from which file; a shard may lie in several, each with a range of it. files: name -> manifest entry.
 
     Raises ValueError for a shard that the files do not hold.
     """
     stored: dict[str, list[tuple[str, dict[str, Any]]]] = {shard.key: [] for shard in shards}
-    for name, entry in manifest["files"].items():
+    for name, entry in files.items():
         for record in entry["shards"]:
             if record["key"] in stored:
                 stored[record["key"]].append((name, record))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 from .base import Comm
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -28,40 +30,43 @@ def everywhere() -> Iterator[None]:
         raise
 
 
-def agree(comm: Comm, work: Callable[[], Any], prefix: str = "", hint: Callable[[], str] | None = None,
-          name_rank: bool = True) -> list[Any] | None:
-    """Run `work` on every rank. Returns the results in rank order on rank 0, None elsewhere. Collective.
+def agree(comm: Comm, work: Callable[[], T], prefix: str = "", hint: Callable[[], str] | None = None,
+          name_rank: bool = True) -> T:
+    """Run `work` on every rank and return this rank's result. Collective.
 
     If it raises on any rank, every rank raises ValueError. The message is `prefix`, the first failing rank (unless `name_rank`
-    is False), that rank's message, and what `hint` returns on rank 0.
+    is False), that rank's message, and what `hint` returns on rank 0. Success costs one reduction of a number, so no rank holds
+    anything of the others.
     """
     result, cause = None, None
     try:
         result = work()
     except Exception as error:  # of any kind: no rank may raise alone
         cause = error
-    gathered = comm.gather_object((result, None if cause is None else describe(cause)))
-    failure = None
-    if gathered is not None:
-        failure = next((prefix + f"rank {rank}: " * name_rank + text for rank, (_, text) in enumerate(gathered) if text), None)
-        if failure and hint:
-            failure += hint()
-    failure = comm.broadcast_object(failure)
-    if failure:
-        with everywhere():
-            raise ValueError(failure) from cause
-    return None if gathered is None else [value for value, _ in gathered]
+    failing = _first(comm, cause is not None)
+    if failing == comm.size:
+        return result
+    text = comm.broadcast_object(None if cause is None else describe(cause), root=failing)
+    advice = comm.broadcast_object(hint() if hint and comm.rank == 0 else "") if hint else ""
+    with everywhere():
+        raise ValueError(prefix + f"rank {failing}: " * name_rank + text + advice) from cause
 
 
-def on_root(comm: Comm | None, work: Callable[[], Any], prefix: str = "", hint: Callable[[], str] | None = None) -> Any:
+def _first(comm: Comm, flag: bool) -> int:
+    """The first rank whose flag is set, `comm.size` if there is none. Collective."""
+    import torch  # reading and writing tokens needs none
+
+    return int(comm.all_reduce(torch.tensor(comm.rank if flag else comm.size), "min"))
+
+
+def on_root(comm: Comm | None, work: Callable[[], T], prefix: str = "", hint: Callable[[], str] | None = None) -> T:
     """Run `work` on rank 0 alone and return its (picklable) result on all ranks; errors as in `agree`. Collective.
 
     Without a communicator this process is alone.
     """
     if comm is None:
         return work()
-    results = agree(comm, lambda: work() if comm.rank == 0 else None, prefix, hint, name_rank=False)
-    return comm.broadcast_object(None if results is None else results[0])
+    return comm.broadcast_object(agree(comm, lambda: work() if comm.rank == 0 else None, prefix, hint, name_rank=False))
 
 
 def describe(error: Exception) -> str:

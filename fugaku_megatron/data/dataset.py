@@ -325,8 +325,8 @@ def build_datasets(
 
     max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. A dataset with
     `num_samples` 0 is None; so is valid or test if --split leaves it no documents.
-    With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call. Raises
-    ValueError on every rank.
+    With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
+    Raises ValueError on every rank.
     """
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)

@@ -233,6 +233,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = opt(None, "prefix of .bin/.idx, or weight prefix weight prefix ...", type=str, nargs="+")
     split: str = opt("969,30,1", "documents for training, validation and test")
+    data_cache_path: str | None = opt(None, "folder for the index of --data-path (default: beside the data, where it is large)",
+                                      type=str)
     mock_data: bool = opt(False, "random tokens instead of --data-path")
     tokenizer_type: str = opt("GPT2BPETokenizer", "tokenizer of --data-path")
     vocab_file: str | None = opt(None, "vocab.json of the tokenizer", type=str)

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from .. import schedule
+from ..comm.agreement import agree
 from ..comm.base import Comm
 from ..comm.grid import Grid
+from ..comm.nodes import Nodes, find_nodes
 from ..host.fma_peak import fma_peak_gflops
 from ..run import accounting, memory
 from ..run.accounting import Layout
@@ -46,21 +49,17 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     return memory.stage_memory(run, layout, stage, in_flight).total + PROCESS_BYTES
 
 
-def check_memory(run: RunConfig, layout: Layout, world: Comm) -> str:
+def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:
     """The log's line. Raises ValueError on every rank when a node's ranks need more memory than it has. Collective."""
-    own, has = rank_bytes(run, layout, world.rank), node_bytes()
-    nodes: dict[str, list[int]] = {}  # what each rank of a node needs
-    available: dict[str, int] = {}
-    for node, needed, limit in world.all_gather_object((platform.node(), own, has)):
-        nodes.setdefault(node, []).append(needed)
-        available[node] = limit
-    for node, needs in nodes.items():
-        check(sum(needs) <= BEYOND_DOUBT * available[node], f"this run needs about {_gib(sum(needs))} on node {node} for its "
-              f"{len(needs)} ranks (--dry-run shows each rank's share) and the node has {_gib(available[node])}: give "
-              "--checkpoint-activations, --sequence-parallel beside tensor parallelism, a smaller --micro-batch-size or model, "
-              "more tensor- or pipeline-parallel ranks on other nodes, or --zero-stage 1")
-    here = nodes[platform.node()]
-    return (f"memory: about {_gib(max(map(max, nodes.values())))} for the largest rank, {_gib(sum(here))} for the {len(here)} "
+    own, has, here = rank_bytes(run, layout, world.rank), node_bytes(), (nodes or find_nodes(world)).ranks
+    needed = int(here.all_reduce(torch.tensor(own)))
+    agree(world, lambda: check(
+        needed <= BEYOND_DOUBT * has, f"this run needs about {_gib(needed)} on node {platform.node()} for its {here.size} ranks "
+        f"(--dry-run shows each rank's share) and the node has {_gib(has)}: give --checkpoint-activations, "
+        "--sequence-parallel beside tensor parallelism, a smaller --micro-batch-size or model, more tensor- or pipeline-parallel "
+        "ranks on other nodes, or --zero-stage 1"), name_rank=False)
+    largest = int(world.all_reduce(torch.tensor(own), "max"))
+    return (f"memory: about {_gib(largest)} for the largest rank, {_gib(needed)} for the {here.size} "
             f"ranks of this node, which has {_gib(has)} (model)")
 
 

@@ -127,7 +127,13 @@ class Optimizer:
                 for part in self.parts for record in self.flat.shards(kind, getattr(part, name), part.start, owned)]
 
     def after_load(self) -> None:
-        """Make the model's weights from the loaded master weights."""
+        """Make the model's weights from the loaded master weights, which the other holders of a shard get from its owner."""
+        for shard in self.checkpoint_shards():
+            if shard.slice_shape == shard.global_shape:  # not split: every tensor-parallel rank holds it, the first one owns it
+                self.groups.tp.broadcast(shard.tensor)
+        for part in () if self.sharded else self.parts:
+            for tensor in (part.master, part.exp_avg, part.exp_avg_sq):
+                self.groups.dp.broadcast(tensor)
         self.ops.weights_changed()
         for index, part in enumerate(self.parts):
             if part.low is not None:

@@ -6,9 +6,10 @@ Left out: the loop (`session`), MPI start-up (`comm.launch`). Entry point: pretr
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from ..checkpoint.lock import hold
 from ..checkpoint.save import check_replaces, check_writable
@@ -16,7 +17,10 @@ from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..comm.launch import describe
+from ..comm.nodes import Nodes, find_nodes
 from ..data.dataset import Dataset, MockDataset, build_datasets
+from ..data.feed import Feed, build_feed
+from ..data.index_cache import IndexCache
 from ..data.tokenizer import build_tokenizer
 from ..host import allocator, kernels, placement, runtime
 from ..host.profiler import Profiler
@@ -67,24 +71,29 @@ def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int,
     return batches.length(run.training, ramp, progress.iteration, progress.consumed_samples)
 
 
-def build_data(run: RunConfig, groups: Groups, layout: Layout,
-               progress: Progress | None = None) -> Data:
+def find_feed(run: RunConfig, groups: Groups, nodes: Nodes) -> Feed | None:
+    """Who reads the data for this rank; None where it needs none, and where no file is read. Collective."""
+    return None if run.data.mock_data else build_feed(groups.world, nodes, groups.dp.rank, reads_data(groups))
+
+
+def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None, feed: Feed | None = None) -> Data:
     """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
 
-    progress: where a resumed run stands.
+    progress: where a resumed run stands. feed: of this rank; without one every rank that needs data reads it.
     """
     size = layout.global_batch_size(run)
     iterations, samples = run_length(run, layout, progress or Progress())
     valid_samples = evaluations(run, iterations) * run.training.eval_iters * size
-    readers = groups.world.split(0 if reads_data(groups) else 1, groups.world.rank)
-    if not reads_data(groups):
+    reads = feed.reads if feed else reads_data(groups)
+    readers = groups.world.split(0 if reads else 1, groups.world.rank)
+    if not reads:
         return None, None
     model, seed = run.model, run.training.seed
     if run.data.mock_data:
         return (MockDataset(model.vocab_size, model.seq_length, samples, seed),
                 MockDataset(model.vocab_size, model.seq_length, valid_samples, seed + 1) if valid_samples else None)
     train, valid, _ = build_datasets(run.data.data_path, run.data.split, model.seq_length, (samples, valid_samples, 0), seed,
-                                     model.vocab_size, readers, node_bytes())
+                                     model.vocab_size, readers, node_bytes(), IndexCache(run.data.data_cache_path))
     return train, valid
 
 
@@ -102,21 +111,20 @@ def check_early(arguments: Arguments, world_size: int) -> Layout | None:
     Layout.from_run(run, world_size)
 
 
-def configure_process(run: RunConfig, world: Comm) -> str:
+def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -> str:
     """Memory, threads, cores, clock and denormals of this rank, before its first large tensor; returns the log's line.
 
-    Collective; ValueError on every rank for a clock that is not the one asked for.
+    nodes: those of `world`, where they are known. Collective; ValueError on every rank for a clock that is not the one asked for.
     """
     system, mask = run.system, sorted(os.sched_getaffinity(0))
     memory = allocator.tune(system.allocator)
-    everyone = world.all_gather_object((platform.node(), mask))
-    here = [rank for rank, (node, _) in enumerate(everyone) if node == platform.node()]
+    here = (nodes or find_nodes(world)).ranks
+    masks = here.all_gather_object(mask)
     with everywhere():
-        place = placement.place(mask, [everyone[rank][1] for rank in here], here.index(world.rank), os.environ,
-                                placement.cpu_quota(), system.thread_affinity)
+        place = placement.place(mask, masks, here.rank, os.environ, placement.cpu_quota(), system.thread_affinity)
         placement.apply(place, run.training.use_flush_denormal)
         ghz = runtime.check_clock(system.cpu_frequency, place.cpus or mask)
-    return runtime.machine_summary(describe(world), len(mask), len(here), place.threads, bool(place.cpus), memory, ghz)
+    return runtime.machine_summary(describe(world), len(mask), here.size, place.threads, bool(place.cpus), memory, ghz)
 
 
 def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str, nodes: int) -> list[str]:
@@ -136,12 +144,12 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
     ]
 
 
-def check_outputs(run: RunConfig, resume: Resume, world: Comm) -> None:
+def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> None:
     """Raises ValueError on every rank for a place to write that takes no file, or whose checkpoints would be lost. Collective."""
     output = run.output
     if output.save:
         check_replaces(output.save, output.load, resume.iteration, world)
-        check_writable(output.save, world)
+        check_writable(output.save, world, ranks=(world.rank,) if nodes.leads else ())
     if output.tensorboard_dir:
         check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
     on_root(world, lambda: check_file("--log-file", output.log_file))
@@ -150,13 +158,13 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm) -> None:
 
 
 def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backends: dict[str, str],
-                  profiler: Profiler | None) -> Trainer:
+                  profiler: Profiler | None, feed: Feed | None = None) -> Trainer:
     """This rank's trainer; a profiler observes its kernels, communicators and instructions."""
     ops = build_ops(run, backends, profiler.kernels(kernels) if profiler else kernels)
     train, valid = data
     if profiler is None:
-        return Trainer(run, world, groups, train, valid, ops=ops)
-    return Trainer(run, world, profiler.groups(groups), train, valid, ops=ops, watch=profiler.watch)
+        return Trainer(run, world, groups, train, valid, ops=ops, feed=feed)
+    return Trainer(run, world, profiler.groups(groups), train, valid, ops=ops, watch=profiler.watch, feed=feed)
 
 
 def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress) -> MetricsWriter:
@@ -179,20 +187,21 @@ def start(arguments: Arguments, world: Comm) -> Session:
     with everywhere():
         run = with_vocabulary(arguments.run, world)
         layout = Layout.from_run(run, world.size)
-    resume = find_checkpoint(run, world)
-    check_outputs(run, resume, world)
-    machine = configure_process(run, world)
+    resume, nodes = find_checkpoint(run, world), find_nodes(world)
+    check_outputs(run, resume, world, nodes)
+    machine = configure_process(run, world, nodes)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
-    _say(run, world, *announce(arguments, run, layout, machine, len(set(world.all_gather_object(platform.node())))))
+    _say(run, world, *announce(arguments, run, layout, machine, nodes.count))
     with everywhere():
-        _say(run, world, check_memory(run, layout, world), iteration_line(run, layout))
-    data = build_data(run, groups, layout, resume.progress)
+        _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))
+    feed = find_feed(run, groups, nodes)
+    data = build_data(run, groups, layout, resume.progress, feed)
     _say(run, world, data_line(data[0]))
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
     _say(run, world, *choice.lines)
     profiler = Profiler() if run.output.profile and world.rank in run.output.profile_ranks else None
-    trainer = build_trainer(run, world, groups, data, choice.backends, profiler)
-    has_valid = any(world.all_gather_object(data[1] is not None))
+    trainer = build_trainer(run, world, groups, data, choice.backends, profiler, feed)
+    has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
     if run.training.eval_iters and not has_valid:
         _say(run, world, f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
     _say(run, world, *resume_training(trainer, resume))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.load import read_state
+from ..checkpoint.load import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import TRACKER, latest_iteration
 from ..comm.agreement import on_root
 from ..comm.base import Comm
@@ -27,12 +27,16 @@ OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER)  # what a run that ended before its f
 class Resume:
     """The checkpoint that a run goes on from.
 
-    iteration: None where the run starts anew. state, config: what was saved beside the tensors.
+    checkpoint: None where the run starts anew. state, config: what was saved beside the tensors.
     """
 
-    iteration: int | None = None
+    checkpoint: Checkpoint | None = None
     state: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def iteration(self) -> int | None:
+        return self.checkpoint.iteration if self.checkpoint else None
 
     @property
     def progress(self) -> Progress:
@@ -68,7 +72,10 @@ def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
     if not directory:
         return Resume()
     iteration = run.output.ckpt_step or on_root(world, lambda: _latest(directory, run.output.save))
-    return Resume(iteration, *read_state(directory, iteration, world)) if iteration else Resume()
+    if not iteration:
+        return Resume()
+    checkpoint = open_checkpoint(directory, world, iteration)
+    return Resume(checkpoint, checkpoint.state, checkpoint.config)
 
 
 def _latest(directory: str, save: str | None) -> int | None:
@@ -97,7 +104,7 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     if resume.iteration is None:
         return [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
     requested = trainer.param_schedule
-    trainer.load(run.output.load, resume.iteration)
+    trainer.load(resume.checkpoint)
     lines = [f"resumed from {run.output.load} at iteration {trainer.progress.iteration}"]
     lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
     return lines + _schedule_note(requested, trainer, resume)

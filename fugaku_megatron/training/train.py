@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from .. import schedule
-from ..checkpoint.load import load_checkpoint
+from ..checkpoint.folders import Folders
+from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
 from ..checkpoint.save import save_checkpoint
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..data.dataset import Dataset
+from ..data.feed import Feed, Handout
 from ..data.sampler import Prefetcher, first_sample, micro_batches
 from ..nn.model import Stage
 from ..nn.ops import Ops
@@ -63,7 +65,8 @@ class IterationResult:
 class Trainer:
     """One rank of a run. Raises ValueError when the run does not fit on `world.size` ranks.
 
-    train, valid: datasets, needed where `reads_data`; None elsewhere. ops: what runs the operations of a step. watch: see
+    train, valid: datasets, needed where `reads_data`; None elsewhere. feed: where this rank gets its samples from, if another rank
+    may read them; then only the reader needs the datasets. ops: what runs the operations of a step. watch: see
     StepExecutor. make_schedule: the training schedule of a stage.
     """
 
@@ -76,6 +79,7 @@ class Trainer:
     ops: Ops = field(default_factory=Ops.build)
     watch: Callable[[StepExecutor], schedule.Executor] | None = None
     make_schedule: MakeSchedule = schedule.one_f_one_b
+    feed: Feed | None = None
 
     def __post_init__(self) -> None:
         run = self.run
@@ -86,7 +90,8 @@ class Trainer:
         self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
         self.ramp = RampUp.from_batch(run.batch, self.layout.global_batch_size(run))
         self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
-        self._batches: Prefetcher[Batch] | None = None
+        self.folders = Folders(self.world)  # of checkpoints
+        self._batches: Prefetcher[Batch] | Handout | None = None
 
     @property
     def reads_data(self) -> bool:
@@ -99,9 +104,12 @@ class Trainer:
 
     # One step ------------------------------------------------------------------------------------------------------------------
 
-    def _samples(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int]) -> Iterator[Batch]:
-        """This rank's micro-batches from `consumed` on; only a rank that reads may call it."""
-        return micro_batches(dataset, consumed, size, self.run.batch.micro_batch_size, self.groups.dp.rank, self.layout.dp)
+    def _samples(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int]) -> Prefetcher[Batch] | Handout:
+        """This rank's micro-batches from `consumed` on; only a rank that reads data may call it. Close it at the end."""
+        micro_batch_size, dp = self.run.batch.micro_batch_size, self.groups.dp
+        if self.feed and self.feed.comm.size > 1:
+            return Handout(self.feed, dataset, consumed, size, micro_batch_size, dp.size)
+        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, dp.rank, dp.size))
 
     def _broadcast(self, source: Iterator[Batch] | None) -> Iterator[Batch]:
         """Micro-batches (tokens and labels, each (s, b)) on every tensor-parallel rank, read by the first."""
@@ -139,7 +147,9 @@ class Trainer:
 
     def _train_batches(self) -> Iterator[Batch]:
         if self._batches is None and self.reads_data:
-            self._batches = Prefetcher(self._samples(self.train, self.progress.consumed_samples, self.batch_size))
+            self._batches = self._samples(self.train, self.progress.consumed_samples, self.batch_size)
+        if isinstance(self._batches, Handout):
+            self._batches.begin()
         return self._broadcast(self._batches)
 
     def train_step(self) -> IterationResult:
@@ -168,8 +178,12 @@ class Trainer:
         source = self._samples(dataset, first, lambda _: size) if self.reads_data else None
         batches = self._broadcast(source)
         for i in range(iterations):
+            if isinstance(source, Handout):
+                source.begin()
             losses = self._execute(batches, first + i * size, microbatches, 1.0, schedule.forward_only, training=False)
             total += self._mean_loss(losses)
+        if source:
+            source.close()
         return total / iterations
 
     def close(self) -> None:
@@ -195,22 +209,24 @@ class Trainer:
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
         save_checkpoint(directory, self.progress.iteration, self.optimizer.checkpoint_shards(owned=True), self.state(), self.world,
-                        self._layout_record(), asdict(self.run), self.run.output.keep_last)
+                        self._layout_record(), asdict(self.run), self.run.output.keep_last, self.folders)
 
-    def load(self, directory: str, iteration: int | None = None) -> dict[str, Any]:
-        """Go on from a checkpoint; returns its `state`. Collective.
+    def load(self, source: str | Checkpoint) -> dict[str, Any]:
+        """Go on from a checkpoint, or from the latest one in a directory; returns its `state`. Collective.
 
-        Raises ValueError on every rank for a checkpoint that is damaged or of another program.
+        Every shard is read by the rank that saves it; the ranks that hold it too get it from that one. Raises ValueError on every
+        rank for a checkpoint that is damaged or of another program.
         """
+        checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         model = {name: getattr(self.run.model, name) for name in ARCHITECTURE}
-        _, state = load_checkpoint(directory, self.optimizer.checkpoint_shards(), self.world, self._layout_record(), iteration,
-                                   model)
+        load_shards(checkpoint, self.optimizer.checkpoint_shards(owned=True), self.folders, self._layout_record(), model)
+        state = checkpoint.state
         self.optimizer.after_load()
         self.optimizer.scaler.load(state["scaler"])
         self.optimizer.steps = state["optimizer_steps"]
         if self.run.optimizer.use_checkpoint_opt_param_scheduler:
-            check("param_schedule" in state, f"--use-checkpoint-opt_param-scheduler: the checkpoint in --load {directory} holds no "
-                  "schedule of the learning rate: leave the flag out")
+            check("param_schedule" in state, "--use-checkpoint-opt_param-scheduler: the checkpoint in --load "
+                  f"{checkpoint.directory} holds no schedule of the learning rate: leave the flag out")
             self.param_schedule = ParamSchedule.from_state(state["param_schedule"])
         self.progress = Progress(**state["progress"])
         self.close()

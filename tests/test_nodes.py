@@ -1,0 +1,31 @@
+"""Which ranks share a node. Run: pytest tests/test_nodes.py"""
+
+import zlib
+
+from fugaku_megatron.comm import nodes as nodes_module
+from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.nodes import find_nodes
+
+
+def found(names):
+    def rank(world):
+        nodes = find_nodes(world, names[world.rank])
+        return nodes.ranks.all_gather_object(world.rank), nodes.number, nodes.count, nodes.leads
+
+    return ThreadWorld(len(names)).run(rank)
+
+
+def test_ranks_of_one_name_form_a_node_in_the_order_of_the_world():
+    here, there = ([0, 2, 3], 0, 2), ([1, 4], 1, 2)
+    assert found(["b", "a", "b", "b", "a"]) == [(*here, True), (*there, True), (*here, False), (*here, False), (*there, False)]
+
+
+def test_names_of_one_checksum_are_told_apart(monkeypatch):
+    monkeypatch.setattr(nodes_module.zlib, "crc32", lambda name: 7)
+    assert zlib.crc32(b"a") == 7
+    assert [ranks for ranks, *_ in found(["b", "a", "b"])] == [[0, 2], [1], [0, 2]]
+
+
+def test_a_process_alone_is_a_node():
+    nodes = find_nodes(DryComm())
+    assert (nodes.ranks.size, nodes.count, nodes.number, nodes.leads) == (1, 1, 0, True)
