@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import on_root
+from .data_path import normalize, parse_data_path, parse_split, split_documents
 from .index_cache import Index, IndexCache, Store, provide
 from .indexed import IndexedDataset
 from .indices import (
@@ -196,16 +195,6 @@ def _described(documents: np.ndarray | range) -> dict[str, Any]:
     return {"documents": hashlib.md5(np.ascontiguousarray(documents), usedforsecurity=False).hexdigest()}
 
 
-def _normalize(weights: Sequence[float]) -> list[float]:
-    wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
-    if wrong:
-        raise ValueError(
-            f"--data-path: weight {wrong[0]:g} is not a positive number; to weigh a dataset 0, leave it out"
-        )
-    total = sum(weights)
-    return [weight / total for weight in weights]
-
-
 class BlendedDataset:
     """`num_samples` samples of several datasets, mixed so that the first n samples follow the `weights` for any n.
 
@@ -215,7 +204,7 @@ class BlendedDataset:
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], num_samples: int, name: str = "train",
                  cache: IndexCache | None = None, prefix: str = "", comm: Comm | None = None):
         assert len(datasets) == len(weights) > 0
-        self.datasets, weights = list(datasets), _normalize(weights)
+        self.datasets, weights = list(datasets), normalize(weights)
         self._fetched = 0
 
         def build(store: Store) -> None:
@@ -265,43 +254,6 @@ class MockDataset:
         return torch.from_numpy(rng.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int64))
 
 
-def parse_split(split: str) -> list[float]:
-    """Shares of train, valid and test, summing to 1, of e.g. "969,30,1"; missing ones are 0."""
-    parts = split.split(",")
-    number = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*", re.ASCII)
-    if not 1 <= len(parts) <= 3 or not all(number.fullmatch(part) for part in parts):
-        raise ValueError(
-            f"--split {split!r}: give one to three numbers, none negative, such as 969,30,1 (train,valid,test)"
-        )
-    shares = [float(part) for part in parts] + [0.0] * (3 - len(parts))
-    if sum(shares) == 0:
-        raise ValueError(f"--split {split!r}: all shares are 0; give train a part, such as 969,30,1")
-    return [share / sum(shares) for share in shares]
-
-
-def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """(prefixes, weights) of --data-path: one prefix (weights None) or pairs of weight and prefix."""
-    if len(data_path) == 1:
-        return list(data_path), None
-    pairs = "give one prefix, or pairs: weight prefix weight prefix ..."
-    if not data_path or len(data_path) % 2:
-        raise ValueError(f"--data-path: {len(data_path)} items ({' '.join(data_path)}); {pairs}")
-    weights = []
-    for weight in data_path[::2]:
-        try:
-            weights.append(float(weight))
-        except ValueError:
-            raise ValueError(f"--data-path: {weight!r} stands where a weight is due; {pairs}") from None
-    _normalize(weights)
-    return list(data_path[1::2]), weights
-
-
-def _split_documents(num_documents: int, shares: Sequence[float], split: int) -> range:
-    """Ids of the documents of train (0), valid (1) or test (2): consecutive ranges with Megatron's rounding."""
-    ends = [0.0, *accumulate(shares)]
-    return range(round(ends[split] * num_documents), round(ends[split + 1] * num_documents))
-
-
 def _open(prefix: str, vocab_size: int | None, comm: Comm | None) -> IndexedDataset:
     indexed = IndexedDataset(prefix, comm)
     if vocab_size is not None:
@@ -333,7 +285,7 @@ def build_datasets(
     opened = {prefix: _open(prefix, vocab_size, comm) for prefix in dict.fromkeys(prefixes)}
     built: list[Dataset | None] = []
     for i, name in enumerate(SPLITS):
-        documents = [_split_documents(len(opened[prefix]), shares, i) for prefix in prefixes]
+        documents = [split_documents(len(opened[prefix]), shares, i) for prefix in prefixes]
         empty = [prefix for prefix, ids in zip(prefixes, documents) if not len(ids)]
         if not num_samples[i] or (name != "train" and len(empty) == len(prefixes)):
             built.append(None)
@@ -358,5 +310,5 @@ def _blend(parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] 
     """The only part if there are no weights, else a blend of parts, each built with slightly more samples than its share."""
     if weights is None:
         return parts[0](num_samples=num_samples)
-    targets = [math.ceil(math.ceil(num_samples * weight) * (1 + BLEND_SURPLUS)) for weight in _normalize(weights)]
+    targets = [math.ceil(math.ceil(num_samples * weight) * (1 + BLEND_SURPLUS)) for weight in normalize(weights)]
     return blended([part(num_samples=n) for part, n in zip(parts, targets)], weights, num_samples)
