@@ -12,6 +12,7 @@ from itertools import accumulate
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
+    """The weights as shares that sum to 1. ValueError for one that is not positive."""
     wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
     if wrong:
         raise ValueError(
