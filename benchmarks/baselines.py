@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.local import DryComm
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.nn.model import Stage

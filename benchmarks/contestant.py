@@ -91,8 +91,8 @@ class Contestant:
 
 def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
     """(function that trains a step, facts for the report): the trainer as training/pretrain.py sets it up."""
+    from fugaku_megatron.comm.dry import DryComm
     from fugaku_megatron.comm.grid import Grid
-    from fugaku_megatron.comm.local import DryComm
     from fugaku_megatron.run.arguments import make_run
     from fugaku_megatron.training import pretrain
     from fugaku_megatron.training.kernel_choice import build_ops, choose_kernels

@@ -51,6 +51,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     elements = min(UPDATE_ELEMENTS, accounting.stage_parameters(run, accounting.Layout(tp, tp, 1, 1), 0))
     yield squared_norm(elements)
     yield count_zeros(elements)
+    yield sum_rows(4, elements // 4, dtype)
     yield adamw(elements)
 
 
@@ -217,6 +218,19 @@ def count_zeros(n: int) -> Case:
     call = Call("count_zeros", grad)
     return Case(op="count_zeros", shape=(n,), calls=(call,), baseline="torch", baseline_run=lambda: torch.count_nonzero(grad),
                 error=lambda: abs(call.run() + int(torch.count_nonzero(grad)) - n) / n, details={"dtype": "fp32"})
+
+
+def sum_rows(rows: int, n: int, dtype: torch.dtype) -> Case:
+    """Parts of `rows` ranks, summed in FP32: what a reduction inside a node, or of BF16 gradients, computes."""
+    parts, out = torch.randn(rows, n).to(dtype), torch.empty(n, dtype=dtype)
+    call = Call("sum_rows", parts, out)
+
+    def error() -> float:
+        call.run()
+        return relative_error(out, parts.double().sum(0))
+
+    return Case(op="sum_rows", shape=(rows, n), calls=(call,), baseline="torch",
+                baseline_run=lambda: torch.sum(parts, 0, dtype=torch.float32).to(dtype), error=error)
 
 
 def adamw(n: int) -> Case:

@@ -54,4 +54,21 @@ static int64_t count_zeros(const void* x, DType dtype, int64_t n) {
   return n - static_cast<int64_t>(nonzero);
 }
 
+// Each sum is formed in float from the first row to the last: the bits do not depend on vectors or threads.
+static void sum_rows(const void* x, DType dtype, int64_t rows, int64_t cols, int64_t stride, void* out, DType out_dtype) {
+  with_dtype(dtype, [&](auto element) {
+    with_dtype(out_dtype, [&](auto out_element) {
+      const auto* source = static_cast<const decltype(element)*>(x);
+      auto* target = static_cast<decltype(out_element)*>(out);
+      parallel_for(cols, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
+        for_vectors(begin, end, [&](int64_t i, int lanes) {
+          vf sum = load_lanes(source + i, lanes);
+          for (int64_t row = 1; row < rows; ++row) sum += load_lanes(source + row * stride + i, lanes);
+          store_lanes(target + i, sum, lanes);
+        });
+      });
+    });
+  });
+}
+
 }  // namespace fm::FM_TARGET

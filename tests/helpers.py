@@ -99,7 +99,7 @@ _OUR_LINE = (" iteration {:8d}/       6 | consumed samples: {:12d} | consumed to
 OUR_LOG = (
     "node01: AMD EPYC at 4.48 GHz (measured), 2 of 2 CPUs in this rank's mask, 23.5 GiB, 2 ranks x 1 threads, allocator glibc 2.36,"
     " tuned: tensors in an arena that keeps its pages, transparent huge pages madvise, torch 2.13.0+cpu, MPI MPICH Version: 5.0.2,"
-    " MPI_THREAD_MULTIPLE, 2 rank(s)\n"
+    " MPI_THREAD_SERIALIZED, 2 rank(s)\n"
     'run: {"nodes": 1, "world_size": 2, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, '
     '"ffn_hidden_size": 512, "seq_length": 128, "max_position_embeddings": 128, "vocab_size": 512, '
     '"make_vocab_size_divisible_by": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0, "micro_batch_size": '

@@ -3,7 +3,8 @@
 import pytest
 
 from fugaku_megatron.comm.agreement import agree, describe, on_root
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
 
 

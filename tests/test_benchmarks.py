@@ -20,7 +20,7 @@ import torch
 from benchmarks import alloc, attention, baselines, contestant, driver, gemm, jobs, layouts, noise, preloads, rowwise, shapes, step
 from benchmarks.__main__ import FAMILIES, main
 from benchmarks.plain_gpt import PlainGPT
-from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.run import accounting

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.nn import layers
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass

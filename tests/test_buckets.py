@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.run.buckets import bucket_elements, bucket_minimum, cut, stage_units

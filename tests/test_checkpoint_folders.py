@@ -18,7 +18,8 @@ from fugaku_megatron.checkpoint.load import load_checkpoint, open_checkpoint
 from fugaku_megatron.checkpoint.manifest import list_iterations, read_head, read_manifest
 from fugaku_megatron.checkpoint.save import save_checkpoint
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 
 LAYOUT = {"tensor_model_parallel_size": 1}
 RANKS = 9

@@ -13,7 +13,8 @@ from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.checkpoint.save import save_checkpoint
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.checkpoint.weights import boxes, load_weights
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 
 KEY = "weight/w"
 

@@ -12,7 +12,8 @@ from fugaku_megatron.comm.autograd import (
     reduce_scatter_to_sequence_parallel,
     scatter_to_tensor_parallel,
 )
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
 
 MAPPINGS = (

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.run.accounting import Layout, stage_parameters
 from fugaku_megatron.run.arguments import make_run, parse
 from fugaku_megatron.training.command import print_plan

@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import make_run

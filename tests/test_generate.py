@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data.tokenizer import gpt2_files
 from fugaku_megatron.inference import generate
 from fugaku_megatron.run.command_line import Parser

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import blocks, layers, parameter

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.autograd import Function
 
+from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm, record
 from fugaku_megatron.comm.tensors import rank_order_sum
 from tests import verb_checks

@@ -12,7 +12,8 @@ import pytest
 
 from fugaku_megatron.checkpoint import lock
 from fugaku_megatron.checkpoint.lock import LOCK, Lock, Owner, hold
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from tests.time_limit import time_limit
 
 HOLDER = """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.baselines import in_their_shape, our_name
-from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.nn.passes import Pass
 from tests.helpers import make_trainer, small_run
 

@@ -3,7 +3,8 @@
 import zlib
 
 from fugaku_megatron.comm import nodes as nodes_module
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.nodes import find_nodes
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import torch_ops
 from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops, recompute

@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.host import kernels
 from fugaku_megatron.run.accounting import FLAT_ALIGNMENT

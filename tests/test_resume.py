@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from fugaku_megatron.comm.local import DryComm
+from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.training.resume import differences, find_checkpoint, resume_training
 from tests.helpers import make_trainer, small_run
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
 from fugaku_megatron.training.session import Session
 from tests.helpers import make_trainer, small_run

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import DryComm, ThreadWorld
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.optim import PARAMETER_DTYPES

@@ -1,20 +1,26 @@
 """Every verb of a communicator against plain torch, as functions of the communicator alone.
 
 tests/test_local.py runs them on threads; under MPI this file is the program that each rank runs:
-    mpiexec -n 3 python tests/verb_checks.py [large]     large: messages above 2^31 bytes and 2^31 elements, 12 GB
+    mpiexec -n 3 python tests/verb_checks.py [large | orders | node]
+large: messages above 2^31 bytes and 2^31 elements, 12 GB; orders: random orders, and every call into MPI counted; node: in shared
+memory
 
 p: ranks. Values are small integers, so that every dtype holds every sum exactly; rounding has its own check.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from random import Random
 
 import torch
 
-from fugaku_megatron.comm import mpi
+from fugaku_megatron.comm import mpi, node
 from fugaku_megatron.comm.launch import describe, run_or_abort
 from fugaku_megatron.comm.tensors import COMM_DTYPES, HALF
+from fugaku_megatron.host import kernels
 
 LENGTHS = (0, 1, 5, 64, 1003)
 
@@ -140,6 +146,47 @@ def messages_match_by_tag_and_order(comm):
         same(tensor, torch.full((4,), float(10 * left + i)))
 
 
+def nonblocking_collectives(comm):
+    """Several under way at once, waited for in another order than that of their start; blocking ones pass in between."""
+    for dtype in COMM_DTYPES:
+        everyone = stacked(comm.size, comm.size * 6, dtype)
+        shown = everyone[comm.rank]
+        own, gathered, part = shown.clone(), torch.zeros_like(everyone), torch.zeros(6, dtype=dtype)
+        handles = [comm.iall_gather(gathered, shown), comm.iall_reduce(own), comm.ireduce_scatter(part, shown)]
+        comm.barrier()
+        for handle in handles[::-1]:
+            handle.wait()
+            handle.wait()
+            assert handle.done()
+        same(own, expected(everyone, "sum"))
+        same(gathered, everyone)
+        same(part, expected(everyone, "sum").view(comm.size, 6)[comm.rank])
+
+
+def one_order(random, comms):
+    """Nonblocking sums on comms[0] among blocking ones on the others, in an order of this rank's own; waits in any order."""
+    programs = [[(comm, n) for n in range(3)] for comm in comms]
+    under_way = []
+    while any(programs):
+        comm, n = random.choice([program for program in programs if program]).pop(0)
+        tensor = torch.full((1 + 50 * n,), float(comm.rank + n))
+        total = sum(rank + n for rank in range(comm.size))
+        if comm is comms[0]:
+            under_way.append((comm.iall_reduce(tensor), tensor, total))
+        else:
+            same(comm.all_reduce(tensor), torch.full_like(tensor, total))
+    for handle, tensor, total in random.sample(under_way, len(under_way)):
+        handle.wait()
+        same(tensor, torch.full_like(tensor, total))
+
+
+def random_orders(comm, count=20):
+    row, column = comm.split(comm.rank // 2, comm.rank), comm.split(comm.rank % 2, comm.rank)
+    random = Random(comm.rank)
+    for _ in range(count):
+        one_order(random, (column, row))
+
+
 def objects(comm):
     own = {"rank": comm.rank}
     everyone = [{"rank": rank} for rank in range(comm.size)]
@@ -164,7 +211,8 @@ def barrier(comm):
 
 
 COLLECTIVE_CHECKS = (all_reduce, all_reduce_shapes, half_sums_round_once, all_gather, all_gather_in_place,
-                     reduce_scatter, reduce_scatter_in_place, broadcast, objects, split, barrier)
+                     reduce_scatter, reduce_scatter_in_place, nonblocking_collectives, random_orders, broadcast, objects, split,
+                     barrier)
 CHECKS = (*COLLECTIVE_CHECKS, send_and_recv, messages_match_by_tag_and_order)
 LIMITS = {"default": {}, "pieces": {"MAX_COUNT": 100, "STAGE": 200, "SMALL": 2}}
 
@@ -220,8 +268,74 @@ def run_large(world):
             print("ok", check.__name__, dtype, n, flush=True)
 
 
+class Counted:
+    """A part of mpi4py that notes which threads call it, and how many at once."""
+
+    threads, inside, largest, lock = set(), 0, 0, threading.Lock()
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        value = getattr(self.inner, name)
+        if name.isupper() or not callable(value):
+            return value
+
+        def call(*arguments):
+            with Counted.lock:
+                Counted.inside += 1
+                Counted.largest = max(Counted.largest, Counted.inside)
+                Counted.threads.add(threading.get_ident())
+            result = value(*arguments)
+            with Counted.lock:
+                Counted.inside -= 1
+            return Counted(result) if name == "Split" else result
+
+        return call
+
+
+def run_orders(world, count=250):
+    engine, parts = world.engine, (Counted(world.mpi), Counted(world.mpi_comm))
+    engine.test = Counted(engine).test
+    random_orders(engine.call(lambda: mpi.MPIComm(*parts, engine)), count)
+    assert (len(Counted.threads), Counted.largest) == (1, 1) and threading.get_ident() not in Counted.threads
+    if world.rank == 0:
+        print("ok orders", count, describe(world))
+
+
+def chunks_of_shared_memory(comm):
+    """Tensors of several chunks, with odd ends, blocking and not."""
+    for dtype in (torch.float32, *HALF):
+        n = 3 * node.HALF_BYTES // 4 // comm.size * comm.size + comm.size * 5
+        everyone = stacked(comm.size, n, dtype)
+        own, part, gathered = everyone[comm.rank].clone(), torch.zeros(n // comm.size, dtype=dtype), torch.zeros_like(everyone)
+        handles = [comm.ireduce_scatter(part, everyone[comm.rank]), comm.iall_gather(gathered, everyone[comm.rank])]
+        same(comm.all_reduce(own), expected(everyone, "sum"))
+        for handle in handles:
+            handle.wait()
+        same(part, expected(everyone, "sum").view(comm.size, -1)[comm.rank])
+        same(gathered, everyone)
+        same(comm.all_reduce(gathered[0].clone()), expected(everyone[:1].expand(comm.size, -1), "sum"))
+
+
+def run_node(world):
+    """The checks on shared memory, on threads that are no more than before."""
+    shared = node.share_node(world, kernels)
+    assert type(shared) is node.NodeComm
+    threads = len(os.listdir("/proc/self/task"))
+    for check in (*COLLECTIVE_CHECKS, chunks_of_shared_memory):
+        check(shared)
+        if world.rank == 0:
+            print("ok node", check.__name__)
+    assert len(os.listdir("/proc/self/task")) == threads
+
+
 def main(world):
     assert isinstance(world, mpi.MPIComm), "no launcher: run mpiexec -n 3 python tests/verb_checks.py"
+    if "orders" in sys.argv:
+        return run_orders(world)
+    if "node" in sys.argv:
+        return run_node(world)
     if "large" in sys.argv:
         return run_large(world)
     for limit, constants in LIMITS.items():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..comm.local import DryComm
+from ..comm.dry import DryComm
 from ..data.dataset import MockDataset
 from ..host import kernels
 from ..perf import model, software

@@ -1,11 +1,12 @@
 """The verbs a parallel trainer needs, as a protocol on torch tensors.
 
-Implementations: `comm.mpi.MPIComm` (real traffic), `comm.local.ThreadComm` (ranks as threads), `comm.local.DryComm` (no traffic)
+Implementations: `comm.mpi.MPIComm` (real traffic), `comm.local.ThreadComm` (ranks as threads), `comm.dry.DryComm` (no traffic)
 and `comm.recording.RecordingComm` (counts the bytes that pass through another one). Left out: building groups (`comm.grid.Grid`)
 and autograd (`comm.autograd`).
 
 Conventions: a tensor may have any shape and must be contiguous; only its number of elements n counts. A communicator of size 1 is
-the identity. Collectives are entered by every rank of the communicator in the same order, as in MPI. Types: float32/64, int32/64,
+the identity. Collectives, blocking or not, are started by every rank of the communicator in the same order, as in MPI; handles may
+be waited for in any order, and different communicators are independent. Types: float32/64, int32/64,
 uint8, bool, bfloat16, float16. A sum of bool is a logical or; sums of BF16 and FP16 are formed in FP32 in rank order and rounded
 once.
 Test: pytest tests/test_local.py tests/mpi
@@ -13,6 +14,7 @@ Test: pytest tests/test_local.py tests/mpi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -20,10 +22,27 @@ if TYPE_CHECKING:
 
 
 class Handle(Protocol):
-    """A started operation. The tensor must stay alive and untouched until `wait` returns."""
+    """A started operation. Its tensors must stay untouched until `wait` returns; the handle keeps them alive."""
 
     def wait(self) -> None:
         """Block until the operation is complete."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+@dataclass(frozen=True)
+class _Done:
+    """The handle of an operation that is complete already."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+DONE: Handle = _Done()
 
 
 class Comm(Protocol):
@@ -49,6 +68,15 @@ class Comm(Protocol):
 
         `output` may be this rank's part of `tensor`; the other parts are left as they are.
         """
+
+    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
+        """Start an all_reduce of `tensor` (any shape) in place."""
+
+    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Start an all_gather of `tensor` (n,) into `output` (size * n,)."""
+
+    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Start a reduce_scatter of `tensor` (size * n,) into `output` (n,)."""
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Copy `root`'s values into `tensor` (any shape, the same on every rank), in place; returns `tensor`."""

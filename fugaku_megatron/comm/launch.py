@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 
 from . import launcher
 from .base import Comm
-from .local import DryComm
+from .dry import DryComm
 from .mpi import MPIComm, mpi_world
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the sam
 
 
 def init() -> Comm:
-    """Start MPI with MPI_THREAD_MULTIPLE and return the world; `describe(world)` tells what was provided.
+    """Start MPI on its own thread and return the world; `describe(world)` tells which thread level was granted.
 
     A process that no launcher started is a world of one, and then MPI need not be installed. Raises ValueError when a
     launcher started several processes but MPI is missing, or is another MPI than the launcher's, in which case each

@@ -1,10 +1,11 @@
-"""The communicator of real jobs, on mpi4py's buffer calls: no pickling and no copies of tensors.
+"""The communicator of real jobs, on mpi4py's nonblocking buffer calls: no pickling and no copies of tensors.
 
-This is the only file that imports mpi4py, and it does so inside functions: importing this module needs no MPI.
+This is the only file that imports mpi4py, and it does so inside functions: importing this module needs no MPI. The engine's thread
+(engine.py) makes every MPI call; a blocking verb waits for the operation that its nonblocking form starts.
 MPI has no BF16 or FP16. Data of these types travels as 16-bit integers. Their sum is an all-to-all of the parts followed by a
 local sum in FP32, in rank order and rounded once; all_reduce then gathers the results. Their maximum and minimum are formed in
 FP32. MPI counts are C ints: larger tensors travel in pieces of MAX_COUNT elements.
-Left out: starting and ending a job (launch.py), groups (grid.py), progress threads.
+Left out: starting and ending a job (launch.py), groups (grid.py).
 
 Shapes: p ranks, n elements per rank.
 Test: pytest tests/mpi
@@ -12,37 +13,64 @@ Test: pytest tests/mpi
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterator
+import pickle
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .base import Handle
+from .base import DONE, Handle
+from .engine import Engine, Steps
 from .tensors import HALF, OPS, check, rank_order_sum, rows
 
+THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
+THREAD_LEVEL_VARIABLE = "FUGAKU_MEGATRON_MPI_THREAD_LEVEL"  # the level to ask for
 MAX_COUNT = 2**30  # elements per call: below 2^31 - 1, the largest C int
 # Elements of a sum per call, and the minimum of them for each rank. An MPI sums in temporary memory as large as its message, and
 # malloc requests large blocks from the system each time: 475 MB between two ranks take 0.18 s in one call, 0.05 s in 29.
 SUMMED, SUMMED_PER_RANK = 2**22, 2**16
 STAGE = 2**25  # elements received at once for a BF16/FP16 sum: limits its extra memory to 64 MiB
+ABORT_SECONDS = 5
 SMALL = 2**15  # up to so many elements a BF16/FP16 all_reduce gathers everything in one call: latency matters, not bytes
 
 
 def mpi_world() -> MPIComm:
-    """MPI_COMM_WORLD, after requesting MPI_THREAD_MULTIPLE. ImportError or RuntimeError when there is no MPI."""
+    """MPI_COMM_WORLD, with MPI initialised by the engine's thread. ImportError or RuntimeError when there is no MPI.
+
+    Raises ValueError when the library grants no threads at all, or for an unknown level in the environment variable.
+    """
+    level = os.environ.get(THREAD_LEVEL_VARIABLE, "serialized").lower()
+    if level not in THREAD_LEVELS[1:]:
+        raise ValueError(f"{THREAD_LEVEL_VARIABLE}={level}: expected one of {', '.join(THREAD_LEVELS[1:])}; correct or unset it")
     if int(os.environ.get("MPI_LOCALNRANKS", 1)) > len(os.sched_getaffinity(0)):
-        # More ranks than cores: MPICH's waiting ranks must yield the core (measured: 8 ranks on 2 cores, 3 times faster).
-        # Open MPI's launcher does this by itself.
+        # More ranks than cores: MPICH's ranks must yield the core in the few calls that block, as when groups are built. Open
+        # MPI's launcher does this by itself.
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
+    engine = Engine()
+    world = engine.call(lambda: _initialise(engine, level))
+    if world.thread_level == "single":
+        raise ValueError(f"{world.library} grants MPI_THREAD_SINGLE where MPI_THREAD_{level.upper()} was asked for: communication "
+                         "runs on a thread of its own, which needs MPI_THREAD_FUNNELED; use an MPI that is built with threads")
+    return world
+
+
+def _initialise(engine: Engine, level: str) -> MPIComm:
+    """On the engine's thread, which MPI then takes for the main one."""
     import mpi4py
 
-    mpi4py.rc.thread_level = "multiple"
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
     from mpi4py import MPI
 
-    return MPIComm(MPI.COMM_WORLD)
+    if not MPI.Is_initialized():
+        MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
+        atexit.register(engine.call, MPI.Finalize)
+    engine.test = MPI.Request.Testall
+    return MPIComm(MPI, MPI.COMM_WORLD, engine)
 
 
 def _buffer(tensor: Tensor) -> np.ndarray:
@@ -65,155 +93,213 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return ends[0][0] < ends[1][1] and ends[1][0] < ends[0][1]
 
 
-class _Requests:
-    """The handle of started operations; holds the tensor, whose memory MPI is using."""
-
-    def __init__(self, requests: list[Any], tensor: Tensor) -> None:
-        self._requests, self._tensor = requests, tensor
-
-    def wait(self) -> None:
-        for request in self._requests:
-            request.Wait()
-        self._tensor = None
-
-
 class MPIComm:
-    """An mpi4py communicator as a `comm.base.Comm`. MPI's errors are raised as mpi4py.MPI.Exception."""
+    """An mpi4py communicator as a `comm.base.Comm`. MPI's errors are raised as mpi4py.MPI.Exception, by `wait`.
 
-    def __init__(self, mpi_comm: Any) -> None:
-        from mpi4py import MPI
+    mpi: the module mpi4py.MPI. Made by the engine's thread.
+    """
 
-        self._mpi, self._comm = MPI, mpi_comm
+    def __init__(self, mpi: Any, mpi_comm: Any, engine: Engine) -> None:
+        self.mpi, self.mpi_comm, self.engine = mpi, mpi_comm, engine
         self.rank, self.size = mpi_comm.Get_rank(), mpi_comm.Get_size()
-
-    @property
-    def thread_level(self) -> str:
-        """What MPI_Init_thread provided: "single", "funneled", "serialized" or "multiple"."""
-        names = ("single", "funneled", "serialized", "multiple")
-        return {getattr(self._mpi, f"THREAD_{name.upper()}"): name for name in names}[self._mpi.Query_thread()]
-
-    @property
-    def library(self) -> str:
-        """Name and version of the MPI library, for the log."""
-        return " ".join(self._mpi.Get_library_version().splitlines()[0].split(",")[0].rstrip("\0").split())
+        self.thread_level = {getattr(mpi, f"THREAD_{name.upper()}"): name for name in THREAD_LEVELS}[mpi.Query_thread()]
+        self.library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].rstrip("\0").split())
 
     def _op(self, op: str, dtype: torch.dtype) -> Any:
         assert op in OPS, op
         name = "max" if dtype == torch.bool and op == "sum" else op  # a logical or on bytes 0 and 1
-        return getattr(self._mpi, name.upper())
+        return getattr(self.mpi, name.upper())
+
+    def _collective(self, steps: Steps, *tensors: Tensor) -> Handle:
+        return self.engine.start(steps, self.mpi_comm.handle, tensors)
+
+    # Collectives: the verbs, then the steps of each -------------------------------------------------------------------------------
+
+    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
+        self._op(op, check(tensor).dtype)
+        flat = tensor.detach().view(-1)
+        return DONE if self.size == 1 else self._collective(self._all_reduce(flat, op), flat)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        check(tensor)
-        mpi_op = self._op(op, tensor.dtype)
-        if self.size == 1:
-            return tensor
-        if tensor.dtype in HALF:
-            return self._half_sum(tensor) if op == "sum" else self._through_fp32(tensor, op)
-        for piece in _pieces(_buffer(tensor), max(SUMMED, SUMMED_PER_RANK * self.size)):
-            self._comm.Allreduce(self._mpi.IN_PLACE, piece, mpi_op)
+        self.iall_reduce(tensor, op).wait()
         return tensor
 
-    def _through_fp32(self, tensor: Tensor, op: str) -> Tensor:
-        tensor.detach().copy_(self.all_reduce(tensor.detach().float(), op))
-        return tensor
+    def _all_reduce(self, flat: Tensor, op: str) -> Steps:
+        if flat.dtype in HALF and op == "sum":
+            yield from self._half_sum(flat)
+        elif flat.dtype in HALF:
+            wide = flat.float()
+            yield from self._all_reduce(wide, op)
+            flat.copy_(wide)
+        else:
+            mpi_op = self._op(op, flat.dtype)
+            for piece in _pieces(_buffer(flat), max(SUMMED, SUMMED_PER_RANK * self.size)):
+                yield [self.mpi_comm.Iallreduce(self.mpi.IN_PLACE, piece, mpi_op)]
 
-    def _half_sum(self, tensor: Tensor) -> Tensor:
-        flat = tensor.detach().view(-1)
+    def _half_sum(self, flat: Tensor) -> Steps:
         if flat.numel() * self.size <= SMALL:
             parts = flat.new_empty(self.size, flat.numel())  # (p, n)
-            flat.copy_(rank_order_sum(self.all_gather(parts, flat)))
-            return tensor
+            yield from self._all_gather(parts, flat)
+            flat.copy_(rank_order_sum(parts))
+            return
         for piece in flat.split(max(1, STAGE // self.size) * self.size):
             share = -(-piece.numel() // self.size)
             whole = piece
             if piece.numel() < share * self.size:
                 whole = piece.new_zeros(share * self.size)
                 whole[: piece.numel()] = piece
-            self.all_gather(whole, self.reduce_scatter(piece.new_empty(share), whole))
+            part = piece.new_empty(share)
+            yield from self._half_reduce_scatter(part, whole.view(self.size, share))
+            yield from self._all_gather(whole, part)
             if whole is not piece:
                 piece.copy_(whole[: piece.numel()])
-        return tensor
+
+    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        parts = rows(output, tensor, self.size)  # (p, n)
+        if _overlap(output, tensor):
+            assert tensor.data_ptr() == parts[self.rank].data_ptr(), "the part overlaps another rank's place"
+        elif self.size == 1:
+            parts[0].copy_(tensor.detach().view(-1))
+        return DONE if self.size == 1 else self._collective(self._all_gather(output.detach(), tensor.detach()), output, tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        parts = rows(output, tensor, self.size)  # (p, n)
-        inside = _overlap(output, tensor)
-        assert not inside or tensor.data_ptr() == parts[self.rank].data_ptr(), "the part overlaps another rank's place"
-        if not inside and (self.size == 1 or tensor.numel() > MAX_COUNT):
-            parts[self.rank].copy_(tensor.detach().view(-1))
-        if self.size == 1:
-            return output
-        if tensor.numel() > MAX_COUNT:
-            for root in range(self.size):
-                self.broadcast(parts[root], root)
-        else:
-            self._comm.Allgather(self._mpi.IN_PLACE if inside else _buffer(tensor), _buffer(output))
+        self.iall_gather(output, tensor).wait()
         return output
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
+        inside = _overlap(output, tensor)
+        if tensor.numel() <= MAX_COUNT:
+            yield [self.mpi_comm.Iallgather(self.mpi.IN_PLACE if inside else _buffer(tensor), _buffer(output))]
+            return
+        parts = output.view(self.size, -1)  # (p, n)
+        if not inside:
+            parts[self.rank].copy_(tensor.view(-1))
+        for root in range(self.size):
+            yield from self._broadcast(_buffer(parts[root]), root)
+
+    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         parts = rows(tensor, output, self.size)  # (p, n)
         if self.size == 1:
             output.detach().view(-1).copy_(parts[0])
-        elif tensor.dtype in HALF:
-            self._half_reduce_scatter(output.detach().view(-1), parts)
-        elif _overlap(output, tensor):  # MPI's in-place form would put every rank's result at the beginning
-            output.copy_(self.reduce_scatter(torch.empty_like(output), tensor))
-        else:
-            self._reduce_scatter_columns(output.detach().view(-1), parts)
+            return DONE
+        return self._collective(self._reduce_scatter(output.detach().view(-1), parts), output, tensor)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
+        self.ireduce_scatter(output, tensor).wait()
         return output
 
-    def _reduce_scatter_columns(self, output: Tensor, parts: Tensor) -> None:
+    def _reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
+        if parts.dtype in HALF:
+            yield from self._half_reduce_scatter(output, parts)
+            return
+        # MPI's in-place form would put every rank's result at the beginning.
+        result = torch.empty_like(output) if _overlap(output, parts) else output
         step = min(MAX_COUNT, max(SUMMED // self.size, SUMMED_PER_RANK))
         for start in range(0, output.numel(), step):
             sent = parts[:, start : start + step].contiguous()  # (p, step), no copy when it is the whole
-            self._comm.Reduce_scatter_block(_buffer(sent), _buffer(output[start : start + step]), self._op("sum", parts.dtype))
+            received = _buffer(result[start : start + step])
+            yield [self.mpi_comm.Ireduce_scatter_block(_buffer(sent), received, self._op("sum", parts.dtype))]
+        if result is not output:
+            output.copy_(result)
 
-    def _half_reduce_scatter(self, output: Tensor, parts: Tensor) -> None:
+    def _half_reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
         step = max(1, STAGE // self.size)
         for start in range(0, output.numel(), step):
             sent = parts[:, start : start + step].contiguous()  # (p, step), no copy when it is the whole
             received = torch.empty_like(sent)
-            self._comm.Alltoall(_buffer(sent), _buffer(received))
+            yield [self.mpi_comm.Ialltoall(_buffer(sent), _buffer(received))]
             output[start : start + step] = rank_order_sum(received)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        for piece in _pieces(_buffer(tensor)):
-            self._comm.Bcast(piece, root)
+        if self.size > 1:
+            self._collective(self._broadcast(_buffer(tensor), root), tensor).wait()
         return tensor
+
+    def _broadcast(self, flat: np.ndarray, root: int) -> Steps:
+        for piece in _pieces(flat):
+            yield [self.mpi_comm.Ibcast(piece, root)]
+
+    def barrier(self) -> None:
+        def steps() -> Steps:
+            yield [self.mpi_comm.Ibarrier()]
+
+        self._collective(steps()).wait()
+
+    # Messages -------------------------------------------------------------------------------------------------------------------
+
+    def _message(self, start: Callable[..., Any], tensor: Tensor, rank: int, tag: int) -> Handle:
+        def steps() -> Steps:
+            yield [start(piece, rank, tag) for piece in _pieces(_buffer(tensor))]
+
+        return self.engine.start(steps(), memory=tensor)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
+        return self._message(self.mpi_comm.Isend, tensor, dst, tag)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
+        return self._message(self.mpi_comm.Irecv, tensor, src, tag)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         assert dst != self.rank, "a blocking send to oneself never returns"
-        for piece in _pieces(_buffer(tensor)):
-            self._comm.Send(piece, dst, tag)
+        self.isend(tensor, dst, tag).wait()
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
         assert src != self.rank, "a blocking receive from oneself never returns"
-        for piece in _pieces(_buffer(tensor)):
-            self._comm.Recv(piece, src, tag)
+        self.irecv(tensor, src, tag).wait()
         return tensor
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
-        return _Requests([self._comm.Isend(piece, dst, tag) for piece in _pieces(_buffer(tensor))], tensor)
-
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
-        return _Requests([self._comm.Irecv(piece, src, tag) for piece in _pieces(_buffer(tensor))], tensor)
-
-    def barrier(self) -> None:
-        self._comm.Barrier()
+    # Objects and set-up -----------------------------------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        return self._comm.bcast(obj, root)
+        data = np.frombuffer(pickle.dumps(obj), np.uint8) if self.rank == root else None
+        length = self.broadcast(torch.tensor(0 if data is None else data.size), root).item()
+        received = data.copy() if data is not None else np.empty(length, np.uint8)
+        self._collective(self._broadcast(received, root)).wait()
+        return obj if self.rank == root else pickle.loads(received)
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
-        return self._comm.gather(obj, root)
+        own, lengths = self._pickled(obj)
+        everyone = np.empty(lengths.sum() if self.rank == root else 0, np.uint8)
+
+        def steps() -> Steps:
+            yield [self.mpi_comm.Igatherv(own, (everyone, lengths) if self.rank == root else None, root)]
+
+        self._collective(steps()).wait()
+        return _unpickled(everyone, lengths) if self.rank == root else None
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return self._comm.allgather(obj)
+        own, lengths = self._pickled(obj)
+        everyone = np.empty(lengths.sum(), np.uint8)
+
+        def steps() -> Steps:
+            yield [self.mpi_comm.Iallgatherv(own, (everyone, lengths))]
+
+        self._collective(steps()).wait()
+        return _unpickled(everyone, lengths)
+
+    def _pickled(self, obj: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The object as bytes, and the number of bytes on every rank (p,)."""
+        own = np.frombuffer(pickle.dumps(obj), np.uint8)
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        return own, self.all_gather(lengths, torch.tensor([own.size])).numpy()
 
     def split(self, color: int, key: int) -> MPIComm:
-        return MPIComm(self._comm.Split(color, key))
+        return self.engine.call(lambda: MPIComm(self.mpi, self.mpi_comm.Split(color, key), self.engine))
+
+    def split_node(self) -> MPIComm:
+        """The ranks of this communicator that share memory with this one (MPI_Comm_split_type)."""
+        kind = self.mpi.COMM_TYPE_SHARED
+        return self.engine.call(lambda: MPIComm(self.mpi, self.mpi_comm.Split_type(kind), self.engine))
 
     def abort(self, code: int = 1) -> None:
         """MPI_Abort on MPI_COMM_WORLD, whichever group this is. The caller has said why: MPI's own line is not shown."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        self._mpi.COMM_WORLD.Abort(code)
+        threading.Timer(ABORT_SECONDS, os._exit, [code]).start()  # should the engine itself be what fails
+        self.engine.call(lambda: self.mpi.COMM_WORLD.Abort(code))
         os._exit(code)  # where MPI_Abort only asks the launcher and returns
+
+
+def _unpickled(data: np.ndarray, lengths: np.ndarray) -> list[Any]:
+    """One object of each rank."""
+    ends = lengths.cumsum()
+    return [pickle.loads(data[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

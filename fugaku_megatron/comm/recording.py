@@ -8,8 +8,9 @@ Convention: the bytes of a call are the payload that its caller passes, numel * 
     all_gather                          this rank's part (1 / size of the output)
     reduce_scatter                      the whole input (size times the output)
 
-and 0 for barrier and the object verbs. isend counts as send and irecv as recv. This is not the traffic on the wire: a ring
-all-reduce of n bytes moves 2 (size - 1) / size * n bytes per rank, and sums of BF16 travel as an all-to-all.
+and 0 for barrier and the object verbs. A nonblocking verb counts as its blocking form: isend as send, iall_reduce as all_reduce.
+This is not the traffic on the wire: a ring all-reduce of n bytes moves 2 (size - 1) / size * n bytes per rank, and sums of BF16
+travel as an all-to-all.
 
 Left out: timing. Test: pytest tests/test_local.py
 """
@@ -62,6 +63,15 @@ class RecordingComm:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
         return self._note("reduce_scatter", tensor).reduce_scatter(output, tensor)
+
+    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
+        return self._note("all_reduce", tensor).iall_reduce(tensor, op)
+
+    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        return self._note("all_gather", tensor).iall_gather(output, tensor)
+
+    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
+        return self._note("reduce_scatter", tensor).ireduce_scatter(output, tensor)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         return self._note("broadcast", tensor).broadcast(tensor, root)

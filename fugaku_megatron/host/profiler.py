@@ -22,7 +22,9 @@ from . import kernels
 from .fma_peak import fma_peak_gflops
 
 TRACKS = ("schedule", "kernels", "communication")
-VERBS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "isend", "irecv", "barrier")
+VERBS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "barrier",
+         "iall_reduce", "iall_gather", "ireduce_scatter", "isend", "irecv")
+NONBLOCKING = VERBS[-5:]  # what computation does not hide of them is spent in `wait`
 INSTRUCTIONS = ("forward", "backward", "recv_forward", "send_forward", "recv_backward", "send_backward")
 FMA_ROUNDS = 10
 
@@ -73,7 +75,9 @@ class Profiler:
             result = function(*args, **kwargs)
             flops = kernels.table.flops(name, *args, **kwargs) if track == "kernels" else 0.0
             self.events.append(Event(track, prefix + name, start, time.perf_counter() - start, flops))
-            return result
+            if name not in NONBLOCKING:
+                return result
+            return _Observed(result, ("wait",), lambda verb, wait, *_: call(f"{name} wait", wait, (), {}))
 
         return call
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.local import DryComm
+from ..comm.dry import DryComm
 from ..run import accounting
 from ..run.config import RunConfig
 from .ops import BACKENDS, DropoutKey, Ops

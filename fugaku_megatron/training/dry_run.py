@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import schedule
+from ..comm.dry import DryComm
 from ..comm.grid import Grid
-from ..comm.local import DryComm
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..run import accounting, batches, buckets

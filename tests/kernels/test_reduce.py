@@ -38,3 +38,33 @@ def test_count_zeros(target, reference, same_for_any_threads, dtype):
         x[6:7] = math.nan
         got = same_for_any_threads(lambda x=x: kernels.count_zeros(x))
         assert got == reference(lambda x=x: kernels.count_zeros(x)) == int((x == 0).sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_rows(target, reference, same_for_any_threads, dtype):
+    for n in SIZES:
+        whole = torch.randn(3, n + 5).to(dtype)
+        x = whole[:, :n]  # rows that lie apart
+        for out_dtype in (torch.float32, dtype):
+            def total(x=x, out_dtype=out_dtype):
+                out = torch.empty(x.shape[1], dtype=out_dtype)
+                kernels.sum_rows(x, out)
+                return out
+
+            got = same_for_any_threads(total)
+            want = (x[0].float() + x[1].float() + x[2].float()).to(out_dtype)
+            assert torch.equal(got, want) and torch.equal(reference(total), want)
+
+
+def test_sum_rows_into_one_of_them(target):
+    x = torch.randn(4, 1003)
+    want = x[0] + x[1] + x[2] + x[3]
+    kernels.sum_rows(x, x[2])
+    assert torch.equal(x[2], want)
+
+
+def test_sum_rows_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="out: expected .*7"):
+        kernels.sum_rows(torch.zeros(2, 7), torch.zeros(6))
+    with pytest.raises(ValueError, match="x: expected at least one row"):
+        kernels.sum_rows(torch.zeros(0, 7), torch.zeros(7))

@@ -9,8 +9,8 @@ import sys
 import torch
 
 from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.launch import describe, run_or_abort
-from fugaku_megatron.comm.local import DryComm
 from tests.helpers import make_trainer, small_run, whole_tensors
 
 ITERATIONS = 20

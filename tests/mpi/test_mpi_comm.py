@@ -33,7 +33,28 @@ def test_verbs_agree_with_torch(mpi, ranks):
     *passed, description = job.stdout.splitlines()
     assert passed == [f"ok {limit} {check.__name__}" for limit in verb_checks.LIMITS for check in verb_checks.CHECKS]
     library = {"mpich": "MPICH", "openmpi": "Open MPI"}[mpi.name]
-    assert description.startswith(library) and description.endswith(f"MPI_THREAD_MULTIPLE, {ranks} rank(s)")
+    assert description.startswith(library) and description.endswith(f"MPI_THREAD_SERIALIZED, {ranks} rank(s)")
+
+
+@pytest.mark.parametrize("level", ["serialized", "funneled"])
+def test_one_thread_calls_mpi_in_whatever_order_operations_come(mpi, level):
+    """250 random orders of nonblocking sums among blocking ones: with two libraries and two levels 1,000."""
+    job = mpi.run(4, VERBS, "orders", FUGAKU_MEGATRON_MPI_THREAD_LEVEL=level)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.startswith("ok orders 250 ") and f"MPI_THREAD_{level.upper()}" in job.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_of_a_node_share_memory(mpi, ranks):
+    job = mpi.run(ranks, VERBS, "node")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("ok node ") == len(verb_checks.COLLECTIVE_CHECKS) + 1
+
+
+def test_an_unknown_thread_level_is_one_line(mpi):
+    job = mpi.run(2, ENDINGS, "success", FUGAKU_MEGATRON_MPI_THREAD_LEVEL="single")
+    assert job.returncode == 2
+    assert job.stderr.count("_MPI_THREAD_LEVEL=single: expected one of funneled, serialized, multiple; correct") == 1, job.stderr
 
 
 @pytest.mark.slow

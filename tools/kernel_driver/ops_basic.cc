@@ -44,6 +44,12 @@ void squared_norm(Work& w, const Shape& n) {
   w.run = [=, &w] { *sum = static_cast<float>(kernels().squared_norm(x, w.dtype, n[0])); };
 }
 
+void sum_rows(Work& w, const Shape& n) {
+  const void* x = w.input(n[0] * n[1]);
+  void* out = w.output(n[1]);
+  w.run = [=, &w] { kernels().sum_rows(x, w.dtype, n[0], n[1], n[1], out, w.dtype); };
+}
+
 void count_zeros(Work& w, const Shape& n) {
   const void* x = w.input(n[0], 0);
   float* count = w.output_f32(1, 0);
@@ -71,6 +77,7 @@ const Register all[] = {
     {{"convert", "convert", {65536}, convert}},
     {{"squared_norm", "squared_norm", {65536}, squared_norm}},
     {{"count_zeros", "count_zeros", {65536}, count_zeros}},
+    {{"sum_rows", "sum_rows", {4, 65536}, sum_rows}},
     {{"adamw", "adamw", {65536}, adamw}},
 };
 

@@ -1,0 +1,100 @@
+"""Collectives between ranks of this machine, now and before: seconds of each by size, in turn, as table, JSON and picture.
+
+    python -m benchmarks comm --ranks 2 4 --png comm.png
+
+Left out: networks. Every rank has one thread. Test: pytest tests/mpi/test_benchmark_comm.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fugaku_megatron.host import runtime
+from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.outputs import writing
+
+from . import driver, jobs, noise
+
+SIZES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this family."""
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES",
+                        help="of a whole tensor (default: 64 KiB to 256 MiB)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the rows into FILE (needs matplotlib)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print, write --json and --png. ValueError for numbers that cannot be measured."""
+    check(options.rounds >= 1, f"--rounds {options.rounds}: give 1 or more")
+    check(min(options.ranks) >= 2, f"--ranks {min(options.ranks)}: give 2 or more, one rank has nobody to send to")
+    check(min(options.sizes) >= 4 * max(options.ranks), f"--sizes {min(options.sizes)}: give {4 * max(options.ranks)} or more, "
+          "four bytes for every rank")
+    result: dict[str, Any] = {"rows": [], "cpu": runtime.cpu_model(), "rounds": options.rounds, "repeat": driver.command_line()}
+    for ranks in options.ranks:
+        watch = noise.Watch(min(ranks, os.cpu_count() or 1), jobs.children_seconds)
+        head, *rows = measured(ranks, options)
+        result["library"] = head["library"]
+        busy = watch.others() > noise.OTHERS
+        result["rows"] += [{**row, "busy": busy} for row in rows]
+        show(result["rows"][-len(rows):])
+    print(f"{result['cpu']}, {result['library']}, one thread a rank, measured")
+    print(result["repeat"])
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.png:
+        draw(options.png, result)
+
+
+def measured(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the ranks print. RuntimeError when they fail."""
+    order = json.dumps({"sizes": options.sizes, "rounds": options.rounds})
+    command = [jobs.mpiexec(), "-n", str(ranks), sys.executable, "-m", "benchmarks.comm_rank", order]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                          cwd=Path(__file__).resolve().parents[1], stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table."""
+    print(f"{'collective':<15} {'ranks':>5} {'KiB':>8} {'ms now':>9} {'ms before':>10} {'ratio':>6}")
+    for row in rows:
+        print(f"{row['op']:<15} {row['ranks']:>5} {row['bytes'] / 1024:>8.0f} {1e3 * row['seconds']:>9.3f} "
+              f"{1e3 * row['before_seconds']:>10.3f} {row['ratio']:>6.2f}" + ("  BUSY MACHINE" if row["busy"] else ""), flush=True)
+
+
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """A panel per collective: GB of the tensor per second by size, now and before. ValueError when it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(row["op"] for row in result["rows"]))
+    figure = Figure(figsize=(4 * len(names), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    columns = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+    for name, axes in zip(names, columns, strict=True):
+        for number, ranks in enumerate(dict.fromkeys(row["ranks"] for row in result["rows"])):
+            rows = [row for row in result["rows"] if (row["op"], row["ranks"]) == (name, ranks)]
+            for column, style, when in (("seconds", "-", "now"), ("before_seconds", ":", "before")):
+                axes.plot([row["bytes"] for row in rows], [row["bytes"] / row[column] / 1e9 for row in rows], style, marker="o",
+                          markersize=3, color=f"C{number}", label=f"{ranks} ranks, {when}")
+        axes.set_xscale("log", base=2)
+        axes.set(title=name, xlabel="bytes of the tensor", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    columns[0].set_ylabel("GB of the tensor per second")
+    figure.legend(*columns[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small", frameon=False)
+    figure.suptitle(f"Collectives inside a node, FP32, one thread a rank\nmeasured, {result['cpu']}")
+    with writing("--png", path):
+        figure.savefig(path, dpi=110, format="png")

@@ -1,0 +1,165 @@
+"""The one thread that makes a process's MPI calls, so that communication goes on behind computation.
+
+An MPI library moves data only while somebody calls it, and many grant threads no more than MPI_THREAD_SERIALIZED. Here one thread
+initialises MPI and makes every later call: MPI_THREAD_FUNNELED is enough. It starts operations in the order in which the program
+asks for them, tests them, and takes naps between tests only while nobody waits: a computing rank keeps its cores.
+
+An operation is an iterator of steps; each step starts nonblocking requests and yields them, or yields a function that tells whether
+it is complete, and goes on when they are.
+Operations of one channel (a communicator's collectives) follow one another, because all ranks must start them in one order;
+channels are independent.
+
+Left out: what is communicated (mpi.py). Test: pytest tests/test_engine.py tests/mpi
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Steps = Iterator[list[Any] | Callable[[], bool]]
+# Seconds between two tests while nobody waits: the first after something happened, then twice as long each time.
+SHORTEST_NAP, LONGEST_NAP = 50e-6, 500e-6
+
+
+class Operation:
+    """A started operation, as a `comm.base.Handle`; keeps `memory` alive, which MPI is using."""
+
+    def __init__(self, engine: Engine, steps: Steps, channel: Hashable, memory: Any) -> None:
+        self.steps, self.channel = steps, channel
+        self.requests: list[Any] | Callable[[], bool] = []
+        self._engine, self._memory = engine, memory
+        self._complete = threading.Lock()  # held until the operation is complete
+        self._complete.acquire()
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return not self._complete.locked()
+
+    def wait(self) -> None:
+        """Block until the operation is complete; raises what it failed with."""
+        if self._complete.locked():
+            self._engine.hurry(self._complete)
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: BaseException | None) -> None:
+        """Called by the engine."""
+        self._error, self._memory = error, None
+        self._complete.release()
+
+
+class Engine:
+    """The thread and its queue. test: whether all requests of a list are complete, without blocking; called by the thread."""
+
+    def __init__(self, test: Callable[[list[Any]], bool] = all) -> None:
+        self.test = test
+        self._orders: deque[Operation] = deque()
+        self._channels: dict[Hashable, deque[Operation]] = {}
+        self._active: list[Operation] = []
+        self._waiting = 0
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="MPI", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """The result of function(), made by the thread; for calls that end soon on their own, and for set-up."""
+        results: list[T] = []
+
+        def steps() -> Steps:
+            results.append(function())
+            return
+            yield
+
+        self.start(steps()).wait()
+        return results[0]
+
+    def start(self, steps: Steps, channel: Hashable = None, memory: Any = None) -> Operation:
+        """Queue an operation behind those of its channel; one without a channel follows no other."""
+        operation = Operation(self, steps, channel or object(), memory)
+        with self._wake:
+            self._orders.append(operation)
+            self._wake.notify()
+        return operation
+
+    def hurry(self, lock: threading.Lock) -> None:
+        """Block until `lock` is released by the thread, which does not nap meanwhile."""
+        with self._wake:
+            self._waiting += 1
+            self._wake.notify()
+        try:
+            lock.acquire()
+            lock.release()
+        finally:
+            with self._wake:
+                self._waiting -= 1
+
+    # The thread -----------------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        nap = SHORTEST_NAP
+        while True:
+            with self._wake:
+                if not self._orders and not self._waiting:
+                    self._wake.wait(nap if self._active else None)
+                orders = list(self._orders)
+                self._orders.clear()
+            for operation in orders:
+                self._accept(operation)
+            moved = self._progress() or bool(orders)
+            nap = SHORTEST_NAP if moved else min(2 * nap, LONGEST_NAP)
+            if not moved and self._waiting:
+                os.sched_yield()  # with more ranks than cores another rank may have to move first
+
+    def _accept(self, operation: Operation) -> None:
+        queue = self._channels.setdefault(operation.channel, deque())
+        queue.append(operation)
+        if len(queue) == 1:
+            self._begin(operation)
+
+    def _begin(self, operation: Operation) -> None:
+        self._active.append(operation)
+        self._advance(operation)
+
+    def _advance(self, operation: Operation) -> None:
+        """Start the next step; at the end begin the channel's next operation."""
+        try:
+            operation.requests = next(operation.steps)
+            return
+        except StopIteration:
+            error = None
+        except BaseException as failure:  # raised where the operation is waited for
+            error = failure
+        self._active.remove(operation)
+        operation.end(error)
+        queue = self._channels[operation.channel]
+        queue.popleft()
+        if queue:
+            self._begin(queue[0])
+        else:
+            del self._channels[operation.channel]
+
+    def _progress(self) -> bool:
+        """Test everything under way once; whether a step was complete."""
+        moved = False
+        for operation in list(self._active):
+            try:
+                requests = operation.requests
+                complete = requests() if callable(requests) else self.test(requests)
+            except BaseException as failure:
+                operation.steps = _failing(failure)
+                complete = True
+            if complete:
+                moved = True
+                self._advance(operation)
+        return moved
+
+
+def _failing(error: BaseException) -> Steps:
+    raise error
+    yield

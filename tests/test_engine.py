@@ -1,0 +1,113 @@
+"""The thread that owns MPI, without MPI: requests are numbers that a test completes. Run: pytest tests/test_engine.py"""
+
+import threading
+import time
+
+import pytest
+
+from fugaku_megatron.comm.engine import LONGEST_NAP, Engine
+
+
+class Library:
+    """Requests as an MPI would have them: started by name, complete once their name is in `complete`."""
+
+    def __init__(self):
+        self.started, self.complete, self.threads = [], set(), set()
+        self.tests = 0
+        self.engine = Engine(self.test)
+
+    def test(self, requests):
+        self.threads.add(threading.get_ident())
+        self.tests += 1
+        return all(name in self.complete for name in requests)
+
+    def operation(self, *names, channel=None):
+        def steps():
+            for name in names:
+                self.threads.add(threading.get_ident())
+                self.started.append(name)
+                yield [name]
+
+        return self.engine.start(steps(), channel)
+
+    def settle(self):
+        """Until the thread has taken every order so far."""
+        self.engine.call(lambda: None)
+
+
+@pytest.fixture
+def library():
+    return Library()
+
+
+def test_one_thread_makes_all_calls(library):
+    operation = library.operation("a", "b")
+    library.complete |= {"a", "b"}
+    operation.wait()
+    assert len(library.threads) == 1 and threading.get_ident() not in library.threads
+    assert library.engine.call(threading.get_ident) in library.threads
+
+
+def test_operations_of_a_channel_follow_one_another(library):
+    first, second = (library.operation(name + "1", name + "2", channel="dp") for name in "ab")
+    other = library.operation("c", channel="tp")
+    library.settle()
+    assert library.started == ["a1", "c"] and not first.done()
+    library.complete |= {"a1", "c"}
+    other.wait()
+    while len(library.started) < 3:
+        library.settle()
+    assert library.started == ["a1", "c", "a2"]
+    library.complete |= {"a2", "b1", "b2"}
+    second.wait()
+    assert first.done() and library.started[-2:] == ["b1", "b2"]
+
+
+def test_messages_are_posted_at_once(library):
+    operations = [library.operation(name) for name in "abc"]
+    library.settle()
+    assert library.started == ["a", "b", "c"]
+    library.complete.add("c")
+    operations[2].wait()
+    assert not operations[0].done()
+
+
+@pytest.mark.parametrize("place", ["start", "test"])
+def test_an_error_is_raised_by_wait_and_the_channel_goes_on(library, place):
+    def steps():
+        if place == "start":
+            raise OSError("the link is down")
+        yield [None]
+
+    def test(requests):
+        if None in requests:
+            raise OSError("the link is down")
+        return library.test(requests)
+
+    library.engine.test = test
+    failing = library.engine.start(steps(), "dp")
+    following = library.operation("a", channel="dp")
+    library.complete.add("a")
+    for _ in range(2):
+        with pytest.raises(OSError, match="the link is down"):
+            failing.wait()
+    following.wait()
+
+
+def test_call_returns_and_raises(library):
+    assert library.engine.call(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        library.engine.call(lambda: 1 // 0)
+
+
+def test_naps_while_nobody_waits_and_sleeps_with_nothing_under_way(library):
+    operation = library.operation("a")
+    library.settle()
+    before = library.tests
+    time.sleep(0.2)
+    assert 0 < library.tests - before <= 0.2 / LONGEST_NAP + 20
+    library.complete.add("a")
+    operation.wait()
+    before = library.tests
+    time.sleep(0.05)
+    assert library.tests <= before + 2
