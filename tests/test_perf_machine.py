@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 
 import pytest
 
 from fugaku_megatron.perf import machine
+
+MISSING = object()  # the entry is taken out
 
 
 @pytest.mark.parametrize("name", machine.names())
@@ -61,4 +64,25 @@ def test_constants_that_are_no_numbers_are_refused(tmp_path, value, message):
     data["constants"]["stream_gbs"]["value"] = value
     (tmp_path / "host.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=message):
+        machine.load(str(tmp_path / "host.json"))
+
+
+@pytest.mark.parametrize("place, value, message", [
+    (("kind",), "toaster", "kind is 'toaster', not cpu or gpu"), (("title",), MISSING, "'title'"),
+    (("constants", "stream_gbs", "value"), 1e300, r"stream_gbs is 1e\+300, not a number above 0"),
+    (("constants", "stream_gbs", "value"), 1e-300, "stream_gbs is 1e-300, not a number above 0"),
+    (("constants", "gemm_curves", "value"), [], r"gemm_curves is \[\], which is empty or of another kind"),
+    (("constants", "gemm_curves", "value"), 5, "gemm_curves is 5, which is empty or of another kind"),
+    (("constants", "peak_tflops", "value", "fp32"), MISSING, "peak_tflops has no fp32"),
+    (("constants", "threads", "value"), 2.5, "threads is 2.5, not a whole number"),
+])
+def test_files_of_another_kind_are_refused(tmp_path, place, value, message):
+    data = json.loads((machine.FOLDER / "a64fx.json").read_text())
+    owner = functools.reduce(dict.__getitem__, place[:-1], data)
+    if value is MISSING:
+        del owner[place[-1]]
+    else:
+        owner[place[-1]] = value
+    (tmp_path / "host.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=f"--machine .*host.json is not a machine's description .{message}"):
         machine.load(str(tmp_path / "host.json"))

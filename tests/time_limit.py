@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import signal
 import sys
 import time
@@ -24,7 +25,12 @@ class TakesTooLong(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float = SECONDS, uninterruptible: float = UNINTERRUPTIBLE) -> Iterator[None]:
-    """TakesTooLong is raised inside the block after `seconds`, or at its end where something in it has swallowed that."""
+    """TakesTooLong is raised inside the block after `seconds`, or at its end where something in it has swallowed that.
+
+    A host with more to do than it has CPUs gets as many times longer.
+    """
+    seconds *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
     def expire(*_: object) -> None:
         raise TakesTooLong(f"no answer within {seconds:g} s")
 

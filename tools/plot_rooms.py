@@ -118,9 +118,9 @@ def draw(axes: object, title: str, rooms: list[str], arrows: Arrows) -> None:
         axes.annotate("", xy=(x1, y1 + HALF), xytext=(x0, y0 - HALF),
                       arrowprops={"arrowstyle": "-|>", "color": color, "lw": line, "shrinkA": 0, "shrinkB": 0})
     for room, (x, y) in centres.items():
-        axes.text(x, y, room, ha="center", va="center", fontsize=8,
+        axes.text(x, y, room, ha="center", va="center", fontsize=11,
                   bbox={"boxstyle": "round,pad=0.35", "facecolor": "#dbe9f6", "edgecolor": "0.3"}, zorder=3)
-    axes.set_title(f"{title}: {len(rooms)} rooms, {len(arrows)} arrows, {len(cyclic)} of them in cycles", fontsize=10)
+    axes.set_title(f"{title}: {len(rooms)} rooms, {len(arrows)} arrows, {len(cyclic)} of them in cycles", fontsize=13)
     axes.set_xlim(0, max(x for x, _ in centres.values()) + 1)
     axes.set_ylim(-3 * HALF, TALL + 3 * HALF)
     axes.axis("off")

@@ -10,6 +10,7 @@ Left out: sentence splitting, partitions, compressed input. Test: pytest tests/t
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -31,6 +32,7 @@ from .tokenizer import GPT2BPETokenizer, build_tokenizer, gpt2_files
 
 BATCH_BYTES = 2**18  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
 MANY, SOME = 1000, 20  # documents from which on 0.1 %, or 10 %, of them is something
+MAX_WORKERS_PER_CPU, MIN_LIMIT_OF_WORKERS = 8, 64  # more workers than both start for minutes, or never
 BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
 
 
@@ -145,7 +147,10 @@ class Progress:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Raises ValueError for numbers below 1."""
+    """Raises ValueError for numbers below 1, and for more processes than a node can start."""
+    limit = max(MIN_LIMIT_OF_WORKERS, MAX_WORKERS_PER_CPU * (os.cpu_count() or 1))
+    if args.workers > limit:
+        raise ValueError(f"--workers {args.workers}, but this node has {os.cpu_count()} CPUs: give at most {limit}")
     for flag in ("workers", "log_interval"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..run.checks import check
 
 FOLDER = Path(__file__).parent / "machines"
 MIB, GIB, GB = 2**20, 2**30, 10**9
-MAX_CONSTANT = 1e9  # above any rate, size or count of a node in the units of this file
+MIN_CONSTANT, MAX_CONSTANT = 1e-9, 1e9  # below and above any rate, size or count of a node in the units of this file
 KINDS = ("cpu", "gpu")
 PRECISIONS = ("fp32", "fp16", "bf16")
 COLLECTIONS = {"gemm_curves": list, "clocks_ghz": list, "peak_tflops": dict, "native": dict}  # all others are numbers
@@ -132,9 +131,9 @@ def _check_numbers(name: str, value: Any) -> None:
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             _check_numbers(f"{name} {key}", part)
     else:
-        minimum = 0.0 if name.startswith("native") or name.endswith("alpha_us") else math.nextafter(0.0, 1.0)
+        minimum = 0.0 if name.startswith("native") or name.endswith("alpha_us") else MIN_CONSTANT
         if not isinstance(value, (int, float)) or not minimum <= value <= MAX_CONSTANT:
-            raise TypeError(f"{name} is {value!r:.60}, not a number above 0 and at most {MAX_CONSTANT:g}")
+            raise TypeError(f"{name} is {value!r:.60}, not a number above 0, from {MIN_CONSTANT:g} to {MAX_CONSTANT:g}")
 
 
 def _check_kinds(values: dict[str, Any]) -> None:

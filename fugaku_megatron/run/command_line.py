@@ -39,6 +39,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise ValueError(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ...")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Argparse's own passes over an error of standard output, so that --help onto a full disk would be no error."""
+        (file or sys.stderr).write(message)
+
     def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words and self.get_default("passed") is not None else len(words)
