@@ -98,7 +98,12 @@ def check_bytes(run, world: int) -> None:
             assert bytes <= measured[key] <= bytes + small, (rank, key, bytes, measured[key])
 
 
-@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1}, {"recompute_granularity": "full"}])
+BUCKETS = {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000,
+           "grad_reduce_in_bf16": True}
+
+
+@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1}, {"recompute_granularity": "full"}, BUCKETS],
+                         ids=["plain", "zero", "full", "buckets"])
 @pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
 def test_bytes_are_those_communicated(world, tp, pp, changes):
     check_bytes(small_run(**changes, **sizes(tp, pp)), world)

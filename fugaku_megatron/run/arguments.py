@@ -62,7 +62,6 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
      ("recompute_method", "recompute_num_layers")),
     ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
     ("--vocab-file", lambda run: run.data.vocab_file is not None, ("tokenizer_type",)),
-    ("--overlap-grad-reduce", lambda run: run.parallel.overlap_grad_reduce, ("ddp_bucket_size",)),
     ("--save", lambda run: run.output.save is not None, ("save_interval", "save_interval_in_mins", "keep_last")),
 )
 

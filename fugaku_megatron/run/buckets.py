@@ -31,10 +31,9 @@ BF16_BYTES = 2
 
 
 def bucket_minimum(run: RunConfig, dp: int) -> int | None:
-    """Elements that a bucket has at least; None: one bucket for all, because nothing is overlapped."""
-    if not run.parallel.overlap_grad_reduce:
-        return None
-    return run.parallel.ddp_bucket_size or max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp)
+    """Elements that a bucket has at least; None: one bucket for all, because nothing is overlapped and no size was given."""
+    default = max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if run.parallel.overlap_grad_reduce else None
+    return run.parallel.ddp_bucket_size or default
 
 
 def cut(units: Sequence[int], minimum: int | None, tied: bool) -> list[range]:

@@ -21,7 +21,7 @@ from .accounting import (
     tokens_per_microbatch,
     zero_shards,
 )
-from .buckets import flat_elements
+from .buckets import BF16_BYTES, flat_elements
 from .config import RunConfig
 
 LOGITS_MIN_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
@@ -81,6 +81,7 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> 
     outside = sum(r.saved_bytes for place, r in stage_records(run, layout, stage) if place != "layer")
     logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
     logits = logits if stage == layout.pp - 1 else 0
+    travelling = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
     copies = 3 if run.system.cache_packed_weights else 1
-    return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * FP32_BYTES,
+    return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + travelling),
                   optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live + outside, logits=logits)

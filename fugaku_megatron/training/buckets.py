@@ -1,26 +1,65 @@
-"""Data-parallel communication of a rank, bucket by bucket: sums of gradients and, under ZeRO-1, gathers of weights.
+"""Data-parallel communication of a rank, bucket by bucket: sums of gradients behind backward, gathers of weights behind forward.
+
+    begin(micro-batches)                        of an iteration
+    hooks on a unit of the stage: forward       waits for the gathers of its weights
+                                  backward      counts; after the last micro-batch's the bucket's reduction starts
+    reduce()                                    starts the rest and waits for all sums
+    gather(bucket), bucket by bucket            after their update
+
+Every data-parallel rank starts the same operations in the same order: buckets are reduced in the order in which they lie. The sum
+of the tied embedding over its two copies starts when this stage's copy is complete; only the bucket that holds it waits for that
+sum, after the reductions of all others have started.
 
 Left out: which parameters form a bucket (`run.buckets`, `flat`), the update (`optim`). Test: pytest tests/test_buckets.py
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from ..comm.base import DONE, Comm, Handle
 from ..comm.grid import Groups
 from ..nn.model import Stage
 from ..run.config import RunConfig
 from .flat import Bucket, FlatParameters
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """A started sum. travelled: what is on its way, (n,). result: FP32 gradients (n,), the same memory unless that is BF16."""
+
+    handle: Handle
+    travelled: Tensor
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        self.handle.wait()
+        return self.result if self.travelled.dtype == self.result.dtype else self.result.copy_(self.travelled)
+
+
 class BucketComm:
-    """Sums the gradients in `flat` over data-parallel ranks, and those of the tied embedding over its two copies before."""
+    """Sums the gradients in `flat` over data-parallel ranks, and those of the tied embedding over its two copies before.
+
+    Without --overlap-grad-reduce `reduce` does everything; without --overlap-param-gather `gather` returns when it is done. What
+    somebody waits for at once goes through blocking verbs, in which inside a node all of a rank's threads add up.
+    """
 
     def __init__(self, stage: Stage, flat: FlatParameters, run: RunConfig, groups: Groups) -> None:
-        self.flat, self.tp, self.dp, self.embedding = flat, groups.tp, groups.dp, groups.embedding
-        self.sharded = run.parallel.zero_stage == 1
+        self.flat, self.sharded = flat, run.parallel.zero_stage == 1
+        self.tp, self.dp, self.embedding = groups.tp, groups.dp, groups.embedding
+        self.sent_dtype = torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else torch.float32
         self.tied_grad = stage.tied_weight.main_grad if stage.is_first != stage.is_last else None
+        self._tied_unit = 0 if stage.is_last else None  # after it the tied gradient is complete; on the first stage nothing tells
+        self.overlap_gather = run.parallel.overlap_param_gather
+        self._gathers: dict[int, Handle] = {}
+        if run.parallel.overlap_grad_reduce:
+            self._watch(stage)
+        self.begin(0)
 
     def part(self, bucket: Bucket) -> tuple[int, int]:
         """[start, end) in the flat buffer of what this rank updates of a bucket."""
@@ -29,21 +68,68 @@ class BucketComm:
         numel = (bucket.end - bucket.start) // self.dp.size
         return bucket.start + self.dp.rank * numel, bucket.start + (self.dp.rank + 1) * numel
 
-    def begin(self, microbatches: int) -> None:
-        """Before the backwards of an iteration."""
+    # Hooks ----------------------------------------------------------------------------------------------------------------------
 
-    def reduce(self) -> list[Tensor]:
-        """The summed gradients of every bucket: this rank's part (`part`) of each."""
+    def _watch(self, stage: Stage) -> None:
+        """Hooks on the stage's units, numbered as in `flat.stage_units`; the last one also knows the tied embedding's bucket."""
+        head = [stage.final_layernorm] if stage.is_last else []
+        modules = [*head, *reversed(stage.layers), *([stage.word_embeddings] if stage.is_first else [])]
+        needed = {unit: [index] for index, bucket in enumerate(self.flat.buckets) for unit in bucket.units}
         if self.tied_grad is not None:
-            self.embedding.all_reduce(self.tied_grad)
-        return [self._reduce(bucket) for bucket in self.flat.buckets]
+            needed[0 if stage.is_last else len(modules) - 1].append(len(self.flat.buckets) - 1)
+        for unit, module in enumerate(modules):
+            module.register_forward_pre_hook(partial(self._enter, unit, needed[unit]))
 
-    def _reduce(self, bucket: Bucket) -> Tensor:
+    def _enter(self, unit: int, buckets: list[int], module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before a unit's forward. Its input's gradient is the last thing that its backward makes."""
+        for index in buckets:
+            if index in self._gathers:
+                self._gathers.pop(index).wait()
+        if torch.is_grad_enabled() and args[0].requires_grad:
+            args[0].register_hook(partial(self._leave, unit))
+
+    def _leave(self, unit: int, grad: Tensor) -> None:
+        """After a unit's backward of one micro-batch."""
+        self._left[unit] = self._left.get(unit, 0) + 1
+        if self._left[unit] == self._microbatches:
+            self._complete(unit)
+
+    # Sums -----------------------------------------------------------------------------------------------------------------------
+
+    def begin(self, microbatches: int) -> None:
+        """Before the first forward of an iteration of so many micro-batches."""
+        self._microbatches = microbatches
+        self._left: dict[int, int] = {}  # unit -> micro-batches whose backward has left it
+        self._completed: set[int] = set()
+        self._sums: list[_Sum] = []  # of the first buckets, in order
+        self._tied_sum: _Sum | None = None
+
+    def _complete(self, unit: int) -> None:
+        """Start what waited for this unit alone."""
+        self._completed.add(unit)
+        if unit == self._tied_unit and self.tied_grad is not None:
+            self._tied_sum = self._all_reduce(self.embedding, self.tied_grad, behind=True)
+        while len(self._sums) < self._untied and self._completed.issuperset(self.flat.buckets[len(self._sums)].units):
+            self._sum_next(behind=True)
+
+    @property
+    def _untied(self) -> int:
+        """How many buckets, the first ones, do not wait for the tied embedding's other copy."""
+        return len(self.flat.buckets) - (self.tied_grad is not None)
+
+    def _sum_next(self, behind: bool) -> None:
+        """Sum the next bucket; behind: only start that."""
+        bucket = self.flat.buckets[len(self._sums)]
         self._sum_partial_gradients(bucket)
         grads, (start, end) = self.flat.grads[bucket.start : bucket.end], self.part(bucket)
         if not self.sharded or self.dp.size == 1:
-            return self.dp.all_reduce(grads)
-        return self.dp.reduce_scatter(torch.empty(end - start), grads)
+            return self._sums.append(self._all_reduce(self.dp, grads, behind))
+        own, travelled, handle = slice(start - bucket.start, end - bucket.start), grads.to(self.sent_dtype), DONE
+        if behind:
+            handle = self.dp.ireduce_scatter(travelled[own], travelled)
+        else:
+            self.dp.reduce_scatter(travelled[own], travelled)
+        self._sums.append(_Sum(handle, travelled[own], grads[own]))
 
     def _sum_partial_gradients(self, bucket: Bucket) -> None:
         """Sum over tensor-parallel ranks what each computed from its part of the sequence, as Megatron's allreduce_layernorm_grads.
@@ -57,12 +143,38 @@ class BucketComm:
             for grad, part in zip(partial, summed.split([grad.numel() for grad in partial]), strict=True):
                 grad.copy_(part.view_as(grad))
 
+    def _all_reduce(self, comm: Comm, grads: Tensor, behind: bool) -> _Sum:
+        travelled, handle = grads if comm.size == 1 else grads.to(self.sent_dtype), DONE  # itself where it travels in FP32
+        if behind:
+            handle = comm.iall_reduce(travelled)
+        else:
+            comm.all_reduce(travelled)
+        return _Sum(handle, travelled, grads)
+
+    def reduce(self) -> list[Tensor]:
+        """The summed gradients of this rank's part of every bucket, as views of `flat.grads`; the same again until `begin`."""
+        if self.tied_grad is not None and self._tied_sum is None:
+            self._tied_sum = self._all_reduce(self.embedding, self.tied_grad, behind=self._untied > 0)
+        while len(self._sums) < self._untied:
+            self._sum_next(behind=False)
+        if len(self._sums) < len(self.flat.buckets):
+            self._tied_sum.wait()
+            self._sum_next(behind=False)
+        return [each.wait() for each in self._sums]
+
+    # Gathers --------------------------------------------------------------------------------------------------------------------
+
     def gather(self, index: int) -> None:
-        """Bring the new weights of bucket `index` to this rank from those that have updated them."""
-        if self.sharded:
-            bucket = self.flat.buckets[index]
-            start, end = self.part(bucket)
-            self.dp.all_gather(self.flat.values[bucket.start : bucket.end], self.flat.values[start:end].clone())
+        """Bring the new weights of bucket `index` to this rank from those that have updated them, or start to."""
+        bucket = self.flat.buckets[index]
+        start, end = self.part(bucket)
+        whole, own = self.flat.values[bucket.start : bucket.end], self.flat.values[start:end]
+        if self.sharded and self.overlap_gather:
+            self._gathers[index] = self.dp.iall_gather(whole, own)
+        elif self.sharded:
+            self.dp.all_gather(whole, own)
 
     def await_weights(self) -> None:
         """Return when every gather is complete."""
+        for index in list(self._gathers):
+            self._gathers.pop(index).wait()

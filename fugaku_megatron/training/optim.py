@@ -98,17 +98,15 @@ class Optimizer:
         zeros = self._sum_counted(grads, self.ops.kernels.count_zeros) if count_zeros else 0.0
         scale, overflow = self.scaler.scale, not math.isfinite(norm)
         self.scaler.update(overflow)
-        # A sum in double precision, rounded to FP32: how the parameters lie in buckets and shards then shows in no bit.
-        reported = torch.tensor(norm, dtype=torch.float32).item()
         if overflow:
-            return StepResult(reported, zeros, True)
+            return StepResult(norm, zeros, True)
         clip = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad else math.inf
         self.steps += 1
         self.ops.weights_changed()  # packed copies of the old ones are no longer used
         for index in reversed(range(len(self.parts))):  # the next forward needs the last bucket first
             self._adamw(self.parts[index], grads[index], lr, weight_decay, min(clip, 1.0) / scale)
             self.buckets.gather(index)
-        return StepResult(reported, zeros, False)
+        return StepResult(norm, zeros, False)
 
     def _adamw(self, part: Part, grads: Tensor, lr: float, weight_decay: float, grad_scale: float) -> None:
         config, adamw = self.config, self.ops.kernels.adamw

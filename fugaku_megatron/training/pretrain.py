@@ -137,7 +137,9 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
         format_run(run, layout, nodes),
         f"world size {layout.world_size}: data parallel {layout.dp}, pipeline parallel {layout.pp}, tensor parallel {layout.tp}; "
         f"{run.precision.name}, ZeRO stage {run.parallel.zero_stage}, recompute {run.training.recompute_granularity or 'none'}"
-        + ", sequence parallel" * (accounting.sequence_parts(run, layout.tp) > 1),
+        + ", sequence parallel" * (accounting.sequence_parts(run, layout.tp) > 1)
+        + ", gradients reduced behind backward" * run.parallel.overlap_grad_reduce
+        + ", weights gathered behind forward" * run.parallel.overlap_param_gather,
         f"parameters {accounting.parameters(run):,}, padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
         f"FLOPs per iteration of {size} samples: {hardware:.4e} hardware (recompute counted; TFLOPs in the log, per rank), "
         f"{model:.4e} model (no recompute, causal attention once); ratio {model / hardware:.3f}",

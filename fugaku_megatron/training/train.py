@@ -160,9 +160,10 @@ class Trainer:
         self.optimizer.zero_grad(microbatches)
         losses = self._execute(self._train_batches(), consumed, microbatches, scale / (microbatches * self.layout.dp),
                                self.make_schedule, training=True)
+        self.optimizer.buckets.reduce()
+        loss = self._mean_loss(losses)  # not after the update, whose gathers of weights would come first on their communicator
         lr = self.param_schedule.learning_rate(consumed)
         step = self.optimizer.step(lr, self.param_schedule.weight_decay(consumed), self.run.output.log_num_zeros_in_grad)
-        loss = self._mean_loss(losses)
         self.progress.iteration += 1
         self.progress.consumed_samples += size
         self.progress.skipped += step.skipped
@@ -187,7 +188,8 @@ class Trainer:
         return total / iterations
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading ahead, and end what is under way."""
+        self.optimizer.buckets.await_weights()
         if self._batches is not None:
             self._batches.close()
             self._batches = None

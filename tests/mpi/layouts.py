@@ -16,7 +16,8 @@ from tests.helpers import make_trainer, small_run, whole_tensors
 ITERATIONS = 20
 SIZES = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "pp4": (4, 1, 4), "dp2": (2, 1, 1), "tp2pp2": (4, 2, 2), "tp2pp2dp2": (8, 2, 2)}
 # tests/test_parallel.py has them all, on threads; what needs a group means nothing in a layout without it
-VARIANTS = ({}, {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True})
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000}
+VARIANTS = ({}, {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP})
 
 
 def train(world: Comm, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
