@@ -13,8 +13,9 @@ from fugaku_megatron.jobs.scripts import SCRIPTS
 
 HELD = "--micro-batch-size 1 --recompute-granularity full --zero-stage 1 --ranks-per-node 2 --tensor-model-parallel-size 8"
 # job -> its flags; made once, with the layout held, so that there is nothing to search
-JOBS = {"small": "--recipe 124m --nodes 256 --name small --ranks-per-node 4 --tensor-model-parallel-size 2 --zero-stage 1 "
-                 "--pipeline-model-parallel-size 1 --micro-batch-size 2 --recompute-granularity selective",
+JOBS = {"small": "--recipe 124m --nodes 256 --name small --elapse 36:00:00 --ranks-per-node 4 --zero-stage 1 "
+                 "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --micro-batch-size 2 "
+                 "--recompute-granularity selective",
         "large": f"--recipe 30b --nodes 6144 --name large --pipeline-model-parallel-size 32 {HELD}",
         "top": f"--recipe 30b --nodes 12288 --name top --pipeline-model-parallel-size 6 {HELD}",
         "tensor": "--recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 24 "

@@ -78,7 +78,7 @@ def test_sixteen_bits_gain_only_where_they_are_multiplied_as_such():
 
 
 def test_only_large_blocks_fault_and_cost_more_where_the_network_registered_them():
-    small, large = Work(allocations=((MMAP_BYTES - 1, 5),)), Work(allocations=((10**8, 5),))
+    small, large = Work(allocations=((MMAP_BYTES, 5),)), Work(allocations=((10**8, 5),))
     values = {"fault_gbs": 10.0, "unmap_ms": 2.0}
     assert rank(**values).seconds(small).page_faults == 0.0
     assert rank(**values).seconds(large).page_faults == pytest.approx(0.05)
@@ -97,3 +97,11 @@ def test_tiles_waves_and_unaligned_sides_on_a_gpu():
     assert share(full) == pytest.approx(1.0)
     assert share(full + 1) < 0.51 * 0.1 * 1.01  # a second wave for one row, on the slow path
     assert share(full, k=1020) == pytest.approx(0.1)
+
+
+def test_ranks_of_one_cmg_each_use_all_of_the_memory_and_one_rank_of_a_node_does_not():
+    work = Work(moved=1e9)
+    spread, alone = rank(ranks_per_node=4).seconds(work).elementwise, rank().seconds(work).elementwise
+    assert spread == pytest.approx(alone) == pytest.approx(rank(ranks_per_node=2).seconds(work).elementwise)
+    ours = [rank(software="fugaku_megatron", ranks_per_node=n).seconds(work).elementwise for n in (1, 4)]
+    assert ours[1] == pytest.approx(4 * ours[0])  # our kernels touch their pages first where they use them

@@ -24,15 +24,12 @@ def errors(group: str) -> dict[str, fit.Error]:
 
 def test_the_rows_that_are_fitted():
     rows = fit.time_rows("a64fx")
-    assert [sum(r.document == d for r in rows) for d in ("000", "001", "002")] == [19, 15, 14]
+    assert [sum(r.document == d for r in rows) for d in ("000", "001", "002", "005")] == [19, 15, 14, 10]
     assert 537.9 in [r.seconds for r in rows] and 17212.8 not in [r.seconds for r in rows]
 
 
 def test_errors_on_a64fx():
-    errors_by_part = errors("a64fx")
-    assert errors_by_part["30B (document 001)"].mean <= 0.06
-    assert errors_by_part["124M (documents 000, 002)"].mean <= 0.08
-    assert errors_by_part["124M, tcmalloc (002)"].mean <= 0.08
+    assert {name: error.mean for name, error in errors("a64fx").items() if error.mean > 0.06} == {}
 
 
 def test_errors_and_ranks_on_a100():
@@ -78,6 +75,6 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fit, "PARTS", {"a64fx": fit.PARTS["a64fx"][:1]})
     assert cli.main(["fit", "--output", str(tmp_path / "fitted.json")]) == 0
     printed = capsys.readouterr().out
-    assert "49 of 49 rows right" in printed and "TP 6 from TP 4" in printed
+    assert "59 of 59 rows right" in printed and "TP 6 from TP 4" in printed
     data = fit.json.loads((tmp_path / "fitted.json").read_text())["a64fx"]
     assert np.shape(data["covariance"]) == (len(PRIORS["a64fx"]),) * 2 and "reduce_gbs" in data["parameters"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -86,3 +87,18 @@ def test_files_of_another_kind_are_refused(tmp_path, place, value, message):
     (tmp_path / "host.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=f"--machine .*host.json is not a machine's description .{message}"):
         machine.load(str(tmp_path / "host.json"))
+
+
+def test_a_number_of_threads_between_two_curves_has_one_between_them_and_says_so():
+    host = machine.load("a64fx")
+    own, other = host.gemm_curve(12), host.gemm_curve(48)
+    between = host.gemm_curve(24)
+    assert between.half == pytest.approx((own.half * other.half) ** 0.5) and own.exponent < between.exponent < other.exponent
+    assert host.curve_note(24) == "a64fx has no curve of products with 24 threads: the time is by one between those of 12 and 48"
+    assert host.curve_note(12) is None and host.gemm_curve(12) is own
+
+
+def test_threads_beyond_the_curves_take_the_nearest_and_say_so():
+    few = replace(machine.load("a64fx"), gemm_curves=machine.load("a64fx").gemm_curves[1:2])
+    assert few.gemm_curve(48) == few.gemm_curve(1) == few.gemm_curves[0]
+    assert few.curve_note(48).endswith("48 threads: that of 12 is used")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fugaku_megatron.perf import machine
 from fugaku_megatron.perf.network import Network
 from fugaku_megatron.perf.parameters import Parameters
+from fugaku_megatron.run import offers
 from fugaku_megatron.run.accounting import Layout
 
 
@@ -40,9 +43,15 @@ def test_an_unfitted_rate_is_the_machines_own():
 
 
 def test_tensor_parallel_ranks_of_a_node_do_not_use_its_ports():
-    inside = network(Layout(4, 4, 1, 1), ranks_per_node=4).seconds("all_reduce", "tp", 10**8)
-    outside = network(Layout(4, 4, 1, 1), ranks_per_node=1).seconds("all_reduce", "tp", 10**8)
-    assert inside < outside / 4
+    seconds = [network(Layout(4, 4, 1, 1), ranks_per_node=4, reduce_gbs=rate).seconds("all_reduce", "tp", 10**8) for rate in (1, 6)]
+    assert seconds[0] == seconds[1]
+
+
+def test_a_ring_over_several_ranks_of_a_node_is_as_slow_as_its_slowest_link():
+    flat = network(Layout(16, 1, 1, 16), ranks_per_node=4, reduce_gbs=2.0, intra_reduce_gbs=0.5)
+    assert flat.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 15 / 16 / 0.5, rel=1e-3)
+    inside_first = replace(flat, active=frozenset({offers.NODE_SUMS}))
+    assert inside_first.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 3 / 4 / 20 + 2 * 3 / 4 / 4 / 2, rel=1e-2)
 
 
 def test_ranks_of_a_node_share_its_ports():

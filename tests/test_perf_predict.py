@@ -13,8 +13,8 @@ from fugaku_megatron import cli
 EXAMPLE = ("predict --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 "
            "--global-batch-size 1024 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --checkpoint-activations "
            "--machine a64fx --ghz 2.0 --software torch1.10 --nodes 16 --ranks-per-node 1")
-KEYS = {"seconds_per_iteration", "lower", "upper", "tflops_per_node", "memory_mib_max", "oom", "bubble_fraction", "breakdown",
-        "warnings"}
+KEYS = {"seconds_per_iteration", "lower", "upper", "slow_network", "tflops_per_node", "memory_mib_max", "oom", "bubble_fraction",
+        "breakdown", "warnings"}
 
 
 def run_json(command: str, capsys) -> dict:

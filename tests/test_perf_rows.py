@@ -18,7 +18,7 @@ def row(document: str, line: int) -> Row:
 
 def test_every_row_of_every_table_is_there():
     counts = {"000": [14, 4, 14, 5], "001": [5, 11], "002": [7, 7],
-              "004": [3, 3, 8, 9, 4, 4, 4, 4, 3, 5, 4, 3, 4, 1, 3, 2, 2, 3, 1, 2, 6, 3, 2, 3, 7, 6, 11]}
+              "004": [3, 3, 8, 9, 4, 4, 4, 4, 3, 5, 4, 3, 4, 1, 3, 2, 2, 3, 1, 2, 6, 3, 2, 3, 7, 6, 11], "005": [7, 2, 1]}
     for document, expected in counts.items():
         tables = Counter(r.table.id for r in load([document]))
         assert list(tables.values()) == expected
@@ -41,8 +41,11 @@ def test_cells_are_verbatim():
 
 
 def test_runs_that_count_for_fitting():
-    assert {d: sum(r.fit_time for r in load([d])) for d in rows.DOCUMENTS} == {"000": 19, "001": 15, "002": 14, "004": 84}
-    assert {d: sum(r.fit_memory for r in load([d])) for d in rows.DOCUMENTS} == {"000": 19, "001": 4, "002": 14, "004": 67}
+    documents = {d: load([d]) for d in rows.DOCUMENTS}
+    assert {d: sum(r.fit_time for r in found) for d, found in documents.items()} == {
+        "000": 19, "001": 15, "002": 14, "004": 84, "005": 10}
+    assert {d: sum(r.fit_memory for r in found) for d, found in documents.items()} == {
+        "000": 19, "001": 4, "002": 14, "004": 67, "005": 3}
     assert not row("004", 447).fit_time and row("004", 447).fit_memory  # R18: an outlier
     assert row("004", 475).fit_time and not row("004", 475).fit_memory  # R19: two memories for one run
     assert not row("001", 27).fit_memory  # out of memory
@@ -71,6 +74,9 @@ def test_one_run_counts_once():
     ("004", 340, {"seconds": 134.02, "tflops": 120.29, "zero": 1}),  # R17
     ("004", 341, {"formula": "parameter", "zero": 0}),  # R17
     ("004", 466, {"status": "oom", "seconds": None, "memory_mib": None}),
+    ("005", 9, {"nodes": 4096, "ranks": 4096, "devices": 4096, "dp": 1024, "tp": 4, "recompute": False, "software": "torch1.10"}),
+    ("005", 12, {"nodes": 1, "ranks": 4, "devices": 1, "tp": 4, "seconds": 1233.7, "tflops": 0.68, "memory_mib": 3365.5}),  # R22
+    ("005", 13, {"ghz": 2.2, "ranks": 4, "dp": 4, "software": "torch1.10+tcmalloc", "tflops": 2.298}),  # R23
 ])
 def test_facts(document, line, facts):
     printed_row = row(document, line)
@@ -130,5 +136,5 @@ def test_wrong_cells_are_refused_in_one_line(tmp_path, file, old, new, expected)
 def test_missing_file_and_unknown_document(tmp_path):
     with pytest.raises(ValueError, match="errata.csv: cannot be read"):
         rows.read(tmp_path)
-    with pytest.raises(ValueError, match="--document 003 is unknown: give 000 or 001 or 002 or 004"):
+    with pytest.raises(ValueError, match="--document 003 is unknown: give 000 or 001 or 002 or 004 or 005"):
         load(["003"])

@@ -22,7 +22,9 @@ from .parameters import Parameters
 from .software import Software
 from .work import Product, Work
 
-MMAP_BYTES = 32 << 20  # glibc: larger blocks always come from mmap and go back at once (M_MMAP_THRESHOLD's upper limit)
+# glibc: larger blocks come from mmap and go back at once. Blocks of up to this size come from the heap, which keeps them, once one
+# of their size has been freed: the threshold grows with what is freed, as far as this limit (DEFAULT_MMAP_THRESHOLD_MAX).
+MMAP_BYTES = 32 << 20
 TILES = ((256, 128), (128, 256))  # rows x columns of a GPU's GEMM tile
 GPU_HALF_K = 600.0  # K at which a tile reaches half its rate, before the fitted factor gemm_half
 
@@ -81,8 +83,17 @@ class Rank:
 
     def traffic(self, bytes: float) -> float:
         """Seconds of element-wise operators that read and write `bytes` in total."""
-        rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / self.ranks_per_node
+        rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / self._sharers
         return bytes / rate * self._slowness
+
+    @property
+    def _sharers(self) -> int:
+        """The parts into which a node's memory bandwidth falls, of which a rank has one.
+
+        Software that leaves a tensor's pages where its allocator put them has them on one unit, however many a rank spans: STREAM
+        then falls from 804 to 93 GB/s on an A64FX, by more than its four units. Ranks of one unit each use all of them.
+        """
+        return max(self.ranks_per_node, self.machine.units) if self.software.counts["pages_on_one_unit"] else self.ranks_per_node
 
     def calls(self, count: float) -> float:
         """Seconds of `count` operator calls: dispatch and team start, without the data they work on."""
@@ -94,7 +105,7 @@ class Rank:
         allocations: (bytes of a block, how often it is allocated).
         """
         kind, parameters = self.software.page_faults, self.parameters
-        large = [(size, times) for size, times in allocations if size >= MMAP_BYTES]
+        large = [(size, times) for size, times in allocations if size > MMAP_BYTES]
         if kind == "none" or not large:
             return 0.0
         seconds = sum(size * times for size, times in large) * self.ranks_per_node / (parameters.fault_gbs * GB)

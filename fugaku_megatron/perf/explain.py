@@ -79,10 +79,7 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
     if units in new_code.offers.ranks_per_node:
         spread = search(current, replace(after, ranks_per_node=units), cut)
         rows.append(_taken("ranks per CMG", rows[-1].seconds, spread))
-    step = model.step(best.run, best.layout, best.system, new)
-    rows.append(Change(name="schedule and layout", seconds=step.seconds, note=_layout(best)))
-    rows.append(Change(name="overlap", seconds=step.seconds - step.data_parallel,
-                       note="of gradient reduction with the backward: not in the trainer yet"))
+    rows.append(Change(name="schedule and layout", seconds=best.seconds, note=_layout(best)))
     return rows
 
 

@@ -45,11 +45,18 @@ class Error:
                      bias=float(relative.mean()), inside=inside)
 
 
+def _many_ranks(row: Row) -> bool:
+    return row.machine == "a64fx" and row.ranks > row.nodes
+
+
 Case = tuple  # (run, layout, system)
 # group -> (name, rows) of the errors in sample
 SHOWN: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
-    "a64fx": (("30B (document 001)", lambda r: r.document == "001"), ("124M (documents 000, 002)", lambda r: r.document != "001"),
-              ("124M, PyTorch 1.7 (000)", lambda r: r.document == "000"), ("124M, tcmalloc (002)", lambda r: r.document == "002")),
+    "a64fx": (("30B (document 001)", lambda r: r.document == "001"),
+              ("124M (documents 000, 002)", lambda r: r.document in ("000", "002")),
+              ("124M, PyTorch 1.7 (000)", lambda r: r.document == "000"), ("124M, tcmalloc (002)", lambda r: r.document == "002"),
+              ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"), ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
+              ("all", lambda r: True)),
     "a100": (("topology, micro-batch, TP (02-20 to 02-25)", lambda r: r.table.id not in HEADS_TABLES and r.notes >= "02-20"),
              ("number of heads (02-23, 02-24)", lambda r: r.table.id in HEADS_TABLES), ("all", lambda r: True)),
 }
@@ -58,7 +65,9 @@ PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
     "a64fx": (("TP 6 from TP 4 (001.2)", lambda r: r.tp == 6),
               ("64-512 nodes from 1 (000)", lambda r: r.document == "000" and r.nodes > 1),
               ("MBS 2 and 4 from MBS 1 (000)", lambda r: r.mbs > 1), ("document 000", lambda r: r.document == "000"),
-              ("document 001", lambda r: r.document == "001"), ("document 002", lambda r: r.document == "002")),
+              ("document 001", lambda r: r.document == "001"), ("document 002", lambda r: r.document == "002"),
+              ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"), ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
+              ("document 005", lambda r: r.document == "005")),
     "a100": (("TP 2 and 4 from TP 8", lambda r: r.tp < 8), ("h 14400 from the others", lambda r: r.hidden == 14400),
              ("02-25 from the days before", lambda r: r.notes >= "02-25")),
 }

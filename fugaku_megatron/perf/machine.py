@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ KINDS = ("cpu", "gpu")
 PRECISIONS = ("fp32", "fp16", "bf16")
 COLLECTIONS = {"gemm_curves": list, "clocks_ghz": list, "peak_tflops": dict, "native": dict}  # all others are numbers
 WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
-OPTIONAL = ("native", "process_mib")  # constants that only a calibrated machine has
+OPTIONAL = ("native", "process_mib", "slow_reduce_gbs", "intra_reduce_gbs")  # constants that not every machine has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class Machine:
     sources: dict[str, str]  # constant -> where its value comes from
     native: dict[str, float] = field(default_factory=dict)  # fields of parameters.Parameters that calibrate measured here
     process_mib: float | None = None  # MiB of a rank of this project before it has tensors, measured by calibrate
+    slow_reduce_gbs: float | None = None  # pessimistic rate of a ring's link in large sums; None where nothing slower is known
+    intra_reduce_gbs: float | None = None  # of a ring's link in a sum inside a node; None: intra_gbs
 
     @property
     def clock(self) -> float:
@@ -81,8 +84,26 @@ class Machine:
         return self.memory_gib * GIB
 
     def gemm_curve(self, threads: int) -> GemmCurve:
-        """The curve whose number of threads is nearest."""
-        return min(self.gemm_curves, key=lambda c: abs(c.threads - threads))
+        """The curve of `threads`: a given one, one between its neighbours (in the logarithm of threads), or that of the nearest."""
+        below = max((c for c in self.gemm_curves if c.threads <= threads), key=lambda c: c.threads, default=None)
+        above = min((c for c in self.gemm_curves if c.threads >= threads), key=lambda c: c.threads, default=None)
+        if below is None or above is None or below.threads == above.threads:
+            return below or above
+        weight = math.log(threads / below.threads) / math.log(above.threads / below.threads)
+
+        def between(name: str) -> float:
+            return math.exp((1 - weight) * math.log(getattr(below, name)) + weight * math.log(getattr(above, name)))
+
+        return GemmCurve(threads=threads, **{name: between(name) for name in ("maximum", "half", "exponent")})
+
+    def curve_note(self, threads: int) -> str | None:
+        """Whose curve `threads` are modelled by, where no curve was measured with so many; None where one was."""
+        known = sorted(c.threads for c in self.gemm_curves)
+        if threads in known:
+            return None
+        near = [n for n in known if n < threads][-1:] + [n for n in known if n > threads][:1]
+        return (f"{self.name} has no curve of products with {threads} threads: " + (
+                f"the time is by one between those of {near[0]} and {near[1]}" if len(near) > 1 else f"that of {near[0]} is used"))
 
     def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
         """The machine at another clock, or in eco mode. Raises ValueError for a clock it does not have."""

@@ -65,10 +65,11 @@ def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, 
 
 
 def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes: int, parameters: MemoryParameters) -> float:
-    """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers."""
+    """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers and the ranks that share its threads."""
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
-    fixed += 0.0 if code.page_faults == "none" else parameters.glibc_mib
+    if code.page_faults != "none":  # glibc has an arena for each thread
+        fixed += parameters.glibc_mib / max(1, layout.world_size // nodes)
     if code.style == "native":
         in_flight = min(layout.pp - stage, microbatches)
         return fixed + stage_memory(run, layout, stage, in_flight).total / MIB

@@ -16,9 +16,9 @@ from functools import lru_cache
 from ..published.rows import Row
 from ..run import accounting, buckets
 from ..run.accounting import Collective, Layout
-from ..run.checks import check
+from ..run.checks import check, flag
 from ..run.config import RunConfig
-from . import machine, memory, software, work
+from . import machine, memory, overlap, software, work
 from .cost import Rank, Seconds
 from .machine import Machine
 from .network import Network
@@ -62,11 +62,15 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A modelled iteration. lower, upper: bounds that should hold nine of ten runs. breakdown: cause -> seconds, sum `seconds`."""
+    """A modelled iteration. lower, upper: bounds that should hold nine of ten runs. breakdown: cause -> seconds, sum `seconds`.
+
+    slow_network: seconds with large sums at the pessimistic rate, where the machine knows one.
+    """
 
     seconds: float
     lower: float
     upper: float
+    slow_network: float
     tflops_per_node: float
     memory_mib_max: float
     oom: bool
@@ -85,7 +89,7 @@ class Step:
     transfer: float  # of one activation between two stages
     pipeline: float  # all micro-batches, the schedule's critical path
     pipeline_warmup: float  # additional time of the first micro-batch through the stages
-    data_parallel: float  # gradient reduction, tied embedding, ZeRO's all-gather
+    data_parallel: float  # gradient reduction, tied embedding, ZeRO's all-gather: what computation does not hide of them
     optimizer: float
     other: float  # per iteration, independent of the work
     bubble_fraction: float  # share of `pipeline` in which a stage waits, mean over the stages
@@ -134,14 +138,19 @@ def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def gradient_collectives(run: RunConfig, layout: Layout) -> tuple[tuple[Collective, ...], ...]:
+def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
     """buckets.gradient_collectives of one stage of each kind, see memory.kinds."""
-    return tuple(tuple(buckets.gradient_collectives(run, layout, stage)) for stage in sorted(set(memory.kinds(run))))
+    return {stage: buckets.gradient_collectives(run, layout, stage) for stage in sorted(set(memory.kinds(run)))}
 
 
-def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters, without: str = "") -> Step:
-    """Model one iteration at the full global batch size. without: name of a field of Seconds that is set to zero."""
-    network = Network(machine=system.machine, parameters=parameters, layout=layout, ranks_per_node=system.ranks_per_node)
+def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters, without: str = "", slow: bool = False) -> Step:
+    """Model one iteration at the full global batch size.
+
+    without: name of a field of Seconds that is set to zero. slow: large sums at the pessimistic rate of the machine's network.
+    """
+    active = system.software.active(run)
+    network = Network(machine=system.machine, parameters=parameters, layout=layout, ranks_per_node=system.ranks_per_node,
+                      active=active, slow=slow)
     rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
                 precision=run.precision.name, ranks_per_node=system.ranks_per_node)
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
@@ -155,10 +164,11 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
     pipeline = makespan(forward, backward, transfer, microbatches)
     slowest = max(costs.values(), key=lambda pair: pair[0].total + pair[1].total)
     busy = (sum(forward) + sum(backward)) / layout.pp * microbatches
-    gradients = max(sum(network.seconds(c.verb, c.group, c.bytes) for c in stage) for stage in gradient_collectives(run, layout))
+    waiting = max(overlap.exposed(collectives, lambda c: network.seconds(c.verb, c.group, c.bytes), *totals[kind], active)
+                  for kind, collectives in gradient_collectives(run, layout).items())
     return Step(slowest=slowest[0] + slowest[1], microbatches=microbatches, pipeline=pipeline, transfer=transfer,
                 stages=tuple(zip(forward, backward)),
-                pipeline_warmup=(layout.pp - 1) * parameters.pipeline_warmup_s, data_parallel=gradients * (1 - parameters.overlap),
+                pipeline_warmup=(layout.pp - 1) * parameters.pipeline_warmup_s, data_parallel=waiting,
                 optimizer=_optimizer(run, layout, rank), other=parameters.iteration_s, bubble_fraction=1 - busy / pipeline)
 
 
@@ -187,7 +197,7 @@ def deviation(case: tuple[RunConfig, Layout, System], parameters: Parameters, na
 
 def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
     """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
-    run = system.software.cut(run)
+    requested, run = run, system.software.cut(run)
     layout, fitted = Layout.from_run(run, system.world_size), system.software.fitted
     modelled = step(run, layout, system, system.parameters)
     width = 1.0
@@ -197,10 +207,11 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
     tflops = accounting.hardware_flops(run, layout.global_batch_size(run)) / modelled.seconds / system.nodes / 1e12
     return Prediction(seconds=modelled.seconds, lower=modelled.seconds / width, upper=modelled.seconds * width,
+                      slow_network=step(run, layout, system, system.parameters, slow=True).seconds,
                       tflops_per_node=tflops, memory_mib_max=used,
                       oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node),
                       bubble_fraction=modelled.bubble_fraction, breakdown=modelled.breakdown(),
-                      warnings=warnings(run, layout, system, tflops))
+                      warnings=warnings(requested, layout, system, tflops))
 
 
 def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
@@ -212,7 +223,11 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
         lines.append(f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over")
     if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
         lines.append(f"the network of {system.machine.name} was not measured: calibrate on two nodes")
+    threads = system.machine.threads // system.ranks_per_node
+    note = system.machine.curve_note(threads) if system.machine.kind == "cpu" else None
+    lines += [note] if note else []
     lines += [f"the time is that of a run without {name}, which is not modelled" for name in unmodelled(run)]
+    lines += [f"software {code.name} does not offer {flag(name)}: the time is that of a run without it" for name in code.lacking(run)]
     lines += [f"software {code.name} does not offer {name}: the time is that of one that would" for name in not_offered(run, code)]
     if run.system.cpu_frequency not in (None, system.machine.ghz):
         lines.append(f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: give --ghz")

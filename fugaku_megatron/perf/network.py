@@ -1,7 +1,8 @@
 """Time of MPI's and NCCL's operations from latency, bandwidth and the sharing of a node's network ports. Times are in seconds.
 
-Collectives are rings, or recursive halving and doubling where that needs fewer latencies, as MPI libraries choose; a group with
-several ranks on a node reduces inside the node first. Left out: routes through the torus; groups are assumed to be compact.
+Collectives are rings, or recursive halving and doubling where that needs fewer latencies, as MPI libraries choose. MPI's ring does
+not know nodes: it runs over all ranks at the rate of its slowest link. Software that sums inside a node first has a ring inside
+and one between nodes. Left out: routes through the torus; groups are assumed to be compact.
 Test: pytest tests/test_perf_network.py
 """
 
@@ -10,19 +11,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..run import offers
 from ..run.accounting import Layout
 from .machine import GB, Machine
 from .parameters import Parameters
 
+LARGE_SUMS = ("dp", "embedding")  # communicators whose sums are large: gradients, once per iteration
+
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Communicators of one layout on one machine. ranks_per_node: ranks that share a node's ports."""
+    """Communicators of one layout on one machine. ranks_per_node: ranks that share a node's ports.
+
+    active: offers in use (run/offers.py). slow: large sums at the pessimistic rate that the machine knows.
+    """
 
     machine: Machine
     parameters: Parameters
     layout: Layout
     ranks_per_node: int
+    active: frozenset[str] = frozenset()
+    slow: bool = False
 
     def seconds(self, verb: str, group: str, bytes: int) -> float:
         """Seconds of one call of `verb` on communicator `group` (tp, pp, dp, embedding) to which each rank passes `bytes`."""
@@ -34,10 +43,14 @@ class Network:
         size = bytes * members if verb == "all_gather" else bytes
         passes = 2 if verb == "all_reduce" else 1
         inside, outside = min(members, together), -(-members // together)
-        seconds = self._ring(size, inside, passes, self._intra_rate, self.machine.intra_alpha_us) if inside > 1 else 0.0
-        if outside > 1:
-            seconds += self._ring(size / inside, outside, passes, self._inter_rate, self.machine.link_alpha_us)
-        return seconds
+        if outside == 1:
+            return self._ring(size, inside, passes, self._inside_rate, self.machine.intra_alpha_us)
+        rate = self._between_rate(group, self.ranks_per_node)
+        if offers.NODE_SUMS in self.active:
+            within = self._ring(size, inside, passes, self._inside_rate, self.machine.intra_alpha_us) if inside > 1 else 0.0
+            return within + self._ring(size / inside, outside, passes, rate, self.machine.link_alpha_us)
+        rate = self._between_rate(group, self.ranks_per_node // inside)
+        return self._ring(size, members, passes, min(rate, self._inside_rate) if inside > 1 else rate, self.machine.link_alpha_us)
 
     def _group(self, group: str) -> tuple[int, int]:
         """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
@@ -47,13 +60,18 @@ class Network:
         return members, max(1, ranks // max(1, below))
 
     @property
-    def _intra_rate(self) -> float:
-        return self.parameters.intra_reduce_gbs or self.machine.intra_gbs
+    def _inside_rate(self) -> float:
+        """GB/s of a link of a ring inside a node: all cores' copies, or what blocking sums by MPI reach."""
+        if offers.NODE_SUMS in self.active:
+            return self.machine.intra_gbs
+        return self.parameters.intra_reduce_gbs or self.machine.intra_reduce_gbs or self.machine.intra_gbs
 
-    @property
-    def _inter_rate(self) -> float:
-        own = 2 * self.machine.large_allreduce_gbs  # each link of a ring carries the vector twice
-        return min(self.parameters.reduce_gbs or own, self.machine.injection_gbs / self.ranks_per_node)
+    def _between_rate(self, group: str, rings: int) -> float:
+        """GB/s of a link of a ring between nodes when `rings` of them leave a node at the same time."""
+        own = self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs  # each link of a ring carries the vector twice
+        if self.slow and group in LARGE_SUMS and self.machine.slow_reduce_gbs:
+            own = min(own, self.machine.slow_reduce_gbs)
+        return min(own, self.machine.injection_gbs / rings)
 
     @staticmethod
     def _ring(size: float, members: int, passes: int, rate: float, alpha_us: float) -> float:

@@ -20,7 +20,7 @@ from ..run import batches
 from ..run.checks import check, flag
 from ..run.config import RunConfig
 from ..run.outputs import check_picture
-from . import explain, plan_text, software
+from . import explain, offer_table, plan_text, software
 from .model import Prediction
 from .predict import as_json
 from .request import add_system_arguments, run_of, system_of
@@ -28,7 +28,7 @@ from .search import RAMP_BATCH, RAMP_DP, Plan, Search, held_fields, search
 
 SHOWN = 10  # plans in the table
 Ranked = tuple[Plan, Prediction]
-OWN = ("train_tokens", "ramp_divisible", "explain", "against", "png")
+OWN = ("train_tokens", "ramp_divisible", "explain", "offers", "against", "png")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ramp-divisible", action="store_true",
                        help=f"only layouts whose batch can ramp up: DP %% {RAMP_DP} = 0 and global batch %% {RAMP_BATCH} = 0")
     group.add_argument("--explain", action="store_true", help="the best plan's bottlenecks, and what removing each would gain")
+    group.add_argument("--offers", action="store_true",
+                       help="instead of plans: the best plan with and without each thing that the trainer offers, as a table")
     group.add_argument("--against", metavar="SOFTWARE", help="with --explain: the steps from SOFTWARE's time to --software's")
     group.add_argument("--png", metavar="FILE", help="picture of the best plan's pipeline (needs matplotlib)")
 
@@ -57,6 +59,8 @@ def _with_length(run: RunConfig, args: argparse.Namespace) -> RunConfig:
 def main(args: argparse.Namespace) -> int:
     """Search and print. Raises ValueError, one line, for flags that do not fit together and when no layout runs."""
     check(args.against is None or args.explain, "--against goes with --explain: give both")
+    check(not (args.offers and (args.explain or args.json or args.png)), "--offers prints its own table: leave out --explain, "
+          "--json and --png")
     if args.against:
         software.load(args.against, "--against")
     check_picture(args.png)
@@ -64,6 +68,9 @@ def main(args: argparse.Namespace) -> int:
     run = run_of(args, system, OWN, {"micro_batch_size": 1})
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: the search goes over layouts of one batch")
     run = _with_length(run, args)
+    if args.offers:
+        print(offer_table.text(offer_table.rows(run, system, held_fields(args))))
+        return 0
     result = search(run, system, frozenset() if args.against else held_fields(args), args.ramp_divisible)
     check(bool(result.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common()))
     best = [(plan, plan.predict()) for plan in result.plans[:SHOWN]]

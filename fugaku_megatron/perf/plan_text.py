@@ -21,8 +21,8 @@ from .pipeline import Span, spans
 from .search import Plan, Search
 
 WIDTH, ROWS = 100, 8  # of the picture, in characters and lines
-HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} {'DP':>5} {'TP':>3} "
-        f"{'PP':>3} {'MBS':>3} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
+HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'slow net':>8} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} "
+        f"{'DP':>5} {'TP':>3} {'PP':>3} {'MBS':>3} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
 PICTURED = 4  # a picture shows at most this many times the number of stages in micro-batches
 
 
@@ -52,7 +52,8 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
     """What `plan` prints of a search: the table, why layouts were dropped, warnings, and the first plan's pipeline and command."""
     first, prediction = best[0]
     lines = [f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(result.plans)} "
-             "layouts run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank", HEAD]
+             "layouts run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank",
+             *rates(first), HEAD]
     lines += [_row(i + 1, plan, p) for i, (plan, p) in enumerate(best)]
     if result.dropped:
         lines.append("dropped: " + "; ".join(f"{n} {why}" for why, n in result.dropped.most_common()))
@@ -63,12 +64,21 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
     return "\n".join(lines)
 
 
+def rates(plan: Plan) -> list[str]:
+    """Which rates of large sums the two columns of seconds stand for; nothing where the machine knows one rate."""
+    machine, fitted = plan.system.machine, plan.system.parameters.reduce_gbs
+    if machine.slow_reduce_gbs is None:
+        return []
+    return [f"large sums between nodes: sec/it at {fitted or 2 * machine.large_allreduce_gbs:.3g} GB/s a link, slow net at "
+            f"{machine.slow_reduce_gbs:.3g}: published runs reached both"]
+
+
 def _row(number: int, plan: Plan, p: Prediction) -> str:
     duration, layout = _duration(plan), plan.layout
     days, hours = (f"{duration[0]:.1f}", f"{duration[1]:.3g}") if duration else ("-", "-")
     span = f"{p.lower:.4g} to {p.upper:.4g}"
     sizes = f"{layout.dp:>5} {layout.tp:>3} {layout.pp:>3} {plan.run.batch.micro_batch_size:>3}"
-    return (f"{number:>3} {p.seconds:>8.5g} {span:>17} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
+    return (f"{number:>3} {p.seconds:>8.5g} {span:>17} {p.slow_network:>8.5g} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
             f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {sizes} {recompute_name(plan.run):>10} "
             f"{plan.run.parallel.zero_stage:>4} {days:>7} {hours:>10}")
 

@@ -27,7 +27,8 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
     """The prediction under the names of the command's output."""
     p = prediction
     return {"seconds_per_iteration": round(p.seconds, 6), "lower": round(p.lower, 6), "upper": round(p.upper, 6),
-            "tflops_per_node": round(p.tflops_per_node, 6), "memory_mib_max": round(p.memory_mib_max, 1), "oom": p.oom,
+            "slow_network": round(p.slow_network, 6), "tflops_per_node": round(p.tflops_per_node, 6),
+            "memory_mib_max": round(p.memory_mib_max, 1), "oom": p.oom,
             "bubble_fraction": round(p.bubble_fraction, 6),
             "breakdown": {name: round(value, 6) for name, value in p.breakdown.items()}, "warnings": list(p.warnings)}
 
@@ -47,6 +48,8 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
              f"{p.seconds:.4g} s per iteration (model; 9 of 10 runs: {p.lower:.4g} to {p.upper:.4g}), "
              f"{p.tflops_per_node:.3f} TFLOPs per node, bubble {p.bubble_fraction:.1%}",
              f"{p.memory_mib_max:.0f} MiB on the fullest rank" + (": OUT OF MEMORY" if p.oom else "")]
+    if p.slow_network > p.seconds:
+        lines.append(f"{p.slow_network:.4g} s where large sums reach {system.machine.slow_reduce_gbs:.3g} GB/s a link only")
     lines += [f"  {name:<22}{seconds:>10.4g} s {seconds / p.seconds:>7.1%}" for name, seconds in p.breakdown.items() if seconds]
     return "\n".join(lines + [f"warning: {w}" for w in p.warnings])
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..run import offers
 from ..run.accounting import Layout
 from ..run.config import RunConfig
 from . import memory
@@ -59,20 +60,46 @@ def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible:
 
 def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator[tuple[RunConfig, System]]:
     """Every combination of what the software offers, as (run, system with its ranks per node)."""
-    offers, model, parallel = system.software.offers, run.model, run.parallel
-    ranks = (system.ranks_per_node,) if "ranks_per_node" in held else offers.ranks_per_node
+    choices, model, parallel = system.software.offers, run.model, _switched_off(run).parallel
+    offered = choices.names
+    ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
     tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads),
                       "tensor_model_parallel_size" in held)
     cuts = _numbers(model.num_layers) if parallel.pipeline_split == "balanced" else _divisors(model.num_layers)
     stages = _choices(parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held)
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
-    zero = _choices(parallel.zero_stage, offers.zero_stages, "zero_stage" in held)
+    zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
     for pp in stages:
-        for training in _recomputes(run, model.num_layers // pp, held, offers.recompute):
+        for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
             for tp, mbs, stage, number in ((t, m, z, r) for t in tensor for m in micro for z in zero for r in ranks):
                 cut = replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage)
-                yield (replace(run, parallel=cut, training=training, batch=replace(run.batch, micro_batch_size=mbs)),
-                       replace(system, ranks_per_node=number))
+                candidate = replace(run, parallel=cut, training=training, batch=replace(run.batch, micro_batch_size=mbs))
+                yield _with_offers(candidate, run, offered, held), replace(system, ranks_per_node=number)
+
+
+# Offers that a search varies or that are always on.
+ALWAYS_PLANNED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.NODE_SUMS)
+# Offers that the search switches on wherever they mean something, since they change no result and cost no time in the model.
+SWITCHED = {offers.SEQUENCE_PARALLEL: lambda run: run.parallel.tensor_model_parallel_size > 1,
+            offers.OVERLAP_GRAD_REDUCE: lambda run: True,
+            offers.OVERLAP_PARAM_GATHER: lambda run: run.parallel.zero_stage == 1}
+
+
+def _switched_off(run: RunConfig) -> RunConfig:
+    """The run without any of SWITCHED."""
+    for name in offers.SWITCHES:
+        if name in SWITCHED and offers.OFFERS[name].used(run):
+            run = offers.switched(run, name, False)
+    return run
+
+
+def _with_offers(candidate: RunConfig, run: RunConfig, offered: frozenset[str], held: frozenset[str]) -> RunConfig:
+    """The candidate with all that means something for it: of `offered`, and where the command line decides, of what `run` has."""
+    for name, sensible in SWITCHED.items():
+        chosen = offers.OFFERS[name].used(run) if offers.OFFERS[name].field in held else name in offered
+        if chosen and sensible(candidate):
+            candidate = offers.switched(candidate, name)
+    return candidate
 
 
 def _choices(value: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:

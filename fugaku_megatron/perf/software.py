@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..run import offers
 from ..run.checks import check
 from ..run.config import RunConfig
 from .machine import Machine, unknown
@@ -27,13 +28,28 @@ ALIASES = {"this": THIS_PROJECT}
 
 @dataclass(frozen=True, kw_only=True)
 class Offers:
-    """The choices that software offers. recompute: none, selective, full (all layers) or block (some layers of each stage)."""
+    """The choices that software offers. recompute: none, selective, full (all layers) or block (some layers of each stage).
+
+    names: rows of run/offers.py that it has; other people's software has none of them. Raises ValueError for a row that is not
+    built: a gain without an implementation is not modelled.
+    """
 
     ranks_per_node: tuple[int, ...]
     recompute: tuple[str, ...]
     zero_stages: tuple[int, ...]
     schedules: tuple[str, ...]
-    pipeline_split: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        missing = sorted(self.names - offers.built())
+        check(not missing, f"{', '.join(missing)}: the trainer does not have it, so it is not modelled: see run/offers.py")
+
+    @staticmethod
+    def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Offers:
+        """The choices of this project's trainer with only the offers `names`."""
+        recompute = {"none": True, "selective": offers.SELECTIVE in names, "block": offers.BLOCK in names, "full": True}
+        return Offers(ranks_per_node=ranks_per_node, recompute=tuple(kind for kind, there in recompute.items() if there),
+                      zero_stages=(0, 1) if offers.ZERO_1 in names else (0,), schedules=("1F1B",), names=names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +60,7 @@ class Software:
     page_faults: "none" (memory is kept), "across nodes" (large blocks fault in again, and in runs on several nodes, where the
     network has registered them, cost more to return), "registered" (they always cost more).
     old_torch: element-wise work and operator calls take longer by the factor of PyTorch 1.7.
-    machines: names of machines on which it has run. offers: the choices for the planner.
+    machines: names of machines on which it has run. offers: the choices for the planner; this project's are those of run/offers.py.
     counts: the row of `style` in software.json. fitted: the values of `group`. Both follow from names that are compared, so they
     take no part in comparisons.
     """
@@ -60,12 +76,27 @@ class Software:
     counts: Mapping[str, Any] = field(compare=False, repr=False)
     fitted: Fitted = field(compare=False, repr=False)
 
+    def active(self, run: RunConfig) -> frozenset[str]:
+        """The offers that the software has and the run uses."""
+        return frozenset(name for name in self.offers.names if offers.OFFERS[name].used(run))
+
+    def lacking(self, run: RunConfig) -> list[str]:
+        """The offers that the run has switched on by a flag without a value, and that the software does not have."""
+        switches = [name for name in offers.SWITCHES if offers.OFFERS[name].used(run)]
+        return [name for name in switches if name not in self.offers.names]
+
+    def without(self, name: str) -> Software:
+        """This project's software without one of its offers."""
+        return replace(self, offers=Offers.from_names(self.offers.names - {name}, self.offers.ranks_per_node))
+
     def cut(self, run: RunConfig) -> RunConfig:
-        """The run with its layers divided into stages as this software does: evenly, unless it offers --pipeline-split.
+        """The run as this software does it: its layers divided evenly, unless it has a balanced split, without what it does not have.
 
         Raises ValueError for a --pipeline-split that it does not offer, and for numbers of layers that do not divide.
         """
-        if self.offers.pipeline_split:
+        for name in self.lacking(run):
+            run = offers.switched(run, name, False)
+        if offers.BALANCED_SPLIT in self.offers.names:
             return run
         layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
         check(split in ("balanced", "even"), f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or give "
@@ -109,6 +140,7 @@ def load(name: str, flag: str = "--software") -> Software:
     if name not in data["software"]:
         raise unknown(flag, name, data["software"])
     facts = data["software"][name]
-    offers = Offers(**{key: tuple(value) for key, value in facts["offers"].items()})
-    return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "offers": offers},
+    choices = {key: tuple(value) for key, value in facts["offers"].items()}
+    has = Offers.from_names(offers.built(), **choices) if facts["style"] == "native" else Offers(**choices)
+    return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "offers": has},
                     counts=data["styles"][facts["style"]], fitted=fitted(facts["group"]))

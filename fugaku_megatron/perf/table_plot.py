@@ -22,6 +22,7 @@ _TRAITS: dict[str, Callable[[Any], str]] = {
     "001": lambda row: f"TP {row.tp}",
     "002": lambda row: "tcmalloc" if "tcmalloc" in row.software else "glibc",
     "004": lambda row: f"micro-batch {row.mbs}",
+    "005": lambda row: f"TP {row.tp}, {row.ranks // row.nodes} ranks per node",
 }
 
 

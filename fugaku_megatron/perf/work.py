@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
-from ..run import accounting, memory
+from ..run import accounting, memory, offers
 from ..run.accounting import Collective, Layout, Record
 from ..run.config import RunConfig
 from .software import Software
@@ -57,6 +57,12 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
     return {"hidden": hidden, "qkv": 3 * hidden // tp, "context": hidden // tp,
             "scores": rows * model.seq_length * model.num_attention_heads // tp, "mlp": rows * model.ffn_hidden_size // tp,
             "logits": rows * accounting.padded_vocab_size(model, tp) // tp}
+
+
+def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
+    """`tensors` as element-wise operators see them: with sequence parallelism a rank has 1/t of those between the products."""
+    sizes = tensors(run, tp)
+    return {**sizes, "hidden": sizes["hidden"] // tp} if offers.SEQUENCE_PARALLEL in software.active(run) else sizes
 
 
 def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
@@ -105,7 +111,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
 
     Keys are "layer_forward", "layer_backward", "embedding_forward" and so on. The result is shared by all callers.
     """
-    sizes, chunks = tensors(run, tp), _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
+    sizes, chunks = _elementwise_tensors(run, tp, software), _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
     places = {"layer": accounting.layer_records(run, tp), "embedding": accounting.embedding_records(run, tp),
               "head": accounting.head_records(run, tp, tied=False)}
     work = {}
@@ -122,7 +128,8 @@ def layers_again(run: RunConfig, tp: int, groups: list[range], software: Softwar
     if not software.counts["recompute_ends_early"]:
         return repeat(whole, sum(map(len, groups)))
     records = accounting.recomputed_records(run, tp, last=True)
-    last = sum((_forward(record, 1) for record in records), _elementwise(software, "layer_forward", tensors(run, tp)))
+    sizes = _elementwise_tensors(run, tp, software)
+    last = sum((_forward(record, 1) for record in records), _elementwise(software, "layer_forward", sizes))
     return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
 
 

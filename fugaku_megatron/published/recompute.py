@@ -22,8 +22,8 @@ def flops(row: Row) -> float:
 
 
 def tflops(row: Row, seconds: float) -> float:
-    """TFLOPs per rank of an iteration that takes `seconds`."""
-    return flops(row) / seconds / row.ranks / 1e12
+    """TFLOPs per node (A64FX) or GPU (A100) of an iteration that takes `seconds`."""
+    return flops(row) / seconds / row.devices / 1e12
 
 
 def unit(cell: str) -> float:
@@ -46,7 +46,7 @@ def agrees(row: Row, printed: float) -> bool:
 
 def petaflops(row: Row) -> float | None:
     """PetaFLOPs (1000 TFLOPs each) of all ranks from the corrected TFLOPs; None where none were printed."""
-    return None if row.petaflops is None or row.tflops is None else row.tflops * row.ranks / 1000
+    return None if row.petaflops is None or row.tflops is None else row.tflops * row.devices / 1000
 
 
 def petaflops_agree(row: Row) -> bool:

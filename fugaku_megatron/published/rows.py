@@ -10,6 +10,7 @@ Rows with `ghz` 2.2 are included: a model must limit the clock's gain to 1.10, a
 
 The data: seeds/tables.csv has one row per table (its header, and facts from its heading or the text that apply to all its rows),
 seeds/a64fx_*.csv and seeds/a100.csv one row per printed row with its line in the document, seeds/errata.csv the corrections.
+Document 005 is a list of runs that the same project published beside its tables; it has no format of its own.
 Test: pytest tests/test_perf_rows.py
 """
 
@@ -33,12 +34,14 @@ DOCUMENTS = {  # id -> (file of its rows, title)
     "001": ("a64fx_30b.csv", "30B model benchmarking results"),
     "002": ("a64fx_tcmalloc.csv", "Check for the performance of w/ or w/o tcmalloc"),
     "004": ("a100.csv", "Prequel: A100 experiments before a 176B run"),
+    "005": ("a64fx_further.csv", "Further published runs of the project of 000 to 002, as a list"),
 }
 STATUSES = ("ran", "oom", "failed", "planned", "impossible")
-RANKS_PER_NODE = {"a64fx": 1, "a100": 8}
+RANKS_PER_NODE = {"a64fx": 1, "a100": 8}  # where no column says it
 # The printed title of a column -> the column's name here.
 HEADERS = {
-    "Nodes": "nodes", "GPUs": "gpus", "Freq": "freq", "Size": "size", "Layers": "layers", "hidden-size": "hidden",
+    "Nodes": "nodes", "GPUs": "gpus", "Ranks per node": "ranks_per_node", "Freq": "freq", "Size": "size", "Layers": "layers",
+    "hidden-size": "hidden",
     "NHIDDEN": "hidden", "num-attention-heads": "heads", "NHEADS": "heads", "ZS": "zero", "async": "async", "DP": "dp", "TP": "tp",
     "MP": "tp", "PP": "pp", "MBS": "mbs", "GBS": "gbs", "AC": "ac", "Mem": "mem", "Sec/it": "seconds", "TFLOPs": "tflops",
     "TFLOPs*": "tflops", "Est. Aggr. PetaFLOPs": "petaflops", "Notes": "notes",
@@ -67,9 +70,11 @@ _POSITIVE = (lambda cell: int(re.fullmatch(r"0*[1-9]\d*", cell).group()), "a who
 _NUMBER = (lambda cell: float(re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?", cell).group()), "a number above 0")
 _TEXT = (str, "text")
 _PARSERS = {
-    "machine": _one_of(*RANKS_PER_NODE), "software": _one_of("torch1.7", "torch1.10", "torch1.10+tcmalloc", "megatron-a100"),
+    "machine": _one_of(*RANKS_PER_NODE), "software": _one_of("torch1.7", "torch1.7+tcmalloc", "torch1.10", "torch1.10+tcmalloc",
+                                                           "megatron-a100"),
     "precision": _one_of("fp32", "fp16", "bf16"), "formula": _one_of("hardware", "parameter"),
-    **{name: _POSITIVE for name in ("seq", "vocabulary", "layers", "hidden", "heads", "gpus", "dp", "tp", "pp", "mbs", "gbs")},
+    **{name: _POSITIVE for name in ("seq", "vocabulary", "layers", "hidden", "heads", "gpus", "dp", "tp", "pp", "mbs", "gbs",
+                                        "ranks_per_node")},
     "nodes": (lambda cell: int(re.fullmatch(r"(\d+)( +\([\d.]+GHz\))?", cell).group(1)), "a number of nodes, or '512 (2.2GHz)'"),
     "zero": ({"0": 0, "1": 1}.__getitem__, "0 or 1"), "ac": ({"Yes": True, "No": False}.__getitem__, "Yes or No"),
     "async": _one_of("yes", "no"), "freq": (_ghz, "a clock such as 2.0GHz"),
@@ -103,7 +108,8 @@ class Table:
 class Row:
     """One row, corrected.
 
-    ranks: nodes on A64FX, GPUs on A100; tflops is per rank, ghz None on A100. recompute: activation checkpointing of all layers.
+    ranks: MPI processes on A64FX, GPUs on A100; tflops is per node on A64FX, per GPU on A100, ghz None on A100. recompute:
+    activation checkpointing of all layers.
     formula: by which `tflops` was counted (accounting.hardware_flops or accounting.parameter_flops).
     seconds, tflops, petaflops (as printed), memory_mib: None where nothing is printed. synchronous: CUDA_LAUNCH_BLOCKING=1.
     assumed: facts that the document does not state. errata: the records that speak of this row. duplicate_of: line of the first
@@ -147,6 +153,11 @@ class Row:
     @property
     def document(self) -> str:
         return self.table.document
+
+    @property
+    def devices(self) -> int:
+        """What TFLOPs are counted for: nodes on A64FX, GPUs on A100."""
+        return self.nodes if self.machine == "a64fx" else self.ranks
 
     def cell(self, column: str) -> str:
         """The printed cell of `column`, verbatim; empty when the table has no such column."""
@@ -269,7 +280,7 @@ def _facts(record: csv_table.Record, values: dict[str, str]) -> dict[str, Any]:
     for name in ("machine", "software", "precision", "formula", "seq", "vocabulary", "layers", "hidden", "heads", "ac", "zero",
                  "tp", "pp", "mbs", "gbs"):
         record.expect(facts[name] is not None, name, PARSERS[name][1], values[name])
-    each, gpus = RANKS_PER_NODE[facts["machine"]], facts.pop("gpus")
+    each, gpus = facts.pop("ranks_per_node") or RANKS_PER_NODE[facts["machine"]], facts.pop("gpus")
     record.expect(facts["nodes"] or gpus, "nodes", PARSERS["nodes"][1], values["nodes"])
     facts["nodes"] = facts["nodes"] or gpus // each
     facts["ranks"] = gpus or facts["nodes"] * each

@@ -1,29 +1,26 @@
 #!/bin/bash
 #PJM -L "node=16x24x16:torus:strict-io,rscunit=rscunit_ft01,rscgrp=large,elapse=24:00:00"
 #PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
-#PJM --mpi "proc=12288,max-proc-per-node=2,rank-map-bychip"
+#PJM --mpi "proc=6144,max-proc-per-node=1,rank-map-bychip"
 #PJM -x PJM_LLIO_GFSCACHE=/vol0004
 #PJM --llio localtmp-size=50Gi
 #PJM -N gpt_30b
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 6144 nodes as 16x24x16 torus x 2 ranks = DP 256 x TP 8 x PP 6; each tensor-parallel group 4 nodes inside a 2x3x2 unit
-# micro-batch 1, global batch 1536: 6 micro-batches; recompute block 4, ZeRO 1
-# model: 58.78 s per iteration (9 of 10 runs: 42.3 to 81.68), 1.907 TFLOPs per node, bubble 46.6%, 14391 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1557:41:37 (model), 67 jobs in a row; each
+# 6144 nodes as 16x24x16 torus x 1 ranks = DP 192 x TP 4 x PP 8; each tensor-parallel group 4 nodes inside a 2x3x2 unit
+# micro-batch 1, global batch 1536: 8 micro-batches; recompute none, ZeRO 1
+# model: 71.19 s per iteration (9 of 10 runs: 51.23 to 98.93), 1.350 TFLOPs per node, bubble 48.2%, 24895 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1886:30:36 (model), 81 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
-RANKS_PER_NODE=2
+RANKS_PER_NODE=1
 FLAGS=(
     --recipe 30b
-    --tensor-model-parallel-size 8
-    --pipeline-model-parallel-size 6
+    --tensor-model-parallel-size 4
+    --pipeline-model-parallel-size 8
     --zero-stage 1
-    --recompute-granularity full
-    --recompute-method block
-    --recompute-num-layers 4
     --micro-batch-size 1
     --global-batch-size 1536
     --cpu-frequency 2.0
@@ -124,6 +121,6 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 16x24x16 "$RANKS_PER_NODE" 8 6) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 16x24x16 "$RANKS_PER_NODE" 4 8) > "$MAP"
 
 train train --save "$SAVE" --load "$SAVE"

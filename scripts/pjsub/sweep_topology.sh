@@ -1,7 +1,7 @@
 #!/bin/bash
 #PJM -L "node=8x6x8:torus:strict-io,rscunit=rscunit_ft01,rscgrp=small,elapse=03:00:00"
 #PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
-#PJM --mpi "proc=768,max-proc-per-node=2,rank-map-bychip"
+#PJM --mpi "proc=384,max-proc-per-node=1,rank-map-bychip"
 #PJM -x PJM_LLIO_GFSCACHE=/vol0004
 #PJM --llio localtmp-size=50Gi
 #PJM -N sweep_topology
@@ -10,22 +10,22 @@
 #PJM --sparam "0-3"
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 384 nodes as 8x6x8 torus x 2 ranks = DP 32 x TP 4 x PP 6; each tensor-parallel group 2 nodes inside a 2x3x2 unit
+# 384 nodes as 8x6x8 torus x 1 ranks = DP 32 x TP 1 x PP 12; each tensor-parallel group inside a node
 # micro-batch 1, global batch 1536: 48 micro-batches; recompute full, ZeRO 1
-# model: 487.6 s per iteration (9 of 10 runs: 350.9 to 677.5), 4.204 TFLOPs per node, bubble 12.9%, 14416 MiB on the fullest rank
-# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:42:05 (model), 1 jobs in a row; each saves
+# model: 491.6 s per iteration (9 of 10 runs: 353.8 to 683.1), 4.169 TFLOPs per node, bubble 25.2%, 26576 MiB on the fullest rank
+# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:42:45 (model), 1 jobs in a row; each saves
 # and leaves 15 minutes before its end
 set -euo pipefail
 
-RANKS_PER_NODE=2
+RANKS_PER_NODE=1
 FLAGS=(
     --recipe 30b
-    --tensor-model-parallel-size 4
-    --pipeline-model-parallel-size 6
+    --pipeline-model-parallel-size 12
     --zero-stage 1
     --train-iters 10
     --eval-iters 0
     --recompute-granularity full
+    --tensor-model-parallel-size 1
     --micro-batch-size 1
     --global-batch-size 1536
     --cpu-frequency 2.0
@@ -126,7 +126,7 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 4 6) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 1 12) > "$MAP"
 
 # Sub-job 0: ranks in node order; 1: the rank map; 2 and 3: the map with one all-reduce algorithm for everything
 case $PJM_BULKNUM in

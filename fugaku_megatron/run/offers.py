@@ -1,0 +1,87 @@
+"""What the trainer offers to make a step faster or smaller: one row each, which its flags and the performance model go by.
+
+`built` says whether the trainer does it. To take a new one into use, set `built` in its row: the planner then tries it, the model
+counts its gain, and tests ask for its flag. Until then its flag, if there is one, changes no modelled time.
+Left out: what an offer does (the modules named in `place`). Test: pytest tests/test_offers.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .config import GROUPS, RunConfig
+
+BALANCED_SPLIT, SELECTIVE, BLOCK, ZERO_1 = "pipeline_split_balanced", "recompute_selective", "recompute_block", "zero_stage_1"
+OVERLAP_GRAD_REDUCE, OVERLAP_PARAM_GATHER = "overlap_grad_reduce", "overlap_param_gather"
+GRAD_REDUCE_IN_BF16, NODE_SUMS = "grad_reduce_in_bf16", "node_shared_sums"
+SEQUENCE_PARALLEL, TP_COMM_OVERLAP = "sequence_parallel", "tp_comm_overlap"
+INTERLEAVED, ZERO_BUBBLE = "interleaved_schedule", "zero_bubble_schedule"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One row. field, value: of the run's config, which switch it on; field None: always on. place: below the package."""
+
+    built: bool
+    meaning: str
+    place: str
+    field: str | None = None
+    value: Any = True
+
+    def used(self, run: RunConfig) -> bool:
+        """Whether the run has it switched on."""
+        return self.field is None or field_value(run, self.field) == self.value
+
+
+OFFERS: dict[str, Offer] = {
+    BALANCED_SPLIT: Offer(built=True, meaning="stages of equal cost, the logits counted", place="run/accounting.py",
+                          field="pipeline_split", value="balanced"),
+    ZERO_1: Offer(built=True, meaning="optimizer state sharded over data-parallel ranks", place="training/optim.py",
+                  field="zero_stage", value=1),
+    SELECTIVE: Offer(built=True, meaning="attention alone is computed again", place="nn/blocks.py",
+                     field="recompute_granularity", value="selective"),
+    BLOCK: Offer(built=True, meaning="some layers of a stage are computed again", place="nn/blocks.py",
+                 field="recompute_method", value="block"),
+    OVERLAP_GRAD_REDUCE: Offer(built=False, meaning="buckets of gradients are reduced behind the last backward",
+                               place="training/buckets.py", field="overlap_grad_reduce"),
+    OVERLAP_PARAM_GATHER: Offer(built=False, meaning="ZeRO's weights are gathered behind the next forward",
+                                place="training/buckets.py", field="overlap_param_gather"),
+    GRAD_REDUCE_IN_BF16: Offer(built=False, meaning="gradients travel in BF16", place="comm/wire.py", field="grad_reduce_in_bf16"),
+    NODE_SUMS: Offer(built=False, meaning="sums inside a node by all cores in shared memory, then between nodes",
+                     place="comm/node.py"),
+    SEQUENCE_PARALLEL: Offer(built=True, meaning="norms, dropout and residuals on 1/TP of the sequence", place="nn/layers.py",
+                             field="sequence_parallel"),
+    TP_COMM_OVERLAP: Offer(built=False, meaning="tensor-parallel exchange behind the products", place="comm/engine.py",
+                           field="tp_comm_overlap"),
+    INTERLEAVED: Offer(built=False, meaning="several chunks of layers on a stage", place="schedule.py",
+                       field="num_layers_per_virtual_pipeline_stage"),
+    ZERO_BUBBLE: Offer(built=False, meaning="weight gradients fill the pipeline's bubble", place="schedule.py",
+                       field="zero_bubble"),
+}
+
+# Offers with a flag that takes no value; one that needs another stands before it.
+SWITCHES = (OVERLAP_PARAM_GATHER, OVERLAP_GRAD_REDUCE, GRAD_REDUCE_IN_BF16, SEQUENCE_PARALLEL, TP_COMM_OVERLAP)
+
+
+def group_of(field: str) -> str | None:
+    """The group of RunConfig that has the field; None where no group has it."""
+    return next((group for group, config in GROUPS.items() if field in {f.name for f in fields(config)}), None)
+
+
+def field_value(run: RunConfig, field: str) -> Any:
+    """The run's value of a field of its config; None for a field that does not exist."""
+    group = group_of(field)
+    return None if group is None else getattr(getattr(run, group), field)
+
+
+def built() -> frozenset[str]:
+    """The offers that the trainer has."""
+    return frozenset(name for name, offer in OFFERS.items() if offer.built)
+
+
+def switched(run: RunConfig, name: str, on: bool = True) -> RunConfig:
+    """The run with an offer of a flag without a value switched on or off."""
+    field = OFFERS[name].field
+    group = group_of(field)
+    return replace(run, **{group: replace(getattr(run, group), **{field: on})})

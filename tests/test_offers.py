@@ -1,0 +1,35 @@
+"""One table says what the trainer offers: its flags, its files and the performance model agree with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron.run import offers
+from fugaku_megatron.run.arguments import COMPATIBILITY_FLAGS, parse
+from fugaku_megatron.run.checks import flag
+from fugaku_megatron.run.offers import OFFERS
+
+PACKAGE = Path(offers.__file__).resolve().parents[1]
+RUN = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "64", "--micro-batch-size", "1"]
+
+
+@pytest.mark.parametrize("name", OFFERS)
+def test_what_is_built_has_its_flag_and_its_file(name):
+    offer = OFFERS[name]
+    if offer.built:
+        assert offer.field is None or offers.group_of(offer.field) is not None, f"{name}: the config has no {offer.field}"
+        assert offer.field is None or flag(offer.field) not in COMPATIBILITY_FLAGS, f"{name}: its flag is said to do nothing"
+        assert (PACKAGE / offer.place).is_file(), f"{name}: {offer.place} is not there"
+
+
+def test_a_run_uses_what_its_flags_say():
+    plain, switched = parse(RUN).run, parse([*RUN, "--use-distributed-optimizer"]).run
+    assert not OFFERS[offers.ZERO_1].used(plain) and OFFERS[offers.ZERO_1].used(switched)
+    assert OFFERS[offers.BALANCED_SPLIT].used(plain)
+
+
+def test_the_constants_name_the_rows():
+    constants = {value for name, value in vars(offers).items() if name.isupper() and isinstance(value, str)}
+    assert constants == set(OFFERS)

@@ -1,0 +1,139 @@
+"""Nothing is modelled that is not built, and overlap hides no more than computation allows."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron import cli
+from fugaku_megatron.perf import model, offer_table, overlap, search, software
+from fugaku_megatron.perf.model import System
+from fugaku_megatron.run import buckets as gradient_buckets
+from fugaku_megatron.run import offers
+from fugaku_megatron.run.accounting import Collective, Layout
+from fugaku_megatron.run.config import ParallelConfig
+from fugaku_megatron.run.offers import OFFERS
+from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
+
+PERF = Path(model.__file__).parent
+UNBUILT = [name for name, offer in OFFERS.items() if not offer.built]
+GRAD, GATHER = frozenset({offers.OVERLAP_GRAD_REDUCE}), frozenset({offers.OVERLAP_PARAM_GATHER})
+
+
+def modelled_but_missing() -> list[str]:
+    """Offers that the model would count for this project's trainer although it does not have them."""
+    return [name for name in software.load("fugaku_megatron").offers.names if not OFFERS[name].built]
+
+
+def test_nothing_is_modelled_that_is_not_built():
+    assert modelled_but_missing() == []
+    for name in software.names():
+        code = software.load(name)
+        assert code.offers.names <= offers.built() and (code.style == "native" or not code.offers.names)
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_a_gain_without_its_implementation_is_refused(name):
+    code = software.load("fugaku_megatron")
+    with pytest.raises(ValueError, match=f"{name}: the trainer does not have it, so it is not modelled"):
+        software.Offers.from_names(code.offers.names | {name}, (1,))
+
+
+def test_the_model_counts_an_offer_only_by_the_tables_names():
+    """Every gain in perf/ asks for a constant of run/offers.py, so that no gain goes by another name or none."""
+    named = {node.attr for path in PERF.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "offers"
+             and node.attr.isupper() and node.attr != "OFFERS"}
+    assert {getattr(offers, name) for name in named} <= set(OFFERS) and "OVERLAP_GRAD_REDUCE" in named
+
+
+def test_without_an_offer_all_communication_is_waited_for():
+    run = replace(gpt_124m(), parallel=ParallelConfig(zero_stage=1))
+    system, layout = System.from_names("a64fx", "fugaku_megatron", 64, 1), Layout(64, 1, 1, 64)
+    bare = replace(system, software=replace(system.software, offers=software.Offers.from_names(frozenset(), (1,))))
+    whole = sum(model.Network(machine=system.machine, parameters=system.parameters, layout=layout, ranks_per_node=1).seconds(
+        c.verb, c.group, c.bytes) for c in gradient_buckets.gradient_collectives(run, layout, 0))
+    assert model.step(run, layout, bare, system.parameters).data_parallel == pytest.approx(whole)
+
+
+def buckets(*sizes: int, verb: str = "reduce_scatter") -> list[Collective]:
+    return [Collective(verb, "dp", size) for size in sizes]
+
+
+def exposed(collectives: list[Collective], forward: float, backward: float, active: frozenset[str]) -> float:
+    return overlap.exposed(collectives, lambda c: c.bytes / 10.0, forward, backward, active)
+
+
+def test_the_last_bucket_is_never_hidden():
+    assert exposed(buckets(10, 10, 10, 10), 1.0, 100.0, GRAD) == pytest.approx(1.0)
+    assert exposed(buckets(40), 1.0, 100.0, GRAD) == exposed(buckets(40), 1.0, 100.0, frozenset()) == pytest.approx(4.0)
+
+
+def test_a_reduction_hides_no_longer_than_the_backward_takes():
+    assert exposed(buckets(10, 10, 10, 10), 1.0, 0.4, GRAD) == pytest.approx(4.0 - 0.4 * 3 / 4)
+    assert exposed(buckets(10, 10, 10, 10), 1.0, 0.0, GRAD) == pytest.approx(4.0)
+
+
+def test_the_tied_embeddings_sum_is_not_hidden():
+    tied = [Collective("all_reduce", "embedding", 20)]
+    assert exposed(tied + buckets(10, 10), 1.0, 100.0, GRAD) == pytest.approx(2.0 + 1.0)
+
+
+def test_the_gather_hides_behind_the_next_forward_but_for_its_first_bucket():
+    gathers = buckets(10, 10, 10, 10, verb="all_gather")
+    assert exposed(gathers, 100.0, 100.0, GATHER) == pytest.approx(1.0)
+    assert exposed(gathers, 0.0, 100.0, GATHER) == pytest.approx(4.0)
+    assert exposed(gathers, 100.0, 100.0, GRAD) == pytest.approx(4.0)
+
+
+def test_the_pessimistic_network_slows_large_sums_only():
+    system = System.from_names("a64fx", "fugaku_megatron", 64, 1)
+    run, layout = gpt_124m(), Layout(64, 1, 1, 64)
+    fast, slow = (model.step(run, layout, system, system.parameters, slow=slow) for slow in (False, True))
+    assert slow.data_parallel / fast.data_parallel == pytest.approx(1.22 / 0.6, rel=0.1)
+    assert slow.seconds - fast.seconds == pytest.approx(slow.data_parallel - fast.data_parallel)
+    assert model.predict(run, system, with_band=False).slow_network == pytest.approx(slow.seconds)
+    inside = System.from_names("a64fx", "fugaku_megatron", 1, 4)
+    assert model.step(run, Layout(4, 4, 1, 1), inside, inside.parameters, slow=True).data_parallel == 0.0
+
+
+def test_the_table_has_every_offer(capsys):
+    flags = "plan --recipe 124m --nodes 4 --ranks-per-node 1 --micro-batch-size 1 --tensor-model-parallel-size 1"
+    assert cli.main([*flags.split(), "--offers"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in OFFERS) and "slow network" in text
+    assert text.count("not in the trainer: not modelled") == len(UNBUILT)
+    assert cli.main([*flags.split(), "--offers", "--json"]) == 2 and "--offers prints its own table" in capsys.readouterr().err
+
+
+def test_without_an_offer_the_best_plan_is_no_faster():
+    run = gpt_30b()
+    system = System.from_names("a64fx", "fugaku_megatron", 384)
+    held = frozenset({"tensor_model_parallel_size", "micro_batch_size", "ranks_per_node"})
+    run = replace(run, parallel=replace(run.parallel, tensor_model_parallel_size=4), batch=replace(run.batch, micro_batch_size=1))
+    table = offer_table.rows(run, system, held)
+    assert table[0].plan.seconds <= min(row.plan.seconds for row in table if row.plan and row.name.startswith("without"))
+    assert not any(p.run.parallel.zero_stage for p in search.search(
+        run, replace(system, software=system.software.without(offers.ZERO_1)), held).plans)
+
+
+def test_a_flag_that_the_software_does_nothing_with_changes_no_time_and_is_said():
+    run = replace(gpt_30b(), parallel=ParallelConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=48))
+    system = System.from_names("a64fx", "torch1.10", 192)
+    switched = offers.switched(run, offers.SEQUENCE_PARALLEL)
+    with_flag, without = (model.predict(r, system, with_band=False) for r in (switched, run))
+    assert with_flag.seconds == without.seconds
+    assert any("torch1.10 does not offer --sequence-parallel" in line for line in with_flag.warnings)
+
+
+def test_sequence_parallelism_is_planned_where_there_is_tensor_parallelism():
+    run, system = gpt_30b(), System.from_names("a64fx", "fugaku_megatron", 384, 1)
+    held = frozenset({"micro_batch_size", "ranks_per_node", "recompute_granularity", "pipeline_model_parallel_size"})
+    run = replace(run, parallel=replace(run.parallel, pipeline_model_parallel_size=48), batch=replace(run.batch, micro_batch_size=1))
+    made = {(r.parallel.tensor_model_parallel_size > 1, r.parallel.sequence_parallel) for r, _ in search.candidates(run, system, held)}
+    assert made == {(False, False), (True, True)}
+    off = {r.parallel.sequence_parallel for r, _ in search.candidates(run, system, held | {"sequence_parallel"})}
+    assert off == {False}
