@@ -227,7 +227,7 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
     note = system.machine.curve_note(threads) if system.machine.kind == "cpu" else None
     lines += [note] if note else []
     lines += [f"the time is that of a run without {name}, which is not modelled" for name in unmodelled(run)]
-    lines += [f"software {code.name} does not offer {flag(name)}: the time is that of a run without it" for name in code.lacking(run)]
+    lines += [f"software {code.name} does not offer {flag(name)}: the time is that of a run without" for name in code.lacking(run)]
     lines += [f"software {code.name} does not offer {name}: the time is that of one that would" for name in not_offered(run, code)]
     if run.system.cpu_frequency not in (None, system.machine.ghz):
         lines.append(f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: give --ghz")

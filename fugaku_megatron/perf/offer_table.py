@@ -14,7 +14,7 @@ from ..published.markdown import pipe_table
 from ..run.config import RunConfig
 from ..run.offers import OFFERS, switched
 from .model import System, step
-from .search import ALWAYS_PLANNED, SWITCHED, Plan, search
+from .search import SWITCHED, VARIED, Plan, search
 
 HEADER = ("offers", "sec/it", "slow network", "against all", "best layout")
 
@@ -40,7 +40,7 @@ def variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunConfig, S
     for name in OFFERS:
         if name not in system.software.offers.names:
             continue
-        if name in SWITCHED or name in ALWAYS_PLANNED:
+        if name in SWITCHED or name in VARIED:
             yield f"without {name}", run, replace(system, software=system.software.without(name))
         else:
             yield f"with {name}", switched(run, name), system
@@ -70,4 +70,4 @@ def _cells(row: OfferRow, whole: Plan | None) -> tuple[str, ...]:
     return (row.name, f"{plan.seconds:.4g}", f"{row.slow_seconds:.4g}", change,
             f"{plan.system.ranks_per_node} ranks a node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, "
             f"MBS {plan.run.batch.micro_batch_size}, recompute {plan.run.training.recompute_granularity or 'none'}, "
-            f"ZeRO {plan.run.parallel.zero_stage}")
+            f"ZeRO {plan.run.parallel.zero_stage}" + (", sequence parallel" if plan.run.parallel.sequence_parallel else ""))

@@ -61,7 +61,7 @@ def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible:
 def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator[tuple[RunConfig, System]]:
     """Every combination of what the software offers, as (run, system with its ranks per node)."""
     choices, model, parallel = system.software.offers, run.model, _switched_off(run).parallel
-    offered = choices.names
+    chosen = _values(run, choices.names, held)
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
     tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads),
                       "tensor_model_parallel_size" in held)
@@ -74,32 +74,39 @@ def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator
             for tp, mbs, stage, number in ((t, m, z, r) for t in tensor for m in micro for z in zero for r in ranks):
                 cut = replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage)
                 candidate = replace(run, parallel=cut, training=training, batch=replace(run.batch, micro_batch_size=mbs))
-                yield _with_offers(candidate, run, offered, held), replace(system, ranks_per_node=number)
+                for switched in _with_offers(candidate, chosen):
+                    yield switched, replace(system, ranks_per_node=number)
 
 
 # Offers that a search varies or that are always on.
-ALWAYS_PLANNED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.NODE_SUMS)
+VARIED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.NODE_SUMS, offers.SEQUENCE_PARALLEL)
 # Offers that the search switches on wherever they mean something, since they change no result and cost no time in the model.
-SWITCHED = {offers.SEQUENCE_PARALLEL: lambda run: run.parallel.tensor_model_parallel_size > 1,
-            offers.OVERLAP_GRAD_REDUCE: lambda run: True,
+SWITCHED = {offers.OVERLAP_GRAD_REDUCE: lambda run: True,
             offers.OVERLAP_PARAM_GATHER: lambda run: run.parallel.zero_stage == 1}
 
 
 def _switched_off(run: RunConfig) -> RunConfig:
-    """The run without any of SWITCHED."""
+    """The run without any offer whose flag the search sets."""
     for name in offers.SWITCHES:
-        if name in SWITCHED and offers.OFFERS[name].used(run):
+        if name in (*SWITCHED, offers.SEQUENCE_PARALLEL) and offers.OFFERS[name].used(run):
             run = offers.switched(run, name, False)
     return run
 
 
-def _with_offers(candidate: RunConfig, run: RunConfig, offered: frozenset[str], held: frozenset[str]) -> RunConfig:
-    """The candidate with all that means something for it: of `offered`, and where the command line decides, of what `run` has."""
+def _values(run: RunConfig, offered: frozenset[str], held: frozenset[str]) -> dict[str, tuple[bool, ...]]:
+    """Offer -> the values of its flag to try: what the command line says, or on if it only gains, or both if it also costs."""
+    tried = {**dict.fromkeys(SWITCHED, (True,)), offers.SEQUENCE_PARALLEL: (False, True)}
+    return {name: (offers.OFFERS[name].used(run),) if offers.OFFERS[name].field in held else values if name in offered else (False,)
+            for name, values in tried.items()}
+
+
+def _with_offers(run: RunConfig, values: dict[str, tuple[bool, ...]]) -> Iterator[RunConfig]:
+    """The run with every combination of `values` that means something for it."""
     for name, sensible in SWITCHED.items():
-        chosen = offers.OFFERS[name].used(run) if offers.OFFERS[name].field in held else name in offered
-        if chosen and sensible(candidate):
-            candidate = offers.switched(candidate, name)
-    return candidate
+        if values[name] == (True,) and sensible(run):
+            run = offers.switched(run, name)
+    for value in values[offers.SEQUENCE_PARALLEL] if run.parallel.tensor_model_parallel_size > 1 else (False,):
+        yield offers.switched(run, offers.SEQUENCE_PARALLEL) if value else run
 
 
 def _choices(value: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:

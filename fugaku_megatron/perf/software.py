@@ -90,7 +90,7 @@ class Software:
         return replace(self, offers=Offers.from_names(self.offers.names - {name}, self.offers.ranks_per_node))
 
     def cut(self, run: RunConfig) -> RunConfig:
-        """The run as this software does it: its layers divided evenly, unless it has a balanced split, without what it does not have.
+        """The run as this software does it: without what it lacks, and with an even split of layers unless it has a balanced one.
 
         Raises ValueError for a --pipeline-split that it does not offer, and for numbers of layers that do not divide.
         """

@@ -10,22 +10,22 @@
 #PJM --sparam "0-3"
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 384 nodes as 8x6x8 torus x 1 ranks = DP 32 x TP 1 x PP 12; each tensor-parallel group inside a node
-# micro-batch 1, global batch 1536: 48 micro-batches; recompute full, ZeRO 1
-# model: 491.6 s per iteration (9 of 10 runs: 353.8 to 683.1), 4.169 TFLOPs per node, bubble 25.2%, 26576 MiB on the fullest rank
-# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:42:45 (model), 1 jobs in a row; each saves
+# 384 nodes as 8x6x8 torus x 1 ranks = DP 16 x TP 2 x PP 12; each tensor-parallel group 2 nodes inside a 2x3x2 unit
+# micro-batch 1, global batch 1536: 96 micro-batches; recompute none, ZeRO 1
+# model: 483.7 s per iteration (9 of 10 runs: 348.1 to 672.2), 3.178 TFLOPs per node, bubble 18.1%, 28578 MiB on the fullest rank
+# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:41:26 (model), 1 jobs in a row; each saves
 # and leaves 15 minutes before its end
 set -euo pipefail
 
 RANKS_PER_NODE=1
 FLAGS=(
     --recipe 30b
+    --tensor-model-parallel-size 2
     --pipeline-model-parallel-size 12
+    --sequence-parallel
     --zero-stage 1
     --train-iters 10
     --eval-iters 0
-    --recompute-granularity full
-    --tensor-model-parallel-size 1
     --micro-batch-size 1
     --global-batch-size 1536
     --cpu-frequency 2.0
@@ -126,7 +126,7 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 1 12) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 2 12) > "$MAP"
 
 # Sub-job 0: ranks in node order; 1: the rank map; 2 and 3: the map with one all-reduce algorithm for everything
 case $PJM_BULKNUM in
