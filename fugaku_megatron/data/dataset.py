@@ -44,7 +44,7 @@ SEPARATE_LAST_EPOCH = 0.80  # Megatron's: a last epoch of which less than this s
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
 SAMPLE_BYTES, DOCUMENT_BYTES = 4, 4  # of each sample, and of each document in each epoch, while they are shuffled
 CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
-RELEASE_EVERY = 1024  # samples after which the pages of mapped files go back; a sample touches a few 64 KiB in each of five files
+RELEASE_EVERY = 32  # samples after which the pages of mapped files go back; each of a sample's nine places may map 2 MiB
 GPT_ARRAYS, BLEND_ARRAYS = ("document_index", "sample_index", "shuffle_index"), ("dataset_index", "dataset_sample_index")
 
 
@@ -102,13 +102,11 @@ class GPTDataset:
         self.document_index, self.sample_index, self.shuffle_index = (self._index.arrays[name] for name in GPT_ARRAYS)
 
     def _tokens_per_epoch(self, documents: np.ndarray | range, num_samples: int | None) -> int:
-        lengths = self.indexed.sequence_lengths
         if isinstance(documents, range):
             blocks = (documents[i : i + BLOCK] for i in range(0, len(documents), BLOCK))
-            per_epoch = sum(int(lengths[block.start : block.stop].sum(dtype=np.int64)) for block in blocks)
-            self.indexed.release()
+            per_epoch = sum(int(self.indexed.read_lengths(block.start, block.stop).sum(dtype=np.int64)) for block in blocks)
         else:
-            per_epoch = int(lengths[documents].sum(dtype=np.int64))
+            per_epoch = int(self.indexed.sequence_lengths[documents].sum(dtype=np.int64))
         self._check_request(len(documents), per_epoch, num_samples)
         return per_epoch
 
@@ -156,13 +154,9 @@ class GPTDataset:
                        4 * count + per_sample * total, build, comm)
 
     def _lengths(self, documents: np.ndarray | range) -> tuple[np.ndarray, int]:
-        """Lengths of consecutive sequences that include `documents`, aligned in memory, and the number of the first one."""
-        if isinstance(documents, range):
-            lengths, first = np.array(self.indexed.sequence_lengths[documents.start : documents.stop]), documents.start
-        else:
-            lengths, first = np.array(self.indexed.sequence_lengths), 0
-        self.indexed.release()
-        return lengths, first
+        """Lengths of consecutive sequences that include `documents`, and the number of the first one."""
+        first, stop = (documents.start, documents.stop) if isinstance(documents, range) else (0, len(self.indexed))
+        return self.indexed.read_lengths(first, stop), first
 
     def __len__(self) -> int:
         return len(self.shuffle_index)

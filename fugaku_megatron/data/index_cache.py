@@ -5,7 +5,8 @@
 
 These are Megatron's names, and --data-cache-path names another folder, as Megatron's does; <hash> is the MD5 of the description,
 which holds other fields than Megatron's. Files appear under their names when they are whole, the description last, so a builder may
-be killed at any moment. An index of at most `IndexCache.in_memory` bytes is kept in memory instead, unless a folder was named.
+be killed at any moment. A reader that does not see what rank 0 has built, because the data lies on the disk of its node, builds it
+there. An index of at most `IndexCache.in_memory` bytes is kept in memory instead, unless a folder was named.
 Left out: removing the files of data that is no longer used. Test: pytest tests/test_index_cache.py
 """
 
@@ -15,9 +16,11 @@ import hashlib
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -109,7 +112,7 @@ class _Files:
     def _write(self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None) -> None:
         """A file that appears when it is whole."""
         path = self.path(name)
-        aside = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
             with open(aside, "wb") as file:
                 if header:
@@ -133,8 +136,7 @@ def provide(cache: IndexCache, prefix: str, kind: str, split: str, description: 
             build: Build, comm: Comm | None = None) -> Index:
     """The arrays `names`, of `size` bytes together, which `build` makes on rank 0 unless they are there already. Collective.
 
-    prefix: of the data, beside which the files lie by default. Raises ValueError on every rank when they cannot be written, and
-    when a rank does not see them.
+    prefix: of the data, beside which the files lie by default. Raises ValueError on every rank when they cannot be written.
     """
     small = size <= cache.in_memory
     if small and cache.path is None:
@@ -145,10 +147,20 @@ def provide(cache: IndexCache, prefix: str, kind: str, split: str, description: 
         if comm is None or comm.rank == 0:
             print(f"note: --data-cache-path {cache.path}: {reason}: the index of the {split} data is kept in memory", flush=True)
         return on_root(comm, lambda: _in_memory(build))
+    check = partial(_require, prefix, size)
+    check(reason)
+
+    def open_or_build() -> Index:
+        check(_ensure(files, names, build))
+        return files.open(names)
+
+    return open_or_build() if comm is None else agree(comm, open_or_build)
+
+
+def _require(prefix: str, size: int, reason: str | None) -> None:
     if reason:
-        raise ValueError(f"the index of {prefix}, {size / 2**20:.0f} MiB, cannot be written ({reason}): give a folder on a shared "
-                         "file system with --data-cache-path")
-    return _open(files, names, comm)
+        raise ValueError(f"the index of {prefix}, {size / 2**20:.0f} MiB, cannot be written ({reason}): give another folder with "
+                         "--data-cache-path")
 
 
 def _in_memory(build: Build) -> Index:
@@ -174,13 +186,3 @@ def _ensure(files: _Files, names: tuple[str, ...], build: Build) -> str | None:
             return describe(error)
     return None
 
-
-def _open(files: _Files, names: tuple[str, ...], comm: Comm | None) -> Index:
-    def work() -> Index:
-        try:
-            return files.open(names)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{files.folder}: the data index that rank 0 built is not whole there ({error}): give "
-                             "--data-cache-path on a file system that all nodes share") from error
-
-    return work() if comm is None else agree(comm, work)

@@ -189,9 +189,18 @@ class IndexedDataset:
         """All tokens, flat, mapped from .bin."""
         if not self.num_tokens:
             return np.empty(0, self.dtype)
+        return self._bin.array(self.dtype, (self.num_tokens,))
+
+    @cached_property
+    def _bin(self) -> MappedFile:
         path = self.prefix + ".bin"
         _check_bin_size(self.prefix, _file_size(path), self.num_tokens, self.dtype)  # this node's copy may differ
-        return self._map(path).array(self.dtype, (self.num_tokens,))
+        return self._map(path)
+
+    def read_lengths(self, start: int, stop: int) -> np.ndarray:
+        """int32 (stop - start,): lengths of consecutive sequences, read from .idx in order and not mapped."""
+        with open(self.prefix + ".idx", "rb") as stream:
+            return _read_part(stream, "<i4", HEADER.size + 4 * start, stop - start)
 
     def release(self) -> None:
         """Give back the pages of .idx and .bin that were read."""
@@ -203,6 +212,8 @@ class IndexedDataset:
         first = int(self.sequence_pointers[index]) // self.dtype.itemsize
         end = int(self.sequence_lengths[index]) if length is None else offset + length
         assert 0 <= offset <= end <= self.sequence_lengths[index]
+        if end > offset:
+            self._bin.expect((first + offset) * self.dtype.itemsize, (first + end) * self.dtype.itemsize)
         return self.tokens[first + offset : first + end]
 
     def __getitem__(self, index: int) -> np.ndarray:

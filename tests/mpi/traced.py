@@ -1,0 +1,12 @@
+"""A rank under strace: `mpiexec -n 4 python tests/mpi/traced.py FOLDER program flags`; what rank r opens is in FOLDER/opened.r."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    rank = next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK") if name in os.environ)
+    folder, *command = sys.argv[1:]
+    os.execvp("strace", ["strace", "-f", "-qq", "-e", "trace=open,openat,creat", "-o", f"{folder}/opened.{rank}", sys.executable,
+                         *command])
