@@ -187,7 +187,7 @@ def test_overlap_changes_no_bit(name, changes):
     """With buckets of one size, so that the norm, which clips here, is summed in one order."""
     ranks, layout = LAYOUTS[name]
     common = {**layout, **changes, **DROPOUT, "log_num_zeros_in_grad": True, "max_position_embeddings": 32, "clip_grad": 0.3}
-    for size, zero in ((20_000, 0), (20_000, 1), (1, 1)):
+    for size, zero in ((20_000, 0), (1, 1)):
         common |= {"ddp_bucket_size": size, "zero_stage": zero}
         plain = ThreadWorld(ranks).run(curve, small_run(**common))
         assert all(rank == plain[0] for rank in plain)
