@@ -109,7 +109,8 @@ def test_bytes_are_those_communicated(world, tp, pp, changes):
     check_bytes(small_run(**changes, **sizes(tp, pp)), world)
 
 
-@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1, "bf16": True}, {"recompute_granularity": "full"}])
+@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1, "bf16": True}, {"recompute_granularity": "full"},
+                                     {"zero_stage": 1, "overlap_grad_reduce": True, "ddp_bucket_size": 5000}])
 @pytest.mark.parametrize(("world", "tp", "pp"), [layout for layout in LAYOUTS if layout[1] > 1])
 def test_bytes_with_sequence_parallelism(world, tp, pp, changes):
     check_bytes(small_run(**changes, **sizes(tp, pp), sequence_parallel=True), world)

@@ -66,7 +66,8 @@ def reference_with_dropout() -> list[tuple[float, float]]:
     (2, {**LAYOUTS["tp2"][1], "recompute_granularity": "selective", "backend": "torch"}),
     (4, {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 4}),
     (8, TP2PP2DP2),
-    (8, {**TP2PP2DP2, "zero_stage": 1, "recompute_granularity": "full"}),
+    (8, {**TP2PP2DP2, "zero_stage": 1, "recompute_granularity": "full", "overlap_grad_reduce": True, "overlap_param_gather": True,
+         "ddp_bucket_size": 5000}),
     (8, {**TP2PP2DP2, "zero_stage": 1, "recompute_granularity": "selective"}),
 ])
 def test_parts_of_the_sequence_train_as_one_rank(ranks, changes, reference_with_dropout):
