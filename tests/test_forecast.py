@@ -10,6 +10,7 @@ import pytest
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.run import memory
 from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.training import forecast
@@ -44,6 +45,20 @@ def test_the_ranks_of_a_node_are_added_up(monkeypatch):
     monkeypatch.setattr(forecast, "node_bytes", lambda: both // 2)
     with pytest.raises(ValueError, match="for its 2 ranks"):
         ThreadWorld(2).run(lambda world: forecast.check_memory(run, layout, world))
+
+
+def test_the_index_of_the_data_counts_once_on_a_node(monkeypatch):
+    mock, real = small_run(), small_run(mock_data=False, data_path=("corpus",), train_iters=10**6)
+    layout, has = Layout.from_run(mock, 2), 2 * forecast.rank_bytes(mock, Layout.from_run(mock, 2), 0)
+    monkeypatch.setattr(forecast, "BEYOND_DOUBT", 1.0)
+    for room, run, fits in ((0, mock, True), (0, real, False), (memory.INDEX_MAX_BYTES, real, True)):
+        monkeypatch.setattr(forecast, "node_bytes", lambda room=room: has + room)
+        if fits:
+            ThreadWorld(2).run(lambda world, run=run: forecast.check_memory(run, layout, world))
+        else:
+            with pytest.raises(ValueError, match="for its 2 ranks"):
+                ThreadWorld(2).run(lambda world, run=run: forecast.check_memory(run, layout, world))
+    assert memory.data_index_bytes(real, 1000) == 16_000 and memory.data_index_bytes(mock, 1000) == 0
 
 
 def test_the_time_of_an_iteration_is_estimated_from_a_measured_peak(monkeypatch):

@@ -88,3 +88,13 @@ def test_nothing_to_draw_or_no_matplotlib_is_a_line_and_no_error(tmp_path, monke
     assert "a.png: not drawn, the history has no loss yet" in first
     assert "b.png: not drawn, a package is missing: pip install matplotlib" in second
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TRAIN))
+    assert plot.start_loss_curve(tmp_path / "loss.png", tmp_path / "history.jsonl", "124M\n/here").wait(60) == 0
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert plot.start_loss_curve(tmp_path / "other.png", tmp_path / "none.jsonl").wait(60) == 0
+    assert "other.png: not drawn" in capfd.readouterr().out

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[S
             shutil.rmtree(aside, ignore_errors=True)
         raise
     on_root(comm, lambda: _publish(directory, iteration, aside), prefix)
-    on_root(comm, lambda: _remove_old(directory, iteration, keep))
+    _remove(on_root(comm, lambda: _set_aside(directory, iteration, keep)), folders)
     return directory / iteration_name(iteration)
 
 
@@ -188,18 +189,39 @@ def _publish(directory: Path, iteration: int, aside: Path) -> None:
     fsync(directory)
 
 
-def _remove_old(directory: Path, iteration: int, keep: int | None) -> None:
-    """Remove the checkpoint just replaced and those beyond `keep`. A failure only warns: the new checkpoint is safe."""
+def _set_aside(directory: Path, iteration: int, keep: int | None) -> list[Path]:
+    """Rename the checkpoint just replaced and those beyond `keep`: a partly removed one is never read. A failure only warns."""
     replaced = directory / (iteration_name(iteration) + ".old")
     obsolete = [replaced] if replaced.exists() else []
     if keep is not None:
         older = [number for number in list_iterations(directory) if number <= iteration]
         obsolete += [directory / iteration_name(number) for number in older[:-keep]]
+    aside = []
     for path in obsolete:
-        try:
-            shutil.rmtree(path.rename(path.with_suffix(".tmp")))  # renamed first: a partly removed one is never read
-        except OSError as error:
-            warnings.warn(f"old checkpoint {path} could not be removed: {describe(error)}", stacklevel=2)
+        with _warning(path):
+            aside.append(path.rename(path.with_suffix(".tmp")))
+    return aside
+
+
+def _remove(obsolete: list[Path], folders: Folders) -> None:
+    """Remove checkpoints that were set aside; every leader removes the folder of its own name. A failure only warns. Collective."""
+    for path in obsolete:
+        if folders.name:
+            if folders.leads:
+                shutil.rmtree(path / folders.name, ignore_errors=True)  # another layout may have had other folders
+            folders.comm.barrier()
+        if folders.comm.rank == 0:
+            with _warning(path.with_suffix("")):
+                shutil.rmtree(path)
+
+
+@contextmanager
+def _warning(path: Path) -> Iterator[None]:
+    """The new checkpoint is safe: an old one that stays is no error."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"old checkpoint {path} could not be removed: {describe(error)}", stacklevel=3)
 
 
 def _write_probe(path: Path) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..run import accounting
@@ -45,6 +48,14 @@ def loss_curve(path_png: str | os.PathLike, history: Records | str | os.PathLike
     except (OSError, ValueError) as error:
         print(f"{path_png}: not drawn, {error}")
         return False
+
+
+def start_loss_curve(path_png: str | os.PathLike, history: str | os.PathLike, heading: str = "") -> subprocess.Popen:
+    """`loss_curve` in a process of its own: a rank that draws would keep matplotlib, 35 MiB, and wait for it."""
+    package = Path(__file__).parents[1]
+    path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", f"{package.name}.logs.plot", os.fspath(path_png), os.fspath(history), heading]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
 
 
 def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records], heading: str = "") -> bool:
@@ -92,3 +103,7 @@ def _line(axes: Any, records: Records, name: str, **style: Any) -> None:
     points = [(record["iteration"], record[name]) for record in records if record.get(name) is not None]
     if points:
         axes.plot(*zip(*points), **style)
+
+
+if __name__ == "__main__":
+    loss_curve(*sys.argv[1:])

@@ -18,7 +18,7 @@ from ..comm.base import Comm
 from ..comm.grid import Grid
 from ..comm.nodes import Nodes, find_nodes
 from ..host.fma_peak import fma_peak_gflops
-from ..run import accounting, memory
+from ..run import accounting, batches, memory
 from ..run.accounting import Layout
 from ..run.checks import check
 from ..run.config import RunConfig
@@ -52,7 +52,8 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:
     """The log's line. Raises ValueError on every rank when a node's ranks need more memory than it has. Collective."""
     own, has, here = rank_bytes(run, layout, world.rank), node_bytes(), (nodes or find_nodes(world)).ranks
-    needed = int(here.all_reduce(torch.tensor(own)))
+    samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, layout.global_batch_size(run)))[1]
+    needed = int(here.all_reduce(torch.tensor(own))) + memory.data_index_bytes(run, samples)
     agree(world, lambda: check(
         needed <= BEYOND_DOUBT * has, f"this run needs about {_gib(needed)} on node {platform.node()} for its {here.size} ranks "
         f"(--dry-run shows each rank's share) and the node has {_gib(has)}: give --checkpoint-activations, "

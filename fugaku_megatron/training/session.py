@@ -6,6 +6,7 @@ Left out: what comes before the loop (`pretrain`), what a step is (`train`). Tes
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Session:
     started: int = 0  # iterations since this start
     skipped_in_a_row: int = 0  # where no loss scale explains it
     save_timer: runtime.ExitTimer = field(init=False)
+    picture: subprocess.Popen | None = None  # the process that draws the losses
 
     def __post_init__(self) -> None:
         self._await_save()
@@ -68,6 +70,7 @@ class Session:
             self._save(output.save)
         if self.profiler and self.started < output.profile_step_end - 1:  # fewer iterations than asked for
             self._write_profile(output.profile_dir)
+        self._await_picture()
 
     def _step(self) -> IterationResult:
         """One iteration, profiled if it is among those asked for; after the last of them the results are written."""
@@ -160,4 +163,9 @@ class Session:
         self.writer.print(f"saved checkpoint of iteration {self.trainer.progress.iteration} to {directory}")
         if self.writer.printing:
             heading = plot.title(plot.describe(self.trainer.run, self.trainer.layout.dp), os.path.abspath(directory))
-            plot.loss_curve(os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY), heading)
+            self._await_picture()
+            self.picture = plot.start_loss_curve(os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY), heading)
+
+    def _await_picture(self) -> None:
+        if self.picture:
+            self.picture.wait()
