@@ -73,13 +73,15 @@ def test_constants_that_are_no_numbers_are_refused(tmp_path, value, message):
     (("constants", "stream_gbs", "value"), 1e300, r"stream_gbs is 1e\+300, not a number above 0"),
     (("constants", "stream_gbs", "value"), 1e-300, "stream_gbs is 1e-300, not a number above 0"),
     (("constants", "gemm_curves", "value"), [], r"gemm_curves is \[\], which is empty or of another kind"),
+    (("constants", "gemm_curves", "value", 0, "exponent"), 1e9, r"gemm_curves has exponent 1000000000.0, above 16"),
+    (("constants", "gemm_curves", "value", 0, "maximum"), 3, "gemm_curves has maximum 3, above 2"),
     (("constants", "gemm_curves", "value"), 5, "gemm_curves is 5, which is empty or of another kind"),
     (("constants", "peak_tflops", "value", "fp32"), MISSING, "peak_tflops has no fp32"),
     (("constants", "threads", "value"), 2.5, "threads is 2.5, not a whole number"),
 ])
 def test_files_of_another_kind_are_refused(tmp_path, place, value, message):
     data = json.loads((machine.FOLDER / "a64fx.json").read_text())
-    owner = functools.reduce(dict.__getitem__, place[:-1], data)
+    owner = functools.reduce(lambda part, key: part[key], place[:-1], data)
     if value is MISSING:
         del owner[place[-1]]
     else:

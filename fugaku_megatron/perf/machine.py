@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent / "machines"
 MIB, GIB, GB = 2**20, 2**30, 10**9
 MIN_CONSTANT, MAX_CONSTANT = 1e-9, 1e9  # below and above any rate, size or count of a node in the units of this file
 KINDS = ("cpu", "gpu")
+CURVE_LIMITS = {"maximum": 2.0, "exponent": 16.0}  # of a share of peak, and of how steeply it rises with the size
 PRECISIONS = ("fp32", "fp16", "bf16")
 COLLECTIONS = {"gemm_curves": list, "clocks_ghz": list, "peak_tflops": dict, "native": dict}  # all others are numbers
 WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
@@ -180,6 +181,10 @@ def from_data(name: str, data: dict[str, Any]) -> Machine:
     for key, value in values.items():
         _check_numbers(key, value)
     _check_kinds(values)
+    for curve in values["gemm_curves"]:
+        for key, limit in CURVE_LIMITS.items():
+            if curve.get(key, 0) > limit:
+                raise TypeError(f"gemm_curves has {key} {curve[key]!r:.60}, above {limit:g}")
     values["gemm_curves"] = tuple(GemmCurve(**curve) for curve in values["gemm_curves"])
     values["clocks_ghz"] = tuple(values["clocks_ghz"])
     missing = {f.name for f in fields(Machine)} - values.keys() - {"name", "title", "kind", "ghz", "sources", *OPTIONAL}
