@@ -14,7 +14,7 @@ TRAIN_FLAGS ?=
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test docs lint wheel wheel-test bench rendered clean
+.PHONY: help setup train test docs lint wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -25,6 +25,7 @@ help:
 	@echo "make lint    ruff"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
+	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
 	@echo "make rendered  set up, then write again what the performance model decides: job scripts, docs/tables.md"
 	@echo "make test-arm     kernels and training on an emulated A64FX (Debian 12 with apt and root; part of make test where possible)"
@@ -101,6 +102,9 @@ wheel: $(STAMPS)/venv
 
 wheel-test: $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m slow tests/test_wheel.py
+
+setup-test: $(STAMPS)/test-packages
+	$(BIN)/python -m pytest -q -m slow tests/test_setup_mpi.py
 
 # Allocators and layouts take longer: python -m benchmarks alloc, python -m benchmarks step --ranks 2
 bench: setup

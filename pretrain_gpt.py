@@ -7,11 +7,12 @@
 
 import sys
 
-from fugaku_megatron import environment
 from fugaku_megatron.comm import interrupt
 
 if __name__ == "__main__":
     interrupt.install("pretrain_gpt.py")
+    from fugaku_megatron import environment
+
     environment.use("numpy", "torch")
     from fugaku_megatron.cli import run_command
 
