@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
-from fugaku_megatron.training.session import Session
+from fugaku_megatron.training.session import DIVERGED, DIVERGED_STEPS, Session
 from tests.helpers import make_trainer, small_run
 
 LONG, SHORT = 1e6, 1e-9  # minutes
@@ -33,6 +35,7 @@ class Writer:
 
 
 def session(world, directory, **changes):
+    torch.set_num_threads(1)
     run = small_run(num_layers=2, save=str(directory), **{"train_iters": 5, **changes})
     signals = SimpleNamespace(stop_requested=False)
     return Session(make_trainer(world, run), Writer(), run.training.train_iters, False, signals=signals)
@@ -85,3 +88,22 @@ def test_a_save_interval_by_time_adds_no_collective(tmp_path):
         return [call[1] for call in world.log]
 
     assert calls(tmp_path / "a", save_interval_in_mins=LONG) == calls(tmp_path / "b") != []
+
+
+def test_a_diverged_run_ends_with_its_own_code_and_keeps_the_last_good_checkpoint(tmp_path):
+    made = session(DryComm(), tmp_path, train_iters=20, lr=1e30, save_interval=1, keep_last=1)
+    with pytest.raises(SystemExit) as end:
+        made.run()
+    made.trainer.close()
+    assert end.value.code == DIVERGED == 3 and made.trainer.progress.iteration == 1 + DIVERGED_STEPS
+    assert list_iterations(tmp_path) == [1] and latest_iteration(tmp_path) == 1
+    assert made.writer.lines[-1].startswith("diverged: ") and f"last checkpoint in {tmp_path}" in made.writer.lines[-1]
+
+
+def test_a_save_that_fell_into_skipped_steps_is_made_up_for(tmp_path, monkeypatch):
+    made = session(DryComm(), tmp_path, train_iters=6, save_interval=3)
+    train_step = made.trainer.train_step
+    monkeypatch.setattr(made.trainer, "train_step", lambda: replace(train_step(), skipped=made.trainer.progress.iteration == 3))
+    made.run()
+    made.trainer.close()
+    assert list_iterations(tmp_path) == [4, 6]

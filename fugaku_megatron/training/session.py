@@ -37,6 +37,7 @@ class Session:
     signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
     started: int = 0  # iterations since this start
     skipped_in_a_row: int = 0  # where no loss scale explains it
+    save_due: bool = False
     save_timer: runtime.ExitTimer = field(init=False)
     picture: subprocess.Popen | None = None  # the process that draws the losses
 
@@ -57,10 +58,10 @@ class Session:
             self._check_divergence(result)
             self._evaluate(progress.iteration)
             reason, due = self._reason_to_leave(progress.iteration, timer)
-            due = due or output.save_interval and progress.iteration % output.save_interval == 0
+            self.save_due = self.save_due or due or bool(output.save_interval) and progress.iteration % output.save_interval == 0
             if reason:
                 self.writer.flush()
-            if output.save and (due or reason):
+            if output.save and (reason or self.save_due and not self.skipped_in_a_row):  # diverged weights replace no good ones
                 self._save(output.save)
                 saved = progress.iteration
             if reason:
@@ -159,6 +160,7 @@ class Session:
 
     def _save(self, directory: str) -> None:
         self.trainer.save(directory)
+        self.save_due = False
         self._await_save()
         self.writer.print(f"saved checkpoint of iteration {self.trainer.progress.iteration} to {directory}")
         if self.writer.printing:
