@@ -50,8 +50,23 @@ def test_tensor_parallel_ranks_of_a_node_do_not_use_its_ports():
 def test_a_ring_over_several_ranks_of_a_node_is_as_slow_as_its_slowest_link():
     flat = network(Layout(16, 1, 1, 16), ranks_per_node=4, reduce_gbs=2.0, intra_reduce_gbs=0.5)
     assert flat.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 15 / 16 / 0.5, rel=1e-3)
-    inside_first = replace(flat, active=frozenset({offers.NODE_SUMS}))
-    assert inside_first.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 3 / 4 / 20 + 2 * 3 / 4 / 4 / 2, rel=1e-2)
+    shared = replace(flat, active=frozenset({offers.NODE_SUMS}))  # a group over several nodes does not use it
+    assert shared.seconds("all_reduce", "dp", 10**9) == flat.seconds("all_reduce", "dp", 10**9)
+    inside_first = replace(flat, active=frozenset({offers.TWO_LEVEL_SUMS}))
+    assert inside_first.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 3 / 4 / 0.5 + 2 * 3 / 4 / 4 / 2, rel=1e-2)
+
+
+def test_shared_memory_takes_the_place_of_mpis_sums_inside_a_node():
+    by_mpi = network(Layout(4, 4, 1, 1), ranks_per_node=4)
+    shared = replace(by_mpi, active=frozenset({offers.NODE_SUMS}))
+    ratio = by_mpi.seconds("all_reduce", "tp", 10**9) / shared.seconds("all_reduce", "tp", 10**9)
+    assert ratio == pytest.approx(by_mpi.machine.intra_gbs / by_mpi.machine.intra_reduce_gbs, rel=1e-2)
+
+
+def test_bf16_gradients_of_many_ranks_a_node_are_bound_by_the_all_to_all():
+    ring = network(Layout(256, 1, 1, 256), ranks_per_node=4, reduce_gbs=1.2, intra_reduce_gbs=5.0)
+    bf16 = replace(ring, active=frozenset({offers.GRAD_REDUCE_IN_BF16}))
+    assert bf16.seconds("reduce_scatter", "dp", 10**9) == pytest.approx(3 * ring.seconds("reduce_scatter", "dp", 10**9), rel=1e-2)
 
 
 def test_ranks_of_a_node_share_its_ports():

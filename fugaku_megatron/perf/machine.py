@@ -25,7 +25,7 @@ CURVE_LIMITS = {"maximum": 2.0, "exponent": 16.0}  # of a share of peak, and of 
 PRECISIONS = ("fp32", "fp16", "bf16")
 COLLECTIONS = {"gemm_curves": list, "clocks_ghz": list, "peak_tflops": dict, "native": dict}  # all others are numbers
 WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
-OPTIONAL = ("native", "process_mib", "slow_reduce_gbs", "intra_reduce_gbs")  # constants that not every machine has
+OPTIONAL = ("native", "process_mib", "slow_reduce_gbs", "all_to_all_gbs", "intra_reduce_gbs")  # not every machine has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ class Machine:
     native: dict[str, float] = field(default_factory=dict)  # fields of parameters.Parameters that calibrate measured here
     process_mib: float | None = None  # MiB of a rank of this project before it has tensors, measured by calibrate
     slow_reduce_gbs: float | None = None  # pessimistic rate of a ring's link in large sums; None where nothing slower is known
+    all_to_all_gbs: float | None = None  # of a node's ranks together in large all-to-alls; None: no slower than a ring
     intra_reduce_gbs: float | None = None  # of a ring's link in a sum inside a node; None: intra_gbs
 
     @property

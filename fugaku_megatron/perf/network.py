@@ -2,7 +2,8 @@
 
 Collectives are rings, or recursive halving and doubling where that needs fewer latencies, as MPI libraries choose. MPI's ring does
 not know nodes: it runs over all ranks at the rate of its slowest link. Software that sums inside a node first has a ring inside
-and one between nodes. Left out: routes through the torus; groups are assumed to be compact.
+and one between nodes. Sums of BF16, which MPI does not know, travel as an all-to-all.
+Left out: routes through the torus; groups are assumed to be compact.
 Test: pytest tests/test_perf_network.py
 """
 
@@ -46,7 +47,7 @@ class Network:
         if outside == 1:
             return self._ring(size, inside, passes, self._inside_rate, self.machine.intra_alpha_us)
         rate = self._between_rate(group, self.ranks_per_node)
-        if offers.NODE_SUMS in self.active:
+        if offers.TWO_LEVEL_SUMS in self.active:
             within = self._ring(size, inside, passes, self._inside_rate, self.machine.intra_alpha_us) if inside > 1 else 0.0
             return within + self._ring(size / inside, outside, passes, rate, self.machine.link_alpha_us)
         rate = self._between_rate(group, self.ranks_per_node // inside)
@@ -61,16 +62,17 @@ class Network:
 
     @property
     def _inside_rate(self) -> float:
-        """GB/s of a link of a ring inside a node: all cores' copies, or what blocking sums by MPI reach."""
-        if offers.NODE_SUMS in self.active:
-            return self.machine.intra_gbs
-        return self.parameters.intra_reduce_gbs or self.machine.intra_reduce_gbs or self.machine.intra_gbs
+        """GB/s of a link of a ring inside a node: fitted or measured, or that of all cores' copies, or what MPI's sums reach."""
+        by_mpi = self.machine.intra_reduce_gbs or self.machine.intra_gbs
+        return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if offers.NODE_SUMS in self.active else by_mpi)
 
     def _between_rate(self, group: str, rings: int) -> float:
         """GB/s of a link of a ring between nodes when `rings` of them leave a node at the same time."""
         own = self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs  # each link of a ring carries the vector twice
         if self.slow and group in LARGE_SUMS and self.machine.slow_reduce_gbs:
             own = min(own, self.machine.slow_reduce_gbs)
+        if offers.GRAD_REDUCE_IN_BF16 in self.active and group in LARGE_SUMS and self.machine.all_to_all_gbs:
+            own = min(own, self.machine.all_to_all_gbs / self.ranks_per_node)
         return min(own, self.machine.injection_gbs / rings)
 
     @staticmethod

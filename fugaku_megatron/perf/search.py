@@ -60,8 +60,7 @@ def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible:
 
 def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator[tuple[RunConfig, System]]:
     """Every combination of what the software offers, as (run, system with its ranks per node)."""
-    choices, model, parallel = system.software.offers, run.model, _switched_off(run).parallel
-    chosen = _values(run, choices.names, held)
+    choices, model, parallel = system.software.offers, run.model, run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
     tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads),
                       "tensor_model_parallel_size" in held)
@@ -69,44 +68,34 @@ def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator
     stages = _choices(parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held)
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
     zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
+    tried = {name: _choices(offers.OFFERS[name].used(run), values if name in choices.names else (False,),
+                            offers.OFFERS[name].field in held) for name, values in SWITCHED.items()}
     for pp in stages:
         for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
             for tp, mbs, stage, number in ((t, m, z, r) for t in tensor for m in micro for z in zero for r in ranks):
-                cut = replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage)
-                candidate = replace(run, parallel=cut, training=training, batch=replace(run.batch, micro_batch_size=mbs))
-                for switched in _with_offers(candidate, chosen):
-                    yield switched, replace(system, ranks_per_node=number)
+                batch = replace(run.batch, micro_batch_size=mbs)
+                divides = system.nodes * number % (tp * pp) == 0  # what does not is dropped, and counted once
+                for switches in _switches(tried, tp if divides else 1, stage):
+                    cut = replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage,
+                                  **switches)
+                    yield replace(run, parallel=cut, training=training, batch=batch), replace(system, ranks_per_node=number)
 
 
 # Offers that a search varies or that are always on.
-VARIED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.NODE_SUMS, offers.SEQUENCE_PARALLEL)
-# Offers that the search switches on wherever they mean something, since they change no result and cost no time in the model.
-SWITCHED = {offers.OVERLAP_GRAD_REDUCE: lambda run: True,
-            offers.OVERLAP_PARAM_GATHER: lambda run: run.parallel.zero_stage == 1}
+VARIED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.NODE_SUMS, offers.TWO_LEVEL_SUMS)
+# Offers of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
+SWITCHED: dict[str, tuple[bool, ...]] = {offers.OVERLAP_GRAD_REDUCE: (True,), offers.OVERLAP_PARAM_GATHER: (True,),
+                                         offers.SEQUENCE_PARALLEL: (False, True)}
 
 
-def _switched_off(run: RunConfig) -> RunConfig:
-    """The run without any offer whose flag the search sets."""
-    for name in offers.SWITCHES:
-        if name in (*SWITCHED, offers.SEQUENCE_PARALLEL) and offers.OFFERS[name].used(run):
-            run = offers.switched(run, name, False)
-    return run
-
-
-def _values(run: RunConfig, offered: frozenset[str], held: frozenset[str]) -> dict[str, tuple[bool, ...]]:
-    """Offer -> the values of its flag to try: what the command line says, or on if it only gains, or both if it also costs."""
-    tried = {**dict.fromkeys(SWITCHED, (True,)), offers.SEQUENCE_PARALLEL: (False, True)}
-    return {name: (offers.OFFERS[name].used(run),) if offers.OFFERS[name].field in held else values if name in offered else (False,)
-            for name, values in tried.items()}
-
-
-def _with_offers(run: RunConfig, values: dict[str, tuple[bool, ...]]) -> Iterator[RunConfig]:
-    """The run with every combination of `values` that means something for it."""
-    for name, sensible in SWITCHED.items():
-        if values[name] == (True,) and sensible(run):
-            run = offers.switched(run, name)
-    for value in values[offers.SEQUENCE_PARALLEL] if run.parallel.tensor_model_parallel_size > 1 else (False,):
-        yield offers.switched(run, offers.SEQUENCE_PARALLEL) if value else run
+def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int) -> Iterator[dict[str, bool]]:
+    """Every combination of values of the flags of SWITCHED that means something at these sizes, by field."""
+    for sequence in tried[offers.SEQUENCE_PARALLEL] if tp > 1 else (False,):
+        for reduce in tried[offers.OVERLAP_GRAD_REDUCE]:
+            for gather in tried[offers.OVERLAP_PARAM_GATHER]:
+                values = {offers.SEQUENCE_PARALLEL: sequence, offers.OVERLAP_GRAD_REDUCE: reduce,
+                          offers.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1}
+                yield {offers.OFFERS[name].field: value for name, value in values.items()}
 
 
 def _choices(value: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from .config import GROUPS, RunConfig
 
 BALANCED_SPLIT, SELECTIVE, BLOCK, ZERO_1 = "pipeline_split_balanced", "recompute_selective", "recompute_block", "zero_stage_1"
 OVERLAP_GRAD_REDUCE, OVERLAP_PARAM_GATHER = "overlap_grad_reduce", "overlap_param_gather"
-GRAD_REDUCE_IN_BF16, NODE_SUMS = "grad_reduce_in_bf16", "node_shared_sums"
+GRAD_REDUCE_IN_BF16, NODE_SUMS, TWO_LEVEL_SUMS = "grad_reduce_in_bf16", "node_shared_sums", "two_level_sums"
 SEQUENCE_PARALLEL, TP_COMM_OVERLAP = "sequence_parallel", "tp_comm_overlap"
 INTERLEAVED, ZERO_BUBBLE = "interleaved_schedule", "zero_bubble_schedule"
 
@@ -43,13 +43,15 @@ OFFERS: dict[str, Offer] = {
                      field="recompute_granularity", value="selective"),
     BLOCK: Offer(built=True, meaning="some layers of a stage are computed again", place="nn/blocks.py",
                  field="recompute_method", value="block"),
-    OVERLAP_GRAD_REDUCE: Offer(built=False, meaning="buckets of gradients are reduced behind the last backward",
+    OVERLAP_GRAD_REDUCE: Offer(built=True, meaning="buckets of gradients are reduced behind the last backward",
                                place="training/buckets.py", field="overlap_grad_reduce"),
-    OVERLAP_PARAM_GATHER: Offer(built=False, meaning="ZeRO's weights are gathered behind the next forward",
+    OVERLAP_PARAM_GATHER: Offer(built=True, meaning="ZeRO's weights are gathered behind the next forward",
                                 place="training/buckets.py", field="overlap_param_gather"),
-    GRAD_REDUCE_IN_BF16: Offer(built=False, meaning="gradients travel in BF16", place="comm/wire.py", field="grad_reduce_in_bf16"),
-    NODE_SUMS: Offer(built=False, meaning="sums inside a node by all cores in shared memory, then between nodes",
-                     place="comm/node.py"),
+    GRAD_REDUCE_IN_BF16: Offer(built=True, meaning="gradients travel in BF16", place="training/buckets.py",
+                               field="grad_reduce_in_bf16"),
+    NODE_SUMS: Offer(built=True, meaning="groups inside a node add up in shared memory, on all cores", place="comm/node.py"),
+    TWO_LEVEL_SUMS: Offer(built=False, meaning="groups over several nodes add up inside each node, then between nodes",
+                          place="comm/two_level.py"),
     SEQUENCE_PARALLEL: Offer(built=True, meaning="norms, dropout and residuals on 1/TP of the sequence", place="nn/layers.py",
                              field="sequence_parallel"),
     TP_COMM_OVERLAP: Offer(built=False, meaning="tensor-parallel exchange behind the products", place="comm/engine.py",
