@@ -12,8 +12,8 @@
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 64 nodes x 1 ranks = DP 64 x TP 1 x PP 1; each tensor-parallel group inside a node
 # micro-batch 16, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
-# model: 3.983 s per iteration (9 of 10 runs: 2.866 to 5.534), 3.278 TFLOPs per node, bubble 0.0%, 8844 MiB on the fullest rank
-# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 105:50:22 (model), 2 jobs in a row; each
+# model: 3.526 s per iteration (9 of 10 runs: 2.537 to 4.899), 3.702 TFLOPs per node, bubble 0.0%, 8844 MiB on the fullest rank
+# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 93:44:19 (model), 2 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
@@ -21,6 +21,8 @@ RANKS_PER_NODE=1
 FLAGS=(
     --recipe 124m
     --zero-stage 1
+    --overlap-grad-reduce
+    --overlap-param-gather
     --micro-batch-size 16
     --tensor-model-parallel-size 1
     --pipeline-model-parallel-size 1

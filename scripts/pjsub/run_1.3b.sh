@@ -1,26 +1,29 @@
 #!/bin/bash
 #PJM -L "node=8x6x8:torus:strict-io,rscunit=rscunit_ft01,rscgrp=small,elapse=72:00:00"
 #PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
-#PJM --mpi "proc=384,max-proc-per-node=1,rank-map-bychip"
+#PJM --mpi "proc=1536,max-proc-per-node=4,rank-map-bychip"
 #PJM -x PJM_LLIO_GFSCACHE=/vol0004
 #PJM --llio localtmp-size=50Gi
 #PJM -N gpt_1_3b
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 384 nodes as 8x6x8 torus x 1 ranks = DP 64 x TP 1 x PP 6; each tensor-parallel group inside a node
-# micro-batch 1, global batch 512: 8 micro-batches; recompute none, ZeRO 1
-# model: 11.72 s per iteration (9 of 10 runs: 8.432 to 16.28), 2.079 TFLOPs per node, bubble 43.5%, 7859 MiB on the fullest rank
-# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 310:45:18 (model), 5 jobs in a row; each
+# 384 nodes as 8x6x8 torus x 4 ranks = DP 128 x TP 4 x PP 3; each tensor-parallel group inside a node
+# micro-batch 1, global batch 512: 4 micro-batches; recompute none, ZeRO 1
+# model: 9.561 s per iteration (9 of 10 runs: 6.88 to 13.29), 2.548 TFLOPs per node, bubble 34.6%, 3016 MiB on the fullest rank
+# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 253:37:27 (model), 4 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
-RANKS_PER_NODE=1
+RANKS_PER_NODE=4
 FLAGS=(
     --recipe 1.3b
-    --pipeline-model-parallel-size 6
+    --tensor-model-parallel-size 4
+    --pipeline-model-parallel-size 3
+    --sequence-parallel
     --zero-stage 1
-    --tensor-model-parallel-size 1
+    --overlap-grad-reduce
+    --overlap-param-gather
     --micro-batch-size 1
     --global-batch-size 512
     --cpu-frequency 2.0
@@ -121,6 +124,6 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 1 6) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 4 3) > "$MAP"
 
 train train --save "$SAVE" --load "$SAVE"

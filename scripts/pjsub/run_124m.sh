@@ -1,26 +1,29 @@
 #!/bin/bash
-#PJM -L "node=256,rscunit=rscunit_ft01,rscgrp=small,elapse=49:52:00"
+#PJM -L "node=256,rscunit=rscunit_ft01,rscgrp=small,elapse=35:58:00"
 #PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
-#PJM --mpi "proc=256,max-proc-per-node=1,rank-map-bychip"
+#PJM --mpi "proc=1024,max-proc-per-node=4,rank-map-bychip"
 #PJM -x PJM_LLIO_GFSCACHE=/vol0004
 #PJM --llio localtmp-size=50Gi
 #PJM -N gpt_124m
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 256 nodes x 1 ranks = DP 256 x TP 1 x PP 1; each tensor-parallel group inside a node
+# 256 nodes x 4 ranks = DP 256 x TP 4 x PP 1; each tensor-parallel group inside a node
 # micro-batch 4, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
-# model: 1.869 s per iteration (9 of 10 runs: 1.345 to 2.597), 1.746 TFLOPs per node, bubble 0.0%, 3760 MiB on the fullest rank
-# elapse 49:52:00 in small (the table of 2026-11-20): 95367 iterations and the start take 49:51:26 (model), 1 jobs in a row; each
+# model: 1.344 s per iteration (9 of 10 runs: 0.9673 to 1.868), 2.432 TFLOPs per node, bubble 0.0%, 1596 MiB on the fullest rank
+# elapse 35:58:00 in small (the table of 2026-11-20): 95367 iterations and the start take 35:57:03 (model), 1 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
-RANKS_PER_NODE=1
+RANKS_PER_NODE=4
 FLAGS=(
     --recipe 124m
+    --tensor-model-parallel-size 4
+    --sequence-parallel
     --zero-stage 1
+    --overlap-grad-reduce
+    --overlap-param-gather
     --micro-batch-size 4
-    --tensor-model-parallel-size 1
     --pipeline-model-parallel-size 1
     --global-batch-size 1024
     --cpu-frequency 2.0
@@ -54,7 +57,7 @@ DATA=${DATA:-mock}                              # prefix of .bin/.idx under data
 SAVE=${SAVE:-$PWD/checkpoints/gpt_124m}
 OUT=${OUT:-$PWD/output/gpt_124m.$JOB}
 TCMALLOC=${TCMALLOC:-}                          # a libtcmalloc.so to preload; without one the trainer keeps its memory itself
-ELAPSE=${ELAPSE:-179520}                      # seconds of the job, as the directive above says
+ELAPSE=${ELAPSE:-129480}                      # seconds of the job, as the directive above says
 MARGIN=${MARGIN:-900}                      # seconds before its end in which the trainer saves and leaves
 
 local_rank() { echo "${OMPI_COMM_WORLD_LOCAL_RANK:-${PLE_RANK_ON_NODE:-${MPI_LOCALRANKID:-${SLURM_LOCALID:-0}}}}"; }

@@ -1,26 +1,29 @@
 #!/bin/bash
 #PJM -L "node=8x12x12:torus:strict-io,rscunit=rscunit_ft01,rscgrp=large,elapse=24:00:00"
 #PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
-#PJM --mpi "proc=1152,max-proc-per-node=1,rank-map-bychip"
+#PJM --mpi "proc=2304,max-proc-per-node=2,rank-map-bychip"
 #PJM -x PJM_LLIO_GFSCACHE=/vol0004
 #PJM --llio localtmp-size=50Gi
 #PJM -N gpt_13b
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 1152 nodes as 8x12x12 torus x 1 ranks = DP 48 x TP 1 x PP 24; each tensor-parallel group inside a node
-# micro-batch 1, global batch 2016: 42 micro-batches; recompute none, ZeRO 1
-# model: 104.6 s per iteration (9 of 10 runs: 75.28 to 145.4), 2.866 TFLOPs per node, bubble 42.2%, 22415 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2771:33:23 (model), 118 jobs in a row;
+# 1152 nodes as 8x12x12 torus x 2 ranks = DP 96 x TP 2 x PP 12; each tensor-parallel group inside a node
+# micro-batch 1, global batch 2016: 21 micro-batches; recompute none, ZeRO 1
+# model: 103.9 s per iteration (9 of 10 runs: 74.79 to 144.4), 2.885 TFLOPs per node, bubble 40.9%, 14429 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2753:35:53 (model), 117 jobs in a row;
 # each saves and leaves 15 minutes before its end
 set -euo pipefail
 
-RANKS_PER_NODE=1
+RANKS_PER_NODE=2
 FLAGS=(
     --recipe 13b
-    --pipeline-model-parallel-size 24
+    --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 12
+    --sequence-parallel
     --zero-stage 1
-    --tensor-model-parallel-size 1
+    --overlap-grad-reduce
+    --overlap-param-gather
     --micro-batch-size 1
     --global-batch-size 2016
     --cpu-frequency 2.0
@@ -121,6 +124,6 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x12x12 "$RANKS_PER_NODE" 1 24) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x12x12 "$RANKS_PER_NODE" 2 12) > "$MAP"
 
 train train --save "$SAVE" --load "$SAVE"

@@ -8,10 +8,10 @@
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 6144 nodes as 16x24x16 torus x 1 ranks = DP 192 x TP 4 x PP 8; each tensor-parallel group 4 nodes inside a 2x3x2 unit
-# micro-batch 1, global batch 1536: 8 micro-batches; recompute none, ZeRO 1
-# model: 71.19 s per iteration (9 of 10 runs: 51.23 to 98.93), 1.350 TFLOPs per node, bubble 48.2%, 24895 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1886:30:36 (model), 81 jobs in a row; each
+# 6144 nodes as 16x24x16 torus x 1 ranks = DP 256 x TP 4 x PP 6; each tensor-parallel group 4 nodes inside a 2x3x2 unit
+# micro-batch 1, global batch 1536: 6 micro-batches; recompute none, ZeRO 1
+# model: 66.97 s per iteration (9 of 10 runs: 48.19 to 93.06), 1.435 TFLOPs per node, bubble 46.6%, 27247 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1774:37:11 (model), 76 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
@@ -19,8 +19,10 @@ RANKS_PER_NODE=1
 FLAGS=(
     --recipe 30b
     --tensor-model-parallel-size 4
-    --pipeline-model-parallel-size 8
+    --pipeline-model-parallel-size 6
     --zero-stage 1
+    --overlap-grad-reduce
+    --overlap-param-gather
     --micro-batch-size 1
     --global-batch-size 1536
     --cpu-frequency 2.0
@@ -121,6 +123,6 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 16x24x16 "$RANKS_PER_NODE" 4 8) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 16x24x16 "$RANKS_PER_NODE" 4 6) > "$MAP"
 
 train train --save "$SAVE" --load "$SAVE"

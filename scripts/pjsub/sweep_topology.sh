@@ -12,8 +12,8 @@
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 384 nodes as 8x6x8 torus x 1 ranks = DP 16 x TP 2 x PP 12; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 1536: 96 micro-batches; recompute none, ZeRO 1
-# model: 483.7 s per iteration (9 of 10 runs: 348.1 to 672.2), 3.178 TFLOPs per node, bubble 18.1%, 28578 MiB on the fullest rank
-# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:41:26 (model), 1 jobs in a row; each saves
+# model: 480.5 s per iteration (9 of 10 runs: 345.8 to 667.8), 3.199 TFLOPs per node, bubble 18.1%, 28578 MiB on the fullest rank
+# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:40:55 (model), 1 jobs in a row; each saves
 # and leaves 15 minutes before its end
 set -euo pipefail
 
@@ -24,6 +24,8 @@ FLAGS=(
     --pipeline-model-parallel-size 12
     --sequence-parallel
     --zero-stage 1
+    --overlap-grad-reduce
+    --overlap-param-gather
     --train-iters 10
     --eval-iters 0
     --micro-batch-size 1
