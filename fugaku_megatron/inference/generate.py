@@ -111,20 +111,26 @@ def check_ranks(options: argparse.Namespace, world: Comm, layout: dict[str, Any]
 
 def continue_prompt(options: argparse.Namespace, world: Comm) -> None:
     """Load the checkpoint and print the continuation on rank 0. Collective."""
-    with everywhere():
-        tokenizer = build_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file)
-        prompt = tokenizer.encode(options.prompt)
+    tokenizers = []  # on rank 0, which reads the files and prints
+
+    def encode() -> tuple[list[int], int, int]:
+        tokenizers.append(build_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file))
+        prompt = tokenizers[0].encode(options.prompt)
         check(len(prompt) > 0, "--prompt is empty: give at least one character")
+        return prompt, tokenizers[0].vocab_size, tokenizers[0].eod
+
+    prompt, vocab_size, eod = on_root(world, encode)
     iteration, manifest = saved_manifest(options, world)
     with everywhere():
         check_ranks(options, world, manifest["layout"])
         run = saved_run(manifest, alone=world.size == 1)
-        check(tokenizer.vocab_size <= run.model.vocab_size, f"--vocab-file {options.vocab_file} has {tokenizer.vocab_size} tokens, "
+        check(vocab_size <= run.model.vocab_size, f"--vocab-file {options.vocab_file} has {vocab_size} tokens, "
               f"the model of --load {options.load} {run.model.vocab_size}: give the files it was trained with")
     loaded = load_model(run, world, options.load, iteration, manifest)
-    text = tokenizer.decode(generate(loaded, prompt, options, tokenizer.eod))
+    ids = generate(loaded, prompt, options, eod)
     if world.rank == 0:
-        print(f"--- iteration {iteration}, prompt in brackets ---\n[{tokenizer.decode(prompt)}]{text}")
+        before, after = map(tokenizers[0].decode, (prompt, ids))
+        print(f"--- iteration {iteration}, prompt in brackets ---\n[{before}]{after}")
 
 
 def main(options: argparse.Namespace) -> int:
