@@ -22,7 +22,7 @@ from fugaku_megatron.comm import mpi
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.launch import describe, run_or_abort
 from fugaku_megatron.comm.node import share_node
-from fugaku_megatron.host import kernels
+from fugaku_megatron.host import kernels, placement
 
 Operation = Callable[[], None]
 
@@ -88,6 +88,7 @@ def main(world: Comm) -> None:
     """The rows of the JSON object in argv[1]: sizes in bytes, rounds."""
     assert isinstance(world, mpi.MPIComm), "started by python -m benchmarks comm"
     torch.set_num_threads(1)
+    world.engine.call(lambda: placement.apply_to_communication(placement.Placement(1, ())))
     options = json.loads(sys.argv[1])
     if world.rank == 0:
         print(json.dumps({"library": describe(world)}), flush=True)

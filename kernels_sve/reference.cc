@@ -32,7 +32,22 @@ float from_half(uint16_t h) {
   const int exponent = h >> 10 & 31, fraction = h & 1023;
   const float sign = h & 0x8000 ? -1.0f : 1.0f;
   if (exponent == 31) return fraction ? float_of(0x7fc00000u) : sign * HUGE_VALF;
-  return sign * (exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(float(fraction), -24));
+  // Not by ldexp, which takes an emulator longer than the product that the number goes into.
+  return sign * (exponent ? float_of(static_cast<uint32_t>((exponent + 112) << 23 | fraction << 13)) : 0x1p-24f * fraction);
+}
+
+// Of normal numbers.
+int exponent_of(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<int>(bits >> 52 & 2047) - 1023;
+}
+
+double power_of_two(int exponent) {
+  const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
+  double power;
+  std::memcpy(&power, &bits, sizeof power);
+  return power;
 }
 
 uint16_t to_half(double value) {
@@ -41,8 +56,8 @@ uint16_t to_half(double value) {
   const double size = std::fabs(value);
   if (size >= 65520) return sign | 0x7c00;
   int exponent = -14;  // of the leading bit; binary16 has 10 bits below it, denormals share the smallest exponent
-  if (size >= 0x1p-14) exponent = std::ilogb(size);
-  const int units = static_cast<int>(std::nearbyint(std::ldexp(size, 10 - exponent)));
+  if (size >= 0x1p-14) exponent = exponent_of(size);
+  const int units = static_cast<int>(std::nearbyint(size * power_of_two(10 - exponent)));
   return sign | static_cast<uint16_t>(units + (exponent + 14) * 1024);
 }
 
@@ -63,12 +78,13 @@ void put(void* x, DType dtype, int64_t i, float value) {
     static_cast<float*>(x)[i] = value;
     return;
   }
-  uint16_t bits = to_half(value);
-  if (dtype == DType::bf16) {
-    const uint32_t word = bits_of(value);
-    bits = std::isnan(value) ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+  uint16_t& bits = static_cast<uint16_t*>(x)[i];
+  if (dtype == DType::f16) {
+    bits = to_half(value);
+    return;
   }
-  static_cast<uint16_t*>(x)[i] = bits;
+  const uint32_t word = bits_of(value);
+  bits = std::isnan(value) ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
 }  // namespace fm::reference

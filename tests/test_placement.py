@@ -108,6 +108,13 @@ def test_one_rank_takes_the_node_and_bound_ranks_keep_their_mask(fugaku):
     assert place(masks[2], masks, 2, {}, None, "auto", fugaku) == Placement(12, tuple(masks[2]))
 
 
+def test_communication_gets_the_core_that_computation_leaves(fugaku):
+    assert place(ALL, [ALL], 0, {}, None, "auto", fugaku, reserve=True) == Placement(47, tuple(range(12, 59)), 59)
+    assert place(ALL, [ALL] * 2, 1, {"OMP_NUM_THREADS": "23"}, None, "auto", fugaku) == Placement(23, tuple(range(36, 59)), 59)
+    assert place(ALL, [ALL], 0, {"OMP_NUM_THREADS": "48"}, None, "auto", fugaku, reserve=True).communication is None
+    assert place(ALL, [ALL] * 4, 3, {}, None, "auto", fugaku, reserve=True) == Placement(12, tuple(range(48, 60)))  # too few
+
+
 @pytest.mark.parametrize("environ, affinity, masks", [
     ({}, "none", [ALL] * 2),
     ({"OMP_PROC_BIND": "close"}, "auto", [ALL] * 2),

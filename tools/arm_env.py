@@ -43,6 +43,8 @@ here=$(cd "$(dirname "$0")" && pwd)
 export QEMU_CPU="${{QEMU_CPU:-a64fx}}" QEMU_LD_PREFIX="$here/sysroot" PYTHONPATH="$here/site${{PYTHONPATH:+:$PYTHONPATH}}"
 # mpi4py is to load Debian's Open MPI; the emulator has no process_vm_readv, with which ranks would read each other.
 export MPI4PY_MPIABI=openmpi OMPI_MCA_btl_vader_single_copy_mechanism=none
+# A waiting thread leaves its core: emulated, OpenMP's turns of waiting take longer than the work.
+export OMP_WAIT_POLICY="${{OMP_WAIT_POLICY:-passive}}"
 exec qemu-aarch64-static "$here/sysroot/usr/bin/python{PYTHON}" "$@"
 """
 SITECUSTOMIZE = '''"""Lets subprocesses find ARM Python: this machine cannot start the emulated file itself."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ T = TypeVar("T")
 Steps = Iterator[list[Any] | Callable[[], bool]]
 # Seconds between two tests while nobody waits: the first after something happened, then twice as long each time.
 SHORTEST_NAP, LONGEST_NAP = 50e-6, 500e-6
+TURNS = 100  # tests in vain until a waiting rank of a crowded node naps
 
 
 class Operation:
@@ -55,10 +57,13 @@ class Operation:
 
 
 class Engine:
-    """The thread and its queue. test: whether all requests of a list are complete, without blocking; called by the thread."""
+    """The thread and its queue. test: whether all requests of a list are complete, without blocking; called by the thread.
 
-    def __init__(self, test: Callable[[list[Any]], bool] = all) -> None:
-        self.test = test
+    crowded: the node has more ranks than cores, so that a waiting rank takes naps, too.
+    """
+
+    def __init__(self, test: Callable[[list[Any]], bool] = all, crowded: bool = False) -> None:
+        self.test, self.crowded = test, crowded
         self._orders: deque[Operation] = deque()
         self._channels: dict[Hashable, deque[Operation]] = {}
         self._active: list[Operation] = []
@@ -102,7 +107,7 @@ class Engine:
     # The thread -----------------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        nap = SHORTEST_NAP
+        nap, idle = SHORTEST_NAP, 0
         while True:
             with self._wake:
                 if not self._orders and not self._waiting:
@@ -112,9 +117,9 @@ class Engine:
             for operation in orders:
                 self._accept(operation)
             moved = self._progress() or bool(orders)
-            nap = SHORTEST_NAP if moved else min(2 * nap, LONGEST_NAP)
-            if not moved and self._waiting:
-                os.sched_yield()  # with more ranks than cores another rank may have to move first
+            nap, idle = (SHORTEST_NAP, 0) if moved else (min(2 * nap, LONGEST_NAP), idle + 1)
+            if idle and self._waiting:
+                os.sched_yield() if idle < TURNS or not self.crowded else time.sleep(SHORTEST_NAP)
 
     def _accept(self, operation: Operation) -> None:
         queue = self._channels.setdefault(operation.channel, deque())

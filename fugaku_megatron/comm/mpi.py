@@ -30,6 +30,7 @@ from .tensors import HALF, OPS, check, rank_order_sum, rows
 
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 THREAD_LEVEL_VARIABLE = "FUGAKU_MEGATRON_MPI_THREAD_LEVEL"  # the level to ask for
+LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # of MPICH's launcher and of Open MPI's
 MAX_COUNT = 2**30  # elements per call: below 2^31 - 1, the largest C int
 # Elements of a sum per call, and the minimum of them for each rank. An MPI sums in temporary memory as large as its message, and
 # malloc requests large blocks from the system each time: 475 MB between two ranks take 0.18 s in one call, 0.05 s in 29.
@@ -47,11 +48,12 @@ def mpi_world() -> MPIComm:
     level = os.environ.get(THREAD_LEVEL_VARIABLE, "serialized").lower()
     if level not in THREAD_LEVELS[1:]:
         raise ValueError(f"{THREAD_LEVEL_VARIABLE}={level}: expected one of {', '.join(THREAD_LEVELS[1:])}; correct or unset it")
-    if int(os.environ.get("MPI_LOCALNRANKS", 1)) > len(os.sched_getaffinity(0)):
+    crowded = max(int(os.environ.get(name, 1)) for name in LOCAL_RANKS) > len(os.sched_getaffinity(0))
+    if crowded:
         # More ranks than cores: MPICH's ranks must yield the core in the few calls that block, as when groups are built. Open
         # MPI's launcher does this by itself.
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
-    engine = Engine()
+    engine = Engine(crowded=crowded)
     world = engine.call(lambda: _initialise(engine, level))
     if world.thread_level == "single":
         raise ValueError(f"{world.library} grants MPI_THREAD_SINGLE where MPI_THREAD_{level.upper()} was asked for: communication "

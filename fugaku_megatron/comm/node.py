@@ -1,6 +1,7 @@
 """Collectives inside a node: ranks add each other's numbers in memory that they share, by the SIMD kernels.
 
     share_node(comm, kernels)       comm with such sums and gathers where all its ranks are on one node; else comm itself
+    share_groups(groups, kernels)   the same for a grid's groups
 
 Every rank has a segment of one MPI shared-memory window, in two halves that are used in turn. A collective goes chunk by chunk:
 each rank copies its chunk into its half and raises a flag; when all flags are up, each adds up its part of the chunk over all
@@ -15,15 +16,18 @@ Test: pytest tests/mpi/test_mpi_comm.py
 from __future__ import annotations
 
 import ctypes
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .base import DONE, Handle
+from .base import DONE, Comm, Handle
 from .engine import Steps
+from .grid import Groups
 from .mpi import MPIComm
 from .tensors import check, rows
 
@@ -31,34 +35,40 @@ HALF_BYTES = 2**20  # of a segment, which has two
 LINE = 256  # bytes between two flags: the A64FX's cache line
 FLAGS = 2  # of a rank: its chunk is there, its part of the sum is there
 HEADER = 4096  # bytes of a segment before its halves, for the flags
+SEGMENT_BYTES = HEADER + 2 * HALF_BYTES
+SHARED_MEMORY = "/dev/shm"  # where the MPI libraries have it
 PATIENCE = 0.1  # s of waiting before signals are looked at
 SHARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def share_node(comm: MPIComm, kernels: Any) -> MPIComm:
-    """`comm` with collectives in shared memory where its ranks are on one node and more than one; else `comm`. Collective."""
-    if comm.size == 1:
+def share_node(comm: Comm, kernels: Any) -> Comm:
+    """`comm` with collectives in shared memory where its ranks are on one node and more than one; else `comm`. Collective.
+
+    Also `comm` itself where it is not MPI's, or where the system has too little shared memory (containers often have 64 MiB).
+    """
+    if comm.size == 1 or not isinstance(comm, MPIComm):
         return comm
     local = comm.split_node()
-    comm.engine.call(lambda: _use_one_thread(kernels))
-    return NodeComm(comm, kernels) if local.size == comm.size else comm
+    fits = local.size == comm.size and shutil.disk_usage(SHARED_MEMORY).free > 2 * comm.size * SEGMENT_BYTES
+    if not comm.all_reduce(torch.tensor(int(fits)), "min"):
+        return comm
+    return NodeComm(comm, kernels)
 
 
-def _use_one_thread(kernels: Any) -> None:
-    """The engine's thread computes alone: OpenMP would give it a second set of threads, on the cores of the first."""
-    torch.empty(2**20).zero_()  # torch sets a new thread's number of threads at its first parallel operation
-    kernels.set_num_threads(1)
+def share_groups(groups: Groups, kernels: Any) -> Groups:
+    """The groups that sum tensors, as `share_node` has them. Collective."""
+    return replace(groups, **{name: share_node(getattr(groups, name), kernels) for name in ("tp", "dp", "embedding")})
 
 
 class _Window:
     """Memory of p ranks: `flags` (FLAGS, p, LINE / 8) int64 and `halves`, bytes (p, HALF_BYTES) each."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
-        size, segment = comm.Get_size(), HEADER + 2 * HALF_BYTES
-        self._window = mpi.Win.Allocate_shared(segment, 1, mpi.INFO_NULL, comm)
+        size = comm.Get_size()
+        self._window = mpi.Win.Allocate_shared(SEGMENT_BYTES, 1, mpi.INFO_NULL, comm)
         address = self._window.Shared_query(0)[0].address
-        memory = torch.from_numpy(np.frombuffer((ctypes.c_uint8 * (size * segment)).from_address(address), np.uint8))
-        whole = memory.view(size, segment)
+        memory = np.frombuffer((ctypes.c_uint8 * (size * SEGMENT_BYTES)).from_address(address), np.uint8)
+        whole = torch.from_numpy(memory).view(size, SEGMENT_BYTES)
         self.flags = [whole[:, i * LINE : (i + 1) * LINE].view(torch.int64) for i in range(FLAGS)]
         self.halves = [whole[:, HEADER + i * HALF_BYTES : HEADER + (i + 1) * HALF_BYTES] for i in range(2)]
         whole[comm.Get_rank(), :HEADER] = 0

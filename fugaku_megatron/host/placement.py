@@ -18,15 +18,18 @@ import torch
 from . import kernels
 
 _CPUS = "/sys/devices/system/cpu"
+ENOUGH_CORES = 24  # of a rank, from which on a core for communication costs less than its interruptions
 _PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Threads of this rank and the core of each; no cores: the system places them."""
+    """Threads of this rank and the core of each; no cores: the system places them. communication: the core of the thread that
+    calls MPI, where one is left for it."""
 
     threads: int
     cpus: tuple[int, ...]
+    communication: int | None = None
 
 
 def threads_per_rank(ranks_on_node: int, environ: Mapping[str, str], affinity: Iterable[int],
@@ -109,24 +112,28 @@ def compute_cores(mask: Iterable[int], root: str | os.PathLike = _CPUS) -> list[
 
 
 def place(mask: Iterable[int], masks: Sequence[Iterable[int]], index: int, environ: Mapping[str, str], quota: float | None,
-          affinity: str, root: str | os.PathLike = _CPUS) -> Placement:
+          affinity: str, root: str | os.PathLike = _CPUS, reserve: bool = False) -> Placement:
     """The placement of rank `index` of the node's ranks, whose masks are `masks`; ValueError as in `threads_per_rank`.
 
     affinity: "pin", "none", or "auto", which pins where the node's cores lie in several NUMA nodes. Nothing is pinned when there
     are more threads than cores, when masks overlap without being equal, or when the user has set OMP_PROC_BIND, OMP_PLACES or
-    GOMP_CPU_AFFINITY.
+    GOMP_CPU_AFFINITY. reserve: a rank of ENOUGH_CORES or more computes on one core less, which the thread that calls MPI gets;
+    a number of threads that the user has set stays.
     """
     own, cores = set(mask), compute_cores(mask, root)
     sharers = [i for i, other in enumerate(masks) if not own.isdisjoint(other)]
     threads = threads_per_rank(len(masks), environ, cores, quota, len(sharers))
     cores_per_rank = len(cores) // len(sharers)
+    if reserve and not environ.get("OMP_NUM_THREADS", "").strip() and threads == cores_per_rank >= ENOUGH_CORES:
+        threads -= 1
     set_by_user = any(environ.get(name) for name in _PINNING_VARIABLES)
     domains = {numa_node(cpu, root) for other in masks for cpu in compute_cores(other, root)}
     pin = affinity == "pin" or affinity == "auto" and len(domains) > 1
     if not pin or set_by_user or threads > cores_per_rank or any(set(masks[i]) != own for i in sharers):
         return Placement(threads, ())
     first = sharers.index(index) * cores_per_rank
-    return Placement(threads, tuple(cores[first : first + threads]))
+    own_cores = cores[first : first + cores_per_rank]
+    return Placement(threads, tuple(own_cores[:threads]), own_cores[threads] if threads < cores_per_rank else None)
 
 
 def apply(placement: Placement, flush_denormals: bool) -> None:
@@ -135,3 +142,11 @@ def apply(placement: Placement, flush_denormals: bool) -> None:
     if placement.cpus:
         kernels.pin_threads(list(placement.cpus))
     kernels.flush_denormals(flush_denormals)
+
+
+def apply_to_communication(placement: Placement) -> None:
+    """Called by the thread that calls MPI: it runs on its core, or on any of the mask, and computes alone."""
+    torch.empty(2**20).zero_()  # torch sets a new thread's number of threads at its first parallel operation
+    kernels.set_num_threads(1)  # OpenMP would give it a second set of threads, on the cores of the first
+    if placement.communication is not None:
+        os.sched_setaffinity(0, {placement.communication})

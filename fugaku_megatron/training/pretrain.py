@@ -17,6 +17,8 @@ from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..comm.launch import describe
+from ..comm.mpi import MPIComm
+from ..comm.node import share_groups
 from ..comm.nodes import Nodes, find_nodes
 from ..data.dataset import Dataset, MockDataset, build_datasets
 from ..data.feed import Feed, build_feed
@@ -121,10 +123,14 @@ def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -
     here = (nodes or find_nodes(world)).ranks
     masks = here.all_gather_object(mask)
     with everywhere():
-        place = placement.place(mask, masks, here.rank, os.environ, placement.cpu_quota(), system.thread_affinity)
+        place = placement.place(mask, masks, here.rank, os.environ, placement.cpu_quota(), system.thread_affinity,
+                                reserve=run.parallel.overlap_grad_reduce)
         placement.apply(place, run.training.use_flush_denormal)
+        if isinstance(world, MPIComm):
+            world.engine.call(lambda: placement.apply_to_communication(place))
         ghz = runtime.check_clock(system.cpu_frequency, place.cpus or mask)
-    return runtime.machine_summary(describe(world), len(mask), here.size, place.threads, bool(place.cpus), memory, ghz)
+    library = describe(world) + ("" if place.communication is None else f", communication on core {place.communication}")
+    return runtime.machine_summary(library, len(mask), here.size, place.threads, bool(place.cpus), memory, ghz)
 
 
 def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str, nodes: int) -> list[str]:
@@ -192,7 +198,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
     resume, nodes = find_checkpoint(run, world), find_nodes(world)
     check_outputs(run, resume, world, nodes)
     machine = configure_process(run, world, nodes)
-    groups = Grid(world.size, layout.tp, layout.pp).groups(world)
+    groups = share_groups(Grid(world.size, layout.tp, layout.pp).groups(world), kernels)
     _say(run, world, *announce(arguments, run, layout, machine, nodes.count))
     with everywhere():
         _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))

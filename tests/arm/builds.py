@@ -53,7 +53,8 @@ EMULATION_SECONDS = 400  # of one checker; some hosts emulate an A64FX ten times
 
 def emulate(cpu: str, program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program's run under qemu-user; `environment` is the emulated program's and the emulator's."""
-    command = ["env", *(f"{k}={v}" for k, v in environment.items()), QEMU, "-cpu", cpu, str(program), *arguments]
+    variables = {"OMP_WAIT_POLICY": "passive", **environment}  # as in the wrapper of tools/arm_env.py
+    command = ["env", *(f"{k}={v}" for k, v in variables.items()), QEMU, "-cpu", cpu, str(program), *arguments]
     return run_or_skip(command, EMULATION_SECONDS, capture_output=True, text=True)
 
 

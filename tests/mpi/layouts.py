@@ -11,18 +11,24 @@ import torch
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.launch import describe, run_or_abort
-from tests.helpers import make_trainer, small_run, whole_tensors
+from fugaku_megatron.comm.node import share_groups
+from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training.train import Trainer
+from tests.helpers import grid_groups, mock, small_run, whole_tensors
 
 ITERATIONS = 20
 SIZES = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "pp4": (4, 1, 4), "dp2": (2, 1, 1), "tp2pp2": (4, 2, 2), "tp2pp2dp2": (8, 2, 2)}
 # tests/test_parallel.py has them all, on threads; what needs a group means nothing in a layout without it
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000}
-VARIANTS = ({}, {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP})
+VARIANTS = ({}, {"share": True, "recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP})
 
 
-def train(world: Comm, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(losses and gradient norms (iterations, 2), gradients of the first iteration)."""
-    trainer = make_trainer(world, small_run(**changes))
+def train(world: Comm, share: bool = False, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(losses and gradient norms (iterations, 2), gradients of the first iteration). share: sums in shared memory."""
+    run = small_run(**changes)
+    groups = share_groups(grid_groups(world, run), kernels) if share else grid_groups(world, run)
+    trainer = Trainer(run, world, groups, mock(run), mock(run, 8), ops=Ops.build())
     results, gradients = [], {}
     for i in range(ITERATIONS):
         results.append(trainer.train_step())

@@ -46,7 +46,7 @@ def test_one_thread_calls_mpi_in_whatever_order_operations_come(mpi, level):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_of_a_node_share_memory(mpi, ranks):
-    job = mpi.run(ranks, VERBS, "node")
+    job = mpi.run(ranks, VERBS, "node", OMP_NUM_THREADS="2")
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("ok node ") == len(verb_checks.COLLECTIVE_CHECKS) + 1
 
