@@ -9,12 +9,10 @@ import copy
 import json
 import math
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-import hypothesis
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -260,16 +258,13 @@ def document_rows():
 
 
 def test_the_document_has_these_counts():
-    """Those of refusals only where Python and hypothesis are the document's: others draw other texts."""
+    """Zeros and sums exactly; refusals may move by a tenth, as the job scripts and machine files do that inputs are made from."""
     if COUNTS.keys() != EXAMPLES.keys():
         pytest.skip("needs all tests of this file")
-    counted = {kind: [sum(seen.values()), seen["refused"], sum(seen.values()) - seen["refused"], 0, 0, 0]
-               for kind, seen in COUNTS.items()}
-    counted["sum"] = [sum(numbers) for numbers in zip(*counted.values())]
-    versions = f"Python {sys.version_info[0]}.{sys.version_info[1]} and hypothesis {hypothesis.__version__}"
-    same = versions in (ROOT / "docs/reliability.md").read_text()
-    columns = [0, 1, 2, 3, 4, 5] if same else [0, 3, 4, 5]
     rows = document_rows()
-    stale = [f"{kind}: {' | '.join(f'{number:,}' for number in numbers)}" for kind, numbers in counted.items()
-             if [numbers[i] for i in columns] != [rows[kind][i] for i in columns]]
-    assert not stale, "write into docs/reliability.md: " + "; ".join(stale)
+    assert rows.pop("sum") == [sum(numbers) for numbers in zip(*rows.values())]
+    for kind, seen in COUNTS.items():
+        drawn, refused, *rest = rows[kind]
+        counted = f"{kind}: {sum(seen.values())} | {seen['refused']} | {sum(seen.values()) - seen['refused']} | 0 | 0 | 0"
+        assert drawn == sum(seen.values()) and rest == [drawn - refused, 0, 0, 0], counted
+        assert abs(refused - seen["refused"]) <= drawn / 10, f"write into docs/reliability.md: {counted}"
