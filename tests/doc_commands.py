@@ -36,6 +36,8 @@ CHANGES = (
     ("docs/fugaku.md", "job submit scripts/pjsub/resume.sh --steps 3", "job check scripts/pjsub/resume.sh", "Fugaku's pjsub"),
     ("docs/fugaku.md", "job submit scripts/pjsub/run_30b.sh --steps 5", "job check scripts/pjsub/run_30b.sh", "Fugaku's pjsub"),
     ("docs/fugaku.md", "job submit run_30b_12288.sh", "job check run_30b_12288.sh", "Fugaku's pjsub"),
+    ("docs/performance.md", "--nodes 6144 --offers", "--nodes 6144 --micro-batch-size 1 --tensor-model-parallel-size 4 --offers",
+     "fewer layouts: seconds"),
     ("docs/clusters.md", "module load gcc openmpi python", ELSEWHERE, "modules of a cluster"),
     ("docs/clusters.md", "make setup MPI=system", ELSEWHERE, "another MPI; tests/test_setup_mpi.py"),
     ("docs/clusters.md", "train ...", f"train {TINY} --train-iters 1 --mock-data --vocab-size 512 --kernels native --num-layers 1",
