@@ -11,7 +11,7 @@ import pytest
 
 from fugaku_megatron import cli
 from fugaku_megatron.data import preprocess
-from fugaku_megatron.data.dataset import _split_documents, parse_split
+from fugaku_megatron.data.data_path import parse_split, split_documents
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, gpt2_files
 
@@ -122,7 +122,7 @@ def test_a_folder_of_texts(tmp_path, main):
 @pytest.mark.parametrize(("documents", "split"), [(1, "100,0,0"), (19, "100,0,0"), (20, "90,10,0"), (1000, "969,30,1")])
 def test_a_split_leaves_every_part_that_it_names_some_documents(documents, split):
     assert preprocess.split_for(documents) == split
-    parts = [len(_split_documents(documents, parse_split(split), part)) for part in range(3)]
+    parts = [len(split_documents(documents, parse_split(split), part)) for part in range(3)]
     assert sum(parts) == documents and [n > 0 for n in parts] == [share != "0" for share in split.split(",")]
 
 

@@ -16,10 +16,12 @@ pytestmark = builds.needs_python
 
 PROGRAM = builds.ROOT / "tests" / "arm" / "train_small.py"
 KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")
-# Left out: millions of elements, the portable build (test_static.py runs it), what reads sources only, and what starts Python
-# again or imports torch._dynamo, which costs 20 s each.
+# Left out: millions of elements, the portable build (test_static.py runs it), what reads sources only, the scalar references
+# against their definitions, which this machine's own tests hold, and what starts Python again or imports torch._dynamo, which costs
+# 20 s each.
 TOO_SLOW = ("test_howto", "test_table", "test_bench", "portable", "whole_range", "positive_numbers", "from_every_half",
-            "adamw_is_torchs", "environment_chooses", "shared_with_torch")
+            "adamw_is_torchs", "environment_chooses", "shared_with_torch", "reference_agrees_with_formula",
+            "reference_is_the_definition", "is_the_slope")
 
 
 def run(output, *command, timeout=600, **environment):
