@@ -1,27 +1,43 @@
 """Pipeline schedules as pure lists of instructions, and the small loop that walks one.
 
-`perf` costs the same lists. Left out: what a forward or a backward does (`training.step.StepExecutor`).
-An instruction names its micro-batch and its chunk of layers, so that interleaved schedules fit.
-Test: pytest tests/test_schedule.py
+    build("zbv", stages=8, chunks=2, microbatches=16).instructions(3)      what stage 3 of 8 does in an iteration
+
+A stage owns one or more chunks of layers; `Placement` says which part of the model each of them is. F, B, I and W stand for forward,
+backward, and the two halves of backward: gradient of the input, gradient of the weights. Sends are nonblocking, receives block.
+`perf` costs the same lists. Left out: what an instruction does (`training.step.StepExecutor`). Test: pytest tests/test_schedule.py
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
-FORWARD, BACKWARD = "forward", "backward"
-RECV_FORWARD, SEND_FORWARD = "recv_forward", "send_forward"
-RECV_BACKWARD, SEND_BACKWARD = "recv_backward", "send_backward"
+from .parts import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    INTERLEAVED,
+    LOOP,
+    ONE_F_ONE_B,
+    RECEIVES,
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    SENDS,
+    ZB_H1,
+    ZBV,
+    Instruction,
+    Placement,
+    V,
+    placement_of,
+)
 
-
-@dataclass(frozen=True)
-class Instruction:
-    """Do `op` for micro-batch `microbatch` on the stage's layer chunk `chunk`."""
-
-    op: str
-    microbatch: int
-    chunk: int = 0
+FORWARD_ONLY = "forward-only"
 
 
 class Executor(Protocol):
@@ -29,52 +45,238 @@ class Executor(Protocol):
 
     def forward(self, instruction: Instruction) -> None: ...
     def backward(self, instruction: Instruction) -> None: ...
+    def backward_input(self, instruction: Instruction) -> None: ...
+    def backward_weight(self, instruction: Instruction) -> None: ...
     def recv_forward(self, instruction: Instruction) -> None: ...
     def send_forward(self, instruction: Instruction) -> None: ...
     def recv_backward(self, instruction: Instruction) -> None: ...
     def send_backward(self, instruction: Instruction) -> None: ...
 
 
-def _forward(stage: int, stages: int, microbatch: int) -> list[Instruction]:
-    receive = [Instruction(RECV_FORWARD, microbatch)] if stage > 0 else []
-    send = [Instruction(SEND_FORWARD, microbatch)] if stage < stages - 1 else []
-    return [*receive, Instruction(FORWARD, microbatch), *send]
-
-
-def _backward(stage: int, stages: int, microbatch: int) -> list[Instruction]:
-    receive = [Instruction(RECV_BACKWARD, microbatch)] if stage < stages - 1 else []
-    send = [Instruction(SEND_BACKWARD, microbatch)] if stage > 0 else []
-    return [*receive, Instruction(BACKWARD, microbatch), *send]
-
+# Lists ----------------------------------------------------------------------------------------------------------------------------
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Instruction]:
-    """1F1B for one stage: fill with forwards, then alternate, then drain.
+    """1F1B for one stage: fill with forwards, then alternate, then drain. At most `stages - stage` micro-batches are in flight.
 
-    At most `stages - stage` micro-batches are in flight. Sends are nonblocking, receives block.
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", figure 4 (2021).
     """
-    assert 0 <= stage < stages and microbatches >= 0
-    fill = min(stages - stage - 1, microbatches)
-    instructions = [i for m in range(fill) for i in _forward(stage, stages, m)]
-    for m in range(fill, microbatches):
-        instructions += _forward(stage, stages, m) + _backward(stage, stages, m - fill)
-    for m in range(microbatches - fill, microbatches):
-        instructions += _backward(stage, stages, m)
-    return instructions
+    forwards = [Instruction(FORWARD, m) for m in range(microbatches)]
+    backwards = [Instruction(BACKWARD, m) for m in range(microbatches)]
+    return _with_messages(Placement(stages), stage, _alternate(forwards, backwards, stages - stage - 1))
 
 
-def forward_only(stage: int, stages: int, microbatches: int) -> list[Instruction]:
+def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list[Instruction]:
+    """Megatron's interleaved 1F1B for one stage: the bubble of 1F1B divided by `chunks`.
+
+    Any number of micro-batches: it is the list of the next multiple of `stages`, without those that do not exist. What is left of
+    a list that can be walked can be walked, because a micro-batch depends on no other.
+    Source: Narayanan et al. (2021), figure 4, bottom.
+    """
+    placement, padded = Placement(stages, chunks), -(-microbatches // stages) * stages
+    order = [Instruction(FORWARD, m, c) for m, c in _forward_order(placement, stage, padded)]
+    # Backwards run in the same order from the last chunk to the first.
+    back = [Instruction(BACKWARD, i.microbatch, chunks - 1 - i.chunk) for i in order]
+    both = _alternate(order, back, 2 * (stages - stage - 1) + (chunks - 1) * stages)
+    return _with_messages(placement, stage, [i for i in both if i.microbatch < microbatches])
+
+
+def zb_h1(stage: int, stages: int, microbatches: int) -> list[Instruction]:
+    """Zero Bubble H1 for one stage: a third of 1F1B's bubble; every stage holds as much as the first does in 1F1B.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2 (2023).
+    """
+    placement = Placement(stages)
+    return _with_messages(placement, stage, _split_lists(placement, microbatches, stages)[stage])
+
+
+def zbv(stage: int, stages: int, microbatches: int) -> list[Instruction]:
+    """ZB-V for one stage: two chunks in a V, almost no bubble; no stage holds more than the first does in 1F1B.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 6 (2023).
+    """
+    placement = Placement(stages, 2, V)
+    return _with_messages(placement, stage, _split_lists(placement, microbatches, 2 * stages)[stage])
+
+
+def forward_only(stage: int, stages: int, microbatches: int, chunks: int = 1, kind: str = LOOP) -> list[Instruction]:
     """Evaluation: forwards alone."""
-    return [i for m in range(microbatches) for i in _forward(stage, stages, m)]
+    placement = Placement(stages, chunks, kind)
+    order = _forward_order(placement, stage, microbatches)
+    return _with_messages(placement, stage, [Instruction(FORWARD, m, c) for m, c in order])
 
 
-def in_flight(instructions: list[Instruction]) -> int:
-    """The largest number of micro-batches whose activations are held at once."""
-    held = peak = 0
-    for instruction in instructions:
-        held += (instruction.op == FORWARD) - (instruction.op == BACKWARD)
-        peak = max(peak, held)
-    return peak
+def _alternate(forwards: list[Instruction], backwards: list[Instruction], fill: int) -> list[Instruction]:
+    """`fill` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    pairs = zip(forwards[fill:], backwards)
+    return [*forwards[:fill], *(i for pair in pairs for i in pair), *backwards[max(0, len(forwards) - fill):]]
+
+
+def _forward_order(placement: Placement, stage: int, microbatches: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of a stage's forwards in their order where nothing else keeps it busy."""
+    both = [(m, c) for m in range(microbatches) for c in range(placement.chunks)]
+    return sorted(both, key=lambda i: placement.forward_slot(i[0], placement.part(stage, i[1])))
+
+
+def _with_messages(placement: Placement, stage: int, computations: Iterable[Instruction]) -> list[Instruction]:
+    """The computations with a receive before and a send after each that needs one."""
+    assert 0 <= stage < placement.stages, (stage, placement)
+    result = []
+    for i in computations:
+        if i.op == BACKWARD_WEIGHT:
+            result.append(i)
+            continue
+        forward = i.op == FORWARD
+        source, target = ((placement.neighbour(stage, i.chunk, step)) for step in ((-1, 1) if forward else (1, -1)))
+        receive, send = (RECV_FORWARD, SEND_FORWARD) if forward else (RECV_BACKWARD, SEND_BACKWARD)
+        result += [Instruction(receive, i.microbatch, i.chunk)] if source and source[0] != stage else []
+        result.append(i)
+        result += [Instruction(send, i.microbatch, i.chunk)] if target and target[0] != stage else []
+    return result
+
+
+@lru_cache(maxsize=4)  # every stage's list comes from the same walk
+def _split_lists(placement: Placement, microbatches: int, limit: int) -> tuple[tuple[Instruction, ...], ...]:
+    """F, I and W of all stages in slots of equal length: in each slot every stage runs the first of what it could run.
+
+    limit: the (micro-batch, chunk)s that a stage may hold between F and W. The order of preference is that of `_ready`; nothing
+    beyond it is planned ahead. Since the list of a stage is what it did, it can be walked whatever the times really are.
+    """
+    done = {op: [0] * placement.parts for op in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)}
+    lists: list[list[Instruction]] = [[] for _ in range(placement.stages)]
+    while min(done[BACKWARD_WEIGHT]) < microbatches:
+        before = {op: list(counts) for op, counts in done.items()}
+        chosen = [next(_ready(placement, stage, before, microbatches, limit), None) for stage in range(placement.stages)]
+        assert any(chosen), f"{placement} with {microbatches} micro-batches stands still when it holds {limit}"
+        for stage, instruction in enumerate(chosen):
+            if instruction is not None:
+                done[instruction.op][placement.part(stage, instruction.chunk)] += 1
+                lists[stage].append(instruction)
+    return tuple(map(tuple, lists))
+
+
+def _ready(placement: Placement, stage: int, done: dict[str, list[int]], microbatches: int, limit: int) -> Iterator[Instruction]:
+    """What a stage could run now, the most urgent first: I, for which others wait; F, the later chunk first; W, for which nobody waits.
+
+    done: how many micro-batches each part has finished, by op. A place in memory stays free for every later chunk, without which
+    the forwards of an earlier one could lock the stages.
+    """
+    forward, backward, weight = done[FORWARD], done[BACKWARD_INPUT], done[BACKWARD_WEIGHT]
+    own = [(chunk, placement.part(stage, chunk)) for chunk in range(placement.chunks)]
+    held = sum(forward[part] - weight[part] for _, part in own)
+    for chunk, part in own:
+        if backward[part] < (forward[part] if part == placement.parts - 1 else backward[part + 1]):
+            yield Instruction(BACKWARD_INPUT, backward[part], chunk)
+    for chunk, part in reversed(own):
+        waiting = forward[part] < (microbatches if part == 0 else forward[part - 1])
+        if waiting and held + placement.chunks - 1 - chunk < limit:
+            yield Instruction(FORWARD, forward[part], chunk)
+    for chunk, part in own:
+        if weight[part] < backward[part]:
+            yield Instruction(BACKWARD_WEIGHT, weight[part], chunk)
+
+
+# A schedule as a value ---------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Schedule:
+    """The lists of all stages for an iteration. name: one of `parts.NAMES`, or FORWARD_ONLY."""
+
+    name: str
+    placement: Placement
+    microbatches: int
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the lists hold I and W instead of B."""
+        return self.name in (ZB_H1, ZBV)
+
+    def forward_only(self) -> Schedule:
+        """The lists of an evaluation with the same parts of the model in the same places."""
+        return replace(self, name=FORWARD_ONLY)
+
+    def instructions(self, stage: int) -> list[Instruction]:
+        """The list of one stage."""
+        p, v, m = self.placement.stages, self.placement.chunks, self.microbatches
+        lists = {ONE_F_ONE_B: lambda: one_f_one_b(stage, p, m), INTERLEAVED: lambda: interleaved(stage, p, v, m),
+                 ZB_H1: lambda: zb_h1(stage, p, m), ZBV: lambda: zbv(stage, p, m),
+                 FORWARD_ONLY: lambda: forward_only(stage, p, m, v, self.placement.kind)}
+        return lists[self.name]()
+
+    def send_queue(self, stage: int) -> int:
+        """How many sends a stage has under way at most: when it starts one more, the oldest is finished.
+
+        A send is finished once anything has come back that its receiver sent after it had received it. Where nothing comes back, in
+        an evaluation, waiting for the oldest keeps nobody waiting, so one for each part of the model is enough.
+        """
+        here = self.instructions(stage)
+        position = {other: self._positions(other) for other in {self.placement.peer(stage, i)[0] for i in here if _is_message(i)}}
+        seen, queue, most = dict.fromkeys(position, -1), deque[tuple[int, int]](), 0
+        for i in here:
+            if not _is_message(i):
+                continue
+            other, tag = self.placement.peer(stage, i)
+            place = position[other][tag, i.microbatch]
+            if i.op in SENDS:
+                queue.append((other, place))
+                most = max(most, len(queue))
+                continue
+            seen[other] = max(seen[other], place)
+            while queue and queue[0][1] < seen[queue[0][0]]:
+                queue.popleft()
+        return min(most, self.placement.parts) if self.name == FORWARD_ONLY else most
+
+    def _positions(self, stage: int) -> dict[tuple[int, int], int]:
+        """(tag, micro-batch) of a stage's messages -> place in its list."""
+        return {(self.placement.peer(stage, i)[1], i.microbatch): n for n, i in enumerate(self.instructions(stage)) if _is_message(i)}
+
+
+def build(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
+    """The schedule of one of `parts.NAMES`. chunks: of each stage; 1 for 1F1B and ZB-H1, 2 for ZBV."""
+    return Schedule(name, placement_of(name, stages, chunks), microbatches)
+
+
+def _is_message(instruction: Instruction) -> bool:
+    return instruction.op in SENDS or instruction.op in RECEIVES
+
+
+def receives(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """The receives of a list in their order, in which they may be posted ahead."""
+    return [i for i in instructions if i.op in RECEIVES]
+
+
+# What a list holds -------------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Held:
+    """What a stage holds at one moment, in micro-batches of each chunk.
+
+    activations: between F and I or B. weight_inputs: between I and W, what W still needs.
+    """
+
+    activations: tuple[int, ...]
+    weight_inputs: tuple[int, ...]
+
+
+def held(instructions: Sequence[Instruction], chunks: int = 1) -> tuple[Held, ...]:
+    """The moments of a list that can need most memory: those at which no other moment holds as much of everything."""
+    now, moments = [0] * (2 * chunks), set()
+    for i in instructions:
+        if i.op in (FORWARD, BACKWARD, BACKWARD_INPUT):
+            now[i.chunk] += 1 if i.op == FORWARD else -1
+        if i.op in (BACKWARD_INPUT, BACKWARD_WEIGHT):
+            now[chunks + i.chunk] += 1 if i.op == BACKWARD_INPUT else -1
+        moments.add(tuple(now))
+    largest: list[tuple[int, ...]] = []
+    for moment in sorted(moments, key=sum, reverse=True):
+        if not any(all(a <= b for a, b in zip(moment, other)) for other in largest):
+            largest.append(moment)
+    return tuple(Held(moment[:chunks], moment[chunks:]) for moment in largest)
+
+
+def in_flight(instructions: Sequence[Instruction]) -> int:
+    """The largest number of (micro-batch, chunk)s whose activations are held at once, from F to I or B."""
+    chunks = 1 + max((i.chunk for i in instructions), default=0)
+    return max((sum(moment.activations) for moment in held(instructions, chunks)), default=0)
 
 
 def max_in_flight(stage: int, stages: int, microbatches: int) -> int:
@@ -82,7 +284,7 @@ def max_in_flight(stage: int, stages: int, microbatches: int) -> int:
     return min(stages - stage, microbatches)
 
 
-def run(instructions: list[Instruction], executor: Executor) -> None:
+def run(instructions: Iterable[Instruction], executor: Executor) -> None:
     """Walk the list."""
     for instruction in instructions:
         getattr(executor, instruction.op)(instruction)

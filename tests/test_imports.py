@@ -17,8 +17,9 @@ PACKAGE = ROOT / "fugaku_megatron"
 ARROWS: dict[str, set[str]] = {
     "_kernels": set(),
     "environment": set(),  # used by the scripts of a checkout
-    "schedule": set(),
-    "run": set(),
+    "parts": set(),
+    "schedule": {"parts"},
+    "run": {"parts"},
     "comm": set(),
     "data": {"comm"},
     "checkpoint": {"comm"},

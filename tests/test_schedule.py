@@ -1,33 +1,68 @@
-"""The 1F1B lists themselves: exact for small cases, and what must hold for every number of stages and micro-batches."""
+"""The lists themselves: exact for small cases, and what must hold for every number of stages, chunks and micro-batches."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import pytest
 
-from fugaku_megatron.schedule import (
+from fugaku_megatron.parts import (
     BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     FORWARD,
+    RECEIVES,
     RECV_BACKWARD,
     RECV_FORWARD,
     SEND_BACKWARD,
     SEND_FORWARD,
+    SENDS,
     Instruction,
+    Placement,
+)
+from fugaku_megatron.schedule import (
+    Held,
+    Schedule,
+    build,
     forward_only,
+    held,
     in_flight,
+    interleaved,
     max_in_flight,
     one_f_one_b,
+    receives,
     run,
+    zb_h1,
+    zbv,
 )
 
 CASES = [(stages, microbatches) for stages in (1, 2, 3, 4, 5, 8, 16) for microbatches in (0, 1, 2, 3, 4, 5, 7, 8, 16, 33)]
-SHORT = {"F": FORWARD, "B": BACKWARD, "rf": RECV_FORWARD, "sf": SEND_FORWARD, "rb": RECV_BACKWARD, "sb": SEND_BACKWARD}
+KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 5), ("zb-h1", 1), ("zbv", 2)]
+SCHEDULES = [build(name, stages, chunks, microbatches) for name, chunks in KINDS for stages in (1, 2, 3, 4, 8)
+             for microbatches in (0, 1, 2, 3, 5, 7, 8, 13)]
+LISTS = [*SCHEDULES, *(s.forward_only() for s in SCHEDULES)]
+SHORT = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT, "rf": RECV_FORWARD, "sf": SEND_FORWARD,
+         "rb": RECV_BACKWARD, "sb": SEND_BACKWARD}
+LONG = {op: name for name, op in SHORT.items()}
 
 
 def read(text: str) -> list[Instruction]:
-    """ "rf0 F0" -> [recv_forward of 0, forward of 0]."""
-    return [Instruction(SHORT[word.rstrip("0123456789")], int(word.lstrip("rsfbFB"))) for word in text.split()]
+    """ "rf0 F0" -> [recv_forward of 0, forward of 0]; F0' is chunk 1."""
+    return [Instruction(SHORT[word.rstrip("0123456789'")], int(word.strip("rsfbFBIW'")), word.count("'")) for word in text.split()]
+
+
+def work(instructions: Sequence[Instruction]) -> str:
+    """The computations of a list, as `read` reads them."""
+    return " ".join(LONG[i.op] + str(i.microbatch) + "'" * i.chunk for i in instructions if i.op not in SENDS + RECEIVES)
+
+
+def case(schedule: Schedule) -> str:
+    return f"{schedule.name}-p{schedule.placement.stages}v{schedule.placement.chunks}m{schedule.microbatches}"
+
+
+def lists_of(schedule: Schedule) -> list[list[Instruction]]:
+    return [schedule.instructions(stage) for stage in range(schedule.placement.stages)]
 
 
 @pytest.mark.parametrize(("stage", "stages", "microbatches", "expected"), [
@@ -40,76 +75,168 @@ def read(text: str) -> list[Instruction]:
     (0, 4, 1, "F0 sf0 rb0 B0"),
     (1, 4, 0, ""),
 ])
-def test_small_cases(stage, stages, microbatches, expected):
+def test_small_cases_of_1f1b(stage, stages, microbatches, expected):
     assert one_f_one_b(stage, stages, microbatches) == read(expected)
 
 
+def test_small_cases_of_the_others():
+    assert interleaved(1, 2, 2, 2) == read("rf0 F0 sf0 rf1 F1 sf1  rf0' F0' B0' sb0'  rf1' F1' B1' sb1'  rb0 B0 sb0 rb1 B1 sb1")
+    assert work(interleaved(0, 2, 2, 4)) == "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"
+    assert work(interleaved(0, 2, 2, 3)) == "F0 F1 F0' F1' F2 B0' B1' F2' B0 B1 B2' B2"  # the same without the fourth
+    assert interleaved(0, 1, 2, 1) == read("F0 F0' B0' B0")  # no messages where all parts share a stage
+    assert zb_h1(1, 2, 2) == read("rf0 F0 I0 sb0 rf1 F1 I1 sb1 W0 W1")
+    assert zb_h1(0, 2, 2) == read("F0 sf0 F1 sf1 rb0 I0 W0 rb1 I1 W1")
+    assert zbv(1, 2, 1) == read("rf0 F0 F0' sf0' rb0' I0' I0 sb0 W0 W0'")  # the bottom of the V hands over without a message
+    assert zbv(0, 2, 1) == read("F0 sf0 rf0' F0' I0' sb0' W0' rb0 I0 W0")
+
+
 @pytest.mark.parametrize(("stages", "microbatches"), CASES)
-def test_every_microbatch_once_in_order_and_few_in_flight(stages, microbatches):
+def test_1f1b_is_in_order_and_holds_little(stages, microbatches):
     for stage in range(stages):
         instructions = one_f_one_b(stage, stages, microbatches)
         order = {op: [i.microbatch for i in instructions if i.op == op] for op in SHORT.values()}
-        whole = list(range(microbatches))
-        assert order[FORWARD] == order[BACKWARD] == whole
-        assert order[RECV_FORWARD] == order[SEND_BACKWARD] == (whole if stage > 0 else [])
-        assert order[SEND_FORWARD] == order[RECV_BACKWARD] == (whole if stage < stages - 1 else [])
-        at = {(i.op, i.microbatch): n for n, i in enumerate(instructions)}
-        assert len(at) == len(instructions)
-        for m in whole:
-            needed = [RECV_FORWARD, FORWARD, SEND_FORWARD, RECV_BACKWARD, BACKWARD, SEND_BACKWARD]
-            places = [at[op, m] for op in needed if (op, m) in at]
-            assert places == sorted(places), (stage, m)
+        assert order[FORWARD] == order[BACKWARD] == list(range(microbatches))
         assert in_flight(instructions) == min(stages - stage, microbatches) == max_in_flight(stage, stages, microbatches)
 
 
-def simulate(lists: list[list[Instruction]]) -> int:
-    """Walk all stages with blocking receives and nonblocking sends; returns the most sends a stage had under way.
+def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction]:
+    """What must stand before an instruction in the same list; a whole backward is called I."""
+    m, c = i.microbatch, i.chunk
+    if i.op in RECEIVES:
+        return []
+    if i.op in SENDS:
+        return [Instruction(FORWARD if i.op == SEND_FORWARD else BACKWARD_INPUT, m, c)]
+    if i.op == BACKWARD_WEIGHT:
+        return [Instruction(BACKWARD_INPUT, m, c)]
+    forward = i.op == FORWARD
+    source = placement.neighbour(stage, c, -1 if forward else 1)
+    first = [] if forward else [Instruction(FORWARD, m, c)]
+    if source is None:
+        return first
+    if source[0] == stage:
+        return [*first, Instruction(i.op, m, source[1])]
+    return [*first, Instruction(RECV_FORWARD if forward else RECV_BACKWARD, m, c)]
 
-    Fails when no stage can go on, or when a message is not the one that the receiver expects.
+
+@pytest.mark.parametrize("schedule", LISTS, ids=case)
+def test_everything_once_after_what_it_needs(schedule):
+    placement, evaluates = schedule.placement, schedule.name == "forward-only"
+    computed = [FORWARD] + [BACKWARD_INPUT] * (not evaluates) + [BACKWARD_WEIGHT] * schedule.splits_backward
+    for stage, mine in enumerate(lists_of(schedule)):
+        assert schedule.splits_backward == any(i.op == BACKWARD_INPUT for i in mine) or not schedule.microbatches
+        mine = [Instruction(BACKWARD_INPUT, i.microbatch, i.chunk) if i.op == BACKWARD else i for i in mine]
+        own = {Instruction(op, m, c) for op in computed for m in range(schedule.microbatches) for c in range(placement.chunks)}
+        assert own == {i for i in mine if i.op not in SENDS + RECEIVES} and len(set(mine)) == len(mine)
+        seen: set[Instruction] = set()
+        for i in mine:
+            assert set(needed(placement, stage, i)) <= seen, (stage, i)
+            seen.add(i)
+
+
+def simulate(placement: Placement, lists: list[list[Instruction]], ahead: int | None = None, queue: int | None = None) -> int:
+    """Walk all stages with blocking receives; returns the most sends that a stage had under way.
+
+    ahead None: sends do not block; but with `queue` a stage with more sends under way waits until its oldest has been received.
+    ahead n: a send blocks until its receiver has posted the receive, which it does n receives ahead of its list.
+    Fails when no stage can go on, when a message is not the one that the receiver expects, or when one is never received.
     """
-    queues, todo, under_way, most = defaultdict(deque), [deque(x) for x in lists], Counter(), 0
-    target = {SEND_FORWARD: 1, SEND_BACKWARD: -1, RECV_FORWARD: -1, RECV_BACKWARD: 1}
-    while any(todo):
-        moved = False
-        for stage, mine in enumerate(todo):
-            while mine:
-                i = mine[0]
-                other = stage + target.get(i.op, 0)
-                if i.op in (SEND_FORWARD, SEND_BACKWARD):
-                    queues[stage, other].append((i.op, i.microbatch))
-                    under_way[stage] += 1
-                    most = max(most, under_way[stage])
-                elif i.op in (RECV_FORWARD, RECV_BACKWARD):
-                    if not queues[other, stage]:
-                        break
-                    sent = queues[other, stage].popleft()
-                    assert sent == (i.op.replace("recv", "send"), i.microbatch), (stage, sent, i)
-                    under_way[other] -= 1
-                moved = bool(mine.popleft())
-        assert moved, f"deadlock: {[list(x)[:2] for x in todo]}"
-    assert not any(queues.values()), "a message was never received"
+    places, received, most = [0] * len(lists), [0] * len(lists), 0
+    posts = [{(*placement.peer(stage, i), i.microbatch): n for n, i in enumerate(receives(mine))} for stage, mine in enumerate(lists)]
+    channels: dict[tuple, deque[int]] = defaultdict(deque)
+    under_way: list[deque[tuple[int, int]]] = [deque() for _ in lists]  # (receiver, which of its receives)
+
+    def receive(stage: int, i: Instruction) -> bool:
+        other, tag = placement.peer(stage, i)
+        if not channels[other, stage, tag]:
+            return False
+        assert channels[other, stage, tag].popleft() == i.microbatch, (stage, i)
+        received[stage] += 1
+        return True
+
+    def send(stage: int, i: Instruction) -> None:
+        other, tag = placement.peer(stage, i)
+        channels[stage, other, tag].append(i.microbatch)
+        under_way[stage].append((other, posts[other][stage, tag, i.microbatch]))
+
+    def free(stage: int) -> bool:
+        mine = under_way[stage]
+        while mine and mine[0][1] < received[mine[0][0]]:
+            mine.popleft()
+        if ahead is not None:
+            return not mine or mine[-1][1] < received[mine[-1][0]] + ahead
+        return queue is None or len(mine) <= queue
+
+    while any(place < len(mine) for place, mine in zip(places, lists)):
+        before = sum(places)
+        for stage, mine in enumerate(lists):
+            while places[stage] < len(mine) and free(stage):
+                i = mine[places[stage]]
+                if i.op in RECEIVES and not receive(stage, i):
+                    break
+                if i.op in SENDS:
+                    send(stage, i)
+                    most = max(most, len(under_way[stage]))
+                places[stage] += 1
+        assert sum(places) > before, f"deadlock: {[mine[place:place + 2] for mine, place in zip(lists, places)]}"
+    assert not any(channels.values()), "a message was never received"
     return most
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), CASES)
-def test_neighbours_match_and_nothing_deadlocks(stages, microbatches):
-    # `step` waits for the oldest send when more than 2 x stages are under way: that must never be needed to go on.
-    assert simulate([one_f_one_b(stage, stages, microbatches) for stage in range(stages)]) <= 2 * stages
-    simulate([forward_only(stage, stages, microbatches) for stage in range(stages)])
+@pytest.mark.parametrize("schedule", LISTS, ids=case)
+def test_every_list_can_be_walked_whether_sends_block_or_not(schedule):
+    simulate(schedule.placement, lists_of(schedule))
+    simulate(schedule.placement, lists_of(schedule), ahead=1)
+
+
+@pytest.mark.parametrize("schedule", LISTS, ids=case)
+def test_the_send_queue_of_a_list_never_stops_a_stage(schedule):
+    queues = [schedule.send_queue(stage) for stage in range(schedule.placement.stages)]
+    if schedule.name != "forward-only":  # where nothing tells that a send is finished, and stages wait
+        assert simulate(schedule.placement, lists_of(schedule)) <= max(queues)
+    simulate(schedule.placement, lists_of(schedule), queue=max(1, min(queues)))
+
+
+def test_the_send_queue_does_not_grow_with_the_batch():
+    for name, chunks in KINDS:
+        few, many = ([build(name, 4, chunks, m).send_queue(stage) for stage in range(4)] for m in (24, 96))
+        assert many == few and max(few) <= 4 * 4 * chunks
 
 
 def test_the_simulation_finds_deadlocks_and_crossed_messages():
     lists = [one_f_one_b(stage, 2, 2) for stage in range(2)]
     with pytest.raises(AssertionError, match="deadlock"):
-        simulate([read("rb0 F0 sf0 B0"), lists[1]])
+        simulate(Placement(2), [read("rb0 F0 sf0 B0"), lists[1]])
     with pytest.raises(AssertionError):
-        simulate([lists[0], read("rf1 F1 B1 sb1 rf0 F0 B0 sb0")])
+        simulate(Placement(2), [lists[0], read("rf1 F1 B1 sb1 rf0 F0 B0 sb0")])
+    with pytest.raises(AssertionError, match="deadlock"):  # blocking sends need receives that are posted ahead
+        simulate(Placement(2), [one_f_one_b(stage, 2, 3) for stage in range(2)], ahead=0)
 
 
 def test_forward_only():
     assert forward_only(0, 1, 2) == read("F0 F1")
     assert forward_only(0, 2, 2) == read("F0 sf0 F1 sf1")
     assert forward_only(1, 3, 2) == read("rf0 F0 sf0 rf1 F1 sf1")
+    assert work(forward_only(0, 2, 4, 2)) == "F0 F1 F0' F1' F2 F3 F2' F3'"
+    assert work(forward_only(0, 2, 4, 2, "v")) == "F0 F1 F0' F2 F1' F3 F2' F3'"
+
+
+def test_held():
+    assert held(read("F0 F1 B0 F2 B1 B2")) == (Held((2,), (0,)),)
+    assert set(held(read("F0 F1 I0 I1 W0 W1"))) == {Held((2,), (0,)), Held((1,), (1,)), Held((0,), (2,))}
+    assert set(held(read("F0 F0' B0' B0 F1"), 2)) == {Held((1, 1), (0, 0))}
+    assert held([]) == () and in_flight([]) == 0
+    assert in_flight(read("F0 F1 F0' I0' W0' I0 W0 I1 W1")) == 3
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=case)
+def test_what_a_stage_holds(schedule):
+    p, v = schedule.placement.stages, schedule.placement.chunks
+    for stage, mine in enumerate(lists_of(schedule)):
+        most = max((sum(h.activations) + sum(h.weight_inputs) for h in held(mine, v)), default=0)
+        if schedule.name == "interleaved":
+            assert most <= 2 * (p - stage - 1) + (v - 1) * p + 1  # what Megatron's first forwards and one more hold
+        else:
+            assert most <= (p - stage if schedule.name == "1f1b" else p * v)  # in all, no more than the first stage of 1F1B
 
 
 def test_run_walks_the_list():

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ..parts import Placement
+from . import cuts
 from .activations import (
     Collective,
     ProductCollectives,
@@ -231,41 +233,50 @@ def check_split(run: RunConfig) -> None:
 
 
 @lru_cache(maxsize=64)  # every stage asks for it
-def pipeline_split(run: RunConfig) -> tuple[int, ...]:
-    """Layers of each pipeline stage.
-
-    balanced: the last stage, which has the logits too, gets the number of layers for which the costliest stage is cheapest, by
-    multiply-adds; of equals the one that leaves the first stages, which hold most micro-batches, least. The others share the rest
-    evenly, the later ones taking what does not divide.
-    """
-    layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
-    if split == "even" or pp == 1:
-        return (layers // pp,) * pp
-    if split != "balanced":
-        return tuple(map(int, split.split(",")))
+def part_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
+    """Layers of each part of the model, as --pipeline-split says; balanced counts multiply-adds. A part has at least one layer."""
+    layers, split = run.model.num_layers, run.parallel.pipeline_split
+    if split == "even" or placement.parts == 1:
+        return cuts.even(layers, placement)
     tp = run.parallel.tensor_model_parallel_size
     layer = sum(r.flops_forward for r in layer_records(run, tp))
     head = sum(r.flops_forward for r in head_records(run, tp, tied=True))
-    last = min(range(layers - pp + 1, 0, -1), key=lambda n: max(-(-(layers - n) // (pp - 1)) * layer, n * layer + head))
-    each, more = divmod(layers - last, pp - 1)
-    return (*(each + (stage >= pp - 1 - more) for stage in range(pp - 1)), last)
+    if split == "balanced":
+        return cuts.balanced(layers, placement, layer, head)
+    return cuts.of_stages(tuple(map(int, split.split(","))), placement, layer, head)
+
+
+def part_layers(run: RunConfig, placement: Placement, part: int) -> range:
+    """Layers (from 0) of a part of the model."""
+    sizes = part_sizes(run, placement)
+    return range(sum(sizes[:part]), sum(sizes[: part + 1]))
+
+
+def pipeline_split(run: RunConfig) -> tuple[int, ...]:
+    """Layers of each pipeline stage, where a stage is one part of the model."""
+    return part_sizes(run, Placement(run.parallel.pipeline_model_parallel_size))
 
 
 def stage_layers(run: RunConfig, stage: int) -> range:
-    """Layers (from 0) of pipeline stage `stage`."""
-    split = pipeline_split(run)
-    return range(sum(split[:stage]), sum(split[: stage + 1]))
+    """Layers (from 0) of pipeline stage `stage`, where a stage is one part of the model."""
+    return part_layers(run, Placement(run.parallel.pipeline_model_parallel_size), stage)
+
+
+def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
+    """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
+    if part == 0:
+        yield from (("embedding", r) for r in embedding_records(run, layout.tp))
+    layer = layer_records(run, layout.tp)
+    for _ in part_layers(run, placement, part):
+        yield from (("layer", r) for r in layer)
+    if part == placement.parts - 1:
+        tied = placement.owner(part)[0] == placement.owner(0)[0]
+        yield from (("head", r) for r in head_records(run, layout.tp, tied=tied))
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
-    """(place, record) of everything that stage `stage` does for one micro-batch; place: embedding, layer or head."""
-    if stage == 0:
-        yield from (("embedding", r) for r in embedding_records(run, layout.tp))
-    layer = layer_records(run, layout.tp)
-    for _ in stage_layers(run, stage):
-        yield from (("layer", r) for r in layer)
-    if stage == layout.pp - 1:
-        yield from (("head", r) for r in head_records(run, layout.tp, tied=layout.pp == 1))
+    """`part_records` of pipeline stage `stage`, where a stage is one part of the model."""
+    return part_records(run, layout, Placement(layout.pp), stage)
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
