@@ -90,3 +90,14 @@ def placement_of(name: str, stages: int, chunks: int) -> Placement:
     """The placement that the schedule of that name needs. chunks: of each stage; 1 for 1F1B and ZB-H1, 2 for ZBV."""
     assert chunks == {ONE_F_ONE_B: 1, INTERLEAVED: chunks, ZB_H1: 1, ZBV: 2}[name], (name, chunks)
     return Placement(stages, chunks, V if name == ZBV else LOOP)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a stage holds at one moment, in micro-batches of each chunk.
+
+    activations: between F and I or B. weight_inputs: between I and W, what W still needs.
+    """
+
+    activations: tuple[int, ...]
+    weight_inputs: tuple[int, ...]

@@ -2,15 +2,15 @@
 
     build("zbv", stages=8, chunks=2, microbatches=16).instructions(3)      what stage 3 of 8 does in an iteration
 
-A stage owns one or more chunks of layers; `Placement` says which part of the model each of them is. F, B, I and W stand for forward,
-backward, and the two halves of backward: gradient of the input, gradient of the weights. Sends are nonblocking, receives block.
+A stage owns one or more chunks of layers, each a part of the model (`parts`). F, B, I and W stand for forward, backward, and its
+halves: gradient of the input, gradient of the weights. Sends are nonblocking, receives block.
 `perf` costs the same lists. Left out: what an instruction does (`training.step.StepExecutor`). Test: pytest tests/test_schedule.py
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -31,6 +31,7 @@ from .parts import (
     SENDS,
     ZB_H1,
     ZBV,
+    Held,
     Instruction,
     Placement,
     V,
@@ -62,7 +63,7 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Instruction]
     """
     forwards = [Instruction(FORWARD, m) for m in range(microbatches)]
     backwards = [Instruction(BACKWARD, m) for m in range(microbatches)]
-    return _with_messages(Placement(stages), stage, _alternate(forwards, backwards, stages - stage - 1))
+    return with_messages(Placement(stages), stage, _alternate(forwards, backwards, stages - stage - 1))
 
 
 def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list[Instruction]:
@@ -77,7 +78,7 @@ def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list
     # Backwards run in the same order from the last chunk to the first.
     back = [Instruction(BACKWARD, i.microbatch, chunks - 1 - i.chunk) for i in order]
     both = _alternate(order, back, 2 * (stages - stage - 1) + (chunks - 1) * stages)
-    return _with_messages(placement, stage, [i for i in both if i.microbatch < microbatches])
+    return with_messages(placement, stage, [i for i in both if i.microbatch < microbatches])
 
 
 def zb_h1(stage: int, stages: int, microbatches: int) -> list[Instruction]:
@@ -86,7 +87,7 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> list[Instruction]:
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2 (2023).
     """
     placement = Placement(stages)
-    return _with_messages(placement, stage, _split_lists(placement, microbatches, stages)[stage])
+    return with_messages(placement, stage, _split_lists(placement, microbatches, stages)[stage])
 
 
 def zbv(stage: int, stages: int, microbatches: int) -> list[Instruction]:
@@ -95,14 +96,14 @@ def zbv(stage: int, stages: int, microbatches: int) -> list[Instruction]:
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 6 (2023).
     """
     placement = Placement(stages, 2, V)
-    return _with_messages(placement, stage, _split_lists(placement, microbatches, 2 * stages)[stage])
+    return with_messages(placement, stage, _split_lists(placement, microbatches, 2 * stages)[stage])
 
 
 def forward_only(stage: int, stages: int, microbatches: int, chunks: int = 1, kind: str = LOOP) -> list[Instruction]:
     """Evaluation: forwards alone."""
     placement = Placement(stages, chunks, kind)
     order = _forward_order(placement, stage, microbatches)
-    return _with_messages(placement, stage, [Instruction(FORWARD, m, c) for m, c in order])
+    return with_messages(placement, stage, [Instruction(FORWARD, m, c) for m, c in order])
 
 
 def _alternate(forwards: list[Instruction], backwards: list[Instruction], fill: int) -> list[Instruction]:
@@ -117,7 +118,7 @@ def _forward_order(placement: Placement, stage: int, microbatches: int) -> list[
     return sorted(both, key=lambda i: placement.forward_slot(i[0], placement.part(stage, i[1])))
 
 
-def _with_messages(placement: Placement, stage: int, computations: Iterable[Instruction]) -> list[Instruction]:
+def with_messages(placement: Placement, stage: int, computations: Iterable[Instruction]) -> list[Instruction]:
     """The computations with a receive before and a send after each that needs one."""
     assert 0 <= stage < placement.stages, (stage, placement)
     result = []
@@ -138,44 +139,49 @@ def _with_messages(placement: Placement, stage: int, computations: Iterable[Inst
 def _split_lists(placement: Placement, microbatches: int, limit: int) -> tuple[tuple[Instruction, ...], ...]:
     """F, I and W of all stages in slots of equal length: in each slot every stage runs the first of what it could run.
 
-    limit: the (micro-batch, chunk)s that a stage may hold between F and W. The order of preference is that of `_ready`; nothing
-    beyond it is planned ahead. Since the list of a stage is what it did, it can be walked whatever the times really are.
+    limit: the (micro-batch, chunk)s that a stage may hold between F and W. A stage prefers I after an F and F after anything else,
+    since others wait for both, and fills with W: with these slots no stage waits but at the ends, where the model's length says so.
+    Since the list of a stage is what it did here, it can be walked whatever the times really are.
     """
     done = {op: [0] * placement.parts for op in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)}
     lists: list[list[Instruction]] = [[] for _ in range(placement.stages)]
     while min(done[BACKWARD_WEIGHT]) < microbatches:
         before = {op: list(counts) for op, counts in done.items()}
-        chosen = [next(_ready(placement, stage, before, microbatches, limit), None) for stage in range(placement.stages)]
-        assert any(chosen), f"{placement} with {microbatches} micro-batches stands still when it holds {limit}"
-        for stage, instruction in enumerate(chosen):
-            if instruction is not None:
-                done[instruction.op][placement.part(stage, instruction.chunk)] += 1
-                lists[stage].append(instruction)
+        moved = False
+        for stage, mine in enumerate(lists):
+            ready = _ready(placement, stage, before, microbatches, limit)
+            preferred = BACKWARD_INPUT if mine and mine[-1].op == FORWARD else FORWARD
+            chosen = ready.get(preferred) or ready.get(FORWARD) or ready.get(BACKWARD_INPUT) or ready.get(BACKWARD_WEIGHT)
+            if chosen:
+                done[chosen.op][placement.part(stage, chosen.chunk)] += 1
+                mine.append(chosen)
+                moved = True
+        assert moved, f"{placement} with {microbatches} micro-batches stands still when a stage may hold {limit}"
     return tuple(map(tuple, lists))
 
 
-def _ready(placement: Placement, stage: int, done: dict[str, list[int]], microbatches: int, limit: int) -> Iterator[Instruction]:
-    """What a stage could run now, the most urgent first: I, for which others wait; F, the later chunk first; W, for which nobody waits.
+def _ready(placement: Placement, stage: int, done: dict[str, list[int]], microbatches: int, limit: int) -> dict[str, Instruction]:
+    """What a stage could run now, by operation: the F of its last chunk that has one, the I and the W of its first.
 
-    done: how many micro-batches each part has finished, by op. A place in memory stays free for every later chunk, without which
-    the forwards of an earlier one could lock the stages.
+    done: how many micro-batches each part has finished, by operation. A place in memory stays free for every later chunk, without
+    which the forwards of an earlier one could lock the stages.
     """
     forward, backward, weight = done[FORWARD], done[BACKWARD_INPUT], done[BACKWARD_WEIGHT]
     own = [(chunk, placement.part(stage, chunk)) for chunk in range(placement.chunks)]
     held = sum(forward[part] - weight[part] for _, part in own)
+    ready = {}
     for chunk, part in own:
-        if backward[part] < (forward[part] if part == placement.parts - 1 else backward[part + 1]):
-            yield Instruction(BACKWARD_INPUT, backward[part], chunk)
+        if forward[part] < (microbatches if part == 0 else forward[part - 1]) and held + placement.chunks - 1 - chunk < limit:
+            ready[FORWARD] = Instruction(FORWARD, forward[part], chunk)
     for chunk, part in reversed(own):
-        waiting = forward[part] < (microbatches if part == 0 else forward[part - 1])
-        if waiting and held + placement.chunks - 1 - chunk < limit:
-            yield Instruction(FORWARD, forward[part], chunk)
-    for chunk, part in own:
+        if backward[part] < (forward[part] if part == placement.parts - 1 else backward[part + 1]):
+            ready[BACKWARD_INPUT] = Instruction(BACKWARD_INPUT, backward[part], chunk)
         if weight[part] < backward[part]:
-            yield Instruction(BACKWARD_WEIGHT, weight[part], chunk)
+            ready[BACKWARD_WEIGHT] = Instruction(BACKWARD_WEIGHT, weight[part], chunk)
+    return ready
 
 
-# A schedule as a value ---------------------------------------------------------------------------------------------------------------
+# A schedule as a value ---------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Schedule:
@@ -227,7 +233,8 @@ class Schedule:
 
     def _positions(self, stage: int) -> dict[tuple[int, int], int]:
         """(tag, micro-batch) of a stage's messages -> place in its list."""
-        return {(self.placement.peer(stage, i)[1], i.microbatch): n for n, i in enumerate(self.instructions(stage)) if _is_message(i)}
+        messages = ((n, i) for n, i in enumerate(self.instructions(stage)) if _is_message(i))
+        return {(self.placement.peer(stage, i)[1], i.microbatch): n for n, i in messages}
 
 
 def build(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
@@ -239,23 +246,20 @@ def _is_message(instruction: Instruction) -> bool:
     return instruction.op in SENDS or instruction.op in RECEIVES
 
 
-def receives(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """The receives of a list in their order, in which they may be posted ahead."""
-    return [i for i in instructions if i.op in RECEIVES]
+def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[Instruction]]:
+    """(op, chunk), which is to say tag -> the receives of a list in their order.
 
-
-# What a list holds -------------------------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class Held:
-    """What a stage holds at one moment, in micro-batches of each chunk.
-
-    activations: between F and I or B. weight_inputs: between I and W, what W still needs.
+    A stage that has the next receive of each tag posted ahead, before it comes to it in its list, stops nobody: then every list can
+    be walked even where a send blocks until its receive is posted.
     """
+    result: dict[tuple[str, int], list[Instruction]] = {}
+    for i in instructions:
+        if i.op in RECEIVES:
+            result.setdefault((i.op, i.chunk), []).append(i)
+    return result
 
-    activations: tuple[int, ...]
-    weight_inputs: tuple[int, ...]
 
+# What a list holds -------------------------------------------------------------------------------------------------------------
 
 def held(instructions: Sequence[Instruction], chunks: int = 1) -> tuple[Held, ...]:
     """The moments of a list that can need most memory: those at which no other moment holds as much of everything."""

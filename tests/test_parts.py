@@ -44,7 +44,7 @@ def test_both_ends_of_a_message_agree_and_no_two_kinds_share_a_tag(placement):
         for send, receive, source, target in ((SEND_FORWARD, RECV_FORWARD, (above, chunk_above), (below, chunk_below)),
                                               (SEND_BACKWARD, RECV_BACKWARD, (below, chunk_below), (above, chunk_above))):
             to, tag = placement.peer(source[0], Instruction(send, 0, source[1]))
-            assert (to, tag) == (target[0], tag) and placement.peer(target[0], Instruction(receive, 0, target[1])) == (source[0], tag)
+            assert to == target[0] and placement.peer(target[0], Instruction(receive, 0, target[1])) == (source[0], tag)
             tags.append(tag)
     assert len(set(tags)) == len(tags)
 

@@ -10,7 +10,7 @@ import torch
 
 from fugaku_megatron import schedule
 from fugaku_megatron.comm.local import ThreadWorld
-from fugaku_megatron.schedule import BACKWARD, FORWARD, Instruction
+from fugaku_megatron.parts import BACKWARD, FORWARD, Instruction, Placement
 from tests.helpers import make_trainer, small_run, train, whole_tensors
 
 LAYOUTS = {
@@ -27,19 +27,17 @@ def shuffled(stage: int, stages: int, microbatches: int, seed: int = 3) -> list[
     generator = random.Random(seed)
     forwards, backwards = (generator.sample(range(microbatches), microbatches) for _ in range(2))
     assert microbatches < 3 or forwards != sorted(forwards)
-    return [*(i for m in forwards for i in schedule._forward(stage, stages, m)),
-            *(i for m in backwards for i in schedule._backward(stage, stages, m))]
+    order = [Instruction(FORWARD, m) for m in forwards] + [Instruction(BACKWARD, m) for m in backwards]
+    return schedule.with_messages(Placement(stages), stage, order)
 
 
 def ahead(stage: int, stages: int, microbatches: int, extra: int = 2) -> list[Instruction]:
     """1F1B whose forwards run `extra` micro-batches further ahead."""
     fill = min(stages - stage - 1 + extra, microbatches)
-    instructions = [i for m in range(fill) for i in schedule._forward(stage, stages, m)]
+    order = [Instruction(FORWARD, m) for m in range(fill)]
     for m in range(microbatches):
-        if fill + m < microbatches:
-            instructions += schedule._forward(stage, stages, fill + m)
-        instructions += schedule._backward(stage, stages, m)
-    return instructions
+        order += [Instruction(FORWARD, fill + m)] * (fill + m < microbatches) + [Instruction(BACKWARD, m)]
+    return schedule.with_messages(Placement(stages), stage, order)
 
 
 @pytest.mark.parametrize("make", [shuffled, ahead])
