@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.plain_gpt import PlainGPT
+from fugaku_megatron.checkpoint.folders import Folders
+from fugaku_megatron.checkpoint.save import Description, run_steps, save_steps, shard_writer
+from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Grid, Groups
 from fugaku_megatron.data.dataset import MockDataset
@@ -51,6 +56,14 @@ def train(world: Comm, run: RunConfig, iterations: int, ops: Ops | None = None, 
         return [trainer.train_step() for _ in range(iterations)]
     finally:
         trainer.close()
+
+
+def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[Shard], state: dict[str, Any], comm: Comm,
+                    layout: dict[str, int], config: dict[str, Any], keep: int | None = None,
+                    folders: Folders | None = None) -> Path:
+    """Write a checkpoint here and now. Collective."""
+    description = Description(iteration, layout, config, state, keep)
+    return run_steps(save_steps(directory, shard_writer(comm.rank, shards), description, folders or Folders(comm)))
 
 
 def master_weights(trainer: Trainer) -> torch.Tensor:

@@ -16,10 +16,10 @@ from fugaku_megatron.checkpoint import load as load_module
 from fugaku_megatron.checkpoint.folders import FOLDER_FILES, Folders, all_folders, folder_of
 from fugaku_megatron.checkpoint.load import load_checkpoint, open_checkpoint
 from fugaku_megatron.checkpoint.manifest import list_iterations, read_head, read_manifest
-from fugaku_megatron.checkpoint.save import save_checkpoint
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
+from tests.helpers import save_checkpoint
 
 LAYOUT = {"tensor_model_parallel_size": 1}
 RANKS = 9
@@ -46,7 +46,7 @@ def save(directory, iteration=1, size=RANKS, **more):
 def load(directory, wanted=shards, size=RANKS):
     def rank(comm):
         targets = wanted(comm.rank, 0.0)
-        assert load_checkpoint(directory, targets, comm, LAYOUT)[1] == {"a": 1}
+        assert load_checkpoint(directory, targets, comm)[1] == {"a": 1}
         return [shard.tensor.tolist() for shard in targets]
 
     return ThreadWorld(size).run(rank)
@@ -81,11 +81,11 @@ def test_a_rank_gets_the_records_of_its_file_only(few, tmp_path, monkeypatch):
     save(tmp_path)
     read, folders_read, entries = load_module.read_folder, [], []
     monkeypatch.setattr(load_module, "read_folder", lambda path, name, head: folders_read.append(name) or read(path, name, head))
-    plan = load_module.make_plan
-    monkeypatch.setattr(load_module, "make_plan", lambda files, *more: entries.append(list(files)) or plan(files, *more))
+    look = load_module.Search.look
+    monkeypatch.setattr(load_module.Search, "look", lambda search, name, entry: entries.append(name) or look(search, name, entry))
     load(tmp_path)
     assert sorted(folders_read) == sorted(all_folders(RANKS)), "each by its leader alone"
-    assert sorted(name for names in entries for name in names) == sorted(
+    assert sorted(entries) == sorted(
         f"{folder_of(rank, RANKS)}/rank_{rank:05d}.safetensors" for rank in range(RANKS))
 
 
@@ -119,7 +119,7 @@ def test_another_number_of_ranks_replaces_a_checkpoint(few, tmp_path):
 def failure(directory):
     def rank(comm):
         with pytest.raises(ValueError) as caught:
-            load_checkpoint(directory, shards(comm.rank, 0.0), comm, LAYOUT)
+            load_checkpoint(directory, shards(comm.rank, 0.0), comm)
         return str(caught.value)
 
     (message,) = set(ThreadWorld(RANKS).run(rank))
@@ -173,7 +173,7 @@ def peak_of_a_save_and_a_load(directory, size):
     tracemalloc.start()
     folders = Folders(comm)
     save_checkpoint(directory, 1, big_shards(), {"a": 1}, comm, LAYOUT, {}, folders=folders)
-    load_module.load_shards(open_checkpoint(directory, comm), big_shards(), folders, LAYOUT)
+    load_module.load_shards(open_checkpoint(directory, comm), big_shards(), folders)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return peak, time.perf_counter() - began

@@ -1,33 +1,21 @@
-"""Weights put together from any pieces: against a scatter of single elements, and every gap or damage by name.
+"""Weights put together from any pieces: against a scatter of single elements, and gaps and damage by name.
 
 Run: pytest tests/test_checkpoint_weights.py
 """
 
-import math
 import random
 
 import pytest
 import torch
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.checkpoint.save import save_checkpoint
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.checkpoint.weights import boxes, load_weights
+from fugaku_megatron.checkpoint.weights import load_weights
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
+from tests.helpers import save_checkpoint
 
 KEY = "weight/w"
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (4, 1), (1, 6), (2, 3, 4)])
-def test_boxes_hold_the_elements_of_the_range_in_order(shape):
-    whole = torch.arange(math.prod(shape)).view(shape)
-    for start in range(whole.numel() + 1):
-        for end in range(start, whole.numel() + 1):
-            parts = [whole[tuple(slice(b, b + n) for b, n in zip(begin, extent, strict=True))].flatten()
-                     for begin, extent in boxes(shape, start, end)]
-            assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(range(start, end))
-            assert len(parts) <= 2 * len(shape) - 1
 
 
 def pieces(whole, rows, columns, ranges, rng):
@@ -79,16 +67,15 @@ def test_padded_rows(tmp_path, rows):
     assert torch.equal(target.tensor[:kept], whole[:kept]) and not target.tensor[kept:].any()
 
 
-def test_what_is_missing_or_damaged_is_named_and_nothing_is_copied(tmp_path):
+def test_what_is_missing_or_damaged_is_named(tmp_path):
     shards = pieces(torch.ones(4, 4), 2, 1, 2, random.Random(2))
     save(tmp_path / "gap", shards[:-1])
     save(tmp_path / "whole", shards)
     (tmp_path / "whole" / "iter_0000001" / "rank_00002.safetensors").write_bytes(b"x")
     target = whole_target((4, 4))
-    with pytest.raises(ValueError, match=r"weight/w: the files of .*iter_0000001 hold \d+ elements .*, which has 16"):
+    with pytest.raises(ValueError, match=r"weight/w: the files of .*iter_0000001 hold \d+ of the 16 elements "):
         load(tmp_path / "gap", target)
     with pytest.raises(ValueError, match=r"rank_00002\.safetensors is 1 bytes"):
         load(tmp_path / "whole", target)
-    with pytest.raises(ValueError, match="has no weight/v; the model differs"):
+    with pytest.raises(ValueError, match="has no weight/v; the model or"):
         load(tmp_path / "whole", Shard("weight/v", torch.zeros(1), (1,), (0,), (1,)))
-    assert not target.tensor.any()

@@ -1,15 +1,15 @@
-"""Loading the checkpoints of `checkpoint.save`, in the parallel layout that saved them; ZeRO-1 may have cut its shards elsewhere.
+"""Loading the checkpoints of `checkpoint.save` into any parallel layout: each rank reads the ranges of files that it needs.
 
-A rank gets the records of its own file, which its folder's leader reads. Where a shard lies in another rank's file, because the
-number of ranks differs, the records of all files pass by every rank, one folder at a time.
-Every public function is collective, and fails on all ranks or on none. Left out: loading into another parallel layout, which
-weights.py does for the weights alone. Test: pytest tests/test_checkpoint.py tests/test_checkpoint_folders.py
+A rank gets the records of its own file, which its folder's leader reads. Where the shard of any rank lies in other files, because
+the layout differs, the records of all files pass by every rank, one folder at a time, and each keeps those that it needs.
+Every public function is collective, and fails on all ranks or on none. Test: pytest tests/test_checkpoint.py
+tests/test_checkpoint_layouts.py tests/test_checkpoint_folders.py
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
@@ -32,9 +31,8 @@ from .manifest import (
     read_folder,
     read_head,
     unsigned_note,
-    verify_file,
 )
-from .shards import Shard, check_layout, check_model, make_plan, placed
+from .shards import Search, Shard, check_model, read_shards
 
 Files = dict[str, dict[str, Any]]  # file's name, relative to the checkpoint -> its entry in a manifest
 
@@ -83,36 +81,35 @@ def open_checkpoint(directory: str | os.PathLike, comm: Comm, iteration: int | N
     return Checkpoint(directory, path, iteration, head, files[0] if files else None)
 
 
-def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Comm, layout: dict[str, int],
-         iteration: int | None = None, model: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Comm, iteration: int | None = None,
+                    model: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
     """Fill the tensors of `shards` in place from the latest checkpoint, or `iteration`; returns (iteration, state). Collective.
 
     As `open_checkpoint` and `load_shards`, whose errors it raises.
     """
     checkpoint = open_checkpoint(directory, comm, iteration)
-    load_shards(checkpoint, shards, Folders(comm), layout, model)
+    load_shards(checkpoint, shards, Folders(comm), model)
     return checkpoint.iteration, checkpoint.state
 
 
-def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, layout: dict[str, int],
-                model: dict[str, Any] | None = None) -> None:
-    """Fill the tensors of `shards` in place. Collective.
+def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, model: dict[str, Any] | None = None,
+                padded: Collection[str] = ()) -> int:
+    """Fill the tensors of `shards` in place; returns how many bytes this rank has read of files of tensors. Collective.
 
-    A shard may lie in another rank's file. No rank copies anything before every rank has verified the files that it needs.
-    `model`: values that the saved config's "model" must have too. Raises ValueError on all ranks when the layout or the model
-    differs, when a file is missing, truncated or altered, and when a tensor is missing or has another shape or dtype.
+    `model`: values that the saved config's "model" must have too. padded: see `Search`. Raises ValueError on all ranks, before
+    anything is copied, when the model differs and when a tensor is missing, has another shape or dtype or is not wholly there;
+    and when a file is missing, truncated or altered, after which the tensors hold anything.
     """
     comm, path, head = folders.comm, checkpoint.path, checkpoint.head
     prefix, others = f"--load {checkpoint.directory}: ", partial(_other_iterations, checkpoint.directory, checkpoint.iteration)
     on_root(comm, lambda: check_model(head["config"].get("model", {}), model or {}, path), prefix)
-    on_root(comm, lambda: check_layout(head["layout"], layout, path), prefix)
-    files = _own_entry(checkpoint, folders, prefix, others)
-    lacking = not placed(files, shards)
-    if comm.all_reduce(torch.tensor(int(lacking)), "max"):
-        files = _needed_entries(checkpoint, comm, {shard.key for shard in shards}, prefix, others)
-    plan = agree(comm, lambda: make_plan(files, shards, path), prefix)
-    agree(comm, lambda: [verify_file(path / name, files[name]) for name in plan] and None, prefix, others)
-    agree(comm, lambda: [_read_shards(path / name, plan[name]) for name in plan] and None, prefix, others)
+    search = Search(shards, padded)
+    for name, entry in _own_entry(checkpoint, folders, prefix, others).items():
+        search.look(name, entry)
+    if comm.all_reduce(torch.tensor(int(not search.complete)), "max"):
+        search = _search_all(checkpoint, comm, Search(shards, padded), prefix, others)
+    plan = agree(comm, lambda: search.plan(path), prefix)
+    return agree(comm, lambda: sum(read_shards(path / name, work) for name, work in plan.items()), prefix, others)
 
 
 def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: Any) -> Files:
@@ -128,16 +125,13 @@ def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: An
     return {name: entry} if entry else {}
 
 
-def _needed_entries(checkpoint: Checkpoint, comm: Comm, keys: set[str], prefix: str, others: Any) -> Files:
-    """The entries of files with shards of `keys`, and of these alone: all records pass by, one folder at a time. Collective."""
-    needed: Files = {}
+def _search_all(checkpoint: Checkpoint, comm: Comm, search: Search, prefix: str, others: Any) -> Search:
+    """The search when all records have passed by, one folder at a time. Collective."""
     parts = _parts(checkpoint) if comm.rank == 0 else iter(())
     while (part := on_root(comm, lambda: next(parts, None), prefix, others)) is not None:
         for name, entry in part.items():
-            records = [record for record in entry["shards"] if record["key"] in keys]
-            if records:
-                needed[name] = {**entry, "shards": records}
-    return needed
+            search.look(name, entry)
+    return search
 
 
 def _parts(checkpoint: Checkpoint) -> Iterator[Files]:
@@ -155,13 +149,6 @@ def _iteration_to_load(directory: Path, iteration: int | None) -> int:
     if iteration is None:
         raise ValueError(f"no checkpoint there: {directory / TRACKER} does not exist")
     return iteration
-
-
-def _read_shards(path: Path, shards: list[tuple[Shard, int]]) -> None:
-    with safe_open(path, framework="pt") as stored:
-        for shard, first in shards:
-            values = stored.get_tensor(shard.key).view(-1)[first : first + shard.tensor.numel()]
-            shard.tensor.detach().copy_(values.view(shard.tensor.shape))
 
 
 def _other_iterations(directory: Path, damaged: int) -> str:

@@ -16,11 +16,11 @@ import errno
 import json
 import os
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
 from . import schema
+from .crc import crc32, verify_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -30,7 +30,6 @@ FOLDERS_VERSION = 3  # shards are recorded in a manifest of each folder, the man
 UNSIGNED_VERSION = 1  # without a checksum of the manifest; still read
 _REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-step"
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
-_CHUNK_BYTES = 8 << 20
 _TRACKER_DIGITS = 18
 
 
@@ -166,18 +165,6 @@ def write_manifest(path: Path, iteration: int, layout: dict[str, int], config: d
     write_text(path / MANIFEST, json.dumps(manifest, separators=(",", ":")))
 
 
-def verify_file(path: Path, entry: dict[str, Any]) -> None:
-    """Raise ValueError unless the file is there with the size and checksum of its manifest entry."""
-    if not path.exists():
-        raise ValueError(f"{path} is missing")
-    size = path.stat().st_size
-    if size != entry["size"]:
-        raise ValueError(f"{path} is {size} bytes, manifest says {entry['size']}")
-    crc = crc32(path)
-    if crc != entry["crc32"]:
-        raise ValueError(f"{path} has CRC-32 {crc}, manifest says {entry['crc32']}: its contents were altered")
-
-
 def _is_complete(directory: Path, iteration: int) -> bool:
     path = iteration_path(directory, iteration)
     try:
@@ -207,19 +194,6 @@ def iteration_path(directory: Path, iteration: int) -> Path:
 
 def join(iterations: list[int]) -> str:
     return ", ".join(map(str, iterations))
-
-
-def crc32(path: Path) -> str:
-    """CRC-32 of a file, in hexadecimal. It detects accidents, not attacks.
-
-    Chosen from the standard library by speed: 6.4 GB/s where SHA-256 ran at 1.9 and Adler-32 at 3.8 (one core of an AMD
-    EPYC of family 26, zlib 1.2.13).
-    """
-    crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-    return f"{crc:08x}"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,8 +1,8 @@
 """Writing sharded checkpoints: a safetensors file per rank and manifests (manifest.py shows the directory). No pickled code.
 
 A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the previous checkpoint loadable.
-Every public function is collective, and fails on all ranks or on none. Left out: asynchronous saves.
-Test: pytest tests/test_checkpoint.py
+It is a generator of steps, so that one description serves a save that the run waits for and one behind it (behind.py).
+Every public function is collective, and fails on all ranks or on none. Test: pytest tests/test_checkpoint.py
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from safetensors.torch import save_file
 
 from ..comm.agreement import agree, describe, on_root
 from ..comm.base import Comm
 from .folders import Folders, all_folders, file_name
 from .manifest import (
     TRACKER,
-    crc32,
     entries,
     fsync,
     iteration_name,
@@ -33,45 +32,75 @@ from .manifest import (
     write_manifest,
     write_text,
 )
-from .shards import Shard, place
+from .shards import Shard, record_piece
+from .tensor_files import write_tensors
+
+Written = tuple[str, dict[str, Any]] | None  # a file's name and its manifest entry; None for a rank that saves nothing
+WriteFile = Callable[[Path], Written]  # of a rank, into a folder
+Steps = Generator[Callable[[], Any], Callable[[], Any], Any]
 
 
-def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[Shard], state: dict[str, Any], comm: Comm,
-         layout: dict[str, int], config: dict[str, Any], keep: int | None = None, folders: Folders | None = None) -> Path:
-    """Write the checkpoint of `iteration` and return its directory. Collective.
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint says beside its tensors. config and state: JSON values (tuples come back as lists).
 
-    When several ranks hold a shard, only one of them passes it. `state` and `config` are JSON values (tuples come back as
-    lists). With `keep`, only the newest `keep` checkpoints up to this iteration remain. folders: those of `comm`, where they are
-    made already. Raises ValueError on all ranks if any rank fails; earlier checkpoints stay loadable.
+    keep: how many checkpoints up to this iteration remain, the newest; None: all.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"the number of checkpoints to keep must be at least 1, got {keep}")
-    directory, folders = Path(directory), folders or Folders(comm)
-    aside = directory / (iteration_name(iteration) + ".tmp")
-    prefix = f"--save {directory}: iteration {iteration} is not saved: "
-    on_root(comm, lambda: _prepare(directory, iteration, aside), prefix, _untouched)
+
+    iteration: int
+    layout: dict[str, int | str]
+    config: dict[str, Any]
+    state: dict[str, Any]
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"the number of checkpoints to keep must be at least 1, got {self.keep}")
+
+
+def run_steps(steps: Steps) -> Any:
+    """Go through the steps here and now; returns what they return."""
     try:
-        files = _write(aside, folders, shards, prefix)
-        ranks = comm.size if folders.name else None
-        on_root(comm, lambda: _seal(aside, iteration, layout, config, state, files, ranks), prefix, _untouched)
+        work = next(steps)
+        while True:
+            work = steps.send(work)
+    except StopIteration as end:
+        return end.value
+
+
+def save_steps(directory: str | os.PathLike, write: WriteFile, description: Description, folders: Folders) -> Steps:
+    """Writes a checkpoint and returns its directory. A generator: it yields work, and is sent what does it or returns its outcome.
+
+    The work, on large files, is a function without arguments that communicates nothing; what lies between two yields is collective.
+    write: writes this rank's file, such as `shard_writer`. Raises ValueError on all ranks if any rank fails; earlier checkpoints
+    stay loadable.
+    """
+    comm, directory = folders.comm, Path(directory)
+    name = iteration_name(description.iteration)
+    aside, prefix = directory / f"{name}.tmp", f"--save {directory}: iteration {description.iteration} is not saved: "
+    folder = aside / folders.name
+    on_root(comm, lambda: _prepare(directory, description.iteration, aside), prefix, _untouched)
+    try:
+        if folders.name:
+            agree(comm, lambda: folder.mkdir(parents=True, exist_ok=True) if folders.leads else None, prefix, _untouched)
+        written = yield partial(write, folder)
+        files = _record(aside, folders, agree(comm, written, prefix, _untouched), prefix)
+        on_root(comm, lambda: _seal(aside, description, files, comm.size if folders.name else None), prefix, _untouched)
     except ValueError:
         if comm.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    on_root(comm, lambda: _publish(directory, iteration, aside), prefix)
-    _remove(on_root(comm, lambda: _set_aside(directory, iteration, keep)), folders)
-    return directory / iteration_name(iteration)
+    on_root(comm, lambda: _publish(directory, description.iteration, aside), prefix)
+    yield from _remove(on_root(comm, lambda: _set_aside(directory, description.iteration, description.keep)), folders)
+    return directory / name
 
 
-def _write(aside: Path, folders: Folders, shards: list[Shard], prefix: str) -> dict[str, Any]:
-    """Write every rank's file, and the manifests of folders. Returns what the checkpoint's manifest names, on rank 0. Collective.
+def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[str, Any]:
+    """Write the manifests of folders from the entries of their files. Returns what the checkpoint's manifest names, on rank 0.
 
-    A rank knows the records of its own folder only, and only if it leads it.
+    own: this rank's file and its entry. A rank knows the records of its own folder only, and only if it leads it. Collective.
     """
     comm, folder = folders.comm, aside / folders.name
-    if folders.name:
-        agree(comm, lambda: folder.mkdir(parents=True, exist_ok=True) if folders.leads else None, prefix, _untouched)
-    own = agree(comm, lambda: _write_shards(folder, comm.rank, shards), prefix, _untouched)
     written = folders.members.gather_object(own) or []
     files = agree(comm, lambda: _unite(written), prefix, _untouched, name_rank=False)
     if not folders.name:
@@ -87,7 +116,7 @@ def _unite(written: list[Any]) -> dict[str, Any]:
     owners: dict[tuple, str] = {}
     for name, entry in files.items():
         for record in entry["shards"]:
-            first = owners.setdefault((record["key"], *place(record)), name)
+            first = owners.setdefault((record["key"], record_piece(record)), name)
             assert first == name, f"{record['key']} is given by two ranks, in {first} and {name}"
     return files
 
@@ -152,27 +181,25 @@ def _check_ours(directory: Path, iteration: int) -> None:
         raise ValueError(f"{final} exists and is not a whole checkpoint ({error}); move it away") from error
 
 
-def _write_shards(folder: Path, rank: int, shards: list[Shard]) -> tuple[str, dict[str, Any]] | None:
+def shard_writer(rank: int, shards: list[Shard]) -> WriteFile:
+    """Writes the file of a rank. When several ranks hold a shard, only one of them passes it."""
+    return lambda folder: write_shards(folder, rank, shards)
+
+
+def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
     """Write this rank's file; returns its name and manifest entry, or None if the rank owns nothing."""
     tensors = {shard.key: shard.tensor.detach() for shard in shards}
     assert len(tensors) == len(shards), "a rank gives two shards of one key"
     if not shards:
         return None
     path = folder / file_name(rank)
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except Exception as error:
-        raise ValueError(f"{path}: {error}") from error
-    path.chmod(folder.stat().st_mode & 0o666)  # the library writes mode 0600, which a group could not share
-    fsync(path)
-    entry = {"size": path.stat().st_size, "crc32": crc32(path), "shards": [shard.record() for shard in shards]}
-    return path.name, entry
+    entry = write_tensors(path, tensors)
+    return path.name, {**entry, "shards": [shard.record() for shard in shards]}
 
 
-def _seal(aside: Path, iteration: int, layout: dict[str, int], config: dict[str, Any], state: dict[str, Any],
-          files: dict[str, Any], ranks: int | None) -> None:
+def _seal(aside: Path, description: Description, files: dict[str, Any], ranks: int | None) -> None:
     """Write the manifest: the directory is then a whole checkpoint under a temporary name."""
-    write_manifest(aside, iteration, layout, config, state, files, ranks)
+    write_manifest(aside, description.iteration, description.layout, description.config, description.state, files, ranks)
     fsync(aside)
 
 
@@ -203,16 +230,26 @@ def _set_aside(directory: Path, iteration: int, keep: int | None) -> list[Path]:
     return aside
 
 
-def _remove(obsolete: list[Path], folders: Folders) -> None:
-    """Remove checkpoints that were set aside; every leader removes the folder of its own name. A failure only warns. Collective."""
+def _remove(obsolete: list[Path], folders: Folders) -> Steps:
+    """Remove checkpoints that were set aside; every leader removes the folder of its own name. A failure only warns."""
     for path in obsolete:
         if folders.name:
-            if folders.leads:
-                shutil.rmtree(path / folders.name, ignore_errors=True)  # another layout may have had other folders
+            removed = yield partial(_remove_folder, path / folders.name if folders.leads else None)
+            removed()
             folders.comm.barrier()
-        if folders.comm.rank == 0:
-            with _warning(path.with_suffix("")):
-                shutil.rmtree(path)
+        removed = yield partial(_remove_rest, path if folders.comm.rank == 0 else None)
+        removed()
+
+
+def _remove_folder(path: Path | None) -> None:
+    if path:
+        shutil.rmtree(path, ignore_errors=True)  # another layout may have had other folders
+
+
+def _remove_rest(path: Path | None) -> None:
+    if path:
+        with _warning(path.with_suffix("")):
+            shutil.rmtree(path)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from typing import Any
 CHECKSUM = "crc32"
 RECORD_FIELDS = ("global_shape", "offset", "slice_shape")
 RUN_STATE = ("progress", "scaler", "optimizer_steps")  # what a run cannot go on without
+MAX_BLOCK_BYTES = 1 << 30
+_HEXADECIMAL = "0123456789abcdef"
 _CRC32 = re.compile(r"[0-9a-f]{8}")
 _FOLDER = re.compile(r"ranks_[0-9]{6,}(/ranks_[0-9]{6,})*")
 
@@ -84,6 +86,12 @@ def _check_state(state: dict[str, Any], iteration: int) -> None:
 def _check_file(entry: dict[str, Any], where: str) -> None:
     _check(entry, "size", is_count, "a whole number from 0", where)
     _check(entry, "crc32", lambda value: isinstance(value, str) and _CRC32.fullmatch(value), "8 hexadecimal digits", where)
+    if "blocks" not in entry:
+        return
+    _check(entry, "block_size", lambda value: is_count(value) and 0 < value <= MAX_BLOCK_BYTES, "a number of bytes", where)
+    count = -(-entry["size"] // entry["block_size"])
+    _check(entry, "blocks", lambda value: isinstance(value, str) and len(value) == 8 * count and not value.strip(_HEXADECIMAL),
+           f"8 hexadecimal digits for each of {count:.6g} blocks", where)
 
 
 def _check_shards(entry: dict[str, Any], where: str) -> None:

@@ -1,16 +1,25 @@
-"""What a shard of a checkpoint is, and which file holds each shard that a rank needs, or why no file does.
+"""What a shard of a checkpoint is, which files hold the pieces that it consists of, and reading those.
 
-Left out: the files themselves (save.py, load.py, manifest.py). Test: pytest tests/test_checkpoint.py
+Pieces are found by the name of their global tensor and their place in it, so it does not matter which parallel layout wrote them.
+Left out: who gets which records (load.py), the arithmetic of pieces (boxes.py). Test: pytest tests/test_checkpoint_layouts.py
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from .boxes import Box, Piece
+from .tensor_files import BlockFile, Entry, StoredTensor, read_header
+
+Record = dict[str, Any]  # of a shard, in a manifest
+READ_BYTES = 4 << 20  # of a tensor at once
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,8 @@ class Shard:
     `key` names the global tensor (ranks that hold different pieces of it use the same key), such as
     "decoder.layers.3.mlp.linear_fc1.weight/exp_avg". The tensor-parallel slice has the shape `slice_shape` and begins at
     `offset` in the tensor of shape `global_shape`. `tensor` (any shape, contiguous) holds the row-major range [flat_start,
-    flat_start + numel) of that slice: all of it (flat_start 0), or this rank's part of it under ZeRO-1.
+    flat_start + numel) of that slice: all of it (flat_start 0), or this rank's part of it under ZeRO-1. `alias`: the key whose
+    values it takes from a checkpoint without its own: a copy of that tensor, which the run that saved did not need.
     """
 
     key: str
@@ -29,6 +39,7 @@ class Shard:
     offset: tuple[int, ...]
     slice_shape: tuple[int, ...]
     flat_start: int = 0
+    alias: str | None = None
 
     def __post_init__(self) -> None:
         assert self.tensor.is_contiguous(), self.key
@@ -37,28 +48,20 @@ class Shard:
         assert all(0 <= start and start + length <= full for start, length, full in extents), self.key
         assert 0 <= self.flat_start <= math.prod(self.slice_shape) - self.tensor.numel(), self.key
 
-    def record(self) -> dict[str, Any]:
+    @property
+    def piece(self) -> Piece:
+        return Piece(tuple(self.offset), tuple(self.slice_shape), self.flat_start, self.tensor.numel())
+
+    def record(self) -> Record:
         """The shard's entry in the manifest."""
         return {"key": self.key, "dtype": str(self.tensor.dtype).replace("torch.", ""),
                 "global_shape": list(self.global_shape), "offset": list(self.offset),
                 "slice_shape": list(self.slice_shape), "flat_start": self.flat_start, "numel": self.tensor.numel()}
 
 
-def check_layout(saved: dict[str, int], current: dict[str, int], path: Path) -> None:
-    """Raises ValueError naming every entry of the layout that differs, and the flags that start a run with the saved ones."""
-    differing = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
-    if not differing:
-        return
-    flags = [_layout_flag(name, saved[name]) for name in differing if name in saved]
-    both = ", ".join(f"{name} {saved.get(name)} (this run: {current.get(name)})" for name in differing)
-    raise ValueError(f"{path} was saved with {both}; start with {' '.join(flags) or 'the layout of that time'}")
-
-
-def _layout_flag(name: str, value: int) -> str:
-    """The flag that starts a run with this entry of a layout."""
-    if name == "zero_shards":
-        return "--zero-stage 0" if value == 1 else f"--zero-stage 1 with data-parallel size {value}"
-    return f"mpiexec -n {value}" if name == "world_size" else f"--{name.replace('_', '-')} {value}"
+def record_piece(record: Record) -> Piece:
+    """The piece that a record of the manifest describes."""
+    return Piece(tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"])
 
 
 def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
@@ -69,71 +72,132 @@ def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> N
         raise ValueError(f"{path} holds another model, with {both}; give its values, or another --load")
 
 
-Plan = dict[str, list[tuple[Shard, int]]]  # file name -> shards to fill, and where in the file's tensor of that key each begins
+@dataclass(frozen=True)
+class Source:
+    """A stored piece of what a shard needs: a file's name and entry (without records), and the piece's record."""
+
+    file: str
+    entry: Entry
+    record: Record
 
 
-def placed(files: dict[str, Any], shards: list[Shard]) -> bool:
-    """Whether these files, name -> manifest entry, hold every shard at its place."""
-    stored = {(record["key"], *place(record)) for entry in files.values() for record in entry["shards"]}
-    return all((shard.key, *place(shard.record())) in stored for shard in shards)
+@dataclass
+class _Found:
+    """What was found of one key: the dtype and global shape of the first record, and the pieces that a shard here needs."""
+
+    dtype: str
+    global_shape: list[int]
+    sources: list[Source] = field(default_factory=list)
 
 
-def make_plan(files: dict[str, Any], shards: list[Shard], path: Path) -> Plan:
-    """What to read from which file; a shard may lie in several, each with a range of it. files: name -> manifest entry.
+class Search:
+    """Collects, from the records that pass by, those that this rank's shards need; it keeps no others.
 
-    Raises ValueError for a shard that the files do not hold.
+    padded: keys whose first dimension is rounded up to a multiple that depends on the layout; rows that the checkpoint does not
+    have stay as they are. converts: the shards may have another dtype than the checkpoint.
     """
-    stored: dict[str, list[tuple[str, dict[str, Any]]]] = {shard.key: [] for shard in shards}
-    for name, entry in files.items():
+
+    def __init__(self, shards: list[Shard], padded: Collection[str] = (), converts: bool = False) -> None:
+        self.shards, self.padded, self.converts = shards, frozenset(padded), converts
+        self._found: dict[str, _Found] = {}
+        self._pieces: dict[str, list[Piece]] = {}
+        for shard in shards:
+            for key in filter(None, (shard.key, shard.alias)):
+                self._pieces.setdefault(key, []).append(shard.piece)
+
+    def look(self, name: str, entry: Entry) -> None:
+        """Take what is needed of a file and its entry."""
+        bare = {field: value for field, value in entry.items() if field != "shards"}
         for record in entry["shards"]:
-            if record["key"] in stored:
-                stored[record["key"]].append((name, record))
-    plan: Plan = {}
-    for shard in shards:
-        for name, part, first in _find(stored[shard.key], shard, path):
-            plan.setdefault(name, []).append((part, first))
-    return plan
+            wanted = self._pieces.get(record["key"])
+            if wanted is None:
+                continue
+            found = self._found.setdefault(record["key"], _Found(record["dtype"], record["global_shape"]))
+            piece = record_piece(record)
+            if any(len(piece.shape) == len(other.shape) and next(piece.shared(other), None) for other in wanted):
+                found.sources.append(Source(name, bare, record))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard is found, and wholly."""
+        return all(found is not None and _held(shard, found) == _needed(shard, found)
+                   for shard, found in ((shard, self._of(shard)) for shard in self.shards))
+
+    def _of(self, shard: Shard) -> _Found | None:
+        return self._found.get(shard.key) or self._found.get(shard.alias)
+
+    def plan(self, path: Path) -> dict[str, list[tuple[Shard, Source]]]:
+        """File name -> what to copy from it. Raises ValueError for a shard that does not fit, or is not wholly there."""
+        plan: dict[str, list[tuple[Shard, Source]]] = {}
+        for shard in self.shards:
+            for source in self._checked(shard, path).sources:
+                if next(record_piece(source.record).shared(shard.piece), None):
+                    plan.setdefault(source.file, []).append((shard, source))
+        return plan
+
+    def _checked(self, shard: Shard, path: Path) -> _Found:
+        found = self._of(shard)
+        if found is None:
+            raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that was saved")
+        needed, first = shard.record(), 1 if shard.key in self.padded else 0
+        shape, own = tuple(found.global_shape), tuple(shard.global_shape)
+        if len(shape) != len(own) or shape[first:] != own[first:]:
+            raise ValueError(f"{shard.key}: global shape is {list(shape)} in {path}, {list(own)} in this run")
+        if found.dtype != needed["dtype"] and not self.converts:
+            raise ValueError(f"{shard.key}: dtype is {found.dtype} in {path}, {needed['dtype']} in this run")
+        held, wanted = _held(shard, found), _needed(shard, found)
+        if held != wanted:
+            raise ValueError(f"{shard.key}: the files of {path} hold {held} of the {wanted} {_show(needed)}")
+        return found
 
 
-def _find(pieces: list[tuple[str, dict[str, Any]]], shard: Shard, path: Path) -> list[tuple[str, Shard, int]]:
-    """The files that hold this shard, the part of it in each, and where that begins in the file's tensor."""
-    needed = shard.record()
-    if not pieces:
-        raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that was saved")
-    for what in ("global_shape", "dtype"):
-        if pieces[0][1][what] != needed[what]:
-            both = f"{pieces[0][1][what]} in {path}, {needed[what]} in this run"
-            raise ValueError(f"{shard.key}: {what.replace('_', ' ')} is {both}")
-    for name, record in pieces:
-        if place(record) == place(needed):
-            return [(name, shard, 0)]
-    parts = _parts(pieces, shard, needed)
-    if not parts:
-        places = "; ".join([_show_place(record) for _, record in pieces[:4]] + ["..."] * (len(pieces) > 4))
-        raise ValueError(f"{shard.key}: this run holds {_show_place(needed)}; {path} holds {places}")
-    return parts
+def _held(shard: Shard, found: _Found) -> int:
+    """Elements of the shard that the found pieces hold."""
+    piece = shard.piece
+    return sum(box.numel for source in found.sources for box in record_piece(source.record).shared(piece))
 
 
-def _parts(pieces: list[tuple[str, dict[str, Any]]], shard: Shard, needed: dict[str, Any]) -> list[tuple[str, Shard, int]]:
-    """The shard put together from ranges of the same slice, which ZeRO-1 cut elsewhere; nothing where they leave a gap."""
-    parts, done, flat = [], shard.flat_start, shard.tensor.view(-1)
-    end = done + flat.numel()
-    same = [(name, r) for name, r in pieces if (r["offset"], r["slice_shape"]) == (needed["offset"], needed["slice_shape"])]
-    for name, record in sorted(same, key=lambda piece: piece[1]["flat_start"]):
-        first, last = record["flat_start"], record["flat_start"] + record["numel"]
-        if first <= done < min(last, end):
-            upto = min(last, end)
-            values = flat[done - shard.flat_start : upto - shard.flat_start]
-            parts.append((name, replace(shard, tensor=values, flat_start=done), done - first))
-            done = upto
-    return parts if done == end else []
+def _needed(shard: Shard, found: _Found) -> int:
+    """Elements of the shard that the saved tensor has; it may have fewer rows."""
+    whole = Box((0,) * len(found.global_shape), tuple(found.global_shape))
+    if len(shard.offset) != len(found.global_shape):
+        return -1  # another tensor, of which nothing is held
+    return sum(part.numel for part in map(whole.meet, shard.piece.boxes()) if part)
 
 
-def place(record: dict[str, Any]) -> tuple:
-    """What distinguishes the pieces of one key."""
-    return tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"]
-
-
-def _show_place(record: dict[str, Any]) -> str:
+def _show(record: Record) -> str:
     end = record["flat_start"] + record["numel"]
     return f"elements [{record['flat_start']}, {end}) of the slice {record['slice_shape']} at {record['offset']}"
+
+
+def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
+    """Copy what one file holds into the tensors of the shards, in the order of the file; returns the bytes that were read.
+
+    Raises ValueError where the file is not what the manifest says. Takes READ_BYTES, and some blocks, beside the tensors.
+    """
+    with BlockFile(path, work[0][1].entry) as file:
+        stored = read_header(file)
+        placed = [(check_stored(stored, source.record, path), shard, record_piece(source.record)) for shard, source in work]
+        for tensor, shard, piece in sorted(placed, key=lambda part: part[0].start):
+            _copy(file, tensor, piece, shard)
+        return file.read_bytes
+
+
+def check_stored(stored: dict[str, StoredTensor], record: Record, path: Path) -> StoredTensor:
+    """Where the header of a file says that a record's values are. Raises ValueError when it does not agree with the record."""
+    tensor = stored.get(record["key"])
+    if tensor is None or (str(tensor.dtype), tensor.numel) != (f"torch.{record['dtype']}", record["numel"]):
+        raise ValueError(f"{path} does not hold {record['key']} as the manifest describes it: {_show(record)}")
+    return tensor
+
+
+def _copy(file: BlockFile, tensor: StoredTensor, piece: Piece, shard: Shard) -> None:
+    """Copy what a stored piece and a shard share, some rows at a time."""
+    target, size = shard.tensor.detach().view(-1), tensor.dtype.itemsize
+    row = max(1, math.prod(piece.shape[1:])) * size
+    for box in piece.shared(shard.piece):
+        for band in box.bands(max(1, READ_BYTES // row)):
+            first, last = piece.span(band)
+            data = file.read(tensor.start + first * size, tensor.start + last * size)
+            values = torch.frombuffer(data, dtype=tensor.dtype)
+            shard.piece.view(target, band).copy_(piece.view(values, band, first))

@@ -56,7 +56,7 @@ class ModelConfig:
 
 # What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
 ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
-                "make_vocab_size_divisible_by", "normalization", "disable_bias_linear", "layernorm_epsilon")
+                "normalization", "disable_bias_linear", "layernorm_epsilon")
 
 
 # What decides the course of training beside the architecture, by group: a resumed run says where it differs from what was saved.
@@ -257,6 +257,7 @@ class OutputConfig:
     save_interval: int | None = opt(None, "iterations between checkpoints (default: only at the end)", type=int)
     save_interval_in_mins: float | None = opt(None, "minutes between checkpoints, by the clock of rank 0", type=float)
     keep_last: int | None = opt(None, "checkpoints to keep in --save; older ones are removed after a save (default: all)", type=int)
+    async_save: bool = opt(False, "copy a checkpoint to memory and write it while training goes on")
     log_interval: int = opt(100, "iterations between log lines")
     log_live: str = opt("auto", "one live line with loss, tokens/s and time left instead of log lines; auto: on a terminal, also "
                         "below mpiexec", choices=("auto", "on", "off"))

@@ -31,17 +31,18 @@ INDEX_SAMPLE_BYTES, INDEX_MAX_BYTES = 16, 128 << 20  # of the data's index on a 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank holds at the peak of a step, by use."""
+    """Bytes that one rank holds at the peak of a step, by use. saving: the copy that --async-save writes."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     logits: int
+    saving: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.saving
 
 
 def data_index_bytes(run: RunConfig, samples: int) -> int:
@@ -88,6 +89,8 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> 
     logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
     logits = logits if stage == layout.pp - 1 else 0
     travelling = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
+    saving = elements * FP32_BYTES * 3 // shards if run.output.save and run.output.async_save else 0  # weights and both moments
     copies = 3 if run.system.cache_packed_weights else 1
     return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + travelling),
-                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live + outside, logits=logits)
+                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live + outside, logits=logits,
+                  saving=saving)

@@ -48,7 +48,8 @@ def _row(plans: list[StagePlan]) -> str:
     first, last = plans[0], plans[-1]
     name = f"{first.stage}" if first is last else f"{first.stage}-{last.stage}"
     memory = first.memory
-    figures = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.logits, memory.total)
+    figures = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.logits,
+               *([memory.saving] if memory.saving else []), memory.total)
     layers = f"{first.layers.start:>3}-{last.layers.stop - 1:<3}"
     return (f"  {name:>7} | {layers} | {first.parameters / 1e6:>10.2f} | {first.in_flight:>9} | "
             + " | ".join(f"{figure / 2**20:>9.0f}" for figure in figures))
@@ -61,7 +62,7 @@ def _table(plans: list[StagePlan]) -> list[str]:
             runs[-1].append(plan)
         else:
             runs.append([plan])
-    columns = ("weights", "gradients", "optimizer", "activ.", "logits", "total")
+    columns = ("weights", "gradients", "optimizer", "activ.", "logits", *(["saving"] if plans[0].memory.saving else []), "total")
     head = f"  {'stage':>7} | layers  | M params   | in flight | " + " | ".join(f"{c:>9}" for c in columns)
     return [head + "   (MiB per rank, model)", *map(_row, runs)]
 

@@ -136,8 +136,9 @@ class FlatParameters:
             a, b = max(start, begin), min(start + tensor.numel(), begin + parameter.numel())
             if a < b and (parameter.spec.owned or not owned):
                 spec = parameter.spec
+                copied = f"{kind}/{spec.init_name}" if spec.init_name != spec.name else None  # a tied copy, not in every layout
                 shards.append(Shard(key=f"{kind}/{spec.name}", tensor=tensor[a - start : b - start], global_shape=spec.shape,
-                                    offset=spec.offset, slice_shape=tuple(parameter.shape), flat_start=a - begin))
+                                    offset=spec.offset, slice_shape=tuple(parameter.shape), flat_start=a - begin, alias=copied))
         return shards
 
 

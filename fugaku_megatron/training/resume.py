@@ -6,7 +6,7 @@ Left out: reading the tensors (`checkpoint.load`). Test: pytest tests/test_resum
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..checkpoint.load import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import TRACKER, latest_iteration
 from ..comm.agreement import on_root
 from ..comm.base import Comm
+from ..run.accounting import padded_vocab_size
 from ..run.checks import check, flag
 from ..run.config import COURSE, RunConfig
 from .param_schedule import ParamSchedule
@@ -21,6 +22,9 @@ from .session import HISTORY, LOSS_CURVE
 from .train import Progress, Trainer
 
 OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER)  # what a run that ended before its first checkpoint leaves, beside iter_...
+
+LAYOUT_SIZES = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_size": "PP", "data_parallel_size": "DP",
+                "zero_shards": "ZeRO shards"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,38 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     trainer.load(resume.checkpoint)
     lines = [f"resumed from {run.output.load} at iteration {trainer.progress.iteration}"]
     lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
+    lines += _layout_notes(trainer, resume)
     return lines + _schedule_note(requested, trainer, resume)
+
+
+def _layout_notes(trainer: Trainer, resume: Resume) -> list[str]:
+    """Another layout than the saved one; what follows the layout is the size of a batch, and of the vocabulary."""
+    saved, now = resume.checkpoint.head["layout"], trainer.layout_record()
+    names = [name for name in LAYOUT_SIZES if name in saved]
+    before, after = (" x ".join(f"{LAYOUT_SIZES[name]} {sizes[name]}" for name in names) for sizes in (saved, now))
+    notes = [f"note: saved with {before}, goes on with {after}"] if before != after else []
+    return [*notes, *_batch_note(trainer, saved, resume.config), *_vocabulary_note(trainer, saved, resume.config)]
+
+
+def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Where the global batch size is not given: micro-batch x data-parallel size."""
+    batch, own = config["batch"], trainer.layout.global_batch_size(trainer.run)
+    size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)
+    if size == own or trainer.run.batch.global_batch_size or batch["global_batch_size"]:
+        return []
+    return [f"note: the global batch size is {own}, was {size}, micro-batch x data-parallel size each time: give "
+            f"--global-batch-size {size} to go on with the same curve"]
+
+
+def _vocabulary_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Rows beyond the tokens take part in the loss, as in Megatron: their number changes it a little."""
+    model, tp = trainer.run.model, trainer.layout.tp
+    multiple = config["model"]["make_vocab_size_divisible_by"]
+    rows = padded_vocab_size(replace(model, make_vocab_size_divisible_by=multiple), saved["tensor_model_parallel_size"])
+    own = padded_vocab_size(model, tp)
+    keep = f"; give --make-vocab-size-divisible-by {rows // tp} to keep {rows}" * (rows % tp == 0)
+    return [] if own == rows else [f"note: the padded vocabulary has {own} rows, had {rows}, and those beyond the "
+                                   f"{model.vocab_size} tokens count in the loss{keep}"]
 
 
 def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoint.behind import SaveBehind
 from ..host import allocator, runtime
 from ..host.profiler import Profiler
 from ..logs import plot
@@ -39,6 +40,8 @@ class Session:
     skipped_in_a_row: int = 0  # where no loss scale explains it
     save_due: bool = False
     save_timer: runtime.ExitTimer = field(init=False)
+    saving: SaveBehind | None = None
+    saved_iteration: int = 0  # of the save that began last
     picture: subprocess.Popen | None = None  # the process that draws the losses
 
     def __post_init__(self) -> None:
@@ -57,7 +60,9 @@ class Session:
             self._log(result, [after - earlier for after, earlier in zip(allocator.page_faults(), before, strict=True)])
             self._check_divergence(result)
             self._evaluate(progress.iteration)
-            reason, due = self._reason_to_leave(progress.iteration, timer)
+            reason, due, written = self._reason_to_leave(progress.iteration, timer)
+            if self.saving and written:
+                self._advance_save()
             self.save_due = self.save_due or due or bool(output.save_interval) and progress.iteration % output.save_interval == 0
             if reason:
                 self.writer.flush()
@@ -69,6 +74,7 @@ class Session:
                 break
         if output.save and saved != progress.iteration:
             self._save(output.save)
+        self._finish_save()
         if self.profiler and self.started < output.profile_step_end - 1:  # fewer iterations than asked for
             self._write_profile(output.profile_dir)
         self._await_picture()
@@ -126,6 +132,7 @@ class Session:
         if self.skipped_in_a_row < DIVERGED_STEPS:
             return
         progress, output = self.trainer.progress, self.trainer.run.output
+        self._finish_save()  # it is from before
         self.writer.flush()
         self.writer.print(f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {progress.iteration} held an Inf "
                           "or NaN, and no update was made. Nothing is saved; go on from the last checkpoint"
@@ -142,27 +149,50 @@ class Session:
         loss = self.trainer.evaluate(self.trainer.valid, first, training.eval_iters)
         self.writer.validation(iteration, loss, self.trainer.progress.consumed_samples)
 
-    def _reason_to_leave(self, iteration: int, timer: runtime.ExitTimer) -> tuple[str | None, bool]:
-        """Why to leave, if at all, and whether --save-interval-in-mins is over by the clock of rank 0.
+    def _reason_to_leave(self, iteration: int, timer: runtime.ExitTimer) -> tuple[str | None, bool, bool]:
+        """Why to leave, if at all; whether --save-interval-in-mins is over by the clock of rank 0; whether no rank still writes.
 
         The same answers on every rank: one small reduction per iteration.
         """
         interval, world = self.trainer.run.training.exit_interval, self.trainer.world
-        flags = [self.signals.stop_requested, timer.expired, world.rank == 0 and self.save_timer.expired]
-        signalled, late, due = world.all_reduce(torch.tensor(flags, dtype=torch.int32), "max").tolist()
+        writes = self.saving is not None and not self.saving.done
+        flags = [self.signals.stop_requested, timer.expired, world.rank == 0 and self.save_timer.expired, writes]
+        signalled, late, due, writing = world.all_reduce(torch.tensor(flags, dtype=torch.int32), "max").tolist()
+        reason = "a signal asked to stop" if signalled else "--exit-duration-in-mins is over" if late else None
         if interval and iteration % interval == 0:
-            return f"--exit-interval {interval}", bool(due)
-        return "a signal asked to stop" if signalled else "--exit-duration-in-mins is over" if late else None, bool(due)
+            reason = f"--exit-interval {interval}"
+        return reason, bool(due), not writing
 
     def _await_save(self) -> None:
         """From now on --save-interval-in-mins counts."""
         self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
 
     def _save(self, directory: str) -> None:
-        self.trainer.save(directory)
+        """Save, or with --async-save begin to; the save before ends first."""
+        self._finish_save()
         self.save_due = False
         self._await_save()
-        self.writer.print(f"saved checkpoint of iteration {self.trainer.progress.iteration} to {directory}")
+        self.saved_iteration = self.trainer.progress.iteration
+        if self.trainer.run.output.async_save:
+            self.saving = self.trainer.save_behind(directory)
+        else:
+            self.trainer.save(directory)
+            self._report_save()
+
+    def _advance_save(self) -> None:
+        """The next step of a save behind the run, when all ranks have done the present one."""
+        if self.saving.advance():
+            self.saving = None
+            self._report_save()
+
+    def _finish_save(self) -> None:
+        """Wait for a save behind the run."""
+        while self.saving:
+            self._advance_save()
+
+    def _report_save(self) -> None:
+        directory = self.trainer.run.output.save
+        self.writer.print(f"saved checkpoint of iteration {self.saved_iteration} to {directory}")
         if self.writer.printing:
             heading = plot.title(plot.describe(self.trainer.run, self.trainer.layout.dp), os.path.abspath(directory))
             self._await_picture()

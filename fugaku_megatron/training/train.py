@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from .. import schedule
+from ..checkpoint.behind import SaveBehind, Snapshot
 from ..checkpoint.folders import Folders
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
-from ..checkpoint.save import save_checkpoint
+from ..checkpoint.save import Description, Steps, run_steps, save_steps, shard_writer
+from ..checkpoint.shards import Shard
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..data.dataset import Dataset
 from ..data.feed import Feed, Handout
 from ..data.sampler import Prefetcher, first_sample, micro_batches
-from ..nn.model import Stage
+from ..nn.model import EMBEDDING, Stage
 from ..nn.ops import Ops
 from ..run.accounting import Layout, pipeline_split, sequence_parts, zero_shards
 from ..run.batches import RampUp
@@ -34,6 +36,8 @@ from .optim import PARAMETER_DTYPES, Optimizer
 from .param_schedule import ParamSchedule
 from .step import StepExecutor, StepShape
 
+# Rows of the vocabulary are a multiple that depends on the layout. New rows begin as those of a new run.
+PADDED = tuple(f"{kind}/{name}.weight" for kind in ("weight", "exp_avg", "exp_avg_sq") for name in (EMBEDDING, "output_layer"))
 MakeSchedule = Callable[[int, int, int], list[schedule.Instruction]]  # stage, stages, micro-batches
 
 
@@ -92,6 +96,8 @@ class Trainer:
         self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
         self.folders = Folders(self.world)  # of checkpoints
         self._batches: Prefetcher[Batch] | Handout | None = None
+        behind = run.output.save and run.output.async_save
+        self._snapshot = Snapshot(self.optimizer.checkpoint_shards(owned=True)) if behind else None
 
     @property
     def reads_data(self) -> bool:
@@ -196,9 +202,10 @@ class Trainer:
 
     # Checkpoints ----------------------------------------------------------------------------------------------------------------
 
-    def _layout_record(self) -> dict[str, int | str]:
+    def layout_record(self) -> dict[str, int | str]:
+        """The layout as a checkpoint has it."""
         return {"tensor_model_parallel_size": self.layout.tp, "pipeline_model_parallel_size": self.layout.pp,
-                "pipeline_split": ",".join(map(str, pipeline_split(self.run))),
+                "pipeline_split": ",".join(map(str, pipeline_split(self.run))), "data_parallel_size": self.layout.dp,
                 "zero_shards": zero_shards(self.run, self.layout)}
 
     def state(self) -> dict[str, Any]:
@@ -208,20 +215,28 @@ class Trainer:
                 "kernels": self.ops.choice, "param_schedule": self.param_schedule.state(),
                 "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
 
+    def _save_steps(self, directory: str, shards: list[Shard]) -> Steps:
+        description = Description(self.progress.iteration, self.layout_record(), asdict(self.run), self.state(),
+                                  self.run.output.keep_last)
+        return save_steps(directory, shard_writer(self.world.rank, shards), description, self.folders)
+
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
-        save_checkpoint(directory, self.progress.iteration, self.optimizer.checkpoint_shards(owned=True), self.state(), self.world,
-                        self._layout_record(), asdict(self.run), self.run.output.keep_last, self.folders)
+        run_steps(self._save_steps(directory, self.optimizer.checkpoint_shards(owned=True)))
+
+    def save_behind(self, directory: str) -> SaveBehind:
+        """Copy the present iteration and begin to write it, with --async-save; the save before must be finished. Collective."""
+        return SaveBehind(self._save_steps(directory, self._snapshot.take(self.optimizer.checkpoint_shards(owned=True))))
 
     def load(self, source: str | Checkpoint) -> dict[str, Any]:
-        """Go on from a checkpoint, or from the latest one in a directory; returns its `state`. Collective.
+        """Go on from a checkpoint of any layout, or from the latest one in a directory; returns its `state`. Collective.
 
         Every shard is read by the rank that saves it; the ranks that hold it too get it from that one. Raises ValueError on every
-        rank for a checkpoint that is damaged or of another program.
+        rank for a checkpoint that is damaged, of another model or of another program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         model = {name: getattr(self.run.model, name) for name in ARCHITECTURE}
-        load_shards(checkpoint, self.optimizer.checkpoint_shards(owned=True), self.folders, self._layout_record(), model)
+        load_shards(checkpoint, self.optimizer.checkpoint_shards(owned=True), self.folders, model, PADDED)
         state = checkpoint.state
         self.optimizer.after_load()
         self.optimizer.scaler.load(state["scaler"])

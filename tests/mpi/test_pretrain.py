@@ -113,9 +113,10 @@ def ranks(job: subprocess.Popen) -> list[psutil.Process]:
     return [p for p in children if "pretrain_gpt.py" in " ".join(p.cmdline())]
 
 
-def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills):
+@pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["waiting", "behind"])
+def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, how):
     length = 10 + 3 * kills
-    flags = ["--train-iters", str(length), "--save-interval", "2", "--hidden-dropout", "0.1"]
+    flags = ["--train-iters", str(length), "--save-interval", "2", "--hidden-dropout", "0.1", *how]
     whole = mpich.run(2, PROGRAM, *TINY, *flags, "--save", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
     chance, killed = random.Random(kills), 0
@@ -134,6 +135,21 @@ def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills):
     last = mpich.run(2, PROGRAM, *TINY, *flags, "--save", str(tmp_path / "killed"), "--load", str(tmp_path / "killed"))
     assert last.returncode == 0, last.stderr
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_another_layout_goes_on_with_the_same_curve(mpich, tmp_path):
+    flags = [PROGRAM, *TINY, "--train-iters", "8", "--hidden-dropout", "0.1"]
+    parallel = ["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--sequence-parallel"]
+    whole = mpich.run(4, *flags, *parallel, "--save", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    directory = ["--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts")]
+    first = mpich.run(4, *flags, *parallel, *directory, "--exit-interval", "3")
+    second = mpich.run(2, *flags, "--pipeline-model-parallel-size", "2", *directory, "--exit-interval", "6")
+    third = mpich.run(1, *flags, *directory)
+    assert first.returncode == second.returncode == third.returncode == 0, second.stderr + third.stderr
+    assert "note: saved with TP 2 x PP 1 x DP 2 x ZeRO shards 2, goes on with TP 1 x PP 2 x DP 1 x ZeRO shards 1" in second.stdout
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    assert losses(tmp_path / "parts")[:3] == losses(tmp_path / "whole")[:3]
 
 
 def test_a_truncated_shard_is_refused_and_the_previous_checkpoint_loads(mpich, tmp_path):

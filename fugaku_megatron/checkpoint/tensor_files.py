@@ -1,0 +1,166 @@
+"""One file of a checkpoint: written once with its checksums, and read in the ranges that somebody needs, each block verified.
+
+    8 bytes: length of the header | header: JSON, name -> dtype, shape, data_offsets | the values of all tensors
+
+That is the safetensors format. What the manifest says of a file is its entry: size, CRC-32, and the CRC-32 of every block of it;
+entries from before blocks had checksums have the first two, and then the whole file is verified before anything is read.
+Left out: which ranges are needed (shards.py). Test: pytest tests/test_tensor_files.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import describe
+from .crc import BLOCK_BYTES, DIGITS, BlockChecksums, check_size, digits, verify_file
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+          torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+_LENGTH_BYTES, _ALIGNMENT = 8, 8
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library
+
+Entry = dict[str, Any]  # of a file, in a manifest
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
+    """Write a file of contiguous tensors, of any shape; returns its entry, without shards.
+
+    Raises ValueError naming the file where it cannot be written.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # every tensor is aligned
+    checksums = BlockChecksums()
+    try:
+        with open(path, "wb", buffering=0) as file:
+            _write(file, memoryview(_header(ordered)), checksums)
+            for _, tensor in ordered:
+                _write(file, memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()), checksums)
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(f"{path}: {describe(error)}") from error
+    return checksums.record()
+
+
+def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
+    """The length of the header, and the header."""
+    entries, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _write(file: Any, data: memoryview, checksums: BlockChecksums) -> None:
+    """Block by block, so that what is written is still in the cache when its checksum is computed."""
+    for start in range(0, len(data), BLOCK_BYTES):
+        part = data[start : start + BLOCK_BYTES]
+        checksums.add(part)
+        while part:
+            part = part[file.write(part) :]
+
+
+class BlockFile:
+    """A file whose bytes are read by range, the blocks that hold them verified. Use it in a `with`, which opens and closes it.
+
+    read_bytes: how many came from the disk so far. Raises ValueError where the file is not what `entry` says.
+    """
+
+    def __init__(self, path: Path, entry: Entry) -> None:
+        self.path, self.entry, self.read_bytes = path, entry, 0
+        check_size(path, entry)
+        self.block_size, self._checksums = entry.get("block_size", BLOCK_BYTES), entry.get("blocks")
+        self._last, self._block = -1, memoryview(b"")
+
+    def __enter__(self) -> BlockFile:
+        if self._checksums is None:
+            verify_file(self.path, self.entry)
+        self._file = open(self.path, "rb", buffering=0)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def read(self, start: int, end: int) -> bytearray:
+        """Bytes [start, end). Neighbouring ranges that are read in order read a block once."""
+        data, size = bytearray(end - start), self.block_size
+        for index in range(start // size, -(-end // size)):
+            first = index * size
+            low, high = max(start, first), min(end, first + size)
+            data[low - start : high - start] = self.block(index)[low - first : high - first]
+        return data
+
+    def block(self, index: int) -> memoryview:
+        """A block of the file, verified."""
+        if index != self._last:
+            first = index * self.block_size
+            data = memoryview(bytearray(min(self.block_size, self.entry["size"] - first)))
+            self._file.seek(first)
+            if _fill(self._file, data) < len(data):
+                raise ValueError(f"{self.path} ends within its bytes {first} to {first + len(data)}: it was truncated")
+            self.read_bytes += len(data)
+            self._verify(index, data)
+            self._last, self._block = index, data
+        return self._block
+
+    def _verify(self, index: int, data: memoryview) -> None:
+        if self._checksums is None:
+            return
+        expected, actual = self._checksums[DIGITS * index : DIGITS * (index + 1)], digits(zlib.crc32(data))
+        if actual != expected:
+            first = index * self.block_size
+            raise ValueError(f"{self.path} has CRC-32 {actual} in its bytes {first} to {first + len(data)}, manifest says "
+                             f"{expected}: its contents were altered")
+
+
+def _fill(file: Any, buffer: memoryview) -> int:
+    """Read until the buffer is full or the file ends; returns how many bytes were read."""
+    done = 0
+    while done < len(buffer) and (count := file.readinto(buffer[done:])):
+        done += count
+    return done
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a file holds the values of a tensor: numel of them, from byte `start` on."""
+
+    dtype: torch.dtype
+    numel: int
+    start: int
+
+
+def read_header(file: BlockFile) -> dict[str, StoredTensor]:
+    """The tensors of a file by name. Raises ValueError for a header that is no safetensors header or leads beyond the file."""
+    size = file.entry["size"]
+    length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
+    if not 0 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
+        raise ValueError(f"{file.path} is no safetensors file: its header of {length} bytes does not fit into {size}")
+    begin = _LENGTH_BYTES + length
+    try:
+        entries = json.loads(file.read(_LENGTH_BYTES, begin))
+        return {name: _stored(entry, begin, size) for name, entry in entries.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file.path} is no safetensors file: its header is damaged ({describe(error)})") from error
+
+
+def _stored(entry: Any, begin: int, size: int) -> StoredTensor:
+    dtype, shape = {name: dtype for dtype, name in DTYPES.items()}[entry["dtype"]], entry["shape"]
+    first, last = entry["data_offsets"]
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, first, last)):
+        raise ValueError("a shape or an offset is no whole number")
+    numel = math.prod(shape)
+    if not first <= last <= size - begin or last - first != numel * dtype.itemsize:
+        raise ValueError(f"a tensor of shape {shape!s:.80} has bytes {first:.6g} to {last:.6g} of {size - begin}")
+    return StoredTensor(dtype, numel, begin + first)

@@ -1,0 +1,187 @@
+"""Check every byte of a directory of checkpoints, and say in one line each what is missing or damaged.
+
+    fugaku-megatron verify checkpoints                     every iteration in it
+    fugaku-megatron verify checkpoints --ckpt-step 100     one of them
+
+Exit code 0: everything is whole, 1: something is not, 2: there is nothing to check. Files are read by several threads; progress is
+on stderr. Left out: whether the values make sense. Test: pytest tests/test_verify.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .crc import check_size
+from .manifest import MANIFEST, TRACKER, entries, iteration_name, iteration_path, latest_iteration, read_folder, read_head
+from .shards import check_stored
+from .tensor_files import BlockFile, Entry, read_header
+
+THREADS = 8  # at most, unless --threads says so
+INTERVAL, TERMINAL_INTERVAL = 30.0, 0.5  # seconds between two lines of progress
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", help="what --save named: it holds iter_... and the tracker")
+    parser.add_argument("--ckpt-step", type=int, help="check this iteration alone")
+    parser.add_argument("--threads", type=int, default=min(THREADS, os.cpu_count() or 1),
+                        help="files that are read at once (default: %(default)s)")
+
+
+@dataclass
+class Progress:
+    """Bytes checked so far, told on stderr from time to time; not to two threads at once."""
+
+    total: int
+    done: int = 0
+    told: float = field(default_factory=time.monotonic)
+
+    def add(self, count: int) -> None:
+        self.done += count
+        terminal = sys.stderr.isatty()
+        if time.monotonic() - self.told < (TERMINAL_INTERVAL if terminal else INTERVAL):
+            return
+        self.told = time.monotonic()
+        line = f"checked {self.done / GIB:.1f} of {self.total / GIB:.1f} GiB"
+        print(f"\r{line} " if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Check and print; returns the exit code."""
+    directory = Path(options.directory)
+    iterations = _iterations(directory, options.ckpt_step)
+    if options.threads < 1:
+        raise ValueError(f"--threads is {options.threads}: give a number above 0")
+    found = 0
+    for problem in _tracker_problems(directory) if options.ckpt_step is None else ():
+        print(problem)
+        found += 1
+    for iteration in iterations:
+        lines, summary = check_iteration(directory, iteration, options.threads)
+        print(*lines, summary, sep="\n", flush=True)
+        found += len(lines)
+    print("everything is whole" if not found else f"{found} problem{'s' * (found > 1)}")
+    return 1 if found else 0
+
+
+def _iterations(directory: Path, wanted: int | None) -> list[int]:
+    """The iterations to check. Raises ValueError where there is none."""
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory: give what --save named")
+    if directory.name.startswith("iter_"):
+        raise ValueError(f"{directory} is one iteration of a checkpoint: give its parent {directory.parent} and --ckpt-step")
+    present = sorted({iteration for iteration, suffix, _ in entries(directory) if suffix != ".tmp"})
+    if not present:
+        raise ValueError(f"{directory} holds no checkpoint: there is no {iteration_name(1)} or the like in it")
+    if wanted is not None and wanted not in present:
+        raise ValueError(f"--ckpt-step {wanted} is not in {directory}: it holds {', '.join(map(str, present))}")
+    return present if wanted is None else [wanted]
+
+
+def _tracker_problems(directory: Path) -> Iterator[str]:
+    try:
+        latest = latest_iteration(directory)
+    except ValueError as error:
+        yield str(error)
+        return
+    if latest is not None and not iteration_path(directory, latest).is_dir():
+        yield f"{directory / TRACKER} names iteration {latest}, and {iteration_name(latest)} is missing"
+
+
+def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list[str], str]:
+    """(a line for each problem, a line that sums up) of one checkpoint."""
+    path = iteration_path(directory, iteration)
+    try:
+        head = read_head(directory, iteration)
+    except ValueError as error:
+        return [str(error)], f"{path}: not checked further"
+    problems: list[str] = []
+    files = dict(_files(path, head, problems))
+    progress = Progress(sum(entry["size"] for entry in files.values()))
+    with ThreadPoolExecutor(threads) as pool:
+        for lines, size in pool.map(lambda name: check_file(path / name, files[name]), files):
+            problems += lines
+            progress.add(size)
+    problems += _gaps(path, files)
+    what = f"{len(files)} files, {progress.total / GIB:.3f} GiB"
+    return problems, f"{path}: {what}: {len(problems)} problem{'s' * (len(problems) > 1)}" if problems else f"{path}: {what}: whole"
+
+
+def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tuple[str, Entry]]:
+    """The files of a checkpoint with their entries; folders whose manifest is damaged are problems."""
+    yield from head.get("files", {}).items()
+    for folder in head.get("folders", ()):
+        try:
+            yield from ((f"{folder}/{name}", entry) for name, entry in read_folder(path, folder, head).items())
+        except ValueError as error:
+            problems.append(f"{error}; the files of {path / folder} are not checked without {MANIFEST}")
+
+
+def check_file(path: Path, entry: Entry) -> tuple[list[str], int]:
+    """(a line for each problem, bytes) of one file: every block, and that its header agrees with the records."""
+    try:
+        check_size(path, entry)
+        with BlockFile(path, entry) as file:
+            damaged = list(_damaged(file))
+            if damaged:
+                return damaged, entry["size"]
+            stored = read_header(file)
+            for record in entry["shards"]:
+                check_stored(stored, record, path)
+    except (OSError, ValueError) as error:
+        return [str(error)], entry["size"]
+    return [], entry["size"]
+
+
+def _damaged(file: BlockFile) -> Iterator[str]:
+    """A line for each run of blocks in a row that are damaged, with the tensors in it where the header tells."""
+    first = None
+    count = -(-file.entry["size"] // file.block_size)
+    for index in range(count + 1):
+        damaged = index < count and not _is_whole(file, index)
+        if damaged and first is None:
+            first = index
+        elif not damaged and first is not None:
+            start, end = first * file.block_size, min(index * file.block_size, file.entry["size"])
+            yield f"{file.path} is damaged in its bytes {start} to {end}{_names(file, start, end)}"
+            first = None
+
+
+def _is_whole(file: BlockFile, index: int) -> bool:
+    try:
+        file.block(index)
+    except ValueError:
+        return False
+    return True
+
+
+def _names(file: BlockFile, start: int, end: int) -> str:
+    try:
+        stored = read_header(file)
+    except ValueError:
+        return ", its header among them" if start == 0 else ""
+    names = [name for name, at in sorted(stored.items(), key=lambda item: item[1].start)
+             if at.start < end and start < at.start + at.numel * at.dtype.itemsize]
+    return f", which hold {', '.join(names[:3])}" + f" and {len(names) - 3} more" * (len(names) > 3) if names else ""
+
+
+def _gaps(path: Path, files: dict[str, Entry]) -> Iterator[str]:
+    """A line for each tensor of which the records hold more or fewer elements than it has."""
+    held: dict[str, int] = {}
+    shapes: dict[str, list[int]] = {}
+    for entry in files.values():
+        for record in entry["shards"]:
+            held[record["key"]] = held.get(record["key"], 0) + record["numel"]
+            shapes.setdefault(record["key"], record["global_shape"])
+    for key, count in held.items():
+        if count != math.prod(shapes[key]):
+            yield f"{path}: the files hold {count} elements of {key}, which has {math.prod(shapes[key])}"
