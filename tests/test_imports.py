@@ -19,15 +19,16 @@ ARROWS: dict[str, set[str]] = {
     "environment": set(),  # used by the scripts of a checkout
     "parts": set(),
     "schedule": {"parts"},
+    "timeline": {"parts", "schedule"},
     "run": {"parts"},
     "comm": set(),
     "data": {"comm"},
     "checkpoint": {"comm"},
     "host": {"comm", "_kernels"},
     "published": {"run"},
-    "logs": {"run", "published"},
+    "logs": {"parts", "timeline", "run", "published"},
     "nn": {"run", "comm", "host"},
-    "perf": {"run", "schedule", "published"},
+    "perf": {"parts", "schedule", "timeline", "run", "published", "logs"},
     "jobs": {"run", "comm", "schedule", "perf"},
     "training": {"run", "comm", "schedule", "data", "checkpoint", "host", "logs", "nn"},
     "inference": {"run", "comm", "data", "checkpoint", "nn", "training"},
@@ -35,7 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {"run", "comm"},  # and every command by its name, when it is called
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = ("run", "schedule", "published", "logs", "perf", "jobs")  # they answer in a second, on any machine
+WITHOUT_TORCH = ("run", "parts", "schedule", "timeline", "published", "logs", "perf", "jobs")  # answer in a second, anywhere
 
 
 def modules() -> list[Path]:

@@ -5,23 +5,42 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fugaku_megatron.perf.pipeline import makespan, walk
+from fugaku_megatron.perf.pipeline import makespan, one_f_one_b
+from fugaku_megatron.schedule import Schedule, build
+from fugaku_megatron.timeline import COMPUTATIONS, Costs, walk
+
+KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zbv", 2)]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_makespan_equals_the_walked_lists(seed):
+def drawn(schedule: Schedule, draw: np.random.Generator) -> Costs:
+    """Seconds that differ from stage to stage."""
+    shape = (schedule.placement.stages, schedule.placement.chunks)
+    return Costs({op: draw.uniform(0.5, 2, shape).tolist() for op in COMPUTATIONS}, float(draw.choice([0.0, 0.1, 1.0])))
+
+
+@pytest.mark.parametrize(("name", "chunks"), KINDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_makespan_equals_the_walked_lists(name, chunks, seed):
     draw = np.random.default_rng(seed)
-    stages, microbatches = int(draw.integers(1, 9)), int(draw.integers(1, 40))
-    forward, backward = draw.uniform(0.5, 2, stages), draw.uniform(0.5, 3, stages)
-    transfer = float(draw.choice([0.0, 0.1, 1.0]))
-    assert makespan(forward, backward, transfer, microbatches) == pytest.approx(
-        walk(forward, backward, transfer, microbatches), rel=1e-12)
+    stages = int(draw.integers(1, 9))
+    schedule = build(name, stages, chunks, int(draw.integers(1, 5 * stages)))
+    costs = drawn(schedule, draw)
+    assert makespan(schedule, costs) == pytest.approx(walk(schedule, costs), rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "chunks"), KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_long_lists_are_extended(name, chunks, seed):
+    draw = np.random.default_rng(seed)
+    schedule = build(name, 4, chunks, 97)
+    costs = drawn(schedule, draw)
+    assert makespan(schedule, costs) == pytest.approx(walk(schedule, costs), rel=1e-12 if name == "1f1b" else 1e-2)
 
 
 def test_equal_stages_give_the_textbook_bubble():
-    assert makespan([1.0] * 8, [2.0] * 8, 0.0, 16) == pytest.approx(3.0 * (16 + 8 - 1))
+    assert one_f_one_b([1.0] * 8, [2.0] * 8, 0.0, 16) == pytest.approx(3.0 * (16 + 8 - 1))
 
 
 def test_the_slowest_stage_sets_the_pace():
-    slow_last = makespan([1.0] * 4, [2.0] * 3 + [5.0], 0.0, 65) - makespan([1.0] * 4, [2.0] * 3 + [5.0], 0.0, 64)
+    slow_last = one_f_one_b([1.0] * 4, [2.0] * 3 + [5.0], 0.0, 65) - one_f_one_b([1.0] * 4, [2.0] * 3 + [5.0], 0.0, 64)
     assert slow_last == pytest.approx(6.0)

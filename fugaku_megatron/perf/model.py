@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ..parts import BACKWARD, FORWARD, ONE_F_ONE_B
 from ..published.rows import Row
 from ..run import accounting, buckets
 from ..run.accounting import Collective, Layout
 from ..run.checks import check, flag
 from ..run.config import RunConfig
+from ..schedule import Schedule, build
+from ..timeline import Costs
 from . import machine, memory, overlap, software, work
 from .cost import Rank, Seconds
 from .machine import Machine
@@ -84,9 +87,8 @@ class Step:
     """The parts of a modelled iteration. All times are in seconds."""
 
     slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
-    microbatches: int
-    stages: tuple[tuple[float, float], ...]  # (forward, backward) of one micro-batch, for every stage
-    transfer: float  # of one activation between two stages
+    schedule: Schedule
+    costs: Costs  # of one micro-batch on every stage
     pipeline: float  # all micro-batches, the schedule's critical path
     pipeline_warmup: float  # additional time of the first micro-batch through the stages
     data_parallel: float  # gradient reduction, tied embedding, ZeRO's all-gather: what computation does not hide of them
@@ -100,8 +102,8 @@ class Step:
 
     def breakdown(self) -> dict[str, float]:
         """Seconds by cause: the slowest stage's work, its waiting time, and the work done once per iteration."""
-        busy = self.slowest * self.microbatches
-        waiting = self.pipeline - busy.total if len(self.stages) > 1 else 0.0
+        busy = self.slowest * self.schedule.microbatches
+        waiting = self.pipeline - busy.total if self.schedule.placement.stages > 1 else 0.0
         return {**vars(busy), "bubble_and_transfers": waiting, "pipeline_warmup": self.pipeline_warmup,
                 "data_parallel": self.data_parallel, "optimizer": self.optimizer, "other": self.other}
 
@@ -161,13 +163,14 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
     totals = {kind: (f.total, b.total) for kind, (f, b) in costs.items()}
     forward, backward = zip(*(totals[kind] for kind in kinds))
     transfer = network.seconds("send", "pp", accounting.residual_bytes(run, layout.tp)) * system.machine.host_factor
-    pipeline = makespan(forward, backward, transfer, microbatches)
+    schedule = build(ONE_F_ONE_B, layout.pp, 1, microbatches)
+    stages = Costs({FORWARD: [[seconds] for seconds in forward], BACKWARD: [[seconds] for seconds in backward]}, transfer)
+    pipeline = makespan(schedule, stages)
     slowest = max(costs.values(), key=lambda pair: pair[0].total + pair[1].total)
     busy = (sum(forward) + sum(backward)) / layout.pp * microbatches
     waiting = max(overlap.exposed(collectives, lambda c: network.seconds(c.verb, c.group, c.bytes), *totals[kind], active)
                   for kind, collectives in gradient_collectives(run, layout).items())
-    return Step(slowest=slowest[0] + slowest[1], microbatches=microbatches, pipeline=pipeline, transfer=transfer,
-                stages=tuple(zip(forward, backward)),
+    return Step(slowest=slowest[0] + slowest[1], schedule=schedule, costs=stages, pipeline=pipeline,
                 pipeline_warmup=(layout.pp - 1) * parameters.pipeline_warmup_s, data_parallel=waiting,
                 optimizer=_optimizer(run, layout, rank), other=parameters.iteration_s, bubble_fraction=1 - busy / pipeline)
 

@@ -1,73 +1,122 @@
-"""The time of a 1F1B pipeline whose stages take different times: the critical path through schedule.py's instruction lists.
+"""The seconds of an iteration's pipeline, fast enough for thousands of layouts: the end of `timeline.walk` without its spans.
 
-`walk` follows the instruction lists themselves; `makespan` computes the same number from their regular structure, fast enough for
-thousands of layouts. Left out: where the stages' times come from (`cost`). Test: pytest tests/test_perf_pipeline.py
+1F1B is computed from the regular structure of its lists, whatever the number of micro-batches. Other lists are walked level by
+level, and a long one is extended from two short ones. Left out: where the seconds come from (`cost`).
+Test: pytest tests/test_perf_pipeline.py
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
-from .. import schedule
+from ..parts import BACKWARD, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B, Instruction, Placement
+from ..schedule import Schedule
+from ..timeline import COMPUTATIONS, Costs
 
+STEADY = 4  # rounds of `stages` micro-batches after which every further round takes the same time
+
+
+def makespan(schedule: Schedule, costs: Costs) -> float:
+    """The result of `timeline.walk`; for a long list that is not 1F1B's, to a hundredth."""
+    p, m = schedule.placement.stages, schedule.microbatches
+    if schedule.name == ONE_F_ONE_B:
+        forward, backward = ([seconds for seconds, in costs.of[op]] for op in (FORWARD, BACKWARD))
+        return one_f_one_b(forward, backward, costs.transfer, m)
+    if m <= (STEADY + 1) * p + p:
+        return _walk_levels(_levels(schedule), costs)
+    first = STEADY * p + m % p
+    short, longer = (_walk_levels(_levels(replace(schedule, microbatches=n)), costs) for n in (first, first + p))
+    return short + (m - first) // p * (longer - short)
+
+
+# Any list, level by level --------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
-class Span:
-    """One forward or backward of a stage. start, end: seconds from the iteration's start."""
+class Levels:
+    """The computations of all stages, those of a level depending on earlier levels only and running on different stages.
 
-    stage: int
-    forward: bool
-    microbatch: int
-    start: float
-    end: float
-
-
-def walk(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
-    """Seconds until the last stage has finished. forward, backward: seconds of one micro-batch, for each stage.
-
-    A stage executes its instructions in order; a send costs its sender nothing and arrives after `transfer` seconds.
+    operations: those that there are. cost: place in their flat costs, operation x stage x chunk. source: the computation whose
+    result it needs, or the number of computations where it needs none. message: whether that result comes from another stage.
+    ends: of each level.
     """
-    return max(span.end for span in spans(forward, backward, transfer, microbatches))
+
+    operations: tuple[str, ...]
+    stage: np.ndarray
+    cost: np.ndarray
+    source: np.ndarray
+    message: np.ndarray
+    ends: tuple[int, ...]
 
 
-def spans(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> list[Span]:
-    """Every forward and backward of every stage, from walking the instruction lists. Arguments as in `walk`."""
-    stages = len(forward)
-    lists = [schedule.one_f_one_b(stage, stages, microbatches) for stage in range(stages)]
-    arrived: dict[tuple[str, int, int], float] = {}
-    position, clock, result = [0] * stages, [0.0] * stages, []
-    while any(position[s] < len(lists[s]) for s in range(stages)):
-        before = sum(position)
-        for stage in range(stages):
-            while position[stage] < len(lists[stage]):
-                instruction, now = lists[stage][position[stage]], clock[stage]
-                op, m = instruction.op, instruction.microbatch
-                if op in (schedule.RECV_FORWARD, schedule.RECV_BACKWARD):
-                    if (op, stage, m) not in arrived:
-                        break
-                    clock[stage] = max(now, arrived[op, stage, m])
-                elif op == schedule.SEND_FORWARD:
-                    arrived[schedule.RECV_FORWARD, stage + 1, m] = now + transfer
-                elif op == schedule.SEND_BACKWARD:
-                    arrived[schedule.RECV_BACKWARD, stage - 1, m] = now + transfer
-                else:
-                    clock[stage] += (forward if op == schedule.FORWARD else backward)[stage]
-                    result.append(Span(stage, op == schedule.FORWARD, m, now, clock[stage]))
-                position[stage] += 1
-        assert sum(position) > before, "the schedule deadlocks"
-    return result
+Result = tuple[bool | None, int, int]  # whether it is a forward's (None: of weights), micro-batch, part of the model
 
 
-def makespan(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
-    """The result of `walk`, computed by slots: stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k.
+def _result(place: Placement, stage: int, i: Instruction) -> Result:
+    """What a computation makes."""
+    part = place.part(stage, i.chunk)
+    return (None if i.op == BACKWARD_WEIGHT else i.op == FORWARD), i.microbatch, part
 
-    This is 1F1B's order on every stage (forward k precedes backward j where k <= p - 1 - i + j), and an operation waits only for
-    one that the neighbouring stage ran one slot earlier, so a slot is two vector operations over the stages. In the steady state
-    the slots are periodic: once 2p of them (the longest round trip) shift all clocks by the same time, all further periods do so
-    too and are skipped.
+
+def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
+    """The result that a computation needs beside those of its own stage before it; None where it needs none."""
+    forward, part = i.op == FORWARD, place.part(stage, i.chunk)
+    before = part - 1 if forward else part + 1
+    return (forward, i.microbatch, before) if i.op != BACKWARD_WEIGHT and 0 <= before < place.parts else None
+
+
+@lru_cache(maxsize=128)
+def _levels(schedule: Schedule) -> Levels:
+    place, rows = schedule.placement, _ordered(schedule)
+    number = {result: n for n, (_, _, _, result, _) in enumerate(rows)} | {None: len(rows)}
+    operations = tuple(sorted({row[2].op for row in rows}))
+    cost = [(operations.index(i.op) * place.stages + stage) * place.chunks + i.chunk for _, stage, i, _, _ in rows]
+    message = [source is not None and place.owner(source[2])[0] != stage for _, stage, _, _, source in rows]
+    return Levels(operations=operations, stage=np.array([row[1] for row in rows], int), cost=np.array(cost, int),
+                  message=np.array(message, bool), source=np.array([number[row[4]] for row in rows], int),
+                  ends=tuple(np.cumsum(np.bincount([row[0] for row in rows])[1:]).tolist()))
+
+
+def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Result | None]]:
+    """(level, stage, computation, its result, the result it needs) of all stages, in the order of the levels from 1."""
+    place, stages = schedule.placement, range(schedule.placement.stages)
+    todo = [deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages]
+    last, level, rows = [0 for _ in stages], {None: 0}, []
+    while any(todo):
+        for stage, mine in enumerate(todo):
+            while mine and (source := _source(place, stage, mine[0])) in level:
+                i = mine.popleft()
+                result = _result(place, stage, i)
+                last[stage] = level[result] = 1 + max(last[stage], level[source])
+                rows.append((last[stage], stage, i, result, source))
+    return sorted(rows, key=lambda row: row[0])
+
+
+def _walk_levels(levels: Levels, costs: Costs) -> float:
+    seconds = np.array([costs.of[op] for op in levels.operations], float).ravel()[levels.cost]
+    late = levels.message * costs.transfer
+    ended, clock, begin = np.zeros(len(seconds) + 1), np.zeros(levels.stage.max(initial=0) + 1), 0
+    for end in levels.ends:
+        now = slice(begin, end)
+        stage = levels.stage[now]
+        ended[now] = clock[stage] = np.maximum(clock[stage], ended[levels.source[now]] + late[now]) + seconds[now]
+        begin = end
+    return float(clock.max())
+
+
+# 1F1B, slot by slot ------------------------------------------------------------------------------------------------------------
+
+def one_f_one_b(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
+    """Seconds of 1F1B, computed by slots. forward, backward: of each stage.
+
+    Stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k. This is 1F1B's order on every stage (forward k
+    precedes backward j where k <= p - 1 - i + j), and an operation waits only for one that the neighbouring stage ran one slot
+    earlier, so a slot is two vector operations over the stages. In the steady state the slots are periodic: once 2p of them (the
+    longest round trip) shift all clocks by the same time, all further periods do so too and are skipped.
     """
     p, m = len(forward), microbatches
     if p == 1:

@@ -8,21 +8,25 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
+from ..logs import pipeline_plot
+from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..run import batches
 from ..run.checks import flag
 from ..run.config import GROUPS, RunConfig
-from ..run.outputs import writing
 from ..run.recipes import RECIPES
+from ..schedule import Schedule
+from ..timeline import Span, spans
+from . import memory
 from .model import Prediction, step
-from .pipeline import Span, spans
 from .search import Plan, Search
 
 WIDTH, ROWS = 100, 8  # of the picture, in characters and lines
 HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'slow net':>8} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} "
         f"{'DP':>5} {'TP':>3} {'PP':>3} {'MBS':>3} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
+LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
 PICTURED = 4  # a picture shows at most this many times the number of stages in micro-batches
 
 
@@ -123,11 +127,11 @@ def command(plan: Plan, args: argparse.Namespace) -> str:
     return shlex.join(["mpiexec", "-n", str(plan.system.world_size), "fugaku-megatron", "train", *train_flags(plan, args)])
 
 
-def _spans(plan: Plan) -> tuple[list[Span], int, int]:
+def _spans(plan: Plan) -> tuple[list[Span], Schedule, int]:
+    """What the stages do, the schedule that is shown, and the micro-batches of the whole one."""
     modelled = step(plan.run, plan.layout, plan.system, plan.system.parameters)
-    shown = min(modelled.microbatches, PICTURED * plan.layout.pp)
-    forward, backward = zip(*modelled.stages)
-    return spans(forward, backward, modelled.transfer, shown), shown, modelled.microbatches
+    shown = replace(modelled.schedule, microbatches=min(modelled.schedule.microbatches, PICTURED * plan.layout.pp))
+    return spans(shown, modelled.costs), shown, modelled.schedule.microbatches
 
 
 def picture(plan: Plan) -> list[str]:
@@ -138,13 +142,19 @@ def picture(plan: Plan) -> list[str]:
     lines = []
     for stage in stages:
         cells = ["."] * WIDTH
-        for s in (s for s in bars if s.stage == stage):
+        for s in (s for s in bars if s.stage == stage and s.op in LETTERS):
             low = int(s.start / end * WIDTH)
             for i in range(low, max(low + 1, min(WIDTH, round(s.end / end * WIDTH)))):
-                cells[min(i, WIDTH - 1)] = "F" if s.forward else "B"
+                cells[min(i, WIDTH - 1)] = LETTERS[s.op]
         lines.append(f"stage {stage:>3} |{''.join(cells)}|")
-    part = f"{shown} of {microbatches} micro-batches" if shown < microbatches else f"all {microbatches} micro-batches"
-    return [f"pipeline of the first plan, {part}, {end:.3g} s (F forward, B {_backward(plan)}, . idle; model)", *lines]
+    legend = f"F forward, B {_backward(plan)}, . idle"
+    return [f"pipeline of the first plan, {_part(shown, microbatches)}, {end:.3g} s ({legend}; model)", *lines]
+
+
+def _part(shown: Schedule, microbatches: int) -> str:
+    """How much of an iteration a picture shows."""
+    return f"{shown.microbatches} of {microbatches} micro-batches" if shown.microbatches < microbatches else (
+        f"all {microbatches} micro-batches")
 
 
 def _backward(plan: Plan) -> str:
@@ -153,22 +163,11 @@ def _backward(plan: Plan) -> str:
 
 
 def png(plan: Plan, file: str) -> None:
-    """The pipeline over time as a PNG file. Raises ValueError when it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
+    """The pipeline over time, and the memory of its stages, as a PNG file. Raises ValueError when it cannot be written."""
     bars, shown, microbatches = _spans(plan)
-    figure = Figure(figsize=(12, 1 + 0.15 * max(8, plan.layout.pp)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for forward, colour, label in ((True, "tab:blue", "forward"), (False, "tab:orange", _backward(plan))):
-        kind_bars = [s for s in bars if s.forward == forward]
-        axes.barh([s.stage for s in kind_bars], [s.end - s.start for s in kind_bars], left=[s.start for s in kind_bars], height=0.9,
-                  color=colour, label=label, edgecolor="white", linewidth=0.2)
-    axes.set(xlabel="seconds (model)", ylabel="stage", ylim=(plan.layout.pp - 0.4, -0.6))
-    axes.set_title(f"1F1B, {shown} of {microbatches} micro-batches", loc="left")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)  # above the bars, not over them
-    with writing("--png", file):
-        figure.savefig(file, dpi=120, format="png")
+    system = plan.system
+    held = [memory.stage_mib(plan.run, plan.layout, stage, system.software, system.nodes, system.software.memory(system.machine))
+            for stage in range(plan.layout.pp)]
+    heading = (f"{shown.name}, {_part(shown, microbatches)}, recompute {recompute_name(plan.run)}; an iteration takes "
+               f"{plan.seconds:.4g} s (model)")
+    pipeline_plot.draw(file, bars, held, heading)

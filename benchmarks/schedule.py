@@ -1,0 +1,79 @@
+"""Pipeline schedules on real MPI ranks whose stages sleep instead of computing: seconds of each list, walked and measured.
+
+    python -m benchmarks schedule --stages 8 --microbatches 7 --slot-ms 100
+
+Messages, communicators and the loop that walks a list are the trainer's. A forward sleeps one slot, a backward two, the gradients
+of inputs and of weights one each, divided by the number of chunks: what is measured is the list, not the cores.
+Left out: computation (`step`), the seconds that a list takes by itself (timeline.py).
+Test: pytest tests/mpi/test_benchmark_schedule.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fugaku_megatron.host import runtime
+from fugaku_megatron.run.checks import check
+from fugaku_megatron.schedule import Schedule, build
+
+from . import driver, jobs, noise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this family."""
+    parser.add_argument("--stages", type=int, default=8, help="ranks, one for each stage (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=7, help="of an iteration (default: %(default)s)")
+    parser.add_argument("--slot-ms", type=float, default=100.0, help="milliseconds of a stage's forward (default: %(default)s)")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 5], help="of interleaved schedules (default: 2 5)")
+    parser.add_argument("--rounds", type=int, default=1, help="timed turns of each schedule (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+
+
+def schedules(stages: int, microbatches: int, chunks: list[int]) -> list[Schedule]:
+    """What is compared; 1F1B, with which the others are compared, first."""
+    kinds = [("1f1b", 1), *(("interleaved", v) for v in chunks), ("zb-h1", 1), ("zbv", 2)]
+    return [build(name, stages, v, microbatches) for name, v in kinds]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print, write --json. ValueError for numbers that cannot be measured."""
+    check(options.stages >= 2, f"--stages {options.stages}: give 2 or more, one stage waits for nobody")
+    for name in ("microbatches", "slot_ms", "rounds"):
+        value = getattr(options, name)
+        check(value > 0, f"--{name.replace('_', '-')} {value}: give a number above 0")
+    check(min(options.chunks) >= 2, f"--chunks {min(options.chunks)}: give 2 or more, one chunk is 1F1B")
+    watch = noise.Watch(os.cpu_count() or 1, jobs.children_seconds)
+    rows = measured(options)
+    result = {"rows": rows, "busy": watch.others() > noise.OTHERS, "cpu": runtime.cpu_model(), "rounds": options.rounds,
+              "repeat": driver.command_line()}
+    show(result, options)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows, which rank 0 prints. RuntimeError when the ranks fail."""
+    order = json.dumps({name: getattr(options, name) for name in ("microbatches", "slot_ms", "chunks", "rounds")})
+    command = [jobs.mpiexec(), "-n", str(options.stages), sys.executable, "-m", "benchmarks.schedule_rank", order]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                          cwd=Path(__file__).resolve().parents[1], stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()}")
+    return json.loads(done.stdout)
+
+
+def show(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """The table."""
+    print(f"{'schedule':<12} {'chunks':>6} {'list s':>8} {'measured s':>10} {'of list':>8} {'x 1F1B':>7}")
+    for row in result["rows"]:
+        print(f"{row['schedule']:<12} {row['chunks']:>6} {row['list_seconds']:>8.3f} {row['measured_seconds']:>10.3f} "
+              f"{row['measured_seconds'] / row['list_seconds']:>8.3f} {row['ratio_to_1f1b']:>7.3f}")
+    print(f"{options.stages} sleeping stages on {result['cpu']}, {options.microbatches} micro-batches, a forward is "
+          f"{options.slot_ms:g} ms, measured" + ("; BUSY MACHINE" if result["busy"] else ""))
+    print(result["repeat"])

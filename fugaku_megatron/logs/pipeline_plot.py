@@ -1,0 +1,70 @@
+"""The picture of a pipeline: stages down, time across, what each stage does in colours, and its memory beside it.
+
+A planned and a measured pipeline have the same form. Left out: where the spans come from (`timeline.spans`, a profile).
+Test: pytest tests/test_pipeline_plot.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECV_BACKWARD, RECV_FORWARD
+from ..run.outputs import writing
+from ..timeline import Span
+
+# (colour, label, operations), in the order of the legend; the colours differ in lightness, too, for readers who see few of them.
+KINDS = (("tab:blue", "F forward", (FORWARD,)), ("tab:orange", "B backward", (BACKWARD,)),
+         ("tab:orange", "I gradient of the input", (BACKWARD_INPUT,)),
+         ("tab:green", "W gradient of the weights", (BACKWARD_WEIGHT,)),
+         ("tab:red", "message under way", (RECV_FORWARD, RECV_BACKWARD)))
+IDLE = "gainsboro"
+LIGHTEST = 0.45  # how much of its colour a stage's last chunk has
+
+
+def draw(path: str | os.PathLike, spans: Sequence[Span], memory: Sequence[float], heading: str,
+         axis: str = "seconds (model)") -> None:
+    """Write the picture of `spans` as a PNG file. Raises ValueError, naming --png, when it cannot be written.
+
+    memory: MiB of a rank of each stage at its peak; empty where it is not known. Later chunks of a stage are lighter.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    stages = 1 + max(span.stage for span in spans)
+    figure = Figure(figsize=(14, 1.6 + 0.22 * max(6, stages)), layout="constrained")
+    FigureCanvasAgg(figure)
+    widths = (6, 1) if memory else (1,)
+    panels = figure.subplots(1, len(widths), squeeze=False, sharey=True, width_ratios=widths)[0]
+    drawn = _bars(panels[0], spans, stages)
+    panels[0].set(xlabel=axis, ylabel="stage", ylim=(stages - 0.5, -0.5))
+    panels[0].set_title(heading, loc="left", fontsize="medium")
+    if memory:
+        panels[1].barh(range(stages), memory, height=0.8, color="slategrey")
+        panels[1].set(xlabel="MiB of a rank")
+    figure.legend(handles=[Patch(color=colour, label=label) for colour, label in (*drawn, (IDLE, "idle"))],
+                  loc="outside lower center", ncols=len(KINDS) + 1, frameon=False, fontsize="small")
+    with writing("--png", path):
+        figure.savefig(path, dpi=120, format="png")
+
+
+def _bars(axes: Any, spans: Sequence[Span], stages: int) -> list[tuple[str, str]]:
+    """Draw every span; returns the (colour, label) of the kinds that there are."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.ticker import MaxNLocator
+
+    begin, end, chunks = min(s.start for s in spans), max(s.end for s in spans), 1 + max(s.chunk for s in spans)
+    axes.barh(range(stages), [end - begin] * stages, left=begin, height=0.9, color=IDLE)
+    drawn = []
+    for colour, label, ops in KINDS:
+        for chunk in range(chunks):
+            own = [s for s in spans if s.op in ops and s.chunk == chunk]
+            white = (1 - LIGHTEST) * chunk / max(1, chunks - 1)
+            axes.barh([s.stage for s in own], [s.end - s.start for s in own], left=[s.start for s in own], height=0.9,
+                      color=[white + (1 - white) * part for part in to_rgb(colour)], edgecolor="white", linewidth=0.2)
+        drawn += [(colour, label)] if any(s.op in ops for s in spans) else []
+    axes.set_xlim(begin, end)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return drawn
