@@ -56,6 +56,14 @@ def test_a_ring_over_several_ranks_of_a_node_is_as_slow_as_its_slowest_link():
     assert inside_first.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 3 / 4 / 0.5 + 2 * 3 / 4 / 4 / 2, rel=1e-2)
 
 
+def test_nodes_with_different_numbers_of_ranks_are_not_two_levels():
+    uneven = network(Layout(6, 6, 1, 1), ranks_per_node=4, reduce_gbs=2.0)
+    active = replace(uneven, active=frozenset({offers.TWO_LEVEL_SUMS, offers.NODE_SUMS}))
+    assert active.seconds("all_reduce", "tp", 10**9) == uneven.seconds("all_reduce", "tp", 10**9)
+    even = replace(active, layout=Layout(8, 8, 1, 1))
+    assert even.seconds("all_reduce", "tp", 10**9) < uneven.seconds("all_reduce", "tp", 10**9) / 2
+
+
 def test_shared_memory_takes_the_place_of_mpis_sums_inside_a_node():
     by_mpi = network(Layout(4, 4, 1, 1), ranks_per_node=4)
     shared = replace(by_mpi, active=frozenset({offers.NODE_SUMS}))

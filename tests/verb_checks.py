@@ -1,9 +1,9 @@
 """Every verb of a communicator against plain torch, as functions of the communicator alone.
 
 tests/test_local.py runs them on threads; under MPI this file is the program that each rank runs:
-    mpiexec -n 3 python tests/verb_checks.py [large | orders | node]
+    mpiexec -n 3 python tests/verb_checks.py [large | orders | node | levels]
 large: messages above 2^31 bytes and 2^31 elements, 12 GB; orders: random orders, and every call into MPI counted; node: in shared
-memory
+memory; levels: on several nodes that are made up
 
 p: ranks. Values are small integers, so that every dtype holds every sum exactly; rounding has its own check.
 """
@@ -17,9 +17,9 @@ from random import Random
 
 import torch
 
-from fugaku_megatron.comm import mpi, node
+from fugaku_megatron.comm import mpi, node, two_level
 from fugaku_megatron.comm.launch import describe, run_or_abort
-from fugaku_megatron.comm.tensors import COMM_DTYPES, HALF
+from fugaku_megatron.comm.tensors import COMM_DTYPES, HALF, rank_order_sum
 from fugaku_megatron.host import kernels, placement
 
 LENGTHS = (0, 1, 5, 64, 1003)
@@ -73,6 +73,16 @@ def half_sums_round_once(comm):
             for part in everyone[1:]:
                 total = total + part.float()
             same(comm.all_reduce(everyone[comm.rank].clone()), total.to(dtype))
+
+
+def half_sums_round_at_each_level(comm):
+    """comm: a TwoLevelComm."""
+    ranks = comm.levels.ranks  # (places, nodes)
+    for dtype in HALF:
+        for n in (7, 100003):
+            everyone = [torch.randn(n, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(comm.size)]
+            sums = [rank_order_sum([everyone[rank] for rank in node]).to(dtype) for node in ranks.T.tolist()]
+            same(comm.all_reduce(everyone[comm.rank].clone()), rank_order_sum(sums).to(dtype))
 
 
 def all_gather(comm):
@@ -213,6 +223,7 @@ def barrier(comm):
 COLLECTIVE_CHECKS = (all_reduce, all_reduce_shapes, half_sums_round_once, all_gather, all_gather_in_place,
                      reduce_scatter, reduce_scatter_in_place, nonblocking_collectives, random_orders, broadcast, objects, split,
                      barrier)
+LEVEL_CHECKS = (*(check for check in COLLECTIVE_CHECKS if check is not half_sums_round_once), half_sums_round_at_each_level)
 CHECKS = (*COLLECTIVE_CHECKS, send_and_recv, messages_match_by_tag_and_order)
 LIMITS = {"default": {}, "pieces": {"MAX_COUNT": 100, "STAGE": 200, "SMALL": 2}}
 
@@ -330,6 +341,31 @@ def run_node(world):
         if world.rank == 0:
             print("ok node", check.__name__)
     assert len(os.listdir("/proc/self/task")) == threads
+    node.SHARED_MEMORY = "/not/there"
+    assert type(node.share_node(world, kernels)) is mpi.MPIComm
+
+
+# The node of a rank, of two or more nodes with as many ranks.
+NODES = {"blocks": lambda rank: rank // 2, "in turn": lambda rank: rank % 2}
+
+
+def run_levels(world):
+    """The checks on nodes that are made up, and on stages; nodes that are not alike are left to MPI."""
+    for name, place in NODES.items():
+        shared = node.share_node(world, kernels, place(world.rank))
+        assert (type(shared), type(shared.levels.inside)) == (two_level.TwoLevelComm, node.NodeComm)
+        for check in (*LEVEL_CHECKS, chunks_of_shared_memory):
+            check(shared)
+            if world.rank == 0:
+                print("ok", name, check.__name__)
+    assert type(node.share_node(world, kernels, min(world.rank, 1))) is mpi.MPIComm
+    two_level.MANY = 2
+    staged = node.share_node(world, kernels, world.rank)
+    assert (type(staged), type(staged.levels.inside)) == (two_level.TwoLevelComm, mpi.MPIComm)
+    for check in LEVEL_CHECKS:
+        check(staged)
+        if world.rank == 0:
+            print("ok stages", check.__name__)
 
 
 def main(world):
@@ -338,6 +374,8 @@ def main(world):
         return run_orders(world)
     if "node" in sys.argv:
         return run_node(world)
+    if "levels" in sys.argv:
+        return run_levels(world)
     if "large" in sys.argv:
         return run_large(world)
     for limit, constants in LIMITS.items():

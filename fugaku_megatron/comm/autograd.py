@@ -18,6 +18,8 @@ Test: pytest tests/test_comm_autograd.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -67,84 +69,46 @@ def _part_shape(tensor: Tensor, comm: Comm) -> tuple[int, ...]:
     return length // comm.size, *tensor.shape[1:]
 
 
-class _CopyTo(Function):
+class _Mapping(Function):
+    """forward(tensor, comm), and backward(grad, comm) on the gradient."""
+
     @staticmethod
-    def forward(ctx, tensor, comm):
-        ctx.comm = comm
-        return tensor.view_as(tensor)
+    def forward(ctx, tensor, comm, forward, backward):
+        ctx.comm, ctx.other_way = comm, backward
+        return forward(tensor, comm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return _all_reduced(grad, ctx.comm), None
+        return ctx.other_way(grad, ctx.comm), None, None, None
 
 
-class _ReduceFrom(Function):
+class _SumInPlace(Function):
     @staticmethod
-    def forward(ctx, tensor, comm, inplace):
-        if not inplace:
-            return _all_reduced(tensor, comm)
+    def forward(ctx, tensor, comm):
         ctx.mark_dirty(tensor)  # autograd then refuses a backward that had saved the partial sum
         return comm.all_reduce(tensor)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None, None
+        return grad, None
 
 
-class _GatherFrom(Function):
-    @staticmethod
-    def forward(ctx, tensor, comm):
-        ctx.comm = comm
-        return _gathered(tensor, comm)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return _own_part(grad, ctx.comm), None
+def _same(tensor: Tensor, comm: Comm) -> Tensor:
+    return tensor.view_as(tensor)
 
 
-class _ScatterTo(Function):
-    @staticmethod
-    def forward(ctx, tensor, comm):
-        ctx.comm = comm
-        return _own_part(tensor, comm)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return _gathered(grad, ctx.comm), None
+def _unread(tensor: Tensor, comm: Comm) -> Tensor:
+    return tensor.new_empty(1).expand(_part_shape(tensor, comm))
 
 
-class _GatherFromSequence(Function):
-    @staticmethod
-    def forward(ctx, tensor, comm):
-        ctx.comm = comm
-        return gather_sequence(tensor, comm)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return reduce_scatter_sequence(grad, ctx.comm), None
-
-
-class _ReduceScatterToSequence(Function):
-    @staticmethod
-    def forward(ctx, tensor, comm, needs_values):
-        ctx.comm = comm
-        if not needs_values:
-            return tensor.new_empty(1).expand(_part_shape(tensor, comm))
-        return reduce_scatter_sequence(tensor, comm)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return gather_sequence(grad, ctx.comm), None, None
+def _mapped(tensor: Tensor, comm: Comm, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+    return tensor if comm.size == 1 else _Mapping.apply(tensor, comm, forward, backward)
 
 
 def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     """Enter a column-parallel region: identity; gradients are summed over `comm`. Any shape."""
-    return tensor if comm.size == 1 else _CopyTo.apply(tensor, comm)
+    return _mapped(tensor, comm, _same, _all_reduced)
 
 
 def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm, inplace: bool = False) -> Tensor:
@@ -153,22 +117,24 @@ def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm, inplace: bool = Fals
     `inplace` saves the copy by overwriting `tensor` (contiguous, not a leaf): for an output nobody else reads. If an
     earlier operation had saved it, its backward raises RuntimeError.
     """
-    return tensor if comm.size == 1 else _ReduceFrom.apply(tensor, comm, inplace)
+    if inplace and comm.size > 1:
+        return _SumInPlace.apply(tensor, comm)
+    return _mapped(tensor, comm, _all_reduced, _same)
 
 
 def gather_from_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     """(s, b, h / t) -> (s, b, h): concatenate the last dimension in rank order; gradients are cut to the own part."""
-    return tensor if comm.size == 1 else _GatherFrom.apply(tensor, comm)
+    return _mapped(tensor, comm, _gathered, _own_part)
 
 
 def scatter_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     """(s, b, h) -> (s, b, h / t): keep the own part of the last dimension; gradients are gathered."""
-    return tensor if comm.size == 1 else _ScatterTo.apply(tensor, comm)
+    return _mapped(tensor, comm, _own_part, _gathered)
 
 
 def gather_from_sequence_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     """(s / t, b, h) -> (s, b, h): enter a region of whole sequences; gradients are summed, each rank keeping its part."""
-    return tensor if comm.size == 1 else _GatherFromSequence.apply(tensor, comm)
+    return _mapped(tensor, comm, gather_sequence, reduce_scatter_sequence)
 
 
 def reduce_scatter_to_sequence_parallel(tensor: Tensor, comm: Comm, needs_values: bool = True) -> Tensor:
@@ -176,4 +142,4 @@ def reduce_scatter_to_sequence_parallel(tensor: Tensor, comm: Comm, needs_values
 
     needs_values: False leaves the sum out, where backward will follow and nobody reads the result; its values may be anything then.
     """
-    return tensor if comm.size == 1 else _ReduceScatterToSequence.apply(tensor, comm, needs_values)
+    return _mapped(tensor, comm, reduce_scatter_sequence if needs_values else _unread, gather_sequence)

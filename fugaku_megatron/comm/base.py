@@ -1,14 +1,14 @@
 """The verbs a parallel trainer needs, as a protocol on torch tensors.
 
-Implementations: `comm.mpi.MPIComm` (real traffic), `comm.local.ThreadComm` (ranks as threads), `comm.dry.DryComm` (no traffic)
-and `comm.recording.RecordingComm` (counts the bytes that pass through another one). Left out: building groups (`comm.grid.Grid`)
-and autograd (`comm.autograd`).
+Implementations: `comm.mpi.MPIComm` (real traffic), `comm.node.NodeComm` (memory of a node), `comm.two_level.TwoLevelComm` (two
+others), `comm.local.ThreadComm` (ranks as threads), `comm.dry.DryComm` (no traffic) and `comm.recording.RecordingComm` (counts the
+bytes that pass through another one). Left out: building groups (`comm.grid.Grid`) and autograd (`comm.autograd`).
 
 Conventions: a tensor may have any shape and must be contiguous; only its number of elements n counts. A communicator of size 1 is
 the identity. Collectives, blocking or not, are started by every rank of the communicator in the same order, as in MPI; handles may
-be waited for in any order, and different communicators are independent. Types: float32/64, int32/64,
-uint8, bool, bfloat16, float16. A sum of bool is a logical or; sums of BF16 and FP16 are formed in FP32 in rank order and rounded
-once.
+be waited for in any order, and different communicators are independent. Types: float32/64, int32/64, uint8, bool, bfloat16,
+float16. A sum of bool is a logical or; sums of BF16 and FP16 are formed in FP32 in rank order and rounded once, or once at each
+level (`comm.two_level`).
 Test: pytest tests/test_local.py tests/mpi
 """
 

@@ -1,6 +1,6 @@
 """Collectives inside a node: ranks add each other's numbers in memory that they share, by the SIMD kernels.
 
-    share_node(comm, kernels)       comm with such sums and gathers where all its ranks are on one node; else comm itself
+    share_node(comm, kernels)       comm with such sums and gathers; over several nodes those are one of two levels (two_level.py)
     share_groups(groups, kernels)   the same for a grid's groups
 
 Every rank has a segment of one MPI shared-memory window, in two halves that are used in turn. A collective goes chunk by chunk:
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,8 @@ from .base import DONE, Comm, Handle
 from .engine import Steps
 from .grid import Groups
 from .mpi import MPIComm
-from .tensors import check, rows
+from .tensors import SUMMED_DTYPES, check, rows
+from .two_level import TwoLevelComm, in_stages, split_levels
 
 HALF_BYTES = 2**20  # of a segment, which has two
 LINE = 256  # bytes between two flags: the A64FX's cache line
@@ -38,26 +39,39 @@ HEADER = 4096  # bytes of a segment before its halves, for the flags
 SEGMENT_BYTES = HEADER + 2 * HALF_BYTES
 SHARED_MEMORY = "/dev/shm"  # where the MPI libraries have it
 PATIENCE = 0.1  # s of waiting before signals are looked at
-SHARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def share_node(comm: Comm, kernels: Any) -> Comm:
-    """`comm` with collectives in shared memory where its ranks are on one node and more than one; else `comm`. Collective.
+def share_groups(groups: Groups, kernels: Any, node: int | None = None) -> Groups:
+    """The groups that sum tensors, as `share_node` has them. Collective."""
+    return replace(groups, **{name: share_node(getattr(groups, name), kernels, node) for name in ("tp", "dp", "embedding")})
 
-    Also `comm` itself where it is not MPI's, or where the system has too little shared memory (containers often have 64 MiB).
+
+def share_node(comm: Comm, kernels: Any, node: int | None = None) -> Comm:
+    """`comm` with sums and gathers in the memory that its ranks share, at two levels where they are on several nodes. Collective.
+
+    `comm` stays MPI's where a node has one rank, where nodes have different numbers of ranks, and where a system has too little
+    shared memory (containers often have 64 MiB). What is left to MPI has its BF16 and FP16 sums in stages (`two_level.in_stages`).
+    Another implementation is returned as it is. node: a number that the ranks of a node have in common; by default MPI finds them.
     """
     if comm.size == 1 or not isinstance(comm, MPIComm):
         return comm
-    local = comm.split_node()
-    fits = local.size == comm.size and shutil.disk_usage(SHARED_MEMORY).free > 2 * comm.size * SEGMENT_BYTES
-    if not comm.all_reduce(torch.tensor(int(fits)), "min"):
-        return comm
-    return NodeComm(comm, kernels)
+    local = comm.split_node() if node is None else comm.split(node, comm.rank)
+    shares, whole = comm.all_reduce(torch.tensor([local.size > 1 and _fits(local.size), local.size == comm.size]), "min").tolist()
+    if shares and whole:
+        return NodeComm(local, kernels)
+    levels = split_levels(comm, local) if shares else None
+    if levels is None:
+        return in_stages(comm, comm.engine)
+    between = in_stages(levels.between, comm.engine)
+    return TwoLevelComm(comm, replace(levels, inside=NodeComm(local, kernels), between=between), comm.engine)
 
 
-def share_groups(groups: Groups, kernels: Any) -> Groups:
-    """The groups that sum tensors, as `share_node` has them. Collective."""
-    return replace(groups, **{name: share_node(getattr(groups, name), kernels) for name in ("tp", "dp", "embedding")})
+def _fits(ranks: int) -> bool:
+    """Whether this system has the shared memory of so many ranks; not where nothing says how much it has."""
+    try:
+        return shutil.disk_usage(SHARED_MEMORY).free > 2 * ranks * SEGMENT_BYTES
+    except OSError:
+        return False
 
 
 class _Window:
@@ -75,6 +89,16 @@ class _Window:
         comm.Barrier()
 
 
+class _WithoutMPI(Iterator):
+    """Steps that any thread may go through."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def __next__(self) -> Callable[..., bool]:
+        return next(self._steps)
+
+
 class NodeComm(MPIComm):
     """An MPIComm whose ranks share memory. kernels: the library with sum_rows and the flags (`host.kernels`)."""
 
@@ -85,58 +109,48 @@ class NodeComm(MPIComm):
         self._chunks = 0
         self._last: Handle = DONE
 
-    # The verbs: shared memory where it serves, MPI elsewhere ---------------------------------------------------------------------
-
-    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """Start an all_reduce of `tensor` (any shape) in place."""
-        if op != "sum" or check(tensor).dtype not in SHARED_DTYPES:
-            return super().iall_reduce(tensor, op)
-        return self._behind(self._sum(tensor.detach().view(-1)), tensor)
+    # Blocking verbs, by the caller's threads; nonblocking ones are the engine's ---------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` (any shape) in place."""
-        if op != "sum" or check(tensor).dtype not in SHARED_DTYPES:
-            return super().all_reduce(tensor, op)
-        self._now(self._sum(tensor.detach().view(-1)), tensor)
+        self._now(self._all_reduce(check(tensor).detach().view(-1), op), tensor)
         return tensor
-
-    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Start a reduce_scatter of `tensor` (p * n,) into `output` (n,)."""
-        if tensor.dtype not in SHARED_DTYPES:
-            return super().ireduce_scatter(output, tensor)
-        parts = rows(tensor, output, self.size)
-        return self._behind(self._sum_parts(output.detach().view(-1), parts), output, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
         """Sum `tensor` (p * n,) over ranks, this rank's part into `output` (n,)."""
-        if tensor.dtype not in SHARED_DTYPES:
-            return super().reduce_scatter(output, tensor)
-        self._now(self._sum_parts(output.detach().view(-1), rows(tensor, output, self.size)), output, tensor)
+        self._now(self._reduce_scatter(output.detach().view(-1), rows(tensor, output, self.size)), output, tensor)
         return output
-
-    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Start an all_gather of `tensor` (n,) into `output` (p * n,)."""
-        return self._behind(self._exchange(rows(output, tensor, self.size), tensor.detach().view(-1)), output, tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
         """Every rank's `tensor` (n,) in rank order into `output` (p * n,)."""
-        self._now(self._exchange(rows(output, tensor, self.size), tensor.detach().view(-1)), output, tensor)
+        self._now(self._all_gather(output.detach(), tensor.detach()), output, tensor)
         return output
 
-    def _behind(self, steps: Steps, *tensors: Tensor) -> Handle:
-        self._last = self._collective(steps, *tensors)
+    def _collective(self, steps: Steps, *tensors: Tensor) -> Handle:
+        self._last = super()._collective(steps, *tensors)
         return self._last
 
     def _now(self, steps: Steps, *tensors: Tensor) -> None:
-        """Done by the caller, unless the engine still has an earlier collective of this communicator to do."""
-        if not self._last.done():
-            self._behind(steps, *tensors).wait()
+        """Steps without MPI by the caller, unless the engine still has an earlier collective of this communicator to do."""
+        if not (isinstance(steps, _WithoutMPI) and self._last.done()):
+            self._collective(steps, *tensors).wait()
             return
         for ready in steps:
             while not ready(PATIENCE):
                 pass
 
-    # Steps ------------------------------------------------------------------------------------------------------------------------
+    # Steps: in shared memory where it serves, MPI's elsewhere ---------------------------------------------------------------------
+
+    def _all_reduce(self, flat: Tensor, op: str) -> Steps:
+        shares = op == "sum" and flat.dtype in SUMMED_DTYPES
+        return _WithoutMPI(self._sum(flat)) if shares else super()._all_reduce(flat, op)
+
+    def _reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
+        shares = parts.dtype in SUMMED_DTYPES
+        return _WithoutMPI(self._sum_parts(output, parts)) if shares else super()._reduce_scatter(output, parts)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
+        return _WithoutMPI(self._exchange(rows(output, tensor, self.size), tensor.view(-1)))
 
     def _half(self, dtype: torch.dtype) -> tuple[Tensor, int]:
         """All ranks' segments (p, elements of a half) for the next chunk, and the chunk's number."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
+SUMMED_DTYPES = (torch.float32, *HALF)  # of activations and gradients, whose sums are large
 COMM_DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, *HALF)
 OPS = ("sum", "max", "min")
 

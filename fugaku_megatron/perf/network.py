@@ -2,7 +2,7 @@
 
 Collectives are rings, or recursive halving and doubling where that needs fewer latencies, as MPI libraries choose. MPI's ring does
 not know nodes: it runs over all ranks at the rate of its slowest link. Software that sums inside a node first has a ring inside
-and one between nodes. Sums of BF16, which MPI does not know, travel as an all-to-all.
+and one between nodes, where every node has as many of the ranks. Sums of BF16, which MPI does not know, travel as all-to-alls.
 Left out: routes through the torus; groups are assumed to be compact.
 Test: pytest tests/test_perf_network.py
 """
@@ -43,15 +43,16 @@ class Network:
             return self._transfer(bytes, members <= together)
         size = bytes * members if verb == "all_gather" else bytes
         passes = 2 if verb == "all_reduce" else 1
-        inside, outside = min(members, together), -(-members // together)
-        if outside == 1:
-            return self._ring(size, inside, passes, self._inside_rate, self.machine.intra_alpha_us)
-        rate = self._between_rate(group, self.ranks_per_node)
-        if offers.TWO_LEVEL_SUMS in self.active:
-            within = self._ring(size, inside, passes, self._inside_rate, self.machine.intra_alpha_us) if inside > 1 else 0.0
-            return within + self._ring(size / inside, outside, passes, rate, self.machine.link_alpha_us)
-        rate = self._between_rate(group, self.ranks_per_node // inside)
-        return self._ring(size, members, passes, min(rate, self._inside_rate) if inside > 1 else rate, self.machine.link_alpha_us)
+        inside = min(members, together)
+        levels = members == inside or offers.TWO_LEVEL_SUMS in self.active and members % inside == 0
+        within = self._inside_rate(shared=levels and offers.NODE_SUMS in self.active)
+        if not levels:
+            between = self._between_rate(group, self.ranks_per_node // inside)
+            rate = min(between, within) if inside > 1 else between
+            return self._ring(size, members, passes, rate, self.machine.link_alpha_us)
+        between = self._between_rate(group, self.ranks_per_node)
+        return (self._ring(size, inside, passes, within, self.machine.intra_alpha_us)
+                + self._ring(size / inside, members // inside, passes, between, self.machine.link_alpha_us))
 
     def _group(self, group: str) -> tuple[int, int]:
         """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
@@ -60,11 +61,13 @@ class Network:
         members = {"tp": layout.tp, "pp": layout.pp, "embedding": 2 if layout.pp > 1 else 1, "dp": layout.dp}[group]
         return members, max(1, ranks // max(1, below))
 
-    @property
-    def _inside_rate(self) -> float:
-        """GB/s of a link of a ring inside a node: fitted or measured, or that of all cores' copies, or what MPI's sums reach."""
+    def _inside_rate(self, shared: bool) -> float:
+        """GB/s of a link of a ring inside a node: fitted or measured, or that of all cores' copies, or what MPI's sums reach.
+
+        shared: summed in memory that the ranks share.
+        """
         by_mpi = self.machine.intra_reduce_gbs or self.machine.intra_gbs
-        return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if offers.NODE_SUMS in self.active else by_mpi)
+        return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if shared else by_mpi)
 
     def _between_rate(self, group: str, rings: int) -> float:
         """GB/s of a link of a ring between nodes when `rings` of them leave a node at the same time."""
@@ -77,6 +80,7 @@ class Network:
 
     @staticmethod
     def _ring(size: float, members: int, passes: int, rate: float, alpha_us: float) -> float:
+        """Seconds; 0 for one member."""
         steps = passes * min(members - 1, 2 * math.ceil(math.log2(members)))
         return steps * alpha_us * 1e-6 + passes * (members - 1) / members * size / (rate * GB)
 

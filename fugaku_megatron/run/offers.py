@@ -50,7 +50,7 @@ OFFERS: dict[str, Offer] = {
     GRAD_REDUCE_IN_BF16: Offer(built=True, meaning="gradients travel in BF16", place="training/buckets.py",
                                field="grad_reduce_in_bf16"),
     NODE_SUMS: Offer(built=True, meaning="groups inside a node add up in shared memory, on all cores", place="comm/node.py"),
-    TWO_LEVEL_SUMS: Offer(built=False, meaning="groups over several nodes add up inside each node, then between nodes",
+    TWO_LEVEL_SUMS: Offer(built=True, meaning="groups over several nodes add up inside each node, then between nodes",
                           place="comm/two_level.py"),
     SEQUENCE_PARALLEL: Offer(built=True, meaning="norms, dropout and residuals on 1/TP of the sequence", place="nn/layers.py",
                              field="sequence_parallel"),

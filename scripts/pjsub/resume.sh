@@ -1,7 +1,7 @@
 #!/bin/bash
 #PJM -L "node=64,rscunit=rscunit_ft01,rscgrp=small,elapse=72:00:00"
 #PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
-#PJM --mpi "proc=64,max-proc-per-node=1,rank-map-bychip"
+#PJM --mpi "proc=256,max-proc-per-node=4,rank-map-bychip"
 #PJM -x PJM_LLIO_GFSCACHE=/vol0004
 #PJM --llio localtmp-size=50Gi
 #PJM -N gpt_124m_chain
@@ -10,20 +10,20 @@
 #PJM --sparam "jnam=gpt_124m_chain"
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 64 nodes x 1 ranks = DP 64 x TP 1 x PP 1; each tensor-parallel group inside a node
-# micro-batch 16, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
-# model: 3.526 s per iteration (9 of 10 runs: 2.537 to 4.899), 3.702 TFLOPs per node, bubble 0.0%, 8844 MiB on the fullest rank
-# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 93:44:19 (model), 2 jobs in a row; each
+# 64 nodes x 4 ranks = DP 256 x TP 1 x PP 1; each tensor-parallel group inside a node
+# micro-batch 4, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
+# model: 3.5 s per iteration (9 of 10 runs: 2.519 to 4.863), 3.730 TFLOPs per node, bubble 0.0%, 3568 MiB on the fullest rank
+# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 93:02:48 (model), 2 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
-RANKS_PER_NODE=1
+RANKS_PER_NODE=4
 FLAGS=(
     --recipe 124m
     --zero-stage 1
     --overlap-grad-reduce
     --overlap-param-gather
-    --micro-batch-size 16
+    --micro-batch-size 4
     --tensor-model-parallel-size 1
     --pipeline-model-parallel-size 1
     --global-batch-size 1024

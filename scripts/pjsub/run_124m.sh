@@ -1,5 +1,5 @@
 #!/bin/bash
-#PJM -L "node=256,rscunit=rscunit_ft01,rscgrp=small,elapse=35:58:00"
+#PJM -L "node=256,rscunit=rscunit_ft01,rscgrp=small,elapse=34:57:00"
 #PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
 #PJM --mpi "proc=1024,max-proc-per-node=4,rank-map-bychip"
 #PJM -x PJM_LLIO_GFSCACHE=/vol0004
@@ -8,22 +8,22 @@
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 256 nodes x 4 ranks = DP 256 x TP 4 x PP 1; each tensor-parallel group inside a node
-# micro-batch 4, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
-# model: 1.344 s per iteration (9 of 10 runs: 0.9673 to 1.868), 2.432 TFLOPs per node, bubble 0.0%, 1596 MiB on the fullest rank
-# elapse 35:58:00 in small (the table of 2026-11-20): 95367 iterations and the start take 35:57:03 (model), 1 jobs in a row; each
+# 256 nodes x 4 ranks = DP 512 x TP 2 x PP 1; each tensor-parallel group inside a node
+# micro-batch 2, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
+# model: 1.306 s per iteration (9 of 10 runs: 0.9398 to 1.815), 2.500 TFLOPs per node, bubble 0.0%, 1875 MiB on the fullest rank
+# elapse 34:57:00 in small (the table of 2026-11-20): 95367 iterations and the start take 34:56:11 (model), 1 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
 RANKS_PER_NODE=4
 FLAGS=(
     --recipe 124m
-    --tensor-model-parallel-size 4
+    --tensor-model-parallel-size 2
     --sequence-parallel
     --zero-stage 1
     --overlap-grad-reduce
     --overlap-param-gather
-    --micro-batch-size 4
+    --micro-batch-size 2
     --pipeline-model-parallel-size 1
     --global-batch-size 1024
     --cpu-frequency 2.0
@@ -57,7 +57,7 @@ DATA=${DATA:-mock}                              # prefix of .bin/.idx under data
 SAVE=${SAVE:-$PWD/checkpoints/gpt_124m}
 OUT=${OUT:-$PWD/output/gpt_124m.$JOB}
 TCMALLOC=${TCMALLOC:-}                          # a libtcmalloc.so to preload; without one the trainer keeps its memory itself
-ELAPSE=${ELAPSE:-129480}                      # seconds of the job, as the directive above says
+ELAPSE=${ELAPSE:-125820}                      # seconds of the job, as the directive above says
 MARGIN=${MARGIN:-900}                      # seconds before its end in which the trainer saves and leaves
 
 local_rank() { echo "${OMPI_COMM_WORLD_LOCAL_RANK:-${PLE_RANK_ON_NODE:-${MPI_LOCALRANKID:-${SLURM_LOCALID:-0}}}}"; }

@@ -8,19 +8,18 @@
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 1152 nodes as 8x12x12 torus x 2 ranks = DP 96 x TP 2 x PP 12; each tensor-parallel group inside a node
+# 1152 nodes as 8x12x12 torus x 2 ranks = DP 96 x TP 4 x PP 6; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 2016: 21 micro-batches; recompute none, ZeRO 1
-# model: 103.9 s per iteration (9 of 10 runs: 74.79 to 144.4), 2.885 TFLOPs per node, bubble 40.9%, 14429 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2753:35:53 (model), 117 jobs in a row;
+# model: 93.64 s per iteration (9 of 10 runs: 67.39 to 130.1), 3.203 TFLOPs per node, bubble 21.2%, 13927 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2481:02:46 (model), 105 jobs in a row;
 # each saves and leaves 15 minutes before its end
 set -euo pipefail
 
 RANKS_PER_NODE=2
 FLAGS=(
     --recipe 13b
-    --tensor-model-parallel-size 2
-    --pipeline-model-parallel-size 12
-    --sequence-parallel
+    --tensor-model-parallel-size 4
+    --pipeline-model-parallel-size 6
     --zero-stage 1
     --overlap-grad-reduce
     --overlap-param-gather
@@ -124,6 +123,6 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x12x12 "$RANKS_PER_NODE" 2 12) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x12x12 "$RANKS_PER_NODE" 4 6) > "$MAP"
 
 train train --save "$SAVE" --load "$SAVE"

@@ -1,25 +1,26 @@
 #!/bin/bash
 #PJM -L "node=16x24x16:torus:strict-io,rscunit=rscunit_ft01,rscgrp=large,elapse=24:00:00"
 #PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
-#PJM --mpi "proc=6144,max-proc-per-node=1,rank-map-bychip"
+#PJM --mpi "proc=12288,max-proc-per-node=2,rank-map-bychip"
 #PJM -x PJM_LLIO_GFSCACHE=/vol0004
 #PJM --llio localtmp-size=50Gi
 #PJM -N gpt_30b
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 6144 nodes as 16x24x16 torus x 1 ranks = DP 256 x TP 4 x PP 6; each tensor-parallel group 4 nodes inside a 2x3x2 unit
-# micro-batch 1, global batch 1536: 6 micro-batches; recompute none, ZeRO 1
-# model: 66.97 s per iteration (9 of 10 runs: 48.19 to 93.06), 1.435 TFLOPs per node, bubble 46.6%, 27247 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1774:37:11 (model), 76 jobs in a row; each
+# 6144 nodes as 16x24x16 torus x 2 ranks = DP 384 x TP 8 x PP 4; each tensor-parallel group 4 nodes inside a 2x3x2 unit
+# micro-batch 1, global batch 1536: 4 micro-batches; recompute none, ZeRO 1
+# model: 54.33 s per iteration (9 of 10 runs: 39.1 to 75.5), 1.769 TFLOPs per node, bubble 43.5%, 12433 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1439:48:20 (model), 62 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
-RANKS_PER_NODE=1
+RANKS_PER_NODE=2
 FLAGS=(
     --recipe 30b
-    --tensor-model-parallel-size 4
-    --pipeline-model-parallel-size 6
+    --tensor-model-parallel-size 8
+    --pipeline-model-parallel-size 4
+    --sequence-parallel
     --zero-stage 1
     --overlap-grad-reduce
     --overlap-param-gather
@@ -123,6 +124,6 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 16x24x16 "$RANKS_PER_NODE" 4 6) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 16x24x16 "$RANKS_PER_NODE" 8 4) > "$MAP"
 
 train train --save "$SAVE" --load "$SAVE"

@@ -18,16 +18,23 @@ from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, mock, small_run, whole_tensors
 
 ITERATIONS = 20
-SIZES = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "pp4": (4, 1, 4), "dp2": (2, 1, 1), "tp2pp2": (4, 2, 2), "tp2pp2dp2": (8, 2, 2)}
+SIZES = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "pp4": (4, 1, 4), "dp2": (2, 1, 1), "tp2pp2": (4, 2, 2), "tp2pp2dp2": (8, 2, 2),
+         "dp4": (4, 1, 1)}
 # tests/test_parallel.py has them all, on threads; what needs a group means nothing in a layout without it
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000}
-VARIANTS = ({}, {"share": True, "recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP})
+ALL_AT_ONCE = {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP}
+VARIANTS = ({}, {"node": 8, **ALL_AT_ONCE})
+NODES = {"dp4": ({"node": 2}, {"node": 2, **ALL_AT_ONCE})}  # variants of a layout whose groups span nodes
 
 
-def train(world: Comm, share: bool = False, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(losses and gradient norms (iterations, 2), gradients of the first iteration). share: sums in shared memory."""
+def train(world: Comm, node: int = 0, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(losses and gradient norms (iterations, 2), gradients of the first iteration).
+
+    node: how many ranks share a node, which is made up, and its memory; 0: none do.
+    """
     run = small_run(**changes)
-    groups = share_groups(grid_groups(world, run), kernels) if share else grid_groups(world, run)
+    groups = grid_groups(world, run)
+    groups = share_groups(groups, kernels, world.rank // node) if node else groups
     trainer = Trainer(run, world, groups, mock(run), mock(run, 8), ops=Ops.build())
     results, gradients = [], {}
     for i in range(ITERATIONS):
@@ -52,7 +59,7 @@ def main(world: Comm) -> None:
     alone = train(DryComm())
     for name, (ranks, tp, pp) in SIZES.items():
         part = world.split(0 if world.rank < ranks else 1, world.rank)
-        for variant in VARIANTS if world.rank < ranks <= world.size else ():
+        for variant in NODES.get(name, VARIANTS) if world.rank < ranks <= world.size else ():
             result = train(part, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
             difference = compare(result, alone)
             if world.rank == 0:

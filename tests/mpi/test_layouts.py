@@ -9,7 +9,9 @@ from tests.mpi import layouts
 pytestmark = pytest.mark.mpi
 
 
-def test_layouts_equal_one_rank(mpi):
-    job = mpi.run(8, str(Path(layouts.__file__)), timeout=500)
+@pytest.mark.parametrize("level", ["serialized", "funneled"])
+def test_layouts_equal_one_rank(mpi, level):
+    job = mpi.run(8, str(Path(layouts.__file__)), timeout=500, FUGAKU_MEGATRON_MPI_THREAD_LEVEL=level)
     assert job.returncode == 0, job.stderr
+    assert f"MPI_THREAD_{level.upper()}" in job.stdout
     assert job.stdout.count("ok ") == len(layouts.SIZES) * len(layouts.VARIANTS)

@@ -51,6 +51,13 @@ def test_ranks_of_a_node_share_memory(mpi, ranks):
     assert job.stdout.count("ok node ") == len(verb_checks.COLLECTIVE_CHECKS) + 1
 
 
+def test_nodes_add_up_inside_and_then_between(mpi):
+    job = mpi.run(4, VERBS, "levels")
+    assert job.returncode == 0, job.stderr
+    checks = len(verb_checks.LEVEL_CHECKS)
+    assert [job.stdout.count(f"ok {name} ") for name in (*verb_checks.NODES, "stages")] == [checks + 1, checks + 1, checks]
+
+
 def test_an_unknown_thread_level_is_one_line(mpi):
     job = mpi.run(2, ENDINGS, "success", FUGAKU_MEGATRON_MPI_THREAD_LEVEL="single")
     assert job.returncode == 2

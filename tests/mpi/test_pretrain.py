@@ -43,11 +43,13 @@ def losses(directory: Path) -> list[float]:
     return [r["lm_loss"] for r in records if r["kind"] == "train"]
 
 
-def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path):
+@pytest.mark.parametrize("level", ["serialized", "funneled"])
+def test_trains_logs_and_resumes_to_the_same_bits(mpi, level, tmp_path, monkeypatch):
+    monkeypatch.setenv("FUGAKU_MEGATRON_MPI_THREAD_LEVEL", level)
     flags = [PROGRAM, *TINY, "--train-iters", "8", "--zero-stage", "1", "--log-params-norm", "--log-num-zeros-in-grad",
              "--hidden-dropout", "0.1", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"]
     whole = mpi.run(2, *flags, "--save", str(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
+    assert whole.returncode == 0 and f"MPI_THREAD_{level.upper()}" in whole.stdout, whole.stderr
     lines = parse_log(whole.stdout.splitlines())
     assert [line.iteration for line in lines] == list(range(1, 9)) and lines[-1].params_norm > 0
     assert all(line.minor_faults >= 0 and line.system_seconds >= 0 and 0.1 < line.clock_ghz < 10 for line in lines)
@@ -113,7 +115,10 @@ def ranks(job: subprocess.Popen) -> list[psutil.Process]:
     return [p for p in children if "pretrain_gpt.py" in " ".join(p.cmdline())]
 
 
-@pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["waiting", "behind"])
+OVERLAPPED = ["--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
+
+
+@pytest.mark.parametrize("how", [[], ["--async-save"], OVERLAPPED], ids=["waiting", "behind", "overlapped"])
 def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, how):
     length = 10 + 3 * kills
     flags = ["--train-iters", str(length), "--save-interval", "2", "--hidden-dropout", "0.1", *how]
