@@ -3,6 +3,7 @@
     fugaku-megatron log run.log                              a row for each log, from what the log says
     fugaku-megatron log run.log --follow --png run.png       redrawn while the job runs, until it ends
     fugaku-megatron log run.log --csv run.csv --per-iteration    loss, time and rates of every iteration
+    fugaku-megatron log ranks.jsonl --ranks --png ranks.png  where the time of every rank went, from train --log-ranks
     fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
         --pipeline-model-parallel-size 10                    a log of another program
 
@@ -29,7 +30,7 @@ from ..published.rows import HEADERS
 from ..run import accounting, arguments
 from ..run.checks import check
 from ..run.outputs import check_file, writing
-from . import plot
+from . import plot, rank_table
 from .iteration import IterationMetrics
 from .published_row import PublishedRow, header, rate_text, seconds_text, size_name
 from .run_log import FORMULAS, Job, LogFile, LogSummary
@@ -136,6 +137,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", action="store_true", help="with a heading and lists, for a document")
     parser.add_argument("--follow", action="store_true", help="go on while the jobs run, until their last line or Ctrl-C")
     parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks with --follow (default: 2)")
+    parser.add_argument("--ranks", action="store_true", help="the files are those of train --log-ranks: min, mean and max of each "
+                        "phase over the ranks; with --png and one file a heat map of all ranks")
     group = parser.add_argument_group("logs of other programs, with a run's flags for the rest")
     group.add_argument("--nodes", type=int, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, default=1, help="ranks, or GPUs, of a node (default: 1)")
@@ -170,6 +173,8 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Read the logs, print the table and write the files. Raises ValueError, one line, for a user's mistake."""
+    if options.ranks:
+        return show_ranks(options)
     job = job_of(options)
     check_outputs(options)
     files = [LogFile(path, job, options.formula) for path in options.logs]
@@ -178,6 +183,20 @@ def main(options: argparse.Namespace) -> int:
         check(bool(log.iterations), f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): give a run's log")
     _write(options, logs)
     print(text(logs, options.markdown))
+    return 0
+
+
+def show_ranks(options: argparse.Namespace) -> int:
+    """--ranks: a table for each file, and the heat map."""
+    check_outputs(options)
+    check(not options.csv and not options.follow, "--ranks has no CSV file and does not follow: leave out --csv and --follow")
+    check(not options.png or len(options.logs) == 1, f"--png {options.png} takes the ranks of one file, {len(options.logs)} are "
+          "given: give one")
+    for path in options.logs:
+        intervals = rank_table.read(path)
+        print(rank_table.text(path, intervals))
+        if options.png:
+            rank_table.draw(options.png, path, intervals)
     return 0
 
 

@@ -262,14 +262,17 @@ class OutputConfig:
     log_live: str = opt("auto", "one live line with loss, tokens/s and time left instead of log lines; auto: on a terminal, also "
                         "below mpiexec", choices=("auto", "on", "off"))
     log_file: str | None = opt(None, "file that the run's log is added to, whether or not it is printed", type=str)
+    log_ranks: str | None = opt(None, "file that gets, each log interval, where the time of every rank went, for "
+                                "fugaku-megatron log --ranks", type=str)
     tensorboard_dir: str | None = opt(None, "directory for TensorBoard events", type=str)
     log_params_norm: bool = opt(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = opt(False, "log how many gradient elements are zero")
     profile: bool = opt(False, "time every operation of some iterations: a table in the log, a trace for Perfetto in --profile-dir")
     profile_step_start: int = opt(3, "first profiled iteration of this start")
     profile_step_end: int = opt(5, "the iteration after the last profiled one")
-    profile_ranks: tuple[int, ...] = opt((0,), "ranks that are profiled", type=int, nargs="+")
-    profile_dir: str = opt("profile", "directory for traces")
+    profile_ranks: tuple[int, ...] = opt((0,), "ranks whose kernels and messages are profiled; of rank 0's pipeline the "
+                                          "instructions are in any case", type=int, nargs="+")
+    profile_dir: str = opt("profile", "directory for traces: trace.json holds those of all profiled ranks")
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -277,7 +280,8 @@ class OutputConfig:
                        "profile_step_start")
         for name in ("save", "load", "tensorboard_dir", "profile_dir"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
-        check(self.log_file != "", "--log-file is empty: give a file, or leave it out (is a variable unset?)")
+        for name in ("log_file", "log_ranks"):
+            check(getattr(self, name) != "", f"{flag(name)} is empty: give a file, or leave it out (is a variable unset?)")
         check(self.ckpt_step is None or self.load is not None, f"--ckpt-step {self.ckpt_step} needs --load, the directory it is in")
         check(self.profile_step_end > self.profile_step_start, f"--profile-step-end {self.profile_step_end} is not above "
               f"--profile-step-start {self.profile_step_start}: raise it")

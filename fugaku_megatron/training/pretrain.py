@@ -25,7 +25,7 @@ from ..data.feed import Feed, build_feed
 from ..data.index_cache import IndexCache
 from ..data.tokenizer import build_tokenizer
 from ..host import allocator, kernels, placement, runtime
-from ..host.profiler import Profiler
+from ..host.phases import Phases
 from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib
 from ..logs.run_log import format_run
 from ..logs.screen import append
@@ -38,6 +38,8 @@ from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
 from .forecast import check_memory, data_line, iteration_line, node_bytes
 from .kernel_choice import build_ops, choose_kernels
+from .profile import Profile, profiled_ranks
+from .rank_times import RankTimes
 from .resume import Resume, find_checkpoint, resume_training
 from .session import HISTORY, Session
 from .train import Progress, Trainer, reads_data
@@ -161,18 +163,20 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> 
     if output.tensorboard_dir:
         check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
     on_root(world, lambda: check_file("--log-file", output.log_file))
+    on_root(world, lambda: check_file("--log-ranks", output.log_ranks))
     if output.profile:
-        check_writable(output.profile_dir, world, "--profile-dir", output.profile_ranks)
+        check_writable(output.profile_dir, world, "--profile-dir", profiled_ranks(output, Layout.from_run(run, world.size)))
 
 
 def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backends: dict[str, str],
-                  profiler: Profiler | None, feed: Feed | None = None) -> Trainer:
-    """This rank's trainer; a profiler observes its kernels, communicators and instructions."""
-    ops = build_ops(run, backends, profiler.kernels(kernels) if profiler else kernels)
+                  phases: Phases, profile: Profile | None, feed: Feed | None = None) -> Trainer:
+    """This rank's trainer; the clock of its phases and a profile observe its kernels, communicators and instructions."""
     train, valid = data
-    if profiler is None:
-        return Trainer(run, world, groups, train, valid, ops=ops, feed=feed)
-    return Trainer(run, world, profiler.groups(groups), train, valid, ops=ops, watch=profiler.watch, feed=feed)
+    ops = build_ops(run, backends, profile.kernels(kernels) if profile else kernels)
+    groups = phases.groups(groups)
+    return Trainer(run, world, profile.groups(groups) if profile else groups, train, valid, ops=ops, feed=feed,
+                   watch=(lambda executor: profile.watch(phases.watch(executor))) if profile else phases.watch,
+                   waiting_for_data=phases.waiting_for_data)
 
 
 def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress) -> MetricsWriter:
@@ -207,8 +211,8 @@ def start(arguments: Arguments, world: Comm) -> Session:
     _say(run, world, data_line(data[0]))
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
     _say(run, world, *choice.lines)
-    profiler = Profiler() if run.output.profile and world.rank in run.output.profile_ranks else None
-    trainer = build_trainer(run, world, groups, data, choice.backends, profiler, feed)
+    phases, profile = Phases(), Profile(run.output, layout, world) if run.output.profile else None
+    trainer = build_trainer(run, world, groups, data, choice.backends, phases, profile, feed)
     has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
     if run.training.eval_iters and not has_valid:
         _say(run, world, f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
@@ -216,7 +220,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
     iterations, _ = run_length(run, layout, resume.progress)
     writer = open_log(run, world, iterations, trainer.progress)
     allocator.trim()
-    return Session(trainer, writer, iterations, has_valid, profiler)
+    return Session(trainer, writer, iterations, has_valid, profile, RankTimes(run, layout, world, phases, writer.print))
 
 
 def pretrain(arguments: Arguments, world: Comm) -> None:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from ..checkpoint.behind import SaveBehind
 from ..host import allocator, runtime
-from ..host.profiler import Profiler
 from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
 from ..run import accounting
+from .profile import Profile
+from .rank_times import RankTimes
 from .train import IterationResult, Trainer
 
 HISTORY = "history.jsonl"
@@ -34,9 +35,9 @@ class Session:
     writer: MetricsWriter
     iterations: int
     has_valid: bool
-    profiler: Profiler | None = None
+    profile: Profile | None = None
+    rank_times: RankTimes | None = None
     signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
-    started: int = 0  # iterations since this start
     skipped_in_a_row: int = 0  # where no loss scale explains it
     save_due: bool = False
     save_timer: runtime.ExitTimer = field(init=False)
@@ -58,6 +59,8 @@ class Session:
             before = allocator.page_faults()
             result = self._step()
             self._log(result, [after - earlier for after, earlier in zip(allocator.page_faults(), before, strict=True)])
+            if self.rank_times and self._logs(progress.iteration):
+                self.rank_times.finish_interval(progress.iteration)
             self._check_divergence(result)
             self._evaluate(progress.iteration)
             reason, due, written = self._reason_to_leave(progress.iteration, timer)
@@ -75,41 +78,30 @@ class Session:
         if output.save and saved != progress.iteration:
             self._save(output.save)
         self._finish_save()
-        if self.profiler and self.started < output.profile_step_end - 1:  # fewer iterations than asked for
-            self._write_profile(output.profile_dir)
+        if self.profile:
+            self.profile.end(self.writer.print)
         self._await_picture()
 
     def _step(self) -> IterationResult:
-        """One iteration, profiled if it is among those asked for; after the last of them the results are written."""
-        if self.profiler is None:
-            return self.trainer.train_step()
-        output = self.trainer.run.output
-        self.started += 1
-        with self.profiler.step(output.profile_step_start <= self.started < output.profile_step_end):
+        """One iteration, profiled if it is among those asked for, with the phases of its time."""
+        if self.rank_times:
+            self.rank_times.begin()
+        with self.profile.iteration(self.writer.print) if self.profile else nullcontext():
             result = self.trainer.train_step()
-        if self.started == output.profile_step_end - 1:
-            self._write_profile(output.profile_dir)
+        if self.rank_times:
+            self.rank_times.end(result.seconds)
         return result
 
-    def _write_profile(self, directory: str) -> None:
-        rank, path = self.trainer.world.rank, Path(directory)
-        if not self.profiler.steps:
-            return self.writer.print(f"note: no profile: this start had {self.started} iterations, --profile-step-start is "
-                                     f"{self.trainer.run.output.profile_step_start}")
-        path.mkdir(parents=True, exist_ok=True)
-        trace = path / f"trace_rank{rank}.json"
-        self.profiler.write_trace(trace, rank)
-        lines = [*self.profiler.table(), f"trace: {trace} (open it in ui.perfetto.dev)"]
-        (path / f"table_rank{rank}.txt").write_text("\n".join(lines) + "\n")
-        for line in lines:
-            self.writer.print(line)
+    def _logs(self, iteration: int) -> bool:
+        """Whether a log interval ends with this iteration."""
+        return iteration % self.trainer.run.output.log_interval == 0 or iteration == self.iterations
 
     def _log(self, result: IterationResult, usage: list[float]) -> None:
         """usage: minor page faults and system seconds of the iteration."""
         trainer, run = self.trainer, self.trainer.run
         progress, output = trainer.progress, run.output
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
-        printed = self.writer.printing and (progress.iteration % output.log_interval == 0 or progress.iteration == self.iterations)
+        printed = self.writer.printing and self._logs(progress.iteration)
         flops = accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size  # of this rank
         self.writer.add(IterationMetrics(
             progress.iteration, self.iterations, consumed_samples=progress.consumed_samples,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -71,7 +72,7 @@ class Trainer:
 
     train, valid: datasets, needed where `reads_data`; None elsewhere. feed: where this rank gets its samples from, if another rank
     may read them; then only the reader needs the datasets. ops: what runs the operations of a step. watch: see
-    StepExecutor. make_schedule: the training schedule of a stage.
+    StepExecutor. make_schedule: the training schedule of a stage. waiting_for_data: is entered around what fetches samples.
     """
 
     run: RunConfig
@@ -84,6 +85,7 @@ class Trainer:
     watch: Callable[[StepExecutor], schedule.Executor] | None = None
     make_schedule: MakeSchedule = schedule.one_f_one_b
     feed: Feed | None = None
+    waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         run = self.run
@@ -121,8 +123,10 @@ class Trainer:
         """Micro-batches (tokens and labels, each (s, b)) on every tensor-parallel rank, read by the first."""
         shape = (self.run.model.seq_length, self.run.batch.micro_batch_size)
         while True:
-            tokens, labels = next(source) if source else (torch.empty(shape, dtype=torch.int64) for _ in range(2))
-            yield self.groups.tp.broadcast(tokens), self.groups.tp.broadcast(labels)
+            with self.waiting_for_data():
+                tokens, labels = next(source) if source else (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+                batch = self.groups.tp.broadcast(tokens), self.groups.tp.broadcast(labels)
+            yield batch
 
     def _micro_batches(self, batches: Iterator[Batch], consumed: int, count: int) -> Iterator[MicroBatch]:
         """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
@@ -155,7 +159,8 @@ class Trainer:
         if self._batches is None and self.reads_data:
             self._batches = self._samples(self.train, self.progress.consumed_samples, self.batch_size)
         if isinstance(self._batches, Handout):
-            self._batches.begin()
+            with self.waiting_for_data():
+                self._batches.begin()
         return self._broadcast(self._batches)
 
     def train_step(self) -> IterationResult:

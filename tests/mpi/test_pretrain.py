@@ -218,7 +218,7 @@ MISTAKES = {
     "length": ([], "--train-iters or --train-samples"),
     "profiled rank": (["--profile", "--profile-ranks", "0", "2"], "--profile-ranks 0 2: the run has ranks 0 to 1"),
     "events": (["--tensorboard-dir", PROGRAM], f"--tensorboard-dir {PROGRAM} is not writable: "),
-    "traces": (["--profile", "--profile-dir", PROGRAM, "--profile-ranks", "1"], f"{PROGRAM} is not writable: rank 1: "),
+    "traces": (["--profile", "--profile-dir", PROGRAM, "--profile-ranks", "1"], f"{PROGRAM} is not writable: rank 0: "),
 }
 
 

@@ -1,0 +1,108 @@
+"""--profile of a run: which ranks and iterations are recorded, the files of each rank, and the trace of all of them.
+
+The ranks of --profile-ranks record everything; of the others those of rank 0's pipeline record their instructions, so that the
+schedule of a run is there as a whole. Left out: recording itself (`host.profiler`), the form of traces (`logs.traces`).
+Test: pytest tests/test_profile.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..comm.base import Comm
+from ..comm.grid import Grid, Groups
+from ..host.profiler import Profiler
+from ..logs import traces
+from ..run.accounting import Layout
+from ..run.config import OutputConfig
+
+Watch = Callable[[Any], Any]  # an executor -> an observed one
+Say = Callable[[str], None]  # prints a line, on rank 0
+
+
+def profiled_ranks(output: OutputConfig, layout: Layout) -> list[int]:
+    """The ranks that write a trace: those of --profile-ranks, and rank 0's pipeline."""
+    return sorted({*output.profile_ranks, *Grid(layout.world_size, layout.tp, layout.pp).pipeline(0)})
+
+
+class Profile:
+    """Exists on every rank of a run with --profile; the ranks do together what begins and ends the recording."""
+
+    def __init__(self, output: OutputConfig, layout: Layout, world: Comm) -> None:
+        self.output, self.layout, self.world = output, layout, world
+        self.ranks, self.folder = profiled_ranks(output, layout), Path(output.profile_dir)
+        self.profiler = Profiler() if world.rank in self.ranks else None
+        self.whole = world.rank in output.profile_ranks  # kernels and messages, too
+        self.started = 0  # iterations since this start
+
+    # What is observed -----------------------------------------------------------------------------------------------------------
+
+    def kernels(self, library: Any) -> Any:
+        """The kernel library for `nn.ops.Ops`."""
+        return self.profiler.kernels(library) if self.whole else library
+
+    def groups(self, groups: Groups) -> Groups:
+        """The trainer's groups."""
+        return self.profiler.groups(groups) if self.whole else groups
+
+    def watch(self, executor: Any) -> Any:
+        """The schedule's executor."""
+        return self.profiler.watch(executor) if self.profiler else executor
+
+    # Iterations -----------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def iteration(self, say: Say) -> Iterator[None]:
+        """Around an iteration; after the last one asked for the results are written. Collective."""
+        self.started += 1
+        recorded = self.output.profile_step_start <= self.started < self.output.profile_step_end
+        if self.started == self.output.profile_step_start:
+            self._begin()
+        with self.profiler.step(recorded) if self.profiler else contextlib.nullcontext():
+            yield
+        if self.started == self.output.profile_step_end - 1:
+            self._write(say)
+
+    def end(self, say: Say) -> None:
+        """At the end of a run, which may have had fewer iterations than asked for. Collective."""
+        if self.started < self.output.profile_step_start:
+            say(f"note: no profile: this start had {self.started} iterations, --profile-step-start is "
+                f"{self.output.profile_step_start}")
+        elif self.started < self.output.profile_step_end - 1:
+            self._write(say)
+
+    def _begin(self) -> None:
+        if self.whole:
+            self.profiler.measure_peak()
+        for _ in range(2):  # the first one waits for the slowest rank, the second ends at nearly one time everywhere
+            self.world.barrier()
+        if self.profiler:
+            self.profiler.begin = time.perf_counter()
+
+    def _trace(self, rank: int) -> Path:
+        return self.folder / f"trace_rank{rank}.json"
+
+    def _write(self, say: Say) -> None:
+        if self.profiler:
+            self._write_own(say)
+        self.world.barrier()
+        if self.world.rank == 0:
+            missing = traces.merge([self._trace(rank) for rank in self.ranks], self.folder / "trace.json")
+            say(f"trace of {len(self.ranks) - len(missing)} ranks: {self.folder / 'trace.json'} (open it in ui.perfetto.dev)")
+            if missing:
+                say(f"note: not in it, because the directory of rank 0 does not have them: {', '.join(p.name for p in missing)}")
+
+    def _write_own(self, say: Say) -> None:
+        rank = self.world.rank
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.profiler.write_trace(self._trace(rank), rank, rank // self.layout.tp % self.layout.pp)
+        if not self.whole:
+            return
+        lines = self.profiler.table()
+        (self.folder / f"table_rank{rank}.txt").write_text("\n".join(lines) + "\n")
+        for line in lines:
+            say(line)

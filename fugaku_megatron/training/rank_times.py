@@ -1,0 +1,72 @@
+"""Each log interval gathers where the time of every rank went, names slow ranks in the log, and writes --log-ranks.
+
+A rank is named when it was slow in two intervals in a row; a single one is often the system's. One small all-gather per interval.
+Left out: the clock of a rank (`host.phases`), what is slow (`logs.stragglers`). Test: pytest tests/test_rank_times.py
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import torch
+
+from ..comm.base import Comm
+from ..host.phases import PHASES, Phases
+from ..logs.screen import append
+from ..logs.stragglers import NAMED, Interval, Straggler, find
+from ..run import accounting
+from ..run.accounting import Layout
+from ..run.config import RunConfig
+
+Slow = set[tuple[int, str]]  # rank, phase
+
+
+class RankTimes:
+    """The phases of a rank's iterations, and what all ranks' say at the end of an interval. say: prints a line on rank 0."""
+
+    def __init__(self, run: RunConfig, layout: Layout, world: Comm, phases: Phases, say: Callable[[str], None]) -> None:
+        self.layout, self.world, self.phases, self.say = layout, world, phases, say
+        self.file = run.output.log_ranks if world.rank == 0 else None
+        self.work = [sum(r.flops_forward + r.flops_backward for _, r in accounting.stage_records(run, layout, stage))
+                     for stage in range(layout.pp)]
+        self._rows: list[list[float]] = []  # of the interval's iterations: seconds of each phase
+        self._before: Slow = set()  # slow in the interval before
+        self._named: Slow = set()
+
+    def begin(self) -> None:
+        """Before an iteration."""
+        self.phases.begin()
+
+    def end(self, seconds: float) -> None:
+        """After an iteration of so many seconds."""
+        self._rows.append(self.phases.of_iteration(seconds))
+
+    def finish_interval(self, iteration: int) -> None:
+        """After the interval's last iteration. Collective."""
+        own, everyone = torch.tensor(self._rows).mean(0), torch.empty(self.world.size, len(PHASES))
+        self._rows = []
+        self.world.all_gather(everyone, own)
+        interval = Interval(iteration, self.layout.tp, self.layout.pp, dict(zip(PHASES, everyone.t().tolist(), strict=True)))
+        self._keep(interval)
+        if self.world.size > 1:
+            self._name(find(interval, self.work))
+
+    def _keep(self, interval: Interval) -> None:
+        try:
+            append(self.file, interval.line())
+        except OSError as error:  # not worth ending a run
+            self.say(f"--log-ranks {self.file}: no longer written: {error.strerror}")
+            self.file = None
+
+    def _name(self, found: list[Straggler]) -> None:
+        slow = {(s.rank, s.phase) for s in found}
+        lasting = slow & self._before
+        if lasting - self._named:
+            shown = [s for s in found if (s.rank, s.phase) in lasting][:NAMED]
+            hosts = [self.world.broadcast_object(socket.gethostname(), s.rank) for s in shown]
+            more = f"; and {len(lasting) - NAMED} more" if len(lasting) > NAMED else ""
+            self.say("slow: " + "; ".join(s.text(host) for s, host in zip(shown, hosts, strict=True)) + more)
+        for rank, phase in sorted(self._named - slow):
+            self.say(f"no longer slow: rank {rank}, {phase}")
+        self._before, self._named = slow, (self._named | lasting) & slow
