@@ -83,10 +83,6 @@ class Grid:
             "embedding": sorted(set(ends)) if rank in ends else [rank],
         }
 
-    def pipeline(self, rank: int) -> list[int]:
-        """World ranks of the pipeline of a rank, by stage."""
-        return self.ranks(rank)["pp"]
-
     def groups(self, world: Comm) -> Groups:
         """Build this rank's groups; entered by every rank of `world`. Raises ValueError when the sizes differ."""
         if world.size != self.world_size:

@@ -116,11 +116,16 @@ class Profiler:
         row = f"{name:40} {len(events) / steps:7.0f} {seconds / steps:9.4f} {100 * seconds / wall if wall else 0:7.1f}"
         return f"{row} {rate:9.1f} {100 * rate / self.peak_gflops:7.1f}" if rate and self.peak_gflops else row
 
-    def write_trace(self, path: str | os.PathLike, rank: int, stage: int = 0) -> None:
-        """Chrome's trace format: microseconds from `begin`, one process per rank, one thread per track."""
+    def write_trace(self, path: str | os.PathLike, rank: int, stage: int = 0, peak_mib: float | None = None) -> None:
+        """Chrome's trace format: microseconds from `begin`, one process per rank, one thread per track.
+
+        peak_mib: memory of this process at its peak.
+        """
         begin = min((e.start for e in self.events), default=0.0) if self.begin is None else self.begin
-        names = [{"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}, stage {stage}"}},
-                 {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}]
+        about = {"process_name": {"name": f"rank {rank}, stage {stage}"}, "process_sort_index": {"sort_index": rank}}
+        if peak_mib is not None:
+            about["process_labels"] = {"labels": f"{peak_mib:.0f} MiB at its peak", "peak_mib": peak_mib}
+        names = [{"ph": "M", "pid": rank, "name": name, "args": args} for name, args in about.items()]
         names += [{"ph": "M", "pid": rank, "tid": i, "name": "thread_name", "args": {"name": t}} for i, t in enumerate(TRACKS)]
         spans = [{"ph": "X", "pid": rank, "tid": TRACKS.index(e.track), "name": e.name, "ts": 1e6 * (e.start - begin),
                   "dur": 1e6 * e.seconds, "args": e.details()} for e in self.events]

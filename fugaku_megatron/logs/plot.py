@@ -51,11 +51,19 @@ def loss_curve(path_png: str | os.PathLike, history: Records | str | os.PathLike
 
 
 def start_loss_curve(path_png: str | os.PathLike, history: str | os.PathLike, heading: str = "") -> subprocess.Popen:
-    """`loss_curve` in a process of its own: a rank that draws would keep matplotlib, 35 MiB, and wait for it."""
+    """`loss_curve` in a process of its own."""
+    return start("plot", os.fspath(path_png), os.fspath(history), heading)
+
+
+def start(module: str, *words: str, **options: Any) -> subprocess.Popen:
+    """A module of this package that draws, as a program: a rank that draws would keep matplotlib, 35 MiB.
+
+    words: its command line. options: of subprocess.Popen.
+    """
     package = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", f"{package.name}.logs.plot", os.fspath(path_png), os.fspath(history), heading]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
+    return subprocess.Popen([sys.executable, "-m", f"{package.name}.logs.{module}", *words], stdin=subprocess.DEVNULL,
+                            env={**os.environ, "PYTHONPATH": path}, **options)
 
 
 def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records], heading: str = "") -> bool:

@@ -77,6 +77,7 @@ def draw(path: str | os.PathLike, source: str | os.PathLike, intervals: Sequence
     for phase, axes in zip(phases, columns, strict=True):
         image = _panel(axes, phase, intervals)
     columns[0].set_ylabel("rank")
+    columns[0].invert_yaxis()
     figure.colorbar(image, ax=columns, label="seconds of an iteration")
     figure.suptitle(title("Where the time of every rank went, measured", os.path.abspath(source)), fontsize="medium")
     with writing("--png", path):

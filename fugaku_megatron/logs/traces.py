@@ -1,6 +1,8 @@
-"""Traces of several ranks in Chrome's format: one file of all of them, and the schedule that they ran.
+"""Traces of several ranks in Chrome's format: one file of all of them, and the schedule that a pipeline really ran, as a picture.
 
-Left out: what a rank records (`host.profiler`). Legend: times of a trace in microseconds, here in seconds.
+    python -m fugaku_megatron.logs.traces profile/trace.json profile/schedule.png
+
+Left out: what a rank records (`host.profiler`), drawing (pipeline_plot.py). Times of a trace are microseconds, of spans seconds.
 Test: pytest tests/test_traces.py
 """
 
@@ -8,26 +10,99 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..parts import RECEIVES, SENDS, Instruction, Placement
+from ..timeline import COMPUTATIONS, Span
+from . import pipeline_plot
+from .plot import title
 
-def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The events of a trace."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+Trace = dict[str, Any]
 
 
-def merge(paths: Sequence[Path], merged: Path) -> list[Path]:
-    """Write the events of all traces into one file, a trace at a time in memory; returns the traces that are not there."""
+def read(path: str | os.PathLike) -> Trace:
+    """A trace: its events are those of "traceEvents"."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def merge(paths: Sequence[Path], merged: Path, placement: Placement, pipeline: Sequence[int]) -> list[Path]:
+    """Write the events of all traces into one file, a trace at a time in memory; returns the traces that are not there.
+
+    placement, pipeline: of the schedule that `spans` finds in it, and the ranks of its stages.
+    """
     missing = [path for path in paths if not path.is_file()]
+    other = json.dumps({"placement": asdict(placement), "pipeline": list(pipeline)})
     with open(merged, "w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [')
         separator = "\n"
         for path in paths:
-            if path not in missing:
-                for event in read(path):
-                    file.write(separator + json.dumps(event))
-                    separator = ",\n"
+            for event in [] if path in missing else read(path)["traceEvents"]:
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
         file.write("\n]}\n")
     return missing
+
+
+def spans(trace: Trace) -> list[Span]:
+    """What the pipeline did in the last recorded iteration, in the form of `timeline.spans`; empty without instructions.
+
+    A receive begins when its message was sent: until then the stage was idle.
+    """
+    placement = Placement(**trace["otherData"]["placement"])
+    measured = {(span.stage, span.op, span.microbatch, span.chunk): span for span in _instructions(trace)}  # later ones replace
+    sent = {}
+    for span in measured.values():
+        if span.op in SENDS:
+            receiver, tag = placement.peer(span.stage, _message(span))
+            sent[receiver, tag, span.microbatch] = span.start
+    found = [span for span in measured.values() if span.op in COMPUTATIONS]
+    for span in measured.values():
+        if span.op in RECEIVES:
+            _, tag = placement.peer(span.stage, _message(span))
+            start = max(span.start, sent.get((span.stage, tag, span.microbatch), span.start))
+            found += [_between(span, start, span.end)] if start < span.end else []
+    begin = min((span.start for span in found), default=0.0)
+    return [_between(span, span.start - begin, span.end - begin) for span in sorted(found, key=lambda s: (s.stage, s.start))]
+
+
+def _instructions(trace: Trace) -> Iterator[Span]:
+    """Every instruction of the pipeline's ranks, of each rank in the order of time."""
+    stages = {rank: stage for stage, rank in enumerate(trace["otherData"]["pipeline"])}
+    for event in trace["traceEvents"]:
+        about = event.get("args", {})
+        if event["ph"] == "X" and "microbatch" in about and event["pid"] in stages:
+            yield Span(stages[event["pid"]], event["name"], about["microbatch"], about["chunk"], event["ts"] / 1e6,
+                       (event["ts"] + event["dur"]) / 1e6)
+
+
+def _message(span: Span) -> Instruction:
+    return Instruction(span.op, span.microbatch, span.chunk)
+
+
+def _between(span: Span, start: float, end: float) -> Span:
+    return Span(span.stage, span.op, span.microbatch, span.chunk, start, end)
+
+
+def memory(trace: Trace) -> list[float]:
+    """MiB of the process of each stage at its peak; empty where a stage's is not known."""
+    peaks = {event["pid"]: event["args"]["peak_mib"] for event in trace["traceEvents"] if "peak_mib" in event.get("args", {})}
+    pipeline = trace["otherData"]["pipeline"]
+    return [peaks[rank] for rank in pipeline] if peaks.keys() >= set(pipeline) else []
+
+
+def draw(source: str, png: str) -> None:
+    """The schedule of a merged trace as a picture. ValueError when there is none, or it cannot be written."""
+    trace = read(source)
+    found = spans(trace)
+    if not found:
+        raise ValueError(f"{source} holds no instructions of a schedule: give the trace.json of a --profile")
+    heading = title("Schedule of rank 0's pipeline, measured", os.path.abspath(source))
+    pipeline_plot.draw(png, found, memory(trace), heading, "seconds (measured)")
+
+
+if __name__ == "__main__":
+    draw(*sys.argv[1:])

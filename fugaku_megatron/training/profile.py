@@ -1,4 +1,4 @@
-"""--profile of a run: which ranks and iterations are recorded, the files of each rank, and the trace of all of them.
+"""--profile of a run: which ranks and iterations are recorded, their files, the trace of all of them and the schedule's picture.
 
 The ranks of --profile-ranks record everything; of the others those of rank 0's pipeline record their instructions, so that the
 schedule of a run is there as a whole. Left out: recording itself (`host.profiler`), the form of traces (`logs.traces`).
@@ -8,25 +8,35 @@ Test: pytest tests/test_profile.py
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..host.profiler import Profiler
-from ..logs import traces
+from ..logs import plot, traces
+from ..logs.metrics import peak_memory_mib
+from ..parts import Placement
 from ..run.accounting import Layout
 from ..run.config import OutputConfig
 
-Watch = Callable[[Any], Any]  # an executor -> an observed one
+BARRIERS = 9  # that clocks are compared at
 Say = Callable[[str], None]  # prints a line, on rank 0
+
+
+def first_pipeline(layout: Layout) -> list[int]:
+    """The ranks of rank 0's pipeline, by stage."""
+    return Grid(layout.world_size, layout.tp, layout.pp).ranks(0)["pp"]
 
 
 def profiled_ranks(output: OutputConfig, layout: Layout) -> list[int]:
     """The ranks that write a trace: those of --profile-ranks, and rank 0's pipeline."""
-    return sorted({*output.profile_ranks, *Grid(layout.world_size, layout.tp, layout.pp).pipeline(0)})
+    return sorted({*output.profile_ranks, *first_pipeline(layout)})
 
 
 class Profile:
@@ -35,6 +45,7 @@ class Profile:
     def __init__(self, output: OutputConfig, layout: Layout, world: Comm) -> None:
         self.output, self.layout, self.world = output, layout, world
         self.ranks, self.folder = profiled_ranks(output, layout), Path(output.profile_dir)
+        self.pipeline, self.placement = first_pipeline(layout), Placement(layout.pp)
         self.profiler = Profiler() if world.rank in self.ranks else None
         self.whole = world.rank in output.profile_ranks  # kernels and messages, too
         self.started = 0  # iterations since this start
@@ -78,10 +89,9 @@ class Profile:
     def _begin(self) -> None:
         if self.whole:
             self.profiler.measure_peak()
-        for _ in range(2):  # the first one waits for the slowest rank, the second ends at nearly one time everywhere
-            self.world.barrier()
+        begin = common_moment(self.world)
         if self.profiler:
-            self.profiler.begin = time.perf_counter()
+            self.profiler.begin = begin
 
     def _trace(self, rank: int) -> Path:
         return self.folder / f"trace_rank{rank}.json"
@@ -91,18 +101,45 @@ class Profile:
             self._write_own(say)
         self.world.barrier()
         if self.world.rank == 0:
-            missing = traces.merge([self._trace(rank) for rank in self.ranks], self.folder / "trace.json")
-            say(f"trace of {len(self.ranks) - len(missing)} ranks: {self.folder / 'trace.json'} (open it in ui.perfetto.dev)")
-            if missing:
-                say(f"note: not in it, because the directory of rank 0 does not have them: {', '.join(p.name for p in missing)}")
+            self._merge(self.folder / "trace.json", say)
+
+    def _merge(self, merged: Path, say: Say) -> None:
+        missing = traces.merge([self._trace(rank) for rank in self.ranks], merged, self.placement, self.pipeline)
+        say(f"trace of {len(self.ranks) - len(missing)} ranks: {merged} (open it in ui.perfetto.dev)")
+        if missing:
+            say(f"note: not in it, because the directory of rank 0 does not have them: {', '.join(p.name for p in missing)}")
+        elif self.layout.pp > 1:
+            say(_draw(merged, self.folder / "schedule.png"))
 
     def _write_own(self, say: Say) -> None:
         rank = self.world.rank
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.profiler.write_trace(self._trace(rank), rank, rank // self.layout.tp % self.layout.pp)
+        self.profiler.write_trace(self._trace(rank), rank, rank // self.layout.tp % self.layout.pp, peak_memory_mib())
         if not self.whole:
             return
         lines = self.profiler.table()
         (self.folder / f"table_rank{rank}.txt").write_text("\n".join(lines) + "\n")
         for line in lines:
             say(line)
+
+
+def common_moment(world: Comm) -> float:
+    """One moment of all ranks, each by its own clock (time.perf_counter). Collective.
+
+    All leave a barrier at once, but for the time until each is awake: the median over several barriers shows how far a clock is
+    from rank 0's.
+    """
+    world.barrier()  # waits for the slowest
+    left = torch.empty(BARRIERS, dtype=torch.float64)
+    for number in range(BARRIERS):
+        world.barrier()
+        left[number] = time.perf_counter()
+    of_rank_0 = world.broadcast(left.clone())
+    return (of_rank_0[-1] + (left - of_rank_0).median()).item()
+
+
+def _draw(trace: Path, picture: Path) -> str:
+    """What the log says of the picture of the schedule."""
+    drawing = plot.start("traces", str(trace), str(picture), stderr=subprocess.PIPE, text=True)
+    errors = drawing.communicate()[1].strip()
+    return f"{picture}: not drawn, {errors.splitlines()[-1]}" if drawing.returncode else f"schedule: {picture}"
