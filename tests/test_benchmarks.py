@@ -380,3 +380,12 @@ def test_a_job_that_fails_is_quoted():
 def test_every_family_says_what_it_is():
     shown = benchmark("--help").stdout
     assert all(family in shown for family in FAMILIES)
+
+
+def test_what_the_run_waits_for_while_it_saves(tmp_path):
+    shown = benchmark("save", "--recipe", "demo", "--seq-length", "32", "--rounds", "1", "--directory", str(tmp_path), "--json",
+                      str(tmp_path / "save.json"))
+    assert shown.returncode == 0, shown.stderr
+    result = json.loads((tmp_path / "save.json").read_text())
+    assert result["ratio"] == result["stall"] / result["waiting"] and 0 < result["stall"] < result["until_whole"]
+    assert f"the run waits {result['stall']:.3f} s" in shown.stdout and [path.name for path in tmp_path.iterdir()] == ["save.json"]

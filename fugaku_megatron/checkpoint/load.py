@@ -9,7 +9,7 @@ tests/test_checkpoint_layouts.py tests/test_checkpoint_folders.py
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -42,7 +42,7 @@ class Checkpoint:
     """A checkpoint whose manifest was read, once, by rank 0.
 
     path: its folder. head: the manifest without the records of shards. files: those records on rank 0, where they are not in
-    folders; None on the other ranks.
+    folders; None on the other ranks. node: the directory of --save-local whose copies these are, files then those of this rank.
     """
 
     directory: Path
@@ -50,6 +50,7 @@ class Checkpoint:
     iteration: int
     head: dict[str, Any]
     files: Files | None = field(default=None, repr=False)
+    node: str | None = None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -101,15 +102,23 @@ def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, m
     and when a file is missing, truncated or altered, after which the tensors hold anything.
     """
     comm, path, head = folders.comm, checkpoint.path, checkpoint.head
-    prefix, others = f"--load {checkpoint.directory}: ", partial(_other_iterations, checkpoint.directory, checkpoint.iteration)
+    prefix, others = _messages(checkpoint)
     on_root(comm, lambda: check_model(head["config"].get("model", {}), model or {}, path), prefix)
     search = Search(shards, padded)
-    for name, entry in _own_entry(checkpoint, folders, prefix, others).items():
+    for name, entry in (checkpoint.files if checkpoint.node else _own_entry(checkpoint, folders, prefix, others)).items():
         search.look(name, entry)
-    if comm.all_reduce(torch.tensor(int(not search.complete)), "max"):
+    if not checkpoint.node and comm.all_reduce(torch.tensor(int(not search.complete)), "max"):
         search = _search_all(checkpoint, comm, Search(shards, padded), prefix, others)
     plan = agree(comm, lambda: search.plan(path), prefix)
     return agree(comm, lambda: sum(read_shards(path / name, work) for name, work in plan.items()), prefix, others)
+
+
+def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
+    """(what messages begin with, what may be loaded instead)."""
+    if checkpoint.node:
+        return f"--save-local {checkpoint.node}: ", lambda: ". Leave --save-local out once to go on from the shared directory"
+    others = partial(_other_iterations, checkpoint.directory, checkpoint.iteration)
+    return f"--load {checkpoint.directory}: ", others
 
 
 def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: Any) -> Files:

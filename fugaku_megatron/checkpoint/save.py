@@ -91,7 +91,8 @@ def save_steps(directory: str | os.PathLike, write: WriteFile, description: Desc
             shutil.rmtree(aside, ignore_errors=True)
         raise
     on_root(comm, lambda: _publish(directory, description.iteration, aside), prefix)
-    yield from _remove(on_root(comm, lambda: _set_aside(directory, description.iteration, description.keep)), folders)
+    obsolete = yield partial(_set_aside, directory, description.iteration, description.keep) if comm.rank == 0 else list
+    yield from _remove(on_root(comm, obsolete), folders)
     return directory / name
 
 

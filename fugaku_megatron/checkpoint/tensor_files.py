@@ -71,6 +71,17 @@ def _write(file: Any, data: memoryview, checksums: BlockChecksums) -> None:
             part = part[file.write(part) :]
 
 
+def copy_verified(source: Path, entry: Entry, path: Path) -> None:
+    """Write the file that `entry` describes to another place. ValueError where the source is not as described, or writing fails."""
+    try:
+        with BlockFile(source, entry) as original, open(path, "wb", buffering=0) as file:
+            for index in range(-(-entry["size"] // original.block_size)):
+                _write(file, original.block(index), BlockChecksums())
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(f"{path}: {describe(error)}") from error
+
+
 class BlockFile:
     """A file whose bytes are read by range, the blocks that hold them verified. Use it in a `with`, which opens and closes it.
 

@@ -62,7 +62,8 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
      ("recompute_method", "recompute_num_layers")),
     ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
     ("--vocab-file", lambda run: run.data.vocab_file is not None, ("tokenizer_type",)),
-    ("--save", lambda run: run.output.save is not None, ("save_interval", "save_interval_in_mins", "keep_last", "async_save")),
+    ("--save", lambda run: run.output.save is not None,
+     ("save_interval", "save_interval_in_mins", "keep_last", "async_save", "save_local")),
 )
 
 _GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}  # a field -> its group in RunConfig

@@ -257,6 +257,8 @@ class OutputConfig:
     save_interval: int | None = opt(None, "iterations between checkpoints (default: only at the end)", type=int)
     save_interval_in_mins: float | None = opt(None, "minutes between checkpoints, by the clock of rank 0", type=float)
     keep_last: int | None = opt(None, "checkpoints to keep in --save; older ones are removed after a save (default: all)", type=int)
+    save_local: str | None = opt(None, "directory on a disk of each node: checkpoints go there first, behind the run to --save; "
+                                 "the newest whole one of either is loaded", type=str)
     async_save: bool = opt(False, "copy a checkpoint to memory and write it while training goes on")
     log_interval: int = opt(100, "iterations between log lines")
     log_live: str = opt("auto", "one live line with loss, tokens/s and time left instead of log lines; auto: on a terminal, also "
@@ -278,7 +280,7 @@ class OutputConfig:
         check_numbers(self)
         check_positive(self, "ckpt_step", "save_interval", "save_interval_in_mins", "keep_last", "log_interval",
                        "profile_step_start")
-        for name in ("save", "load", "tensorboard_dir", "profile_dir"):
+        for name in ("save", "load", "save_local", "tensorboard_dir", "profile_dir"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
         for name in ("log_file", "log_ranks"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a file, or leave it out (is a variable unset?)")

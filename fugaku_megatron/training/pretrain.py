@@ -160,6 +160,8 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> 
     if output.save:
         check_replaces(output.save, output.load, resume.iteration, world)
         check_writable(output.save, world, ranks=(world.rank,) if nodes.leads else ())
+    if output.save and output.save_local:
+        check_writable(output.save_local, world, "--save-local", (world.rank,) if nodes.leads else ())
     if output.tensorboard_dir:
         check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
     on_root(world, lambda: check_file("--log-file", output.log_file))

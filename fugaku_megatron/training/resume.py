@@ -6,20 +6,21 @@ Left out: reading the tensors (`checkpoint.load`). Test: pytest tests/test_resum
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import TRACKER, latest_iteration
+from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..comm.agreement import on_root
 from ..comm.base import Comm
-from ..run.accounting import padded_vocab_size
+from ..run.accounting import Layout, padded_vocab_size
 from ..run.checks import check, flag
 from ..run.config import COURSE, RunConfig
 from .param_schedule import ParamSchedule
 from .session import HISTORY, LOSS_CURVE
-from .train import Progress, Trainer
+from .train import Progress, Trainer, layout_record
 
 OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER)  # what a run that ended before its first checkpoint leaves, beside iter_...
 
@@ -75,11 +76,27 @@ def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
     directory = run.output.load
     if not directory:
         return Resume()
-    iteration = run.output.ckpt_step or on_root(world, lambda: _latest(directory, run.output.save))
-    if not iteration:
+    iteration = run.output.ckpt_step or on_root(world, lambda: _latest(directory, run.output.save)) or 0
+    copied = 0 if run.output.ckpt_step else _newest_copy(run, world)
+    if not max(iteration, copied):
         return Resume()
-    checkpoint = open_checkpoint(directory, world, iteration)
+    if copied > iteration:
+        checkpoint = open_copy(run.output.save_local, world, copied)
+    else:
+        checkpoint = open_checkpoint(directory, world, iteration)
     return Resume(checkpoint, checkpoint.state, checkpoint.config)
+
+
+def _newest_copy(run: RunConfig, world: Comm) -> int:
+    """The newest iteration of this run, in this layout, that every rank finds in --save-local; 0: none. Collective."""
+    if not run.output.save_local or (name := run_name(run.output.load, world)) is None:
+        return 0
+    layout, parallel = layout_record(run, Layout.from_run(run, world.size)), asdict(run.parallel)
+
+    def fits(head: dict[str, Any]) -> bool:
+        return (head["state"].get("run"), head["layout"], head["config"].get("parallel")) == (name, layout, parallel)
+
+    return newest_everywhere(run.output.save_local, world, fits)
 
 
 def _latest(directory: str, save: str | None) -> int | None:
@@ -109,7 +126,8 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
         return [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
     requested = trainer.param_schedule
     trainer.load(resume.checkpoint)
-    lines = [f"resumed from {run.output.load} at iteration {trainer.progress.iteration}"]
+    source = resume.checkpoint.node or run.output.load
+    lines = [f"resumed from {source} at iteration {trainer.progress.iteration}"]
     lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
     lines += _layout_notes(trainer, resume)
     return lines + _schedule_note(requested, trainer, resume)
@@ -117,7 +135,7 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
 
 def _layout_notes(trainer: Trainer, resume: Resume) -> list[str]:
     """Another layout than the saved one; what follows the layout is the size of a batch, and of the vocabulary."""
-    saved, now = resume.checkpoint.head["layout"], trainer.layout_record()
+    saved, now = resume.checkpoint.head["layout"], layout_record(trainer.run, trainer.layout)
     names = [name for name in LAYOUT_SIZES if name in saved]
     before, after = (" x ".join(f"{LAYOUT_SIZES[name]} {sizes[name]}" for name in names) for sizes in (saved, now))
     notes = [f"note: saved with {before}, goes on with {after}"] if before != after else []

@@ -160,12 +160,12 @@ class Session:
         self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
 
     def _save(self, directory: str) -> None:
-        """Save, or with --async-save begin to; the save before ends first."""
+        """Save, or with --async-save or --save-local begin to; the save before ends first."""
         self._finish_save()
         self.save_due = False
         self._await_save()
         self.saved_iteration = self.trainer.progress.iteration
-        if self.trainer.run.output.async_save:
+        if self.trainer.run.output.async_save or self.trainer.run.output.save_local:
             self.saving = self.trainer.save_behind(directory)
         else:
             self.trainer.save(directory)

@@ -19,6 +19,7 @@ from .. import schedule
 from ..checkpoint.behind import SaveBehind, Snapshot
 from ..checkpoint.folders import Folders
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
+from ..checkpoint.node_copy import node_first_steps
 from ..checkpoint.save import Description, Steps, run_steps, save_steps, shard_writer
 from ..checkpoint.shards import Shard
 from ..comm.base import Comm
@@ -207,12 +208,6 @@ class Trainer:
 
     # Checkpoints ----------------------------------------------------------------------------------------------------------------
 
-    def layout_record(self) -> dict[str, int | str]:
-        """The layout as a checkpoint has it."""
-        return {"tensor_model_parallel_size": self.layout.tp, "pipeline_model_parallel_size": self.layout.pp,
-                "pipeline_split": ",".join(map(str, pipeline_split(self.run))), "data_parallel_size": self.layout.dp,
-                "zero_shards": zero_shards(self.run, self.layout)}
-
     def state(self) -> dict[str, Any]:
         """Everything but tensors. Dropout and initial weights are functions of (seed, sample), so the random state of every
         rank is the seed and the position in the data."""
@@ -220,9 +215,12 @@ class Trainer:
                 "kernels": self.ops.choice, "param_schedule": self.param_schedule.state(),
                 "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
 
-    def _save_steps(self, directory: str, shards: list[Shard]) -> Steps:
-        description = Description(self.progress.iteration, self.layout_record(), asdict(self.run), self.state(),
+    def _save_steps(self, directory: str, shards: list[Shard], node_first: bool = False) -> Steps:
+        local = self.run.output.save_local
+        description = Description(self.progress.iteration, layout_record(self.run, self.layout), asdict(self.run), self.state(),
                                   self.run.output.keep_last)
+        if local and node_first:
+            return node_first_steps(local, directory, shards, description, self.folders, wait=self._snapshot is None)
         return save_steps(directory, shard_writer(self.world.rank, shards), description, self.folders)
 
     def save(self, directory: str) -> None:
@@ -230,8 +228,12 @@ class Trainer:
         run_steps(self._save_steps(directory, self.optimizer.checkpoint_shards(owned=True)))
 
     def save_behind(self, directory: str) -> SaveBehind:
-        """Copy the present iteration and begin to write it, with --async-save; the save before must be finished. Collective."""
-        return SaveBehind(self._save_steps(directory, self._snapshot.take(self.optimizer.checkpoint_shards(owned=True))))
+        """Begin to write a copy of the present iteration: of memory with --async-save, or else of --save-local. Collective.
+
+        The save before must be finished.
+        """
+        shards = self.optimizer.checkpoint_shards(owned=True)
+        return SaveBehind(self._save_steps(directory, self._snapshot.take(shards) if self._snapshot else shards, node_first=True))
 
     def load(self, source: str | Checkpoint) -> dict[str, Any]:
         """Go on from a checkpoint of any layout, or from the latest one in a directory; returns its `state`. Collective.
@@ -253,6 +255,13 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         self.close()
         return state
+
+
+def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
+    """The layout as a checkpoint has it."""
+    return {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
+            "pipeline_split": ",".join(map(str, pipeline_split(run))), "data_parallel_size": layout.dp,
+            "zero_shards": zero_shards(run, layout)}
 
 
 def reads_data(groups: Groups) -> bool:

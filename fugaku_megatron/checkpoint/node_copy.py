@@ -1,0 +1,137 @@
+"""Checkpoints on the disks of nodes: a save is quick there, and the copy in the shared directory follows behind the run.
+
+    LOCAL/rank_00003/iter_0000100/manifest.json            of this rank's file alone
+    LOCAL/rank_00003/iter_0000100/rank_00003.safetensors
+    SAVE/.run                                              which run's copies belong to this directory
+
+A rank reads and writes its own folder only, so it does not matter which ranks share a disk. Of the copies only the newest iteration
+stays, once every rank has it. They are of use to the same number of ranks on the same nodes in the same layout; for any other start
+the shared directory counts. Test: pytest tests/test_node_copy.py
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..comm.agreement import agree, on_root
+from ..comm.base import Comm
+from .folders import Folders
+from .load import Checkpoint
+from .manifest import entries, fsync, iteration_name, list_iterations, read_head, write_manifest, write_text
+from .save import Description, Steps, Written, run_steps, save_steps, write_shards
+from .shards import Shard
+from .tensor_files import copy_verified
+
+RUN = ".run"
+_NAME_LENGTH = 64
+
+
+def run_name(save: str | Path, comm: Comm, make: bool = False) -> str | None:
+    """The name of the run whose checkpoints are in a directory; None where none was made. Collective."""
+    return on_root(comm, partial(_run_name, Path(save) / RUN, make))
+
+
+def _run_name(path: Path, make: bool) -> str | None:
+    if make and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, uuid.uuid4().hex)
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read(_NAME_LENGTH)
+
+
+def own_folder(local: str | Path, comm: Comm) -> Path:
+    return Path(local) / f"rank_{comm.rank:05d}"
+
+
+def node_first_steps(local: str | Path, directory: str | Path, shards: list[Shard], description: Description, folders: Folders,
+                     wait: bool) -> Steps:
+    """Write to the disk of the node, and from there to the shared `directory`. wait: the former is done before the first yield."""
+    comm, iteration = folders.comm, description.iteration
+    first = local_steps(local, shards, description, run_name(directory, comm, make=True), comm)
+    written = run_steps(first) if wait else (yield from first)
+    return (yield from save_steps(directory, partial(copy_written, local, comm, iteration, written), description, folders))
+
+
+def local_steps(local: str | Path, shards: list[Shard], description: Description, name: str, comm: Comm) -> Steps:
+    """Write this rank's copy, and remove older ones when all ranks have theirs; returns its file's name and entry (`Written`).
+
+    name: of the run. As `save.save_steps`, whose work and errors are alike.
+    """
+    own, iteration = own_folder(local, comm), description.iteration
+    prefix = f"--save-local {local}: iteration {iteration} is not saved: "
+    description = replace(description, state={**description.state, "run": name})
+    outcome = yield partial(_write, own / f"{iteration_name(iteration)}.tmp", comm.rank, shards, description)
+    written = agree(comm, outcome, prefix, _remedy)
+    agree(comm, partial(_publish, own, iteration), prefix, _remedy)
+    outcome = yield partial(_remove_others, own, iteration)
+    agree(comm, outcome, prefix, _remedy)
+    return written
+
+
+def _remedy() -> str:
+    return ". Checkpoints in --save are untouched. If the disk is full or read-only, give another --save-local"
+
+
+def _write(aside: Path, rank: int, shards: list[Shard], description: Description) -> Written:
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    written = write_shards(aside, rank, shards)
+    write_manifest(aside, description.iteration, description.layout, description.config, description.state,
+                   dict([written] if written else []))
+    fsync(aside)
+    return written
+
+
+def _publish(own: Path, iteration: int) -> None:
+    final = own / iteration_name(iteration)
+    if final.exists():  # of a run that was killed and goes through this iteration again
+        final.rename(final.with_name(final.name + ".old"))
+    (own / f"{final.name}.tmp").rename(final)
+    fsync(own)
+
+
+def _remove_others(own: Path, iteration: int) -> None:
+    for _, _, path in entries(own):
+        if path.name != iteration_name(iteration):
+            shutil.rmtree(path)
+
+
+def copy_written(local: str | Path, comm: Comm, iteration: int, written: Written, folder: Path) -> Written:
+    """Copy this rank's file from its disk into a folder of the shared directory, every block verified."""
+    if written:
+        name, entry = written
+        copy_verified(own_folder(local, comm) / iteration_name(iteration) / name, entry, folder / name)
+    return written
+
+
+def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, Any]], bool]) -> int:
+    """The newest iteration of which every rank has its whole copy; 0 where there is none. Collective.
+
+    fits: whether a manifest, without the records of shards, is of this run and layout.
+    """
+    own = own_folder(local, comm)
+    held = [number for number in list_iterations(own) if fits(read_head(own, number))]
+    bound = max(held, default=0)
+    while True:
+        low = int(comm.all_reduce(torch.tensor(max((number for number in held if number <= bound), default=0)), "min"))
+        bound = int(comm.all_reduce(torch.tensor(max((number for number in held if number <= low), default=0)), "min"))
+        if bound == low:
+            return low
+
+
+def open_copy(local: str | Path, comm: Comm, iteration: int) -> Checkpoint:
+    """This rank's copy of an iteration that all ranks have, without its tensors."""
+    own = own_folder(local, comm)
+    head = read_head(own, iteration)
+    return Checkpoint(own, own / iteration_name(iteration), iteration, head, head.pop("files"), str(local))
