@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.local import ThreadWorld
-from fugaku_megatron.comm.nodes import find_nodes
+from fugaku_megatron.comm.topology import find_nodes
 from fugaku_megatron.data import feed as feed_module
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.feed import Handout, build_feed

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm
-from ..comm.nodes import Nodes
 from ..comm.objects import scatter_object
+from ..comm.topology import Nodes
 from .dataset import Dataset
 from .sampler import Prefetcher, fetch, first_sample
 

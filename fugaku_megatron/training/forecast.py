@@ -16,7 +16,7 @@ from .. import schedule
 from ..comm.agreement import agree
 from ..comm.base import Comm
 from ..comm.grid import Grid
-from ..comm.nodes import Nodes, find_nodes
+from ..comm.topology import Nodes, find_nodes
 from ..host.fma_peak import fma_peak_gflops
 from ..run import accounting, batches, memory
 from ..run.accounting import Layout

@@ -19,7 +19,7 @@ from ..comm.grid import Grid, Groups
 from ..comm.launch import describe
 from ..comm.mpi import MPIComm
 from ..comm.node import share_groups
-from ..comm.nodes import Nodes, find_nodes
+from ..comm.topology import Nodes, find_nodes
 from ..data.dataset import Dataset, MockDataset, build_datasets
 from ..data.feed import Feed, build_feed
 from ..data.index_cache import IndexCache

@@ -1,11 +1,11 @@
-"""Which ranks share a node. Run: pytest tests/test_nodes.py"""
+"""Which ranks share a node. Run: pytest tests/test_topology.py"""
 
 import zlib
 
-from fugaku_megatron.comm import nodes as nodes_module
+from fugaku_megatron.comm import topology
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
-from fugaku_megatron.comm.nodes import find_nodes
+from fugaku_megatron.comm.topology import find_nodes
 
 
 def found(names):
@@ -22,7 +22,7 @@ def test_ranks_of_one_name_form_a_node_in_the_order_of_the_world():
 
 
 def test_names_of_one_checksum_are_told_apart(monkeypatch):
-    monkeypatch.setattr(nodes_module.zlib, "crc32", lambda name: 7)
+    monkeypatch.setattr(topology.zlib, "crc32", lambda name: 7)
     assert zlib.crc32(b"a") == 7
     assert [ranks for ranks, *_ in found(["b", "a", "b"])] == [[0, 2], [1], [0, 2]]
 
