@@ -24,8 +24,8 @@ import torch
 
 from fugaku_megatron.host import runtime
 from fugaku_megatron.published.markdown import pipe_table
-from fugaku_megatron.run import accounting
 from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.layout import Layout
 
 from . import alloc_logs, alloc_plot, driver, jobs, noise, preloads, published, shapes
 
@@ -70,7 +70,7 @@ def job(options: argparse.Namespace, cell: Cell) -> jobs.Job:
     """The training job of a combination. ValueError when the model does not divide or a library is missing."""
     size = options.global_batch_size or 4 * options.micro_batch_size
     config = shapes.run_of(options, global_batch_size=size)
-    accounting.Layout.from_run(config, cell.ranks)
+    Layout.from_run(config, cell.ranks)
     flags = jobs.flags(options, config, 1 + options.iterations, cell.kernels, "--allocator",
                        "tuned" if cell.allocator == "tuned" else "stock", *RECOMPUTE[cell.recompute])
     preload = preloads.find(cell.allocator) if cell.allocator in preloads.LIBRARIES else None

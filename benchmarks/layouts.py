@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fugaku_megatron.host import runtime
-from fugaku_megatron.run import accounting
 from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.layout import Layout
 
 from . import driver, jobs, noise, shapes
 
@@ -55,7 +55,7 @@ def job(options: argparse.Namespace, candidate: Candidate) -> jobs.Job:
     size = options.global_batch_size or MICROBATCHES * options.micro_batch_size
     config = shapes.run_of(options, tensor_model_parallel_size=candidate.tp, pipeline_model_parallel_size=candidate.pp,
                            global_batch_size=size)
-    accounting.Layout.from_run(config, candidate.ranks)
+    Layout.from_run(config, candidate.ranks)
     flags = jobs.flags(options, config, ITERATIONS, options.kernels, "--hidden-dropout", 0, "--attention-dropout", 0)
     threads = jobs.threads_each(candidate.ranks, options.threads)
     return jobs.Job(ranks=candidate.ranks, threads=threads, flags=flags)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.run import accounting
+from fugaku_megatron.run.layout import Layout
 
 from .driver import DTYPES, Call, Case
 from .shapes import add_arguments, run_of
@@ -48,7 +49,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     yield cross_entropy(s * b, v, split=True)
     yield embedding(s * b, h, v, dtype)
     yield position(s, b, h, dtype)
-    elements = min(UPDATE_ELEMENTS, accounting.stage_parameters(run, accounting.Layout(tp, tp, 1, 1), 0))
+    elements = min(UPDATE_ELEMENTS, accounting.stage_parameters(run, Layout(tp, tp, 1, 1), 0))
     yield squared_norm(elements)
     yield count_zeros(elements)
     yield sum_rows(4, elements // 4, dtype)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.run.config import RunConfig
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.recipes import RECIPES
 
 VOCABULARY = 8192  # of recipes that take theirs from a tokenizer

@@ -26,9 +26,9 @@ import torch
 
 from fugaku_megatron.host import runtime
 from fugaku_megatron.perf import machine, model, software
-from fugaku_megatron.run import accounting
 from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.config import RunConfig
+from fugaku_megatron.run.layout import Layout
 
 from . import alloc, driver, jobs, noise, preloads, shapes, tables_plot, tables_text
 
@@ -99,7 +99,7 @@ def config(options: argparse.Namespace, cell: Cell) -> RunConfig:
 def job(options: argparse.Namespace, cell: Cell) -> jobs.Job:
     """The training job of a row. ValueError when the model does not divide."""
     run = config(options, cell)
-    accounting.Layout.from_run(run, cell.ranks)
+    Layout.from_run(run, cell.ranks)
     preload = preloads.find(cell.allocator) if cell.allocator in preloads.LIBRARIES else None
     flags = jobs.flags(argparse.Namespace(recipe=options.recipe, dtype="fp32"), run, WARM_UP + options.iterations, "native",
                        "--seq-length", cell.seq, "--max-position-embeddings", cell.seq,

@@ -46,6 +46,11 @@ class Placement:
         """Parts of the model."""
         return self.stages * self.chunks
 
+    @property
+    def last_stage(self) -> int:
+        """The stage with the end of the model."""
+        return self.owner(self.parts - 1)[0]
+
     def part(self, stage: int, chunk: int) -> int:
         """The number of the part that is `chunk` of `stage`."""
         turned = self.kind == V and chunk == 1

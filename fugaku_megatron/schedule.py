@@ -37,8 +37,11 @@ from .parts import (
     V,
     placement_of,
 )
+from .run.config import RunConfig
+from .run.layout import placement
 
 FORWARD_ONLY = "forward-only"
+STEADY_ROUNDS = 3  # micro-batches for each part of the model after which a list repeats itself
 
 
 class Executor(Protocol):
@@ -208,6 +211,16 @@ class Schedule:
                  FORWARD_ONLY: lambda: forward_only(stage, p, m, v, self.placement.kind)}
         return lists[self.name]()
 
+    def held(self, stage: int) -> tuple[Held, ...]:
+        """What a stage holds at the moments that may need most memory, as `held` of its list.
+
+        A list that is long enough to reach its steady state holds as much as any longer one.
+        """
+        if self.name == ONE_F_ONE_B:  # without its list: planners ask for thousands
+            return (Held((min(self.placement.stages - stage, self.microbatches),), (0,)),)
+        enough = replace(self, microbatches=min(self.microbatches, STEADY_ROUNDS * self.placement.parts))
+        return held(enough.instructions(stage), self.placement.chunks)
+
     def send_queue(self, stage: int) -> int:
         """How many sends a stage has under way at most: when it starts one more, the oldest is finished.
 
@@ -240,6 +253,11 @@ class Schedule:
 def build(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
     """The schedule of one of `parts.NAMES`. chunks: of each stage; 1 for 1F1B and ZB-H1, 2 for ZBV."""
     return Schedule(name, placement_of(name, stages, chunks), microbatches)
+
+
+def of_run(run: RunConfig, microbatches: int) -> Schedule:
+    """The schedule that a run's flags ask for."""
+    return Schedule(run.parallel.schedule, placement(run), microbatches)
 
 
 def _is_message(instruction: Instruction) -> bool:
@@ -281,11 +299,6 @@ def in_flight(instructions: Sequence[Instruction]) -> int:
     """The largest number of (micro-batch, chunk)s whose activations are held at once, from F to I or B."""
     chunks = 1 + max((i.chunk for i in instructions), default=0)
     return max((sum(moment.activations) for moment in held(instructions, chunks)), default=0)
-
-
-def max_in_flight(stage: int, stages: int, microbatches: int) -> int:
-    """`in_flight` of `one_f_one_b` without its list, which is long where a batch has millions of micro-batches."""
-    return min(stages - stage, microbatches)
 
 
 def run(instructions: Iterable[Instruction], executor: Executor) -> None:

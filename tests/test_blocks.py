@@ -16,7 +16,7 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.nn.shared import accumulate
 from fugaku_megatron.run import accounting, block_parts
-from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.layout import Layout
 from tests.helpers import make_trainer, small_run, train
 from tests.test_accounting import LAYOUTS, check_bytes, counted_flops, sizes
 

@@ -11,14 +11,15 @@ from fugaku_megatron import schedule
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.parts import Held
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.run.buckets import bucket_elements, bucket_minimum, cut, stage_units
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.memory import stage_memory
 from fugaku_megatron.training import flat
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, make_trainer, mock, small_run, whole_tensors
-from tests.test_step import shuffled
+from tests.test_step import custom, shuffled
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LAYOUTS = {"one": (1, {}), "pp2": (2, {"pipeline_model_parallel_size": 2}), "pp4": (4, {"pipeline_model_parallel_size": 4}),
@@ -69,8 +70,8 @@ def test_buckets_lie_where_the_formula_says(name, changes):
         assert [sum(p.numel() for p in unit) for unit in flat.stage_units(trainer.stage)] == stage_units(run, trainer.layout, stage)
         names = [[p.spec.name for p, start in zip(buffer.parameters, buffer.starts) if b.start <= start < b.end]
                  for b in buffer.buckets]
-        if changes and trainer.layout.pp > 1 and (trainer.stage.is_first or trainer.stage.is_last):
-            assert names[-1] == [trainer.stage.tied_weight.spec.name], "the tied embedding waits for the other stage alone"
+        if changes and trainer.layout.pp > 1 and (trainer.stage.first or trainer.stage.last):
+            assert names[-1] == [trainer.stage.tied_copy.spec.name], "the tied embedding waits for the other stage alone"
         layers = [[int(n.split(".")[2]) for n in bucket if ".layers." in n] for bucket in names]
         assert all(min(a) > max(b) for a, b in zip(layers, layers[1:]) if a and b), "the last layers come first"
 
@@ -130,7 +131,7 @@ class Watched:
         self.handle.wait()
 
 
-def started_early(world, run, backend: str, make=schedule.one_f_one_b) -> tuple[int, int]:
+def started_early(world, run, backend: str, make=schedule.of_run) -> tuple[int, int]:
     """Buckets whose reduction had started when the last backward was over, and those that could have; two iterations."""
     torch.set_num_threads(1)
     groups = grid_groups(world, run)
@@ -144,8 +145,8 @@ def started_early(world, run, backend: str, make=schedule.one_f_one_b) -> tuple[
     trainer.close()
     early, last = seen[::2], len(stage_units(run, trainer.layout, groups.pp.rank)) - 1
     assert seen[1::2] == [len(trainer.optimizer.flat.buckets)] * 2 and early[0] == early[1]
-    at_the_end = {last, last - 1} if trainer.stage.is_first and not trainer.stage.is_last else {last}
-    if not trainer.stage.is_first and not trainer.stage.is_last:
+    at_the_end = {last, last - 1} if trainer.stage.first and not trainer.stage.last else {last}
+    if not trainer.stage.first and not trainer.stage.last:
         at_the_end = set()
     return early[0], sum(not at_the_end & set(bucket.units) for bucket in trainer.optimizer.flat.buckets)
 
@@ -163,7 +164,7 @@ def test_no_gradient_is_written_after_its_reduction_started(name, recompute):
 def test_a_bucket_waits_for_its_last_micro_batch_in_any_schedule():
     """Forwards and backwards in random orders: the last backward is not that of the last micro-batch."""
     run = small_run(**TP2PP2, **BUCKETS, **DROPOUT, num_layers=8)
-    for early, possible in ThreadWorld(8).run(started_early, run, "native", shuffled):
+    for early, possible in ThreadWorld(8).run(started_early, run, "native", custom(shuffled)):
         assert early == possible > 0
 
 
@@ -213,7 +214,7 @@ def test_gathers_are_under_way_until_their_weights_are_needed():
         trainer.train_step()
         last = len(trainer.optimizer.flat.buckets) - 1
         assert list(buckets._gathers) == list(range(last, -1, -1)), "all of them, the first needed first"
-        for unit in (*trainer.stage.layers, trainer.stage.final_layernorm):
+        for unit in (*trainer.stage.layers, trainer.stage.last.final_layernorm):
             unit.register_forward_pre_hook(lambda module, args: order.append(len(buckets._gathers)))
         trainer.train_step()
         layers = trainer.run.model.num_layers
@@ -226,7 +227,7 @@ def test_gathers_are_under_way_until_their_weights_are_needed():
 
 def test_copies_in_bf16_are_in_the_memory_model():
     runs = [small_run(**BUCKETS, grad_reduce_in_bf16=wire) for wire in (False, True)]
-    plain, more = (stage_memory(run, Layout.from_run(run, 2), 0, 1) for run in runs)
+    plain, more = (stage_memory(run, Layout.from_run(run, 2), 0, [Held((1,), (0,))]) for run in runs)
     assert (more.gradients, more.total - plain.total) == (plain.gradients * 3 // 2, plain.gradients // 2)
 
 

@@ -6,9 +6,11 @@ import time
 
 import pytest
 
+from fugaku_megatron import schedule
 from fugaku_megatron.comm.dry import DryComm
-from fugaku_megatron.run.accounting import Layout, stage_parameters
+from fugaku_megatron.run.accounting import stage_parameters
 from fugaku_megatron.run.arguments import make_run, parse
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.training.command import print_plan
 from fugaku_megatron.training.dry_run import plan_stage, report
 from tests.helpers import small_run
@@ -30,7 +32,7 @@ def test_124m_on_512_ranks():
     assert lines[1] == f"parameters {by_hand / 1e6:.1f} M, padded vocabulary 50304"
     assert lines[2] == ("global batch size 1024, micro-batch size 1, 2 micro-batches per iteration; "
                         f"95367 iterations, {95367 * 1024} samples")
-    assert "bubble 0.0%" in lines[3] and lines[4].endswith("F0 B0 F1 B1")
+    assert lines[3] == "schedule 1f1b, bubble 0.0% of the step's slots (model)" and lines[4].endswith("F0 B0 F1 B1")
     row = next(line for line in lines if "|" in line and " 0-11" in line)
     assert f"{by_hand / 1e6:.2f}" in row
     elements = -(-by_hand // (512 * 64)) * 512 * 64
@@ -46,7 +48,7 @@ def test_30b_on_12288_ranks():
     by_hand = (50304 + 2048) * 7168 + 48 * (12 * 7168**2 + 13 * 7168) + 2 * 7168
     assert lines[1] == f"parameters {by_hand / 1e6:.1f} M, padded vocabulary 50688"
     assert "global batch size 1536, micro-batch size 1, 24 micro-batches per iteration" in lines[2]
-    assert f"bubble {47 / (24 + 47):.1%}" in lines[3]
+    assert f"schedule 1f1b, bubble {47 / (24 + 47):.1%}" in lines[3]
     layer = (12 * 7168**2 + 7 * 7168) // 4 + 6 * 7168  # matrices and their split biases / TP; norms and output biases whole
     assert f"{layer / 1e6:.2f}" in text
     assert stage_parameters(run, Layout.from_run(run, 12288), 5) == layer
@@ -58,9 +60,9 @@ def test_30b_on_12288_ranks():
 def test_a_plan_fits_every_layout(world_size):
     run = small_run(pipeline_model_parallel_size=min(world_size, 4), tensor_model_parallel_size=max(1, world_size // 4))
     layout = Layout.from_run(run, world_size)
-    plans = [plan_stage(run, layout, stage, 8) for stage in range(layout.pp)]
-    assert [len(p.layers) for p in plans] == [4 // layout.pp] * layout.pp
-    assert [p.in_flight for p in plans] == list(range(layout.pp, 0, -1))
+    plans = [plan_stage(run, layout, stage, schedule.of_run(run, 8)) for stage in range(layout.pp)]
+    assert [[len(layers) for layers in p.layers] for p in plans] == [[4 // layout.pp]] * layout.pp
+    assert [p.in_flight for p in plans] == [(n,) for n in range(layout.pp, 0, -1)]
     assert f"PP {layout.pp} x TP {layout.tp}" in report(run, world_size)
 
 

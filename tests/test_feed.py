@@ -77,7 +77,7 @@ def test_losses_do_not_depend_on_who_reads(changes):
     def losses(world, shared):
         torch.set_num_threads(1)
         groups = grid_groups(world, run)
-        feed = build_feed(world, find_nodes(world, "node"), groups.dp.rank, reads_data(groups)) if shared else None
+        feed = build_feed(world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)) if shared else None
         reads = feed.reads if shared and feed else not shared
         trainer = Trainer(run, world, groups, *((mock(run), mock(run, 8)) if reads else (None, None)), feed=feed)
         try:

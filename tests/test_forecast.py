@@ -7,12 +7,13 @@ import re
 import numpy as np
 import pytest
 
+from fugaku_megatron import schedule
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.run import memory
-from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import make_run
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.training import forecast
 from fugaku_megatron.training.dry_run import plan_stage
 from tests.helpers import small_run
@@ -22,7 +23,7 @@ def test_a_ranks_memory_is_the_dry_runs():
     run = make_run("124m", {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "global_batch_size": 8})
     layout = Layout.from_run(run, 8)
     for rank in range(8):
-        plan = plan_stage(run, layout, rank // 2, layout.microbatches(run, 8))
+        plan = plan_stage(run, layout, rank // 2, schedule.of_run(run, layout.microbatches(run, 8)))
         assert forecast.rank_bytes(run, layout, rank) == plan.memory.total + forecast.PROCESS_BYTES
 
 

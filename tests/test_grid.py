@@ -63,7 +63,7 @@ def test_dry_groups_equal_real_ones(layout):
     def shape(comm):
         groups = grid.groups(comm)
         places = [(getattr(groups, name).rank, getattr(groups, name).size) for name in NAMES]
-        return places, groups.is_first_stage, groups.is_last_stage
+        return places
 
     dry = [shape(DryComm(rank, grid.world_size)) for rank in range(grid.world_size)]
     assert dry == ThreadWorld(grid.world_size).run(shape)
@@ -75,19 +75,15 @@ def test_a_dry_rank_of_a_large_job_is_built_at_once():
     assert time.monotonic() - begin < 1
     assert [(getattr(groups, n).rank, getattr(groups, n).size) for n in NAMES] == [
         (12287, 12288), (5, 6), (7, 8), (255, 256), (1, 2)]
-    assert groups.is_last_stage and not groups.is_first_stage
 
 
-def test_stages():
-    stages = [Grid(3, pp=3).groups(DryComm(rank, 3)) for rank in range(3)]
-    assert [(g.is_first_stage, g.is_last_stage) for g in stages] == [(True, False), (False, False), (False, True)]
-    only = Grid(2).groups(DryComm(1, 2))
-    assert only.is_first_stage and only.is_last_stage and only.embedding.size == 1
+def test_one_stage_has_no_other_embedding():
+    assert Grid(2).groups(DryComm(1, 2)).embedding.size == 1
 
 
 @pytest.mark.parametrize("sizes", [(10, 2, 4), (3, 2, 2), (4, 0, 1), (4, 1, -1), (0, 1, 1)])
 def test_sizes_that_do_not_divide_are_our_mistake(sizes):
-    """Users' sizes are checked before, by `accounting.check_world_size`."""
+    """Users' sizes are checked before, by `layout.check_world_size`."""
     with pytest.raises(AssertionError):
         Grid(*sizes)
 

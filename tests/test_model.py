@@ -40,13 +40,13 @@ def to_theirs(name: str, ours: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_logits_loss_and_gradients(pair):
     trainer, theirs = pair
     tokens, labels = torch.randint(0, VOCABULARY, (2, SEQUENCE, 2), generator=torch.Generator().manual_seed(3))  # (s, b) each
-    stage, at = trainer.stage, Pass(first_sample=0)
-    logits = stage.logits(stage.decode(stage.embed(tokens, at), at))
+    chunk, at = trainer.stage.last, Pass(first_sample=0)
+    logits = chunk.logits(chunk.decode(chunk.embedding(tokens, at), at))
     expected = theirs(tokens.t()).logits.transpose(0, 1)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
     trainer.optimizer.zero_grad()
-    loss = stage(tokens, labels, at)
+    loss = chunk(tokens, labels, at)
     loss.backward()
     expected = torch.nn.functional.cross_entropy(theirs(tokens.t()).logits.flatten(0, 1), labels.t().flatten())
     expected.backward()

@@ -11,7 +11,7 @@ from fugaku_megatron.perf.model import System
 from fugaku_megatron.perf.network import Network
 from fugaku_megatron.perf.parameters import Parameters
 from fugaku_megatron.perf.work import Product, Work
-from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.layout import Layout
 
 
 def rank(machine: str = "a64fx", software: str = "torch1.10", nodes: int = 1, ranks_per_node: int = 1, ghz: float | None = None,

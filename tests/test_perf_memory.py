@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from fugaku_megatron.parts import Held
 from fugaku_megatron.perf import memory, software
 from fugaku_megatron.perf.machine import MIB, load
 from fugaku_megatron.perf.parameters import MemoryParameters
 from fugaku_megatron.run import accounting
 from fugaku_megatron.run import memory as rank_memory
-from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.config import ParallelConfig, PrecisionConfig, TrainingConfig
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
 
 EAGER = software.load("torch1.10")
@@ -29,7 +30,7 @@ def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
 def test_this_project_is_counted_by_accounting():
     run, layout = gpt_124m(), Layout(1, 1, 1, 1)
     used = memory.stage_mib(run, layout, 0, software.load("fugaku_megatron"), 1, PLAIN)
-    assert used == pytest.approx(rank_memory.stage_memory(run, layout, 0, 1).total / MIB)
+    assert used == pytest.approx(rank_memory.stage_memory(run, layout, 0, [Held((1,), (0,))]).total / MIB)
 
 
 def test_the_first_stage_holds_most_and_full_recompute_least():

@@ -9,8 +9,8 @@ import pytest
 from fugaku_megatron.perf.model import System, outside, predict, predict_row, step
 from fugaku_megatron.perf.parameters import fitted
 from fugaku_megatron.published.rows import load
-from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.config import ParallelConfig, TrainingConfig
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
 
 AC = TrainingConfig(recompute_granularity="full")

@@ -10,7 +10,7 @@ from fugaku_megatron.perf import machine
 from fugaku_megatron.perf.network import Network
 from fugaku_megatron.perf.parameters import Parameters
 from fugaku_megatron.run import offers
-from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.layout import Layout
 
 
 def network(layout: Layout, ranks_per_node: int = 1, name: str = "a64fx", **values: float) -> Network:

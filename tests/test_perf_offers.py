@@ -13,8 +13,9 @@ from fugaku_megatron.perf import model, offer_table, overlap, search, software
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.run import buckets as gradient_buckets
 from fugaku_megatron.run import offers
-from fugaku_megatron.run.accounting import Collective, Layout
+from fugaku_megatron.run.accounting import Collective
 from fugaku_megatron.run.config import ParallelConfig
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.offers import OFFERS
 from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
 

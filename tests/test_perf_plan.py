@@ -12,8 +12,8 @@ from fugaku_megatron.perf import explain, plan, search
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.perf.request import run_of, system_of
 from fugaku_megatron.run import accounting, arguments
-from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.command_line import Parser
+from fugaku_megatron.run.layout import Layout
 
 A100_181B = ("plan --machine a100 --nodes 48 --num-layers 72 --hidden-size 14336 --num-attention-heads 64 --seq-length 2048 "
              "--global-batch-size 2048 --vocab-size 250680 --bf16 --ramp-divisible --train-tokens 300e9")

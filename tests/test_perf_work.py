@@ -8,8 +8,8 @@ import pytest
 
 from fugaku_megatron.perf import model, software, work
 from fugaku_megatron.run import accounting, memory
-from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.config import ParallelConfig, RunConfig, TrainingConfig
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
 
 EAGER = software.load("torch1.10")

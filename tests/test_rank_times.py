@@ -7,7 +7,7 @@ from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.host.phases import PHASES
 from fugaku_megatron.logs.rank_table import read
-from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.training.rank_times import RankTimes
 from tests.helpers import small_run
 

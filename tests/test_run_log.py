@@ -9,8 +9,8 @@ import pytest
 from fugaku_megatron.logs import run_log
 from fugaku_megatron.logs.iteration import parse_line
 from fugaku_megatron.logs.run_log import Job, LogFile, LogReader, format_run, parse_run, read_log
-from fugaku_megatron.run.accounting import Layout
 from fugaku_megatron.run.arguments import parse
+from fugaku_megatron.run.layout import Layout
 from tests.helpers import A100, OUR_LOG
 from tests.time_limit import time_limit
 

@@ -19,7 +19,7 @@ from fugaku_megatron.checkpoint.save import Description, save_steps, shard_write
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
-from fugaku_megatron.run.accounting import Layout
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.memory import stage_memory
 from fugaku_megatron.training.dry_run import report
 from tests.helpers import make_trainer, small_run, whole_tensors

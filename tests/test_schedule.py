@@ -29,7 +29,6 @@ from fugaku_megatron.schedule import (
     held,
     in_flight,
     interleaved,
-    max_in_flight,
     one_f_one_b,
     receives,
     run,
@@ -96,7 +95,7 @@ def test_1f1b_is_in_order_and_holds_little(stages, microbatches):
         instructions = one_f_one_b(stage, stages, microbatches)
         order = {op: [i.microbatch for i in instructions if i.op == op] for op in SHORT.values()}
         assert order[FORWARD] == order[BACKWARD] == list(range(microbatches))
-        assert in_flight(instructions) == min(stages - stage, microbatches) == max_in_flight(stage, stages, microbatches)
+        assert in_flight(instructions) == min(stages - stage, microbatches)
 
 
 def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction]:

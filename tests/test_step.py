@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 from fugaku_megatron import schedule
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.parts import BACKWARD, FORWARD, Instruction, Placement
+from fugaku_megatron.run.layout import placement
 from tests.helpers import make_trainer, small_run, train, whole_tensors
 
+Make = Callable[[int, int, int], list[Instruction]]
 LAYOUTS = {
     "one": (1, {}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
@@ -20,6 +24,21 @@ LAYOUTS = {
     "tp2pp2dp2": (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 1}),
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
+
+
+@dataclass(frozen=True)
+class Custom(schedule.Schedule):
+    """Other lists than those that have a name. make: of stage, stages and micro-batches."""
+
+    make: Make | None = None
+
+    def instructions(self, stage: int) -> list[Instruction]:
+        return self.make(stage, self.placement.stages, self.microbatches)
+
+
+def custom(make: Make):
+    """For `Trainer.make_schedule`."""
+    return lambda run, microbatches: Custom("custom", placement(run), microbatches, make)
 
 
 def shuffled(stage: int, stages: int, microbatches: int, seed: int = 3) -> list[Instruction]:
@@ -55,7 +74,7 @@ def test_these_lists_run_every_micro_batch_once_and_are_not_1f1b(make, microbatc
 
 def micro_batch_losses(world, run, make) -> list[list[torch.Tensor]]:
     """The losses of every micro-batch of two iterations whose weights do not change, in data order."""
-    trainer, losses = make_trainer(world, run, make_schedule=make), []
+    trainer, losses = make_trainer(world, run, make_schedule=custom(make)), []
     mean = trainer._mean_loss
     trainer._mean_loss = lambda values: (losses.append(torch.stack(values) if values else torch.zeros(0)), mean(values))[1]
     for _ in range(2):
@@ -83,7 +102,7 @@ def test_forwards_that_run_ahead_train_to_the_same_bits(name):
     """Every gradient is still summed in data order: a stage's own by its backwards, the head's by the last stage's forwards."""
     ranks, layout = LAYOUTS[name]
     run = small_run(**DROPOUT, **layout)
-    curves = [ThreadWorld(ranks).run(lambda world, m=make: [r.loss for r in train(world, run, 5, make_schedule=m)])[0]
+    curves = [ThreadWorld(ranks).run(lambda world, m=make: [r.loss for r in train(world, run, 5, make_schedule=custom(m))])[0]
               for make in (schedule.one_f_one_b, ahead)]
     assert curves[0] == curves[1]
 
@@ -94,7 +113,7 @@ def test_a_shuffled_order_has_the_same_gradients_but_for_rounding(name):
     run = small_run(**DROPOUT, **layout)
 
     def gradients(world, make):
-        trainer = make_trainer(world, run, make_schedule=make)
+        trainer = make_trainer(world, run, make_schedule=custom(make))
         trainer.train_step()
         trainer.close()
         return whole_tensors(trainer, "grad")

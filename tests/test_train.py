@@ -73,9 +73,9 @@ def test_evaluation_between_steps_changes_nothing():
 def record_batches(world, iterations: int, **changes) -> list[tuple[int, torch.Tensor]]:
     """(first sample, tokens (s, b)) of every micro-batch that entered the first stage here."""
     trainer, seen = make_trainer(world, small_run(num_layers=2, **changes)), []
-    if trainer.stage.is_first:
-        embed = trainer.stage.embed
-        trainer.stage.embed = lambda tokens, at: (seen.append((at.first_sample, tokens.clone())), embed(tokens, at))[1]
+    if trainer.stage.first:
+        embedding = trainer.stage.first.embedding
+        embedding.register_forward_pre_hook(lambda module, args: seen.append((args[1].first_sample, args[0].clone())))
     for _ in range(iterations):
         trainer.train_step()
     trainer.close()
@@ -102,7 +102,7 @@ def test_the_order_of_samples_does_not_depend_on_the_layout(name):
 
 def test_only_the_first_tensor_rank_of_the_edge_stages_reads():
     run = small_run(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
-    readers = [rank for rank in range(16) if reads_data(grid_groups(DryComm(rank, 16), run))]
+    readers = [rank for rank in range(16) if reads_data(run, grid_groups(DryComm(rank, 16), run))]
     assert readers == [0, 6, 8, 14]
 
 

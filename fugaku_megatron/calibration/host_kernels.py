@@ -19,6 +19,7 @@ from ..perf import model, software
 from ..run import accounting
 from ..run.arguments import make_run
 from ..run.config import ModelConfig, RunConfig
+from ..run.layout import Layout
 from ..training.train import Trainer
 
 COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the caches of all cores
@@ -87,7 +88,7 @@ def step_overhead() -> tuple[float, float]:
     code, points = software.load(software.THIS_PROJECT), []
     for layers, microbatches in ((1, 1), (8, 8)):
         run = _tiny(layers, microbatches)
-        layout = accounting.Layout.from_run(run, 1)
+        layout = Layout.from_run(run, 1)
         calls = sum(work.calls for work in model.stage_work(run, layout, 0, code)) * microbatches
         points.append((calls, _step_seconds(run)))
     (few, short), (many, long) = points

@@ -24,16 +24,6 @@ class Groups:
     dp: Comm
     embedding: Comm
 
-    @property
-    def is_first_stage(self) -> bool:
-        """True where the pipeline begins (the token embedding)."""
-        return self.pp.rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """True where the pipeline ends (the loss)."""
-        return self.pp.rank == self.pp.size - 1
-
 
 def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
     """The communicator of `ranks` (ranks of `comm`, in this order), which must include the caller.
@@ -47,7 +37,7 @@ def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
 
 @dataclass(frozen=True)
 class Grid:
-    """`world_size` ranks as a (dp, pp, tp) grid; dp = world_size / (tp * pp), a whole number (`accounting.check_world_size`)."""
+    """`world_size` ranks as a (dp, pp, tp) grid; dp = world_size / (tp * pp), a whole number (`layout.check_world_size`)."""
 
     world_size: int
     tp: int = 1

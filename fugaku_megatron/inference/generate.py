@@ -67,15 +67,17 @@ def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
 def last_logits(loaded: LoadedModel, tokens: Tensor) -> Tensor | None:
     """Logits (v,) after the last of `tokens` (s, 1), on the last stage; None elsewhere."""
     stage, pp, model = loaded.stage, loaded.groups.pp, loaded.run.model
-    if stage.is_first:
-        x = stage.embed(tokens, EVALUATION)
-    else:
-        x = pp.recv(torch.empty(len(tokens), 1, model.hidden_size, dtype=loaded.dtype), pp.rank - 1)
-    x = stage.decode(x, EVALUATION)
-    if not stage.is_last:
-        pp.send(x.contiguous(), pp.rank + 1)
-        return None
-    return gather_from_tensor_parallel(stage.logits(x[-1:]).contiguous(), loaded.groups.tp)[0, 0, : model.vocab_size].float()
+    x, logits = tokens, None
+    for number, chunk in enumerate(stage.chunks):
+        previous, following = (stage.placement.neighbour(pp.rank, number, step) for step in (-1, 1))  # (stage, chunk) or None
+        if previous and previous[0] != pp.rank:
+            x = pp.recv(torch.empty(len(tokens), 1, model.hidden_size, dtype=loaded.dtype), previous[0])
+        x = chunk.decode(chunk.embedding(x, EVALUATION) if chunk.is_first else x, EVALUATION)
+        if following is None:
+            logits = chunk.logits(x[-1:]).contiguous()
+        elif following[0] != pp.rank:
+            pp.send(x.contiguous(), following[0])
+    return None if logits is None else gather_from_tensor_parallel(logits, loaded.groups.tp)[0, 0, : model.vocab_size].float()
 
 
 def generate(loaded: LoadedModel, prompt: list[int], options: argparse.Namespace, eod: int) -> list[int]:
@@ -86,7 +88,7 @@ def generate(loaded: LoadedModel, prompt: list[int], options: argparse.Namespace
         window = torch.tensor(ids[-loaded.run.model.seq_length :]).unsqueeze(1)  # (s, 1)
         logits = last_logits(loaded, window)
         token = torch.tensor([pick(logits, options.temperature, options.top_k, generator) if logits is not None else 0])
-        ids.append(int(pp.broadcast(token, root=pp.size - 1)))
+        ids.append(int(pp.broadcast(token, root=loaded.stage.placement.last_stage)))
         if ids[-1] == eod:
             break
     return ids[len(prompt) :]

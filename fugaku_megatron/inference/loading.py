@@ -15,13 +15,13 @@ from ..checkpoint.shards import Shard
 from ..checkpoint.weights import load_weights
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
-from ..nn.model import EMBEDDING, Stage
+from ..nn.model import WORD_EMBEDDINGS, Stage
 from ..nn.ops import Ops
-from ..run.accounting import Layout
 from ..run.config import GROUPS, RunConfig
+from ..run.layout import Layout
 from ..training.optim import PARAMETER_DTYPES
 
-PADDED = (f"weight/{EMBEDDING}.weight",)  # its rows are a multiple that depends on the tensor-parallel size
+PADDED = (f"weight/{WORD_EMBEDDINGS}",)  # its rows are a multiple that depends on the tensor-parallel size
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ def load_model(run: RunConfig, world: Comm, directory: str, iteration: int, mani
 
 def _give_memory(stage: Stage, dtype: torch.dtype) -> None:
     """Zeros in the place of the meta parameters, which keep their `spec`."""
+    new = {}
+    for meta in stage.parameters():
+        new[meta] = nn.Parameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
+        new[meta].spec = meta.spec
     for module in stage.modules():
         for name, meta in list(module.named_parameters(recurse=False)):
-            parameter = nn.Parameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
-            parameter.spec = meta.spec
-            setattr(module, name, parameter)
+            setattr(module, name, new[meta])

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ..perf import memory, software
 from ..perf.model import System, step
-from ..run.accounting import Layout
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from . import limits, torus
 from .job import MARGIN, RANKS_PER_NODE, interpret, start_up
 from .script import Script, add_options, parse

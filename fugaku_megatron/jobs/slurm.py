@@ -14,9 +14,9 @@ from pathlib import Path
 
 from .. import schedule
 from ..run import memory
-from ..run.accounting import Layout
 from ..run.arguments import parse
 from ..run.checks import check
+from ..run.layout import Layout
 from .render import flag_lines
 
 LEAVE_SECONDS = 300  # before the limit the trainer is told to save and leave
@@ -147,7 +147,7 @@ def memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     run = parse(["--mock-data", *flags(job)]).run
     layout = Layout.from_run(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
-    mib = max(memory.stage_memory(run, layout, stage, schedule.max_in_flight(stage, job.pp, batches)).total
+    mib = max(memory.stage_memory(run, layout, stage, schedule.of_run(run, batches).held(stage)).total
                for stage in range(job.pp)) / 2**20
     room = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
     check(mib <= room, f"{cluster.name}, {job.recipe}: {mib:.0f} MiB per rank (model) are more than the {room:.0f} that "

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..run import accounting
-from ..run.accounting import Layout
 from ..run.arguments import make_run
 from ..run.checks import check, check_kind
 from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from ..run.layout import Layout
 from .iteration import IterationMetrics, parse_line
 from .metrics import parse_peak_memory, parse_validation_line
 

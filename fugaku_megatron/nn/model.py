@@ -1,6 +1,7 @@
-"""One chunk of the GPT's layers: embedding (first chunk), transformer layers, final norm and tied head (last chunk).
+"""A rank's part of the GPT: a stage of one or more chunks, each with some transformer layers.
 
-Left out: parameter memory (`training.flat.FlatParameters`), the order of micro-batches (`schedule`).
+The first part of the model has the embeddings too, the last one the final norm and the tied head. Left out: parameter memory
+(`training.flat.FlatParameters`), the order of chunks and micro-batches, and which part a chunk is (`schedule`).
 Legend: s sequence (this rank's part of it with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
 Test: pytest tests/test_model.py
 """
@@ -16,59 +17,103 @@ from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parall
 from ..comm.grid import Groups
 from ..run import accounting, memory
 from ..run.config import RunConfig
+from ..run.layout import Layout, placement
 from .blocks import TransformerLayer, make_norm
 from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout_key
 from .ops import Ops, recompute
 from .passes import Pass
 
-EMBEDDING = "embedding.word_embeddings"
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
+OUTPUT = "output_layer.weight"  # of its copy
 
 
 class Stage(nn.Module):
-    """This rank's part of the model. `run.model.vocab_size` must be known. ops: what runs its operations.
+    """This rank's part of the model: its chunks, in the model's order. `run.model.vocab_size` must be known.
 
-    Raises nothing of its own: `accounting.Layout` has checked that heads, layers and vocabulary divide.
+    ops: what runs its operations. Raises nothing of its own: `layout.Layout` has checked that heads, layers and vocabulary
+    divide.
     """
 
     def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
         super().__init__()
-        model, tp, pp = run.model, groups.tp, groups.pp
-        self.run, self.tp, self.ops = run, tp, ops
-        self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
-        vocabulary = accounting.padded_vocab_size(model, tp.size)
-        self.context = context = Context(model, tp, ops, run.training.seed, run.parallel.sequence_parallel)
-        world = tp.size * pp.size * groups.dp.size
-        self.logits_rows = memory.logits_rows(run, accounting.Layout(world, tp.size, pp.size, groups.dp.size))
-        if self.is_first:
-            self.word_embeddings = VocabParallelEmbedding(EMBEDDING, vocabulary, context)
-            self.position_embeddings = PositionEmbedding("embedding.position_embeddings", context)
-        self.layers = nn.ModuleList(TransformerLayer(n + 1, context) for n in accounting.stage_layers(run, pp.rank))
-        if self.is_last:
-            self.final_layernorm = make_norm("decoder.final_layernorm", context)
-        if self.is_last and not self.is_first:
-            self.output_weight = context.parameter("output_layer.weight", (vocabulary, model.hidden_size), 0,
-                                                   model.init_method_std, init_name=f"{EMBEDDING}.weight")
+        tp, pp, dp = groups.tp, groups.pp, groups.dp
+        self.placement, self.ops = placement(run), ops
+        context = Context(run.model, tp, ops, run.training.seed, run.parallel.sequence_parallel)
+        rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, dp.size))
+        self.chunks = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
+                                    for chunk in range(self.placement.chunks))
+        if self.first and self.last:
+            self.last.output_weight = self.first.embedding.word_embeddings.weight
 
     @property
-    def tied_weight(self) -> nn.Parameter:
-        """The word embedding as this stage holds it (first and last stage only); (v, h)."""
-        return self.word_embeddings.weight if self.is_first else self.output_weight
+    def first(self) -> Chunk | None:
+        """The chunk with the embeddings; None where another stage has it."""
+        return next((chunk for chunk in self.chunks if chunk.is_first), None)
 
-    def embed(self, tokens: Tensor, at: Pass) -> Tensor:
+    @property
+    def last(self) -> Chunk | None:
+        """The chunk with the head; None where another stage has it."""
+        return next((chunk for chunk in self.chunks if chunk.is_last), None)
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """The word embedding (v, h) where two stages have a copy of it each and this is one of them; None elsewhere."""
+        if (self.first is None) == (self.last is None):
+            return None
+        return self.first.embedding.word_embeddings.weight if self.first else self.last.output_weight
+
+    @property
+    def layers(self) -> list[TransformerLayer]:
+        """Of all chunks."""
+        return [layer for chunk in self.chunks for layer in chunk.layers]
+
+
+class Embedding(nn.Module):
+    """Words and positions, with dropout."""
+
+    def __init__(self, vocabulary: int, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.word_embeddings = VocabParallelEmbedding("embedding.word_embeddings", vocabulary, context)
+        self.position_embeddings = PositionEmbedding("embedding.position_embeddings", context)
+
+    def forward(self, tokens: Tensor, at: Pass) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
         x, context = self.position_embeddings(self.word_embeddings(tokens)), self.context
-        p = context.model.hidden_dropout if at.training else 0.0
-        return self.ops.dropout(x, p, hidden_dropout_key(context.seed, 0, "embedding", at.first_sample, context.first_position(x)))
+        key = hidden_dropout_key(context.seed, 0, "embedding", at.first_sample, context.first_position(x))
+        return context.ops.dropout(x, context.model.hidden_dropout if at.training else 0.0, key)
+
+
+class Chunk(nn.Module):
+    """Part `part` of the `parts` into which the model is cut: consecutive layers, and what stands before the first or behind the
+    last of all. logits_rows: of the logits, computed at once.
+
+    The head's weight is that of the embedding where both are on one stage, which then replaces `output_weight`.
+    """
+
+    def __init__(self, run: RunConfig, part: int, parts: int, context: Context, logits_rows: int) -> None:
+        super().__init__()
+        model, self.run, self.tp, self.ops, self.context = run.model, run, context.tp, context.ops, context
+        self.is_first, self.is_last, self.logits_rows = part == 0, part == parts - 1, logits_rows
+        vocabulary = accounting.padded_vocab_size(model, context.tp.size)
+        if self.is_first:
+            self.embedding = Embedding(vocabulary, context)
+        self.layers = nn.ModuleList(TransformerLayer(n + 1, context)
+                                    for n in accounting.part_layers(run, placement(run), part))
+        if self.is_last:
+            self.final_layernorm = make_norm("decoder.final_layernorm", context)
+            self.output_weight = context.parameter(OUTPUT, (vocabulary, model.hidden_size), 0,
+                                                   model.init_method_std, init_name=WORD_EMBEDDINGS)
 
     def run_layers(self, x: Tensor, at: Pass, first: int, last: int) -> Tensor:
-        """Layers [first, last) of this stage. (s, b, h) -> (s, b, h). Only the last one may leave its values out."""
+        """Layers [first, last) of this chunk. (s, b, h) -> (s, b, h). Only the last one may leave its values out."""
         inner = replace(at, needs_values=True)
         for layer in self.layers[first:last]:
             x = layer(x, at if layer is self.layers[last - 1] else inner)
         return x
 
     def decode(self, x: Tensor, at: Pass) -> Tensor:
-        """All layers of this stage, recomputed in groups where asked. (s, b, h) -> (s, b, h)."""
+        """All layers of this chunk, recomputed in groups where asked. (s, b, h) -> (s, b, h)."""
         count, training = len(self.layers), self.run.training
         if at.recompute != "full":
             return self.run_layers(x, at, 0, count)
@@ -86,13 +131,13 @@ class Stage(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (whole sequence, b, v): this rank's columns of the logits."""
-        return self.ops.linear(self.head_input(x), self.tied_weight)
+        return self.ops.linear(self.head_input(x), self.output_weight)
 
     def forward(self, x: Tensor, labels: Tensor | None, at: Pass, factor: float = 1.0) -> Tensor:
-        """Tokens (s, b) or the previous stage's (s, b, h) -> (s, b, h), or on the last stage the mean loss () times `factor`."""
-        x = self.embed(x, at) if self.is_first else x
+        """Tokens (s, b) or the previous part's (s, b, h) -> (s, b, h), or for the last part the mean loss () times `factor`."""
+        x = self.embedding(x, at) if self.is_first else x
         x = self.decode(x, at)
         if not self.is_last:
             return x
-        weight, first_row = self.tied_weight, self.tied_weight.spec.offset[0]
-        return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, first_row, factor, self.logits_rows) * factor
+        weight, rows = self.output_weight, self.logits_rows
+        return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, weight.spec.offset[0], factor, rows) * factor

@@ -7,7 +7,9 @@ rank, d head size, v vocabulary of this rank, rows = s b. Test: pytest tests/tes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from . import shared
 from .native_loss import HeadLoss
 from .shared import DropoutKey
 from .weight_cache import WeightCache
+from .weight_gradients import WeightGradients
 
 MLP_COLUMNS = 512  # of the MLP's inner tensor that backward holds twice
 
@@ -29,12 +32,13 @@ class NativeOps:
 
     kernels: the kernel library. fp16_chunk: linear layers with FP16 operands sum this many products in FP16 before they add in
     FP32 (0: always in FP32); a product then raises ValueError where the kernels' target has no FP16 arithmetic. weight_cache:
-    packed weights that are kept, None for none.
+    packed weights that are kept, None for none. weight_gradients: where linear layers bring the work for their weights' gradients.
     """
 
     kernels: Any
     fp16_chunk: int = 0
     weight_cache: WeightCache | None = None
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
 
     # Products; `chunk` is 0 or the FP16 chunk of a linear layer. The logits are always summed in FP32. --------------------------
 
@@ -53,6 +57,13 @@ class NativeOps:
     def data_gradient(self, dy: Tensor, weight: Tensor, dx: Tensor, chunk: int = 0) -> None:
         """dx (rows, in) = dy (rows, out) weight, weight (out, in)."""
         self.kernels.linear_data_gradient(dy, weight, dx, packed=self.packed(weight, True, chunk), fp16_chunk=chunk)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 0) -> None:
+        """Add dy^T x to the gradient of weight (out, in), now or later, and the sum of dy's rows to that of bias (out).
+
+        dy (rows, out) and x (rows, in) stay as they are until that is done.
+        """
+        self.weight_gradients.add(partial(self.kernels.linear_weight_gradient, dy, x, weight.main_grad, _gradient(bias), chunk))
 
     # Operations, as in `ops` ----------------------------------------------------------------------------------------------------
 
@@ -136,8 +147,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,), dy, ops, sequence = ctx.saved_tensors, _rows(dy), ctx.ops, ctx.sequence
         rows, chunk = _rows(gather_sequence(x, sequence)), ops.chunk(dy)
-        ops.kernels.linear_weight_gradient(dy, rows, ctx.weight.main_grad, _gradient(ctx.bias), chunk)
-        dx = torch.empty_like(rows) if sequence is None else rows  # what was gathered is read no more
+        ops.weight_gradient(dy, rows, ctx.weight, ctx.bias, chunk)
+        gathered = sequence is not None and not ops.weight_gradients.waits  # then it is read no more
+        dx = rows if gathered else torch.empty_like(rows)
         ops.data_gradient(dy, ctx.weight, dx, chunk)
         return None, reduce_scatter_sequence(dx.view(ctx.shape), sequence), None, None, None
 
@@ -164,28 +176,54 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, pre), (weight1, bias1, weight2), dy, ops = ctx.saved_tensors, ctx.parameters, _rows(dy), ctx.ops
-        chunk = ops.chunk(dy)
-        _to_gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
+        chunk, later = ops.chunk(dy), ops.weight_gradients.waits
+        if later:
+            dpre = _gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
+        else:
+            _to_gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
+            dpre = pre
         rows = _rows(gather_sequence(x, ctx.sequence))
-        ops.kernels.linear_weight_gradient(pre, rows, weight1.main_grad, _gradient(bias1), chunk)
-        dx = torch.empty_like(rows) if ctx.keeps_input else rows
-        ops.data_gradient(pre, weight1, dx, chunk)
+        ops.weight_gradient(dpre, rows, weight1, bias1, chunk)
+        dx = torch.empty_like(rows) if ctx.keeps_input or later else rows
+        ops.data_gradient(dpre, weight1, dx, chunk)
         return None, reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence), None, None, None, None, None
+
+
+def _column_parts(pre: Tensor, whole: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Parts of the columns of pre (rows, f): where they are, they themselves, and memory of the same shape for each in turn."""
+    width = pre.shape[1] if whole else min(MLP_COLUMNS, pre.shape[1])
+    buffer = pre.new_empty(len(pre) * width)
+    for first in range(0, pre.shape[1], width):
+        columns = slice(first, first + width)
+        yield columns, pre[:, columns], buffer[: pre[:, columns].numel()].view(pre[:, columns].shape)
+
+
+def _second_weight_gradient(ops: NativeOps, dy: Tensor, argument: Tensor, part: Tensor, grad: Tensor, chunk: int) -> None:
+    """Add dy^T gelu(argument) to grad (h, columns). dy (rows, h), argument (rows, columns); part: memory for gelu(argument)."""
+    part.copy_(argument)
+    ops.kernels.gelu(part, None, part)
+    ops.kernels.linear_weight_gradient(dy, part, grad, fp16_chunk=chunk)
 
 
 def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
     """Overwrite pre (rows, f), the GELU's argument, with its gradient and add the second weight's gradient, by parts of columns."""
     packed = ops.packed(weight2, True, chunk)
-    width = pre.shape[1] if packed is not None else min(MLP_COLUMNS, pre.shape[1])
-    buffer = pre.new_empty(len(pre) * width)
-    for first in range(0, pre.shape[1], width):
-        columns = slice(first, first + width)
-        argument = pre[:, columns]
-        part = buffer[: argument.numel()].view(argument.shape).copy_(argument)
-        ops.kernels.gelu(part, None, part)
-        ops.kernels.linear_weight_gradient(dy, part, weight2.main_grad[:, columns], fp16_chunk=chunk)
+    for columns, argument, part in _column_parts(pre, packed is not None):
+        _second_weight_gradient(ops, dy, argument, part, weight2.main_grad[:, columns], chunk)
         ops.kernels.linear_data_gradient(dy, weight2[:, columns], part, argument, packed=packed, fp16_chunk=chunk)
         argument.copy_(part)
+
+
+def _gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> Tensor:
+    """The gradient of pre (rows, f), in new memory; the second weight's gradient is put off, and needs pre and dy (rows, h)."""
+    def second_weight() -> None:
+        for columns, argument, part in _column_parts(pre, whole=False):
+            _second_weight_gradient(ops, dy, argument, part, weight2.main_grad[:, columns], chunk)
+
+    ops.weight_gradients.add(second_weight)
+    dpre = torch.empty_like(pre)
+    ops.kernels.linear_data_gradient(dy, weight2, dpre, pre, packed=ops.packed(weight2, True, chunk), fp16_chunk=chunk)
+    return dpre
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -26,6 +26,7 @@ from .native_ops import NativeOps
 from .shared import DropoutKey, backward, recompute
 from .torch_ops import TorchOps
 from .weight_cache import WeightCache
+from .weight_gradients import WeightGradients
 
 __all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Ops", "backward", "recompute"]
 
@@ -40,12 +41,13 @@ class Ops:
 
     backends: a backend for each name in FAMILIES. kernels: the C++ library that the native backend, the optimizer and initial
     weights call; a profiler puts its own around it. weight_cache: packed weights that live from one optimizer step to the next,
-    None where they are not kept.
+    None where they are not kept. weight_gradients: through which a backward can be split.
     """
 
     backends: Mapping[str, Backend]
     kernels: Any
     weight_cache: WeightCache | None
+    weight_gradients: WeightGradients
 
     @staticmethod
     def build(choice: str | Mapping[str, str] = "native", *, fp16_chunk: int = 0, keep_packed_weights: bool = False,
@@ -59,8 +61,9 @@ class Ops:
             if family not in FAMILIES or name not in BACKENDS:
                 raise ValueError(f"kernels {name} for {family}: give {' or '.join(BACKENDS)}, for {', '.join(FAMILIES)}")
         cache = WeightCache(kernels) if keep_packed_weights else None
-        backends = {"native": NativeOps(kernels, fp16_chunk, cache), "torch": TorchOps(kernels)}
-        return Ops(MappingProxyType({family: backends[names[family]] for family in FAMILIES}), kernels, cache)
+        gradients = WeightGradients()
+        backends = {"native": NativeOps(kernels, fp16_chunk, cache, gradients), "torch": TorchOps(kernels, gradients)}
+        return Ops(MappingProxyType({family: backends[names[family]] for family in FAMILIES}), kernels, cache, gradients)
 
     @property
     def choice(self) -> dict[str, str]:

@@ -7,7 +7,8 @@ Test: pytest tests/test_ops.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +19,22 @@ from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared
 from .shared import DropoutKey, accumulate
+from .weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
 class TorchOps:
-    """The backend on torch's kernels. kernels: the C++ library, for dropout's masks alone, which both backends share."""
+    """The backend on torch's kernels. kernels: the C++ library, for dropout's masks alone, which both backends share.
+
+    weight_gradients: where linear layers bring the work for their weights' gradients.
+    """
 
     kernels: Any
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""
-        return _Linear.apply(x, weight, bias, sequence)
+        return _Linear.apply(self.weight_gradients, x, weight, bias, sequence)
 
     def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
             sequence: Comm | None = None) -> Tensor:
@@ -78,28 +84,38 @@ class TorchOps:
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
                   rows_at_once: int | None = None) -> Tensor:
-        """x (s, b, h), weight (v, h), labels (s, b) -> (). factor and rows_at_once change nothing here."""
-        return vocab_parallel_cross_entropy(self.linear(x, weight), labels, tp, first_row).mean()
+        """x (s, b, h), weight (v, h), labels (s, b) -> (). factor and rows_at_once change nothing here.
+
+        The weight's gradient is never put off, as in the native backend, so that it comes before the embedding's in a shared one.
+        """
+        logits = _Linear.apply(WeightGradients(), x, weight, None, None)
+        return vocab_parallel_cross_entropy(logits, labels, tp, first_row).mean()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Comm | None) -> Tensor:
+    def forward(ctx: Any, weight_gradients: WeightGradients, x: Tensor, weight: Tensor, bias: Tensor | None,
+                sequence: Comm | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.sequence = weight, bias, sequence
+        ctx.weight_gradients, ctx.weight, ctx.bias, ctx.sequence = weight_gradients, weight, bias, sequence
         return F.linear(gather_sequence(x, sequence), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = gather_sequence(ctx.saved_tensors[0], ctx.sequence), ctx.weight
         rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # (s b, in), (s b, out)
-        if weight.dtype == torch.float32:
-            weight.main_grad.addmm_(dy_rows.t(), rows)
-        else:
-            accumulate(weight, dy_rows.t() @ rows)
-        if ctx.bias is not None:
-            accumulate(ctx.bias, dy_rows.sum(0, dtype=torch.float32))
-        return reduce_scatter_sequence((dy_rows @ weight).view_as(x), ctx.sequence), None, None, None
+        ctx.weight_gradients.add(partial(_linear_weight_gradient, dy_rows, rows, weight, ctx.bias))
+        return None, reduce_scatter_sequence((dy_rows @ weight).view_as(x), ctx.sequence), None, None, None
+
+
+def _linear_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Add the gradients of weight (out, in) and bias (out). dy (rows, out), x (rows, in)."""
+    if weight.dtype == torch.float32:
+        weight.main_grad.addmm_(dy.t(), x)
+    else:
+        accumulate(weight, dy.t() @ x)
+    if bias is not None:
+        accumulate(bias, dy.sum(0, dtype=torch.float32))
 
 
 class _LayerNorm(torch.autograd.Function):

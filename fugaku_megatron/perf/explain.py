@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from ..run.accounting import Layout
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from . import model, software
 from .cost import Seconds
 from .model import System

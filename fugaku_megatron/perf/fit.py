@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..published.rows import Row, load
-from ..run.accounting import Layout
+from ..run.layout import Layout
 from ..run.outputs import check_file, writing
 from . import memory, model
 from .parameters import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters

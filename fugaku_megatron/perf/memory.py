@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from .. import schedule
 from ..run import accounting
-from ..run.accounting import Layout
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from ..run.memory import stage_memory
 from .machine import MIB, Machine
 from .parameters import MemoryParameters
@@ -47,7 +48,7 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> float:
 def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, parameters: MemoryParameters) -> float:
     """Bytes of the kept and temporary tensors of one stage, without the logits."""
     training, hidden, saved = run.training, tensors(run, layout.tp)["hidden"], layer_saved_bytes(run, layout.tp)
-    layers = len(accounting.stage_layers(run, stage))
+    layers = sum(map(len, accounting.stage_layers(run, stage)))
     in_flight = min(layout.pp - stage, microbatches)
     temporary = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
@@ -71,8 +72,8 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
     if code.page_faults != "none":  # glibc has an arena for each thread
         fixed += parameters.glibc_mib / max(1, layout.world_size // nodes)
     if code.style == "native":
-        in_flight = min(layout.pp - stage, microbatches)
-        return fixed + stage_memory(run, layout, stage, in_flight).total / MIB
+        held = schedule.of_run(run, microbatches).held(stage)
+        return fixed + stage_memory(run, layout, stage, held).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
     sharded = parameters.sharded_bytes / accounting.zero_shards(run, layout)
     bytes = count * (parameters.state_bytes + sharded)

@@ -16,9 +16,10 @@ from functools import lru_cache
 from ..parts import BACKWARD, FORWARD, ONE_F_ONE_B
 from ..published.rows import Row
 from ..run import accounting, buckets
-from ..run.accounting import Collective, Layout
+from ..run.accounting import Collective
 from ..run.checks import check, flag
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from ..schedule import Schedule, build
 from ..timeline import Costs
 from . import machine, memory, overlap, software, work
@@ -112,7 +113,7 @@ class Step:
 def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tuple[work.Work, work.Work]:
     """(forward, backward) work of one stage for one micro-batch; recompute and weight gradients belong to the backward."""
     phases, training = work.phases(run, layout.tp, code), run.training
-    layers = len(accounting.stage_layers(run, stage))
+    layers = sum(map(len, accounting.stage_layers(run, stage)))
     forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
     if training.recompute_granularity == "full":
         groups = accounting.recompute_groups(layers, training.recompute_method, training.recompute_num_layers)

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ..run import offers
-from ..run.accounting import Layout
+from ..run.layout import Layout
 from .machine import GB, Machine
 from .parameters import Parameters
 

@@ -13,8 +13,8 @@ import argparse
 import json
 from typing import Any
 
-from ..run import accounting
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from .model import Prediction, System, predict
 from .request import add_system_arguments, run_of, system_of
 
@@ -35,7 +35,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
 
 def describe(run: RunConfig, system: System) -> str:
     """The system and the layout in one line."""
-    layout = accounting.Layout.from_run(run, system.world_size)
+    layout = Layout.from_run(run, system.world_size)
     size = layout.global_batch_size(run)
     return (f"{system.nodes} nodes of {system.machine.name} at {system.machine.ghz} GHz x {system.ranks_per_node} ranks, "
             f"{system.software.name}: DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, MBS {run.batch.micro_batch_size}, "

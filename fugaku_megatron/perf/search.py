@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..run import offers
-from ..run.accounting import Layout
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from . import memory
 from .model import Prediction, System, predict, step
 

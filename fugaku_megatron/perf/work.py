@@ -13,8 +13,9 @@ from functools import cache
 from types import MappingProxyType
 
 from ..run import accounting, memory, offers
-from ..run.accounting import Collective, Layout, Record
+from ..run.accounting import Collective, Record
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from .software import Software
 
 

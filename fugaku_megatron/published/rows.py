@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..run import accounting
 from ..run.checks import check
 from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from ..run.layout import Layout
 from . import csv_table, errata
 from .errata import Erratum
 
@@ -196,7 +196,7 @@ class Row:
         if needed != self.ranks:
             return f"DP {self.dp} x TP {self.tp} x PP {self.pp} = {needed} ranks, but the row has {self.ranks}"
         try:
-            accounting.Layout.from_run(self.run(), self.ranks)
+            Layout.from_run(self.run(), self.ranks)
         except ValueError as error:
             return str(error)
         return None

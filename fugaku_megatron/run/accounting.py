@@ -23,16 +23,16 @@ from .activations import (
     sequence_parts,
     tokens_per_microbatch,
 )
-from .batches import RampUp
 from .block_parts import MLPS, NORMS
 from .checks import check
-from .config import ModelConfig, RunConfig
+from .config import ModelConfig, ParallelConfig, RunConfig
+from .layout import Layout, placement, stage_sizes
 
 FP32_BYTES = 4
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
 
-# Sizes and layout ------------------------------------------------------------------------------------------------------------
+# Sizes ------------------------------------------------------------------------------------------------------------
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is >= value."""
@@ -55,58 +55,6 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 def recomputed_layers(layers: int, method: str, number: int) -> int:
     """How many of a stage's layers full recompute covers."""
     return sum(len(group) for group in recompute_groups(layers, method, number))
-
-
-def check_world_size(world_size: int, tp: int, pp: int) -> None:
-    """Raises ValueError when tensor-parallel size x pipeline-parallel size does not divide the number of ranks."""
-    for name, size in (("tensor", tp), ("pipeline", pp)):
-        check(size >= 1, f"--{name}-model-parallel-size is {size}: give a number above 0")
-    below = world_size // (tp * pp) * tp * pp
-    ranks = f"{below} or {below + tp * pp}" if below else f"{tp * pp}"
-    check(world_size >= 1 and world_size == below, f"world size {world_size} is not divisible by --tensor-model-parallel-size {tp} "
-          f"x --pipeline-model-parallel-size {pp} = {tp * pp}: start {ranks} ranks, or change the sizes")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """World size and its factors; `Layout.from_run` checks everything that depends on the world size."""
-
-    world_size: int
-    tp: int
-    pp: int
-    dp: int
-
-    @staticmethod
-    def from_run(run: RunConfig, world_size: int) -> Layout:
-        """Raises ValueError, one line with the flag and the remedy, for a run that does not fit on `world_size` ranks."""
-        tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-        model = run.model
-        check_world_size(world_size, tp, pp)
-        for name, value in (("num-attention-heads", model.num_attention_heads), ("ffn-hidden-size", model.ffn_hidden_size)):
-            check(value % tp == 0, f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them")
-        check(model.seq_length % sequence_parts(run, tp) == 0, f"--seq-length {model.seq_length} is not divisible by "
-              f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out")
-        check_split(run)
-        layout = Layout(world_size, tp, pp, world_size // (tp * pp))
-        for size in RampUp.from_batch(run.batch, layout.global_batch_size(run)).sizes():
-            layout.microbatches(run, size)
-        return layout
-
-    def global_batch_size(self, run: RunConfig) -> int:
-        """--global-batch-size, or one micro-batch per data-parallel rank."""
-        return run.batch.global_batch_size or run.batch.micro_batch_size * self.dp
-
-    def microbatches(self, run: RunConfig, global_batch_size: int) -> int:
-        """Micro-batches per rank and iteration; ValueError when the batch does not divide."""
-        each = run.batch.micro_batch_size * self.dp
-        below = max(1, global_batch_size // each) * each
-        name, remedy = f"--global-batch-size {global_batch_size}", f"use {below} or {below + each}"
-        if global_batch_size != self.global_batch_size(run):
-            name = f"--rampup-batch-size {' '.join(map(str, run.batch.rampup_batch_size))}: its batch size {global_batch_size}"
-            remedy = f"give a start and an increment that are multiples of {each}"
-        check(global_batch_size % each == 0, f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "
-              f"data-parallel size {self.dp} = {each}: {remedy}")
-        return global_batch_size // each
 
 
 def zero_shards(run: RunConfig, layout: Layout) -> int:
@@ -220,30 +168,17 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
             Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))]
 
 
-def check_split(run: RunConfig) -> None:
-    """Raises ValueError when the layers cannot be cut as --pipeline-split says."""
-    layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
-    check(layers >= pp, f"--num-layers {layers} is below --pipeline-model-parallel-size {pp}: a stage needs a layer, change one")
-    check(split != "even" or layers % pp == 0, f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}: "
-          "change one of them, or give --pipeline-split balanced")
-    if split not in ("even", "balanced"):
-        sizes = list(map(int, split.split(",")))
-        check((len(sizes), sum(sizes)) == (pp, layers), f"--pipeline-split {split} has {len(sizes)} stages and {sum(sizes)} "
-              f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: give {pp} numbers that sum to {layers}")
-
-
 @lru_cache(maxsize=64)  # every stage asks for it
 def part_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
     """Layers of each part of the model, as --pipeline-split says; balanced counts multiply-adds. A part has at least one layer."""
     layers, split = run.model.num_layers, run.parallel.pipeline_split
-    if split == "even" or placement.parts == 1:
+    if (split == "even" and stage_sizes(run) is None) or placement.parts == 1:
         return cuts.even(layers, placement)
     tp = run.parallel.tensor_model_parallel_size
     layer = sum(r.flops_forward for r in layer_records(run, tp))
     head = sum(r.flops_forward for r in head_records(run, tp, tied=True))
-    if split == "balanced":
-        return cuts.balanced(layers, placement, layer, head)
-    return cuts.of_stages(tuple(map(int, split.split(","))), placement, layer, head)
+    sizes = stage_sizes(run)
+    return cuts.balanced(layers, placement, layer, head) if sizes is None else cuts.of_stages(sizes, placement, layer, head)
 
 
 def part_layers(run: RunConfig, placement: Placement, part: int) -> range:
@@ -253,13 +188,19 @@ def part_layers(run: RunConfig, placement: Placement, part: int) -> range:
 
 
 def pipeline_split(run: RunConfig) -> tuple[int, ...]:
-    """Layers of each pipeline stage, where a stage is one part of the model."""
-    return part_sizes(run, Placement(run.parallel.pipeline_model_parallel_size))
+    """Layers of each part of the model, in the model's order."""
+    return part_sizes(run, placement(run))
 
 
-def stage_layers(run: RunConfig, stage: int) -> range:
-    """Layers (from 0) of pipeline stage `stage`, where a stage is one part of the model."""
-    return part_layers(run, Placement(run.parallel.pipeline_model_parallel_size), stage)
+def stage_parts(run: RunConfig, stage: int) -> list[int]:
+    """The parts of the model that a pipeline stage has, chunk by chunk."""
+    where = placement(run)
+    return [where.part(stage, chunk) for chunk in range(where.chunks)]
+
+
+def stage_layers(run: RunConfig, stage: int) -> list[range]:
+    """Layers (from 0) of each chunk of pipeline stage `stage`."""
+    return [part_layers(run, placement(run), part) for part in stage_parts(run, stage)]
 
 
 def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
@@ -275,8 +216,9 @@ def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
-    """`part_records` of pipeline stage `stage`, where a stage is one part of the model."""
-    return part_records(run, layout, Placement(layout.pp), stage)
+    """`part_records` of all parts that pipeline stage `stage` has."""
+    for part in stage_parts(run, stage):
+        yield from part_records(run, layout, placement(run), part)
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -286,8 +228,7 @@ def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def parameters(run: RunConfig) -> int:
     """Parameters of the whole model, the tied embedding once, the vocabulary padded for one rank."""
-    alone = replace(run, parallel=replace(run.parallel, pipeline_model_parallel_size=1, pipeline_split="even"))
-    return stage_parameters(alone, Layout(1, 1, 1, 1), 0)
+    return stage_parameters(replace(run, parallel=ParallelConfig()), Layout(1, 1, 1, 1), 0)
 
 
 # FLOPs of an iteration: three named kinds ----------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from .accounting import (
     FLAT_ALIGNMENT,
     FP32_BYTES,
-    Layout,
     embedding_records,
     head_records,
     layer_records,
@@ -24,6 +23,7 @@ from .accounting import (
 )
 from .activations import Collective, element_bytes, sequence_parts
 from .config import RunConfig
+from .layout import Layout, placement
 
 # Megatron's default of --ddp-bucket-size: large enough for the chunks of a ring over many ranks
 BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
@@ -54,20 +54,22 @@ def cut(units: Sequence[int], minimum: int | None, tied: bool) -> list[range]:
     return [*buckets, range(end, len(units))] if tied else buckets
 
 
-def holds_tied_copy(layout: Layout, stage: int) -> bool:
+def holds_tied_copy(run: RunConfig, stage: int) -> bool:
     """Whether this stage's word embedding is one of two copies, whose gradients are summed."""
-    return layout.pp > 1 and stage in (0, layout.pp - 1)
+    first, last = placement(run).owner(0)[0], placement(run).last_stage
+    return first != last and stage in (first, last)
 
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     """Elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last."""
-    tp, tied = layout.tp, holds_tied_copy(layout, stage)
+    tp, tied = layout.tp, holds_tied_copy(run, stage)
     head = sum(r.parameters for r in head_records(run, tp, tied=True))
     layer = sum(r.parameters for r in layer_records(run, tp))
     table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
     embedding = sum(r.parameters for r in embedding_records(run, tp)) - table * tied
-    return [*[head] * (stage == layout.pp - 1), *[layer] * len(stage_layers(run, stage)), *[embedding] * (stage == 0),
-            *[table] * tied]
+    layers = sum(map(len, stage_layers(run, stage)))
+    first, last = placement(run).owner(0)[0], placement(run).last_stage
+    return [*[head] * (stage == last), *[layer] * layers, *[embedding] * (stage == first), *[table] * tied]
 
 
 def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
@@ -76,7 +78,7 @@ def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     if minimum is None:
         return [round_up(stage_parameters(run, layout, stage), padding)]
     units = stage_units(run, layout, stage)
-    return [round_up(sum(units[i] for i in bucket), padding) for bucket in cut(units, minimum, holds_tied_copy(layout, stage))]
+    return [round_up(sum(units[i] for i in bucket), padding) for bucket in cut(units, minimum, holds_tied_copy(run, stage))]
 
 
 def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -92,7 +94,7 @@ def gradient_bytes(run: RunConfig) -> int:
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
     """Once per iteration: sums of tied embeddings and of partial gradients, gradient reduction, ZeRO-1's gathering of weights."""
     collectives, size = [], gradient_bytes(run)
-    if holds_tied_copy(layout, stage):
+    if holds_tied_copy(run, stage):
         vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
         collectives.append(Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * size))
     if sequence_parts(run, layout.tp) > 1:  # gradients that every rank computes from its part of the sequence

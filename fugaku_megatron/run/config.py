@@ -1,7 +1,7 @@
 """What a run is: frozen dataclasses, one help text per field, checked as soon as they are built.
 
 `arguments` makes Megatron-LM's flags out of these fields (num_layers -> --num-layers) and `recipes` returns filled-in ones.
-Left out: anything that needs the world size (`accounting.Layout`) or touches the disk.
+Left out: anything that needs the world size (`layout.Layout`) or touches the disk.
 Errors: ValueError naming the flag, the value and the remedy. Test: pytest tests/test_config.py
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from .block_parts import NORMS, choices
 from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, opt, required
+from .parallel_config import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,37 +72,6 @@ COURSE = {
     "data": ("data_path", "split", "mock_data"),
     "system": ("fp16_accumulation_chunk",),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How ranks share the model; data-parallel size is what remains of the world."""
-
-    tensor_model_parallel_size: int = opt(1, "ranks that share each layer's matrices (TP)", aliases=("--model-parallel-size",),
-                                          maximum=2**16)
-    pipeline_model_parallel_size: int = opt(1, "stages the layers are cut into (PP)", aliases=("--pipe-parallel-size",))
-    pipeline_split: str = opt("balanced", "layers of each stage, such as 9,3; balanced: stages of equal cost, the logits counted; "
-                              "even: equal numbers of layers")
-    sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
-    zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1)", choices=(0, 1),
-                          switches={"--use-distributed-optimizer": 1})
-    overlap_grad_reduce: bool = opt(False, "reduce gradients in buckets, each while backward goes on with the layers before it")
-    overlap_param_gather: bool = opt(False, "gather the weights of ZeRO-1's shards in buckets, while the next forward runs")
-    ddp_bucket_size: int | None = opt(None, "elements that a bucket has at least (default with --overlap-grad-reduce: "
-                                      "40,000,000, or 1,000,000 x data-parallel size if that is more; else one bucket)", type=int)
-    grad_reduce_in_bf16: bool = opt(False, "gradients travel in BF16, half the bytes; they are accumulated and summed in FP32")
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size", "ddp_bucket_size")
-        check_choices(self)
-        check(self.overlap_grad_reduce or not self.overlap_param_gather, "--overlap-param-gather needs --overlap-grad-reduce: give "
-              "both")
-        check(self.zero_stage == 1 or not self.overlap_param_gather, f"--overlap-param-gather needs --use-distributed-optimizer, "
-              f"and --zero-stage is {self.zero_stage}: give --zero-stage 1, or leave it out")
-        numbers = all(part.isdecimal() and int(part) for part in self.pipeline_split.split(","))
-        check(numbers or self.pipeline_split in ("balanced", "even"), f"--pipeline-split {self.pipeline_split}: give the layers of "
-              "each stage, such as 9,3, or balanced or even")
 
 
 @dataclass(frozen=True, kw_only=True)

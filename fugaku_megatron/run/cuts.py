@@ -21,16 +21,16 @@ def balanced(layers: int, placement: Placement, layer: int, head: int) -> tuple[
     """
     with_head, _ = placement.owner(placement.parts - 1)
     mine = _beside_head(layers, placement.stages - 1, placement.chunks, layer, head)
-    others = _evenly(layers - mine, placement.stages - 1)
+    others = evenly(layers - mine, placement.stages - 1)
     return of_stages((*others[:with_head], mine, *others[with_head:]), placement, layer, head)
 
 
 def of_stages(totals: tuple[int, ...], placement: Placement, layer: int, head: int) -> tuple[int, ...]:
     """Layers of each part where the stages' layers are given: chunks of a stage cost the same, as far as the layers divide."""
     with_head, _ = placement.owner(placement.parts - 1)
-    chunks = [_evenly(total, placement.chunks) for total in totals]
+    chunks = [evenly(total, placement.chunks) for total in totals]
     last = _beside_head(totals[with_head], placement.chunks - 1, 1, layer, head)
-    chunks[with_head] = (*_evenly(totals[with_head] - last, placement.chunks - 1), last)
+    chunks[with_head] = (*evenly(totals[with_head] - last, placement.chunks - 1), last)
     return tuple(chunks[stage][chunk] for stage, chunk in map(placement.owner, range(placement.parts)))
 
 
@@ -45,6 +45,6 @@ def _beside_head(layers: int, others: int, least: int, layer: int, head: int) ->
     return min(numbers, key=lambda n: max(-(-(layers - n) // others) * layer, n * layer + head))
 
 
-def _evenly(layers: int, shares: int) -> tuple[int, ...]:
+def evenly(layers: int, shares: int) -> tuple[int, ...]:
     """Shares that differ by at most one, the later ones being larger: what comes first in a model is held longest."""
     return tuple((layers + i) // shares for i in range(shares))

@@ -6,11 +6,12 @@ Legend: s sequence, b micro-batch, v vocabulary of a rank. Test: pytest tests/te
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..parts import Held
 from .accounting import (
     FP32_BYTES,
-    Layout,
     layer_records,
     padded_vocab_size,
     recompute_groups,
@@ -21,8 +22,10 @@ from .accounting import (
     tokens_per_microbatch,
     zero_shards,
 )
+from .activations import activation_bytes
 from .buckets import BF16_BYTES, flat_elements
 from .config import RunConfig
+from .layout import Layout, placement
 
 LOGITS_MIN_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
 LOGITS_MAX_ROWS = 1024  # more rows are no faster
@@ -56,14 +59,34 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> int:
     return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
 
 
-def kept_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
-    """What a stage's layers keep of one micro-batch from forward to backward, and what backward holds beside it for recompute."""
-    per_layer, layers, training = layer_saved_bytes(run, layout.tp), len(stage_layers(run, stage)), run.training
+def part_kept_bytes(run: RunConfig, tp: int, layers: int) -> tuple[int, int]:
+    """What `layers` layers keep of one micro-batch from forward to backward, and what backward holds beside it for recompute."""
+    per_layer, training = layer_saved_bytes(run, tp), run.training
     if training.recompute_granularity != "full":
         return layers * per_layer, 0
     groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
     plain = layers - sum(map(len, groups))
-    return len(groups) * residual_bytes(run, layout.tp) + plain * per_layer, max(map(len, groups)) * per_layer
+    return len(groups) * residual_bytes(run, tp) + plain * per_layer, max(map(len, groups)) * per_layer
+
+
+def weight_input_bytes(run: RunConfig, tp: int) -> int:
+    """What one layer keeps between the two halves of a split backward: both operands of its weight gradients.
+
+    Four products with whole operands (s, b, h): the inputs of QKV and of the MLP, the gradients of the projection and of the MLP;
+    cut over tensor-parallel ranks: the context, QKV's gradient, and of the MLP the GELU's argument and its gradient.
+    """
+    whole, f = activation_bytes(run), run.model.ffn_hidden_size
+    return 4 * whole + (4 * whole + 2 * whole * f // run.model.hidden_size) // tp
+
+
+def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> int:
+    """What a stage's layers hold at the fullest of the moments of its schedule."""
+    layers = [len(part) for part in stage_layers(run, stage)]
+    kept, again = zip(*(part_kept_bytes(run, layout.tp, count) for count in layers), strict=True)
+    waiting = [count * weight_input_bytes(run, layout.tp) for count in layers]
+    moments = (sum(n * bytes for n, bytes in zip((*moment.activations, *moment.weight_inputs), (*kept, *waiting), strict=True))
+               for moment in held)
+    return max(moments, default=0) + max(again)
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:
@@ -74,23 +97,22 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
     """
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
     rows = tokens_per_microbatch(run)
-    budget = max(LOGITS_MIN_BYTES, kept_bytes(run, layout, layout.pp - 1)[0] // LOGITS_SHARE)
+    layers = sum(map(len, stage_layers(run, placement(run).last_stage)))
+    budget = max(LOGITS_MIN_BYTES, part_kept_bytes(run, layout.tp, layers)[0] // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
     return -(-rows // chunks)
 
 
-def stage_memory(run: RunConfig, layout: Layout, stage: int, in_flight: int) -> Memory:
-    """Memory of one rank of `stage` with `in_flight` micro-batches between forward and backward."""
+def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> Memory:
+    """Memory of one rank of `stage`. held: what its schedule holds at the moments that may need most (`schedule.held`)."""
     elements, shards = flat_elements(run, layout, stage), zero_shards(run, layout)
     low = 0 if run.precision.name == "fp32" else 2
-    kept, recomputed = kept_bytes(run, layout, stage)
-    live = in_flight * kept + recomputed
     outside = sum(r.saved_bytes for place, r in stage_records(run, layout, stage) if place != "layer")
     logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
-    logits = logits if stage == layout.pp - 1 else 0
+    logits = logits if stage == placement(run).last_stage else 0
     travelling = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
     saving = elements * FP32_BYTES * 3 // shards if run.output.save and run.output.async_save else 0  # weights and both moments
     copies = 3 if run.system.cache_packed_weights else 1
     return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + travelling),
-                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards, activations=live + outside, logits=logits,
-                  saving=saving)
+                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards,
+                  activations=live_bytes(run, layout, stage, held) + outside, logits=logits, saving=saving)

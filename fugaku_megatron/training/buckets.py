@@ -26,7 +26,7 @@ from ..comm.base import DONE, Comm, Handle
 from ..comm.grid import Groups
 from ..nn.model import Stage
 from ..run.config import RunConfig
-from .flat import Bucket, FlatParameters
+from .flat import Bucket, FlatParameters, unit_modules
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class BucketComm:
         self.flat, self.sharded = flat, run.parallel.zero_stage == 1
         self.tp, self.dp, self.embedding = groups.tp, groups.dp, groups.embedding
         self.sent_dtype = torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else torch.float32
-        self.tied_grad = stage.tied_weight.main_grad if stage.is_first != stage.is_last else None
-        self._tied_unit = 0 if stage.is_last else None  # after it the tied gradient is complete; on the first stage nothing tells
+        self.tied_grad = None if stage.tied_copy is None else stage.tied_copy.main_grad
+        self._tied_unit = 0 if stage.last else None  # after it the tied gradient is complete; on the first stage nothing tells
+        self._weight_gradients = stage.ops.weight_gradients
         self.overlap_gather = run.parallel.overlap_param_gather
         self._gathers: dict[int, Handle] = {}
         if run.parallel.overlap_grad_reduce:
@@ -72,11 +73,10 @@ class BucketComm:
 
     def _watch(self, stage: Stage) -> None:
         """Hooks on the stage's units, numbered as in `flat.stage_units`; the last one also knows the tied embedding's bucket."""
-        head = [stage.final_layernorm] if stage.is_last else []
-        modules = [*head, *reversed(stage.layers), *([stage.word_embeddings] if stage.is_first else [])]
+        modules = unit_modules(stage)
         needed = {unit: [index] for index, bucket in enumerate(self.flat.buckets) for unit in bucket.units}
         if self.tied_grad is not None:
-            needed[0 if stage.is_last else len(modules) - 1].append(len(self.flat.buckets) - 1)
+            needed[0 if stage.last else len(modules) - 1].append(len(self.flat.buckets) - 1)
         for unit, module in enumerate(modules):
             module.register_forward_pre_hook(partial(self._enter, unit, needed[unit]))
 
@@ -89,7 +89,11 @@ class BucketComm:
             args[0].register_hook(partial(self._leave, unit))
 
     def _leave(self, unit: int, grad: Tensor) -> None:
-        """After a unit's backward of one micro-batch."""
+        """After a unit's backward of one micro-batch, or the half of it that computes gradients of inputs."""
+        self._weight_gradients.add(partial(self._count, unit))
+
+    def _count(self, unit: int) -> None:
+        """A unit's gradients hold one micro-batch more."""
         self._left[unit] = self._left.get(unit, 0) + 1
         if self._left[unit] == self._microbatches:
             self._complete(unit)

@@ -6,17 +6,21 @@ Run: python pretrain_gpt.py --recipe 30b --dry-run --world-size 12288 ...   Test
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import schedule
 from ..comm.dry import DryComm
 from ..comm.grid import Grid
 from ..nn.model import Stage
 from ..nn.ops import Ops
+from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B
 from ..run import accounting, batches, buckets
-from ..run.accounting import Layout
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from ..run.memory import Memory, stage_memory
+from ..timeline import Costs, walk
+
+SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
 
 
 @dataclass(frozen=True)
@@ -24,24 +28,25 @@ class StagePlan:
     """One pipeline stage as one of its ranks holds it."""
 
     stage: int
-    layers: range
+    layers: list[range]  # of each chunk
     parameters: int
-    in_flight: int
+    in_flight: tuple[int, ...]  # micro-batches of each chunk between forward and backward, at most
     memory: Memory
 
 
-def plan_stage(run: RunConfig, layout: Layout, stage: int, microbatches: int) -> StagePlan:
+def plan_stage(run: RunConfig, layout: Layout, stage: int, lists: schedule.Schedule) -> StagePlan:
     """Build stage `stage` on a world that only pretends to exist."""
     grid = Grid(layout.world_size, layout.tp, layout.pp)
     built = Stage(run, grid.groups(DryComm(grid.rank(0, stage, 0), layout.world_size)), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
     assert parameters == accounting.stage_parameters(run, layout, stage)
-    in_flight = schedule.max_in_flight(stage, layout.pp, microbatches)
-    return StagePlan(stage, accounting.stage_layers(run, stage), parameters, in_flight, stage_memory(run, layout, stage, in_flight))
+    held = lists.held(stage)
+    in_flight = tuple(map(max, zip(*(moment.activations for moment in held), strict=True)))
+    return StagePlan(stage, accounting.stage_layers(run, stage), parameters, in_flight, stage_memory(run, layout, stage, held))
 
 
 def _alike(a: StagePlan, b: StagePlan) -> bool:
-    return (a.parameters, a.in_flight, len(a.layers)) == (b.parameters, b.in_flight, len(b.layers))
+    return (a.parameters, a.in_flight, [*map(len, a.layers)]) == (b.parameters, b.in_flight, [*map(len, b.layers)])
 
 
 def _row(plans: list[StagePlan]) -> str:
@@ -50,8 +55,9 @@ def _row(plans: list[StagePlan]) -> str:
     memory = first.memory
     figures = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.logits,
                *([memory.saving] if memory.saving else []), memory.total)
-    layers = f"{first.layers.start:>3}-{last.layers.stop - 1:<3}"
-    return (f"  {name:>7} | {layers} | {first.parameters / 1e6:>10.2f} | {first.in_flight:>9} | "
+    layers = ",".join(f"{a.start}-{b.stop - 1}" for a, b in zip(first.layers, last.layers, strict=True))
+    in_flight = ",".join(map(str, first.in_flight))
+    return (f"  {name:>7} | {layers:>7} | {first.parameters / 1e6:>10.2f} | {in_flight:>9} | "
             + " | ".join(f"{figure / 2**20:>9.0f}" for figure in figures))
 
 
@@ -67,16 +73,29 @@ def _table(plans: list[StagePlan]) -> list[str]:
     return [head + "   (MiB per rank, model)", *map(_row, runs)]
 
 
-def _picture(stages: int, microbatches: int, width: int = 24) -> list[str]:
-    """The first instructions of a few stages: F forward, B backward, arrows left out."""
-    mark = {schedule.FORWARD: "F", schedule.BACKWARD: "B"}
+def _picture(lists: schedule.Schedule, width: int = 24) -> list[str]:
+    """The first instructions of a few stages: F forward, B backward or I and W, its halves; arrows left out."""
+    mark = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
+    stages, chunks = lists.placement.stages, lists.placement.chunks
+    first = replace(lists, microbatches=min(lists.microbatches, stages * chunks + width))  # later ones come behind the shown steps
     lines = []
     for stage in sorted({0, stages // 2, stages - 1}):
-        first = schedule.one_f_one_b(stage, stages, min(microbatches, stages + width))  # later ones come behind the shown steps
-        steps = [f"{mark[i.op]}{i.microbatch}" for i in first if i.op in mark]
-        more = f" ... ({2 * microbatches} in all)" if 2 * microbatches > width else ""
+        steps = [f"{mark[i.op]}{i.microbatch}{'abcdefghijklmnopqrstuvwxyz'[i.chunk % 26] if chunks > 1 else ''}"
+                 for i in first.instructions(stage) if i.op in mark]
+        count = (3 if lists.splits_backward else 2) * lists.microbatches * chunks
+        more = f" ... ({count} in all)" if count > width else ""
         lines.append(f"  stage {stage:>3}: {' '.join(steps[:width])}{more}")
     return lines
+
+
+def _bubble(lists: schedule.Schedule) -> float:
+    """Share of an iteration's slots in which a stage idles, where all stages cost alike (`timeline.Costs.alike`)."""
+    stages, busy = lists.placement.stages, SLOTS * lists.microbatches
+    if lists.name == ONE_F_ONE_B:  # whatever the number of micro-batches
+        return (stages - 1) * SLOTS / (busy + (stages - 1) * SLOTS)
+    few = replace(lists, microbatches=min(lists.microbatches, schedule.STEADY_ROUNDS * lists.placement.parts))
+    idle = walk(few, Costs.alike(few)) - SLOTS * few.microbatches
+    return idle / (busy + idle)
 
 
 def report(run: RunConfig, world_size: int) -> str:
@@ -84,8 +103,8 @@ def report(run: RunConfig, world_size: int) -> str:
     layout = Layout.from_run(run, world_size)
     size = layout.global_batch_size(run)
     microbatches = layout.microbatches(run, size)
-    plans = [plan_stage(run, layout, stage, microbatches) for stage in range(layout.pp)]
-    bubble = (layout.pp - 1) / (microbatches + layout.pp - 1)
+    lists = schedule.of_run(run, microbatches)
+    plans = [plan_stage(run, layout, stage, lists) for stage in range(layout.pp)]
     iterations, samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, size))
     sent: dict[str, int] = {}
     for c in buckets.gradient_collectives(run, layout, 0):
@@ -96,8 +115,9 @@ def report(run: RunConfig, world_size: int) -> str:
         f"padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
         f"global batch size {size}, micro-batch size {run.batch.micro_batch_size}, {microbatches} micro-batches per iteration; "
         f"{iterations} iterations, {samples} samples",
-        f"schedule 1F1B, bubble {bubble:.1%} of the step's slots (model)",
-        *_picture(layout.pp, microbatches),
+        f"schedule {lists.name}" + f", {lists.placement.chunks} chunks of layers per stage" * (lists.placement.chunks > 1)
+        + f", bubble {_bubble(lists):.1%} of the step's slots (model)",
+        *_picture(lists),
         "memory of one rank per stage:",
         *_table(plans),
         f"FLOPs per iteration: {accounting.hardware_flops(run, size):.4e} hardware (the log's TFLOPs), "

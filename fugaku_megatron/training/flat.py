@@ -40,11 +40,17 @@ class Bucket:
 
 def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
     """A stage's parameters in units, in the order in which backward finishes them; `run.buckets.stage_units` has their sizes."""
-    tied = [stage.tied_weight] if stage.is_first != stage.is_last else []
-    head = [list(stage.final_layernorm.parameters())] if stage.is_last else []
-    embedding = [*stage.word_embeddings.parameters(), *stage.position_embeddings.parameters()] if stage.is_first else []
-    embedding = [[p for p in embedding if not any(p is t for t in tied)]] if embedding else []
-    return [*head, *(list(layer.parameters()) for layer in reversed(stage.layers)), *embedding, *([tied] if tied else [])]
+    tied = [] if stage.tied_copy is None else [stage.tied_copy]
+    units = [[p for p in module.parameters() if not any(p is t for t in tied)] for module in unit_modules(stage)]
+    return [*units, tied] if tied else units
+
+
+def unit_modules(stage: Stage) -> list[nn.Module]:
+    """The modules whose parameters form the stage's units: final norm, layers, embeddings; a tied copy is one more unit."""
+    chunks = list(reversed(stage.chunks))
+    head = [stage.last.final_layernorm] if stage.last else []
+    embedding = [stage.first.embedding] if stage.first else []
+    return [*head, *(layer for chunk in chunks for layer in reversed(chunk.layers)), *embedding]
 
 
 def _order(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
@@ -85,7 +91,7 @@ class FlatParameters:
     def _lay_out(self, stage: Stage | nn.Module, padding: int, minimum: int | None) -> None:
         """Give every parameter its place, bucket by bucket."""
         units, end = [list(stage.parameters())] if minimum is None else stage_units(stage), 0
-        tied = minimum is not None and stage.is_first != stage.is_last
+        tied = minimum is not None and stage.tied_copy is not None
         for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum, tied):
             start = end
             for parameter in sorted((p for i in bucket for p in units[i]), key=_order):

@@ -19,9 +19,9 @@ from ..comm.grid import Grid
 from ..comm.topology import Nodes, find_nodes
 from ..host.fma_peak import fma_peak_gflops
 from ..run import accounting, batches, memory
-from ..run.accounting import Layout
 from ..run.checks import check
 from ..run.config import RunConfig
+from ..run.layout import Layout
 
 PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, MPI
 BEYOND_DOUBT = 1.1  # a run that needs this many times the memory of its node is refused
@@ -44,9 +44,8 @@ def node_bytes() -> int:
 def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     """Memory of one rank at the peak of a step, as --dry-run has it, with the process itself."""
     stage = Grid(layout.world_size, layout.tp, layout.pp).coords(rank)[1]
-    microbatches = layout.microbatches(run, layout.global_batch_size(run))
-    in_flight = schedule.max_in_flight(stage, layout.pp, microbatches)
-    return memory.stage_memory(run, layout, stage, in_flight).total + PROCESS_BYTES
+    lists = schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+    return memory.stage_memory(run, layout, stage, lists.held(stage)).total + PROCESS_BYTES
 
 
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:

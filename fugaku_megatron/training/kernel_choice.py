@@ -13,8 +13,8 @@ from ..comm.base import Comm
 from ..host import kernels
 from ..nn import autotune
 from ..nn.ops import FAMILIES, Ops
-from ..run.accounting import Layout
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from .optim import PARAMETER_DTYPES
 
 

@@ -30,10 +30,10 @@ from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib
 from ..logs.run_log import format_run
 from ..logs.screen import append
 from ..run import accounting, batches
-from ..run.accounting import Layout
 from ..run.arguments import Arguments
 from ..run.checks import check
 from ..run.config import RunConfig
+from ..run.layout import Layout
 from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
 from .forecast import check_memory, data_line, iteration_line, node_bytes
@@ -77,7 +77,7 @@ def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int,
 
 def find_feed(run: RunConfig, groups: Groups, nodes: Nodes) -> Feed | None:
     """Who reads the data for this rank; None where it needs none, and where no file is read. Collective."""
-    return None if run.data.mock_data else build_feed(groups.world, nodes, groups.dp.rank, reads_data(groups))
+    return None if run.data.mock_data else build_feed(groups.world, nodes, groups.dp.rank, reads_data(run, groups))
 
 
 def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None, feed: Feed | None = None) -> Data:
@@ -88,7 +88,7 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progres
     size = layout.global_batch_size(run)
     iterations, samples = run_length(run, layout, progress or Progress())
     valid_samples = evaluations(run, iterations) * run.training.eval_iters * size
-    reads = feed.reads if feed else reads_data(groups)
+    reads = feed.reads if feed else reads_data(run, groups)
     readers = groups.world.split(0 if reads else 1, groups.world.rank)
     if not reads:
         return None, None

@@ -22,8 +22,8 @@ from ..host.profiler import Profiler
 from ..logs import plot, traces
 from ..logs.metrics import peak_memory_mib
 from ..parts import Placement
-from ..run.accounting import Layout
 from ..run.config import OutputConfig
+from ..run.layout import Layout
 
 BARRIERS = 9  # that clocks are compared at
 Say = Callable[[str], None]  # prints a line, on rank 0

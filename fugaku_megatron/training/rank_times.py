@@ -16,8 +16,8 @@ from ..host.phases import PHASES, Phases
 from ..logs.screen import append
 from ..logs.stragglers import NAMED, Interval, Straggler, find
 from ..run import accounting
-from ..run.accounting import Layout
 from ..run.config import RunConfig
+from ..run.layout import Layout
 
 Slow = set[tuple[int, str]]  # rank, phase
 

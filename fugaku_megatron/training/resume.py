@@ -15,9 +15,10 @@ from ..checkpoint.manifest import TRACKER, latest_iteration
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..comm.agreement import on_root
 from ..comm.base import Comm
-from ..run.accounting import Layout, padded_vocab_size
+from ..run.accounting import padded_vocab_size
 from ..run.checks import check, flag
 from ..run.config import COURSE, RunConfig
+from ..run.layout import Layout
 from .param_schedule import ParamSchedule
 from .session import HISTORY, LOSS_CURVE
 from .train import Progress, Trainer, layout_record

@@ -7,7 +7,7 @@ Test: pytest tests/test_step.py tests/test_parallel.py
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,11 @@ from ..comm.base import Comm, Handle
 from ..nn.model import Stage
 from ..nn.ops import backward
 from ..nn.passes import Pass
-from ..schedule import Instruction
+from ..nn.weight_gradients import Waiting
+from ..parts import Instruction
+from ..schedule import Schedule
 from .microbatches import MicroBatchWindow
 
-FORWARD_TAG, BACKWARD_TAG = 0, 1
 Key = tuple[int, int]  # chunk, micro-batch
 
 
@@ -43,76 +44,116 @@ class StepShape:
 class StepExecutor:
     """Runs the instructions of one iteration on this rank's chunks of layers.
 
-    Everything in flight is keyed by (chunk, micro-batch). chunks: this rank's parts of the model. pp: the pipeline, whose
-    neighbours it sends to and receives from. batches: this rank's micro-batches. watch: puts an observer between the schedule and
-    this executor.
+    Everything in flight is keyed by (chunk, micro-batch). stage: this rank's part of the model. pp: the pipeline. batches: this
+    rank's micro-batches. watch: puts an observer between the schedule and this executor.
     """
 
-    def __init__(self, chunks: Sequence[Stage], pp: Comm, batches: MicroBatchWindow, shape: StepShape,
+    def __init__(self, stage: Stage, pp: Comm, batches: MicroBatchWindow, shape: StepShape,
                  watch: Callable[[StepExecutor], schedule.Executor] | None = None) -> None:
-        self.chunks, self.pp, self.batches, self.shape = chunks, pp, batches, shape
+        self.stage, self.chunks, self.placement, self.pp = stage, stage.chunks, stage.placement, pp
+        self.batches, self.shape = batches, shape
         self.watched = watch(self) if watch else self
         self.inputs: dict[Key, Tensor] = {}
         self.outputs: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor] = {}
+        self.weight_work: dict[Key, Waiting] = {}
         self.losses: dict[int, Tensor] = {}
-        self.sending: deque[Handle] = deque()
+        self._to_receive: dict[tuple[str, int], deque[Instruction]] = {}
+        self._receiving: dict[Instruction, tuple[Tensor, Handle]] = {}
+        self._sending: deque[Handle] = deque()
+        self._sends_under_way = 0
 
-    def run(self, instructions: list[Instruction]) -> list[Tensor]:
-        """Walk the schedule; returns the losses () of the micro-batches in data order (last stage; empty elsewhere)."""
+    def run(self, lists: Schedule) -> list[Tensor]:
+        """Walk this rank's list; returns the losses () of the micro-batches in data order (last part; empty elsewhere)."""
+        instructions = lists.instructions(self.pp.rank)
+        self._sends_under_way = lists.send_queue(self.pp.rank)
+        self._to_receive = {tag: deque(waiting) for tag, waiting in schedule.receives(instructions).items()}
+        for tag in self._to_receive:
+            self._receive_ahead(tag)
         schedule.run(instructions, self.watched)
-        while self.sending:
-            self.sending.popleft().wait()
+        while self._sending:
+            self._sending.popleft().wait()
         return [self.losses[index] for index in sorted(self.losses)]
 
+    # Computation ----------------------------------------------------------------------------------------------------------------
+
     def forward(self, instruction: Instruction) -> None:
-        """Tokens or input (s, b, h) -> output (s, b, h), or the loss () on the last stage."""
+        """Tokens or input (s, b, h) -> output (s, b, h), or the loss () of the last part."""
         key, chunk = _key(instruction), self.chunks[instruction.chunk]
         batch = self.batches.fetch(instruction.microbatch)
         x = batch.tokens if chunk.is_first else self.inputs[key]
         at = Pass(first_sample=batch.first_sample, training=self.shape.training, recompute=self.shape.recompute)
         output = chunk(x, batch.labels, at, self.shape.loss_factor)
+        if not torch.is_grad_enabled():
+            self.inputs.pop(key, None)
         if chunk.is_last:
             self.losses[instruction.microbatch] = output.detach() / self.shape.loss_factor
         if torch.is_grad_enabled() or not chunk.is_last:
             self.outputs[key] = output
-        if not torch.is_grad_enabled():
-            self.inputs.pop(key, None)
+        if (following := self._own_neighbour(instruction, 1)) is not None:
+            kept = output if torch.is_grad_enabled() else self.outputs.pop(key)
+            self.inputs[following] = kept.detach().requires_grad_(torch.is_grad_enabled())
 
     def backward(self, instruction: Instruction) -> None:
         """Gradient of the output (s, b, h) -> weight gradients, and gradient of the input (s, b, h)."""
         key = _key(instruction)
         backward(self.outputs.pop(key), self.gradients.pop(key, None))
         if not self.chunks[instruction.chunk].is_first:
-            self.gradients[key] = self.inputs.pop(key).grad
+            previous = self._own_neighbour(instruction, -1)
+            self.gradients[key if previous is None else previous] = self.inputs.pop(key).grad
+
+    def backward_input(self, instruction: Instruction) -> None:
+        """Gradient of the output (s, b, h) -> gradient of the input (s, b, h); what is left of backward waits."""
+        with self.stage.ops.weight_gradients.put_off() as waiting:
+            self.backward(instruction)
+        self.weight_work[_key(instruction)] = waiting
+
+    def backward_weight(self, instruction: Instruction) -> None:
+        """The weight gradients that `backward_input` left out."""
+        self.weight_work.pop(_key(instruction)).run()
+
+    # Messages -------------------------------------------------------------------------------------------------------------------
 
     def recv_forward(self, instruction: Instruction) -> None:
-        """The input (s, b, h), from the previous stage."""
-        x = self.pp.recv(self._empty(), self.pp.rank - 1, FORWARD_TAG)
-        self.inputs[_key(instruction)] = x.requires_grad_(torch.is_grad_enabled())
+        """The input (s, b, h), from the stage with the previous part."""
+        self.inputs[_key(instruction)] = self._received(instruction).requires_grad_(torch.is_grad_enabled())
 
     def send_forward(self, instruction: Instruction) -> None:
-        """The output (s, b, h), to the next stage."""
+        """The output (s, b, h), to the stage with the next part."""
         key = _key(instruction)
         output = self.outputs[key] if torch.is_grad_enabled() else self.outputs.pop(key)
-        self._send(output.detach(), self.pp.rank + 1, FORWARD_TAG)
+        self._send(output.detach(), instruction)
 
     def recv_backward(self, instruction: Instruction) -> None:
-        """The gradient of the output (s, b, h), from the next stage."""
-        self.gradients[_key(instruction)] = self.pp.recv(self._empty(), self.pp.rank + 1, BACKWARD_TAG)
+        """The gradient of the output (s, b, h), from the stage with the next part."""
+        self.gradients[_key(instruction)] = self._received(instruction)
 
     def send_backward(self, instruction: Instruction) -> None:
-        """The gradient of the input (s, b, h), to the previous stage."""
-        self._send(self.gradients.pop(_key(instruction)), self.pp.rank - 1, BACKWARD_TAG)
+        """The gradient of the input (s, b, h), to the stage with the previous part."""
+        self._send(self.gradients.pop(_key(instruction)), instruction)
 
-    def _empty(self) -> Tensor:
-        return torch.empty(self.shape.activation, dtype=self.shape.dtype)
+    def _own_neighbour(self, instruction: Instruction, step: int) -> Key | None:
+        """The key under which the next (1) or previous (-1) part has this micro-batch, if it is a chunk of this rank."""
+        neighbour = self.placement.neighbour(self.pp.rank, instruction.chunk, step)
+        return (neighbour[1], instruction.microbatch) if neighbour and neighbour[0] == self.pp.rank else None
 
-    def _send(self, tensor: Tensor, to: int, tag: int) -> None:
-        # A bounded queue frees sent tensors; twice the stages is more than 1F1B ever has under way, so the wait is not a stall.
-        self.sending.append(self.pp.isend(tensor.contiguous(), to, tag))
-        if len(self.sending) > 2 * self.pp.size:
-            self.sending.popleft().wait()
+    def _receive_ahead(self, tag: tuple[str, int]) -> None:
+        """Post the next receive of an operation and chunk, which have one tag."""
+        if self._to_receive[tag]:
+            instruction = self._to_receive[tag].popleft()
+            tensor = torch.empty(self.shape.activation, dtype=self.shape.dtype)
+            self._receiving[instruction] = tensor, self.pp.irecv(tensor, *self.placement.peer(self.pp.rank, instruction))
+
+    def _received(self, instruction: Instruction) -> Tensor:
+        tensor, handle = self._receiving.pop(instruction)
+        self._receive_ahead((instruction.op, instruction.chunk))
+        handle.wait()
+        return tensor
+
+    def _send(self, tensor: Tensor, instruction: Instruction) -> None:
+        while self._sending and (len(self._sending) >= self._sends_under_way or self._sending[0].done()):
+            self._sending.popleft().wait()
+        self._sending.append(self.pp.isend(tensor.contiguous(), *self.placement.peer(self.pp.rank, instruction)))
 
 
 def _key(instruction: Instruction) -> Key:

@@ -27,20 +27,20 @@ from ..comm.grid import Grid, Groups
 from ..data.dataset import Dataset
 from ..data.feed import Feed, Handout
 from ..data.sampler import Prefetcher, first_sample, micro_batches
-from ..nn.model import EMBEDDING, Stage
+from ..nn.model import OUTPUT, WORD_EMBEDDINGS, Stage
 from ..nn.ops import Ops
-from ..run.accounting import Layout, pipeline_split, sequence_parts, zero_shards
+from ..run.accounting import pipeline_split, sequence_parts, zero_shards
 from ..run.batches import RampUp
 from ..run.checks import check
 from ..run.config import ARCHITECTURE, RunConfig
+from ..run.layout import Layout, placement
 from .microbatches import Batch, MicroBatch, MicroBatchWindow
 from .optim import PARAMETER_DTYPES, Optimizer
 from .param_schedule import ParamSchedule
 from .step import StepExecutor, StepShape
 
 # Rows of the vocabulary are a multiple that depends on the layout. New rows begin as those of a new run.
-PADDED = tuple(f"{kind}/{name}.weight" for kind in ("weight", "exp_avg", "exp_avg_sq") for name in (EMBEDDING, "output_layer"))
-MakeSchedule = Callable[[int, int, int], list[schedule.Instruction]]  # stage, stages, micro-batches
+PADDED = tuple(f"{kind}/{name}" for kind in ("weight", "exp_avg", "exp_avg_sq") for name in (WORD_EMBEDDINGS, OUTPUT))
 
 
 @dataclass
@@ -73,7 +73,8 @@ class Trainer:
 
     train, valid: datasets, needed where `reads_data`; None elsewhere. feed: where this rank gets its samples from, if another rank
     may read them; then only the reader needs the datasets. ops: what runs the operations of a step. watch: see
-    StepExecutor. make_schedule: the training schedule of a stage. waiting_for_data: is entered around what fetches samples.
+    StepExecutor. make_schedule: the training schedule of so many micro-batches. waiting_for_data: is entered around what fetches
+    samples.
     """
 
     run: RunConfig
@@ -84,7 +85,7 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     ops: Ops = field(default_factory=Ops.build)
     watch: Callable[[StepExecutor], schedule.Executor] | None = None
-    make_schedule: MakeSchedule = schedule.one_f_one_b
+    make_schedule: Callable[[RunConfig, int], schedule.Schedule] = schedule.of_run
     feed: Feed | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -105,7 +106,7 @@ class Trainer:
     @property
     def reads_data(self) -> bool:
         """Only the first tensor-parallel rank of the first and last stage reads; it broadcasts to its group."""
-        return reads_data(self.groups)
+        return reads_data(self.run, self.groups)
 
     def batch_size(self, consumed: int) -> int:
         """Global batch size of the iteration that starts at `consumed` samples."""
@@ -131,30 +132,28 @@ class Trainer:
 
     def _micro_batches(self, batches: Iterator[Batch], consumed: int, count: int) -> Iterator[MicroBatch]:
         """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
-        dp, has_data = self.groups.dp, self.stage.is_first or self.stage.is_last
+        dp, has_data = self.groups.dp, self.stage.first or self.stage.last
         for index in range(count):
             tokens, labels = next(batches) if has_data else (None, None)
             first = first_sample(consumed, index, self.run.batch.micro_batch_size, dp.rank, dp.size)
             yield MicroBatch(index, tokens, labels, first)
 
-    def _execute(self, batches: Iterator[Batch], consumed: int, microbatches: int, factor: float, make: MakeSchedule,
+    def _execute(self, batches: Iterator[Batch], consumed: int, lists: schedule.Schedule, factor: float,
                  training: bool) -> list[Tensor]:
-        pp, run, model = self.groups.pp, self.run, self.run.model
+        run, model = self.run, self.run.model
         sequence = model.seq_length // sequence_parts(run, self.layout.tp)
         shape = StepShape(activation=(sequence, run.batch.micro_batch_size, model.hidden_size),
                           dtype=PARAMETER_DTYPES[run.precision.name], loss_factor=factor, training=training,
                           recompute=run.training.recompute_granularity if training else None)
-        window = MicroBatchWindow(self._micro_batches(batches, consumed, microbatches))
-        executor = StepExecutor((self.stage,), pp, window, shape, self.watch)
-        return executor.run(make(pp.rank, pp.size, microbatches))
+        window = MicroBatchWindow(self._micro_batches(batches, consumed, lists.microbatches), len(self.stage.chunks))
+        return StepExecutor(self.stage, self.groups.pp, window, shape, self.watch).run(lists)
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """Mean over micro-batches and data-parallel ranks, from the last stage to all."""
         loss = torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
-        pp = self.groups.pp
-        if pp.rank == pp.size - 1:
+        if self.stage.last:
             self.groups.dp.all_reduce(loss).div_(self.groups.dp.size)
-        return pp.broadcast(loss, root=pp.size - 1).item()
+        return self.groups.pp.broadcast(loss, root=self.stage.placement.last_stage).item()
 
     def _train_batches(self) -> Iterator[Batch]:
         if self._batches is None and self.reads_data:
@@ -170,8 +169,8 @@ class Trainer:
         size = self.batch_size(consumed)
         microbatches, scale = self.layout.microbatches(self.run, size), self.optimizer.scaler.scale
         self.optimizer.zero_grad(microbatches)
-        losses = self._execute(self._train_batches(), consumed, microbatches, scale / (microbatches * self.layout.dp),
-                               self.make_schedule, training=True)
+        losses = self._execute(self._train_batches(), consumed, self.make_schedule(self.run, microbatches),
+                               scale / (microbatches * self.layout.dp), training=True)
         self.optimizer.buckets.reduce()
         loss = self._mean_loss(losses)  # not after the update, whose gathers of weights would come first on their communicator
         lr = self.param_schedule.learning_rate(consumed)
@@ -186,14 +185,14 @@ class Trainer:
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
         """Mean loss over `iterations` global batches of a dataset from sample `first` on. Collective."""
         size = self.layout.global_batch_size(self.run)
-        microbatches = self.layout.microbatches(self.run, size)
+        lists = schedule.of_run(self.run, self.layout.microbatches(self.run, size)).forward_only()
         total = 0.0
         source = self._samples(dataset, first, lambda _: size) if self.reads_data else None
         batches = self._broadcast(source)
         for i in range(iterations):
             if isinstance(source, Handout):
                 source.begin()
-            losses = self._execute(batches, first + i * size, microbatches, 1.0, schedule.forward_only, training=False)
+            losses = self._execute(batches, first + i * size, lists, 1.0, training=False)
             total += self._mean_loss(losses)
         if source:
             source.close()
@@ -264,6 +263,7 @@ def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
             "zero_shards": zero_shards(run, layout)}
 
 
-def reads_data(groups: Groups) -> bool:
+def reads_data(run: RunConfig, groups: Groups) -> bool:
     """Whether this rank opens the data set."""
-    return groups.tp.rank == 0 and (groups.is_first_stage or groups.is_last_stage)
+    parts = placement(run)
+    return groups.tp.rank == 0 and groups.pp.rank in (parts.owner(0)[0], parts.last_stage)

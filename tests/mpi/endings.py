@@ -11,7 +11,7 @@ import torch
 
 from fugaku_megatron.comm.agreement import everywhere
 from fugaku_megatron.comm.launch import run_or_abort
-from fugaku_megatron.run.accounting import check_world_size
+from fugaku_megatron.run.layout import check_world_size
 
 
 def wait(world):

@@ -25,6 +25,13 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucke
 ALL_AT_ONCE = {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP}
 VARIANTS = ({}, {"node": 8, **ALL_AT_ONCE})
 NODES = {"dp4": ({"node": 2}, {"node": 2, **ALL_AT_ONCE})}  # variants of a layout whose groups span nodes
+SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in (
+    {"num_virtual_stages_per_pipeline_rank": 2}, {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "zbv"}))
+
+
+def variants(name: str) -> tuple[dict, ...]:
+    """What a layout is tried with."""
+    return NODES.get(name, VARIANTS) + (SCHEDULES if name.startswith("tp2pp2") else ())
 
 
 def train(world: Comm, node: int = 0, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -59,7 +66,7 @@ def main(world: Comm) -> None:
     alone = train(DryComm())
     for name, (ranks, tp, pp) in SIZES.items():
         part = world.split(0 if world.rank < ranks else 1, world.rank)
-        for variant in NODES.get(name, VARIANTS) if world.rank < ranks <= world.size else ():
+        for variant in variants(name) if world.rank < ranks <= world.size else ():
             result = train(part, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
             difference = compare(result, alone)
             if world.rank == 0:

@@ -1,0 +1,75 @@
+"""How ranks share the model: a group of `config`'s fields. Test: pytest tests/test_config.py"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..parts import INTERLEAVED, ONE_F_ONE_B
+from ..parts import NAMES as SCHEDULES
+from .checks import check, check_choices, check_numbers, check_positive, flag, opt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ranks share the model; data-parallel size is what remains of the world."""
+
+    tensor_model_parallel_size: int = opt(1, "ranks that share each layer's matrices (TP)", aliases=("--model-parallel-size",),
+                                          maximum=2**16)
+    pipeline_model_parallel_size: int = opt(1, "stages the layers are cut into (PP)", aliases=("--pipe-parallel-size",))
+    pipeline_split: str = opt("balanced", "layers of each stage, such as 9,3; balanced: stages of equal cost, the logits counted; "
+                              "even: equal numbers of layers")
+    decoder_first_pipeline_num_layers: int | None = opt(None, "layers of the first stage; the others share the rest", type=int)
+    decoder_last_pipeline_num_layers: int | None = opt(None, "layers of the last stage; the others share the rest", type=int)
+    pipeline_schedule: str | None = opt(None, "order of forwards and backwards: 1f1b; interleaved over several chunks of layers "
+                                        "per stage; zb-h1 and zbv split backward, so that weight gradients fill idle time; zbv has "
+                                        "two chunks per stage in a V (default: interleaved with virtual stages, else 1f1b)",
+                                        type=str, choices=SCHEDULES)
+    num_virtual_stages_per_pipeline_rank: int | None = opt(None, "chunks of layers per stage of an interleaved schedule", type=int)
+    num_layers_per_virtual_pipeline_stage: int | None = opt(None, "layers of a chunk of an interleaved schedule", type=int)
+    sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
+    zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1)", choices=(0, 1),
+                          switches={"--use-distributed-optimizer": 1})
+    overlap_grad_reduce: bool = opt(False, "reduce gradients in buckets, each while backward goes on with the layers before it")
+    overlap_param_gather: bool = opt(False, "gather the weights of ZeRO-1's shards in buckets, while the next forward runs")
+    ddp_bucket_size: int | None = opt(None, "elements that a bucket has at least (default with --overlap-grad-reduce: "
+                                      "40,000,000, or 1,000,000 x data-parallel size if that is more; else one bucket)", type=int)
+    grad_reduce_in_bf16: bool = opt(False, "gradients travel in BF16, half the bytes; they are accumulated and summed in FP32")
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size", "ddp_bucket_size",
+                       "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+                       "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+        check_choices(self)
+        self._check_schedule()
+        check(self.overlap_grad_reduce or not self.overlap_param_gather, "--overlap-param-gather needs --overlap-grad-reduce: give "
+              "both")
+        check(self.zero_stage == 1 or not self.overlap_param_gather, f"--overlap-param-gather needs --use-distributed-optimizer, "
+              f"and --zero-stage is {self.zero_stage}: give --zero-stage 1, or leave it out")
+        numbers = all(part.isdecimal() and int(part) for part in self.pipeline_split.split(","))
+        check(numbers or self.pipeline_split in ("balanced", "even"), f"--pipeline-split {self.pipeline_split}: give the layers of "
+              "each stage, such as 9,3, or balanced or even")
+        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+            value = getattr(self, name)
+            check(value is None or not numbers, f"{flag(name)} {value} and --pipeline-split {self.pipeline_split} exclude each "
+                  "other: give one")
+            check(value is None or self.pipeline_model_parallel_size > 1, f"{flag(name)} {value} needs "
+                  "--pipeline-model-parallel-size above 1: give it, or leave it out")
+
+    def _check_schedule(self) -> None:
+        pp, schedule = self.pipeline_model_parallel_size, self.pipeline_schedule
+        given = {flag(name): getattr(self, name) for name in ("num_virtual_stages_per_pipeline_rank",
+                                                              "num_layers_per_virtual_pipeline_stage") if getattr(self, name)}
+        for name, value in given.items():
+            check(pp > 1, f"{name} {value} needs --pipeline-model-parallel-size above 1, and it is {pp}: raise it, or leave it out")
+            check(schedule in (None, INTERLEAVED), f"{name} {value} is for --pipeline-schedule interleaved, not {schedule}: "
+                  "leave one out")
+        check(len(given) < 2, f"{' and '.join(given)} exclude each other: give one")
+        check(schedule != INTERLEAVED or given, "--pipeline-schedule interleaved needs --num-virtual-stages-per-pipeline-rank, the "
+              "chunks of layers of each stage: give it, or another schedule")
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule of training."""
+        virtual = self.num_virtual_stages_per_pipeline_rank or self.num_layers_per_virtual_pipeline_stage
+        return self.pipeline_schedule or (INTERLEAVED if virtual else ONE_F_ONE_B)
