@@ -1,7 +1,7 @@
-"""Train a small model in every parallel layout that fits the world, as a program: mpiexec -n 8 python tests/mpi/layouts.py
+"""Train a small model in every parallel layout that fits the world, as a program: mpiexec -n 8 python tests/mpi/layouts.py 20
 
-All ranks first train alone, which gives the expected losses and gradients; then parts of the world train together. Prints one
-line per layout; fails on the first difference. See test_layouts.py.
+The number is that of iterations. All ranks first train alone, which gives the expected losses and gradients; then parts of the
+world train together. Prints one line per layout; fails on the first difference. See test_layouts.py.
 """
 
 import sys
@@ -17,7 +17,6 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, mock, small_run, whole_tensors
 
-ITERATIONS = 20
 SIZES = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "pp4": (4, 1, 4), "dp2": (2, 1, 1), "tp2pp2": (4, 2, 2), "tp2pp2dp2": (8, 2, 2),
          "dp4": (4, 1, 1)}
 # tests/test_parallel.py has them all, on threads; what needs a group means nothing in a layout without it
@@ -34,7 +33,7 @@ def variants(name: str) -> tuple[dict, ...]:
     return NODES.get(name, VARIANTS) + (SCHEDULES if name.startswith("tp2pp2") else ())
 
 
-def train(world: Comm, node: int = 0, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def train(world: Comm, iterations: int, node: int = 0, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(losses and gradient norms (iterations, 2), gradients of the first iteration).
 
     node: how many ranks share a node, which is made up, and its memory; 0: none do.
@@ -44,7 +43,7 @@ def train(world: Comm, node: int = 0, **changes) -> tuple[torch.Tensor, dict[str
     groups = share_groups(groups, kernels, world.rank // node) if node else groups
     trainer = Trainer(run, world, groups, mock(run), mock(run, 8), ops=Ops.build())
     results, gradients = [], {}
-    for i in range(ITERATIONS):
+    for i in range(iterations):
         results.append(trainer.train_step())
         gradients = gradients or whole_tensors(trainer, "grad") if i == 0 and not trainer.optimizer.sharded else gradients
     trainer.close()
@@ -63,11 +62,12 @@ def compare(result, expected) -> float:
 
 def main(world: Comm) -> None:
     torch.set_num_threads(1)
-    alone = train(DryComm())
+    iterations = int(sys.argv[1])
+    alone = train(DryComm(), iterations)
     for name, (ranks, tp, pp) in SIZES.items():
         part = world.split(0 if world.rank < ranks else 1, world.rank)
         for variant in variants(name) if world.rank < ranks <= world.size else ():
-            result = train(part, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
+            result = train(part, iterations, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
             difference = compare(result, alone)
             if world.rank == 0:
                 print(f"ok {name} {variant} {difference:.1e}", flush=True)
