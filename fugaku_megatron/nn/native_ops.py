@@ -63,6 +63,7 @@ class NativeOps:
 
         dy (rows, out) and x (rows, in) stay as they are until that is done.
         """
+        x = x.detach()  # what waits must not keep the graph behind x, and the tensors that hang on it
         self.weight_gradients.add(partial(self.kernels.linear_weight_gradient, dy, x, weight.main_grad, _gradient(bias), chunk))
 
     # Operations, as in `ops` ----------------------------------------------------------------------------------------------------

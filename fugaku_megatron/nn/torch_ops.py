@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = gather_sequence(ctx.saved_tensors[0], ctx.sequence), ctx.weight
         rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # (s b, in), (s b, out)
-        ctx.weight_gradients.add(partial(_linear_weight_gradient, dy_rows, rows, weight, ctx.bias))
+        ctx.weight_gradients.add(partial(_linear_weight_gradient, dy_rows, rows.detach(), weight, ctx.bias))
         return None, reduce_scatter_sequence((dy_rows @ weight).view_as(x), ctx.sequence), None, None, None
 
 

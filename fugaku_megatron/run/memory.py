@@ -80,13 +80,28 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> int:
-    """What a stage's layers hold at the fullest of the moments of its schedule."""
+    """What a stage's layers hold at the fullest of the moments of its schedule.
+
+    What is recomputed becomes, layer by layer, what a split backward leaves for its second half, which is more.
+    """
     layers = [len(part) for part in stage_layers(run, stage)]
     kept, again = zip(*(part_kept_bytes(run, layout.tp, count) for count in layers), strict=True)
     waiting = [count * weight_input_bytes(run, layout.tp) for count in layers]
-    moments = (sum(n * bytes for n, bytes in zip((*moment.activations, *moment.weight_inputs), (*kept, *waiting), strict=True))
-               for moment in held)
-    return max(moments, default=0) + max(again)
+    return max((sum(n * bytes for n, bytes in zip((*moment.activations, *moment.weight_inputs), (*kept, *waiting), strict=True))
+                + (0 if any(moment.weight_inputs) else max(again)) for moment in held), default=0)
+
+
+def working_bytes(run: RunConfig, tp: int) -> int:
+    """Tensors that a layer's forward or backward needs for itself: the MLP's inner one and two of the residual stream's width."""
+    whole = activation_bytes(run)
+    return 2 * whole + whole * run.model.ffn_hidden_size // run.model.hidden_size // tp
+
+
+def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
+    """Memory of the receives that a stage has posted ahead: one from each neighbour of each of its chunks."""
+    where = placement(run)
+    neighbours = [where.neighbour(stage, chunk, step) for chunk in range(where.chunks) for step in (-1, 1)]
+    return sum(n is not None and n[0] != stage for n in neighbours) * residual_bytes(run, tp)
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:
@@ -110,9 +125,11 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     outside = sum(r.saved_bytes for place, r in stage_records(run, layout, stage) if place != "layer")
     logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
     logits = logits if stage == placement(run).last_stage else 0
+    beside = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
+    posted = posted_bytes(run, layout.tp, stage)
     travelling = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
     saving = elements * FP32_BYTES * 3 // shards if run.output.save and run.output.async_save else 0  # weights and both moments
     copies = 3 if run.system.cache_packed_weights else 1
     return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + travelling),
                   optimizer=elements * FP32_BYTES * (3 if low else 2) // shards,
-                  activations=live_bytes(run, layout, stage, held) + outside, logits=logits, saving=saving)
+                  activations=live_bytes(run, layout, stage, held) + posted + beside, logits=logits, saving=saving)

@@ -91,8 +91,7 @@ class StepExecutor:
         if torch.is_grad_enabled() or not chunk.is_last:
             self.outputs[key] = output
         if (following := self._own_neighbour(instruction, 1)) is not None:
-            kept = output if torch.is_grad_enabled() else self.outputs.pop(key)
-            self.inputs[following] = kept.detach().requires_grad_(torch.is_grad_enabled())
+            self.inputs[following] = self._take_output(key).requires_grad_(torch.is_grad_enabled())
 
     def backward(self, instruction: Instruction) -> None:
         """Gradient of the output (s, b, h) -> weight gradients, and gradient of the input (s, b, h)."""
@@ -120,9 +119,7 @@ class StepExecutor:
 
     def send_forward(self, instruction: Instruction) -> None:
         """The output (s, b, h), to the stage with the next part."""
-        key = _key(instruction)
-        output = self.outputs[key] if torch.is_grad_enabled() else self.outputs.pop(key)
-        self._send(output.detach(), instruction)
+        self._send(self._take_output(_key(instruction)), instruction)
 
     def recv_backward(self, instruction: Instruction) -> None:
         """The gradient of the output (s, b, h), from the stage with the next part."""
@@ -131,6 +128,14 @@ class StepExecutor:
     def send_backward(self, instruction: Instruction) -> None:
         """The gradient of the input (s, b, h), to the stage with the previous part."""
         self._send(self.gradients.pop(_key(instruction)), instruction)
+
+    def _take_output(self, key: Key) -> Tensor:
+        """The values of an output, which backward does not read."""
+        if not torch.is_grad_enabled():
+            return self.outputs.pop(key)
+        values = self.outputs[key].detach()
+        self.outputs[key].data = values.new_empty(1)
+        return values
 
     def _own_neighbour(self, instruction: Instruction, step: int) -> Key | None:
         """The key under which the next (1) or previous (-1) part has this micro-batch, if it is a chunk of this rank."""

@@ -1,0 +1,50 @@
+"""The peak of a stage's activations under every schedule: what the list predicts against what torch really allocates.
+
+One stage runs alone: what other stages would send is whatever lies in memory, which changes no size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fugaku_megatron import schedule
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.run import memory
+from fugaku_megatron.run.layout import Layout
+from tests.helpers import make_trainer, small_run
+
+STAGES, MICROBATCHES = 4, 8
+MODEL = {"num_layers": 16, "hidden_size": 64, "seq_length": 128, "max_position_embeddings": 128, "micro_batch_size": 2,
+         "global_batch_size": 2 * MICROBATCHES, "pipeline_model_parallel_size": STAGES, "pipeline_split": "even",
+         "hidden_dropout": 0.1, "attention_dropout": 0.1}
+SCHEDULES = {"1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank": 2}, "zb-h1": {"pipeline_schedule": "zb-h1"},
+             "zbv": {"pipeline_schedule": "zbv"}}
+
+
+def allocated_peak(changes: dict, stage: int) -> int:
+    """Bytes that an iteration's forwards and backwards have allocated at most, beyond what was there before."""
+    torch.set_num_threads(1)
+    trainer = make_trainer(DryComm(stage, STAGES), small_run(**MODEL, **changes))
+    trainer.train_step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        trainer.train_step()
+    trainer.close()
+    held = peak = 0
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_peak(name, stage, recompute):
+    changes = {**SCHEDULES[name], "recompute_granularity": recompute}
+    run = small_run(**MODEL, **changes)
+    held = schedule.of_run(run, MICROBATCHES).held(stage)
+    predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, held)
+    assert allocated_peak(changes, stage) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
