@@ -1,4 +1,4 @@
-"""Careless inputs of seven kinds, 1,100 drawn by hypothesis with a fixed seed: files, flags, and what stands in them.
+"""Careless inputs of eight kinds, 1,200 drawn by hypothesis with a fixed seed: files, flags, and what stands in them.
 
 Each is refused by a ValueError of one line that names the file or a flag, or it is accepted and does what it says; none gives
 another exception, takes more than 10 s or loads what was changed. docs/reliability.md has the counts, which the last test compares.
@@ -14,11 +14,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 
 from fugaku_megatron.checkpoint import manifest
+from fugaku_megatron.checkpoint.load import load_checkpoint
+from fugaku_megatron.checkpoint.shards import Shard
+from fugaku_megatron.checkpoint.verify import check_iteration
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data.dataset import build_datasets
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.inputs import document_texts, input_files, read_documents
@@ -29,13 +35,13 @@ from fugaku_megatron.perf import machine, model, software
 from fugaku_megatron.run import arguments
 from fugaku_megatron.training.dry_run import report
 from tests.damage import DAMAGES, OTHER_KINDS, damaged, remove, replace
-from tests.helpers import OUR_LOG, small_run
+from tests.helpers import OUR_LOG, save_checkpoint, small_run
 from tests.test_generate import write_tokenizer
 from tests.time_limit import time_limit
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = {"manifests": 250, "machine files": 150, "job scripts": 100, "flags": 250, "vocabularies": 100, "data files": 150,
-            "logs": 100}
+EXAMPLES = {"manifests": 250, "tensor files": 100, "machine files": 150, "job scripts": 100, "flags": 250, "vocabularies": 100,
+            "data files": 150, "logs": 100}
 COUNTS: dict[str, Counter] = {}  # of each kind: "refused", "accepted", "unchanged"
 SCRIPT = scripts.text("run_124m.sh")
 FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--global-batch-size",
@@ -131,6 +137,30 @@ def test_no_changed_manifest_loads(saved):
         same = text == json.dumps(contents)
         answer = outcome(lambda: manifest.read_manifest(path.parents[1], 5), str(path))
         assert answer == ("accepted" if same else "refused"), text
+        return "unchanged" if same else answer
+
+
+def test_no_changed_file_of_tensors_loads(tmp_path):
+    """Neither where all of it is needed nor in a layout that needs it besides another one; verify finds what is changed, too."""
+    def save(comm):
+        part = Shard("w", torch.arange(48.0)[24 * comm.rank :][:24].view(4, 6), (8, 6), (4 * comm.rank, 0), (4, 6))
+        save_checkpoint(tmp_path, 1, [part], {}, comm, {}, {})
+
+    ThreadWorld(2).run(save)
+    folder = tmp_path / "iter_0000001"
+    path, whole = folder / "rank_00001.safetensors", Shard("w", torch.zeros(8, 6), (8, 6), (0, 0), (8, 6))
+    content = path.read_bytes()
+    at, noises = st.integers(0, len(content) - 1), st.binary(min_size=1, max_size=40)
+
+    @careless("tensor files", damage=st.sampled_from([*DAMAGES, *OTHER_KINDS]), i=at, j=at, noise=noises)
+    def change(damage, i, j, noise):
+        replace(path, damage) if damage in OTHER_KINDS else path.write_bytes(damaged(content, damage, i, j, noise))
+        same = damage in DAMAGES and path.read_bytes() == content
+        answer = outcome(lambda: load_checkpoint(tmp_path, [whole], DryComm()), path.name)
+        assert answer == ("accepted" if same else "refused")
+        assert bool(check_iteration(tmp_path, 1, 1)[0]) != same
+        remove(path)
+        path.write_bytes(content)
         return "unchanged" if same else answer
 
 

@@ -157,6 +157,22 @@ def test_the_run_waits_for_the_node_and_not_for_the_shared_disk(tmp_path, monkey
         (tmp_path / "local" / path.stem / "iter_0000003" / path.name).read_bytes() for path in shared]
 
 
+def test_a_copy_that_changed_on_its_disk_does_not_reach_the_shared_directory(tmp_path, monkeypatch):
+    copy = node_copy.copy_verified
+
+    def damaged(source, entry, path):
+        if source.name == "rank_00002.safetensors":
+            content = bytearray(source.read_bytes())
+            content[-1] ^= 1
+            source.write_bytes(content)
+        copy(source, entry, path)
+
+    monkeypatch.setattr(node_copy, "copy_verified", damaged)
+    with pytest.raises(ValueError, match=r"--save .* iteration 2 is not saved: rank 2: .*local/rank_00002/.* has CRC-32 "):
+        run(tmp_path, 2)
+    assert list_iterations(tmp_path / "save") == []
+
+
 def test_a_full_disk_of_a_node_ends_the_run_with_one_line(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))

@@ -114,20 +114,20 @@ def test_a_run_saves_what_it_would_have_waited_for(tmp_path, changes):
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path, gate):
-    made = session(DryComm(), tmp_path, save_interval=2, train_iters=3, **ASYNC)
+    made = session(DryComm(), tmp_path, save_interval=2, train_iters=4, **ASYNC)
     step, seen = made.trainer.train_step, []
 
     def watched():
         result = step()
         seen.append(latest_iteration(tmp_path))
-        if made.trainer.progress.iteration == 3:
+        if made.trainer.progress.iteration == 4:
             gate.opened.set()
         return result
 
     made.trainer.train_step = watched
     made.run()
     made.trainer.close()
-    assert seen == [None, None, None] and list_iterations(tmp_path) == [2, 3]
+    assert seen == [None] * 4 and list_iterations(tmp_path) == [2, 4]
 
 
 def test_a_disk_that_refuses_the_bytes_ends_the_run_with_one_line(tmp_path):
