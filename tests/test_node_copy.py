@@ -125,7 +125,10 @@ def test_another_layout_loads_the_shared_one(newer, ranks, changes):
 
 def test_copies_of_another_run_are_left_alone(newer):
     (newer / "save").rename(newer / "elsewhere")
-    assert found(newer) == (None, None), "a new run in a directory of that name"
+    assert found(newer) == (None, None), "a new directory of that name"
+    (newer / "save").mkdir()
+    (newer / "save" / node_copy.RUN).write_text("another run")
+    assert found(newer) == (None, None)
     run(newer, 1)
     assert found(newer) == (1, None)
     shutil.rmtree(newer / "save")
