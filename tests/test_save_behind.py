@@ -19,6 +19,7 @@ from fugaku_megatron.checkpoint.save import Description, save_steps, shard_write
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.parts import Held
 from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.memory import stage_memory
 from fugaku_megatron.training.dry_run import report
@@ -27,6 +28,7 @@ from tests.test_session import session
 
 RANKS = 2
 ASYNC = {"async_save": True}
+HELD = [Held((1,), (0,))]  # one micro-batch between forward and backward
 
 
 class Gate:
@@ -160,8 +162,8 @@ def test_the_copy_is_in_the_model_and_in_the_plan(tmp_path):
 
     for ranks in (1, 2):
         run = small_run(zero_stage=1, save=str(tmp_path), **ASYNC)
-        with_copy, plain = (stage_memory(r, Layout.from_run(r, ranks), 0, 1) for r in (run, small_run(zero_stage=1)))
+        with_copy, plain = (stage_memory(r, Layout.from_run(r, ranks), 0, HELD) for r in (run, small_run(zero_stage=1)))
         assert max(ThreadWorld(ranks).run(held)) <= with_copy.saving <= 1.05 * max(ThreadWorld(ranks).run(held))
         assert with_copy.total == plain.total + with_copy.saving and plain.saving == 0
     assert "|    saving |" in report(run, 1) and "saving" not in report(small_run(), 1)
-    assert stage_memory(small_run(**ASYNC), Layout.from_run(run, 1), 0, 1).saving == 0, "nothing is saved"
+    assert stage_memory(small_run(**ASYNC), Layout.from_run(run, 1), 0, HELD).saving == 0, "nothing is saved"
