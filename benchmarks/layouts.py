@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fugaku_megatron.host import runtime
-from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.checks import check, flag
 from fugaku_megatron.run.layout import Layout
 
 from . import driver, jobs, noise, shapes
@@ -24,24 +24,35 @@ ITERATIONS = 3  # of each job; the first warms up
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout and its name."""
+    """A layout and its name. schedule: fields of the run that choose its schedule."""
 
     name: str
     ranks: int
     tp: int = 1
     pp: int = 1
+    schedule: tuple[tuple[str, Any], ...] = ()
 
     @property
     def dp(self) -> int:
         return self.ranks // (self.tp * self.pp)
 
 
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank": 2}, "zb-h1": {"pipeline_schedule": "zb-h1"},
+    "zbv": {"pipeline_schedule": "zbv"}}
+
+
 def candidates(options: argparse.Namespace) -> list[Candidate]:
-    """One rank first, then the layout that the options name, or TP, DP and PP over all ranks."""
+    """One rank first, then the layout that the options name, PP under every schedule, or TP, DP and PP over all ranks."""
     ranks, tp, pp = options.ranks, options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     check(ranks >= 2, f"--ranks {ranks}: give 2 or more, they are compared with one rank")
     check(ranks % (tp * pp) == 0, f"--ranks {ranks} is not divisible by --tensor-model-parallel-size {tp} x "
           f"--pipeline-model-parallel-size {pp}: change one of them")
+    if options.schedules:
+        check(tp * pp == 1, "--schedules compares pipelines over all --ranks: leave the parallel sizes out")
+        pipelines = [Candidate(name=f"PP{ranks} {name}", ranks=ranks, pp=ranks, schedule=tuple(fields.items()))
+                     for name, fields in SCHEDULES.items()]
+        return [Candidate(name="one rank", ranks=1), *pipelines]
     if tp * pp > 1:
         named = Candidate(name="", ranks=ranks, tp=tp, pp=pp)
         sizes = [f"{name}{size}" for name, size in (("TP", tp), ("PP", pp), ("DP", named.dp)) if size > 1]
@@ -54,9 +65,10 @@ def job(options: argparse.Namespace, candidate: Candidate) -> jobs.Job:
     """The training job of a layout. ValueError when the model does not divide."""
     size = options.global_batch_size or MICROBATCHES * options.micro_batch_size
     config = shapes.run_of(options, tensor_model_parallel_size=candidate.tp, pipeline_model_parallel_size=candidate.pp,
-                           global_batch_size=size)
+                           global_batch_size=size, **dict(candidate.schedule))
     Layout.from_run(config, candidate.ranks)
-    flags = jobs.flags(options, config, ITERATIONS, options.kernels, "--hidden-dropout", 0, "--attention-dropout", 0)
+    order = (word for name, value in candidate.schedule for word in (flag(name), value))
+    flags = jobs.flags(options, config, ITERATIONS, options.kernels, "--hidden-dropout", 0, "--attention-dropout", 0, *order)
     threads = jobs.threads_each(candidate.ranks, options.threads)
     return jobs.Job(ranks=candidate.ranks, threads=threads, flags=flags)
 
@@ -97,9 +109,9 @@ def report(options: argparse.Namespace, planned: list[tuple[Candidate, jobs.Job]
 
 def show(result: dict[str, Any]) -> None:
     """The table."""
-    print(f"{'layout':<12} {'ranks x threads':>16} {'tokens/s':>9} {'s/step':>8} {'of one rank':>12} {'peak MiB':>9} {'loss':>9}")
+    print(f"{'layout':<16} {'ranks x threads':>16} {'tokens/s':>9} {'s/step':>8} {'of one rank':>12} {'peak MiB':>9} {'loss':>9}")
     for row in result["layouts"]:
-        print(f"{row['layout']:<12} {row['ranks']:>8} x {row['threads']:>5} {row['tokens_per_s']:>9.1f} {row['seconds']:>8.3f} "
+        print(f"{row['layout']:<16} {row['ranks']:>8} x {row['threads']:>5} {row['tokens_per_s']:>9.1f} {row['seconds']:>8.3f} "
               f"{row['ratio']:>12.3f} {row['peak_rss_mib']:>9} {row['loss']:>9.5f}"
               + ("  BUSY MACHINE" if row["busy"] else ""))
     print(f"{result['cpu']} at {result['clock_ghz']:.2f} GHz, measured; global batch {result['global_batch_size']}")

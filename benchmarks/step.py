@@ -2,6 +2,7 @@
 
     python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] [--baseline-preload tcmalloc]
     python -m benchmarks step --ranks 2 --global-batch-size 16                        TP2, DP2 and PP2 against one rank
+    python -m benchmarks step --ranks 2 --global-batch-size 4 --schedules             PP2 under every schedule against one rank
 
 Both sides start from the same weights and use the same tokens, batch, AdamW and clipping, without dropout; their losses are
 compared, so both do the same work. Ours runs as pretrain_gpt.py does, the baseline with the system's allocator or
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline-compile", action="store_true", help="torch.compile the baseline")
     parser.add_argument("--baseline-preload", metavar="LIB",
                         help=f"the baseline's allocator: a path, or {', '.join(preloads.LIBRARIES)}")
+    parser.add_argument("--schedules", action="store_true", help="with --ranks: pipelines over all ranks, under every schedule")
     parser.add_argument("--ranks", type=int, help="compare layouts of that many ranks with one rank, instead of a baseline")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
@@ -70,6 +72,7 @@ def run(options: argparse.Namespace) -> None:
     check(options.threads > 0, f"--threads {options.threads}: give 1 or more")
     if options.ranks is not None:
         return layouts.run(options)
+    check(not options.schedules, "--schedules needs --ranks, the stages of the pipelines: give it")
     check(options.tensor_model_parallel_size == options.pipeline_model_parallel_size == 1,
           "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank")
     baselines.check_baseline(options.baseline, options.baseline_compile)

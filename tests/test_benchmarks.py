@@ -242,6 +242,7 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
     (("--baseline-preload", "/no/such.so"), "/no/such.so is no file: give a library's path, or one of tcmalloc"),
     (("--rounds", "0"), "--rounds 0: give 1 or more"),
     (("--tensor-model-parallel-size", "2"), "need --ranks"),
+    (("--schedules",), "--schedules needs --ranks"),
     (("--micro-batch-size", "3", "--global-batch-size", "4"), "--global-batch-size 4 is not divisible by --micro-batch-size 3"),
     (("--ranks", "1"), "--ranks 1: give 2 or more"),
     (("--ranks", "4", "--threads", "2"), "--ranks 4 needs 4 cores, one thread each; this run has 2"),
@@ -259,6 +260,9 @@ def test_layouts_of_four_ranks():
     assert [(c.name, c.ranks, c.tp, c.pp, c.dp) for c in named] == [
         ("one rank", 1, 1, 1, 1), ("TP4", 4, 4, 1, 1), ("DP4", 4, 1, 1, 4), ("PP4", 4, 1, 4, 1)]
     sizes = "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
+    pipelines = layouts.candidates(options("step", "--ranks", "2", "--schedules"))
+    assert [c.name for c in pipelines] == ["one rank", "PP2 1f1b", "PP2 interleaved", "PP2 zb-h1", "PP2 zbv"]
+    assert layouts.job(options("step", "--ranks", "2", "--schedules"), pipelines[-1]).flags[-2:] == ("--pipeline-schedule", "zbv")
     both = layouts.candidates(options("step", "--ranks", "4", *sizes))
     assert [(c.name, c.dp) for c in both] == [("one rank", 1), ("TP2 x PP2", 1)]
 

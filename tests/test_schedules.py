@@ -55,6 +55,11 @@ def test_losses_are_those_of_one_rank(alone, name, layout):
     assert len(set(alone)) == len(alone), "weights move"
 
 
+def test_halves_of_backward_keep_the_bits_of_1f1b():
+    one, halves = (ThreadWorld(4).run(curve, {**LAYOUTS["pp4"][1], **SCHEDULES[name]}, 6)[0] for name in ("1f1b", "zb-h1"))
+    assert one == halves
+
+
 @pytest.mark.parametrize("recompute", list(RECOMPUTE)[1:])
 @pytest.mark.parametrize("name", ["interleaved 2", "zb-h1", "zbv"])
 def test_recompute_changes_no_loss(alone, name, recompute):
