@@ -1,11 +1,16 @@
 """Two hosts on one machine: data-parallel training over a slow link, blocking and overlapped in turn.
 
-    python -m benchmarks two_hosts --rate 1gbit
+    python -m benchmarks two_hosts --rate 1gbit --png two_hosts.png
 
-Two network namespaces with host names of their own hold one MPI rank and one thread each, joined by a veth pair whose ends a token
-bucket (tc tbf) limits. Jobs take turns: both ranks alone at once (computation), then data parallel, blocking, overlapped, and
-overlapped with BF16 gradients. What crosses the link is read from its counters. Reduction can hide behind computation as long as
-the shorter of the two takes: hideable = min(computation, wire), exposed = step - max(computation, wire).
+Two network namespaces with host names of their own hold one MPI rank and one computing thread each, joined by a veth pair whose
+ends a token bucket (tc tbf) limits. Each rank holds four trainers, which take turns iteration by iteration: alone (computation),
+then data parallel, blocking, overlapped, and overlapped with BF16 gradients. What crosses the link is read from its counters.
+Reduction can hide behind computation as long as the shorter of the two takes: hideable = min(computation, wire), and exposed is the
+median over the rounds of step - max(computation, wire), with the computation of the same round. waiting: what of the step the
+computing thread waits for sums; the rest of what is exposed is work that communication takes from its core.
+
+Hosts of a cluster leave a core to the thread that calls MPI (host/placement.py). So by default one core here computes for both
+hosts, and the other one has both of these threads; with --own-cores each host has one core for all.
 Left out: more hosts. Needs Linux, root, iproute2 and MPICH. Test: pytest tests/mpi/test_two_hosts.py
 """
 
@@ -21,14 +26,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fugaku_megatron.host import runtime
-from fugaku_megatron.logs.iteration import parse_log
-from fugaku_megatron.logs.run_log import exact_seconds
 from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.outputs import writing
 
 from . import driver, jobs, noise
 
@@ -37,36 +40,32 @@ DEVICE = "wire"
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 # MPICH's ranks see two hosts: no shared memory between them, messages by TCP through the namespaces' only link.
 NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE}
-MODEL = ("--num-layers", 12, "--hidden-size", 384, "--num-attention-heads", 6, "--vocab-size", 1024)
-DATA_PARALLEL = {"blocking": (), "overlapped": ("--overlap-grad-reduce",),
-                 "overlapped, BF16": ("--overlap-grad-reduce", "--grad-reduce-in-bf16")}
+# 21 M parameters in many thin layers, one to a bucket: the last bucket, which nothing can hide, is small.
+MODEL = {"num_layers": 26, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
+DATA_PARALLEL = {"blocking": {}, "overlapped": {"overlap_grad_reduce": True},
+                 "overlapped, BF16": {"overlap_grad_reduce": True, "grad_reduce_in_bf16": True}}
 ALONE = "computation"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Of one job: seconds of an iteration (median without the first), bytes that one host sent in an iteration (mean)."""
-
-    seconds: float
-    sent: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default: %(default)s)")
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--own-cores", action="store_true", help="a core for each host, which computes and communicates on it")
+    parser.add_argument("--seq-length", type=int, default=704)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--micro-batches", type=int, default=4, help="of each rank in an iteration (default: %(default)s)")
-    parser.add_argument("--bucket-size", type=int, default=1_000_000, help="elements of a gradient bucket (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=4, help="of each job, the first not measured (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bucket-size", type=int, default=500_000, help="elements of a gradient bucket (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="an iteration of each job (default: %(default)s, one more warms up)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the rows into FILE (needs matplotlib)")
 
 
 def why_not() -> str:
     """Why there can be no two hosts here, or nothing."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc") and shutil.which("unshare")):
         return "two hosts need root and the programs ip, tc and unshare (packages iproute2, util-linux)"
+    if len(os.sched_getaffinity(0)) < 2:
+        return "two hosts need two cores"
     try:
         with two_hosts("1gbit"):
             return ""
@@ -75,23 +74,21 @@ def why_not() -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure in turn, print, write --json. ValueError for options that make no job, RuntimeError where there can be no hosts."""
+    """Measure in turn, print, write --json and --png. ValueError for options that make no job, RuntimeError without two hosts."""
     for name in ("rounds", "micro_batches", "micro_batch_size", "bucket_size"):
         check(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}: give 1 or more")
-    check(options.iterations >= 2, f"--iterations {options.iterations}: give 2 or more, the first is not measured")
     rate = bits_per_second(options.rate)
     if reason := why_not():
         raise RuntimeError(reason)
-    watch, turns = noise.Watch(len(HOSTS), jobs.children_seconds), {name: [] for name in (ALONE, *DATA_PARALLEL)}
+    watch = noise.Watch(len(HOSTS), jobs.children_seconds)
     with two_hosts(options.rate):
-        for turn in range(options.rounds):
-            for name, measured in turns.items():
-                measured.append(job(options, name))
-                print(f"  round {turn + 1} of {options.rounds}: {name} {measured[-1].seconds:.3f} s an iteration", flush=True)
-    result = report(options, turns, rate, watch.others() > noise.OTHERS)
+        rounds = measured(options)
+    result = report(options, rounds, rate, watch.others() > noise.OTHERS)
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.png:
+        draw(options.png, result)
 
 
 def bits_per_second(text: str) -> float:
@@ -132,60 +129,99 @@ def _system(*command: str) -> None:
         raise RuntimeError(f"two hosts cannot be made here: {' '.join(command)}: {done.stderr.strip()}")
 
 
-def sent_bytes(host: str) -> int:
-    """What the host has sent since its link exists."""
-    command = ["ip", "netns", "exec", host, "cat", f"/sys/class/net/{DEVICE}/statistics/tx_bytes"]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+def order(options: argparse.Namespace) -> dict[str, Any]:
+    """What both ranks are told, see two_hosts_rank.py."""
+    size = options.micro_batches * options.micro_batch_size
+    common = {**MODEL, "seq_length": options.seq_length, "mock_data": True, "train_iters": options.rounds + 1,
+              "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "eval_iters": 0, "kernels": "native",
+              "ddp_bucket_size": options.bucket_size}
+    together = {name: {**common, "global_batch_size": size * len(HOSTS), **flags} for name, flags in DATA_PARALLEL.items()}
+    return {"alone": common, "together": together, "rounds": options.rounds, "cores": cores(options)}
 
 
-def commands(options: argparse.Namespace, name: str) -> list[list[str]]:
-    """mpiexec with a program for each host; for computation a program for each host, a world of its own."""
-    size = options.micro_batches * options.micro_batch_size * (1 if name == ALONE else len(HOSTS))
-    flags = (*MODEL, "--max-position-embeddings", options.seq_length, "--seq-length", options.seq_length, "--mock-data",
-             "--train-iters", options.iterations, "--micro-batch-size", options.micro_batch_size, "--global-batch-size", size,
-             "--eval-iters", 0, "--log-interval", 1, "--kernels", "native", "--ddp-bucket-size", options.bucket_size,
-             *DATA_PARALLEL.get(name, ()))
-    programs = [["ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host, sys.executable,
-                 str(jobs.PROGRAM), *map(str, flags)] for host in HOSTS]
-    return programs if name == ALONE else [[jobs.mpiexec(), "-n", "1", *programs[0], ":", "-n", "1", *programs[1]]]
+def cores(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """Of each host, the cores that compute and that communicate."""
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    return [(first, first), (second, second)] if options.own_cores else [(first, second)] * len(HOSTS)
 
 
-def job(options: argparse.Namespace, name: str) -> Measured:
-    """Run one. RuntimeError, with the last line of its standard error, when it fails."""
-    before, seconds = sent_bytes(HOSTS[0]), []
-    started = [subprocess.Popen(command, env={**os.environ, **NETWORK, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL) for command in commands(options, name)]
-    for process in started:
-        output, errors = process.communicate()
-        iterations = [i for i in parse_log(output.splitlines()) if i.iteration > 1]
-        if process.returncode or not iterations:
-            message = (errors.strip() or output.strip() or "nothing").splitlines()[-1]
-            raise RuntimeError(f"the job {name} ended with exit code {process.returncode} and said: {message}")
-        seconds.append(statistics.median(exact_seconds(i) for i in iterations))
-    return Measured(max(seconds), (sent_bytes(HOSTS[0]) - before) / options.iterations)
+def command(options: argparse.Namespace) -> list[str]:
+    """mpiexec with a rank in each namespace."""
+    program = [sys.executable, "-m", "benchmarks.two_hosts_rank", json.dumps(order(options))]
+    ranks = [["-n", "1", "ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host, *program]
+             for host in HOSTS]
+    return [jobs.mpiexec(), *ranks[0], ":", *ranks[1]]
 
 
-def report(options: argparse.Namespace, turns: dict[str, list[Measured]], rate: float, busy: bool) -> dict[str, Any]:
+def measured(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
+    """The rounds: {job: {"seconds", "waiting", "sent", "loss"}}. RuntimeError, with the job's last line, when it fails."""
+    job = subprocess.Popen(command(options), env={**os.environ, **NETWORK, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[1])
+    rounds = []
+    for line in job.stdout:
+        rounds.append(json.loads(line))
+        steps = ", ".join(f"{name} {rounds[-1][name]['seconds']:.3f} s" for name in (ALONE, *DATA_PARALLEL))
+        print(f"  round {len(rounds)} of {options.rounds}: {steps}", flush=True)
+    errors = job.communicate()[1].strip()
+    if job.returncode:
+        raise RuntimeError(f"the job ended with exit code {job.returncode} and said: {(errors or 'nothing').splitlines()[-1]}")
+    return rounds
+
+
+def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, float]]], rate: float, busy: bool) -> dict[str, Any]:
     """Medians over the rounds. wire: seconds of the link for the bytes sent. exposed and hideable: see the module's text."""
-    medians = {name: Measured(*(statistics.median(column) for column in zip(*((m.seconds, m.sent) for m in measured), strict=True)))
-               for name, measured in turns.items()}
-    computation, rows = medians.pop(ALONE).seconds, []
-    for name, measured in medians.items():
-        wire = 8 * measured.sent / rate
-        hideable, exposed = min(computation, wire), measured.seconds - max(computation, wire)
-        rows.append({"job": name, "seconds": measured.seconds, "bytes": measured.sent, "wire_seconds": wire,
-                     "hideable_seconds": hideable, "exposed_seconds": exposed, "exposed_share": exposed / hideable,
-                     "ratio": medians["blocking"].seconds / measured.seconds, "measured": True})
-    return {"computation_seconds": computation, "rows": rows, "rate": options.rate, "rounds": options.rounds, "busy": busy,
+    def median(name: str, field: str) -> float:
+        return statistics.median(each[name][field] for each in rounds)
+
+    computation, rows = median(ALONE, "seconds"), []
+    for name in DATA_PARALLEL:
+        seconds, sent = median(name, "seconds"), median(name, "sent")
+        wire = 8 * sent / rate
+        exposed = statistics.median(each[name]["seconds"] - max(each[ALONE]["seconds"], wire) for each in rounds)
+        hideable = min(computation, wire)
+        rows.append({"job": name, "seconds": seconds, "bytes": sent, "wire_seconds": wire, "hideable_seconds": hideable,
+                     "exposed_seconds": exposed, "exposed_share": exposed / hideable, "waiting_seconds": median(name, "waiting"),
+                     "loss": rounds[-1][name]["loss"], "ratio": median("blocking", "seconds") / seconds, "measured": True})
+    return {"computation_seconds": computation, "rows": rows, "rate": options.rate, "rounds": rounds, "busy": busy,
+            "own_cores": options.own_cores,
             "cpu": runtime.cpu_model(), "repeat": driver.command_line()}
 
 
 def show(result: dict[str, Any]) -> None:
     """The table."""
     print(f"computation alone {result['computation_seconds']:.3f} s an iteration; link {result['rate']}")
-    print(f"{'job':<18} {'s':>8} {'MB sent':>8} {'wire s':>7} {'exposed s':>10} {'of hideable':>12} {'x blocking':>11}")
+    print(f"{'job':<18} {'s':>8} {'MB sent':>8} {'wire s':>7} {'exposed s':>10} {'of hideable':>12} {'waiting s':>10} "
+          f"{'x blocking':>11}")
     for row in result["rows"]:
         print(f"{row['job']:<18} {row['seconds']:>8.3f} {row['bytes'] / 1e6:>8.1f} {row['wire_seconds']:>7.3f} "
-              f"{row['exposed_seconds']:>10.3f} {100 * row['exposed_share']:>10.1f} % {row['ratio']:>11.3f}")
+              f"{row['exposed_seconds']:>10.3f} {100 * row['exposed_share']:>10.1f} % {row['waiting_seconds']:>10.3f} "
+              f"{row['ratio']:>11.3f}")
     print(f"{result['cpu']}, measured" + ("  BUSY MACHINE" if result["busy"] else ""))
     print(result["repeat"])
+
+
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Seconds of an iteration as bars, what is exposed in another colour; a dot per round. ValueError when it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = [ALONE, *DATA_PARALLEL]
+    rows = {row["job"]: row for row in result["rows"]}
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.barh(names, [result["computation_seconds"]] * len(names), color="C0", label="computation alone")
+    axes.barh(names[1:], [rows[name]["exposed_seconds"] for name in names[1:]], left=result["computation_seconds"], color="C3",
+              label="exposed")
+    for place, name in enumerate(names):
+        turns = [each[name]["seconds"] for each in result["rounds"]]
+        axes.plot(turns, [place] * len(turns), ".", color="black", markersize=4, label=None if place else "a round")
+        if name in rows:
+            axes.annotate(f"{100 * rows[name]['exposed_share']:.0f} % of {rows[name]['hideable_seconds']:.2f} s exposed",
+                          (0.02 * result["computation_seconds"], place), color="white", va="center")
+    axes.set(xlabel="seconds of an iteration", xlim=(0, None))
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    figure.suptitle(f"Gradient sums of two hosts over {result['rate']}, behind backward or not\nmeasured, {result['cpu']}")
+    with writing("--png", path):
+        figure.savefig(path, dpi=110, format="png")

@@ -29,7 +29,7 @@ def profiled(world, folder, iterations):
     torch.set_num_threads(1)
     run, said = run_of(folder), []
     trainer = Trainer(run, world, grid_groups(world, run), mock(run))
-    own = Profile(run.output, trainer.layout, world)
+    own = Profile(run, trainer.layout, world)
     trainer = Trainer(run, world, own.groups(grid_groups(world, run)), mock(run), watch=own.watch,
                       ops=Ops.build(kernels=own.kernels(kernels)))
     for _ in range(iterations):

@@ -213,7 +213,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
     _say(run, world, data_line(data[0]))
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
     _say(run, world, *choice.lines)
-    phases, profile = Phases(), Profile(run.output, layout, world) if run.output.profile else None
+    phases, profile = Phases(), Profile(run, layout, world) if run.output.profile else None
     trainer = build_trainer(run, world, groups, data, choice.backends, phases, profile, feed)
     has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
     if run.training.eval_iters and not has_valid:

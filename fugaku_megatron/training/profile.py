@@ -21,9 +21,8 @@ from ..comm.grid import Grid, Groups
 from ..host.profiler import Profiler
 from ..logs import plot, traces
 from ..logs.metrics import peak_memory_mib
-from ..parts import Placement
-from ..run.config import OutputConfig
-from ..run.layout import Layout
+from ..run.config import OutputConfig, RunConfig
+from ..run.layout import Layout, placement
 
 BARRIERS = 9  # that clocks are compared at
 Say = Callable[[str], None]  # prints a line, on rank 0
@@ -42,10 +41,11 @@ def profiled_ranks(output: OutputConfig, layout: Layout) -> list[int]:
 class Profile:
     """Exists on every rank of a run with --profile; the ranks do together what begins and ends the recording."""
 
-    def __init__(self, output: OutputConfig, layout: Layout, world: Comm) -> None:
+    def __init__(self, run: RunConfig, layout: Layout, world: Comm) -> None:
+        output = run.output
         self.output, self.layout, self.world = output, layout, world
         self.ranks, self.folder = profiled_ranks(output, layout), Path(output.profile_dir)
-        self.pipeline, self.placement = first_pipeline(layout), Placement(layout.pp)
+        self.pipeline, self.placement = first_pipeline(layout), placement(run)
         self.profiler = Profiler() if world.rank in self.ranks else None
         self.whole = world.rank in output.profile_ranks  # kernels and messages, too
         self.started = 0  # iterations since this start
