@@ -28,7 +28,7 @@ SAMPLE_ROWS = 16
 def shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(M, N, K) of every linear layer and the logits, each once."""
     run, tp = run_of(options), options.tensor_model_parallel_size
-    records = accounting.layer_records(run, tp) + accounting.head_records(run, tp, tied=True)
+    records = [*accounting.layer_records(run, tp), *accounting.head_records(run, tp, tied=True)]
     return list(dict.fromkeys(r.gemm for r in records if r.gemm and r.name != "attention"))
 
 

@@ -9,7 +9,7 @@ import pytest
 from fugaku_megatron.perf import model, software, work
 from fugaku_megatron.run import accounting, memory
 from fugaku_megatron.run.config import ParallelConfig, RunConfig, TrainingConfig
-from fugaku_megatron.run.layout import Layout
+from fugaku_megatron.run.layout import Layout, placement
 from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
 
 EAGER = software.load("torch1.10")
@@ -28,14 +28,21 @@ def expected(run: RunConfig, recompute: str | None) -> float:
     return accounting.model_flops(run, 1) + 6 * square + (4 * square if recompute == "selective" else 0)
 
 
+def pieces_flops(pieces) -> int:
+    return sum(flops(piece) * times for piece, times in pieces)
+
+
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
-@pytest.mark.parametrize("tp, pp", [(1, 1), (4, 3)])
-def test_products_are_accountings_flops(recompute, tp, pp):
-    run = replace(gpt_124m(), training=TrainingConfig(recompute_granularity=recompute),
-                  parallel=ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp))
-    layout = Layout(tp * pp, tp, pp, 1)
-    total = tp * sum(flops(part) for stage in range(pp) for part in model.stage_work(run, layout, stage, EAGER))
+@pytest.mark.parametrize("tp, pp, schedule", [(1, 1, None), (4, 3, None), (1, 3, "zbv")])
+def test_products_are_accountings_flops(recompute, tp, pp, schedule):
+    run = replace(gpt_124m(), training=TrainingConfig(recompute_granularity=recompute), parallel=ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule))
+    layout, parts = Layout(tp * pp, tp, pp, 1), placement(run).parts
+    works = [model.part_work(run, layout, part, EAGER) for part in range(parts)]
+    total = tp * sum(pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works)
     assert total == pytest.approx(expected(run, recompute), rel=1e-12)
+    linear = sum(r.flops_forward for r in accounting.layer_records(run, tp) if r.name != "attention")
+    assert sum(pieces_flops(weights) for _, _, weights in works) == run.model.num_layers * linear
 
 
 def test_our_recompute_leaves_out_what_nobody_reads():

@@ -14,10 +14,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .. import schedule
+from ..parts import ZB_H1, ZBV, Held
 from ..run import accounting
 from ..run.config import RunConfig
-from ..run.layout import Layout
+from ..run.layout import Layout, placement
 from ..run.memory import stage_memory
+from ..schedule import Schedule
 from .machine import MIB, Machine
 from .parameters import MemoryParameters
 from .software import Software
@@ -28,13 +30,23 @@ PEERS = 256  # peers that get a large receive buffer (common_tofu_max_fastmode_p
 
 @lru_cache(maxsize=4096)
 def kinds(run: RunConfig) -> tuple[int, ...]:
-    """For each stage the first stage of its kind: the same number of layers, embedding and head.
-
-    Among stages of one kind the first holds the largest number of micro-batches, so it has the highest peak.
-    """
-    split = accounting.pipeline_split(run)
-    features = [(layers, stage == 0, stage == len(split) - 1) for stage, layers in enumerate(split)]
+    """For each stage the first stage of its kind: the same numbers of layers in its parts, embedding and head."""
+    where, alike = placement(run), part_kinds(run)
+    features = [tuple(alike[where.part(stage, chunk)] for chunk in range(where.chunks)) for stage in range(where.stages)]
     return tuple(map(features.index, features))
+
+
+@lru_cache(maxsize=4096)
+def part_kinds(run: RunConfig) -> tuple[int, ...]:
+    """For each part of the model the first part of its kind: the same number of layers, embedding and head."""
+    sizes = accounting.pipeline_split(run)
+    features = [(layers, part == 0, part == len(sizes) - 1) for part, layers in enumerate(sizes)]
+    return tuple(map(features.index, features))
+
+
+@lru_cache(maxsize=4096)
+def _held(lists: Schedule, stage: int) -> tuple[Held, ...]:
+    return lists.held(stage)
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> float:
@@ -72,8 +84,8 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
     if code.page_faults != "none":  # glibc has an arena for each thread
         fixed += parameters.glibc_mib / max(1, layout.world_size // nodes)
     if code.style == "native":
-        held = schedule.of_run(run, microbatches).held(stage)
-        return fixed + stage_memory(run, layout, stage, held).total / MIB
+        lists = schedule.of_run(run, microbatches)
+        return fixed + stage_memory(run, layout, stage, _held(lists, stage)).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
     sharded = parameters.sharded_bytes / accounting.zero_shards(run, layout)
     bytes = count * (parameters.state_bytes + sharded)
@@ -84,8 +96,9 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
 
 
 def peak_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:
-    """MiB of the rank that uses most. One stage of each kind is enough: the first holds most micro-batches, the last the logits."""
-    return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in set(kinds(run)))
+    """MiB of the rank that uses most. Where backward is whole, the first stage of each kind holds most micro-batches."""
+    stages = range(layout.pp) if run.parallel.schedule in (ZB_H1, ZBV) else set(kinds(run))
+    return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in stages)
 
 
 def limit_mib(machine: Machine, code: Software, ranks_per_node: int) -> float:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..parts import BACKWARD, FORWARD, ONE_F_ONE_B
+from .. import schedule
+from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..published.rows import Row
 from ..run import accounting, buckets
 from ..run.accounting import Collective
 from ..run.checks import check, flag
 from ..run.config import RunConfig
-from ..run.layout import Layout
-from ..schedule import Schedule, build
+from ..run.layout import Layout, placement
 from ..timeline import Costs
 from . import machine, memory, overlap, software, work
 from .cost import Rank, Seconds
@@ -88,9 +88,10 @@ class Step:
     """The parts of a modelled iteration. All times are in seconds."""
 
     slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
-    schedule: Schedule
+    schedule: schedule.Schedule
     costs: Costs  # of one micro-batch on every stage
     pipeline: float  # all micro-batches, the schedule's critical path
+    pipeline_least: float  # all stages always busy, or one micro-batch down and up all stages, whichever is more
     pipeline_warmup: float  # additional time of the first micro-batch through the stages
     data_parallel: float  # gradient reduction, tied embedding, ZeRO's all-gather: what computation does not hide of them
     optimizer: float
@@ -101,6 +102,11 @@ class Step:
     def seconds(self) -> float:
         return self.pipeline + self.pipeline_warmup + self.data_parallel + self.optimizer + self.other
 
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that no schedule of these stages is below."""
+        return self.seconds - self.pipeline + self.pipeline_least
+
     def breakdown(self) -> dict[str, float]:
         """Seconds by cause: the slowest stage's work, its waiting time, and the work done once per iteration."""
         busy = self.slowest * self.schedule.microbatches
@@ -109,29 +115,30 @@ class Step:
                 "data_parallel": self.data_parallel, "optimizer": self.optimizer, "other": self.other}
 
 
+Pieces = list[tuple[work.Work, int]]  # work, and how often it is done
+
+
 @lru_cache(maxsize=4096)
-def stage_work(run: RunConfig, layout: Layout, stage: int, code: Software) -> tuple[work.Work, work.Work]:
-    """(forward, backward) work of one stage for one micro-batch; recompute and weight gradients belong to the backward."""
-    phases, training = work.phases(run, layout.tp, code), run.training
-    layers = sum(map(len, accounting.stage_layers(run, stage)))
+def part_work(run: RunConfig, layout: Layout, part: int, code: Software) -> tuple[Pieces, Pieces, Pieces]:
+    """(forward, backward, what of the backward may wait) of a part of the model for one micro-batch.
+
+    Recompute and weight gradients belong to the backward; the products of the layers' weight gradients may wait.
+    """
+    phases, training, where = work.phases(run, layout.tp, code), run.training, placement(run)
+    layers = len(accounting.part_layers(run, where, part))
     forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
     if training.recompute_granularity == "full":
         groups = accounting.recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
         backward.append((work.layers_again(run, layout.tp, groups, code), 1))
     elif training.recompute_granularity == "selective":
         backward.append((work.attention_again(run, layout.tp, code), layers))
-    for place, present in (("embedding", stage == 0), ("head", stage == layout.pp - 1)):
+    for place, present in (("embedding", part == 0), ("head", part == where.parts - 1)):
         if present:
             forward.append((phases[f"{place}_forward"], 1))
             backward.append((phases[f"{place}_backward"], 1))
-    parameters = held_parameters(run, layout, stage)
+    parameters = accounting.part_parameters(run, layout, where, part)
     backward.append((work.weight_gradients(run, layout.tp, parameters, 12 * layers, code), 1))
-    return _repeat(forward), _repeat(backward)
-
-
-def _repeat(parts: Sequence[tuple[work.Work, int]]) -> work.Work:
-    """The sum of several pieces of work. parts: (work, how often it is done)."""
-    return sum((work.repeat(w, times) for w, times in parts if times), work.Work())
+    return forward, backward, [(phases["layer_weights"], layers)]
 
 
 @lru_cache(maxsize=4096)
@@ -156,31 +163,76 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
                       active=active, slow=slow)
     rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
                 precision=run.precision.name, ranks_per_node=system.ranks_per_node)
-    microbatches = layout.microbatches(run, layout.global_batch_size(run))
-    kinds = memory.kinds(run)
-    costs = {kind: tuple(map(rank.seconds, stage_work(run, layout, kind, system.software))) for kind in set(kinds)}
-    if without:
-        costs = {kind: tuple(replace(seconds, **{without: 0.0}) for seconds in pair) for kind, pair in costs.items()}
-    totals = {kind: (f.total, b.total) for kind, (f, b) in costs.items()}
-    forward, backward = zip(*(totals[kind] for kind in kinds))
+    lists = schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+    parts = _part_seconds(run, layout, rank, without)
+    stages = [_stage_seconds([parts[part] for part in accounting.stage_parts(run, stage)]) for stage in range(layout.pp)]
     transfer = network.seconds("send", "pp", accounting.residual_bytes(run, layout.tp)) * system.machine.host_factor
-    schedule = build(ONE_F_ONE_B, layout.pp, 1, microbatches)
-    stages = Costs({FORWARD: [[seconds] for seconds in forward], BACKWARD: [[seconds] for seconds in backward]}, transfer)
-    pipeline = makespan(schedule, stages)
-    slowest = max(costs.values(), key=lambda pair: pair[0].total + pair[1].total)
-    busy = (sum(forward) + sum(backward)) / layout.pp * microbatches
-    waiting = max(overlap.exposed(collectives, lambda c: network.seconds(c.verb, c.group, c.bytes), *totals[kind], active)
-                  for kind, collectives in gradient_collectives(run, layout).items())
-    return Step(slowest=slowest[0] + slowest[1], schedule=schedule, costs=stages, pipeline=pipeline,
-                pipeline_warmup=(layout.pp - 1) * parameters.pipeline_warmup_s, data_parallel=waiting,
-                optimizer=_optimizer(run, layout, rank), other=parameters.iteration_s, bubble_fraction=1 - busy / pipeline)
+    costs = _costs(lists, parts, transfer)
+    pipeline = makespan(lists, costs)
+    slowest = max(stages, key=lambda seconds: seconds[0].total + seconds[1].total)
+    busy = sum(forward.total + backward.total for forward, backward, _ in stages) / layout.pp * lists.microbatches
+    once = sum(forward.total + backward.total - weights.total for forward, backward, weights in stages)
+    return Step(slowest=slowest[0] + slowest[1], schedule=lists, costs=costs, pipeline=pipeline, pipeline_least=max(busy, once),
+                pipeline_warmup=(layout.pp - 1) * parameters.pipeline_warmup_s,
+                data_parallel=_exposed(run, layout, network, lists, stages), optimizer=_optimizer(run, layout, rank),
+                other=parameters.iteration_s, bubble_fraction=1 - busy / pipeline)
+
+
+PartSeconds = tuple[Seconds, Seconds, Seconds]  # forward, backward, what of the backward may wait; of one micro-batch
+
+
+def _part_seconds(run: RunConfig, layout: Layout, rank: Rank, without: str) -> list[PartSeconds]:
+    """Of every part of the model. without: see `step`."""
+    kinds, known = memory.part_kinds(run), {}
+
+    def seconds(pieces: Pieces) -> Seconds:
+        for piece, _ in pieces:  # parts of different kinds do the same in each of their layers
+            if id(piece) not in known:
+                known[id(piece)] = rank.seconds(piece)
+        total = sum((known[id(piece)] * times for piece, times in pieces), Seconds())
+        return replace(total, **{without: 0.0}) if without else total
+
+    found = {kind: tuple(map(seconds, part_work(run, layout, kind, rank.software))) for kind in set(kinds)}
+    return [found[kind] for kind in kinds]
+
+
+def _stage_seconds(parts: Sequence[PartSeconds]) -> PartSeconds:
+    """The sum over a stage's parts."""
+    return tuple(sum(phase, Seconds()) for phase in zip(*parts)) if len(parts) > 1 else parts[0]
+
+
+def _costs(lists: schedule.Schedule, parts: Sequence[PartSeconds], transfer: float) -> Costs:
+    """The seconds of the operations that the lists have, by stage and chunk."""
+    where = lists.placement
+    by_stage = [[parts[where.part(stage, chunk)] for chunk in range(where.chunks)] for stage in range(where.stages)]
+    operations = {FORWARD: [[f.total for f, _, _ in chunks] for chunks in by_stage]}
+    if lists.splits_backward:
+        operations[BACKWARD_INPUT] = [[b.total - w.total for _, b, w in chunks] for chunks in by_stage]
+        operations[BACKWARD_WEIGHT] = [[w.total for _, _, w in chunks] for chunks in by_stage]
+    else:
+        operations[BACKWARD] = [[b.total for _, b, _ in chunks] for chunks in by_stage]
+    return Costs(operations, transfer)
+
+
+def _exposed(run: RunConfig, layout: Layout, network: Network, lists: schedule.Schedule, stages: Sequence[PartSeconds]) -> float:
+    """Seconds per iteration in which the stage that waits longest waits for reductions and gathers.
+
+    Where backward is split, only the weight gradients of the last micro-batch hide a reduction.
+    """
+    active, waits = network.active, []
+    for stage, collectives in gradient_collectives(run, layout).items():
+        forward, backward, weights = stages[stage]
+        behind = weights if lists.splits_backward else backward
+        waits.append(overlap.exposed(collectives, lambda c: network.seconds(c.verb, c.group, c.bytes), forward.total, behind.total,
+                                     active))
+    return max(waits)
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     """Seconds of clipping and Adam over a rank's share of the largest stage, in FP32."""
     counts = rank.software.counts["optimizer"]
     parameters = max(held_parameters(run, layout, stage) for stage in set(memory.kinds(run)))
-    layers = max(accounting.pipeline_split(run))
+    layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in set(memory.kinds(run)))
     return (rank.traffic(counts["moved"] * parameters * accounting.FP32_BYTES / accounting.zero_shards(run, layout))
             + rank.calls(counts["calls_per_layer"] * layers))
 

@@ -12,10 +12,11 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from ..logs import pipeline_plot
-from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED
 from ..run import batches
 from ..run.checks import flag
 from ..run.config import GROUPS, RunConfig
+from ..run.layout import chunks
 from ..run.recipes import RECIPES
 from ..schedule import Schedule
 from ..timeline import Span, spans
@@ -25,7 +26,7 @@ from .search import Plan, Search
 
 WIDTH, ROWS = 100, 8  # of the picture, in characters and lines
 HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'slow net':>8} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} "
-        f"{'DP':>5} {'TP':>3} {'PP':>3} {'MBS':>3} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
+        f"{'DP':>5} {'TP':>3} {'PP':>3} {'MBS':>3} {'schedule':>8} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
 PICTURED = 4  # a picture shows at most this many times the number of stages in micro-batches
 
@@ -36,6 +37,11 @@ def recompute_name(run: RunConfig) -> str:
     if training.recompute_granularity != "full":
         return training.recompute_granularity or "none"
     return f"block {training.recompute_num_layers}" if training.recompute_method == "block" else "full"
+
+
+def schedule_name(run: RunConfig) -> str:
+    """The schedule as the table shows it: 1f1b, zb-h1, zbv, or "il N" for an interleaved one with N chunks of layers per stage."""
+    return f"il {chunks(run)}" if run.parallel.schedule == INTERLEAVED else run.parallel.schedule
 
 
 def iterations(plan: Plan) -> int | None:
@@ -56,13 +62,13 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
     """What `plan` prints of a search: the table, why layouts were dropped, warnings, and the first plan's pipeline and command."""
     first, prediction = best[0]
     lines = [f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(result.plans)} "
-             "layouts run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank",
+             "plans run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank",
              *rates(first), HEAD]
     lines += [_row(i + 1, plan, p) for i, (plan, p) in enumerate(best)]
     if result.dropped:
         lines.append("dropped: " + "; ".join(f"{n} {why}" for why, n in result.dropped.most_common()))
     lines += [f"warning: {w}" for w in prediction.warnings]
-    schedule = first.system.software.offers.schedules[0]
+    schedule = schedule_name(first.run)
     start = "start the first with" + ("" if iterations(first) else ", and --train-iters or --train-samples")
     lines += ["", *picture(first), "", f"schedule {schedule}; {start}", command(first, args)]
     return "\n".join(lines)
@@ -83,7 +89,8 @@ def _row(number: int, plan: Plan, p: Prediction) -> str:
     span = f"{p.lower:.4g} to {p.upper:.4g}"
     sizes = f"{layout.dp:>5} {layout.tp:>3} {layout.pp:>3} {plan.run.batch.micro_batch_size:>3}"
     return (f"{number:>3} {p.seconds:>8.5g} {span:>17} {p.slow_network:>8.5g} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
-            f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {sizes} {recompute_name(plan.run):>10} "
+            f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {sizes} {schedule_name(plan.run):>8} "
+            f"{recompute_name(plan.run):>10} "
             f"{plan.run.parallel.zero_stage:>4} {days:>7} {hours:>10}")
 
 
@@ -92,7 +99,7 @@ def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) ->
     days, node_hours = _duration(plan) or (None, None)
     return {"dp": plan.layout.dp, "tp": plan.layout.tp, "pp": plan.layout.pp, "micro_batch_size": plan.run.batch.micro_batch_size,
             "ranks_per_node": plan.system.ranks_per_node, "recompute": recompute_name(plan.run),
-            "zero_stage": plan.run.parallel.zero_stage, "schedule": plan.system.software.offers.schedules[0],
+            "zero_stage": plan.run.parallel.zero_stage, "schedule": schedule_name(plan.run),
             "days": days, "node_hours": node_hours, "command": command(plan, args), **prediction}
 
 
@@ -147,7 +154,8 @@ def picture(plan: Plan) -> list[str]:
             for i in range(low, max(low + 1, min(WIDTH, round(s.end / end * WIDTH)))):
                 cells[min(i, WIDTH - 1)] = LETTERS[s.op]
         lines.append(f"stage {stage:>3} |{''.join(cells)}|")
-    legend = f"F forward, B {_backward(plan)}, . idle"
+    backward = "I gradients of inputs, W of weights" if shown.splits_backward else f"B {_backward(plan)}"
+    legend = f"F forward, {backward}, . idle"
     return [f"pipeline of the first plan, {_part(shown, microbatches)}, {end:.3g} s ({legend}; model)", *lines]
 
 

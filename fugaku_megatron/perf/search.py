@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ..parts import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV
 from ..run import offers
-from ..run.config import RunConfig
+from ..run.config import BatchConfig, RunConfig
 from ..run.layout import Layout
+from ..run.layout import chunks as chunks_of
 from . import memory
 from .model import Prediction, System, predict, step
+from .software import with_schedule
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 RAMP_DP, RAMP_BATCH = 4, 32  # document 004: the batch grows in steps of 32 over a DP that 4 divides
@@ -23,7 +26,7 @@ RAMP_DP, RAMP_BATCH = 4, 32  # document 004: the batch grows in steps of 32 over
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout that runs. seconds: of an iteration, modelled; memory_mib: of the rank that holds most."""
+    """A layout that runs. seconds: of an iteration, modelled, least_seconds: without a bubble; memory_mib: of the fullest rank."""
 
     run: RunConfig
     system: System
@@ -31,6 +34,7 @@ class Plan:
     seconds: float
     memory_mib: float
     bubble_fraction: float
+    least_seconds: float
 
     def predict(self) -> Prediction:
         """The prediction with its band, which takes longer than the search's own estimate."""
@@ -46,20 +50,61 @@ class Search:
 
 
 def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False) -> Search:
-    """Model every layout that can run. held: names of the config's fields that keep the run's value."""
+    """Model every layout that can run. held: names of the config's fields that keep the run's value.
+
+    Every layout is modelled in 1F1B's order, and those that could be among the first with another schedule in that, too.
+    """
     run = system.software.cut(run)
     plans, dropped = [], Counter()
-    for candidate, candidate_system in candidates(run, system, held):
-        outcome = _judge(candidate, candidate_system, ramp_divisible)
+    for candidate in candidates(with_schedule(run, ONE_F_ONE_B, 1), system, held, ramp_divisible):
+        outcome = candidate if isinstance(candidate, str) else _judge(*candidate)
         if isinstance(outcome, str):
             dropped[outcome] += 1
         else:
             plans.append(outcome)
+    scheduled = _schedules(run, system, held)
+    others = _rescheduled(plans, scheduled)
+    plans = [*(plans if (ONE_F_ONE_B, 1) in scheduled else ()), *others]
     return Search(plans=tuple(sorted(plans, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped)
 
 
-def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator[tuple[RunConfig, System]]:
-    """Every combination of what the software offers, as (run, system with its ranks per node)."""
+WANTED, TRIED = 10, 60  # plans that are to be the best of all schedules, and layouts that are tried with each of these at most
+CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
+
+
+def _schedules(run: RunConfig, system: System, held: frozenset[str]) -> list[tuple[str, int]]:
+    """(name, chunks of a stage) of the schedules that are tried."""
+    if {"pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"} & held:
+        return [(run.parallel.schedule, chunks_of(run))]
+    chunks = {ONE_F_ONE_B: (1,), ZB_H1: (1,), ZBV: (2,), INTERLEAVED: CHUNKS}
+    return [(name, count) for name in system.software.offers.schedules for count in chunks[name]]
+
+
+def _rescheduled(plans: Sequence[Plan], schedules: Sequence[tuple[str, int]]) -> list[Plan]:
+    """The plans in other schedules than 1F1B.
+
+    Layouts follow one another by the least time that any schedule could give them; once that is beyond the WANTED best plans, the
+    rest cannot be among them. A schedule that the flags ask for is tried with every layout.
+    """
+    found: list[Plan] = []
+    ordered = sorted((plan for plan in plans if plan.layout.pp > 1), key=lambda plan: plan.least_seconds)
+    best = sorted(plan.seconds for plan in plans)[:WANTED] if (ONE_F_ONE_B, 1) in schedules else []
+    for plan in ordered if len(schedules) == 1 else ordered[:TRIED]:
+        if len(best) == WANTED and plan.least_seconds >= best[-1]:
+            break
+        for name, chunks in schedules:
+            if name == ONE_F_ONE_B or plan.layout.pp * chunks > plan.run.model.num_layers:
+                continue
+            outcome = _judge(with_schedule(plan.run, name, chunks), plan.system)
+            if isinstance(outcome, Plan):
+                found.append(outcome)
+                best = sorted([*best, outcome.seconds])[:WANTED]
+    return found
+
+
+def candidates(run: RunConfig, system: System, held: frozenset[str],
+               ramp_divisible: bool = False) -> Iterator[tuple[RunConfig, System] | str]:
+    """Every combination of what the software offers, as (run, system with its ranks per node), or why its numbers do not divide."""
     choices, model, parallel = system.software.offers, run.model, run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
     tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads),
@@ -73,16 +118,34 @@ def candidates(run: RunConfig, system: System, held: frozenset[str]) -> Iterator
     for pp in stages:
         for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
             for tp, mbs, stage, number in ((t, m, z, r) for t in tensor for m in micro for z in zero for r in ranks):
-                batch = replace(run.batch, micro_batch_size=mbs)
-                divides = system.nodes * number % (tp * pp) == 0  # what does not is dropped, and counted once
+                host, batch = replace(system, ranks_per_node=number), replace(run.batch, micro_batch_size=mbs)
+                reason = _indivisible(host, tp, pp, stage, batch, ramp_divisible)
+                divides = host.world_size % (tp * pp) == 0  # what does not is counted once
                 for switches in _switches(tried, tp if divides else 1, stage):
-                    cut = replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage,
-                                  **switches)
-                    yield replace(run, parallel=cut, training=training, batch=batch), replace(system, ranks_per_node=number)
+                    yield reason or (replace(run, training=training, batch=batch, parallel=replace(
+                        parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage,
+                        **switches)), host)
+
+
+def _indivisible(system: System, tp: int, pp: int, zero_stage: int, batch: BatchConfig, ramp_divisible: bool) -> str | None:
+    """Why these numbers cannot run together; None where they can."""
+    if system.ranks_per_node > system.machine.max_ranks:
+        return "more ranks than a node has threads or GPUs"
+    if system.world_size % (tp * pp):
+        return "TP x PP does not divide the number of ranks"
+    dp = system.world_size // (tp * pp)
+    if batch.global_batch_size % (dp * batch.micro_batch_size):
+        return "micro-batch x DP does not divide the global batch"
+    if zero_stage and dp == 1:
+        return "ZeRO needs more than one data-parallel rank"
+    if ramp_divisible and (dp % RAMP_DP or batch.global_batch_size % RAMP_BATCH):
+        return f"batch ramp-up: DP is not divisible by {RAMP_DP} or the global batch by {RAMP_BATCH}"
+    return None
 
 
 # Offers that a search varies or that are always on.
-VARIED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.NODE_SUMS, offers.TWO_LEVEL_SUMS)
+VARIED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.NODE_SUMS, offers.TWO_LEVEL_SUMS,
+          offers.INTERLEAVED, offers.ZERO_BUBBLE)
 # Offers of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
 SWITCHED: dict[str, tuple[bool, ...]] = {offers.OVERLAP_GRAD_REDUCE: (True,), offers.OVERLAP_PARAM_GATHER: (True,),
                                          offers.SEQUENCE_PARALLEL: (False, True)}
@@ -125,20 +188,8 @@ def _recomputes(run: RunConfig, layers: int, held: frozenset[str], offered: tupl
         yield from kinds[name]
 
 
-def _judge(run: RunConfig, system: System, ramp_divisible: bool) -> Plan | str:
+def _judge(run: RunConfig, system: System) -> Plan | str:
     """The plan, or the reason why it cannot run."""
-    tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-    if system.ranks_per_node > system.machine.max_ranks:
-        return "more ranks than a node has threads or GPUs"
-    if system.world_size % (tp * pp):
-        return "TP x PP does not divide the number of ranks"
-    dp = system.world_size // (tp * pp)
-    if run.batch.global_batch_size % (dp * run.batch.micro_batch_size):
-        return "micro-batch x DP does not divide the global batch"
-    if run.parallel.zero_stage and dp == 1:
-        return "ZeRO needs more than one data-parallel rank"
-    if ramp_divisible and (dp % RAMP_DP or run.batch.global_batch_size % RAMP_BATCH):
-        return f"batch ramp-up: DP is not divisible by {RAMP_DP} or the global batch by {RAMP_BATCH}"
     try:
         layout = Layout.from_run(run, system.world_size)
     except ValueError:
@@ -148,7 +199,7 @@ def _judge(run: RunConfig, system: System, ramp_divisible: bool) -> Plan | str:
         return "out of memory"
     modelled = step(run, layout, system, system.parameters)
     return Plan(run=run, system=system, layout=layout, seconds=modelled.seconds, memory_mib=used,
-                bubble_fraction=modelled.bubble_fraction)
+                bubble_fraction=modelled.bubble_fraction, least_seconds=modelled.least_seconds)
 
 
 def held_fields(args: argparse.Namespace) -> frozenset[str]:

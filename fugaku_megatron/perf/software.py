@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..parts import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV
 from ..run import offers
 from ..run.checks import check
 from ..run.config import RunConfig
@@ -49,7 +50,9 @@ class Offers:
         """The choices of this project's trainer with only the offers `names`."""
         recompute = {"none": True, "selective": offers.SELECTIVE in names, "block": offers.BLOCK in names, "full": True}
         return Offers(ranks_per_node=ranks_per_node, recompute=tuple(kind for kind, there in recompute.items() if there),
-                      zero_stages=(0, 1) if offers.ZERO_1 in names else (0,), schedules=("1F1B",), names=names)
+                      zero_stages=(0, 1) if offers.ZERO_1 in names else (0,), names=names,
+                      schedules=(ONE_F_ONE_B, *(INTERLEAVED,) * (offers.INTERLEAVED in names),
+                                 *(ZB_H1, ZBV) * (offers.ZERO_BUBBLE in names)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +93,15 @@ class Software:
         return replace(self, offers=Offers.from_names(self.offers.names - {name}, self.offers.ranks_per_node))
 
     def cut(self, run: RunConfig) -> RunConfig:
-        """The run as this software does it: without what it lacks, and with an even split of layers unless it has a balanced one.
+        """The run as this software does it: without what it lacks, in 1F1B's order instead of one that it lacks, and with an even
+        split of layers unless it has a balanced one.
 
         Raises ValueError for a --pipeline-split that it does not offer, and for numbers of layers that do not divide.
         """
         for name in self.lacking(run):
             run = offers.switched(run, name, False)
+        if run.parallel.schedule not in self.offers.schedules:
+            run = with_schedule(run, ONE_F_ONE_B, 1)
         if offers.BALANCED_SPLIT in self.offers.names:
             return run
         layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
@@ -104,7 +110,6 @@ class Software:
         check(layers % pp == 0 or layers < pp, f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}, "
               f"and {self.name} cuts layers evenly: change one of them")
         return replace(run, parallel=replace(run.parallel, pipeline_split="even"))
-
 
     @property
     def measured(self) -> bool:
@@ -127,6 +132,13 @@ class Software:
         """The memory model's values for a prediction on the machine, in the same way."""
         measured = self.style == "native" and machine.process_mib is not None
         return replace(self.fitted.memory, base_mib=machine.process_mib) if measured else self.fitted.memory
+
+
+def with_schedule(run: RunConfig, name: str, chunks: int) -> RunConfig:
+    """The run with another pipeline schedule. chunks: of each stage."""
+    virtual = chunks if name == INTERLEAVED else None
+    return replace(run, parallel=replace(run.parallel, pipeline_schedule=None if name == ONE_F_ONE_B else name,
+                                         num_virtual_stages_per_pipeline_rank=virtual, num_layers_per_virtual_pipeline_stage=None))
 
 
 def names() -> list[str]:

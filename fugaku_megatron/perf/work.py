@@ -101,16 +101,21 @@ def _backward(record: Record, chunks: int) -> Work:
     """Two products for each product of the forward: the gradients of the input and of the weight (or the other operand)."""
     products = []
     for p in _forward(record, chunks).products:
-        kind = {"count": p.count, "attention": p.attention, "backward": True, "times": p.times}
-        products += [Product(m=p.m, n=p.k, k=p.n, **kind), Product(m=p.k, n=p.n, k=p.m, **kind)]
+        products += [replace(p, n=p.k, k=p.n, backward=True), replace(p, m=p.k, k=p.m, backward=True)]
     return Work(products=tuple(products), collectives=_once(record.backward))
+
+
+def _weights(record: Record, chunks: int) -> Work:
+    """What of `_backward` may wait: the products of the gradients of weights."""
+    return Work(products=tuple(p for p in _backward(record, chunks).products[1::2] if not p.attention))
 
 
 @cache
 def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
     """Work of one layer, of the embedding and of the head, forward and backward, without recompute and weight gradients.
 
-    Keys are "layer_forward", "layer_backward", "embedding_forward" and so on. The result is shared by all callers.
+    Keys are "layer_forward", "layer_backward", "embedding_forward" and so on, and "layer_weights" for what of a layer's backward
+    may wait. The result is shared by all callers.
     """
     sizes, chunks = _elementwise_tensors(run, tp, software), _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
     places = {"layer": accounting.layer_records(run, tp), "embedding": accounting.embedding_records(run, tp),
@@ -120,6 +125,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
         for phase, record_work in (("forward", _forward), ("backward", _backward)):
             name = f"{place}_{phase}"
             work[name] = sum((record_work(record, chunks) for record in records), _elementwise(software, name, sizes))
+    work["layer_weights"] = sum((_weights(record, chunks) for record in places["layer"]), Work())
     return MappingProxyType(work)
 
 

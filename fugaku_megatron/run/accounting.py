@@ -121,7 +121,8 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
     return run.batch.micro_batch_size * run.model.num_attention_heads // tp * run.model.seq_length * FP32_BYTES
 
 
-def layer_records(run: RunConfig, tp: int) -> list[Record]:
+@lru_cache(maxsize=64)  # a search asks for the same again and again
+def layer_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x."""
     model, kept, width, around = run.model, residual_bytes(run, tp), element_bytes(run), ProductCollectives.from_run(run, tp)
     h, f, rows = model.hidden_size, model.ffn_hidden_size, tokens_per_microbatch(run)
@@ -129,7 +130,7 @@ def layer_records(run: RunConfig, tp: int) -> list[Record]:
     column = {"forward": around.into, "backward": around.into_backward}
     row = {"forward": around.out, "backward": around.out_backward, "replicated": h * bias}
     fc1 = mlp.fc1_widths * f // tp
-    return [
+    return (
         _norm("input_layernorm", run, tp),
         _linear("linear_qkv", rows, 3 * h // tp, h, 3 * h // tp * bias, kept, **column),
         _attention(run, tp),
@@ -138,7 +139,7 @@ def layer_records(run: RunConfig, tp: int) -> list[Record]:
         _linear("linear_fc1", rows, fc1, h, fc1 * bias, kept, **column),
         Record(name=mlp.activation, saved_bytes=rows * fc1 * width),
         _linear("linear_fc2", rows, h, f // tp, h * bias, 0, **row),
-    ]
+    )
 
 
 def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
@@ -205,11 +206,16 @@ def stage_layers(run: RunConfig, stage: int) -> list[range]:
 
 def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
-    if part == 0:
-        yield from (("embedding", r) for r in embedding_records(run, layout.tp))
     layer = layer_records(run, layout.tp)
     for _ in part_layers(run, placement, part):
         yield from (("layer", r) for r in layer)
+    yield from end_records(run, layout, placement, part)
+
+
+def end_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
+    """Those of `part_records` that are not in layers."""
+    if part == 0:
+        yield from (("embedding", r) for r in embedding_records(run, layout.tp))
     if part == placement.parts - 1:
         tied = placement.owner(part)[0] == placement.owner(0)[0]
         yield from (("head", r) for r in head_records(run, layout.tp, tied=tied))
@@ -221,9 +227,16 @@ def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[
         yield from part_records(run, layout, placement(run), part)
 
 
+def part_parameters(run: RunConfig, layout: Layout, placement: Placement, part: int) -> int:
+    """Parameters of a part of the model that one rank holds."""
+    layer = sum(record.parameters for record in layer_records(run, layout.tp))
+    ends = sum(record.parameters for _, record in end_records(run, layout, placement, part))
+    return len(part_layers(run, placement, part)) * layer + ends
+
+
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
     """Parameters that one rank of stage `stage` holds."""
-    return sum(record.parameters for _, record in stage_records(run, layout, stage))
+    return sum(part_parameters(run, layout, placement(run), part) for part in stage_parts(run, stage))
 
 
 def parameters(run: RunConfig) -> int:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from ..parts import Held
 from .accounting import (
     FP32_BYTES,
+    end_records,
     layer_records,
     padded_vocab_size,
     recompute_groups,
     residual_bytes,
     softmax_bytes,
     stage_layers,
-    stage_records,
+    stage_parts,
     tokens_per_microbatch,
     zero_shards,
 )
@@ -122,7 +123,7 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     """Memory of one rank of `stage`. held: what its schedule holds at the moments that may need most (`schedule.held`)."""
     elements, shards = flat_elements(run, layout, stage), zero_shards(run, layout)
     low = 0 if run.precision.name == "fp32" else 2
-    outside = sum(r.saved_bytes for place, r in stage_records(run, layout, stage) if place != "layer")
+    outside = sum(r.saved_bytes for part in stage_parts(run, stage) for _, r in end_records(run, layout, placement(run), part))
     logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
     logits = logits if stage == placement(run).last_stage else 0
     beside = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does

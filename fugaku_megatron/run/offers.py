@@ -8,8 +8,10 @@ Left out: what an offer does (the modules named in `place`). Test: pytest tests/
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
+from .. import parts
 from .config import GROUPS, RunConfig
 
 BALANCED_SPLIT, SELECTIVE, BLOCK, ZERO_1 = "pipeline_split_balanced", "recompute_selective", "recompute_block", "zero_stage_1"
@@ -21,7 +23,10 @@ INTERLEAVED, ZERO_BUBBLE = "interleaved_schedule", "zero_bubble_schedule"
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One row. field, value: of the run's config, which switch it on; field None: always on. place: below the package."""
+    """One row. field, value: of the run's config, which switch it on; field None: always on. place: below the package.
+
+    value: one, or a tuple of those that do.
+    """
 
     built: bool
     meaning: str
@@ -31,7 +36,8 @@ class Offer:
 
     def used(self, run: RunConfig) -> bool:
         """Whether the run has it switched on."""
-        return self.field is None or field_value(run, self.field) == self.value
+        given = run.parallel.schedule if self.field == "pipeline_schedule" else field_value(run, self.field)
+        return self.field is None or given in (self.value if isinstance(self.value, tuple) else (self.value,))
 
 
 OFFERS: dict[str, Offer] = {
@@ -56,16 +62,17 @@ OFFERS: dict[str, Offer] = {
                              field="sequence_parallel"),
     TP_COMM_OVERLAP: Offer(built=False, meaning="tensor-parallel exchange behind the products", place="comm/engine.py",
                            field="tp_comm_overlap"),
-    INTERLEAVED: Offer(built=False, meaning="several chunks of layers on a stage", place="schedule.py",
-                       field="num_layers_per_virtual_pipeline_stage"),
-    ZERO_BUBBLE: Offer(built=False, meaning="weight gradients fill the pipeline's bubble", place="schedule.py",
-                       field="zero_bubble"),
+    INTERLEAVED: Offer(built=True, meaning="several chunks of layers on a stage", place="schedule.py",
+                       field="pipeline_schedule", value=parts.INTERLEAVED),
+    ZERO_BUBBLE: Offer(built=True, meaning="weight gradients fill the pipeline's bubble", place="schedule.py",
+                       field="pipeline_schedule", value=(parts.ZB_H1, parts.ZBV)),
 }
 
 # Offers with a flag that takes no value; one that needs another stands before it.
 SWITCHES = (OVERLAP_PARAM_GATHER, OVERLAP_GRAD_REDUCE, GRAD_REDUCE_IN_BF16, SEQUENCE_PARALLEL, TP_COMM_OVERLAP)
 
 
+@cache
 def group_of(field: str) -> str | None:
     """The group of RunConfig that has the field; None where no group has it."""
     return next((group for group, config in GROUPS.items() if field in {f.name for f in fields(config)}), None)
