@@ -113,8 +113,9 @@ def test_the_table_has_every_offer(capsys):
 def test_without_an_offer_the_best_plan_is_no_faster():
     run = gpt_30b()
     system = System.from_names("a64fx", "fugaku_megatron", 384)
-    held = frozenset({"tensor_model_parallel_size", "micro_batch_size", "ranks_per_node"})
-    run = replace(run, parallel=replace(run.parallel, tensor_model_parallel_size=4), batch=replace(run.batch, micro_batch_size=1))
+    held = frozenset({"tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "ranks_per_node"})
+    parallel = replace(run.parallel, tensor_model_parallel_size=4, pipeline_model_parallel_size=12)
+    run = replace(run, parallel=parallel, batch=replace(run.batch, micro_batch_size=1))
     table = offer_table.rows(run, system, held)
     assert table[0].plan.seconds <= min(row.plan.seconds for row in table if row.plan and row.name.startswith("without"))
     assert not any(p.run.parallel.zero_stage for p in search.search(
