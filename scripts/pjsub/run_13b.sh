@@ -10,7 +10,7 @@
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 1152 nodes as 8x12x12 torus x 2 ranks = DP 96 x TP 4 x PP 6; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 2016: 21 micro-batches; recompute none, ZeRO 1
-# model: 93.64 s per iteration (9 of 10 runs: 67.39 to 130.1), 3.203 TFLOPs per node, bubble 21.2%, 13927 MiB on the fullest rank
+# model: 93.64 s per iteration (9 of 10 runs: 67.39 to 130.1), 3.203 TFLOPs per node, bubble 21.2%, 14089 MiB on the fullest rank
 # elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2481:02:46 (model), 105 jobs in a row;
 # each saves and leaves 15 minutes before its end
 set -euo pipefail

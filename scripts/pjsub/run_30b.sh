@@ -10,8 +10,8 @@
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 6144 nodes as 16x24x16 torus x 2 ranks = DP 384 x TP 8 x PP 4; each tensor-parallel group 4 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 1536: 4 micro-batches; recompute none, ZeRO 1
-# model: 54.33 s per iteration (9 of 10 runs: 39.1 to 75.5), 1.769 TFLOPs per node, bubble 43.5%, 12433 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 1439:48:20 (model), 62 jobs in a row; each
+# model: 34.95 s per iteration (9 of 10 runs: 25.15 to 48.56), 2.750 TFLOPs per node, bubble 9.2%, 12678 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 926:18:29 (model), 40 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
@@ -20,6 +20,8 @@ FLAGS=(
     --recipe 30b
     --tensor-model-parallel-size 8
     --pipeline-model-parallel-size 4
+    --pipeline-schedule interleaved
+    --num-virtual-stages-per-pipeline-rank 8
     --sequence-parallel
     --zero-stage 1
     --overlap-grad-reduce
