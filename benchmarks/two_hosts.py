@@ -3,8 +3,9 @@
     python -m benchmarks two_hosts --rate 1gbit --png two_hosts.png
 
 Two network namespaces with host names of their own hold one MPI rank and one computing thread each, joined by a veth pair whose
-ends a token bucket (tc tbf) limits. Each rank holds four trainers, which take turns iteration by iteration: alone (computation),
-then data parallel, blocking, overlapped, and overlapped with BF16 gradients. What crosses the link is read from its counters.
+ends a token bucket (tc tbf) limits. Each rank holds three data-parallel trainers, which take turns iteration by iteration:
+blocking, overlapped, and overlapped with BF16 gradients. Every other iteration of each leaves its sums out (computation). What crosses the
+link is read from its counters.
 Reduction can hide behind computation as long as the shorter of the two takes: hideable = min(computation, wire), and exposed is the
 median over the rounds of step - max(computation, wire), with the computation of the same round. waiting: what of the step the
 computing thread waits for sums; the rest of what is exposed is work that communication takes from its core.
@@ -44,7 +45,6 @@ NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": D
 MODEL = {"num_layers": 26, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
 DATA_PARALLEL = {"blocking": {}, "overlapped": {"overlap_grad_reduce": True},
                  "overlapped, BF16": {"overlap_grad_reduce": True, "grad_reduce_in_bf16": True}}
-ALONE = "computation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,11 +132,11 @@ def _system(*command: str) -> None:
 def order(options: argparse.Namespace) -> dict[str, Any]:
     """What both ranks are told, see two_hosts_rank.py."""
     size = options.micro_batches * options.micro_batch_size
-    common = {**MODEL, "seq_length": options.seq_length, "mock_data": True, "train_iters": options.rounds + 1,
-              "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "eval_iters": 0, "kernels": "native",
-              "ddp_bucket_size": options.bucket_size}
-    together = {name: {**common, "global_batch_size": size * len(HOSTS), **flags} for name, flags in DATA_PARALLEL.items()}
-    return {"alone": common, "together": together, "rounds": options.rounds, "cores": cores(options)}
+    common = {**MODEL, "seq_length": options.seq_length, "mock_data": True, "train_iters": 2 * (options.rounds + 1),
+              "micro_batch_size": options.micro_batch_size, "global_batch_size": size * len(HOSTS), "eval_iters": 0,
+              "kernels": "native", "ddp_bucket_size": options.bucket_size}
+    planned = {name: {**common, **flags} for name, flags in DATA_PARALLEL.items()}
+    return {"jobs": planned, "rounds": options.rounds, "cores": cores(options)}
 
 
 def cores(options: argparse.Namespace) -> list[tuple[int, int]]:
@@ -154,13 +154,17 @@ def command(options: argparse.Namespace) -> list[str]:
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
-    """The rounds: {job: {"seconds", "waiting", "sent", "loss"}}. RuntimeError, with the job's last line, when it fails."""
+    """The rounds: {job: {"seconds", "computation", "waiting", "sent", "loss"}}.
+
+    RuntimeError, with the job's last line, when it fails.
+    """
     job = subprocess.Popen(command(options), env={**os.environ, **NETWORK, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[1])
     rounds = []
     for line in job.stdout:
         rounds.append(json.loads(line))
-        steps = ", ".join(f"{name} {rounds[-1][name]['seconds']:.3f} s" for name in (ALONE, *DATA_PARALLEL))
+        steps = ", ".join(f"{name} {rounds[-1][name]['seconds']:.3f} s (alone {rounds[-1][name]['computation']:.3f})"
+                          for name in DATA_PARALLEL)
         print(f"  round {len(rounds)} of {options.rounds}: {steps}", flush=True)
     errors = job.communicate()[1].strip()
     if job.returncode:
@@ -173,28 +177,28 @@ def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
     def median(name: str, field: str) -> float:
         return statistics.median(each[name][field] for each in rounds)
 
-    computation, rows = median(ALONE, "seconds"), []
+    rows = []
     for name in DATA_PARALLEL:
-        seconds, sent = median(name, "seconds"), median(name, "sent")
+        seconds, sent, computation = (median(name, field) for field in ("seconds", "sent", "computation"))
         wire = 8 * sent / rate
-        exposed = statistics.median(each[name]["seconds"] - max(each[ALONE]["seconds"], wire) for each in rounds)
+        exposed = statistics.median(each[name]["seconds"] - max(each[name]["computation"], wire) for each in rounds)
         hideable = min(computation, wire)
-        rows.append({"job": name, "seconds": seconds, "bytes": sent, "wire_seconds": wire, "hideable_seconds": hideable,
+        rows.append({"job": name, "seconds": seconds, "computation_seconds": computation, "bytes": sent,
+                     "wire_seconds": wire, "hideable_seconds": hideable,
                      "exposed_seconds": exposed, "exposed_share": exposed / hideable, "waiting_seconds": median(name, "waiting"),
                      "loss": rounds[-1][name]["loss"], "ratio": median("blocking", "seconds") / seconds, "measured": True})
-    return {"computation_seconds": computation, "rows": rows, "rate": options.rate, "rounds": rounds, "busy": busy,
-            "own_cores": options.own_cores,
+    return {"rows": rows, "rate": options.rate, "rounds": rounds, "busy": busy, "own_cores": options.own_cores,
             "cpu": runtime.cpu_model(), "repeat": driver.command_line()}
 
 
 def show(result: dict[str, Any]) -> None:
     """The table."""
-    print(f"computation alone {result['computation_seconds']:.3f} s an iteration; link {result['rate']}")
-    print(f"{'job':<18} {'s':>8} {'MB sent':>8} {'wire s':>7} {'exposed s':>10} {'of hideable':>12} {'waiting s':>10} "
-          f"{'x blocking':>11}")
+    print(f"link {result['rate']}; seconds of an iteration, and of one without its sums (alone)")
+    print(f"{'job':<18} {'s':>8} {'alone s':>8} {'MB sent':>8} {'wire s':>7} {'exposed s':>10} {'of hideable':>12} "
+          f"{'waiting s':>10} {'x blocking':>11}")
     for row in result["rows"]:
-        print(f"{row['job']:<18} {row['seconds']:>8.3f} {row['bytes'] / 1e6:>8.1f} {row['wire_seconds']:>7.3f} "
-              f"{row['exposed_seconds']:>10.3f} {100 * row['exposed_share']:>10.1f} % {row['waiting_seconds']:>10.3f} "
+        print(f"{row['job']:<18} {row['seconds']:>8.3f} {row['computation_seconds']:>8.3f} {row['bytes'] / 1e6:>8.1f} "
+              f"{row['wire_seconds']:>7.3f} {row['exposed_seconds']:>10.3f} {100 * row['exposed_share']:>10.1f} % {row['waiting_seconds']:>10.3f} "
               f"{row['ratio']:>11.3f}")
     print(f"{result['cpu']}, measured" + ("  BUSY MACHINE" if result["busy"] else ""))
     print(result["repeat"])
@@ -205,20 +209,18 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = [ALONE, *DATA_PARALLEL]
-    rows = {row["job"]: row for row in result["rows"]}
+    rows, names = result["rows"], [row["job"] for row in result["rows"]]
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.barh(names, [result["computation_seconds"]] * len(names), color="C0", label="computation alone")
-    axes.barh(names[1:], [rows[name]["exposed_seconds"] for name in names[1:]], left=result["computation_seconds"], color="C3",
-              label="exposed")
-    for place, name in enumerate(names):
-        turns = [each[name]["seconds"] for each in result["rounds"]]
+    computation = [row["computation_seconds"] for row in rows]
+    axes.barh(names, computation, color="C0", label="computation alone")
+    axes.barh(names, [row["exposed_seconds"] for row in rows], left=computation, color="C3", label="exposed")
+    for place, row in enumerate(rows):
+        turns = [each[row["job"]]["seconds"] for each in result["rounds"]]
         axes.plot(turns, [place] * len(turns), ".", color="black", markersize=4, label=None if place else "a round")
-        if name in rows:
-            axes.annotate(f"{100 * rows[name]['exposed_share']:.0f} % of {rows[name]['hideable_seconds']:.2f} s exposed",
-                          (0.02 * result["computation_seconds"], place), color="white", va="center")
+        axes.annotate(f"{100 * row['exposed_share']:.0f} % of {row['hideable_seconds']:.2f} s exposed",
+                      (0.02 * computation[place], place), color="white", va="center")
     axes.set(xlabel="seconds of an iteration", xlim=(0, None))
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)

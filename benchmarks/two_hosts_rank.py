@@ -1,10 +1,10 @@
 """A rank of `benchmarks two_hosts`: holds a trainer for each job and lets them take turns, iteration by iteration.
 
-    mpiexec -n 2 python -m benchmarks.two_hosts_rank '{"alone": {...}, "together": {"blocking": {...}}, "rounds": 3,
-        "cores": [[0, 1], [0, 1]]}'
+    mpiexec -n 2 python -m benchmarks.two_hosts_rank '{"jobs": {"blocking": {...}}, "rounds": 3, "cores": [[0, 1], [0, 1]]}'
 
-One JSON line per round on rank 0: {job: {"seconds", "waiting", "sent", "loss"}}. All jobs live in the same two processes, so that a
-round's differences are those of the jobs and not of processes. Left out: namespaces and figures (two_hosts.py).
+One JSON line per round on rank 0: {job: {"seconds", "computation", "waiting", "sent", "loss"}}. computation: seconds of another
+iteration of the same trainer, whose sums over data-parallel ranks are left out: the same code on the same memory, which differs by
+several per cent between trainers. Left out: namespaces and figures (two_hosts.py).
 Test: pytest tests/mpi/test_two_hosts.py
 """
 
@@ -14,16 +14,18 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.base import DONE, Comm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.comm.mpi import MPIComm
+from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
 from fugaku_megatron.host.phases import PHASES, REDUCTIONS, Phases
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.run.layout import Layout
@@ -31,13 +33,27 @@ from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.kernel_choice import build_ops, choose_kernels
 from fugaku_megatron.training.train import Trainer
 
-from .two_hosts import ALONE, DEVICE
+from .two_hosts import DEVICE
 
 
-def build(world: Comm, values: dict[str, Any], phases: Phases) -> Trainer:
-    """A data-parallel trainer over `world`. values: fields of its run. phases: the clock of its waiting."""
+class Silence:
+    """While `on`, the verbs of a communicator that it observes do nothing: what a rank computes, and nothing of what it sends."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def observe(self, name: str, verb: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Call the verb, or return what it would."""
+        if not self.on:
+            return verb(*args, **kwargs)
+        return DONE if name in NONBLOCKING else args[0]
+
+
+def build(world: Comm, values: dict[str, Any], phases: Phases, silence: Silence) -> Trainer:
+    """A data-parallel trainer over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its sums."""
     run = make_run(None, values)
     groups, layout = Grid(world.size).groups(world), Layout.from_run(run, world.size)
+    groups = replace(groups, dp=Observed(groups.dp, VERBS, silence.observe))
     ops = build_ops(run, choose_kernels(run, layout, world).backends)
     return Trainer(run, world, phases.groups(groups), *pretrain.build_data(run, groups, layout), ops=ops)
 
@@ -59,6 +75,14 @@ def turn(world: Comm, trainer: Trainer, phases: Phases) -> dict[str, float]:
             "loss": loss}
 
 
+def pair(world: Comm, trainer: Trainer, phases: Phases, silence: Silence, number: int) -> dict[str, float]:
+    """An iteration, and one without its sums; which comes first, the round's number says."""
+    turns = {}
+    for silence.on in (True, False) if number % 2 else (False, True):
+        turns[silence.on] = turn(world, trainer, phases)
+    return {**turns[False], "computation": turns[True]["seconds"]}
+
+
 def place(world: MPIComm, computing: int, communicating: int) -> None:
     """This thread on one core, the thread that calls MPI on its own or the same."""
     os.sched_setaffinity(0, {computing})
@@ -68,15 +92,14 @@ def place(world: MPIComm, computing: int, communicating: int) -> None:
 def main(world: Comm) -> None:
     """The rounds of the JSON object in argv[1], after one that is not measured."""
     order = json.loads(sys.argv[1])
-    pretrain.configure_process(make_run(None, order["alone"]), world)
+    names = list(order["jobs"])
+    pretrain.configure_process(make_run(None, order["jobs"][names[0]]), world)
     place(world, *order["cores"][world.rank])
-    phases = Phases()
-    trainers = {ALONE: build(DryComm(), order["alone"], phases)}
-    trainers |= {name: build(world, values, phases) for name, values in order["together"].items()}
-    names = list(trainers)
+    phases, silence = Phases(), Silence()
+    trainers = {name: build(world, values, phases, silence) for name, values in order["jobs"].items()}
     for number in range(order["rounds"] + 1):
         first = number % len(names)  # every job comes first as often as the others
-        measured = {name: turn(world, trainers[name], phases) for name in names[first:] + names[:first]}
+        measured = {name: pair(world, trainers[name], phases, silence, number) for name in names[first:] + names[:first]}
         if world.rank == 0 and number > 0:
             print(json.dumps(measured), flush=True)
     for trainer in trainers.values():
