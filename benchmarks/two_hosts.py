@@ -4,8 +4,8 @@
 
 Two network namespaces with host names of their own hold one MPI rank and one computing thread each, joined by a veth pair whose
 ends a token bucket (tc tbf) limits. Each rank holds three data-parallel trainers, which take turns iteration by iteration:
-blocking, overlapped, and overlapped with BF16 gradients. Every other iteration of each leaves its sums out (computation). What crosses the
-link is read from its counters.
+blocking, overlapped, and overlapped with BF16 gradients. Every other iteration of each leaves its sums out (computation). What
+crosses the link is read from its counters.
 Reduction can hide behind computation as long as the shorter of the two takes: hideable = min(computation, wire), and exposed is the
 median over the rounds of step - max(computation, wire), with the computation of the same round. waiting: what of the step the
 computing thread waits for sums; the rest of what is exposed is work that communication takes from its core.
@@ -198,8 +198,8 @@ def show(result: dict[str, Any]) -> None:
           f"{'waiting s':>10} {'x blocking':>11}")
     for row in result["rows"]:
         print(f"{row['job']:<18} {row['seconds']:>8.3f} {row['computation_seconds']:>8.3f} {row['bytes'] / 1e6:>8.1f} "
-              f"{row['wire_seconds']:>7.3f} {row['exposed_seconds']:>10.3f} {100 * row['exposed_share']:>10.1f} % {row['waiting_seconds']:>10.3f} "
-              f"{row['ratio']:>11.3f}")
+              f"{row['wire_seconds']:>7.3f} {row['exposed_seconds']:>10.3f} {100 * row['exposed_share']:>10.1f} % "
+              f"{row['waiting_seconds']:>10.3f} {row['ratio']:>11.3f}")
     print(f"{result['cpu']}, measured" + ("  BUSY MACHINE" if result["busy"] else ""))
     print(result["repeat"])
 

@@ -21,8 +21,9 @@ SCRIPTS = {
     "compare_tcmalloc.sh": f"--recipe 124m --nodes 16 --ranks-per-node 1 --tensor-model-parallel-size 1 --micro-batch-size 1 "
                            f"--pipeline-model-parallel-size 1 --kind tcmalloc --name compare_tcmalloc {SHORT}",
     "compare_frequency.sh": f"--recipe 124m --nodes 16 --kind frequency --name compare_frequency {SHORT}",
-    "sweep_topology.sh": "--recipe 30b --nodes 384 --micro-batch-size 1 --kind topology --name sweep_topology "
-                         "--train-iters 10 --eval-iters 0 --elapse 03:00:00",
+    # with tensor parallelism, whose sums a rank map is for, though the model finds a faster layout without
+    "sweep_topology.sh": "--recipe 30b --nodes 384 --micro-batch-size 1 --ranks-per-node 4 --tensor-model-parallel-size 8 "
+                         "--kind topology --name sweep_topology --train-iters 10 --eval-iters 0 --elapse 03:00:00",
 }
 
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 #PJM -L "node=8x6x8:torus:strict-io,rscunit=rscunit_ft01,rscgrp=small,elapse=03:00:00"
 #PJM -L "freq=2000,eco_state=0,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0"
-#PJM --mpi "proc=384,max-proc-per-node=1,rank-map-bychip"
+#PJM --mpi "proc=1536,max-proc-per-node=4,rank-map-bychip"
 #PJM -x PJM_LLIO_GFSCACHE=/vol0004
 #PJM --llio localtmp-size=50Gi
 #PJM -N sweep_topology
@@ -10,26 +10,26 @@
 #PJM --sparam "0-3"
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 384 nodes as 8x6x8 torus x 1 ranks = DP 32 x TP 1 x PP 12; each tensor-parallel group inside a node
-# micro-batch 1, global batch 1536: 48 micro-batches; recompute full, ZeRO 1
-# model: 426.4 s per iteration (9 of 10 runs: 306.9 to 592.6), 4.806 TFLOPs per node, bubble 14.4%, 27920 MiB on the fullest rank
-# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:31:54 (model), 1 jobs in a row; each saves
+# 384 nodes as 8x6x8 torus x 4 ranks = DP 16 x TP 8 x PP 12; each tensor-parallel group 2 nodes inside a 2x3x2 unit
+# micro-batch 1, global batch 1536: 96 micro-batches; recompute block 1, ZeRO 1
+# model: 447 s per iteration (9 of 10 runs: 321.7 to 621.1), 3.726 TFLOPs per node, bubble 18.6%, 7189 MiB on the fullest rank
+# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:35:19 (model), 1 jobs in a row; each saves
 # and leaves 15 minutes before its end
 set -euo pipefail
 
-RANKS_PER_NODE=1
+RANKS_PER_NODE=4
 FLAGS=(
     --recipe 30b
+    --tensor-model-parallel-size 8
     --pipeline-model-parallel-size 12
-    --pipeline-schedule interleaved
-    --num-virtual-stages-per-pipeline-rank 4
+    --sequence-parallel
     --zero-stage 1
     --overlap-grad-reduce
     --overlap-param-gather
     --train-iters 10
     --eval-iters 0
     --recompute-granularity full
-    --tensor-model-parallel-size 1
+    --recompute-method block
     --micro-batch-size 1
     --global-batch-size 1536
     --cpu-frequency 2.0
@@ -130,7 +130,7 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 1 12) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 8 12) > "$MAP"
 
 # Sub-job 0: ranks in node order; 1: the rank map; 2 and 3: the map with one all-reduce algorithm for everything
 case $PJM_BULKNUM in
