@@ -374,7 +374,10 @@ def test_nothing_there_means_start_anew_and_loading_it_is_an_error(tmp_path):
 def test_a_missing_or_foreign_tracker_never_means_start_anew(tmp_path):
     _save(tmp_path, 90, seed=9)
     (tmp_path / manifest.TRACKER).unlink()
-    assert "is missing beside checkpoints of iterations 90; choose one by --ckpt-step" in _load_failure(tmp_path)
+    assert _load(tmp_path, seed=9)[0] == 90, "a first save was ended before it wrote the tracker"
+    _save(tmp_path, 100, seed=9)
+    (tmp_path / manifest.TRACKER).unlink()
+    assert "is missing beside checkpoints of iterations 90, 100; choose one by --ckpt-step" in _load_failure(tmp_path)
     assert _load(tmp_path, seed=9, iteration=90)[0] == 90
     (tmp_path / manifest.TRACKER).write_text("release\n")
     with pytest.raises(ValueError, match="it holds 'release'"):

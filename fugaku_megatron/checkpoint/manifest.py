@@ -36,8 +36,8 @@ _TRACKER_DIGITS = 18
 def latest_iteration(directory: str | os.PathLike) -> int | None:
     """The tracker's iteration, or None if the directory holds no checkpoint and a run starts from the beginning.
 
-    Raises ValueError if the tracker cannot be read, or is missing although there are checkpoints: a run must not start from the
-    beginning and replace them by accident.
+    One checkpoint without a tracker is that of a first save which was ended before its last step. Raises ValueError if the tracker
+    cannot be read, or is missing beside several checkpoints: a run must not go back, and replace them, by accident.
     """
     tracker = Path(directory) / TRACKER
     if tracker.exists():
@@ -49,10 +49,10 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
             raise ValueError(f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step")
         return int(text)
     present = list_iterations(directory)
-    if present:
+    if len(present) > 1:
         raise ValueError(f"{tracker} is missing beside checkpoints of iterations {join(present)}; choose one by"
                          " --ckpt-step or give an empty directory")
-    return None
+    return present[0] if present else None
 
 
 def list_iterations(directory: str | os.PathLike) -> list[int]:
