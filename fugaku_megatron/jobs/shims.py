@@ -18,6 +18,7 @@ PROGRAM = "pretrain_gpt.py"
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --make-vocab-size-divisible-by 8 "
         "--micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         "--pipeline-split even --eval-iters 0 --kernels native")
+NOT_HERE = ("--cpu-frequency", "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank")  # Fugaku's clock; one stage
 VALUED = {"-n": 1, "-mca": 2, "--vcoordfile": 1, "-stdout-proc": 1, "-stderr-proc": 1, "-x": 1}
 
 
@@ -55,11 +56,11 @@ def split(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def scaled(command: list[str]) -> list[str]:
-    """The command with a tiny model's flags at its end, where they take effect, and without --cpu-frequency, which is Fugaku's."""
+    """The command with a tiny model's flags at its end, where they take effect, and without those that mean nothing there."""
     if not any(word.endswith(PROGRAM) for word in command):
         return command
     pairs = zip(["", *command], command)
-    kept = [word for before, word in pairs if "--cpu-frequency" not in (before, word)]
+    kept = [word for before, word in pairs if not {before, word} & set(NOT_HERE)]
     return [*kept, *shlex.split(TINY),
             *shlex.split(os.environ.get("LOCAL_PJSUB_FLAGS", ""))]
 
