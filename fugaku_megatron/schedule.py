@@ -227,27 +227,34 @@ class Schedule:
         A send is finished once anything has come back that its receiver sent after it had received it. Where nothing comes back, in
         an evaluation, waiting for the oldest keeps nobody waiting, so one for each part of the model is enough.
         """
-        here = self.instructions(stage)
-        position = {other: self._positions(other) for other in {self.placement.peer(stage, i)[0] for i in here if _is_message(i)}}
-        seen, queue, most = dict.fromkeys(position, -1), deque[tuple[int, int]](), 0
-        for i in here:
-            if not _is_message(i):
-                continue
-            other, tag = self.placement.peer(stage, i)
-            place = position[other][tag, i.microbatch]
-            if i.op in SENDS:
-                queue.append((other, place))
-                most = max(most, len(queue))
-                continue
-            seen[other] = max(seen[other], place)
-            while queue and queue[0][1] < seen[queue[0][0]]:
-                queue.popleft()
-        return min(most, self.placement.parts) if self.name == FORWARD_ONLY else most
+        return _send_queue(self, stage)
 
-    def _positions(self, stage: int) -> dict[tuple[int, int], int]:
-        """(tag, micro-batch) of a stage's messages -> place in its list."""
-        messages = ((n, i) for n, i in enumerate(self.instructions(stage)) if _is_message(i))
-        return {(self.placement.peer(stage, i)[1], i.microbatch): n for n, i in messages}
+
+@lru_cache(maxsize=8)  # every iteration asks, and the answer takes the lists of all neighbours
+def _send_queue(schedule: Schedule, stage: int) -> int:
+    here = schedule.instructions(stage)
+    others = {schedule.placement.peer(stage, i)[0] for i in here if _is_message(i)}
+    position = {other: _positions(schedule, other) for other in others}
+    seen, queue, most = dict.fromkeys(position, -1), deque[tuple[int, int]](), 0
+    for i in here:
+        if not _is_message(i):
+            continue
+        other, tag = schedule.placement.peer(stage, i)
+        place = position[other][tag, i.microbatch]
+        if i.op in SENDS:
+            queue.append((other, place))
+            most = max(most, len(queue))
+            continue
+        seen[other] = max(seen[other], place)
+        while queue and queue[0][1] < seen[queue[0][0]]:
+            queue.popleft()
+    return min(most, schedule.placement.parts) if schedule.name == FORWARD_ONLY else most
+
+
+def _positions(schedule: Schedule, stage: int) -> dict[tuple[int, int], int]:
+    """(tag, micro-batch) of a stage's messages -> place in its list."""
+    messages = ((n, i) for n, i in enumerate(schedule.instructions(stage)) if _is_message(i))
+    return {(schedule.placement.peer(stage, i)[1], i.microbatch): n for n, i in messages}
 
 
 def build(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:

@@ -196,7 +196,8 @@ def _column_parts(pre: Tensor, whole: bool) -> Iterator[tuple[slice, Tensor, Ten
     buffer = pre.new_empty(len(pre) * width)
     for first in range(0, pre.shape[1], width):
         columns = slice(first, first + width)
-        yield columns, pre[:, columns], buffer[: pre[:, columns].numel()].view(pre[:, columns].shape)
+        part = pre[:, columns]
+        yield columns, part, buffer[: part.numel()].view(part.shape)
 
 
 def _second_weight_gradient(ops: NativeOps, dy: Tensor, argument: Tensor, part: Tensor, grad: Tensor, chunk: int) -> None:
