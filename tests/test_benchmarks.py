@@ -260,9 +260,10 @@ def test_layouts_of_four_ranks():
     assert [(c.name, c.ranks, c.tp, c.pp, c.dp) for c in named] == [
         ("one rank", 1, 1, 1, 1), ("TP4", 4, 4, 1, 1), ("DP4", 4, 1, 1, 4), ("PP4", 4, 1, 4, 1)]
     sizes = "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
-    pipelines = layouts.candidates(options("step", "--ranks", "2", "--schedules"))
+    two = options("step", "--ranks", "2", "--threads", "2", "--schedules")
+    pipelines = layouts.candidates(two)
     assert [c.name for c in pipelines] == ["one rank", "PP2 1f1b", "PP2 interleaved", "PP2 zb-h1", "PP2 zbv"]
-    assert layouts.job(options("step", "--ranks", "2", "--schedules"), pipelines[-1]).flags[-2:] == ("--pipeline-schedule", "zbv")
+    assert layouts.job(two, pipelines[-1]).flags[-2:] == ("--pipeline-schedule", "zbv")
     both = layouts.candidates(options("step", "--ranks", "4", *sizes))
     assert [(c.name, c.dp) for c in both] == [("one rank", 1), ("TP2 x PP2", 1)]
 
