@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .comm import interrupt, launcher
+from .comm.exit_codes import ExitCode
 from .run.checks import check
 from .run.command_line import Command, Parser, nearest
 
@@ -68,10 +69,10 @@ def guarded(program: str, work: Callable[[], int]) -> int:
         return _flushed(work)
     except ValueError as error:
         launcher.report_everywhere(f"{program}: {' '.join(str(error).split())}")
-        return 2
+        return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         launcher.report_everywhere(f"{program}: interrupted")
-        return 130
+        return ExitCode.INTERRUPTED
     except OSError as error:
         line = launcher.output_error(error)
         if line is None:
@@ -79,7 +80,7 @@ def guarded(program: str, work: Callable[[], int]) -> int:
         if line:
             launcher.report_everywhere(f"{program}: {line}")
         launcher.close_output()
-        return 1
+        return ExitCode.FAILED
 
 
 def _flushed(work: Callable[[], int]) -> int:
@@ -105,7 +106,7 @@ def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
     if not words or words[0] in HELP:
         with _one_process_prints():
             print(help_page(program, group.__doc__.splitlines()[0], group.COMMANDS))
-        return 0 if words else 2
+        return ExitCode.FINISHED if words else ExitCode.USER_ERROR
     launcher.check_environment()
     name, names = words[0], list(group.COMMANDS)
     check(name in names, f"command {name} is unknown" + nearest(name, names, f": give {' or '.join(names)}"))

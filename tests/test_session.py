@@ -10,9 +10,10 @@ import torch
 
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations
 from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.exit_codes import ExitCode
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
-from fugaku_megatron.training.session import DIVERGED, DIVERGED_STEPS, Session
+from fugaku_megatron.training.session import DIVERGED_STEPS, Session
 from tests.helpers import make_trainer, small_run
 
 LONG, SHORT = 1e6, 1e-9  # minutes
@@ -95,7 +96,7 @@ def test_a_diverged_run_ends_with_its_own_code_and_keeps_the_last_good_checkpoin
     with pytest.raises(SystemExit) as end:
         made.run()
     made.trainer.close()
-    assert end.value.code == DIVERGED == 3 and made.trainer.progress.iteration == 1 + DIVERGED_STEPS
+    assert end.value.code == ExitCode.DIVERGED == 3 and made.trainer.progress.iteration == 1 + DIVERGED_STEPS
     assert list_iterations(tmp_path) == [1] and latest_iteration(tmp_path) == 1
     assert made.writer.lines[-1].startswith("diverged: ") and f"last checkpoint in {tmp_path}" in made.writer.lines[-1]
 

@@ -14,8 +14,7 @@ import threading
 from types import FrameType
 
 from . import launcher
-
-CODE = 130  # as shells have it: 128 + SIGINT
+from .exit_codes import ExitCode
 
 
 def install(program: str) -> None:
@@ -28,7 +27,7 @@ def install(program: str) -> None:
         if not is_importing(frame):
             raise KeyboardInterrupt
         launcher.report_everywhere(f"{program}: interrupted")
-        os._exit(CODE)
+        os._exit(ExitCode.INTERRUPTED)
 
     signal.signal(signal.SIGINT, handle)
 

@@ -22,6 +22,7 @@ from typing import NoReturn, TypeVar
 from . import launcher
 from .base import Comm
 from .dry import DryComm
+from .exit_codes import ExitCode
 from .mpi import MPIComm, mpi_world
 
 T = TypeVar("T")
@@ -119,11 +120,11 @@ def _end(error: BaseException, comm: Comm | None) -> NoReturn:
 def _report(error: BaseException) -> tuple[int, str]:
     """Exit code and text."""
     if isinstance(error, SystemExit):
-        return (error.code, "") if isinstance(error.code, int) else (1, str(error.code))
+        return (error.code, "") if isinstance(error.code, int) else (ExitCode.FAILED, str(error.code))
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
+        return ExitCode.INTERRUPTED, "interrupted"
     if isinstance(error, ValueError):
-        return 2, " ".join(str(error).split())
+        return ExitCode.USER_ERROR, " ".join(str(error).split())
     if (line := launcher.output_error(error)) is not None:
-        return 1, line
-    return 1, "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+        return ExitCode.FAILED, line
+    return ExitCode.FAILED, "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..checkpoint.behind import SaveBehind
+from ..comm.exit_codes import ExitCode
 from ..host import allocator, runtime
 from ..logs import plot
 from ..logs.iteration import IterationMetrics
@@ -24,7 +25,7 @@ from .train import IterationResult, Trainer
 
 HISTORY = "history.jsonl"
 LOSS_CURVE = "loss_curve.png"
-DIVERGED, DIVERGED_STEPS = 3, 5  # exit code, skipped iterations in a row
+DIVERGED_STEPS = 5  # skipped iterations in a row
 
 
 @dataclass
@@ -114,7 +115,7 @@ class Session:
             self.writer.flush()
 
     def _check_divergence(self, result: IterationResult) -> None:
-        """SystemExit(DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
+        """SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
 
         Nothing is saved: the last checkpoint is from before.
         """
@@ -129,7 +130,7 @@ class Session:
         self.writer.print(f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {progress.iteration} held an Inf "
                           "or NaN, and no update was made. Nothing is saved; go on from the last checkpoint"
                           + (f" in {output.save}" if output.save else "") + " with a lower --lr, or with --clip-grad")
-        raise SystemExit(DIVERGED)
+        raise SystemExit(ExitCode.DIVERGED)
 
     def _evaluate(self, iteration: int) -> None:
         run, training = self.trainer.run, self.trainer.run.training

@@ -1,0 +1,21 @@
+"""How a job ended, as its exit code: what a job script may decide by.
+
+Codes of `fugaku-megatron train` and, up to INTERRUPTED, of every other command. A launcher adds its own: above 128 a signal ended a
+rank before it could say anything. Test: pytest tests/test_launch.py tests/mpi
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """FINISHED is also an orderly stop: a signal or a time limit came, the run was saved and goes on with the next start."""
+
+    FINISHED = 0
+    FAILED = 1  # a bug with its traceback, or an output that takes nothing more
+    USER_ERROR = 2  # refused in one line; a restart would be refused as well
+    DIVERGED = 3  # gradients hold an Inf or NaN; a restart would run into them again
+    HANG = 4  # a rank stopped moving
+    LOST_RANK = 5  # a rank's process or node is gone
+    INTERRUPTED = 130  # by Control-C, as shells have it: 128 + SIGINT
