@@ -28,6 +28,9 @@ class Writer:
         self.lines = []
         self.print = self.lines.append
 
+    def event(self, iteration, line):
+        self.print(line)
+
     def add(self, metrics):
         pass
 

@@ -59,6 +59,21 @@ def _first(comm: Comm, flag: bool) -> int:
     return int(comm.all_reduce(torch.tensor(comm.rank if flag else comm.size), "min"))
 
 
+def first_rank(comm: Comm, key: tuple[int, ...] | None, length: int) -> int | None:
+    """The rank with the least key of `length` numbers below 2^62, the first one of several; None where no rank has a key.
+
+    Collective; one reduction of a number for each number of the key, so no rank holds anything of the others.
+    """
+    import torch
+
+    for place in range(length):
+        own = 2**62 if key is None else key[place]
+        if int(comm.all_reduce(torch.tensor(own), "min")) != own:
+            key = None
+    rank = _first(comm, key is not None)
+    return None if rank == comm.size else rank
+
+
 def on_root(comm: Comm | None, work: Callable[[], T], prefix: str = "", hint: Callable[[], str] | None = None) -> T:
     """Run `work` on rank 0 alone and return its (picklable) result on all ranks; errors as in `agree`. Collective.
 

@@ -103,6 +103,11 @@ class MetricsWriter:
         if self._screen is not None:
             self._screen.line(line)
 
+    def event(self, iteration: int, line: str) -> None:
+        """Print a line about an iteration, and keep it in the history."""
+        self.print(line)
+        self._record("event", {"iteration": iteration, "text": line})
+
     def close(self) -> None:
         """Flush and close whatever is open."""
         for output in (self._screen, self._history, self._tensorboard):
@@ -136,7 +141,7 @@ def _summary_writer(directory: str | os.PathLike) -> Any:
 
 
 def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a history file, each of "kind" "train" or "validation"; an incomplete last line is ignored."""
+    """The records of a history file, each of "kind" "train", "validation" or "event"; an incomplete last line is ignored."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     records = []
     for number, line in enumerate(lines, 1):

@@ -72,6 +72,11 @@ def dropout_stream(layer: int, site: str) -> int:
     return layer * len(SITES) + SITES.index(site)
 
 
+def dropout_layer(stream: int) -> int:
+    """The layer, from 1, of a dropout site's random stream; 0: the embedding."""
+    return stream // len(SITES)
+
+
 def hidden_dropout_key(seed: int, layer: int, site: str, first_sample: int, first_position: int = 0) -> DropoutKey:
     """The mask of an activation (s, b, h) whose rows begin at `first_position` of the sequence."""
     return DropoutKey(seed, dropout_stream(layer, site), first_sample, sample_dim=1, row0=first_position)

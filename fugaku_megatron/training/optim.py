@@ -91,10 +91,18 @@ class Optimizer:
         self.buckets.await_weights()
         return math.sqrt(self._sum_counted([part.master for part in self.parts], self.ops.kernels.squared_norm))
 
+    def _norm(self, grads: list[Tensor]) -> float:
+        """Of the summed gradients, before the loss scale. grads: a tensor for each part."""
+        return math.sqrt(self._sum_counted(grads, self.ops.kernels.squared_norm)) / self.scaler.scale
+
+    def grad_norm_is_finite(self) -> bool:
+        """Whether the accumulated gradients are finite when they are summed. Collective."""
+        return math.isfinite(self._norm(self.buckets.reduce()))
+
     def step(self, lr: float, weight_decay: float, count_zeros: bool = False) -> StepResult:
         """Update the weights from the accumulated gradients, or skip the update when they hold an Inf or NaN."""
         grads = self.buckets.reduce()
-        norm = math.sqrt(self._sum_counted(grads, self.ops.kernels.squared_norm)) / self.scaler.scale
+        norm = self._norm(grads)
         zeros = self._sum_counted(grads, self.ops.kernels.count_zeros) if count_zeros else 0.0
         scale, overflow = self.scaler.scale, not math.isfinite(norm)
         self.scaler.update(overflow)

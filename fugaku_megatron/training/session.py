@@ -19,6 +19,7 @@ from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
 from ..run import accounting
+from .nonfinite import find_nonfinite
 from .profile import Profile
 from .rank_times import RankTimes
 from .train import IterationResult, Trainer
@@ -26,6 +27,7 @@ from .train import IterationResult, Trainer
 HISTORY = "history.jsonl"
 LOSS_CURVE = "loss_curve.png"
 DIVERGED_STEPS = 5  # skipped iterations in a row
+EXPLAINED_AT_MOST = 3  # isolated ones of a start: under a fixed loss scale there may be many
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Session:
     rank_times: RankTimes | None = None
     signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
     skipped_in_a_row: int = 0  # where no loss scale explains it
+    explained: int = 0  # times that an Inf or NaN was looked for
     save_due: bool = False
     save_timer: runtime.ExitTimer = field(init=False)
     saving: SaveBehind | None = None
@@ -122,6 +125,8 @@ class Session:
         scaler = self.trainer.optimizer.scaler
         falling = scaler.dynamic and scaler.scale > scaler.precision.min_loss_scale
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and not falling else 0
+        if self.skipped_in_a_row == 1:
+            self._explain_nonfinite(result)
         if self.skipped_in_a_row < DIVERGED_STEPS:
             return
         progress, output = self.trainer.progress, self.trainer.run.output
@@ -131,6 +136,15 @@ class Session:
                           "or NaN, and no update was made. Nothing is saved; go on from the last checkpoint"
                           + (f" in {output.save}" if output.save else "") + " with a lower --lr, or with --clip-grad")
         raise SystemExit(ExitCode.DIVERGED)
+
+    def _explain_nonfinite(self, result: IterationResult) -> None:
+        """Say where the first Inf or NaN of the last iteration came from; that costs another iteration, so not without end."""
+        if self.explained == EXPLAINED_AT_MOST:
+            return
+        self.explained += 1
+        progress = self.trainer.progress
+        text = find_nonfinite(self.trainer, progress.consumed_samples - result.global_batch_size, result.loss_scale)
+        self.writer.event(progress.iteration, f"Inf or NaN in the gradients of iteration {progress.iteration}: {text}")
 
     def _evaluate(self, iteration: int) -> None:
         run, training = self.trainer.run, self.trainer.run.training

@@ -42,6 +42,8 @@ from .step import StepExecutor, StepShape
 # Rows of the vocabulary are a multiple that depends on the layout. New rows begin as those of a new run.
 PADDED = tuple(f"{kind}/{name}" for kind in ("weight", "exp_avg", "exp_avg_sq") for name in (WORD_EMBEDDINGS, OUTPUT))
 
+Watch = Callable[[StepExecutor], schedule.Executor]
+
 
 @dataclass
 class Progress:
@@ -84,7 +86,7 @@ class Trainer:
     valid: Dataset | None = None
     progress: Progress = field(default_factory=Progress)
     ops: Ops = field(default_factory=Ops.build)
-    watch: Callable[[StepExecutor], schedule.Executor] | None = None
+    watch: Watch | None = None
     make_schedule: Callable[[RunConfig, int], schedule.Schedule] = schedule.of_run
     feed: Feed | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -138,15 +140,15 @@ class Trainer:
             first = first_sample(consumed, index, self.run.batch.micro_batch_size, dp.rank, dp.size)
             yield MicroBatch(index, tokens, labels, first)
 
-    def _execute(self, batches: Iterator[Batch], consumed: int, lists: schedule.Schedule, factor: float,
-                 training: bool) -> list[Tensor]:
+    def _execute(self, batches: Iterator[Batch], consumed: int, lists: schedule.Schedule, factor: float, training: bool,
+                 stage: Stage | None = None, watch: Watch | None = None) -> list[Tensor]:
         run, model = self.run, self.run.model
         sequence = model.seq_length // sequence_parts(run, self.layout.tp)
         shape = StepShape(activation=(sequence, run.batch.micro_batch_size, model.hidden_size),
                           dtype=PARAMETER_DTYPES[run.precision.name], loss_factor=factor, training=training,
                           recompute=run.training.recompute_granularity if training else None)
         window = MicroBatchWindow(self._micro_batches(batches, consumed, lists.microbatches), len(self.stage.chunks))
-        return StepExecutor(self.stage, self.groups.pp, window, shape, self.watch).run(lists)
+        return StepExecutor(stage or self.stage, self.groups.pp, window, shape, watch or self.watch).run(lists)
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """Mean over micro-batches and data-parallel ranks, from the last stage to all."""
@@ -180,6 +182,23 @@ class Trainer:
         self.progress.skipped += step.skipped
         self.progress.nans += loss != loss
         return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, time.perf_counter() - started)
+
+    def repeat(self, consumed: int, scale: float, stage: Stage, watch: Watch) -> None:
+        """The forwards and backwards of the iteration that began at sample `consumed`, with loss scale `scale`, once more.
+
+        stage: holds the trainer's parameters. watch: as in StepExecutor, around the trainer's own. Gradients are left as
+        `train_step` finds them before their sums. Collective.
+        """
+        microbatches, own = self.layout.microbatches(self.run, self.batch_size(consumed)), self.watch
+        factor, lists = scale / (microbatches * self.layout.dp), self.make_schedule(self.run, microbatches)
+        self.optimizer.zero_grad(microbatches)
+        source = self._samples(self.train, consumed, self.batch_size) if self.reads_data else None
+        if isinstance(source, Handout):
+            source.begin()
+        self._execute(self._broadcast(source), consumed, lists, factor, True, stage,
+                      lambda executor: watch(own(executor) if own else executor))
+        if source:
+            source.close()
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
