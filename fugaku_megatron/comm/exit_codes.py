@@ -18,4 +18,5 @@ class ExitCode(IntEnum):
     DIVERGED = 3  # gradients hold an Inf or NaN; a restart would run into them again
     HANG = 4  # a rank stopped moving
     LOST_RANK = 5  # a rank's process or node is gone
+    REPLICAS_DIFFER = 6  # weights of data-parallel replicas; a restart from the last checkpoint that all agreed on goes on
     INTERRUPTED = 130  # by Control-C, as shells have it: 128 + SIGINT

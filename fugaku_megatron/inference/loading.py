@@ -42,7 +42,7 @@ def saved_run(manifest: dict[str, Any], alone: bool = False) -> RunConfig:
     """The run that wrote the checkpoint, one sample at a time; alone: on one rank instead of its own layout."""
     groups = {}
     for name, config in GROUPS.items():
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["config"][name].items()}
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["config"].get(name, {}).items()}
         if name == "batch":
             values = {"micro_batch_size": 1}
         if name == "parallel":  # a prompt of any length is not cut into parts, and the weights are the same

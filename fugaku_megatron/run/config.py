@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from .block_parts import NORMS, choices
 from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, opt, required
+from .numbers_config import NumbersConfig
 from .parallel_config import ParallelConfig
 
 
@@ -304,6 +305,7 @@ class RunConfig:
     data: DataConfig = DataConfig()
     output: OutputConfig = OutputConfig()
     system: SystemConfig = SystemConfig()
+    numbers: NumbersConfig = NumbersConfig()
 
     def __post_init__(self) -> None:
         samples, optimizer = self.training.train_samples is not None, self.optimizer
@@ -321,4 +323,5 @@ class RunConfig:
 GROUPS: dict[str, type] = {
     "model": ModelConfig, "parallel": ParallelConfig, "batch": BatchConfig, "optimizer": OptimizerConfig,
     "precision": PrecisionConfig, "training": TrainingConfig, "data": DataConfig, "output": OutputConfig, "system": SystemConfig,
+    "numbers": NumbersConfig,
 }

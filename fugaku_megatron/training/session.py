@@ -23,6 +23,7 @@ from .nonfinite import find_nonfinite
 from .profile import Profile
 from .rank_times import RankTimes
 from .train import IterationResult, Trainer
+from .weight_hash import differing_replica
 
 HISTORY = "history.jsonl"
 LOSS_CURVE = "loss_curve.png"
@@ -66,6 +67,7 @@ class Session:
             if self.rank_times and self._logs(progress.iteration):
                 self.rank_times.finish_interval(progress.iteration)
             self._check_divergence(result)
+            self._check_weights(progress.iteration)
             self._evaluate(progress.iteration)
             reason, due, written = self._reason_to_leave(progress.iteration, timer)
             if self.saving and written:
@@ -145,6 +147,17 @@ class Session:
         progress = self.trainer.progress
         text = find_nonfinite(self.trainer, progress.consumed_samples - result.global_batch_size, result.loss_scale)
         self.writer.event(progress.iteration, f"Inf or NaN in the gradients of iteration {progress.iteration}: {text}")
+
+    def _check_weights(self, iteration: int) -> None:
+        """SystemExit(REPLICAS_DIFFER) where the weights of data-parallel replicas differ. Nothing is saved."""
+        interval = self.trainer.run.numbers.check_weight_hash_across_dp_replicas_interval
+        if not interval or iteration % interval or not (text := differing_replica(self.trainer)):
+            return
+        self._finish_save()
+        self.writer.flush()
+        self.writer.event(iteration, f"weights differ after iteration {iteration}: {text}. Nothing is saved; go on without that "
+                          f"node from a checkpoint of iteration {iteration - interval} or before, when the weights agreed")
+        raise SystemExit(ExitCode.REPLICAS_DIFFER)
 
     def _evaluate(self, iteration: int) -> None:
         run, training = self.trainer.run, self.trainer.run.training
