@@ -198,7 +198,8 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
     recipe = RECIPES["124m"]()
     before = value(recipe, name)
     others = {"num_attention_heads": 8, "zero_stage": 1, "lr_decay_style": "linear", "weight_decay_incr_style": "linear",
-              "recompute_granularity": "full", "recompute_method": "block", "data_path": ("a",), "rampup_batch_size": (512, 512, 9),
+              "recompute_granularity": "full", "recompute_method": "block", "data_path": ("a",),
+              "recompute_part_layers": (3,), "rampup_batch_size": (512, 512, 9),
               "split": "1,1,1", "pipeline_split": "even", "pipeline_schedule": "zbv", "tokenizer_type": "t", "kernels": "torch",
               "allocator": "stock", "thread_affinity": "none", "profile_ranks": (1, 2),
               "profile_step_start": 4, "profile_dir": "d", "log_live": "off",
@@ -209,6 +210,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
     pipeline = {"pipeline_model_parallel_size": 2}
     companions |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
                                  "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"), pipeline)
+    companions["recompute_part_layers"] = {"recompute_granularity": "full"}
     companions["overlap_param_gather"] = {"overlap_grad_reduce": True, "zero_stage": 1}
     companions["end_weight_decay"] = companions["start_weight_decay"]
     if name in others:

@@ -18,12 +18,12 @@ from ..run import arguments, batches
 from ..run.checks import check
 from ..run.config import RunConfig
 from ..run.recipes import GPT2_VOCABULARY
+from ..run.recompute import recompute_name
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
 
 RANKS_PER_NODE = (1, 2, 4)  # whole CMGs
 MARGIN = 900  # seconds before the end of a job in which the trainer saves and leaves
-RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
         f"{job.nodes} nodes" + (f" as {torus.text(job.shape)} torus" if job.shape else "")
         + f" x {job.ranks_per_node} ranks = DP {dp} x TP {tp} x PP {pp}; each tensor-parallel group {place}",
         f"micro-batch {batch.micro_batch_size}, global batch {batch.global_batch_size}: "
-        f"{batch.global_batch_size // dp // batch.micro_batch_size} micro-batches; recompute {plan_text.recompute_name(best.run)}, "
+        f"{batch.global_batch_size // dp // batch.micro_batch_size} micro-batches; recompute {recompute_name(best.run)}, "
         f"ZeRO {best.run.parallel.zero_stage}",
         f"model: {best.seconds:.4g} s per iteration (9 of 10 runs: {prediction.lower:.4g} to {prediction.upper:.4g}), "
         f"{prediction.tflops_per_node:.3f} TFLOPs per node, bubble {best.bubble_fraction:.1%}, "

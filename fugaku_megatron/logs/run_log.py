@@ -27,7 +27,7 @@ from .metrics import parse_peak_memory, parse_validation_line
 WARM_UP = 2  # iterations of a job that are not counted: memory is touched for the first time, caches and the arena are filled
 _RUN = "run: "
 _CLOCK = re.compile(r" at ([\d.]+) GHz \(measured\)")
-_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_part_layers")
 _GROUPS = {"model": ModelConfig, "batch": BatchConfig, "parallel": ParallelConfig, "precision": PrecisionConfig}
 FORMULAS = {"hardware": accounting.hardware_flops,
             "parameter": lambda run, size: accounting.parameter_flops(run, size, replicas=True)}

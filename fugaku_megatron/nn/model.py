@@ -93,8 +93,9 @@ class Chunk(nn.Module):
 
     def __init__(self, run: RunConfig, part: int, parts: int, context: Context, logits_rows: int) -> None:
         super().__init__()
-        model, self.run, self.tp, self.ops, self.context = run.model, run, context.tp, context.ops, context
+        model, self.tp, self.ops, self.context = run.model, context.tp, context.ops, context
         self.is_first, self.is_last, self.logits_rows = part == 0, part == parts - 1, logits_rows
+        self.recompute_groups = accounting.part_recompute_groups(run, part)
         vocabulary = accounting.padded_vocab_size(model, context.tp.size)
         if self.is_first:
             self.embedding = Embedding(vocabulary, context)
@@ -114,15 +115,12 @@ class Chunk(nn.Module):
 
     def decode(self, x: Tensor, at: Pass) -> Tensor:
         """All layers of this chunk, recomputed in groups where asked. (s, b, h) -> (s, b, h)."""
-        count, training = len(self.layers), self.run.training
-        if at.recompute != "full":
-            return self.run_layers(x, at, 0, count)
-        for group in accounting.recompute_groups(count, training.recompute_method, training.recompute_num_layers):
+        groups = self.recompute_groups if at.recompute == "full" else []
+        for group in groups:
             bounds = {"first": group.start, "last": group.stop}
             again = partial(self.run_layers, at=replace(at, needs_values=False), **bounds)
             x = recompute(partial(self.run_layers, at=at, **bounds), x, again=again)
-        done = accounting.recomputed_layers(count, training.recompute_method, training.recompute_num_layers)
-        return self.run_layers(x, at, done, count)
+        return self.run_layers(x, at, sum(map(len, groups)), len(self.layers))
 
     def head_input(self, x: Tensor) -> Tensor:
         """What the tied head multiplies, the whole sequence. (s, b, h) -> (whole sequence, b, h)."""

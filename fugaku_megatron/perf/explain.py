@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..run.config import RunConfig
 from ..run.layout import Layout
+from ..run.recompute import recompute_name
 from . import model, software
 from .cost import Seconds
 from .model import System
@@ -98,7 +99,7 @@ def _layout(plan: Plan) -> str:
     return (f"{plan.system.ranks_per_node} ranks per node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, "
             f"MBS {plan.run.batch.micro_batch_size}, 1F1B, "
             f"{plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))} micro-batches, "
-            f"recompute {plan.run.training.recompute_granularity or 'none'}, bubble {plan.bubble_fraction:.0%}")
+            f"recompute {recompute_name(plan.run)}, bubble {plan.bubble_fraction:.0%}")
 
 
 def steps(system: System, against: str, rows: Sequence[Change]) -> str:

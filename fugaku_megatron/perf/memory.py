@@ -19,6 +19,7 @@ from ..run import accounting
 from ..run.config import RunConfig
 from ..run.layout import Layout, placement
 from ..run.memory import stage_memory
+from ..run.recompute import settled
 from ..schedule import Schedule
 from .machine import MIB, Machine
 from .parameters import MemoryParameters
@@ -38,9 +39,10 @@ def kinds(run: RunConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def part_kinds(run: RunConfig) -> tuple[int, ...]:
-    """For each part of the model the first part of its kind: the same number of layers, embedding and head."""
-    sizes = accounting.pipeline_split(run)
-    features = [(layers, part == 0, part == len(sizes) - 1) for part, layers in enumerate(sizes)]
+    """For each part of the model the first part of its kind: the same layers, recomputed or not, embedding and head."""
+    sizes, again = accounting.pipeline_split(run), run.training.recompute_part_layers
+    features = [(layers, part == 0, part == len(sizes) - 1, again and min(again[part], layers))
+                for part, layers in enumerate(sizes)]
     return tuple(map(features.index, features))
 
 
@@ -61,12 +63,11 @@ def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, 
     """Bytes of the kept and temporary tensors of one stage, without the logits."""
     training, hidden, saved = run.training, tensors(run, layout.tp)["hidden"], layer_saved_bytes(run, layout.tp)
     layers = sum(map(len, accounting.stage_layers(run, stage)))
-    in_flight = min(layout.pp - stage, microbatches)
+    in_flight = max(sum(moment.activations) for moment in _held(schedule.of_run(run, microbatches), stage))
     temporary = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
-        again = accounting.recomputed_layers(layers, training.recompute_method, training.recompute_num_layers)
-        groups = accounting.recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
-        kept_bytes = in_flight * (len(groups) * hidden + (layers - again) * saved)
+        groups = [group for part in accounting.stage_parts(run, stage) for group in accounting.part_recompute_groups(run, part)]
+        kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
         temporary += max(map(len, groups)) * saved
     elif training.recompute_granularity == "selective":
         scores = 3 * tensors(run, layout.tp)["scores"]
@@ -79,10 +80,7 @@ def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, 
 
 def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes: int, parameters: MemoryParameters) -> float:
     """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers and the ranks that share its threads."""
-    microbatches = layout.microbatches(run, layout.global_batch_size(run))
-    fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
-    if code.page_faults != "none":  # glibc has an arena for each thread
-        fixed += parameters.glibc_mib / max(1, layout.world_size // nodes)
+    microbatches, fixed = layout.microbatches(run, layout.global_batch_size(run)), _fixed_mib(layout, code, nodes, parameters)
     if code.style == "native":
         lists = schedule.of_run(run, microbatches)
         return fixed + stage_memory(run, layout, stage, _held(lists, stage)).total / MIB
@@ -93,6 +91,21 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
     if stage == layout.pp - 1:
         bytes += parameters.logits * tensors(run, layout.tp)["logits"]
     return fixed + bytes / MIB
+
+
+def _fixed_mib(layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:
+    """MiB of a rank that holds no tensor."""
+    fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
+    glibc = parameters.glibc_mib / max(1, layout.world_size // nodes)  # it has an arena for each thread
+    return fixed if code.page_faults == "none" else fixed + glibc
+
+
+def with_recompute(run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int) -> RunConfig:
+    """The run with what --recompute-auto chooses in the machine's memory, or in --memory-per-rank; unchanged without the flag."""
+    limit = run.training.memory_per_rank or limit_mib(machine, code, layout.world_size // nodes)
+    room = (limit - _fixed_mib(layout, code, nodes, code.memory(machine))) * MIB
+    lists = schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+    return settled(run, layout, room, lambda stage: _held(lists, stage))
 
 
 def peak_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:

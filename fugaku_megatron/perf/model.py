@@ -124,13 +124,12 @@ def part_work(run: RunConfig, layout: Layout, part: int, code: Software) -> tupl
 
     Recompute and weight gradients belong to the backward; the products of the layers' weight gradients may wait.
     """
-    phases, training, where = work.phases(run, layout.tp, code), run.training, placement(run)
+    phases, where = work.phases(run, layout.tp, code), placement(run)
     layers = len(accounting.part_layers(run, where, part))
     forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
-    if training.recompute_granularity == "full":
-        groups = accounting.recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+    if groups := accounting.part_recompute_groups(run, part):
         backward.append((work.layers_again(run, layout.tp, groups, code), 1))
-    elif training.recompute_granularity == "selective":
+    elif run.training.recompute_granularity == "selective":
         backward.append((work.attention_again(run, layout.tp, code), layers))
     for place, present in (("embedding", part == 0), ("head", part == where.parts - 1)):
         if present:
@@ -255,6 +254,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
     requested, run = run, system.software.cut(run)
     layout, fitted = Layout.from_run(run, system.world_size), system.software.fitted
+    run = memory.with_recompute(run, layout, system.machine, system.software, system.nodes)
     modelled = step(run, layout, system, system.parameters)
     width = 1.0
     if with_band:

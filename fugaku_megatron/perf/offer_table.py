@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..published.markdown import pipe_table
 from ..run.config import RunConfig
 from ..run.offers import OFFERS, switched
+from ..run.recompute import recompute_name
 from .model import System, step
 from .search import SWITCHED, VARIED, Plan, search
 
@@ -69,5 +70,5 @@ def _cells(row: OfferRow, whole: Plan | None) -> tuple[str, ...]:
     layout = plan.layout
     return (row.name, f"{plan.seconds:.4g}", f"{row.slow_seconds:.4g}", change,
             f"{plan.system.ranks_per_node} ranks a node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, "
-            f"MBS {plan.run.batch.micro_batch_size}, recompute {plan.run.training.recompute_granularity or 'none'}, "
+            f"MBS {plan.run.batch.micro_batch_size}, recompute {recompute_name(plan.run)}, "
             f"ZeRO {plan.run.parallel.zero_stage}" + (", sequence parallel" if plan.run.parallel.sequence_parallel else ""))

@@ -18,6 +18,7 @@ from ..run.checks import flag
 from ..run.config import GROUPS, RunConfig
 from ..run.layout import chunks
 from ..run.recipes import RECIPES
+from ..run.recompute import recompute_name
 from ..schedule import Schedule
 from ..timeline import Span, spans
 from . import memory
@@ -29,14 +30,6 @@ HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'slow net':>8} {'TFLOPs
         f"{'DP':>5} {'TP':>3} {'PP':>3} {'MBS':>3} {'schedule':>8} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
 PICTURED = 4  # a picture shows at most this many times the number of stages in micro-batches
-
-
-def recompute_name(run: RunConfig) -> str:
-    """What is recomputed, as the table shows it: none, selective, full, or "block N" for N layers per stage."""
-    training = run.training
-    if training.recompute_granularity != "full":
-        return training.recompute_granularity or "none"
-    return f"block {training.recompute_num_layers}" if training.recompute_method == "block" else "full"
 
 
 def schedule_name(run: RunConfig) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..parts import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV
 from ..run import offers
-from ..run.config import BatchConfig, RunConfig
+from ..run.config import BatchConfig, RunConfig, TrainingConfig
 from ..run.layout import Layout
 from ..run.layout import chunks as chunks_of
 from . import memory
@@ -26,8 +26,12 @@ RAMP_DP, RAMP_BATCH = 4, 32  # document 004: the batch grows in steps of 32 over
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout that runs. seconds: of an iteration, modelled, least_seconds: without a bubble; memory_mib: of the fullest rank."""
+    """A layout that runs. seconds: of an iteration, modelled, least_seconds: without a bubble; memory_mib: of the fullest rank.
 
+    asked: the run before --recompute-auto chose; run: after.
+    """
+
+    asked: RunConfig
     run: RunConfig
     system: System
     layout: Layout
@@ -95,7 +99,7 @@ def _rescheduled(plans: Sequence[Plan], schedules: Sequence[tuple[str, int]]) ->
         for name, chunks in schedules:
             if name == ONE_F_ONE_B or plan.layout.pp * chunks > plan.run.model.num_layers:
                 continue
-            outcome = _judge(with_schedule(plan.run, name, chunks), plan.system)
+            outcome = _judge(with_schedule(plan.asked, name, chunks), plan.system)
             if isinstance(outcome, Plan):
                 found.append(outcome)
                 best = sorted([*best, outcome.seconds])[:WANTED]
@@ -144,8 +148,8 @@ def _indivisible(system: System, tp: int, pp: int, zero_stage: int, batch: Batch
 
 
 # Offers that a search varies or that are always on.
-VARIED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.NODE_SUMS, offers.TWO_LEVEL_SUMS,
-          offers.INTERLEAVED, offers.ZERO_BUBBLE)
+VARIED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.RECOMPUTE_AUTO, offers.NODE_SUMS,
+          offers.TWO_LEVEL_SUMS, offers.INTERLEAVED, offers.ZERO_BUBBLE)
 # Offers of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
 SWITCHED: dict[str, tuple[bool, ...]] = {offers.OVERLAP_GRAD_REDUCE: (True,), offers.OVERLAP_PARAM_GATHER: (True,),
                                          offers.SEQUENCE_PARALLEL: (False, True)}
@@ -176,10 +180,13 @@ def _divisors(number: int) -> tuple[int, ...]:
 def _recomputes(run: RunConfig, layers: int, held: frozenset[str], offered: tuple[str, ...]) -> Iterator:
     """Training configs that differ in what is recomputed; block: a quarter, half and three quarters of a stage's layers."""
     training = run.training
-    if {"recompute_granularity", "recompute_method", "recompute_num_layers"} & held:
+    if {"recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_part_layers", "recompute_auto"} & held:
         yield training
         return
-    plain = replace(training, recompute_granularity=None, recompute_method="uniform", recompute_num_layers=1)
+    plain = _plain(training)
+    if "auto" in offered:
+        yield replace(plain, recompute_auto=True)
+        return
     full = replace(plain, recompute_granularity="full")
     kinds = {"none": [plain], "selective": [replace(plain, recompute_granularity="selective")], "full": [full],
              "block": [replace(full, recompute_method="block", recompute_num_layers=n)
@@ -188,17 +195,24 @@ def _recomputes(run: RunConfig, layers: int, held: frozenset[str], offered: tupl
         yield from kinds[name]
 
 
-def _judge(run: RunConfig, system: System) -> Plan | str:
+def _plain(training: TrainingConfig) -> TrainingConfig:
+    """Without recompute."""
+    return replace(training, recompute_granularity=None, recompute_method="uniform", recompute_num_layers=1,
+                   recompute_part_layers=None, recompute_auto=False)
+
+
+def _judge(asked: RunConfig, system: System) -> Plan | str:
     """The plan, or the reason why it cannot run."""
     try:
-        layout = Layout.from_run(run, system.world_size)
+        layout = Layout.from_run(asked, system.world_size)
     except ValueError:
         return "heads, MLP or layers do not divide"
+    run = memory.with_recompute(asked, layout, system.machine, system.software, system.nodes)
     used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
     if used > memory.limit_mib(system.machine, system.software, system.ranks_per_node):
         return "out of memory"
     modelled = step(run, layout, system, system.parameters)
-    return Plan(run=run, system=system, layout=layout, seconds=modelled.seconds, memory_mib=used,
+    return Plan(asked=asked, run=run, system=system, layout=layout, seconds=modelled.seconds, memory_mib=used,
                 bubble_fraction=modelled.bubble_fraction, least_seconds=modelled.least_seconds)
 
 

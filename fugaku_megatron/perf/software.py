@@ -29,7 +29,8 @@ ALIASES = {"this": THIS_PROJECT}
 
 @dataclass(frozen=True, kw_only=True)
 class Offers:
-    """The choices that software offers. recompute: none, selective, full (all layers) or block (some layers of each stage).
+    """The choices that software offers. recompute: none, selective, full (all layers), block (some layers of each stage) or
+    auto (as few of each stage as memory allows, which is never slower than none, block or full).
 
     names: rows of run/offers.py that it has; other people's software has none of them. Raises ValueError for a row that is not
     built: a gain without an implementation is not modelled.
@@ -48,7 +49,8 @@ class Offers:
     @staticmethod
     def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Offers:
         """The choices of this project's trainer with only the offers `names`."""
-        recompute = {"none": True, "selective": offers.SELECTIVE in names, "block": offers.BLOCK in names, "full": True}
+        recompute = {"none": True, "selective": offers.SELECTIVE in names, "block": offers.BLOCK in names, "full": True,
+                     "auto": offers.RECOMPUTE_AUTO in names}
         return Offers(ranks_per_node=ranks_per_node, recompute=tuple(kind for kind, there in recompute.items() if there),
                       zero_stages=(0, 1) if offers.ZERO_1 in names else (0,), names=names,
                       schedules=(ONE_F_ONE_B, *(INTERLEAVED,) * (offers.INTERLEAVED in names),

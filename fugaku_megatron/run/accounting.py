@@ -46,15 +46,10 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 
 def recompute_groups(layers: int, method: str, number: int) -> list[range]:
-    """Groups of a stage's layers that are recomputed together: all layers (uniform) or single layers from the first (block)."""
+    """Groups of `layers` layers that are recomputed together: all layers (uniform) or single layers from the first (block)."""
     if method == "block":
         return [range(i, i + 1) for i in range(min(number, layers))]
     return [range(i, min(i + number, layers)) for i in range(0, layers, number)]
-
-
-def recomputed_layers(layers: int, method: str, number: int) -> int:
-    """How many of a stage's layers full recompute covers."""
-    return sum(len(group) for group in recompute_groups(layers, method, number))
 
 
 def zero_shards(run: RunConfig, layout: Layout) -> int:
@@ -204,6 +199,16 @@ def stage_layers(run: RunConfig, stage: int) -> list[range]:
     return [part_layers(run, placement(run), part) for part in stage_parts(run, stage)]
 
 
+def part_recompute_groups(run: RunConfig, part: int) -> list[range]:
+    """Groups of a part's layers, from 0, that full recompute runs together; none without it."""
+    training, layers = run.training, pipeline_split(run)[part]
+    if training.recompute_granularity != "full":
+        return []
+    if training.recompute_part_layers is not None:
+        return recompute_groups(layers, "block", training.recompute_part_layers[part])
+    return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+
+
 def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
     layer = layer_records(run, layout.tp)
@@ -248,11 +253,8 @@ def parameters(run: RunConfig) -> int:
 
 def _recompute_fraction(run: RunConfig) -> float:
     """Share of the layers that full recompute runs twice."""
-    training = run.training
-    if training.recompute_granularity != "full":
-        return 0.0
-    stages = pipeline_split(run)
-    return sum(recomputed_layers(n, training.recompute_method, training.recompute_num_layers) for n in stages) / sum(stages)
+    parts = range(placement(run).parts)
+    return sum(len(group) for part in parts for group in part_recompute_groups(run, part)) / run.model.num_layers
 
 
 def hardware_flops(run: RunConfig, global_batch_size: int) -> float:

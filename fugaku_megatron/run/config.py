@@ -183,19 +183,37 @@ class TrainingConfig:
         switches={"--checkpoint-activations": "full", "--recompute-activations": "selective"})
     recompute_method: str = opt("uniform", "full recompute of all layers in groups (uniform) or of the first ones (block)",
                                 choices=("uniform", "block"))
-    recompute_num_layers: int = opt(1, "uniform: layers per group; block: layers per stage that are recomputed",
+    recompute_num_layers: int = opt(1, "uniform: layers per group; block: layers per chunk that are recomputed",
                                     aliases=("--checkpoint-num-layers",))
+    recompute_part_layers: tuple[int, ...] | None = opt(
+        None, "layers of each part of the model that are recomputed; a part is a chunk of a pipeline stage, in the model's order",
+        type=int, nargs="+")
+    recompute_auto: bool = opt(False, "recompute as few layers of each stage and chunk as fit into memory")
+    memory_per_rank: int | None = opt(None, "MiB that a rank may use, for --recompute-auto (default: its share of nine tenths of "
+                                      "the node's memory; in a dry run of this node's, for one rank)", type=int)
     use_flush_denormal: bool = opt(True, "flush denormals to zero in every thread (on by default)")
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check_positive(self, "train_samples", "exit_interval", "exit_duration_in_mins", "eval_interval", "recompute_num_layers")
+        check_positive(self, "train_samples", "exit_interval", "exit_duration_in_mins", "eval_interval", "recompute_num_layers",
+                       "memory_per_rank")
         check(0 <= self.seed < 2**32, f"--seed is {self.seed}: give a number from 0 to {2**32 - 1}")  # what numpy's generator takes
         check(self.train_iters is None or self.train_iters >= 0, f"--train-iters is {self.train_iters}: give 0 or more")
         check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: give 0 or more")
         check(self.train_iters is None or self.train_samples is None,
               "--train-iters and --train-samples exclude each other: give one")
         check_choices(self)
+        self._check_recompute()
+
+    def _check_recompute(self) -> None:
+        kind, numbers = self.recompute_granularity, self.recompute_part_layers
+        shown = f"--recompute-part-layers {' '.join(map(str, numbers or ()))}"
+        check(numbers is None or min(numbers) >= 0, f"{shown}: give 0 or more layers for each part")
+        check(numbers is None or kind == "full", f"{shown} needs --recompute-granularity full, and it is {kind}: give it")
+        check(numbers is None or self.recompute_method == "uniform", f"{shown} and --recompute-method block exclude each other: "
+              "give one")
+        check(not self.recompute_auto or kind is None, f"--recompute-auto and --recompute-granularity {kind} exclude each other: "
+              "give one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,9 @@ def check_split(run: RunConfig) -> None:
           "--num-virtual-stages-per-pipeline-rank, whose chunks may differ")
     check(split != "even" or layers % parts == 0, f"--num-layers {layers} is not divisible by {each}: "
           "change one of them, or give --pipeline-split balanced")
+    again = run.training.recompute_part_layers
+    check(again is None or len(again) == parts, f"--recompute-part-layers has {len(again or ())} numbers and {each} makes {parts} "
+          f"parts: give {parts} numbers")
     if (sizes := stage_sizes(run)) is None:
         return
     flags = f"--pipeline-split {split}" if split not in ("even", "balanced") else " and ".join(

@@ -15,10 +15,10 @@ from .accounting import (
     end_records,
     layer_records,
     padded_vocab_size,
-    recompute_groups,
+    part_recompute_groups,
+    pipeline_split,
     residual_bytes,
     softmax_bytes,
-    stage_layers,
     stage_parts,
     tokens_per_microbatch,
     zero_shards,
@@ -60,14 +60,14 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> int:
     return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
 
 
-def part_kept_bytes(run: RunConfig, tp: int, layers: int) -> tuple[int, int]:
-    """What `layers` layers keep of one micro-batch from forward to backward, and what backward holds beside it for recompute."""
-    per_layer, training = layer_saved_bytes(run, tp), run.training
-    if training.recompute_granularity != "full":
-        return layers * per_layer, 0
-    groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
-    plain = layers - sum(map(len, groups))
-    return len(groups) * residual_bytes(run, tp) + plain * per_layer, max(map(len, groups)) * per_layer
+def part_kept_bytes(run: RunConfig, tp: int, layers: int, groups: Sequence[range]) -> tuple[int, int]:
+    """What `layers` layers keep of one micro-batch from forward to backward, and what backward holds beside it for recompute.
+
+    groups: of layers that are recomputed together. The layers that are not come last, so backward has freed them by then.
+    """
+    per_layer, plain = layer_saved_bytes(run, tp), layers - sum(map(len, groups))
+    again = max(map(len, groups), default=0)
+    return len(groups) * residual_bytes(run, tp) + plain * per_layer, max(0, again - plain) * per_layer
 
 
 def weight_input_bytes(run: RunConfig, tp: int) -> int:
@@ -81,13 +81,20 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> int:
-    """What a stage's layers hold at the fullest of the moments of its schedule.
+    """What a stage's layers hold at the fullest of the moments of its schedule."""
+    parts = stage_parts(run, stage)
+    return chunks_live_bytes(run, layout.tp, [pipeline_split(run)[part] for part in parts],
+                             [part_recompute_groups(run, part) for part in parts], held)
+
+
+def chunks_live_bytes(run: RunConfig, tp: int, layers: Sequence[int], groups: Sequence[Sequence[range]],
+                      held: Sequence[Held]) -> int:
+    """`live_bytes` of chunks of so many layers, of which `groups` are recomputed together.
 
     What is recomputed becomes, layer by layer, what a split backward leaves for its second half, which is more.
     """
-    layers = [len(part) for part in stage_layers(run, stage)]
-    kept, again = zip(*(part_kept_bytes(run, layout.tp, count) for count in layers), strict=True)
-    waiting = [count * weight_input_bytes(run, layout.tp) for count in layers]
+    kept, again = zip(*(part_kept_bytes(run, tp, *chunk) for chunk in zip(layers, groups, strict=True)), strict=True)
+    waiting = [count * weight_input_bytes(run, tp) for count in layers]
     return max((sum(n * bytes for n, bytes in zip((*moment.activations, *moment.weight_inputs), (*kept, *waiting), strict=True))
                 + (0 if any(moment.weight_inputs) else max(again)) for moment in held), default=0)
 
@@ -109,12 +116,13 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
     """Rows of logits that the head computes at once: equal chunks, as few as the memory for them allows.
 
     A chunk pays once for packing the whole weight, so more memory is more speed, up to LOGITS_MAX_ROWS; it may have a quarter of
-    what the layers keep.
+    what the layers keep, or with --recompute-part-layers would keep: the order of sums is then the same whatever is recomputed.
     """
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
-    rows = tokens_per_microbatch(run)
-    layers = sum(map(len, stage_layers(run, placement(run).last_stage)))
-    budget = max(LOGITS_MIN_BYTES, part_kept_bytes(run, layout.tp, layers)[0] // LOGITS_SHARE)
+    rows, free = tokens_per_microbatch(run), run.training.recompute_part_layers is not None
+    kept = sum(part_kept_bytes(run, layout.tp, pipeline_split(run)[part], () if free else part_recompute_groups(run, part))[0]
+               for part in stage_parts(run, placement(run).last_stage))
+    budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
     return -(-rows // chunks)
 

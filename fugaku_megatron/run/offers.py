@@ -15,6 +15,7 @@ from .. import parts
 from .config import GROUPS, RunConfig
 
 BALANCED_SPLIT, SELECTIVE, BLOCK, ZERO_1 = "pipeline_split_balanced", "recompute_selective", "recompute_block", "zero_stage_1"
+RECOMPUTE_AUTO = "recompute_auto"
 OVERLAP_GRAD_REDUCE, OVERLAP_PARAM_GATHER = "overlap_grad_reduce", "overlap_param_gather"
 GRAD_REDUCE_IN_BF16, NODE_SUMS, TWO_LEVEL_SUMS = "grad_reduce_in_bf16", "node_shared_sums", "two_level_sums"
 SEQUENCE_PARALLEL, TP_COMM_OVERLAP = "sequence_parallel", "tp_comm_overlap"
@@ -49,6 +50,8 @@ OFFERS: dict[str, Offer] = {
                      field="recompute_granularity", value="selective"),
     BLOCK: Offer(built=True, meaning="some layers of a stage are computed again", place="nn/blocks.py",
                  field="recompute_method", value="block"),
+    RECOMPUTE_AUTO: Offer(built=True, meaning="each stage and chunk recomputes as few layers as fit into memory",
+                          place="run/recompute.py", field="recompute_auto"),
     OVERLAP_GRAD_REDUCE: Offer(built=True, meaning="buckets of gradients are reduced behind the last backward",
                                place="training/buckets.py", field="overlap_grad_reduce"),
     OVERLAP_PARAM_GATHER: Offer(built=True, meaning="ZeRO's weights are gathered behind the next forward",
@@ -69,7 +72,7 @@ OFFERS: dict[str, Offer] = {
 }
 
 # Offers with a flag that takes no value; one that needs another stands before it.
-SWITCHES = (OVERLAP_PARAM_GATHER, OVERLAP_GRAD_REDUCE, GRAD_REDUCE_IN_BF16, SEQUENCE_PARALLEL, TP_COMM_OVERLAP)
+SWITCHES = (OVERLAP_PARAM_GATHER, OVERLAP_GRAD_REDUCE, GRAD_REDUCE_IN_BF16, SEQUENCE_PARALLEL, TP_COMM_OVERLAP, RECOMPUTE_AUTO)
 
 
 @cache

@@ -18,7 +18,9 @@ from ..run import accounting, batches, buckets
 from ..run.config import RunConfig
 from ..run.layout import Layout
 from ..run.memory import Memory, stage_memory
+from ..run.recompute import layers_again
 from ..timeline import Costs, walk
+from .forecast import settle
 
 SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
 
@@ -31,6 +33,7 @@ class StagePlan:
     layers: list[range]  # of each chunk
     parameters: int
     in_flight: tuple[int, ...]  # micro-batches of each chunk between forward and backward, at most
+    again: list[int]  # layers of each chunk that are recomputed
     memory: Memory
 
 
@@ -42,11 +45,13 @@ def plan_stage(run: RunConfig, layout: Layout, stage: int, lists: schedule.Sched
     assert parameters == accounting.stage_parameters(run, layout, stage)
     held = lists.held(stage)
     in_flight = tuple(map(max, zip(*(moment.activations for moment in held), strict=True)))
-    return StagePlan(stage, accounting.stage_layers(run, stage), parameters, in_flight, stage_memory(run, layout, stage, held))
+    return StagePlan(stage, accounting.stage_layers(run, stage), parameters, in_flight, layers_again(run, stage),
+                     stage_memory(run, layout, stage, held))
 
 
 def _alike(a: StagePlan, b: StagePlan) -> bool:
-    return (a.parameters, a.in_flight, [*map(len, a.layers)]) == (b.parameters, b.in_flight, [*map(len, b.layers)])
+    first, second = ((p.parameters, p.in_flight, p.again, [*map(len, p.layers)]) for p in (a, b))
+    return first == second
 
 
 def _row(plans: list[StagePlan]) -> str:
@@ -56,8 +61,8 @@ def _row(plans: list[StagePlan]) -> str:
     figures = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.logits,
                *([memory.saving] if memory.saving else []), memory.total)
     layers = ",".join(f"{a.start}-{b.stop - 1}" for a, b in zip(first.layers, last.layers, strict=True))
-    in_flight = ",".join(map(str, first.in_flight))
-    return (f"  {name:>7} | {layers:>7} | {first.parameters / 1e6:>10.2f} | {in_flight:>9} | "
+    in_flight, again = (",".join(map(str, numbers)) for numbers in (first.in_flight, first.again))
+    return (f"  {name:>7} | {layers:>7} | {first.parameters / 1e6:>10.2f} | {in_flight:>9} | {again:>9} | "
             + " | ".join(f"{figure / 2**20:>9.0f}" for figure in figures))
 
 
@@ -69,7 +74,7 @@ def _table(plans: list[StagePlan]) -> list[str]:
         else:
             runs.append([plan])
     columns = ("weights", "gradients", "optimizer", "activ.", "logits", *(["saving"] if plans[0].memory.saving else []), "total")
-    head = f"  {'stage':>7} | layers  | M params   | in flight | " + " | ".join(f"{c:>9}" for c in columns)
+    head = f"  {'stage':>7} | layers  | M params   | in flight | recompute | " + " | ".join(f"{c:>9}" for c in columns)
     return [head + "   (MiB per rank, model)", *map(_row, runs)]
 
 
@@ -101,6 +106,7 @@ def _bubble(lists: schedule.Schedule) -> float:
 def report(run: RunConfig, world_size: int) -> str:
     """The plan as text. Raises ValueError for a run that does not fit on `world_size` ranks."""
     layout = Layout.from_run(run, world_size)
+    run, chosen = settle(run, layout)
     size = layout.global_batch_size(run)
     microbatches = layout.microbatches(run, size)
     lists = schedule.of_run(run, microbatches)
@@ -118,7 +124,8 @@ def report(run: RunConfig, world_size: int) -> str:
         f"schedule {lists.name}" + f", {lists.placement.chunks} chunks of layers per stage" * (lists.placement.chunks > 1)
         + f", bubble {_bubble(lists):.1%} of the step's slots (model)",
         *_picture(lists),
-        "memory of one rank per stage:",
+        *chosen,
+        "memory of one rank per stage; recompute: layers of each chunk:",
         *_table(plans),
         f"FLOPs per iteration: {accounting.hardware_flops(run, size):.4e} hardware (the log's TFLOPs), "
         f"{accounting.model_flops(run, size):.4e} model",

@@ -36,7 +36,8 @@ from ..run.config import RunConfig
 from ..run.layout import Layout
 from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
-from .forecast import check_memory, data_line, iteration_line, node_bytes
+from ..run.recompute import recompute_name
+from .forecast import check_memory, data_line, iteration_line, node_bytes, settle
 from .kernel_choice import build_ops, choose_kernels
 from .profile import Profile, profiled_ranks
 from .rank_times import RankTimes
@@ -144,7 +145,7 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
         machine,
         format_run(run, layout, nodes),
         f"world size {layout.world_size}: data parallel {layout.dp}, pipeline parallel {layout.pp}, tensor parallel {layout.tp}; "
-        f"{run.precision.name}, ZeRO stage {run.parallel.zero_stage}, recompute {run.training.recompute_granularity or 'none'}"
+        f"{run.precision.name}, ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
         + ", sequence parallel" * (accounting.sequence_parts(run, layout.tp) > 1)
         + ", gradients reduced behind backward" * run.parallel.overlap_grad_reduce
         + ", weights gathered behind forward" * run.parallel.overlap_param_gather,
@@ -201,11 +202,13 @@ def start(arguments: Arguments, world: Comm) -> Session:
     with everywhere():
         run = with_vocabulary(arguments.run, world)
         layout = Layout.from_run(run, world.size)
-    resume, nodes = find_checkpoint(run, world), find_nodes(world)
+    nodes = find_nodes(world)
+    run, chosen = settle(run, layout, world, nodes)
+    resume = find_checkpoint(run, world)
     check_outputs(run, resume, world, nodes)
     machine = configure_process(run, world, nodes)
     groups = share_groups(Grid(world.size, layout.tp, layout.pp).groups(world), kernels)
-    _say(run, world, *announce(arguments, run, layout, machine, nodes.count))
+    _say(run, world, *announce(arguments, run, layout, machine, nodes.count), *chosen)
     with everywhere():
         _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))
     feed = find_feed(run, groups, nodes)

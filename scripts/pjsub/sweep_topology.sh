@@ -11,9 +11,9 @@
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 384 nodes as 8x6x8 torus x 4 ranks = DP 16 x TP 8 x PP 12; each tensor-parallel group 2 nodes inside a 2x3x2 unit
-# micro-batch 1, global batch 1536: 96 micro-batches; recompute block 1, ZeRO 1
-# model: 447 s per iteration (9 of 10 runs: 321.7 to 621.1), 3.726 TFLOPs per node, bubble 18.6%, 7189 MiB on the fullest rank
-# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:35:19 (model), 1 jobs in a row; each saves
+# micro-batch 1, global batch 1536: 96 micro-batches; recompute 9 of 48, ZeRO 1
+# model: 412.1 s per iteration (9 of 10 runs: 296.5 to 572.6), 3.964 TFLOPs per node, bubble 12.9%, 7167 MiB on the fullest rank
+# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:29:30 (model), 1 jobs in a row; each saves
 # and leaves 15 minutes before its end
 set -euo pipefail
 
@@ -22,6 +22,8 @@ FLAGS=(
     --recipe 30b
     --tensor-model-parallel-size 8
     --pipeline-model-parallel-size 12
+    --pipeline-schedule interleaved
+    --num-virtual-stages-per-pipeline-rank 4
     --sequence-parallel
     --zero-stage 1
     --overlap-grad-reduce
@@ -29,7 +31,7 @@ FLAGS=(
     --train-iters 10
     --eval-iters 0
     --recompute-granularity full
-    --recompute-method block
+    --recompute-part-layers 1 1 1 1 1 1 1 1 0 0 0 0 1 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
     --micro-batch-size 1
     --global-batch-size 1536
     --cpu-frequency 2.0
