@@ -199,7 +199,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
     before = value(recipe, name)
     others = {"num_attention_heads": 8, "zero_stage": 1, "lr_decay_style": "linear", "weight_decay_incr_style": "linear",
               "recompute_granularity": "full", "recompute_method": "block", "data_path": ("a",),
-              "recompute_part_layers": (3,), "rampup_batch_size": (512, 512, 9),
+              "recompute_part_layers": (3,), "skip_samples": ("2:3",), "rampup_batch_size": (512, 512, 9),
               "split": "1,1,1", "pipeline_split": "even", "pipeline_schedule": "zbv", "tokenizer_type": "t", "kernels": "torch",
               "allocator": "stock", "thread_affinity": "none", "profile_ranks": (1, 2),
               "profile_step_start": 4, "profile_dir": "d", "log_live": "off",

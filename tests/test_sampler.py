@@ -27,7 +27,7 @@ def test_every_layout_covers_a_global_batch_once_and_in_order():
 
 
 def test_fetch_layout():
-    tokens, labels = fetch(DATASET, 10, 4)
+    tokens, labels = fetch(DATASET, range(10, 14))
     assert tokens.shape == labels.shape == (6, 4) and tokens.dtype == labels.dtype == torch.int64
     assert tokens.is_contiguous() and labels.is_contiguous()
     for b in range(4):

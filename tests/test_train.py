@@ -49,7 +49,8 @@ def test_evaluation_is_deterministic_and_without_dropout(name):
 
     trainer = make_trainer(DryComm(), small_run(**SMALLER))
     weights = whole_tensors(trainer, "weight")
-    expected = [plain_loss(weights, *fetch(mock(trainer.run, 8), first, 16), trainer.run.model).item() for first in (0, 16)]
+    batches = (fetch(mock(trainer.run, 8), range(first, first + 16)) for first in (0, 16))
+    expected = [plain_loss(weights, *batch, trainer.run.model).item() for batch in batches]
     for first, again, other in ThreadWorld(ranks).run(evaluate):
         assert first == again
         assert [first, other] == pytest.approx(expected, rel=1e-5)
@@ -91,7 +92,8 @@ def test_the_order_of_samples_does_not_depend_on_the_layout(name):
     firsts = []
     for batches in seen:
         for first, tokens in batches:
-            assert torch.equal(tokens, fetch(data, first, 2)[0]), "the tokens are those of the sample that dropout is told of"
+            same = torch.equal(tokens, fetch(data, range(first, first + 2))[0])
+            assert same, "the tokens are those of the sample that dropout is told of"
             firsts.append(first)
     assert sorted(firsts) == sorted(list(range(0, 48, 2)) * tp), "each micro-batch once, on every tensor-parallel rank"
     for iteration in range(3):  # each iteration takes the same 16 samples

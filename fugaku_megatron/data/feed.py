@@ -9,7 +9,7 @@ Test: pytest tests/test_feed.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..comm.base import Comm
 from ..comm.objects import scatter_object
 from ..comm.topology import Nodes
 from .dataset import Dataset
-from .sampler import Prefetcher, fetch, first_sample
+from .sampler import Prefetcher, consecutive, fetch, first_sample, global_batches
 
 Batch = tuple[Tensor, Tensor]  # tokens and labels, int64 (s, b) each
 MAX_NODES = 7000  # that open one file; Fugaku's documentation asks for staging above it
@@ -50,26 +50,26 @@ class Handout:
     """The micro-batches of this rank, in order; the reader hands out those of an iteration when `begin` is called.
 
     dataset: on the reader. Iterations begin at sample `consumed`; `size` gives the global batch size of the one that begins at a
-    sample. The samples of one iteration go to a rank as int32.
+    sample, `samples` the numbers of its samples. The samples of one iteration go to a rank as int32.
     """
 
     def __init__(self, feed: Feed, dataset: Dataset | None, consumed: int, size: Callable[[int], int], micro_batch_size: int,
-                 dp_size: int) -> None:
+                 dp_size: int, samples: Callable[[int, int], Sequence[int]] = consecutive) -> None:
         self.feed, self.micro_batch_size, self.dp_size = feed, micro_batch_size, dp_size
-        self._reader = Prefetcher(self._iterations(dataset, consumed, size), depth=1) if feed.reads else None
+        batches = global_batches(dataset, consumed, size, samples)
+        self._reader = Prefetcher(self._iterations(dataset, batches), depth=1) if feed.reads else None
         self._ready: Iterator[Batch] = iter(())
 
-    def _iterations(self, dataset: Dataset, consumed: int, size: Callable[[int], int]) -> Iterator[list[np.ndarray]]:
+    def _iterations(self, dataset: Dataset, batches: Iterator[Sequence[int]]) -> Iterator[list[np.ndarray]]:
         """For every iteration, the micro-batches of each rank of the feed, (micro-batches, 2, s, b) int32; in numpy as `fetch`."""
-        while consumed + size(consumed) <= len(dataset):
-            count = size(consumed) // (self.micro_batch_size * self.dp_size)
+        for batch in batches:
+            count = len(batch) // (self.micro_batch_size * self.dp_size)
             parts: dict[int, np.ndarray] = {}
             for dp_rank in set(self.feed.dp_ranks):
-                firsts = (first_sample(consumed, m, self.micro_batch_size, dp_rank, self.dp_size) for m in range(count))
-                pairs = (fetch(dataset, first, self.micro_batch_size) for first in firsts)
+                firsts = (first_sample(0, m, self.micro_batch_size, dp_rank, self.dp_size) for m in range(count))
+                pairs = (fetch(dataset, batch[first : first + self.micro_batch_size]) for first in firsts)
                 parts[dp_rank] = np.stack([np.stack([part.numpy() for part in pair]).astype(np.int32) for pair in pairs])
             yield [parts[dp_rank] for dp_rank in self.feed.dp_ranks]
-            consumed += size(consumed)
 
     def begin(self) -> None:
         """Before each iteration. Collective over the feed. An error of the reader is raised by the reader."""

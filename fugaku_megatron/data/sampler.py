@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -31,15 +31,28 @@ def first_sample(consumed: int, micro_batch: int, micro_batch_size: int, dp_rank
     return consumed + (micro_batch * dp_size + dp_rank) * micro_batch_size
 
 
-def fetch(dataset: Dataset, first_sample: int, micro_batch_size: int) -> tuple[Tensor, Tensor]:
-    """(tokens, labels), int64 (s, b) each, of b = micro_batch_size samples from `first_sample` on.
+def consecutive(consumed: int, count: int) -> Sequence[int]:
+    """The numbers of the next `count` samples where none is left out."""
+    return range(consumed, consumed + count)
+
+
+def fetch(dataset: Dataset, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(tokens, labels), int64 (s, b) each, of the b samples with these numbers.
 
     A label is the token that follows.
     """
     # In numpy: torch may copy this much with several OpenMP threads, and a prefetching thread would start a second set of them.
-    samples = np.stack([dataset[first_sample + i].numpy() for i in range(micro_batch_size)], axis=1)  # (s + 1, b) int64
+    samples = np.stack([dataset[i].numpy() for i in samples], axis=1)  # (s + 1, b) int64
     tokens, labels = samples[:-1], samples[1:].copy()  # (s, b) each
     return torch.from_numpy(tokens), torch.from_numpy(labels)
+
+
+def global_batches(dataset: Dataset, consumed: int, global_batch_size: Callable[[int], int],
+                   samples: Callable[[int, int], Sequence[int]]) -> Iterator[Sequence[int]]:
+    """The sample numbers of each iteration from `consumed` on, as far as the dataset fills them; arguments as `micro_batches`."""
+    while (batch := samples(consumed, global_batch_size(consumed)))[-1] < len(dataset):
+        yield batch
+        consumed = batch[-1] + 1
 
 
 def micro_batches(
@@ -49,17 +62,17 @@ def micro_batches(
     micro_batch_size: int,
     dp_rank: int,
     dp_size: int,
+    samples: Callable[[int, int], Sequence[int]] = consecutive,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens, labels), int64 (s, b) each, of every micro-batch of this data-parallel rank from sample `consumed` on, in order.
 
-    `global_batch_size` is a function of the samples consumed before a step (such as `run.batches.RampUp`). Ends before the first
-    global batch that the dataset cannot fill.
+    `global_batch_size` is a function of the samples consumed before a step (such as `run.batches.RampUp`), and `samples` says which
+    ones a step takes (such as `run.skips.Skips.samples`). Ends before the first global batch that the dataset cannot fill.
     """
-    while consumed + global_batch_size(consumed) <= len(dataset):
-        size = global_batch_size(consumed)
-        for m in range(size // (micro_batch_size * dp_size)):
-            yield fetch(dataset, first_sample(consumed, m, micro_batch_size, dp_rank, dp_size), micro_batch_size)
-        consumed += size
+    for batch in global_batches(dataset, consumed, global_batch_size, samples):
+        for m in range(len(batch) // (micro_batch_size * dp_size)):
+            first = first_sample(0, m, micro_batch_size, dp_rank, dp_size)
+            yield fetch(dataset, batch[first : first + micro_batch_size])
 
 
 _CPUS = os.sched_getaffinity(0)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from .checks import check
 from .config import BatchConfig, TrainingConfig
+from .skips import Skips
 
+NO_SKIPS = Skips()
 MAX_SIZES = 2**16  # of a ramp: each is looked at
 
 
@@ -59,17 +61,20 @@ class RampUp:
         return -(-(larger - consumed) // self(consumed))
 
 
-def length(training: TrainingConfig, ramp: RampUp, iteration: int = 0, samples: int = 0) -> tuple[int, int]:
+def length(training: TrainingConfig, ramp: RampUp, iteration: int = 0, samples: int = 0,
+           skips: Skips = NO_SKIPS) -> tuple[int, int]:
     """(iterations, samples) at the end of the run: --train-iters, or as many iterations as --train-samples needs.
 
-    A resumed run starts at `iteration` with `samples` consumed, which it may have reached with another batch size.
+    A resumed run starts at `iteration` with `samples` consumed, which it may have reached with another batch size. skips: samples
+    that are left out; they count as consumed.
     Raises ValueError when neither flag is given.
     """
     check(training.train_iters is not None or training.train_samples is not None, "give --train-iters or --train-samples")
-    while (left := _iterations_left(training, ramp(samples), iteration, samples)) and samples < ramp.ramp_samples:
-        more = min(left, ramp.iterations_until_growth(samples))
-        iteration, samples = iteration + more, samples + more * ramp(samples)
-    return iteration + left if training.train_iters is None else training.train_iters, samples + left * ramp.global_batch_size
+    while left := _iterations_left(training, ramp(samples), iteration, samples):
+        ahead = min(left, ramp.iterations_until_growth(samples)) if samples < ramp.ramp_samples else left
+        more, samples = skips.advance(samples, ramp(samples), ahead)
+        iteration += more
+    return iteration if training.train_iters is None else training.train_iters, samples
 
 
 def _iterations_left(training: TrainingConfig, size: int, iteration: int, samples: int) -> int:

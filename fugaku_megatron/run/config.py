@@ -13,6 +13,7 @@ from .block_parts import NORMS, choices
 from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, opt, required
 from .numbers_config import NumbersConfig
 from .parallel_config import ParallelConfig
+from .skips import Skips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +226,8 @@ class DataConfig:
     data_cache_path: str | None = opt(None, "folder for the index of --data-path (default: beside the data, where it is large)",
                                       type=str)
     mock_data: bool = opt(False, "random tokens instead of --data-path")
+    skip_samples: tuple[str, ...] | None = opt(None, "samples that training leaves out, as FIRST:END ..., END not included; they "
+                                               "count as consumed", type=str, nargs="+")
     tokenizer_type: str = opt("GPT2BPETokenizer", "tokenizer of --data-path")
     vocab_file: str | None = opt(None, "vocab.json of the tokenizer", type=str)
     merge_file: str | None = opt(None, "merges.txt of the tokenizer", type=str)
@@ -233,6 +236,7 @@ class DataConfig:
         check_numbers(self)
         check((self.vocab_file is None) == (self.merge_file is None),
               f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: give both or neither")
+        Skips.parse(self.skip_samples)
         check(not (self.mock_data and self.data_path), "--mock-data and --data-path exclude each other: give one")
 
 

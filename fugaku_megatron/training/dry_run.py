@@ -19,6 +19,7 @@ from ..run.config import RunConfig
 from ..run.layout import Layout
 from ..run.memory import Memory, stage_memory
 from ..run.recompute import layers_again
+from ..run.skips import Skips
 from ..timeline import Costs, walk
 from .forecast import settle
 
@@ -111,7 +112,8 @@ def report(run: RunConfig, world_size: int) -> str:
     microbatches = layout.microbatches(run, size)
     lists = schedule.of_run(run, microbatches)
     plans = [plan_stage(run, layout, stage, lists) for stage in range(layout.pp)]
-    iterations, samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, size))
+    iterations, samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, size),
+                                         skips=Skips.parse(run.data.skip_samples))
     sent: dict[str, int] = {}
     for c in buckets.gradient_collectives(run, layout, 0):
         sent[f"{c.verb} {c.group}"] = sent.get(f"{c.verb} {c.group}", 0) + c.bytes

@@ -22,6 +22,7 @@ from ..run import accounting, batches, memory, recompute
 from ..run.checks import check
 from ..run.config import RunConfig
 from ..run.layout import Layout
+from ..run.skips import Skips
 
 MIB = 1 << 20
 PROCESS_BYTES = 250 * MIB  # of a rank before its first tensor: Python, torch, MPI
@@ -53,7 +54,8 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:
     """The log's line. Raises ValueError on every rank when a node's ranks need more memory than it has. Collective."""
     own, has, here = rank_bytes(run, layout, world.rank), node_bytes(), (nodes or find_nodes(world)).ranks
-    samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, layout.global_batch_size(run)))[1]
+    samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, layout.global_batch_size(run)),
+                             skips=Skips.parse(run.data.skip_samples))[1]
     needed = int(here.all_reduce(torch.tensor(own))) + memory.data_index_bytes(run, samples)
     agree(world, lambda: check(
         needed <= BEYOND_DOUBT * has, f"this run needs about {_gib(needed)} on node {platform.node()} for its {here.size} ranks "
@@ -115,3 +117,11 @@ def data_line(train: Any) -> str | None:
         return None
     once = "at most once" if epochs == 1 else f"{epochs:,} times (epochs)"
     return f"data: {len(train):,} samples of training read the data {once}"
+
+
+def skip_line(run: RunConfig, train: Any) -> str | None:
+    """What --skip-samples may do to the order of samples, which depends on how many a run of several epochs needs."""
+    if not run.data.skip_samples or run.training.train_iters is None or getattr(train, "num_epochs", 1) == 1:
+        return None
+    return ("note: --skip-samples lengthens a run of --train-iters by the samples left out, and their number decides the order of "
+            "data that is read several times: give --train-samples to keep the order")

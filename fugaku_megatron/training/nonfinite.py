@@ -177,7 +177,9 @@ class Search:
         first = first_sample(self.consumed, now.microbatch, size, dp.rank, dp.size)
         backward, part = now.op != FORWARD, trainer.stage.placement.part(trainer.groups.pp.rank, now.chunk)
         what = "its inputs are finite, its result is not" if made else "its inputs are not finite"
-        text = f"{where}, micro-batch {now.microbatch} (samples {first} to {first + size - 1}): {what} ({how_many})"
+        batch = trainer.skips.samples(self.consumed, trainer.batch_size(self.consumed))
+        ends = batch[first - self.consumed], batch[first - self.consumed + size - 1]
+        text = f"{where}, micro-batch {now.microbatch} (samples {ends[0]} to {ends[1]}): {what} ({how_many})"
         finding = Finding((first, int(backward), -part if backward else part, self._looks), text)
         self.made, self.met = (finding, self.met) if made else (self.made, finding)
 

@@ -37,7 +37,8 @@ from ..run.layout import Layout
 from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
 from ..run.recompute import recompute_name
-from .forecast import check_memory, data_line, iteration_line, node_bytes, settle
+from ..run.skips import Skips
+from .forecast import check_memory, data_line, iteration_line, node_bytes, settle, skip_line
 from .kernel_choice import build_ops, choose_kernels
 from .profile import Profile, profiled_ranks
 from .rank_times import RankTimes
@@ -73,7 +74,7 @@ def evaluations(run: RunConfig, iterations: int) -> int:
 def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:
     """(iterations, samples) at the end of a run that stands at `progress`."""
     ramp = batches.RampUp.from_batch(run.batch, layout.global_batch_size(run))
-    return batches.length(run.training, ramp, progress.iteration, progress.consumed_samples)
+    return batches.length(run.training, ramp, progress.iteration, progress.consumed_samples, Skips.parse(run.data.skip_samples))
 
 
 def find_feed(run: RunConfig, groups: Groups, nodes: Nodes) -> Feed | None:
@@ -213,7 +214,7 @@ def start(arguments: Arguments, world: Comm) -> Session:
         _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))
     feed = find_feed(run, groups, nodes)
     data = build_data(run, groups, layout, resume.progress, feed)
-    _say(run, world, data_line(data[0]))
+    _say(run, world, data_line(data[0]), skip_line(run, data[0]))
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
     _say(run, world, *choice.lines)
     phases, profile = Phases(), Profile(run, layout, world) if run.output.profile else None

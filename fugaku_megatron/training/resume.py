@@ -19,6 +19,7 @@ from ..run.accounting import padded_vocab_size
 from ..run.checks import check, flag
 from ..run.config import COURSE, RunConfig
 from ..run.layout import Layout
+from ..run.skips import MAX_SAMPLE, Skips
 from .param_schedule import ParamSchedule
 from .session import HISTORY, LOSS_CURVE
 from .train import Progress, Trainer, layout_record
@@ -131,7 +132,22 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     lines = [f"resumed from {source} at iteration {trainer.progress.iteration}"]
     lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
     lines += _layout_notes(trainer, resume)
-    return lines + _schedule_note(requested, trainer, resume)
+    return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
+
+
+def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
+    """What changes of --skip-samples ahead, and what comes too late. Ranges that lie behind and were left out need no word."""
+    position, now = trainer.progress.consumed_samples, trainer.skips
+    saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
+    before, after = saved.between(position, MAX_SAMPLE), now.between(position, MAX_SAMPLE)
+    notes = [] if before == after else [
+        f"note: --skip-samples leaves out {after or 'nothing'} of the samples ahead, was {before or 'nothing'}: the curve goes on "
+        "differently from there"]
+    behind = now.between(0, position)
+    if behind and behind != saved.between(0, position):
+        notes.append(f"note: --skip-samples {behind} lies before sample {position}, where this checkpoint goes on: what was "
+                     "trained of it stays trained; go on from an earlier checkpoint with --ckpt-step to leave it out")
+    return notes
 
 
 def _layout_notes(trainer: Trainer, resume: Resume) -> list[str]:

@@ -145,7 +145,7 @@ class Session:
             return
         self.explained += 1
         progress = self.trainer.progress
-        text = find_nonfinite(self.trainer, progress.consumed_samples - result.global_batch_size, result.loss_scale)
+        text = find_nonfinite(self.trainer, result.consumed, result.loss_scale)
         self.writer.event(progress.iteration, f"Inf or NaN in the gradients of iteration {progress.iteration}: {text}")
 
     def _check_weights(self, iteration: int) -> None:

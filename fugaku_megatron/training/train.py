@@ -7,7 +7,7 @@ Left out: the loop with its log and its reasons to leave (`session`), what comes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..data.dataset import Dataset
 from ..data.feed import Feed, Handout
-from ..data.sampler import Prefetcher, first_sample, micro_batches
+from ..data.sampler import Prefetcher, consecutive, first_sample, micro_batches
 from ..nn.model import OUTPUT, WORD_EMBEDDINGS, Stage
 from ..nn.ops import Ops
 from ..run.accounting import pipeline_split, sequence_parts, zero_shards
@@ -34,6 +34,7 @@ from ..run.batches import RampUp
 from ..run.checks import check
 from ..run.config import ARCHITECTURE, RunConfig
 from ..run.layout import Layout, placement
+from ..run.skips import Skips
 from .microbatches import Batch, MicroBatch, MicroBatchWindow
 from .optim import PARAMETER_DTYPES, Optimizer
 from .param_schedule import ParamSchedule
@@ -57,7 +58,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class IterationResult:
-    """Figures of one training iteration, equal on every rank."""
+    """Figures of one training iteration, equal on every rank. consumed: samples before it."""
 
     loss: float
     grad_norm: float
@@ -66,6 +67,7 @@ class IterationResult:
     learning_rate: float
     loss_scale: float
     global_batch_size: int
+    consumed: int
     seconds: float
 
 
@@ -99,6 +101,7 @@ class Trainer:
         self.stage = Stage(run, self.groups, self.ops)
         self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
         self.ramp = RampUp.from_batch(run.batch, self.layout.global_batch_size(run))
+        self.skips = Skips.parse(run.data.skip_samples)
         self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
         self.folders = Folders(self.world)  # of checkpoints
         self._batches: Prefetcher[Batch] | Handout | None = None
@@ -116,12 +119,13 @@ class Trainer:
 
     # One step ------------------------------------------------------------------------------------------------------------------
 
-    def _samples(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int]) -> Prefetcher[Batch] | Handout:
+    def _samples(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int],
+                 samples: Callable[[int, int], Sequence[int]] = consecutive) -> Prefetcher[Batch] | Handout:
         """This rank's micro-batches from `consumed` on; only a rank that reads data may call it. Close it at the end."""
         micro_batch_size, dp = self.run.batch.micro_batch_size, self.groups.dp
         if self.feed and self.feed.comm.size > 1:
-            return Handout(self.feed, dataset, consumed, size, micro_batch_size, dp.size)
-        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, dp.rank, dp.size))
+            return Handout(self.feed, dataset, consumed, size, micro_batch_size, dp.size, samples)
+        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, dp.rank, dp.size, samples))
 
     def _broadcast(self, source: Iterator[Batch] | None) -> Iterator[Batch]:
         """Micro-batches (tokens and labels, each (s, b)) on every tensor-parallel rank, read by the first."""
@@ -159,7 +163,7 @@ class Trainer:
 
     def _train_batches(self) -> Iterator[Batch]:
         if self._batches is None and self.reads_data:
-            self._batches = self._samples(self.train, self.progress.consumed_samples, self.batch_size)
+            self._batches = self._samples(self.train, self.progress.consumed_samples, self.batch_size, self.skips.samples)
         if isinstance(self._batches, Handout):
             with self.waiting_for_data():
                 self._batches.begin()
@@ -178,10 +182,11 @@ class Trainer:
         lr = self.param_schedule.learning_rate(consumed)
         step = self.optimizer.step(lr, self.param_schedule.weight_decay(consumed), self.run.output.log_num_zeros_in_grad)
         self.progress.iteration += 1
-        self.progress.consumed_samples += size
+        self.progress.consumed_samples = self.skips.samples(consumed, size)[-1] + 1
         self.progress.skipped += step.skipped
         self.progress.nans += loss != loss
-        return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, time.perf_counter() - started)
+        return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, consumed,
+                               time.perf_counter() - started)
 
     def repeat(self, consumed: int, scale: float, stage: Stage, watch: Watch) -> None:
         """The forwards and backwards of the iteration that began at sample `consumed`, with loss scale `scale`, once more.
@@ -192,7 +197,7 @@ class Trainer:
         microbatches, own = self.layout.microbatches(self.run, self.batch_size(consumed)), self.watch
         factor, lists = scale / (microbatches * self.layout.dp), self.make_schedule(self.run, microbatches)
         self.optimizer.zero_grad(microbatches)
-        source = self._samples(self.train, consumed, self.batch_size) if self.reads_data else None
+        source = self._samples(self.train, consumed, self.batch_size, self.skips.samples) if self.reads_data else None
         if isinstance(source, Handout):
             source.begin()
         self._execute(self._broadcast(source), consumed, lists, factor, True, stage,
