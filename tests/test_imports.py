@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "nn": {"run", "comm", "host"},
     "perf": {"parts", "schedule", "timeline", "run", "published", "logs"},
     "jobs": {"run", "comm", "schedule", "perf"},
-    "training": {"parts", "run", "comm", "schedule", "timeline", "data", "checkpoint", "host", "logs", "nn"},
+    "training": {"parts", "run", "comm", "schedule", "timeline", "data", "checkpoint", "host", "logs", "nn", "perf"},
     "inference": {"run", "comm", "data", "checkpoint", "nn", "training"},
     "calibration": {"run", "comm", "data", "host", "logs", "perf", "training"},
     "cli": {"run", "comm"},  # and every command by its name, when it is called

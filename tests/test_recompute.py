@@ -13,7 +13,7 @@ from fugaku_megatron.run import recompute
 from fugaku_megatron.run.config import RunConfig
 from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.memory import stage_memory
-from fugaku_megatron.training import forecast
+from fugaku_megatron.training import choices, forecast
 from fugaku_megatron.training.dry_run import report
 from tests.helpers import make_trainer, small_run, train
 
@@ -123,9 +123,9 @@ def test_the_dry_run_prints_the_choice():
 
 def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
     run, layout = auto("1f1b")
-    lines = ThreadWorld(4).run(lambda world: forecast.room(run, layout, world))
-    assert lines == [int(forecast.FIT * forecast.node_bytes()) // 4 - forecast.PROCESS_BYTES] * 4
-    chosen = ThreadWorld(4).run(lambda world: forecast.settle(run, layout, world))
+    lines = ThreadWorld(4).run(lambda world: choices.room(run, layout, world))
+    assert lines == [int(choices.FIT * forecast.node_bytes()) // 4 - forecast.PROCESS_BYTES] * 4
+    chosen = ThreadWorld(4).run(lambda world: choices.settle(run, layout, world))
     assert all(pair == chosen[0] for pair in chosen) and "none" in chosen[0][1][0]
 
 

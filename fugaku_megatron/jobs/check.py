@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..perf import memory, software
+from ..perf import choice, memory, software
 from ..perf.model import System, step
 from ..run.config import RunConfig
 from ..run.layout import Layout
@@ -255,6 +255,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
     script = request.script
     system = System.from_names("a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node)
     fitted = system.software.fitted
+    run, _ = choice.settled(run, layout, system)
     used = memory.peak_mib(run, layout, system.software, request.nodes, fitted.memory)
     limit = memory.limit_mib(system.machine, system.software, request.ranks_per_node)
     if used > limit:

@@ -102,10 +102,16 @@ def _fixed_mib(layout: Layout, code: Software, nodes: int, parameters: MemoryPar
 
 def with_recompute(run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int) -> RunConfig:
     """The run with what --recompute-auto chooses in the machine's memory, or in --memory-per-rank; unchanged without the flag."""
-    limit = run.training.memory_per_rank or limit_mib(machine, code, layout.world_size // nodes)
-    room = (limit - _fixed_mib(layout, code, nodes, code.memory(machine))) * MIB
+    if not run.training.recompute_auto:
+        return run
     lists = schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
-    return settled(run, layout, room, lambda stage: _held(lists, stage))
+    return settled(run, layout, tensor_room(run, layout, machine, code, nodes), lambda stage: _held(lists, stage))
+
+
+def tensor_room(run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int) -> float:
+    """Bytes that the tensors of a rank may have: what the machine's memory, or --memory-per-rank, leaves for them."""
+    limit = run.training.memory_per_rank or limit_mib(machine, code, layout.world_size // nodes)
+    return (limit - _fixed_mib(layout, code, nodes, code.memory(machine))) * MIB
 
 
 def peak_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:

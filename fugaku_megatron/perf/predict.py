@@ -15,6 +15,7 @@ from typing import Any
 
 from ..run.config import RunConfig
 from ..run.layout import Layout
+from . import choice
 from .model import Prediction, System, predict
 from .request import add_system_arguments, run_of, system_of
 
@@ -58,6 +59,7 @@ def main(args: argparse.Namespace) -> int:
     """Predict and print. Raises ValueError, one line, for a user's mistake."""
     system = system_of(args)
     run = system.software.cut(run_of(args, system))
+    run, _ = choice.settled(run, Layout.from_run(run, system.world_size), system)
     prediction = predict(run, system)
     print(json.dumps(as_json(prediction)) if args.json else text(run, system, prediction))
     return 0

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..parts import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV
+from ..parts import AUTO, ONE_F_ONE_B
 from ..run import offers
 from ..run.config import BatchConfig, RunConfig, TrainingConfig
 from ..run.layout import Layout
 from ..run.layout import chunks as chunks_of
 from . import memory
+from .choice import schedules
 from .model import Prediction, System, predict, step
 from .software import with_schedule
 
@@ -73,18 +74,17 @@ def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible:
 
 
 WANTED, TRIED = 10, 60  # plans that are to be the best of all schedules, and layouts that are tried with each of these at most
-CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
 
 
 def _schedules(run: RunConfig, system: System, held: frozenset[str]) -> list[tuple[str, int]]:
     """(name, chunks of a stage) of the schedules that are tried."""
-    if {"pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"} & held:
+    given = {"pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"} & held
+    if given and run.parallel.pipeline_schedule != AUTO:
         return [(run.parallel.schedule, chunks_of(run))]
-    chunks = {ONE_F_ONE_B: (1,), ZB_H1: (1,), ZBV: (2,), INTERLEAVED: CHUNKS}
-    return [(name, count) for name in system.software.offers.schedules for count in chunks[name]]
+    return schedules(system.software.offers)
 
 
-def _rescheduled(plans: Sequence[Plan], schedules: Sequence[tuple[str, int]]) -> list[Plan]:
+def _rescheduled(plans: Sequence[Plan], wanted: Sequence[tuple[str, int]]) -> list[Plan]:
     """The plans in other schedules than 1F1B.
 
     Layouts follow one another by the least time that any schedule could give them; once that is beyond the WANTED best plans, the
@@ -92,11 +92,11 @@ def _rescheduled(plans: Sequence[Plan], schedules: Sequence[tuple[str, int]]) ->
     """
     found: list[Plan] = []
     ordered = sorted((plan for plan in plans if plan.layout.pp > 1), key=lambda plan: plan.least_seconds)
-    best = sorted(plan.seconds for plan in plans)[:WANTED] if (ONE_F_ONE_B, 1) in schedules else []
-    for plan in ordered if len(schedules) == 1 else ordered[:TRIED]:
+    best = sorted(plan.seconds for plan in plans)[:WANTED] if (ONE_F_ONE_B, 1) in wanted else []
+    for plan in ordered if len(wanted) == 1 else ordered[:TRIED]:
         if len(best) == WANTED and plan.least_seconds >= best[-1]:
             break
-        for name, chunks in schedules:
+        for name, chunks in wanted:
             if name == ONE_F_ONE_B or plan.layout.pp * chunks > plan.run.model.num_layers:
                 continue
             outcome = _judge(with_schedule(plan.asked, name, chunks), plan.system)

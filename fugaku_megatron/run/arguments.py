@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
+from ..parts import AUTO
 from .checks import check, flag
 from .command_line import Parser, nearest
 from .config import GROUPS, RunConfig
@@ -60,7 +61,8 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
      ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
     ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full",
      ("recompute_method", "recompute_num_layers")),
-    ("--recompute-auto", lambda run: run.training.recompute_auto, ("memory_per_rank",)),
+    ("--recompute-auto or --pipeline-schedule auto",
+     lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO, ("memory_per_rank",)),
     ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
     ("--vocab-file", lambda run: run.data.vocab_file is not None, ("tokenizer_type",)),
     ("--save", lambda run: run.output.save is not None,

@@ -190,8 +190,8 @@ class TrainingConfig:
         None, "layers of each part of the model that are recomputed; a part is a chunk of a pipeline stage, in the model's order",
         type=int, nargs="+")
     recompute_auto: bool = opt(False, "recompute as few layers of each stage and chunk as fit into memory")
-    memory_per_rank: int | None = opt(None, "MiB that a rank may use, for --recompute-auto (default: its share of nine tenths of "
-                                      "the node's memory; in a dry run of this node's, for one rank)", type=int)
+    memory_per_rank: int | None = opt(None, "MiB that a rank may use, for what is chosen by memory (default: its share of nine "
+                                      "tenths of the node's memory; in a dry run of this node's, for one rank)", type=int)
     use_flush_denormal: bool = opt(True, "flush denormals to zero in every thread (on by default)")
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..parts import INTERLEAVED, ONE_F_ONE_B
+from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B
 from ..parts import NAMES as SCHEDULES
 from .checks import check, check_choices, check_numbers, check_positive, flag, opt
 
@@ -22,8 +22,9 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = opt(None, "layers of the last stage; the others share the rest", type=int)
     pipeline_schedule: str | None = opt(None, "order of forwards and backwards: 1f1b; interleaved over several chunks of layers "
                                         "per stage; zb-h1 and zbv split backward, so that weight gradients fill idle time; zbv has "
-                                        "two chunks per stage in a V (default: interleaved with virtual stages, else 1f1b)",
-                                        type=str, choices=SCHEDULES)
+                                        "two chunks per stage in a V; auto: the one with the least modelled time that fits "
+                                        "into memory (default: interleaved with virtual stages, else 1f1b)",
+                                        type=str, choices=(*SCHEDULES, AUTO))
     num_virtual_stages_per_pipeline_rank: int | None = opt(None, "chunks of layers per stage of an interleaved schedule", type=int)
     num_layers_per_virtual_pipeline_stage: int | None = opt(None, "layers of a chunk of an interleaved schedule", type=int)
     sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
@@ -70,6 +71,7 @@ class ParallelConfig:
 
     @property
     def schedule(self) -> str:
-        """The name of the schedule of training."""
+        """The name of the schedule of training; 1f1b as long as it is not chosen."""
         virtual = self.num_virtual_stages_per_pipeline_rank or self.num_layers_per_virtual_pipeline_stage
-        return self.pipeline_schedule or (INTERLEAVED if virtual else ONE_F_ONE_B)
+        chosen = None if self.pipeline_schedule == AUTO else self.pipeline_schedule
+        return chosen or (INTERLEAVED if virtual else ONE_F_ONE_B)

@@ -21,7 +21,7 @@ from ..run.memory import Memory, stage_memory
 from ..run.recompute import layers_again
 from ..run.skips import Skips
 from ..timeline import Costs, walk
-from .forecast import settle
+from .choices import settle
 
 SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
 
@@ -123,10 +123,10 @@ def report(run: RunConfig, world_size: int) -> str:
         f"padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
         f"global batch size {size}, micro-batch size {run.batch.micro_batch_size}, {microbatches} micro-batches per iteration; "
         f"{iterations} iterations, {samples} samples",
+        *chosen,
         f"schedule {lists.name}" + f", {lists.placement.chunks} chunks of layers per stage" * (lists.placement.chunks > 1)
         + f", bubble {_bubble(lists):.1%} of the step's slots (model)",
         *_picture(lists),
-        *chosen,
         "memory of one rank per stage; recompute: layers of each chunk:",
         *_table(plans),
         f"FLOPs per iteration: {accounting.hardware_flops(run, size):.4e} hardware (the log's TFLOPs), "

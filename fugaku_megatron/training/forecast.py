@@ -18,16 +18,14 @@ from ..comm.base import Comm
 from ..comm.grid import Grid
 from ..comm.topology import Nodes, find_nodes
 from ..host.fma_peak import fma_peak_gflops
-from ..run import accounting, batches, memory, recompute
+from ..run import accounting, batches, memory
 from ..run.checks import check
 from ..run.config import RunConfig
 from ..run.layout import Layout
 from ..run.skips import Skips
 
-MIB = 1 << 20
-PROCESS_BYTES = 250 * MIB  # of a rank before its first tensor: Python, torch, MPI
+PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, MPI
 BEYOND_DOUBT = 1.1  # a run that needs this many times the memory of its node is refused
-FIT = 0.9  # of a node's memory: for what --recompute-auto chooses, the system and the error of the model need the rest
 FMA_SHARE = (0.8, 0.3)  # of the FP32 peak of multiply-adds: what a step reaches at best and where little fits the caches
 PEAK_ROUNDS = 3
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -66,31 +64,6 @@ def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | Non
     largest = int(world.all_reduce(torch.tensor(own), "max"))
     return (f"memory: about {_gib(largest)} for the largest rank, {_gib(needed)} for the {here.size} "
             f"ranks of this node, which has {_gib(has)} (model)")
-
-
-def room(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None) -> int:
-    """Bytes that the tensors of a rank may have, for --recompute-auto: the same on every rank. Collective over `world`.
-
-    --memory-per-rank, or where it is not given the smallest share of any node of which the ranks share nine tenths. Without a world
-    the one rank of this node.
-    """
-    if own := run.training.memory_per_rank:
-        return own * MIB - PROCESS_BYTES
-    samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, layout.global_batch_size(run)))[1]
-    share = int(FIT * node_bytes()) - memory.data_index_bytes(run, samples)
-    if world is not None:
-        share = int(world.all_reduce(torch.tensor(share // (nodes or find_nodes(world)).ranks.size), "min"))
-    return share - PROCESS_BYTES
-
-
-def settle(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None) -> tuple[RunConfig, list[str]]:
-    """The run with recompute as --recompute-auto chooses it for `room`, and the log's line about it. Collective over `world`."""
-    if not run.training.recompute_auto:
-        return run, []
-    space = room(run, layout, world, nodes)
-    lists = schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
-    chosen = recompute.settled(run, layout, space, lists.held)
-    return chosen, [recompute.choice_line(chosen, space)]
 
 
 def _gib(size: float) -> str:

@@ -38,7 +38,8 @@ from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
 from ..run.recompute import recompute_name
 from ..run.skips import Skips
-from .forecast import check_memory, data_line, iteration_line, node_bytes, settle, skip_line
+from .choices import settle
+from .forecast import check_memory, data_line, iteration_line, node_bytes, skip_line
 from .kernel_choice import build_ops, choose_kernels
 from .profile import Profile, profiled_ranks
 from .rank_times import RankTimes

@@ -118,10 +118,17 @@ def ranks(job: subprocess.Popen) -> list[psutil.Process]:
 OVERLAPPED = ["--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
 
 
-@pytest.mark.parametrize("how", [[], OVERLAPPED], ids=["plain", "overlapped"])
+ZBV = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv"]
+
+
+@pytest.mark.parametrize("how", [ZBV, OVERLAPPED], ids=["zbv", "overlapped"])
 def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, how):
-    """Starts take turns in how they save: the run waits, or does not, or disks of nodes have the checkpoint first."""
-    behind = ["--async-save"]
+    """Starts take turns in how they save: the run waits, or does not, or disks of nodes have the checkpoint first.
+
+    Those of a pipeline take turns in what they recompute, too.
+    """
+    again = ["--recompute-granularity", "full", "--recompute-part-layers", "1", "0", "0", "1"] if how == ZBV else []
+    behind = ["--async-save", *again]
     ways = ([], behind, [*behind, "--save-local", str(tmp_path / "local")])
     length = 10 + 3 * kills
     flags = ["--train-iters", str(length), "--save-interval", "2", "--hidden-dropout", "0.1", *how]
@@ -152,10 +159,12 @@ def test_another_layout_goes_on_with_the_same_curve(mpich, tmp_path):
     assert whole.returncode == 0, whole.stderr
     directory = ["--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts")]
     first = mpich.run(4, *flags, *parallel, *directory, "--exit-interval", "3")
-    second = mpich.run(2, *flags, "--pipeline-model-parallel-size", "2", *directory, "--exit-interval", "6")
+    second = mpich.run(2, *flags, "--pipeline-model-parallel-size", "2", *directory, "--exit-interval", "6", "--pipeline-schedule",
+                       "auto", "--recompute-auto")
     third = mpich.run(1, *flags, *directory)
     assert first.returncode == second.returncode == third.returncode == 0, second.stderr + third.stderr
     assert "note: saved with TP 2 x PP 1 x DP 2 x ZeRO shards 2, goes on with TP 1 x PP 2 x DP 1 x ZeRO shards 1" in second.stdout
+    assert "\nschedule: " in second.stdout and "; 1f1b 0." in second.stdout and "(model, a64fx)\nrecompute: " in second.stdout
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
     assert losses(tmp_path / "parts")[:3] == losses(tmp_path / "whole")[:3]
 

@@ -1,0 +1,92 @@
+"""What --pipeline-schedule auto and --recompute-auto choose: of the schedules that fit into memory the fastest one.
+
+    settled(run, layout, system, room) -> run, lines for its log
+
+The choice is a function of its arguments alone, so ranks that share them agree, and so does a dry run. All times are modelled.
+Left out: other layouts (`search`), what memory there is (`training.choices`). Test: pytest tests/test_choice.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import schedule
+from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV
+from ..run import recompute
+from ..run.config import RunConfig
+from ..run.layout import Layout, check_split, placement
+from ..run.memory import stage_memory
+from . import memory
+from .model import System, step
+from .software import Offers, with_schedule
+
+CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A schedule that a run could follow. run: with what is recomputed for it; seconds: of an iteration."""
+
+    run: RunConfig
+    seconds: float
+    fits: bool
+
+    @property
+    def name(self) -> str:
+        """With the number of chunks where the schedule does not say it."""
+        parallel, chunks = self.run.parallel, placement(self.run).chunks
+        return f"{parallel.schedule} with {chunks} chunks" if parallel.schedule == INTERLEAVED else parallel.schedule
+
+
+def schedules(offered: Offers) -> list[tuple[str, int]]:
+    """(name, chunks of a stage) of the schedules that software offers."""
+    chunks = {ONE_F_ONE_B: (1,), ZB_H1: (1,), ZBV: (2,), INTERLEAVED: CHUNKS}
+    return [(name, count) for name in offered.schedules for count in chunks[name]]
+
+
+def candidates(run: RunConfig, layout: Layout, system: System, room: float) -> list[Candidate]:
+    """The run in every schedule that its layers can be cut for, best first. room: bytes of a rank's tensors."""
+    found = []
+    for name, chunks in schedules(system.software.offers):
+        asked = with_schedule(run, name, chunks)
+        try:
+            check_split(asked)
+        except ValueError:  # too few layers, or layers given for another number of parts
+            continue
+        found.append(_judged(asked, layout, system, room))
+    return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds))
+
+
+def lists_of(run: RunConfig, layout: Layout) -> schedule.Schedule:
+    """The lists of an iteration at the full global batch size."""
+    return schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+
+
+def _judged(asked: RunConfig, layout: Layout, system: System, room: float) -> Candidate:
+    lists = lists_of(asked, layout)
+    run = recompute.settled(asked, layout, room, lists.held)
+    most = max(stage_memory(run, layout, stage, lists.held(stage)).total for stage in range(layout.pp))
+    return Candidate(run=run, seconds=step(run, layout, system, system.parameters).seconds, fits=most <= room)
+
+
+def settled(run: RunConfig, layout: Layout, system: System, room: float | None = None) -> tuple[RunConfig, list[str]]:
+    """The run with nothing left to choose, and lines that say what was chosen and why.
+
+    room: bytes of a rank's tensors; by default what the machine's memory, or --memory-per-rank, leaves for them. Where no schedule
+    fits it is 1F1B, which holds least.
+    """
+    room = memory.tensor_room(run, layout, system.machine, system.software, system.nodes) if room is None else room
+    again, lines = run.training.recompute_auto, []
+    if run.parallel.pipeline_schedule == AUTO and layout.pp > 1:
+        run, lines = _fastest(candidates(run, layout, system, room), system)
+    elif again:
+        run = recompute.settled(run, layout, room, lists_of(run, layout).held)
+    return run, lines + [recompute.choice_line(run, room)] * again
+
+
+def _fastest(found: list[Candidate], system: System) -> tuple[RunConfig, list[str]]:
+    fitting, tight = ([c for c in found if c.fits == fits] for fits in (True, False))
+    best = fitting[0] if fitting else next(c for c in found if c.run.parallel.schedule == ONE_F_ONE_B)
+    beside = "".join(f"; {c.name} {c.seconds:.3g} s" for c in fitting[1:])
+    without = f"; no memory for {', '.join(c.name for c in tight)}" * bool(tight)
+    return best.run, [f"schedule: {best.name}, {best.seconds:.3g} s an iteration{beside}{without} (model, {system.machine.name})"]
