@@ -132,3 +132,9 @@ def test_groups_of_commands_hold_commands(capsys):
     assert cli.start("program", group, ["-h"]) == 0
     assert capsys.readouterr().out == ("usage: program COMMAND [flags]\n\nA group.\n\n  end  to end\n\n"
                                        "Flags of a command: program COMMAND --help\n")
+
+
+def test_a_picture_goes_with_a_dry_run(tmp_path, capsys):
+    words = ["train", "--recipe", "demo", "--mock-data", "--png"]
+    assert cli.main([*words, str(tmp_path / "p.png")]) == 2 and "goes with --dry-run" in capsys.readouterr().err
+    assert cli.main([*words, str(tmp_path / "none" / "p.png"), "--dry-run"]) == 2 and "--png" in capsys.readouterr().err

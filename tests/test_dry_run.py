@@ -8,6 +8,7 @@ import pytest
 
 from fugaku_megatron import schedule
 from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.logs import pipeline_plot
 from fugaku_megatron.run.accounting import stage_parameters
 from fugaku_megatron.run.arguments import make_run, parse
 from fugaku_megatron.run.layout import Layout
@@ -109,3 +110,19 @@ def test_the_largest_values_are_planned_in_time(recipe, changes, world_size):
 def test_more_ranks_than_there_are_is_refused_at_once():
     with time_limit(), pytest.raises(ValueError, match="--global-batch-size 1024 is not divisible by .*1000000000000"):
         report(make_run("124m", {"vocab_size": 50257}), 10**12)
+
+
+def test_the_picture_shows_the_schedule_and_the_memory(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(pipeline_plot, "draw", lambda *given: drawn.append(given))
+    flags = "--recipe demo --mock-data --dry-run --world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zbv"
+    print_plan(parse(flags.split()), DryComm(), str(tmp_path / "p.png"))
+    (file, spans, memory, heading), = drawn
+    run = make_run("demo", {"vocab_size": 50257, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"})
+    assert len([s for s in spans if s.op in ("forward", "backward_input", "backward_weight")]) == 3 * 2 * 2 * 2
+    lists = schedule.of_run(run, 2)
+    plans = [plan_stage(run, Layout.from_run(run, 4), stage, lists) for stage in range(2)]
+    assert memory == [plan.memory.total / 2**20 for plan in plans]
+    assert file.endswith("p.png") and heading.startswith("zbv, 2 chunks of layers a stage, all 2 micro-batches, recompute none; ")
+    assert heading.endswith("(model, a64fx)")

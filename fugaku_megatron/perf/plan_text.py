@@ -1,4 +1,4 @@
-"""Plans as text, JSON and pictures: the table with days and node hours, the pipeline over time, the command line to start.
+"""Plans as text and JSON: the table with days and node hours, the pipeline over time, the command line to start.
 
 Test: pytest tests/test_perf_plan.py
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from typing import Any
 
-from ..logs import pipeline_plot
 from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED
 from ..run import batches
 from ..run.checks import flag
@@ -19,17 +18,14 @@ from ..run.config import GROUPS, RunConfig
 from ..run.layout import chunks
 from ..run.recipes import RECIPES
 from ..run.recompute import recompute_name
-from ..schedule import Schedule
-from ..timeline import Span, spans
-from . import memory
-from .model import Prediction, step
+from . import memory, picture
+from .model import Prediction
 from .search import Plan, Search
 
 WIDTH, ROWS = 100, 8  # of the picture, in characters and lines
 HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'slow net':>8} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} "
         f"{'DP':>5} {'TP':>3} {'PP':>3} {'MBS':>3} {'schedule':>8} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
-PICTURED = 4  # a picture shows at most this many times the number of stages in micro-batches
 
 
 def schedule_name(run: RunConfig) -> str:
@@ -63,7 +59,7 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
     lines += [f"warning: {w}" for w in prediction.warnings]
     schedule = schedule_name(first.run)
     start = "start the first with" + ("" if iterations(first) else ", and --train-iters or --train-samples")
-    lines += ["", *picture(first), "", f"schedule {schedule}; {start}", command(first, args)]
+    lines += ["", *pipeline(first), "", f"schedule {schedule}; {start}", command(first, args)]
     return "\n".join(lines)
 
 
@@ -127,16 +123,9 @@ def command(plan: Plan, args: argparse.Namespace) -> str:
     return shlex.join(["mpiexec", "-n", str(plan.system.world_size), "fugaku-megatron", "train", *train_flags(plan, args)])
 
 
-def _spans(plan: Plan) -> tuple[list[Span], Schedule, int]:
-    """What the stages do, the schedule that is shown, and the micro-batches of the whole one."""
-    modelled = step(plan.run, plan.layout, plan.system, plan.system.parameters)
-    shown = replace(modelled.schedule, microbatches=min(modelled.schedule.microbatches, PICTURED * plan.layout.pp))
-    return spans(shown, modelled.costs), shown, modelled.schedule.microbatches
-
-
-def picture(plan: Plan) -> list[str]:
+def pipeline(plan: Plan) -> list[str]:
     """Up to ROWS stages over time as lines of text: F forward, B backward (with recompute), . idle."""
-    bars, shown, microbatches = _spans(plan)
+    bars, shown, microbatches, _ = picture.modelled(plan.run, plan.layout, plan.system)
     end, pp = max(s.end for s in bars), plan.layout.pp
     stages = sorted({round(i * (pp - 1) / max(1, min(ROWS, pp) - 1)) for i in range(min(ROWS, pp))})
     lines = []
@@ -149,13 +138,7 @@ def picture(plan: Plan) -> list[str]:
         lines.append(f"stage {stage:>3} |{''.join(cells)}|")
     backward = "I gradients of inputs, W of weights" if shown.splits_backward else f"B {_backward(plan)}"
     legend = f"F forward, {backward}, . idle"
-    return [f"pipeline of the first plan, {_part(shown, microbatches)}, {end:.3g} s ({legend}; model)", *lines]
-
-
-def _part(shown: Schedule, microbatches: int) -> str:
-    """How much of an iteration a picture shows."""
-    return f"{shown.microbatches} of {microbatches} micro-batches" if shown.microbatches < microbatches else (
-        f"all {microbatches} micro-batches")
+    return [f"pipeline of the first plan, {picture.part(shown, microbatches)}, {end:.3g} s ({legend}; model)", *lines]
 
 
 def _backward(plan: Plan) -> str:
@@ -165,10 +148,7 @@ def _backward(plan: Plan) -> str:
 
 def png(plan: Plan, file: str) -> None:
     """The pipeline over time, and the memory of its stages, as a PNG file. Raises ValueError when it cannot be written."""
-    bars, shown, microbatches = _spans(plan)
     system = plan.system
     held = [memory.stage_mib(plan.run, plan.layout, stage, system.software, system.nodes, system.software.memory(system.machine))
             for stage in range(plan.layout.pp)]
-    heading = (f"{shown.name}, {_part(shown, microbatches)}, recompute {recompute_name(plan.run)}; an iteration takes "
-               f"{plan.seconds:.4g} s (model)")
-    pipeline_plot.draw(file, bars, held, heading)
+    picture.draw(plan.run, plan.layout, system, file, held)

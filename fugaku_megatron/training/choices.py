@@ -39,13 +39,18 @@ def room(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes
     return share - PROCESS_BYTES
 
 
+def modelled_system(layout: Layout) -> System:
+    """The nodes, of one rank each, whose costs stand for those of any machine."""
+    return System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
+
+
 def settle(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None) -> tuple[RunConfig, list[str]]:
     """The run with nothing left to choose, and the log's lines about it. Collective over `world`.
 
-    Times are those of nodes of one rank each. Rank 0 computes them for all.
+    Rank 0 computes the times, those of `modelled_system`, for all.
     """
     if not run.training.recompute_auto and run.parallel.pipeline_schedule != AUTO:
         return run, []
     space = room(run, layout, world, nodes)
-    system = System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
+    system = modelled_system(layout)
     return on_root(world, lambda: choice.settled(run, layout, system, space))

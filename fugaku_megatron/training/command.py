@@ -13,6 +13,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ..run.arguments import Arguments, add_flags, interpret
+from ..run.checks import check
+from ..run.outputs import check_picture
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -20,16 +22,20 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [flags]"  # all of them would fill the first screen
+    parser.add_argument("--png", metavar="FILE", help="picture of a --dry-run's pipeline over time (needs matplotlib)")
     add_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Train, or print the plan of a dry run; every rank of mpiexec comes here."""
     arguments = interpret(vars(args))
+    check(args.png is None or arguments.dry_run, f"--png {args.png} goes with --dry-run: give both, or --profile for the picture "
+          "of a real run")
+    check_picture(args.png)
 
     from ..comm.launch import run_or_abort
 
-    run_or_abort(lambda world: print_plan(arguments, world) if arguments.dry_run else _pretrain(arguments, world))
+    run_or_abort(lambda world: print_plan(arguments, world, args.png) if arguments.dry_run else _pretrain(arguments, world))
     return 0
 
 
@@ -39,13 +45,14 @@ def _pretrain(arguments: Arguments, world: Comm) -> None:
     pretrain(arguments, world)
 
 
-def print_plan(arguments: Arguments, world: Comm) -> None:
-    """What --dry-run prints, once. Collective."""
+def print_plan(arguments: Arguments, world: Comm, png: str | None = None) -> None:
+    """What --dry-run prints, once, and the picture that it draws. Collective."""
     from ..comm.agreement import everywhere
     from .dry_run import report
     from .pretrain import with_vocabulary
 
     with everywhere():
-        text = report(with_vocabulary(arguments.run, world), arguments.world_size or world.size)
+        run = with_vocabulary(arguments.run, world)
+        text = report(run, arguments.world_size or world.size, None if world.rank else png)
     if world.rank == 0:
         print(*(f"note: {note}" for note in arguments.notes), text, sep="\n")

@@ -14,6 +14,7 @@ from ..comm.grid import Grid
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B
+from ..perf import picture
 from ..run import accounting, batches, buckets
 from ..run.config import RunConfig
 from ..run.layout import Layout
@@ -21,7 +22,7 @@ from ..run.memory import Memory, stage_memory
 from ..run.recompute import layers_again
 from ..run.skips import Skips
 from ..timeline import Costs, walk
-from .choices import settle
+from .choices import modelled_system, settle
 
 SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
 
@@ -104,8 +105,11 @@ def _bubble(lists: schedule.Schedule) -> float:
     return idle / (busy + idle)
 
 
-def report(run: RunConfig, world_size: int) -> str:
-    """The plan as text. Raises ValueError for a run that does not fit on `world_size` ranks."""
+def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
+    """The plan as text, and the pipeline over time as a picture in the file `png`.
+
+    Raises ValueError for a run that does not fit on `world_size` ranks and for a picture that cannot be written.
+    """
     layout = Layout.from_run(run, world_size)
     run, chosen = settle(run, layout)
     size = layout.global_batch_size(run)
@@ -114,6 +118,8 @@ def report(run: RunConfig, world_size: int) -> str:
     plans = [plan_stage(run, layout, stage, lists) for stage in range(layout.pp)]
     iterations, samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, size),
                                          skips=Skips.parse(run.data.skip_samples))
+    if png:
+        picture.draw(run, layout, modelled_system(layout), png, [plan.memory.total / 2**20 for plan in plans])
     sent: dict[str, int] = {}
     for c in buckets.gradient_collectives(run, layout, 0):
         sent[f"{c.verb} {c.group}"] = sent.get(f"{c.verb} {c.group}", 0) + c.bytes
@@ -133,4 +139,5 @@ def report(run: RunConfig, world_size: int) -> str:
         f"{accounting.model_flops(run, size):.4e} model",
         "bytes per rank, stage 0, once per iteration: "
         + (", ".join(f"{name} {bytes / 2**20:.1f} MiB" for name, bytes in sent.items()) or "none"),
+        *([f"wrote {png}"] if png else []),
     ])
