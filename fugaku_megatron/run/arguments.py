@@ -64,6 +64,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--recompute-auto or --pipeline-schedule auto",
      lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO, ("memory_per_rank",)),
     ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
+    ("--rerun-on-spike", lambda run: run.numbers.rerun_on_spike, ("loss_spike_deviations",)),
     ("--vocab-file", lambda run: run.data.vocab_file is not None, ("tokenizer_type",)),
     ("--save", lambda run: run.output.save is not None,
      ("save_interval", "save_interval_in_mins", "keep_last", "async_save", "save_local")),

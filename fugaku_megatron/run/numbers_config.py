@@ -13,7 +13,11 @@ class NumbersConfig:
 
     check_weight_hash_across_dp_replicas_interval: int | None = opt(
         None, "iterations between comparisons of the weights of all data-parallel replicas, bit by bit (default: none)", type=int)
+    rerun_on_spike: bool = opt(False, "repeat an iteration whose loss is a spike, Inf or NaN before its update, and tell a broken "
+                               "machine (other bits) from a bad batch (the same bits)", aliases=("--check-for-spiky-loss",))
+    loss_spike_deviations: float = opt(6.0, "a loss is a spike above the median of the last 50 by more than this many standard "
+                                       "deviations, and by 1 %")
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check_positive(self, "check_weight_hash_across_dp_replicas_interval")
+        check_positive(self, "check_weight_hash_across_dp_replicas_interval", "loss_spike_deviations")

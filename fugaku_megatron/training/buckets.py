@@ -15,6 +15,7 @@ Left out: which parameters form a bucket (`run.buckets`, `flat`), the update (`o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,6 +59,7 @@ class BucketComm:
         self._weight_gradients = stage.ops.weight_gradients
         self.overlap_gather = run.parallel.overlap_param_gather
         self._gathers: dict[int, Handle] = {}
+        self.before_sum: Callable[[int, Tensor], None] | None = None  # is shown each bucket's own gradients; -1: the tied ones
         if run.parallel.overlap_grad_reduce:
             self._watch(stage)
         self.begin(0)
@@ -112,9 +114,15 @@ class BucketComm:
         """Start what waited for this unit alone."""
         self._completed.add(unit)
         if unit == self._tied_unit and self.tied_grad is not None:
-            self._tied_sum = self._all_reduce(self.embedding, self.tied_grad, behind=True)
+            self._sum_tied(behind=True)
         while len(self._sums) < self._untied and self._completed.issuperset(self.flat.buckets[len(self._sums)].units):
             self._sum_next(behind=True)
+
+    def _sum_tied(self, behind: bool) -> None:
+        """Sum the tied embedding's gradient over its two copies; behind: only start that."""
+        if self.before_sum:
+            self.before_sum(-1, self.tied_grad)
+        self._tied_sum = self._all_reduce(self.embedding, self.tied_grad, behind)
 
     @property
     def _untied(self) -> int:
@@ -124,6 +132,8 @@ class BucketComm:
     def _sum_next(self, behind: bool) -> None:
         """Sum the next bucket; behind: only start that."""
         bucket = self.flat.buckets[len(self._sums)]
+        if self.before_sum:
+            self.before_sum(len(self._sums), self.flat.grads[bucket.start : bucket.end])
         self._sum_partial_gradients(bucket)
         grads, (start, end) = self.flat.grads[bucket.start : bucket.end], self.part(bucket)
         if not self.sharded or self.dp.size == 1:
@@ -158,7 +168,7 @@ class BucketComm:
     def reduce(self) -> list[Tensor]:
         """The summed gradients of this rank's part of every bucket, as views of `flat.grads`; the same again until `begin`."""
         if self.tied_grad is not None and self._tied_sum is None:
-            self._tied_sum = self._all_reduce(self.embedding, self.tied_grad, behind=self._untied > 0)
+            self._sum_tied(behind=self._untied > 0)
         while len(self._sums) < self._untied:
             self._sum_next(behind=False)
         if len(self._sums) < len(self.flat.buckets):

@@ -14,6 +14,11 @@ class LossScaler:
         self.scale = precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0)
         self.good_steps, self.hysteresis = 0, precision.hysteresis
 
+    @property
+    def falling(self) -> bool:
+        """Whether an overflow is no surprise: the scale can still fall."""
+        return self.dynamic and self.scale > self.precision.min_loss_scale
+
     def update(self, overflow: bool) -> None:
         """Tell whether the gradients of this step had an Inf or NaN."""
         if not self.dynamic:

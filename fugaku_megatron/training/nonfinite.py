@@ -14,6 +14,7 @@ Test: pytest tests/test_nonfinite.py
 from __future__ import annotations
 
 import inspect
+import math
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -216,6 +217,6 @@ def find_nonfinite(trainer: Trainer, consumed: int, scale: float) -> str:
         trainer, search.met, "first met by {}, and no operation made it: what lies between is communication")
     if text:
         return text
-    if trainer.optimizer.grad_norm_is_finite():
+    if math.isfinite(trainer.optimizer.grad_norm()):
         return "not there when the iteration was repeated from the same state: memory or network of some node may be faulty"
     return "every rank's own gradients are finite, their sum over ranks is not"

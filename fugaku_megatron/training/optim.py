@@ -66,6 +66,7 @@ class Optimizer:
         self.buckets = BucketComm(stage, self.flat, run, groups)
         self.parts = [self._part(*self.buckets.part(bucket)) for bucket in self.flat.buckets]
         self.scaler, self.steps = LossScaler(run.precision), 0
+        self._norm: float | None = None
 
     def _part(self, start: int, end: int) -> Part:
         own, fp32 = self.flat.values[start:end], self.run.precision.name == "fp32"
@@ -75,6 +76,7 @@ class Optimizer:
     def zero_grad(self, microbatches: int = 1) -> None:
         """Before the first of an iteration's micro-batches."""
         self.flat.grads.zero_()
+        self._norm = None
         self.buckets.begin(microbatches)
 
     def _sum_counted(self, values: list[Tensor], measure: Callable[[Tensor], float]) -> float:
@@ -91,18 +93,19 @@ class Optimizer:
         self.buckets.await_weights()
         return math.sqrt(self._sum_counted([part.master for part in self.parts], self.ops.kernels.squared_norm))
 
-    def _norm(self, grads: list[Tensor]) -> float:
-        """Of the summed gradients, before the loss scale. grads: a tensor for each part."""
-        return math.sqrt(self._sum_counted(grads, self.ops.kernels.squared_norm)) / self.scaler.scale
+    def grad_norm(self) -> float:
+        """L2 norm of the summed gradients without the loss scale, before clipping; the same again until `zero_grad`. Collective."""
+        return self._norm_of(self.buckets.reduce())
 
-    def grad_norm_is_finite(self) -> bool:
-        """Whether the accumulated gradients are finite when they are summed. Collective."""
-        return math.isfinite(self._norm(self.buckets.reduce()))
+    def _norm_of(self, grads: list[Tensor]) -> float:
+        if self._norm is None:
+            self._norm = math.sqrt(self._sum_counted(grads, self.ops.kernels.squared_norm)) / self.scaler.scale
+        return self._norm
 
     def step(self, lr: float, weight_decay: float, count_zeros: bool = False) -> StepResult:
         """Update the weights from the accumulated gradients, or skip the update when they hold an Inf or NaN."""
         grads = self.buckets.reduce()
-        norm = self._norm(grads)
+        norm = self._norm_of(grads)
         zeros = self._sum_counted(grads, self.ops.kernels.count_zeros) if count_zeros else 0.0
         scale, overflow = self.scaler.scale, not math.isfinite(norm)
         self.scaler.update(overflow)

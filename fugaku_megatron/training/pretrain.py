@@ -43,6 +43,7 @@ from .forecast import check_memory, data_line, iteration_line, node_bytes, skip_
 from .kernel_choice import build_ops, choose_kernels
 from .profile import Profile, profiled_ranks
 from .rank_times import RankTimes
+from .rerun import Rerun
 from .resume import Resume, find_checkpoint, resume_training
 from .session import HISTORY, Session
 from .train import Progress, Trainer, reads_data
@@ -226,6 +227,8 @@ def start(arguments: Arguments, world: Comm) -> Session:
     _say(run, world, *resume_training(trainer, resume))
     iterations, _ = run_length(run, layout, resume.progress)
     writer = open_log(run, world, iterations, trainer.progress)
+    if run.numbers.rerun_on_spike:
+        trainer.before_update = Rerun(trainer, writer.event).before_update
     allocator.trim()
     return Session(trainer, writer, iterations, has_valid, profile, RankTimes(run, layout, world, phases, writer.print))
 

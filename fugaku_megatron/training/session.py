@@ -124,8 +124,7 @@ class Session:
 
         Nothing is saved: the last checkpoint is from before.
         """
-        scaler = self.trainer.optimizer.scaler
-        falling = scaler.dynamic and scaler.scale > scaler.precision.min_loss_scale
+        falling = self.trainer.optimizer.scaler.falling
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and not falling else 0
         if self.skipped_in_a_row == 1:
             self._explain_nonfinite(result)

@@ -78,7 +78,8 @@ class Trainer:
     train, valid: datasets, needed where `reads_data`; None elsewhere. feed: where this rank gets its samples from, if another rank
     may read them; then only the reader needs the datasets. ops: what runs the operations of a step. watch: see
     StepExecutor. make_schedule: the training schedule of so many micro-batches. waiting_for_data: is entered around what fetches
-    samples.
+    samples. before_update: is given the samples consumed before an iteration and its loss when gradients are summed, and returns
+    the loss of those that the update shall use.
     """
 
     run: RunConfig
@@ -92,6 +93,7 @@ class Trainer:
     make_schedule: Callable[[RunConfig, int], schedule.Schedule] = schedule.of_run
     feed: Feed | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
+    before_update: Callable[[int, float], float] | None = None
 
     def __post_init__(self) -> None:
         run = self.run
@@ -172,13 +174,10 @@ class Trainer:
     def train_step(self) -> IterationResult:
         """One iteration: forwards and backwards, gradient sums, update. Collective."""
         started, consumed = time.perf_counter(), self.progress.consumed_samples
-        size = self.batch_size(consumed)
-        microbatches, scale = self.layout.microbatches(self.run, size), self.optimizer.scaler.scale
-        self.optimizer.zero_grad(microbatches)
-        losses = self._execute(self._train_batches(), consumed, self.make_schedule(self.run, microbatches),
-                               scale / (microbatches * self.layout.dp), training=True)
-        self.optimizer.buckets.reduce()
-        loss = self._mean_loss(losses)  # not after the update, whose gathers of weights would come first on their communicator
+        size, scale = self.batch_size(consumed), self.optimizer.scaler.scale
+        loss = self._gradients(self._train_batches(), consumed, scale)
+        if self.before_update:
+            loss = self.before_update(consumed, loss)
         lr = self.param_schedule.learning_rate(consumed)
         step = self.optimizer.step(lr, self.param_schedule.weight_decay(consumed), self.run.output.log_num_zeros_in_grad)
         self.progress.iteration += 1
@@ -188,22 +187,31 @@ class Trainer:
         return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, consumed,
                                time.perf_counter() - started)
 
-    def repeat(self, consumed: int, scale: float, stage: Stage, watch: Watch) -> None:
-        """The forwards and backwards of the iteration that began at sample `consumed`, with loss scale `scale`, once more.
-
-        stage: holds the trainer's parameters. watch: as in StepExecutor, around the trainer's own. Gradients are left as
-        `train_step` finds them before their sums. Collective.
-        """
-        microbatches, own = self.layout.microbatches(self.run, self.batch_size(consumed)), self.watch
-        factor, lists = scale / (microbatches * self.layout.dp), self.make_schedule(self.run, microbatches)
+    def _gradients(self, batches: Iterator[Batch], consumed: int, scale: float, stage: Stage | None = None,
+                   watch: Watch | None = None) -> float:
+        """Forwards and backwards of the iteration that begins at sample `consumed`, and sums of gradients; the mean loss."""
+        microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
+        losses = self._execute(batches, consumed, self.make_schedule(self.run, microbatches),
+                               scale / (microbatches * self.layout.dp), True, stage, watch)
+        self.optimizer.buckets.reduce()
+        return self._mean_loss(losses)  # not after the update, whose gathers of weights would come first on their communicator
+
+    def repeat(self, consumed: int, scale: float, stage: Stage | None = None, watch: Watch | None = None) -> float:
+        """What `train_step` did before its update in the iteration that began at sample `consumed`, once more; the mean loss.
+
+        scale: of the loss. stage: the trainer's own, or another one that holds its parameters. watch: as in StepExecutor, around
+        the trainer's own. Collective.
+        """
+        own = self.watch
         source = self._samples(self.train, consumed, self.batch_size, self.skips.samples) if self.reads_data else None
         if isinstance(source, Handout):
             source.begin()
-        self._execute(self._broadcast(source), consumed, lists, factor, True, stage,
-                      lambda executor: watch(own(executor) if own else executor))
+        both = (lambda executor: watch(own(executor) if own else executor)) if watch else own
+        loss = self._gradients(self._broadcast(source), consumed, scale, stage, both)
         if source:
             source.close()
+        return loss
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
