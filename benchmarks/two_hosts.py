@@ -1,14 +1,15 @@
-"""Two hosts on one machine: data-parallel training over a slow link, blocking and overlapped in turn.
+"""Two hosts on one machine: data- or tensor-parallel training over a slow link, blocking and overlapped in turn.
 
     python -m benchmarks two_hosts --rate 1gbit --png two_hosts.png
+    python -m benchmarks two_hosts --tensor-parallel
 
 Two network namespaces with host names of their own hold one MPI rank and one computing thread each, joined by a veth pair whose
-ends a token bucket (tc tbf) limits. Each rank holds three data-parallel trainers, which take turns iteration by iteration:
-blocking, overlapped, and overlapped with BF16 gradients. Every other iteration of each leaves its sums out (computation). What
-crosses the link is read from its counters.
-Reduction can hide behind computation as long as the shorter of the two takes: hideable = min(computation, wire), and exposed is the
-median over the rounds of step - max(computation, wire), with the computation of the same round. waiting: what of the step the
-computing thread waits for sums; the rest of what is exposed is work that communication takes from its core.
+ends a token bucket (tc tbf) limits. Each rank holds the trainers, which take turns iteration by iteration: data-parallel ones,
+blocking, overlapped, and overlapped with BF16 gradients, or two with sequence parallelism, blocking and with --tp-comm-overlap.
+Every other iteration of each leaves its sums and gathers out (computation). What crosses the link is read from its counters.
+Communication can hide behind computation as long as the shorter of the two takes: hideable = min(computation, wire), and exposed is
+the median over the rounds of step - max(computation, wire), with the computation of the same round. waiting: what of the step the
+computing thread waits; the rest of what is exposed is work that communication takes from its core.
 
 Hosts of a cluster leave a core to the thread that calls MPI (host/placement.py). So by default one core here computes for both
 hosts, and the other one has both of these threads; with --own-cores each host has one core for all.
@@ -42,14 +43,19 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 # MPICH's ranks see two hosts: no shared memory between them, messages by TCP through the namespaces' only link.
 NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE}
 # 21 M parameters in many thin layers, one to a bucket: the last bucket, which nothing can hide, is small.
-MODEL = {"num_layers": 26, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
-DATA_PARALLEL = {"blocking": {}, "overlapped": {"overlap_grad_reduce": True},
-                 "overlapped, BF16": {"overlap_grad_reduce": True, "grad_reduce_in_bf16": True}}
+DEEP = {"num_layers": 26, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
+# 25 M parameters in few wide layers: a product takes longer than the rows that it reads or makes need on the link.
+WIDE = {"num_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 1024}
+DATA_PARALLEL = {"blocking": DEEP, "overlapped": {**DEEP, "overlap_grad_reduce": True},
+                 "overlapped, BF16": {**DEEP, "overlap_grad_reduce": True, "grad_reduce_in_bf16": True}}
+PARTS = {**WIDE, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+TENSOR_PARALLEL = {"blocking": PARTS, "overlapped": {**PARTS, "tp_comm_overlap": True}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default: %(default)s)")
+    parser.add_argument("--tensor-parallel", action="store_true", help="the hosts share each layer's matrices instead of the batch")
     parser.add_argument("--own-cores", action="store_true", help="a core for each host, which computes and communicates on it")
     parser.add_argument("--seq-length", type=int, default=704)
     parser.add_argument("--micro-batch-size", type=int, default=1)
@@ -129,13 +135,18 @@ def _system(*command: str) -> None:
         raise RuntimeError(f"two hosts cannot be made here: {' '.join(command)}: {done.stderr.strip()}")
 
 
+def trainers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The fields of each trainer's run that differ from another's."""
+    return TENSOR_PARALLEL if options.tensor_parallel else DATA_PARALLEL
+
+
 def order(options: argparse.Namespace) -> dict[str, Any]:
     """What both ranks are told, see two_hosts_rank.py."""
-    size = options.micro_batches * options.micro_batch_size
-    common = {**MODEL, "seq_length": options.seq_length, "mock_data": True, "train_iters": 2 * (options.rounds + 1),
-              "micro_batch_size": options.micro_batch_size, "global_batch_size": size * len(HOSTS), "eval_iters": 0,
+    size = options.micro_batches * options.micro_batch_size * (1 if options.tensor_parallel else len(HOSTS))
+    common = {"seq_length": options.seq_length, "mock_data": True, "train_iters": 2 * (options.rounds + 1),
+              "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "eval_iters": 0,
               "kernels": "native", "ddp_bucket_size": options.bucket_size}
-    planned = {name: {**common, **flags} for name, flags in DATA_PARALLEL.items()}
+    planned = {name: {**common, **flags} for name, flags in trainers(options).items()}
     return {"jobs": planned, "rounds": options.rounds, "cores": cores(options)}
 
 
@@ -164,7 +175,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
     for line in job.stdout:
         rounds.append(json.loads(line))
         steps = ", ".join(f"{name} {rounds[-1][name]['seconds']:.3f} s (alone {rounds[-1][name]['computation']:.3f})"
-                          for name in DATA_PARALLEL)
+                          for name in trainers(options))
         print(f"  round {len(rounds)} of {options.rounds}: {steps}", flush=True)
     errors = job.communicate()[1].strip()
     if job.returncode:
@@ -178,7 +189,7 @@ def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
         return statistics.median(each[name][field] for each in rounds)
 
     rows = []
-    for name in DATA_PARALLEL:
+    for name in trainers(options):
         seconds, sent, computation = (median(name, field) for field in ("seconds", "sent", "computation"))
         wire = 8 * sent / rate
         exposed = statistics.median(each[name]["seconds"] - max(each[name]["computation"], wire) for each in rounds)
@@ -188,12 +199,13 @@ def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
                      "exposed_seconds": exposed, "exposed_share": exposed / hideable, "waiting_seconds": median(name, "waiting"),
                      "loss": rounds[-1][name]["loss"], "ratio": median("blocking", "seconds") / seconds, "measured": True})
     return {"rows": rows, "rate": options.rate, "rounds": rounds, "busy": busy, "own_cores": options.own_cores,
+            "what": "Rows between products" if options.tensor_parallel else "Gradient sums",
             "cpu": runtime.cpu_model(), "repeat": driver.command_line()}
 
 
 def show(result: dict[str, Any]) -> None:
     """The table."""
-    print(f"link {result['rate']}; seconds of an iteration, and of one without its sums (alone)")
+    print(f"link {result['rate']}; seconds of an iteration, and of one without its sums and gathers (alone)")
     print(f"{'job':<18} {'s':>8} {'alone s':>8} {'MB sent':>8} {'wire s':>7} {'exposed s':>10} {'of hideable':>12} "
           f"{'waiting s':>10} {'x blocking':>11}")
     for row in result["rows"]:
@@ -224,6 +236,6 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     axes.set(xlabel="seconds of an iteration", xlim=(0, None))
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    figure.suptitle(f"Gradient sums of two hosts over {result['rate']}, behind backward or not\nmeasured, {result['cpu']}")
+    figure.suptitle(f"{result['what']} of two hosts over {result['rate']}, behind computation or not\nmeasured, {result['cpu']}")
     with writing("--png", path):
         figure.savefig(path, dpi=110, format="png")

@@ -3,8 +3,8 @@
     mpiexec -n 2 python -m benchmarks.two_hosts_rank '{"jobs": {"blocking": {...}}, "rounds": 3, "cores": [[0, 1], [0, 1]]}'
 
 One JSON line per round on rank 0: {job: {"seconds", "computation", "waiting", "sent", "loss"}}. computation: seconds of another
-iteration of the same trainer, whose sums over data-parallel ranks are left out: the same code on the same memory, which differs by
-several per cent between trainers. Left out: namespaces and figures (two_hosts.py).
+iteration of the same trainer, whose data- and tensor-parallel communication is left out: the same code on the same memory, which
+differs by several per cent between trainers. Left out: namespaces and figures (two_hosts.py).
 Test: pytest tests/mpi/test_two_hosts.py
 """
 
@@ -50,10 +50,11 @@ class Silence:
 
 
 def build(world: Comm, values: dict[str, Any], phases: Phases, silence: Silence) -> Trainer:
-    """A data-parallel trainer over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its sums."""
+    """A trainer over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
     run = make_run(None, values)
-    groups, layout = Grid(world.size).groups(world), Layout.from_run(run, world.size)
-    groups = replace(groups, dp=Observed(groups.dp, VERBS, silence.observe))
+    layout = Layout.from_run(run, world.size)
+    groups = Grid(world.size, layout.tp, layout.pp).groups(world)
+    groups = replace(groups, **{name: Observed(getattr(groups, name), VERBS, silence.observe) for name in ("dp", "tp")})
     ops = build_ops(run, choose_kernels(run, layout, world).backends)
     return Trainer(run, world, phases.groups(groups), *pretrain.build_data(run, groups, layout), ops=ops)
 
@@ -76,7 +77,7 @@ def turn(world: Comm, trainer: Trainer, phases: Phases) -> dict[str, float]:
 
 
 def pair(world: Comm, trainer: Trainer, phases: Phases, silence: Silence, number: int) -> dict[str, float]:
-    """An iteration, and one without its sums; which comes first, the round's number says."""
+    """An iteration, and one without its communication; which comes first, the round's number says."""
     turns = {}
     for silence.on in (True, False) if number % 2 else (False, True):
         turns[silence.on] = turn(world, trainer, phases)

@@ -29,6 +29,7 @@ from .parts import (
     SEND_BACKWARD,
     SEND_FORWARD,
     SENDS,
+    SPLITS_BACKWARD,
     ZB_H1,
     ZBV,
     Held,
@@ -197,7 +198,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether the lists hold I and W instead of B."""
-        return self.name in (ZB_H1, ZBV)
+        return self.name in SPLITS_BACKWARD
 
     def forward_only(self) -> Schedule:
         """The lists of an evaluation with the same parts of the model in the same places."""

@@ -13,6 +13,7 @@ from fugaku_megatron.comm.recording import record
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.run import accounting, buckets
+from fugaku_megatron.run.accounting import Collective
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.run.layout import Layout, check_split, check_world_size
 from fugaku_megatron.training.train import Trainer
@@ -63,13 +64,23 @@ def test_flops_are_torchs(dropout):
     assert counted_flops(run) == (sum(r.flops_forward for r in records), sum(r.flops_backward for r in records))
 
 
+def by_blocks(run, place: str, collectives: tuple[Collective, ...]) -> list[Collective]:
+    """The messages that take the place of a layer's collectives with --tp-comm-overlap: the bytes that reach other ranks."""
+    if place != "layer" or not run.parallel.tp_comm_overlap:
+        return list(collectives)
+    tp = run.parallel.tensor_model_parallel_size
+    bytes = {"all_gather": lambda c: (tp - 1) * c.bytes, "reduce_scatter": lambda c: c.bytes // tp * (tp - 1)}
+    return [Collective(verb, "tp", bytes[c.verb](c)) for c in collectives for verb in ("send", "recv")]
+
+
 def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     """Bytes per (verb, group) of one iteration, without the few bytes of norms and losses."""
     expected: dict[tuple[str, str], int] = {}
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
-    per_microbatch = [c for _, r in accounting.stage_records(run, layout, stage) for c in (*r.forward, *r.backward)]
+    records = list(accounting.stage_records(run, layout, stage))
+    per_microbatch = [c for place, r in records for c in by_blocks(run, place, (*r.forward, *r.backward))]
     if run.training.recompute_granularity == "full":  # groups of one layer
-        again = [c for r in accounting.recomputed_records(run, layout.tp, last=True) for c in r.forward]
+        again = [c for r in accounting.recomputed_records(run, layout.tp, last=True) for c in by_blocks(run, "layer", r.forward)]
         per_microbatch += again * sum(map(len, accounting.stage_layers(run, stage)))
     for c in per_microbatch * microbatches + buckets.gradient_collectives(run, layout, stage):
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
@@ -114,6 +125,7 @@ def test_bytes_are_those_communicated(world, tp, pp, changes):
 @pytest.mark.parametrize(("world", "tp", "pp"), [layout for layout in LAYOUTS if layout[1] > 1])
 def test_bytes_with_sequence_parallelism(world, tp, pp, changes):
     check_bytes(small_run(**changes, **sizes(tp, pp), sequence_parallel=True), world)
+    check_bytes(small_run(**changes, **sizes(tp, pp), sequence_parallel=True, tp_comm_overlap=True), world)
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(10, "start 8 or 16 ranks"), (17, "start 16 or 24 ranks"), (3, "start 8 ranks")])

@@ -212,6 +212,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
                                  "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"), pipeline)
     companions["recompute_part_layers"] = {"recompute_granularity": "full"}
     companions["overlap_param_gather"] = {"overlap_grad_reduce": True, "zero_stage": 1}
+    companions["tp_comm_overlap"] = {"sequence_parallel": True}
     companions["end_weight_decay"] = companions["start_weight_decay"]
     if name in others:
         new = others[name]

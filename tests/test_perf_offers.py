@@ -20,7 +20,7 @@ from fugaku_megatron.run.offers import OFFERS
 from fugaku_megatron.run.recipes import gpt_30b, gpt_124m
 
 PERF = Path(model.__file__).parent
-UNBUILT = [name for name, offer in OFFERS.items() if not offer.built]
+PLANNED = "planned_offer"  # a row that is not built, for tests
 GRAD, GATHER = frozenset({offers.OVERLAP_GRAD_REDUCE}), frozenset({offers.OVERLAP_PARAM_GATHER})
 
 
@@ -36,11 +36,17 @@ def test_nothing_is_modelled_that_is_not_built():
         assert code.offers.names <= offers.built() and (code.style == "native" or not code.offers.names)
 
 
-@pytest.mark.parametrize("name", UNBUILT)
-def test_a_gain_without_its_implementation_is_refused(name):
+@pytest.fixture
+def planned(monkeypatch) -> None:
+    """A row of the table that the trainer does not have."""
+    monkeypatch.setitem(OFFERS, PLANNED, offers.Offer(built=False, meaning="a plan", place="nowhere.py", field="planned_offer"))
+
+
+def test_a_gain_without_its_implementation_is_refused(planned):
     code = software.load("fugaku_megatron")
-    with pytest.raises(ValueError, match=f"{name}: the trainer does not have it, so it is not modelled"):
-        software.Offers.from_names(code.offers.names | {name}, (1,))
+    with pytest.raises(ValueError, match=f"{PLANNED}: the trainer does not have it, so it is not modelled"):
+        software.Offers.from_names(code.offers.names | {PLANNED}, (1,))
+    assert PLANNED not in offers.built() and all(offer.built for name, offer in OFFERS.items() if name != PLANNED)
 
 
 def test_the_model_counts_an_offer_only_by_the_tables_names():
@@ -101,12 +107,12 @@ def test_the_pessimistic_network_slows_large_sums_only():
     assert model.step(run, Layout(4, 4, 1, 1), inside, inside.parameters, slow=True).data_parallel == 0.0
 
 
-def test_the_table_has_every_offer(capsys):
+def test_the_table_has_every_offer(capsys, planned):
     flags = "plan --recipe 124m --nodes 4 --ranks-per-node 1 --micro-batch-size 1 --tensor-model-parallel-size 1"
     assert cli.main([*flags.split(), "--offers"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in OFFERS) and "slow network" in text
-    assert text.count("not in the trainer: not modelled") == len(UNBUILT)
+    assert text.count("not in the trainer: not modelled") == 1
     assert cli.main([*flags.split(), "--offers", "--json"]) == 2 and "--offers prints its own table" in capsys.readouterr().err
 
 
@@ -129,6 +135,34 @@ def test_a_flag_that_the_software_does_nothing_with_changes_no_time_and_is_said(
     with_flag, without = (model.predict(r, system, with_band=False) for r in (switched, run))
     assert with_flag.seconds == without.seconds
     assert any("torch1.10 does not offer --sequence-parallel" in line for line in with_flag.warnings)
+
+
+def test_exchanges_behind_products_wait_for_their_first_block_at_least():
+    """30B at TP 4 between nodes: all but what cannot hide is hidden, and a network that is too slow is waited for."""
+    run = replace(gpt_30b(), parallel=ParallelConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=6,
+                                                     sequence_parallel=True))
+    system, layout = System.from_names("a64fx", "fugaku_megatron", 24, 1), Layout(24, 4, 6, 1)
+    behind = offers.switched(run, offers.TP_COMM_OVERLAP)
+    waits = {}
+    for name, case, machine in (("blocking", run, system.machine), ("behind", behind, system.machine),
+                                ("slow", behind, replace(system.machine, link_gbs=0.01, injection_gbs=0.01))):
+        busy = model.step(case, layout, replace(system, machine=machine), system.parameters).slowest
+        waits[name] = busy.tensor_parallel
+    assert 0 < waits["behind"] < 0.4 * waits["blocking"] and waits["slow"] > 10 * waits["blocking"]
+    bare = replace(system, software=system.software.without(offers.TP_COMM_OVERLAP))
+    assert model.step(behind, layout, bare, system.parameters).slowest.tensor_parallel == waits["blocking"]
+
+
+def test_exchanges_behind_products_are_tried_between_nodes_only():
+    run = replace(gpt_30b(), parallel=ParallelConfig(pipeline_model_parallel_size=48))
+    held = frozenset({"micro_batch_size", "recompute_granularity", "pipeline_model_parallel_size", "zero_stage"})
+    for ranks, expected in ((1, {1: {False}, 2: {True}, 4: {True}}), (2, {1: {False}, 2: {False}, 4: {False, True}})):
+        system, made = System.from_names("a64fx", "fugaku_megatron", 384, ranks), {}
+        for candidate, _ in runnable(run, system, held | {"ranks_per_node"}):
+            parallel = candidate.parallel
+            if parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:
+                made.setdefault(parallel.tensor_model_parallel_size, set()).add(parallel.tp_comm_overlap)
+        assert {tp: made[tp] for tp in expected} == expected
 
 
 def runnable(run, system, held: frozenset[str]) -> list:

@@ -46,7 +46,7 @@ def saved_run(manifest: dict[str, Any], alone: bool = False) -> RunConfig:
         if name == "batch":
             values = {"micro_batch_size": 1}
         if name == "parallel":  # a prompt of any length is not cut into parts, and the weights are the same
-            values = {} if alone else {**values, "sequence_parallel": False}
+            values = {} if alone else {**values, "sequence_parallel": False, "tp_comm_overlap": False}
         groups[name] = config(**values)
     return RunConfig(**groups)
 

@@ -65,6 +65,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, at: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `at` needs none."""
         fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
+        if context.blocks is not None:
+            return context.ops.mlp_between_parts(x, fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.blocks)
         partial = context.ops.mlp(context.into_product(x), fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.sequence)
         return context.out_of_product(partial, at.needs_values)
 

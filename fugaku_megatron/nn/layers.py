@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 from ..comm.base import Comm
+from ..comm.row_blocks import RowBlocks
+from ..run import activations
 from ..run.config import ModelConfig
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter
@@ -28,7 +30,7 @@ SITES = ("residual_1", "residual_2", "attention", "embedding")
 @dataclass(frozen=True)
 class Context:
     """What every layer of a stage is built with. sequence_parallel: what lies between the products of tensor-parallel ranks works
-    on this rank's part of the sequence; it means nothing with one rank.
+    on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts travel behind the products.
     """
 
     model: ModelConfig
@@ -36,11 +38,19 @@ class Context:
     ops: Ops
     seed: int
     sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
 
     @property
     def sequence(self) -> Comm | None:
         """The ranks that share the sequence, None where every rank has the whole of it."""
         return self.tp if self.sequence_parallel and self.tp.size > 1 else None
+
+    @property
+    def blocks(self) -> RowBlocks | None:
+        """How products exchange parts of the sequence while they run, None where they do not."""
+        if not self.tp_comm_overlap or self.sequence is None:
+            return None
+        return RowBlocks(self.tp, self.ops.kernels, activations.blocks_of_a_part(self.tp.size))
 
     def first_position(self, x: Tensor) -> int:
         """Where x (s, b, h), an activation between the products, begins in the sequence."""
@@ -94,6 +104,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, inputs) -> (s, b, outputs / tp)."""
         context = self.context
+        if context.blocks is not None:
+            return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
         return context.ops.linear(context.into_product(x), self.weight, self.bias, context.sequence)
 
 
@@ -111,7 +123,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, inputs / tp) -> (s, b, outputs), without the bias."""
-        return self.context.out_of_product(self.context.ops.linear(x, self.weight))
+        context = self.context
+        if context.blocks is not None:
+            return context.ops.row_linear(x, self.weight, context.blocks)
+        return context.out_of_product(context.ops.linear(x, self.weight))
 
 
 class VocabParallelEmbedding(nn.Module):

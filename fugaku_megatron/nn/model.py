@@ -38,7 +38,8 @@ class Stage(nn.Module):
         super().__init__()
         tp, pp, dp = groups.tp, groups.pp, groups.dp
         self.placement, self.ops = placement(run), ops
-        context = Context(run.model, tp, ops, run.training.seed, run.parallel.sequence_parallel)
+        parallel = run.parallel
+        context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap)
         rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, dp.size))
         self.chunks = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
                                     for chunk in range(self.placement.chunks))

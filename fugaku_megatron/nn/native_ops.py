@@ -216,13 +216,18 @@ def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weigh
         argument.copy_(part)
 
 
-def _gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> Tensor:
-    """The gradient of pre (rows, f), in new memory; the second weight's gradient is put off, and needs pre and dy (rows, h)."""
+def add_second_weight_gradient(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
+    """Add dy^T gelu(pre) to weight2's gradient (h, f), now or later; dy (rows, h) and pre (rows, f) stay until that is done."""
     def second_weight() -> None:
         for columns, argument, part in _column_parts(pre, whole=False):
             _second_weight_gradient(ops, dy, argument, part, weight2.main_grad[:, columns], chunk)
 
     ops.weight_gradients.add(second_weight)
+
+
+def _gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> Tensor:
+    """The gradient of pre (rows, f), in new memory; the second weight's gradient is put off, and needs pre and dy (rows, h)."""
+    add_second_weight_gradient(ops, dy, pre, weight2, chunk)
     dpre = torch.empty_like(pre)
     ops.kernels.linear_data_gradient(dy, weight2, dpre, pre, packed=ops.packed(weight2, True, chunk), fp16_chunk=chunk)
     return dpre

@@ -21,7 +21,9 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.base import Comm
+from ..comm.row_blocks import RowBlocks
 from ..host import kernels as native_kernels
+from . import overlapped_ops
 from .native_ops import NativeOps
 from .shared import DropoutKey, backward, recompute
 from .torch_ops import TorchOps
@@ -91,6 +93,19 @@ class Ops:
         memory backward may use. sequence: as in `linear`.
         """
         return self.backends["gemm"].mlp(x, weight1, bias1, weight2, needs_values, sequence)
+
+    def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks) -> Tensor:
+        """`linear` of what is gathered from x (s / t, b, in) block by block, behind the product -> (s, b, out)."""
+        return overlapped_ops.column_linear(self.backends["gemm"], x, weight, bias, blocks)
+
+    def row_linear(self, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
+        """This rank's part (s / t, b, out) of the sum over ranks of `linear` of x (s, b, in), block by block behind the product."""
+        return overlapped_ops.row_linear(self.backends["gemm"], x, weight, blocks)
+
+    def mlp_between_parts(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+                          blocks: RowBlocks) -> Tensor:
+        """`mlp` from part to part (s / t, b, h) of the sequence, its input gathered and its result summed behind the products."""
+        return overlapped_ops.mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
         """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, n 3 d) -> (s, b, n d).

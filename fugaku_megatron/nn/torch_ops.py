@@ -32,9 +32,29 @@ class TorchOps:
     kernels: Any
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
 
+    # Products, as the native backend has them --------------------------------------------------------------------------------
+
+    def chunk(self, x: Tensor) -> int:
+        """0: torch's products have no chunks that are summed in FP16."""
+        return 0
+
+    def product(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, chunk: int = 0) -> None:
+        """out (rows, out) = x (rows, in) weight^T + bias, weight (out, in), bias (out)."""
+        out.copy_(F.linear(x, weight, bias))
+
+    def data_gradient(self, dy: Tensor, weight: Tensor, dx: Tensor, chunk: int = 0) -> None:
+        """dx (rows, in) = dy (rows, out) weight, weight (out, in)."""
+        torch.mm(dy, weight, out=dx)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 0) -> None:
+        """Add dy^T x to the gradient of weight (out, in), now or later, and the sum of dy's rows to that of bias (out)."""
+        self.weight_gradients.add(partial(_linear_weight_gradient, dy, x.detach(), weight, bias))
+
+    # Operations, as in `ops` -------------------------------------------------------------------------------------------------
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""
-        return _Linear.apply(self.weight_gradients, x, weight, bias, sequence)
+        return _Linear.apply(self, x, weight, bias, sequence)
 
     def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
             sequence: Comm | None = None) -> Tensor:
@@ -88,23 +108,22 @@ class TorchOps:
 
         The weight's gradient is never put off, as in the native backend, so that it comes before the embedding's in a shared one.
         """
-        logits = _Linear.apply(WeightGradients(), x, weight, None, None)
+        logits = _Linear.apply(TorchOps(self.kernels), x, weight, None, None)
         return vocab_parallel_cross_entropy(logits, labels, tp, first_row).mean()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight_gradients: WeightGradients, x: Tensor, weight: Tensor, bias: Tensor | None,
-                sequence: Comm | None) -> Tensor:
+    def forward(ctx: Any, ops: TorchOps, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Comm | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight_gradients, ctx.weight, ctx.bias, ctx.sequence = weight_gradients, weight, bias, sequence
+        ctx.ops, ctx.weight, ctx.bias, ctx.sequence = ops, weight, bias, sequence
         return F.linear(gather_sequence(x, sequence), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = gather_sequence(ctx.saved_tensors[0], ctx.sequence), ctx.weight
         rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # (s b, in), (s b, out)
-        ctx.weight_gradients.add(partial(_linear_weight_gradient, dy_rows, rows.detach(), weight, ctx.bias))
+        ctx.ops.weight_gradient(dy_rows, rows, weight, ctx.bias)
         return None, reduce_scatter_sequence((dy_rows @ weight).view_as(x), ctx.sequence), None, None, None
 
 

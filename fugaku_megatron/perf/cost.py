@@ -20,7 +20,7 @@ from .machine import GB, Machine
 from .network import Network
 from .parameters import Parameters
 from .software import Software
-from .work import Product, Work
+from .work import Exchange, Product, Work
 
 # glibc: larger blocks come from mmap and go back at once. Blocks of up to this size come from the heap, which keeps them, once one
 # of their size has been freed: the threshold grows with what is freed, as far as this limit (DEFAULT_MMAP_THRESHOLD_MAX).
@@ -77,9 +77,15 @@ class Rank:
         gemm = sum(self._product(p) for p in work.products if not p.attention)
         attention = sum(self._product(p) for p in work.products if p.attention)
         reduce = sum(times * self.network.seconds(c.verb, c.group, c.bytes) for c, times in work.collectives)
+        reduce += sum(times * self._waiting(exchange) for exchange, times in work.exchanges)
         seconds = Seconds(gemm=gemm, attention=attention, elementwise=self.traffic(work.moved),
                           page_faults=self._faults(work.allocations), calls=self.calls(work.calls), tensor_parallel=reduce)
         return seconds * self.machine.host_factor
+
+    def _waiting(self, exchange: Exchange) -> float:
+        """Seconds for which an exchange holds up the products that it goes on behind."""
+        travelling = sum(self.network.messages(c.verb, c.group, c.bytes) for c in exchange.collectives)
+        return max(0.0, travelling + self._product(exchange.first) - sum(map(self._product, exchange.behind)))
 
     def traffic(self, bytes: float) -> float:
         """Seconds of element-wise operators that read and write `bytes` in total."""

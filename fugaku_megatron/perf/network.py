@@ -54,6 +54,19 @@ class Network:
         return (self._ring(size, inside, passes, within, self.machine.intra_alpha_us)
                 + self._ring(size / inside, members // inside, passes, between, self.machine.link_alpha_us))
 
+    def messages(self, verb: str, group: str, bytes: int) -> float:
+        """Seconds of a gather or a reduce_scatter as messages between each two ranks of `group`, to which each passes `bytes`.
+
+        Nothing is passed on, so what reaches a node's ranks from other nodes crosses its ports once for each of them.
+        """
+        members, together = self._group(group)
+        part = bytes if verb == "all_gather" else bytes / members
+        inside = min(members, together)
+        near, far = (inside - 1) * part, (members - inside) * part
+        between, machine = self._between_rate(group, self.ranks_per_node), self.machine
+        return (near / (machine.intra_gbs * GB) + far / (between * GB)
+                + ((inside - 1) * machine.intra_alpha_us + (members - inside) * machine.link_alpha_us) * 1e-6)
+
     def _group(self, group: str) -> tuple[int, int]:
         """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
         layout, ranks = self.layout, self.ranks_per_node

@@ -71,4 +71,5 @@ def _cells(row: OfferRow, whole: Plan | None) -> tuple[str, ...]:
     return (row.name, f"{plan.seconds:.4g}", f"{row.slow_seconds:.4g}", change,
             f"{plan.system.ranks_per_node} ranks a node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, "
             f"MBS {plan.run.batch.micro_batch_size}, recompute {recompute_name(plan.run)}, "
-            f"ZeRO {plan.run.parallel.zero_stage}" + (", sequence parallel" if plan.run.parallel.sequence_parallel else ""))
+            f"ZeRO {plan.run.parallel.zero_stage}" + (", sequence parallel" if plan.run.parallel.sequence_parallel else "")
+            + (", exchange overlapped" if plan.run.parallel.tp_comm_overlap else ""))

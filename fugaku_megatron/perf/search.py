@@ -125,7 +125,7 @@ def candidates(run: RunConfig, system: System, held: frozenset[str],
                 host, batch = replace(system, ranks_per_node=number), replace(run.batch, micro_batch_size=mbs)
                 reason = _indivisible(host, tp, pp, stage, batch, ramp_divisible)
                 divides = host.world_size % (tp * pp) == 0  # what does not is counted once
-                for switches in _switches(tried, tp if divides else 1, stage):
+                for switches in _switches(tried, tp if divides else 1, stage, number):
                     yield reason or (replace(run, training=training, batch=batch, parallel=replace(
                         parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage,
                         **switches)), host)
@@ -152,17 +152,24 @@ VARIED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, 
           offers.TWO_LEVEL_SUMS, offers.INTERLEAVED, offers.ZERO_BUBBLE)
 # Offers of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
 SWITCHED: dict[str, tuple[bool, ...]] = {offers.OVERLAP_GRAD_REDUCE: (True,), offers.OVERLAP_PARAM_GATHER: (True,),
-                                         offers.SEQUENCE_PARALLEL: (False, True)}
+                                         offers.SEQUENCE_PARALLEL: (False, True), offers.TP_COMM_OVERLAP: (False, True)}
 
 
-def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int) -> Iterator[dict[str, bool]]:
-    """Every combination of values of the flags of SWITCHED that means something at these sizes, by field."""
+def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int) -> Iterator[dict[str, bool]]:
+    """Every combination of values of the flags of SWITCHED that means something at these sizes, by field.
+
+    Exchanges behind products are left out inside a node, where sums in its memory use all cores, and are always tried with one
+    rank a node, where as many bytes travel with them as without.
+    """
     for sequence in tried[offers.SEQUENCE_PARALLEL] if tp > 1 else (False,):
-        for reduce in tried[offers.OVERLAP_GRAD_REDUCE]:
-            for gather in tried[offers.OVERLAP_PARAM_GATHER]:
-                values = {offers.SEQUENCE_PARALLEL: sequence, offers.OVERLAP_GRAD_REDUCE: reduce,
-                          offers.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1}
-                yield {offers.OFFERS[name].field: value for name, value in values.items()}
+        exchanges = tried[offers.TP_COMM_OVERLAP] if sequence and tp > ranks_per_node else (False,)
+        for behind in exchanges if ranks_per_node > 1 else exchanges[-1:]:
+            for reduce in tried[offers.OVERLAP_GRAD_REDUCE]:
+                for gather in tried[offers.OVERLAP_PARAM_GATHER]:
+                    values = {offers.SEQUENCE_PARALLEL: sequence, offers.TP_COMM_OVERLAP: behind,
+                              offers.OVERLAP_GRAD_REDUCE: reduce,
+                              offers.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1}
+                    yield {offers.OFFERS[name].field: value for name, value in values.items()}
 
 
 def _choices(value: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:

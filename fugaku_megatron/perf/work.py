@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
-from ..run import accounting, memory, offers
+from ..parts import SPLITS_BACKWARD
+from ..run import accounting, activations, memory, offers
 from ..run.accounting import Collective, Record
 from ..run.config import RunConfig
 from ..run.layout import Layout
@@ -33,10 +34,22 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What --tp-comm-overlap does: collectives block by block, while products go on that read or make the blocks.
+
+    first: the products of one block, which the exchange waits for, or which wait for its end. behind: all that it can go on behind.
+    """
+
+    collectives: tuple[Collective, ...]
+    first: Product
+    behind: tuple[Product, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """Counts of one phase. moved: bytes read and written. allocations: (bytes of a tensor, number of such tensors).
 
-    collectives: (a collective, number of calls).
+    collectives: (a collective, number of calls). exchanges: (an exchange, how often it is made).
     """
 
     products: tuple[Product, ...] = ()
@@ -44,10 +57,12 @@ class Work:
     allocations: tuple[tuple[int, float], ...] = ()
     calls: float = 0.0
     collectives: tuple[tuple[Collective, int], ...] = ()
+    exchanges: tuple[tuple[Exchange, int], ...] = ()
 
     def __add__(self, other: Work) -> Work:
         return Work(products=self.products + other.products, moved=self.moved + other.moved, calls=self.calls + other.calls,
-                    allocations=self.allocations + other.allocations, collectives=self.collectives + other.collectives)
+                    allocations=self.allocations + other.allocations, collectives=self.collectives + other.collectives,
+                    exchanges=self.exchanges + other.exchanges)
 
 
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
@@ -105,6 +120,21 @@ def _backward(record: Record, chunks: int) -> Work:
     return Work(products=tuple(products), collectives=_once(record.backward))
 
 
+def _overlapped(run: RunConfig, tp: int, work: Work) -> Work:
+    """`work` of one record, forward or backward, with its collectives behind its products.
+
+    In backward the gradient of the weight needs all that is gathered; it hides what is summed, unless it is put off.
+    """
+    if not work.collectives or not work.products:
+        return work
+    data, *weight = work.products
+    collectives = tuple(c for c, _ in work.collectives)
+    summed = any(c.verb == "reduce_scatter" for c in collectives)
+    behind = (data, *weight) if summed and run.parallel.schedule not in SPLITS_BACKWARD else (data,)
+    first = replace(data, m=-(-data.m // (tp * activations.blocks_of_a_part(tp))))
+    return replace(work, collectives=(), exchanges=((Exchange(collectives=collectives, first=first, behind=behind), 1),))
+
+
 def _weights(record: Record, chunks: int) -> Work:
     """What of `_backward` may wait: the products of the gradients of weights."""
     return Work(products=tuple(p for p in _backward(record, chunks).products[1::2] if not p.attention))
@@ -118,13 +148,16 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
     may wait. The result is shared by all callers.
     """
     sizes, chunks = _elementwise_tensors(run, tp, software), _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
+    overlaps = offers.TP_COMM_OVERLAP in software.active(run)
     places = {"layer": accounting.layer_records(run, tp), "embedding": accounting.embedding_records(run, tp),
               "head": accounting.head_records(run, tp, tied=False)}
     work = {}
     for place, records in places.items():
         for phase, record_work in (("forward", _forward), ("backward", _backward)):
             name = f"{place}_{phase}"
-            work[name] = sum((record_work(record, chunks) for record in records), _elementwise(software, name, sizes))
+            pieces = [record_work(record, chunks) for record in records]
+            pieces = [_overlapped(run, tp, piece) for piece in pieces] if overlaps and place == "layer" else pieces
+            work[name] = sum(pieces, _elementwise(software, name, sizes))
     work["layer_weights"] = sum((_weights(record, chunks) for record in places["layer"]), Work())
     return MappingProxyType(work)
 
@@ -136,7 +169,9 @@ def layers_again(run: RunConfig, tp: int, groups: list[range], software: Softwar
         return repeat(whole, sum(map(len, groups)))
     records = accounting.recomputed_records(run, tp, last=True)
     sizes = _elementwise_tensors(run, tp, software)
-    last = sum((_forward(record, 1) for record in records), _elementwise(software, "layer_forward", sizes))
+    pieces = [_forward(record, 1) for record in records]
+    pieces = [_overlapped(run, tp, piece) for piece in pieces] if offers.TP_COMM_OVERLAP in software.active(run) else pieces
+    last = sum(pieces, _elementwise(software, "layer_forward", sizes))
     return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
 
 
@@ -160,4 +195,5 @@ def repeat(work: Work, times: int) -> Work:
     return Work(products=tuple(replace(p, times=p.times * times) for p in work.products), moved=work.moved * times,
                 calls=work.calls * times,
                 allocations=tuple((size, count * times) for size, count in work.allocations),
-                collectives=tuple((c, count * times) for c, count in work.collectives))
+                collectives=tuple((c, count * times) for c, count in work.collectives),
+                exchanges=tuple((e, count * times) for e, count in work.exchanges))

@@ -46,6 +46,14 @@ def residual_bytes(run: RunConfig, tp: int) -> int:
     return activation_bytes(run) // sequence_parts(run, tp)
 
 
+EXCHANGED_BLOCKS = 4  # of a whole activation, at least: the first of them hides nothing, and products of fewer rows are slower
+
+
+def blocks_of_a_part(tp: int) -> int:
+    """Blocks in which --tp-comm-overlap exchanges each rank's part of the rows."""
+    return -(-EXCHANGED_BLOCKS // tp)
+
+
 def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
     """A sum over tensor-parallel ranks; nothing for one rank."""
     return (Collective("all_reduce", "tp", bytes),) if tp > 1 else ()

@@ -56,7 +56,8 @@ _COMPATIBILITY_CHOICES = {"--optimizer": ("adam",), "--position-embedding-type":
 
 # What a run needs to have for these fields to mean anything, whether it has it, and the fields.
 _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
-    ("--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1, ("sequence_parallel",)),
+    ("--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1,
+     ("sequence_parallel", "tp_comm_overlap")),
     ("--fp16", lambda run: run.precision.fp16,
      ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
     ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full",

@@ -100,9 +100,12 @@ def chunks_live_bytes(run: RunConfig, tp: int, layers: Sequence[int], groups: Se
 
 
 def working_bytes(run: RunConfig, tp: int) -> int:
-    """Tensors that a layer's forward or backward needs for itself: the MLP's inner one and two of the residual stream's width."""
-    whole = activation_bytes(run)
-    return 2 * whole + whole * run.model.ffn_hidden_size // run.model.hidden_size // tp
+    """Tensors that a layer's forward or backward needs for itself: the MLP's inner one and two of the residual stream's width.
+
+    Where the blocks of a sum travel, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
+    """
+    whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
+    return widths * whole + whole * run.model.ffn_hidden_size // run.model.hidden_size // tp
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:

@@ -63,16 +63,16 @@ OFFERS: dict[str, Offer] = {
                           place="comm/two_level.py"),
     SEQUENCE_PARALLEL: Offer(built=True, meaning="norms, dropout and residuals on 1/TP of the sequence", place="nn/layers.py",
                              field="sequence_parallel"),
-    TP_COMM_OVERLAP: Offer(built=False, meaning="tensor-parallel exchange behind the products", place="comm/engine.py",
+    TP_COMM_OVERLAP: Offer(built=True, meaning="tensor-parallel exchange behind the products", place="nn/overlapped_ops.py",
                            field="tp_comm_overlap"),
     INTERLEAVED: Offer(built=True, meaning="several chunks of layers on a stage", place="schedule.py",
                        field="pipeline_schedule", value=parts.INTERLEAVED),
     ZERO_BUBBLE: Offer(built=True, meaning="weight gradients fill the pipeline's bubble", place="schedule.py",
-                       field="pipeline_schedule", value=(parts.ZB_H1, parts.ZBV)),
+                       field="pipeline_schedule", value=parts.SPLITS_BACKWARD),
 }
 
 # Offers with a flag that takes no value; one that needs another stands before it.
-SWITCHES = (OVERLAP_PARAM_GATHER, OVERLAP_GRAD_REDUCE, GRAD_REDUCE_IN_BF16, SEQUENCE_PARALLEL, TP_COMM_OVERLAP, RECOMPUTE_AUTO)
+SWITCHES = (OVERLAP_PARAM_GATHER, OVERLAP_GRAD_REDUCE, GRAD_REDUCE_IN_BF16, TP_COMM_OVERLAP, SEQUENCE_PARALLEL, RECOMPUTE_AUTO)
 
 
 @cache

@@ -28,6 +28,8 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = opt(None, "chunks of layers per stage of an interleaved schedule", type=int)
     num_layers_per_virtual_pipeline_stage: int | None = opt(None, "layers of a chunk of an interleaved schedule", type=int)
     sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
+    tp_comm_overlap: bool = opt(False, "with --sequence-parallel: activations travel in blocks behind the products that read or "
+                                "make them")
     zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1)", choices=(0, 1),
                           switches={"--use-distributed-optimizer": 1})
     overlap_grad_reduce: bool = opt(False, "reduce gradients in buckets, each while backward goes on with the layers before it")
@@ -43,6 +45,7 @@ class ParallelConfig:
                        "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
         check_choices(self)
         self._check_schedule()
+        check(self.sequence_parallel or not self.tp_comm_overlap, "--tp-comm-overlap needs --sequence-parallel: give both")
         check(self.overlap_grad_reduce or not self.overlap_param_gather, "--overlap-param-gather needs --overlap-grad-reduce: give "
               "both")
         check(self.zero_stage == 1 or not self.overlap_param_gather, f"--overlap-param-gather needs --use-distributed-optimizer, "

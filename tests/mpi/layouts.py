@@ -22,6 +22,7 @@ SIZES = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "pp4": (4, 1, 4), "dp2": (2, 1, 1),
 # tests/test_parallel.py has them all, on threads; what needs a group means nothing in a layout without it
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000}
 ALL_AT_ONCE = {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP}
+EXCHANGED = {**ALL_AT_ONCE, "tp_comm_overlap": True}
 VARIANTS = ({}, {"node": 8, **ALL_AT_ONCE})
 NODES = {"dp4": ({"node": 2}, {"node": 2, **ALL_AT_ONCE})}  # variants of a layout whose groups span nodes
 SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in (
@@ -30,7 +31,7 @@ SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in 
 
 def variants(name: str) -> tuple[dict, ...]:
     """What a layout is tried with."""
-    return NODES.get(name, VARIANTS) + (SCHEDULES if name.startswith("tp2pp2") else ())
+    return NODES.get(name, VARIANTS) + (EXCHANGED,) * (name == "tp2pp2") + (SCHEDULES if name.startswith("tp2pp2") else ())
 
 
 def train(world: Comm, iterations: int, node: int = 0, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -33,7 +33,21 @@ def test_bytes_and_seconds_of_a_link(tmp_path, capsys):
         assert row["wire_seconds"] == pytest.approx(8 * row["bytes"] / 1e9) and row["seconds"] > row["wire_seconds"]
     assert rows["overlapped"]["loss"] == rows["blocking"]["loss"]
     assert result["rounds"][0]["blocking"]["computation"] > 0
-    assert "without its sums" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
+    assert "without its sums and gathers" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_between_products(tmp_path):
+    """Tensor-parallel hosts: as many bytes behind the products as before and after them, and the same loss."""
+    if reason := two_hosts.why_not():
+        pytest.skip(reason)
+    report = tmp_path / "hosts.json"
+    two_hosts.run(options(*QUICK, "--tensor-parallel", "--json", str(report)))
+    rows = {row["job"]: row for row in json.loads(report.read_text())["rows"]}
+    exchanges = 2 * (2 * 10 + 2 + 2)  # micro-batches x (layers x exchanges of each, embedding and head)
+    half = 64 // 2 * 1024 * 4
+    assert rows["blocking"]["bytes"] == pytest.approx(exchanges * half, rel=0.1)
+    assert rows["overlapped"]["bytes"] == pytest.approx(exchanges * half, rel=0.1)
+    assert rows["overlapped"]["loss"] == rows["blocking"]["loss"]
 
 
 def test_exposed_is_the_median_of_differences_within_rounds():

@@ -1,0 +1,138 @@
+"""Products between parts of the sequence, each going on while the rows that it reads or makes travel (--tp-comm-overlap).
+
+    column_linear   gathers its input block by block            backward sums its input's gradient block by block
+    row_linear      sums its result block by block              backward gathers its gradient block by block
+    mlp             both, with the activation in between
+
+A weight's gradient needs whole tensors: it is computed behind the last blocks, while these travel. The products are the backend's
+(`native_ops`, `torch_ops`); each row has the same bits as without blocks. Left out: how rows travel (`comm.row_blocks`).
+Legend: s sequence, b micro-batch, h hidden, f MLP width, t ranks, rows = s b. Test: pytest tests/test_row_blocks.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.row_blocks import Gathering, RowBlocks, Summing
+from .native_ops import NativeOps, add_second_weight_gradient
+from .torch_ops import TorchOps, gelu
+
+Backend = NativeOps | TorchOps
+
+
+def column_linear(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks) -> Tensor:
+    """x (s / t, b, in), weight (out, in), bias (out) or None -> (s, b, out)."""
+    return _ColumnLinear.apply(ops, x, weight, bias, blocks)
+
+
+def row_linear(ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
+    """x (s, b, in), weight (out, in) -> (s / t, b, out)."""
+    return _RowLinear.apply(ops, x, weight, blocks)
+
+
+def mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+        blocks: RowBlocks) -> Tensor:
+    """x (s / t, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s / t, b, h). needs_values: as `Ops.mlp`."""
+    if isinstance(ops, NativeOps):
+        return _NativeMLP.apply(ops, x, weight1, bias1, weight2, needs_values, blocks)
+    return row_linear(ops, gelu(column_linear(ops, x, weight1, bias1, blocks)), weight2, blocks)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., h) -> (rows, h), contiguous."""
+    return x.contiguous().view(-1, x.shape[-1])
+
+
+def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
+    """The sum over ranks of dy (rows, out) weight, weight (out, in), its own blocks made and those of others on their way."""
+    total = blocks.sum(len(dy), weight.shape[1], dy.dtype)
+    for rows, block in total:
+        ops.data_gradient(dy[rows], weight, block, chunk=ops.chunk(dy))
+    return total
+
+
+def _gathered_rows(gathering: Gathering) -> Tensor:
+    """(rows, h), when all blocks are there."""
+    gathering.wait()
+    return gathering.rows
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks) -> Tensor:
+        out = x.new_empty(x.shape[0] * blocks.comm.size, x.shape[1], weight.shape[0])
+        gathering, out_rows = blocks.gather(x), out.view(-1, out.shape[-1])
+        for rows in gathering:
+            ops.product(gathering.rows[rows], weight, out_rows[rows], bias, chunk=ops.chunk(x))
+        gathering.wait()
+        ctx.save_for_backward(x)
+        ctx.ops, ctx.weight, ctx.bias, ctx.blocks = ops, weight, bias, blocks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), dy, ops = ctx.saved_tensors, _rows(dy), ctx.ops
+        gathering = ctx.blocks.gather(x)
+        total = _data_gradient_sum(ops, dy, ctx.weight, ctx.blocks)
+        ops.weight_gradient(dy, _gathered_rows(gathering), ctx.weight, ctx.bias, ops.chunk(dy))
+        return None, total.wait().view(x.shape), None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
+        x_rows = _rows(x)
+        total = blocks.sum(len(x_rows), weight.shape[0], x.dtype)
+        for rows, block in total:
+            ops.product(x_rows[rows], weight, block, chunk=ops.chunk(x))
+        ctx.save_for_backward(x_rows)
+        ctx.ops, ctx.weight, ctx.blocks, ctx.shape = ops, weight, blocks, x.shape
+        return total.wait().view(x.shape[0] // blocks.comm.size, *x.shape[1:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), ops, gathering = ctx.saved_tensors, ctx.ops, ctx.blocks.gather(dy)
+        dx = torch.empty_like(x)
+        for rows in gathering:
+            ops.data_gradient(gathering.rows[rows], ctx.weight, dx[rows], chunk=ops.chunk(dy))
+        ops.weight_gradient(_gathered_rows(gathering), x, ctx.weight, None, ops.chunk(dy))
+        return None, dx.view(ctx.shape), None, None
+
+
+class _NativeMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+                blocks: RowBlocks) -> Tensor:
+        chunk, gathering = ops.chunk(x), blocks.gather(x)
+        pre = x.new_empty(len(gathering.rows), weight1.shape[0])  # (rows, f): argument of the GELU
+        inner = torch.empty_like(pre) if needs_values else None
+        for rows in gathering:
+            if needs_values:
+                ops.product(gathering.rows[rows], weight1, inner[rows], bias1, True, pre[rows], chunk=chunk)
+            else:
+                ops.product(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
+        gathering.wait()
+        ctx.save_for_backward(x, pre)
+        ctx.ops, ctx.parameters, ctx.blocks = ops, (weight1, bias1, weight2), blocks
+        if not needs_values:
+            return x.new_empty(1).expand(x.shape)
+        total = blocks.sum(len(pre), weight2.shape[0], x.dtype)
+        for rows, block in total:
+            ops.product(inner[rows], weight2, block, chunk=chunk)
+        return total.wait().view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, pre), (weight1, bias1, weight2), ops, blocks = ctx.saved_tensors, ctx.parameters, ctx.ops, ctx.blocks
+        chunk, packed = ops.chunk(dy), ops.packed(weight2, True, ops.chunk(dy))
+        gradient, inputs = blocks.gather(dy), blocks.gather(x)
+        dpre = torch.empty_like(pre)
+        for rows in gradient:
+            ops.kernels.linear_data_gradient(gradient.rows[rows], weight2, dpre[rows], pre[rows], packed=packed, fp16_chunk=chunk)
+        total = _data_gradient_sum(ops, dpre, weight1, blocks)
+        add_second_weight_gradient(ops, _gathered_rows(gradient), pre, weight2, chunk)
+        ops.weight_gradient(dpre, _gathered_rows(inputs), weight1, bias1, chunk)
+        return None, total.wait().view(x.shape), None, None, None, None, None
