@@ -92,7 +92,7 @@ lint: $(STAMPS)/test-packages
 	$(BIN)/ruff check .
 
 test: setup lint $(STAMPS)/openmpi
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=30
 
 docs: setup $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m docs tests/test_docs_commands.py
