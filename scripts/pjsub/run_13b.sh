@@ -8,26 +8,25 @@
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 1152 nodes as 8x12x12 torus x 2 ranks = DP 144 x TP 2 x PP 8; each tensor-parallel group inside a node
-# micro-batch 1, global batch 2016: 14 micro-batches; recompute 14 of 40, ZeRO 1
-# model: 87.04 s per iteration (9 of 10 runs: 62.64 to 121), 3.847 TFLOPs per node, bubble 23.3%, 14580 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2306:10:21 (model), 98 jobs in a row; each
+# 1152 nodes as 8x12x12 torus x 2 ranks = DP 72 x TP 4 x PP 8; each tensor-parallel group 2 nodes inside a 2x3x2 unit
+# micro-batch 1, global batch 2016: 28 micro-batches; recompute none, ZeRO 1
+# model: 81.71 s per iteration (9 of 10 runs: 58.8 to 113.5), 3.670 TFLOPs per node, bubble 20.6%, 10554 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2164:50:04 (model), 92 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
 RANKS_PER_NODE=2
 FLAGS=(
     --recipe 13b
-    --tensor-model-parallel-size 2
+    --tensor-model-parallel-size 4
     --pipeline-model-parallel-size 8
     --pipeline-schedule interleaved
-    --num-virtual-stages-per-pipeline-rank 3
+    --num-virtual-stages-per-pipeline-rank 4
     --sequence-parallel
+    --tp-comm-overlap
     --zero-stage 1
     --overlap-grad-reduce
     --overlap-param-gather
-    --recompute-granularity full
-    --recompute-part-layers 1 1 1 1 1 1 1 1 2 1 1 1 1 0 0 0 0 0 0 0 0 0 0 0
     --micro-batch-size 1
     --global-batch-size 2016
     --cpu-frequency 2.0
@@ -128,6 +127,6 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x12x12 "$RANKS_PER_NODE" 2 8) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x12x12 "$RANKS_PER_NODE" 4 8) > "$MAP"
 
 train train --save "$SAVE" --load "$SAVE"

@@ -10,10 +10,10 @@
 #PJM --sparam "0-3"
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 384 nodes as 8x6x8 torus x 4 ranks = DP 16 x TP 8 x PP 12; each tensor-parallel group 2 nodes inside a 2x3x2 unit
-# micro-batch 1, global batch 1536: 96 micro-batches; recompute 9 of 48, ZeRO 1
-# model: 412.1 s per iteration (9 of 10 runs: 296.5 to 572.6), 3.964 TFLOPs per node, bubble 12.9%, 7167 MiB on the fullest rank
-# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:29:30 (model), 1 jobs in a row; each saves
+# 384 nodes as 8x6x8 torus x 4 ranks = DP 24 x TP 8 x PP 8; each tensor-parallel group 2 nodes inside a 2x3x2 unit
+# micro-batch 1, global batch 1536: 64 micro-batches; recompute 20 of 48, ZeRO 1
+# model: 379 s per iteration (9 of 10 runs: 272.7 to 526.6), 4.620 TFLOPs per node, bubble 8.4%, 7188 MiB on the fullest rank
+# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:23:59 (model), 1 jobs in a row; each saves
 # and leaves 15 minutes before its end
 set -euo pipefail
 
@@ -21,17 +21,18 @@ RANKS_PER_NODE=4
 FLAGS=(
     --recipe 30b
     --tensor-model-parallel-size 8
-    --pipeline-model-parallel-size 12
+    --pipeline-model-parallel-size 8
     --pipeline-schedule interleaved
-    --num-virtual-stages-per-pipeline-rank 4
+    --num-virtual-stages-per-pipeline-rank 2
     --sequence-parallel
+    --tp-comm-overlap
     --zero-stage 1
     --overlap-grad-reduce
     --overlap-param-gather
     --train-iters 10
     --eval-iters 0
     --recompute-granularity full
-    --recompute-part-layers 1 1 1 1 1 1 1 1 0 0 0 0 1 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
+    --recompute-part-layers 3 3 3 3 3 2 1 1 1 0 0 0 0 0 0 0
     --micro-batch-size 1
     --global-batch-size 1536
     --cpu-frequency 2.0
@@ -132,7 +133,7 @@ trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 8 12) > "$MAP"
+(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 8 8) > "$MAP"
 
 # Sub-job 0: ranks in node order; 1: the rank map; 2 and 3: the map with one all-reduce algorithm for everything
 case $PJM_BULKNUM in
