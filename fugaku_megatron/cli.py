@@ -26,6 +26,7 @@ from .run.command_line import Command, Parser, nearest
 
 PROGRAM = "fugaku-megatron"
 HELP = ("-h", "--help")
+STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ COMMANDS = {
     "plan": ModuleCommand("perf.plan", "before asking for nodes: search the fastest parallel layout for a model (modelled)"),
     "predict": ModuleCommand("perf.predict", "the layout is known: seconds, TFLOPs and memory of that run (modelled)"),
     "job": ModuleCommand("jobs.command", "nodes of a cluster: plan, render, check and submit job scripts"),
+    "supervise": ModuleCommand("jobs.supervise", "in a job: start the run, and after a fault again without the node that failed"),
     "calibrate": ModuleCommand("calibration.calibrate", "a machine that plan and predict do not know: measure this host for them"),
     "tables": ModuleCommand("perf.tables", "the published benchmark tables: printed, corrected, computed again and modelled"),
     "fit": ModuleCommand("perf.fit", "a change of the performance model: fit its parameters to those tables again"),
@@ -129,10 +131,17 @@ def _one_process_prints():
         yield
 
 
+def _handle_signals(program: str, words: Sequence[str]) -> None:
+    """What signals do until the command of these words has handlers of its own."""
+    interrupt.install(program)
+    if words[:1] and words[0] in STOPPED_IN_ORDER and "--dry-run" not in words:
+        interrupt.keep_stops()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line of fugaku-megatron."""
     if argv is None:
-        interrupt.install(PROGRAM)
+        _handle_signals(PROGRAM, sys.argv[1:])
     return start(PROGRAM, sys.modules[__name__], sys.argv[1:] if argv is None else argv)
 
 
@@ -143,5 +152,5 @@ def run_command(program: str, name: str, argv: Sequence[str] | None = None) -> i
         return start(program, COMMANDS[name].load(), sys.argv[1:] if argv is None else argv)
 
     if argv is None:
-        interrupt.install(program)
+        _handle_signals(program, [name, *sys.argv[1:]])
     return guarded(program, work)

@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "logs": {"parts", "timeline", "run", "published"},
     "nn": {"run", "comm", "host"},
     "perf": {"parts", "schedule", "timeline", "run", "published", "logs"},
-    "jobs": {"run", "comm", "schedule", "perf"},
+    "jobs": {"run", "comm", "checkpoint", "schedule", "perf"},
     "training": {"parts", "run", "comm", "schedule", "timeline", "data", "checkpoint", "host", "logs", "nn", "perf"},
     "inference": {"run", "comm", "data", "checkpoint", "nn", "training"},
     "calibration": {"run", "comm", "data", "host", "logs", "perf", "training"},

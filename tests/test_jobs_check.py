@@ -90,7 +90,7 @@ MISTAKES = [
     ("large", '"$RANKS_PER_NODE" 8 32', '"$RANKS_PER_NODE" 4 64', 'write 16x24x16 "$RANKS_PER_NODE" 8 32'),
     ("tensor", "node=8x6x8:torus:strict-io", "node=384", "write node=XxYxZ:torus, or no map"),
     ("large", "-m fugaku_megatron.jobs.torus", "-m somewhere.else", "no rank map keeps tensor-parallel groups"),
-    ("top", "$label/%/1000r/stdout", "$label/stdout", "split it above 10000"),
+    ("top", "$1/%/1000r/stdout", "$1/stdout", "split it above 10000"),
 ]
 
 

@@ -21,6 +21,8 @@ import pytest
 from fugaku_megatron.jobs import slurm
 from fugaku_megatron.logs.iteration import parse_log
 from tests.mpi import launch
+from tests.mpi.kills import kill_after
+from tests.mpi.test_pretrain import losses
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "scripts" / "slurm"
@@ -151,6 +153,21 @@ def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
     assert state(cluster, job) == "COMPLETED", text
     assert [i.iteration for i in parse_log(text.splitlines())] == [1, 2, 3, 4, 5] and '"world_size": 2' in text
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
+
+
+@pytest.mark.slow
+def test_a_job_whose_rank_is_killed_goes_on_and_ends_with_the_same_bits(cluster, launcher, tmp_path):
+    flags = ("--train-iters", "12", "--save-interval", "2")
+    killing = kill_after(tmp_path / "save", 5)
+    job, log = submit(cluster, tmp_path, launcher, *flags)
+    wait(lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log)
+    killing.join()
+    text = log.read_text()
+    assert state(cluster, job) == "COMPLETED", text
+    assert "supervise: a rank is lost" in text and "supervise: restart 1 of 5 from iteration " in text
+    whole = launch.mpich().run(2, str(ROOT / "pretrain_gpt.py"), "--recipe", "124m", *TINY, *flags, "--mock-data", "--save",
+                               str(tmp_path / "whole"))
+    assert whole.returncode == 0 and losses(tmp_path / "save") == losses(tmp_path / "whole"), whole.stderr
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""An interrupt (Control-C, SIGINT) while modules are imported ends the process at once, with one line.
+"""Signals while a command starts: an interrupt ends it with one line, and a request to stop is kept for the trainer.
 
-Python would raise KeyboardInterrupt in the middle of somebody's import, where libraries swallow it or print a traceback. Outside of
-imports it is raised as ever. Needs neither torch nor MPI. Left out: a trainer's orderly stop (host/runtime.py).
-Test: pytest tests/test_interrupt.py
+Python would raise KeyboardInterrupt in the middle of somebody's import, where libraries swallow it or print a traceback; outside of
+imports it is raised as ever. SIGTERM and SIGUSR1 would kill a rank that is still importing, and with it the job. Needs neither
+torch nor MPI. Left out: a trainer's orderly stop (host/runtime.py). Test: pytest tests/test_interrupt.py
 """
 
 from __future__ import annotations
@@ -11,10 +11,40 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from types import FrameType
 
 from . import launcher
 from .exit_codes import ExitCode
+
+# SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
+STOPS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class EarlyStop:
+    """A handler that keeps the first signal as `received`; a second has the default effect, which ends the process."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = signal.Signals(number)
+
+
+def keep_stops() -> None:
+    """From now on SIGTERM and SIGUSR1 are kept, until whoever handles them asks for them by `kept_stop`."""
+    handler = EarlyStop()
+    for number in STOPS:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, handler)
+
+
+def kept_stop(handlers: Iterable[object]) -> signal.Signals | None:
+    """The signal that one of these handlers has kept; None if none has."""
+    return next((handler.received for handler in handlers if isinstance(handler, EarlyStop) and handler.received), None)
 
 
 def install(program: str) -> None:

@@ -18,10 +18,10 @@ from types import FrameType
 import psutil
 import torch
 
+from ..comm import interrupt
 from . import kernels
 
-# SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (*interrupt.STOPS, signal.SIGINT)
 
 CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
 
@@ -39,7 +39,7 @@ class StopSignals:
     """Inside the block a first signal only sets `stop_requested`, so that the trainer can save and exit; a second ends it.
 
     Ranks do not receive a signal at the same moment, so they must decide together. Outside the main thread, where Python
-    allows no handlers, nothing is installed.
+    allows no handlers, nothing is installed. A signal that came while the process started counts as the first.
     """
 
     def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
@@ -54,6 +54,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in self.signals}
+            self.received = self.received or interrupt.kept_stop(self._previous.values())
         return self
 
     def __exit__(self, *exception: object) -> None:

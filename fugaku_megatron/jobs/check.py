@@ -41,11 +41,13 @@ class Problem:
 class Request:
     """The resources that a script requests.
 
-    elapse: seconds. group: to charge, from the command line. files: whether staged files must exist already.
+    elapse: seconds. group: to charge, from the command line. files: whether staged files must exist already. spares: of the nodes,
+    those that the run leaves unused.
     """
 
     script: Script
     nodes: int
+    spares: int
     shape: torus.Shape | None
     ranks_per_node: int
     elapse: int
@@ -54,8 +56,8 @@ class Request:
 
     @property
     def processes(self) -> int:
-        """Ranks of the whole job."""
-        return self.nodes * self.ranks_per_node
+        """Ranks of the run."""
+        return (self.nodes - self.spares) * self.ranks_per_node
 
 
 def problems(text: str, group: str | None = None, files: bool = True, options: Sequence[str] = ()) -> list[Problem]:
@@ -97,8 +99,19 @@ def _request(script: Script, group: str | None, files: bool) -> Request:
         seconds = limits.min_seconds(elapse.text)
     except ValueError as error:
         raise ValueError(f"line {elapse.line}: {error}") from error
-    return Request(script=script, nodes=math.prod(sizes), shape=sizes if len(sizes) == 3 else None, ranks_per_node=int(ranks.text),
-                 elapse=seconds, group=group, files=files)
+    nodes = math.prod(sizes)
+    return Request(script=script, nodes=nodes, spares=_spares(script, nodes), shape=sizes if len(sizes) == 3 else None,
+                   ranks_per_node=int(ranks.text), elapse=seconds, group=group, files=files)
+
+
+def _spares(script: Script, nodes: int) -> int:
+    """SPARE_NODES of the nodes. Raises ValueError that begins with "line N:" for no such number."""
+    setting = script.value("SPARE_NODES")
+    if setting is None:
+        return 0
+    if not setting.text.isdecimal() or not int(setting.text) < nodes:
+        raise ValueError(f"line {setting.line}: SPARE_NODES={setting.text} of node={nodes}: give a number from 0 to {nodes - 1}")
+    return int(setting.text)
 
 
 def _shape(request: Request) -> Iterator[Problem]:
@@ -141,14 +154,15 @@ def _resource_group(request: Request) -> Iterator[Problem]:
 def _processes(request: Request) -> Iterator[Problem]:
     """proc and the variables of the body that repeat the directives' numbers."""
     script = request.script
-    setting, value = script.get("--mpi", "proc"), request.processes
+    setting, value = script.get("--mpi", "proc"), request.nodes * request.ranks_per_node
     if setting is None or setting.text != str(value):
         yield Problem(script.line("--mpi", "proc"), f"proc={setting.text if setting else 'missing'}, but {request.nodes} nodes x "
                       f"{request.ranks_per_node} ranks are {value}: write proc={value}")
-    for name, value in (("RANKS_PER_NODE", request.ranks_per_node), ("NODES", request.nodes)):
+    for name, value in (("RANKS_PER_NODE", request.ranks_per_node), ("NODES", request.nodes - request.spares)):
         setting = script.variables.get(name)
         if setting and setting.text != str(value):
-            yield Problem(setting.line, f"{name}={setting.text}, but the directives ask for {value}: write {name}={value}")
+            beside = f" beside {request.spares} spare ones" if request.spares and name == "NODES" else ""
+            yield Problem(setting.line, f"{name}={setting.text}, but the directives ask for {value}{beside}: write {name}={value}")
         elif setting is None and (line := script.find(name)):
             yield Problem(line, f"{name} is used and not set: write {name}={value}")
 

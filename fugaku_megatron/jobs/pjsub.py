@@ -19,13 +19,39 @@ FUNCTIONS = '''
 share_archive() { llio_transfer "$ARCHIVE"; }  # a copy on every storage node: no file is opened by thousands of compute nodes
 forget_archive() { llio_transfer --purge "$ARCHIVE"; }
 
-launch() {  # launch LABEL COMMAND: on all ranks; output of a thousand ranks to a directory
-    local label=$1
+start_words() {  # start_words LABEL RANKS: WORDS are mpiexec's own; output of a thousand ranks to a directory
+    mkdir -p "$OUT/$1"
+    WORDS=(mpiexec -n "$2" "${MPI_OPTIONS[@]}" ${MAP:+--vcoordfile "$MAP"}
+        -stdout-proc "$OUT/$1/%/1000r/stdout" -stderr-proc "$OUT/$1/%/1000r/stderr")
+}
+
+launch() {  # launch LABEL COMMAND: on all ranks
+    local WORDS label=$1
     shift
-    mkdir -p "$OUT/$label"
-    mpiexec -n "$((NODES * RANKS_PER_NODE))" "${MPI_OPTIONS[@]}" ${MAP:+--vcoordfile "$MAP"} \\
-        -stdout-proc "$OUT/$label/%/1000r/stdout" -stderr-proc "$OUT/$label/%/1000r/stderr" "$@"
+    start_words "$label" "$(((NODES + SPARE_NODES) * RANKS_PER_NODE))"
+    "${WORDS[@]}" "$@"
+}
+
+supervise() {  # supervise LABEL COMMAND: the same, started again after a fault, without nodes that do not answer
+    local WORDS label=$1 nodes=() clean=(env -u PYTHONHOME -u PYTHONPATH "LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}")
+    shift
+    if [ -n "$MAP" ]; then
+        nodes=(--hosts "@$MAP" --spare-nodes "$SPARE_NODES" --ranks-per-node "$RANKS_PER_NODE")
+        MAP="{map}" start_words "$label" "{ranks}"
+        nodes+=(--launcher "${clean[*]@Q} ${WORDS[*]@Q}")
+        WORDS=()
+    else
+        start_words "$label" "$((NODES * RANKS_PER_NODE))"
+        WORDS=("${clean[@]}" "${WORDS[@]}")
+    fi
+    (use_local; exec "$LOCAL/bin/python3" -m fugaku_megatron supervise --max-restarts "$MAX_RESTARTS" "${nodes[@]}" -- \\
+        "${WORDS[@]}" "$@")
 }'''
+NUMBERED = '''
+if ((SPARE_NODES)); then  # nodes by their numbers; the last ones are spare
+    MAP=$LOCAL/rank_map
+    for ((node = 0; node < NODES + SPARE_NODES; node++)); do echo "($node)"; done > "$MAP"
+fi'''
 
 
 class Pjsub:
@@ -43,7 +69,9 @@ class Pjsub:
         return [f"#PJM {line}" for line in lines]
 
     def setup(self, job: Job) -> list[str]:
-        lines = [f"NODES={job.nodes}", "JOB=${PJM_SUBJOBID:-${PJM_JOBID:?submit this file: pjsub -g GROUP FILE}}",
+        spares = "${SPARE_NODES:-0}  # asked for beyond NODES" if job.shape is None else "0  # the map of a torus needs every node"
+        lines = [f"NODES={job.nodes}", f"SPARE_NODES={spares}",
+                 "JOB=${PJM_SUBJOBID:-${PJM_JOBID:?submit this file: pjsub -g GROUP FILE}}",
                  "LOCAL=${PJM_LOCALTMP:?}/fugaku_megatron", *MPI_OPTIONS.splitlines()]
         if job.kind == "frequency":
             lines.append("CPU_GHZ=${CPU_GHZ:-" + f"{job.mode.ghz:.1f}" + "}")
@@ -53,7 +81,7 @@ class Pjsub:
     def placement(self, job: Job) -> list[str]:
         """The rank map, written on the first node."""
         if job.shape is None:
-            return []
+            return NUMBERED.strip().splitlines()
         _, tp, pp = job.layout
         return ["MAP=$LOCAL/rank_map", "# tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box",
                 f'(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus {torus.text(job.shape)} "$RANKS_PER_NODE" '

@@ -22,7 +22,7 @@ class Scheduler(Protocol):
         """The comments at the top that the scheduler reads."""
 
     def setup(self, job: Job) -> list[str]:
-        """Bash: NODES, JOB, LOCAL (a directory on each node), and the functions share_archive, forget_archive, launch."""
+        """Bash: NODES, JOB, LOCAL (a directory on each node), and functions: share_archive, forget_archive, launch, supervise."""
 
     def placement(self, job: Job) -> list[str]:
         """Bash, after staging: what launch needs to put ranks on nodes."""
@@ -39,6 +39,7 @@ OUT=${OUT:-$PWD/output/@NAME@.$JOB}
 TCMALLOC=${TCMALLOC:-}                          # a libtcmalloc.so to preload; without one the trainer keeps its memory itself
 ELAPSE=${ELAPSE:-@ELAPSE@}                      # seconds of the job, as the directive above says
 MARGIN=${MARGIN:-@MARGIN@}                      # seconds before its end in which the trainer saves and leaves
+MAX_RESTARTS=${MAX_RESTARTS:-5}                 # after a fault, inside this job
 '''
 
 STAGING = '''
@@ -95,7 +96,7 @@ minutes_left() { awk "BEGIN {m = ($ELAPSE - $SECONDS - $MARGIN) / 60; print (m >
 train() {  # train LABEL [flags]: one run on all ranks
     local label=$1
     shift
-    launch "$label" bash -c "$(declare -f local_rank use_local run_rank); run_rank \\"\\$@\\"" run_rank \\
+    ${START:-launch} "$label" bash -c "$(declare -f local_rank use_local run_rank); run_rank \\"\\$@\\"" run_rank \\
         "$LOCAL/app/pretrain_gpt.py" \\
         "${FLAGS[@]}" "${DATA_FLAGS[@]}" --exit-duration-in-mins "$(minutes_left)" "$@"
 }
@@ -108,11 +109,11 @@ launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
 
 RUNS = {
     "train": '''
-train train --save "$SAVE" --load "$SAVE"
+START=supervise train train --save "$SAVE" --load "$SAVE"
 ''',
     "resume": '''
 # Each step of the chain continues from the last checkpoint; one that finds the run finished leaves at once.
-train train --save "$SAVE" --load "$SAVE"
+START=supervise train train --save "$SAVE" --load "$SAVE"
 ''',
     "tcmalloc": '''
 # The same iterations with three allocators

@@ -1,6 +1,7 @@
 """The commands that the local scheduler emulator puts on a job's PATH: mpiexec with Fujitsu's options, and llio_transfer.
 
-Under --scale mpiexec starts that many ranks of a tiny model. Test: pytest tests/mpi/test_jobs_local.py
+Under --scale mpiexec starts that many ranks of a tiny model. A node whose line of the rank map stands in the file `down` of the
+job's folder starts nothing, as if it had failed. Test: pytest tests/mpi/test_jobs_local.py
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -66,30 +66,42 @@ def scaled(command: list[str]) -> list[str]:
 
 
 def mpiexec(words: list[str]) -> int:
-    """Start the command with the MPI that is installed here."""
+    """Become the MPI that is installed here; returns an exit code when a node is down."""
     options, command = split(words)
     ranks_requested, scale = int(options.get("-n", ["1"])[0]), os.environ.get("LOCAL_PJSUB_SCALE")
-    placed = options.get("--vcoordfile")
-    if placed and len(Path(placed[0]).read_text().splitlines()) != ranks_requested:
-        raise ValueError(f"--vcoordfile {placed[0]} has not the {ranks_requested} lines of -n")
+    placed = Path(options["--vcoordfile"][0]).read_text().splitlines() if "--vcoordfile" in options else []
+    if placed and len(placed) < ranks_requested:
+        raise ValueError(f"--vcoordfile {options['--vcoordfile'][0]} has not the {ranks_requested} lines of -n")
+    failed = sorted(set(placed[:ranks_requested]) & set(_down()))
+    if failed:
+        print(f"local scheduler emulator: node {failed[0]} is down", file=sys.stderr)
+        return 1
     beside = Path(sys.executable).parent / "mpiexec"
     path = os.pathsep.join(os.environ["PATH"].split(os.pathsep)[1:])  # without this command itself
     real = str(beside) if beside.exists() else shutil.which("mpiexec", path=path)
     if real is None:
         raise ValueError("no mpiexec is installed here: pip install mpich")
     ranks = min(ranks_requested, int(scale)) if scale else ranks_requested
-    out, err = (_file(options.get(name)) for name in ("-stdout-proc", "-stderr-proc"))
-    return subprocess.run([real, "-n", str(ranks), *(scaled(command) if scale else command)], stdout=out, stderr=err,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"} if scale else None).returncode
+    for stream, name in ((1, "-stdout-proc"), (2, "-stderr-proc")):
+        _redirect(stream, options.get(name))
+    if scale:
+        os.environ["OMP_NUM_THREADS"] = "1"
+    os.execv(real, [real, "-n", str(ranks), *(scaled(command) if scale else command)])  # signals to this command reach it
 
 
-def _file(pattern: list[str] | None):
-    """All ranks' output in one file, named as rank 0's."""
+def _down() -> list[str]:
+    file = Path(os.environ.get("PJM_JOBDIR", ".")) / "down"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _redirect(stream: int, pattern: list[str] | None) -> None:
+    """All ranks' output into one file, named as rank 0's."""
     if pattern is None:
-        return None
+        return
     path = Path(pattern[0].replace("/%/", "/0/").replace("/1000r/", "/0/") + ".1.0")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "a")
+    with open(path, "a") as file:
+        os.dup2(file.fileno(), stream)
 
 
 def main(words: list[str]) -> int:

@@ -80,6 +80,7 @@ TEMPLATE = r'''#!/bin/bash
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@@LEAVE@
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH --output=%x.%j.log
 # Written by fugaku-megatron job slurm scripts/slurm. The site's own, as options of sbatch: --partition, --account
@@ -96,6 +97,9 @@ LAUNCHER=${LAUNCHER:-srun}                    # srun, or mpiexec of an MPI that 
 PMI=${PMI:-}                                  # of srun: pmix for Open MPI, pmi2 for MPICH; empty: the site's default
 DATA=${DATA:-mock}                            # prefix of .bin/.idx, with VOCAB and MERGES; mock: random tokens
 SAVE=${SAVE:-$SLURM_SUBMIT_DIR/checkpoints/$SLURM_JOB_NAME}
+SPARE_NODES=${SPARE_NODES:-0}                 # of --nodes, unused until another one fails
+MAX_RESTARTS=${MAX_RESTARTS:-5}               # after a fault, inside this job
+export PYTHONPATH=$HERE${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 export SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS    # srun does not take it over from sbatch since Slurm 22.05
 
@@ -104,8 +108,9 @@ if [ ! -f "$HERE/pretrain_gpt.py" ] || ! command -v "$PYTHON" >/dev/null; then
     exit 2
 fi
 case $LAUNCHER in
-    srun) LAUNCH=(srun --kill-on-bad-exit=1 --cpu-bind=cores ${PMI:+"--mpi=$PMI"}) ;;
-    *) LAUNCH=("$LAUNCHER" -n "$SLURM_NTASKS") ;;
+    srun) LAUNCH="srun --nodes={nodes} --nodelist={hosts} --ntasks={ranks} --kill-on-bad-exit=1 --cpu-bind=cores"
+        LAUNCH+=${PMI:+" --mpi=$PMI"} ;;
+    *) LAUNCH="$LAUNCHER -n {ranks} --host {slots}" ;;
 esac
 if [ "$DATA" = mock ]; then
     DATA_FLAGS=(--mock-data)
@@ -115,13 +120,17 @@ else
 fi
 @FLAGS@
 
+# After a fault the run starts again from SAVE: on a spare node, else on fewer with the same global batch.
 # Before the limit Slurm signals this shell; the trainer saves after its iteration and leaves, and the job goes back into the queue
 # under its number, to resume from SAVE. A job that leaves by itself has reached its end and is not started again.
 leaving=0
 trainer=
 trap 'leaving=1; kill -USR1 "$trainer" 2>/dev/null || true' USR1
 trap 'kill -TERM "$trainer" 2>/dev/null || true' TERM
-"${LAUNCH[@]}" "$PYTHON" "$HERE/pretrain_gpt.py" "${FLAGS[@]}" "${DATA_FLAGS[@]}" --save "$SAVE" --load "$SAVE" "$@" &
+"$PYTHON" -m fugaku_megatron supervise --max-restarts "$MAX_RESTARTS" --spare-nodes "$SPARE_NODES" \
+    --hosts "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)" \
+    --ranks-per-node "$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))" --launcher "$LAUNCH" -- \
+    "$PYTHON" "$HERE/pretrain_gpt.py" "${FLAGS[@]}" "${DATA_FLAGS[@]}" --save "$SAVE" --load "$SAVE" "$@" &
 trainer=$!
 code=0
 wait "$trainer" || code=$?

@@ -60,7 +60,8 @@ class Session:
         saved = progress.iteration
         if saved >= self.iterations:
             self.writer.print(f"nothing left to train: at iteration {saved} of {self.iterations}")
-        while progress.iteration < self.iterations:
+        end = saved if self._asked_to_leave() else self.iterations
+        while progress.iteration < end:
             before = allocator.page_faults()
             result = self._step()
             self._log(result, [after - earlier for after, earlier in zip(allocator.page_faults(), before, strict=True)])
@@ -87,6 +88,13 @@ class Session:
         if self.profile:
             self.profile.end(self.writer.print)
         self._await_picture()
+
+    def _asked_to_leave(self) -> bool:
+        """Whether a signal came before the first iteration, on any rank. Collective."""
+        asked = bool(self.trainer.world.all_reduce(torch.tensor(int(self.signals.stop_requested)), "max"))
+        if asked:
+            self.writer.print("leaving before the first iteration: a signal asked to stop")
+        return asked
 
     def _step(self) -> IterationResult:
         """One iteration, profiled if it is among those asked for, with the phases of its time."""

@@ -31,6 +31,7 @@ FLAGS=(
 )
 
 NODES=16
+SPARE_NODES=${SPARE_NODES:-0}  # asked for beyond NODES
 JOB=${PJM_SUBJOBID:-${PJM_JOBID:?submit this file: pjsub -g GROUP FILE}}
 LOCAL=${PJM_LOCALTMP:?}/fugaku_megatron
 MPI_OPTIONS=(
@@ -44,12 +45,33 @@ MAP=
 share_archive() { llio_transfer "$ARCHIVE"; }  # a copy on every storage node: no file is opened by thousands of compute nodes
 forget_archive() { llio_transfer --purge "$ARCHIVE"; }
 
-launch() {  # launch LABEL COMMAND: on all ranks; output of a thousand ranks to a directory
-    local label=$1
+start_words() {  # start_words LABEL RANKS: WORDS are mpiexec's own; output of a thousand ranks to a directory
+    mkdir -p "$OUT/$1"
+    WORDS=(mpiexec -n "$2" "${MPI_OPTIONS[@]}" ${MAP:+--vcoordfile "$MAP"}
+        -stdout-proc "$OUT/$1/%/1000r/stdout" -stderr-proc "$OUT/$1/%/1000r/stderr")
+}
+
+launch() {  # launch LABEL COMMAND: on all ranks
+    local WORDS label=$1
     shift
-    mkdir -p "$OUT/$label"
-    mpiexec -n "$((NODES * RANKS_PER_NODE))" "${MPI_OPTIONS[@]}" ${MAP:+--vcoordfile "$MAP"} \
-        -stdout-proc "$OUT/$label/%/1000r/stdout" -stderr-proc "$OUT/$label/%/1000r/stderr" "$@"
+    start_words "$label" "$(((NODES + SPARE_NODES) * RANKS_PER_NODE))"
+    "${WORDS[@]}" "$@"
+}
+
+supervise() {  # supervise LABEL COMMAND: the same, started again after a fault, without nodes that do not answer
+    local WORDS label=$1 nodes=() clean=(env -u PYTHONHOME -u PYTHONPATH "LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}")
+    shift
+    if [ -n "$MAP" ]; then
+        nodes=(--hosts "@$MAP" --spare-nodes "$SPARE_NODES" --ranks-per-node "$RANKS_PER_NODE")
+        MAP="{map}" start_words "$label" "{ranks}"
+        nodes+=(--launcher "${clean[*]@Q} ${WORDS[*]@Q}")
+        WORDS=()
+    else
+        start_words "$label" "$((NODES * RANKS_PER_NODE))"
+        WORDS=("${clean[@]}" "${WORDS[@]}")
+    fi
+    (use_local; exec "$LOCAL/bin/python3" -m fugaku_megatron supervise --max-restarts "$MAX_RESTARTS" "${nodes[@]}" -- \
+        "${WORDS[@]}" "$@")
 }
 
 # Paths; each can be given from outside (pjsub -x NAME=value)
@@ -60,6 +82,7 @@ OUT=${OUT:-$PWD/output/compare_tcmalloc.$JOB}
 TCMALLOC=${TCMALLOC:-}                          # a libtcmalloc.so to preload; without one the trainer keeps its memory itself
 ELAPSE=${ELAPSE:-3600}                      # seconds of the job, as the directive above says
 MARGIN=${MARGIN:-900}                      # seconds before its end in which the trainer saves and leaves
+MAX_RESTARTS=${MAX_RESTARTS:-5}                 # after a fault, inside this job
 
 local_rank() { echo "${OMPI_COMM_WORLD_LOCAL_RANK:-${PLE_RANK_ON_NODE:-${MPI_LOCALRANKID:-${SLURM_LOCALID:-0}}}}"; }
 
@@ -114,7 +137,7 @@ minutes_left() { awk "BEGIN {m = ($ELAPSE - $SECONDS - $MARGIN) / 60; print (m >
 train() {  # train LABEL [flags]: one run on all ranks
     local label=$1
     shift
-    launch "$label" bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\$@\"" run_rank \
+    ${START:-launch} "$label" bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\$@\"" run_rank \
         "$LOCAL/app/pretrain_gpt.py" \
         "${FLAGS[@]}" "${DATA_FLAGS[@]}" --exit-duration-in-mins "$(minutes_left)" "$@"
 }
@@ -123,6 +146,10 @@ echo "staging $ARCHIVE on $NODES nodes"
 share_archive
 trap forget_archive EXIT
 launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
+if ((SPARE_NODES)); then  # nodes by their numbers; the last ones are spare
+    MAP=$LOCAL/rank_map
+    for ((node = 0; node < NODES + SPARE_NODES; node++)); do echo "($node)"; done > "$MAP"
+fi
 
 # The same iterations with three allocators
 [ -f "$TCMALLOC" ] || { echo "TCMALLOC '$TCMALLOC' is no file: give pjsub -x TCMALLOC=/path/to/libtcmalloc.so" >&2; exit 2; }

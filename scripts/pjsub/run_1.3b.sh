@@ -31,6 +31,7 @@ FLAGS=(
 )
 
 NODES=384
+SPARE_NODES=0  # the map of a torus needs every node
 JOB=${PJM_SUBJOBID:-${PJM_JOBID:?submit this file: pjsub -g GROUP FILE}}
 LOCAL=${PJM_LOCALTMP:?}/fugaku_megatron
 MPI_OPTIONS=(
@@ -44,12 +45,33 @@ MAP=
 share_archive() { llio_transfer "$ARCHIVE"; }  # a copy on every storage node: no file is opened by thousands of compute nodes
 forget_archive() { llio_transfer --purge "$ARCHIVE"; }
 
-launch() {  # launch LABEL COMMAND: on all ranks; output of a thousand ranks to a directory
-    local label=$1
+start_words() {  # start_words LABEL RANKS: WORDS are mpiexec's own; output of a thousand ranks to a directory
+    mkdir -p "$OUT/$1"
+    WORDS=(mpiexec -n "$2" "${MPI_OPTIONS[@]}" ${MAP:+--vcoordfile "$MAP"}
+        -stdout-proc "$OUT/$1/%/1000r/stdout" -stderr-proc "$OUT/$1/%/1000r/stderr")
+}
+
+launch() {  # launch LABEL COMMAND: on all ranks
+    local WORDS label=$1
     shift
-    mkdir -p "$OUT/$label"
-    mpiexec -n "$((NODES * RANKS_PER_NODE))" "${MPI_OPTIONS[@]}" ${MAP:+--vcoordfile "$MAP"} \
-        -stdout-proc "$OUT/$label/%/1000r/stdout" -stderr-proc "$OUT/$label/%/1000r/stderr" "$@"
+    start_words "$label" "$(((NODES + SPARE_NODES) * RANKS_PER_NODE))"
+    "${WORDS[@]}" "$@"
+}
+
+supervise() {  # supervise LABEL COMMAND: the same, started again after a fault, without nodes that do not answer
+    local WORDS label=$1 nodes=() clean=(env -u PYTHONHOME -u PYTHONPATH "LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}")
+    shift
+    if [ -n "$MAP" ]; then
+        nodes=(--hosts "@$MAP" --spare-nodes "$SPARE_NODES" --ranks-per-node "$RANKS_PER_NODE")
+        MAP="{map}" start_words "$label" "{ranks}"
+        nodes+=(--launcher "${clean[*]@Q} ${WORDS[*]@Q}")
+        WORDS=()
+    else
+        start_words "$label" "$((NODES * RANKS_PER_NODE))"
+        WORDS=("${clean[@]}" "${WORDS[@]}")
+    fi
+    (use_local; exec "$LOCAL/bin/python3" -m fugaku_megatron supervise --max-restarts "$MAX_RESTARTS" "${nodes[@]}" -- \
+        "${WORDS[@]}" "$@")
 }
 
 # Paths; each can be given from outside (pjsub -x NAME=value)
@@ -60,6 +82,7 @@ OUT=${OUT:-$PWD/output/gpt_1_3b.$JOB}
 TCMALLOC=${TCMALLOC:-}                          # a libtcmalloc.so to preload; without one the trainer keeps its memory itself
 ELAPSE=${ELAPSE:-259200}                      # seconds of the job, as the directive above says
 MARGIN=${MARGIN:-900}                      # seconds before its end in which the trainer saves and leaves
+MAX_RESTARTS=${MAX_RESTARTS:-5}                 # after a fault, inside this job
 
 local_rank() { echo "${OMPI_COMM_WORLD_LOCAL_RANK:-${PLE_RANK_ON_NODE:-${MPI_LOCALRANKID:-${SLURM_LOCALID:-0}}}}"; }
 
@@ -114,7 +137,7 @@ minutes_left() { awk "BEGIN {m = ($ELAPSE - $SECONDS - $MARGIN) / 60; print (m >
 train() {  # train LABEL [flags]: one run on all ranks
     local label=$1
     shift
-    launch "$label" bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\$@\"" run_rank \
+    ${START:-launch} "$label" bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\$@\"" run_rank \
         "$LOCAL/app/pretrain_gpt.py" \
         "${FLAGS[@]}" "${DATA_FLAGS[@]}" --exit-duration-in-mins "$(minutes_left)" "$@"
 }
@@ -127,4 +150,4 @@ MAP=$LOCAL/rank_map
 # tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
 (use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x6x8 "$RANKS_PER_NODE" 4 3) > "$MAP"
 
-train train --save "$SAVE" --load "$SAVE"
+START=supervise train train --save "$SAVE" --load "$SAVE"

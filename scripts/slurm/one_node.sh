@@ -14,6 +14,7 @@ done
 configuration() {
     cat <<END
 ClusterName=here
+FirstJobId=$((RANDOM + 1))
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=$PORT
 SlurmdPort=$((PORT + 1))

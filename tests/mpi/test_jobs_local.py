@@ -15,6 +15,7 @@ import pytest
 from benchmarks import preloads
 from fugaku_megatron.jobs import shims
 from tests.mpi import launch
+from tests.mpi.kills import iterations, kill_after
 
 pytestmark = pytest.mark.mpi
 SCRIPTS = launch.TESTS.parent / "scripts" / "pjsub"
@@ -46,7 +47,7 @@ def script(folder: Path, body: str) -> str:
     return str(path)
 
 
-def test_a_chain_through_the_elapse_limit_has_the_losses_of_one_run(local, tmp_path):
+def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_one_run(local, tmp_path):
     every = f"{FLAGS} --log-interval 1"
     resume = str(SCRIPTS / "resume.sh")
     first = local("local_pjsub", *TRIAL, "--margin", "120", "--flags", every, "--step", "--sparam", "jnam=c,sn=1", resume)
@@ -54,12 +55,16 @@ def test_a_chain_through_the_elapse_limit_has_the_losses_of_one_run(local, tmp_p
     assert first.returncode == 0, message + first.stderr
     log = next((tmp_path / "output" / "gpt_124m_chain.1_1" / "train").rglob("stdout*")).read_text()
     assert "--exit-duration-in-mins is over" in log
+    save = tmp_path / "checkpoints" / "gpt_124m_chain"
+    killing = kill_after(save, iterations(save) + 50)
     second = local("local_pjsub", *TRIAL, "--flags", every, "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", resume)
     assert second.returncode == 0 and "1_2" in local("local_pjstat").stdout
-    assert "resumed from" in next((tmp_path / "output" / "gpt_124m_chain.1_2" / "train").rglob("stdout*")).read_text()
+    killing.join()
+    assert next((tmp_path / "output" / "gpt_124m_chain.1_2" / "train").rglob("stdout*")).read_text().count("resumed from") == 2
+    assert "supervise: restart 1 of 5 from iteration " in (tmp_path / "gpt_124m_chain.1_2.err").read_text()
     whole = local("local_pjsub", *TRIAL, "--flags", every, "-x", f"SAVE={tmp_path / 'whole'}", resume)
     assert whole.returncode == 0, whole.stderr
-    assert losses(tmp_path / "checkpoints" / "gpt_124m_chain") == losses(tmp_path / "whole")
+    assert losses(save) == losses(tmp_path / "whole")
     assert "EXIT CODE               : 0" in (tmp_path / "gpt_124m_chain.1_2.stats").read_text()
 
 
