@@ -54,6 +54,7 @@ LAYOUTS = {
     "one": (1, {}, 0), "tp2": (2, {TP: 2}, 1), "pp2": (2, {PP: 2}, 1), "dp2-zero": (2, {"zero_stage": 1}, 1),
     "dp2-overlap": (2, {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}, 1),
     "zbv": (2, {PP: 2, "pipeline_schedule": "zbv"}, 1), "tp2-pp2-dp2": (8, {TP: 2, PP: 2, "sequence_parallel": True}, 7),
+    "tp2-blocks": (2, {TP: 2, "sequence_parallel": True, "tp_comm_overlap": True}, 1),
     "full": (1, {"recompute_granularity": "full"}, 0), "selective": (1, {"recompute_granularity": "selective"}, 0),
 }
 

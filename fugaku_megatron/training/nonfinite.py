@@ -33,8 +33,8 @@ from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruct
 from .flat import stage_units
 from .train import Trainer
 
-OPERATIONS = ("linear", "mlp", "attention", "layer_norm", "bias_dropout_add", "bias_dropout_add_layer_norm", "dropout", "embedding",
-              "add_position", "head_loss")  # of `nn.ops.Ops`
+OPERATIONS = ("linear", "column_linear", "row_linear", "mlp", "mlp_between_parts", "attention", "layer_norm", "bias_dropout_add",
+              "bias_dropout_add_layer_norm", "dropout", "embedding", "add_position", "head_loss")  # of `nn.ops.Ops`
 KEY_LENGTH = 4
 
 
