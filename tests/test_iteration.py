@@ -28,16 +28,18 @@ def test_params_norm_stands_between_num_zeros_and_skipped_iterations():
 
 
 def test_fields_of_our_own_stand_behind_megatrons():
-    ours = dataclasses.replace(parse_line(A100[0]), minor_faults=1234, system_seconds=0.5, clock_ghz=2.0)
+    ours = dataclasses.replace(parse_line(A100[0]), minor_faults=1234, system_seconds=0.5, clock_ghz=2.0, resident_mib=812.0,
+                               shared_mib=64.0)
     line = ours.format_line()
-    assert line == A100[0] + " minor faults: 1234 | system time (s): 0.500 | clock (GHz): 2.00 |"
+    assert line == A100[0] + (" minor faults: 1234 | system time (s): 0.500 | clock (GHz): 2.00 | memory per rank (MiB): 812 | "
+                              "shared memory (MiB): 64 |")
     assert parse_line(line) == ours
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(IterationMetrics)[2:]])
 def test_any_field_may_be_absent(field):
     whole = dataclasses.replace(parse_line(A100[0]), params_norm=1.0, tokens_per_second=5447.7, minor_faults=5, system_seconds=0.5,
-                                clock_ghz=2.0)
+                                clock_ghz=2.0, resident_mib=812.0, shared_mib=64.0)
     without = dataclasses.replace(whole, **{field: None})
     assert parse_line(without.format_line()) == without
     assert len(without.format_line()) < len(whole.format_line())

@@ -64,15 +64,23 @@ def physical_cores(affinity: Iterable[int], root: str | os.PathLike = _CPUS) -> 
 def cpu_quota(proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
               root: str | os.PathLike = "/sys/fs/cgroup") -> float | None:
     """The smallest limit of this process's cgroup (version 1 or 2) and its ancestors, in CPUs; None without a limit."""
-    limits = []
+    folders = cgroup_folders("cpu", proc_cgroup, root)
+    limits = (_limit_v2(folder) if version == 2 else _limit_v1(folder) for version, folder in folders)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def cgroup_folders(controller: str, proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
+                   root: str | os.PathLike = "/sys/fs/cgroup") -> list[tuple[int, Path]]:
+    """The directories that may limit this process: (version, 1 or 2, of the cgroup, its directory or that of an ancestor)."""
+    folders: list[tuple[int, Path]] = []
     for line in (_read(Path(proc_cgroup)) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            limits += [_limit_v2(folder) for folder in _ancestors(Path(root), path)]
-        elif "cpu" in controllers.split(","):
-            mounts = [Path(root) / name for name in (controllers, "cpu")]  # "cpu,cpuacct", or a link to it
-            limits += [_limit_v1(folder) for mount in mounts for folder in _ancestors(mount, path)]
-    return min((limit for limit in limits if limit is not None), default=None)
+            folders += [(2, folder) for folder in _ancestors(Path(root), path)]
+        elif controller in controllers.split(","):
+            mounts = [Path(root) / name for name in (controllers, controller)]  # "cpu,cpuacct", or a link to it
+            folders += [(1, folder) for mount in mounts for folder in _ancestors(mount, path)]
+    return folders
 
 
 def _ancestors(mount: Path, path: str) -> list[Path]:

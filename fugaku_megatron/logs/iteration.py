@@ -88,9 +88,9 @@ class IterationMetrics:
 
     The fields are in the order of the line: Megatron-DeepSpeed's first, then our own. Seconds are per iteration, `tflops` is 10^12
     operations per second and rank. `minor_faults` and `system_seconds` (per iteration) and `clock_ghz` (measured after the last
-    iteration) are those of the rank that prints. An interval needs `elapsed_seconds`, `global_batch_size`, `lm_loss`, `skipped`
-    and `tflops` of each of its iterations, and computes `nans`, `samples_per_second` and, where samples and tokens are counted,
-    `tokens_per_second` itself.
+    iteration) are those of the rank that prints; `resident_mib` and `shared_mib`, read then as well, are those of the largest rank.
+    An interval needs `elapsed_seconds`, `global_batch_size`, `lm_loss`, `skipped` and `tflops` of each of its iterations, and
+    computes `nans`, `samples_per_second` and, where samples and tokens are counted, `tokens_per_second` itself.
     """
 
     iteration: int
@@ -113,6 +113,8 @@ class IterationMetrics:
     minor_faults: int | None = _metric("minor faults", "{:d}", _rounded_mean)
     system_seconds: float | None = _metric("system time (s)", "{:.3f}", _mean)
     clock_ghz: float | None = _metric("clock (GHz)", "{:.2f}", _last)
+    resident_mib: float | None = _metric("memory per rank (MiB)", "{:.0f}", _last)
+    shared_mib: float | None = _metric("shared memory (MiB)", "{:.0f}", _last)
 
     @classmethod
     def from_interval(cls, records: Sequence[IterationMetrics]) -> IterationMetrics:

@@ -41,6 +41,7 @@ from ..run.skips import Skips
 from .choices import settle
 from .forecast import check_memory, data_line, iteration_line, node_bytes, skip_line
 from .kernel_choice import build_ops, choose_kernels
+from .memory_watch import MemoryWatch
 from .profile import Profile, profiled_ranks
 from .rank_times import RankTimes
 from .rerun import Rerun
@@ -230,7 +231,8 @@ def start(arguments: Arguments, world: Comm) -> Session:
     if run.numbers.rerun_on_spike:
         trainer.before_update = Rerun(trainer, writer.event).before_update
     allocator.trim()
-    return Session(trainer, writer, iterations, has_valid, profile, RankTimes(run, layout, world, phases, writer.print))
+    return Session(trainer, writer, iterations, has_valid, profile, RankTimes(run, layout, world, phases, writer.print),
+                   MemoryWatch(world, nodes, writer.event))
 
 
 def pretrain(arguments: Arguments, world: Comm) -> None:

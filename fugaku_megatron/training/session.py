@@ -19,6 +19,7 @@ from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
 from ..run import accounting
+from .memory_watch import MemoryWatch
 from .nonfinite import find_nonfinite
 from .profile import Profile
 from .rank_times import RankTimes
@@ -41,6 +42,7 @@ class Session:
     has_valid: bool
     profile: Profile | None = None
     rank_times: RankTimes | None = None
+    memory: MemoryWatch | None = None
     signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
     skipped_in_a_row: int = 0  # where no loss scale explains it
     explained: int = 0  # times that an Inf or NaN was looked for
@@ -115,6 +117,7 @@ class Session:
         trainer, run = self.trainer, self.trainer.run
         progress, output = trainer.progress, run.output
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
+        resident, shared = self._memory(progress.iteration, result.seconds)
         printed = self.writer.printing and self._logs(progress.iteration)
         flops = accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size  # of this rank
         self.writer.add(IterationMetrics(
@@ -123,9 +126,16 @@ class Session:
             learning_rate=result.learning_rate, global_batch_size=result.global_batch_size, lm_loss=result.loss,
             loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
             skipped=int(result.skipped), tflops=flops / result.seconds / 1e12, minor_faults=usage[0], system_seconds=usage[1],
-            clock_ghz=runtime.clock_ghz() if printed else None))
+            clock_ghz=runtime.clock_ghz() if printed else None, resident_mib=resident, shared_mib=shared))
         if progress.iteration == self.iterations:
             self.writer.flush()
+
+    def _memory(self, iteration: int, seconds: float) -> tuple[float | None, float | None]:
+        """Resident and shared memory of the largest rank, MiB, at the end of a log interval."""
+        if self.memory is None:
+            return None, None
+        self.memory.read(iteration)
+        return self.memory.finish_interval(iteration, seconds) if self._logs(iteration) else (None, None)
 
     def _check_divergence(self, result: IterationResult) -> None:
         """SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
