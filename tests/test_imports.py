@@ -22,6 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "schedule": {"parts", "run"},
     "timeline": {"parts", "schedule"},
     "comm": set(),
+    "watchdog": {"comm"},
     "data": {"comm"},
     "checkpoint": {"comm"},
     "host": {"comm", "_kernels"},
@@ -30,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "nn": {"run", "comm", "host"},
     "perf": {"parts", "schedule", "timeline", "run", "published", "logs"},
     "jobs": {"run", "comm", "checkpoint", "schedule", "perf"},
-    "training": {"parts", "run", "comm", "schedule", "timeline", "data", "checkpoint", "host", "logs", "nn", "perf"},
+    "training": {"parts", "run", "comm", "schedule", "timeline", "data", "checkpoint", "host", "logs", "nn", "perf", "watchdog"},
     "inference": {"run", "comm", "data", "checkpoint", "nn", "training"},
     "calibration": {"run", "comm", "data", "host", "logs", "perf", "training"},
     "cli": {"run", "comm"},  # and every command by its name, when it is called

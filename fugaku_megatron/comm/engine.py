@@ -14,6 +14,7 @@ Left out: what is communicated (mpi.py). Test: pytest tests/test_engine.py tests
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ Steps = Iterator[list[Any] | Callable[[], bool]]
 # Seconds between two tests while nobody waits: the first after something happened, then twice as long each time.
 SHORTEST_NAP, LONGEST_NAP = 50e-6, 500e-6
 TURNS = 100  # tests in vain until a waiting rank of a crowded node naps
+PATIENCE = 0.1  # s of waiting before it is told, and before signals are looked at
 
 
 class Operation:
@@ -59,11 +61,13 @@ class Operation:
 class Engine:
     """The thread and its queue. test: whether all requests of a list are complete, without blocking; called by the thread.
 
-    crowded: the node has more ranks than cores, so that a waiting rank takes naps, too.
+    crowded: the node has more ranks than cores, so that a waiting rank takes naps, too. waits: is told when a thread begins (True)
+    and ends (False) to wait for other ranks, where that takes longer than PATIENCE.
     """
 
-    def __init__(self, test: Callable[[list[Any]], bool] = all, crowded: bool = False) -> None:
-        self.test, self.crowded = test, crowded
+    def __init__(self, test: Callable[[list[Any]], bool] = all, crowded: bool = False,
+                 waits: Callable[[bool], Any] = bool) -> None:
+        self.test, self.crowded, self.waits = test, crowded, waits
         self._orders: deque[Operation] = deque()
         self._channels: dict[Hashable, deque[Operation]] = {}
         self._active: list[Operation] = []
@@ -98,11 +102,22 @@ class Engine:
             self._waiting += 1
             self._wake.notify()
         try:
-            lock.acquire()
+            if not lock.acquire(timeout=PATIENCE):
+                with self.waiting():
+                    lock.acquire()
             lock.release()
         finally:
             with self._wake:
                 self._waiting -= 1
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for other ranks."""
+        self.waits(True)
+        try:
+            yield
+        finally:
+            self.waits(False)
 
     # The thread -----------------------------------------------------------------------------------------------------------------
 

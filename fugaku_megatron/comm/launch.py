@@ -5,7 +5,7 @@
         run_or_abort(main)
 
 Without this, an exception on one rank leaves the others waiting in their next collective for ever.
-Left out: signals and the watchdog. Test: pytest tests/test_launch.py tests/mpi
+Left out: signals, and ranks that hang (watchdog/watch.py). Test: pytest tests/test_launch.py tests/mpi
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from . import launcher
 from .base import Comm
@@ -29,8 +29,10 @@ T = TypeVar("T")
 GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause
 
 
-def init() -> Comm:
+def init(waits: Callable[[bool], Any] = bool) -> Comm:
     """Start MPI on its own thread and return the world; `describe(world)` tells which thread level was granted.
+
+    waits: is told when this process begins and ends to wait for others (`comm.engine.Engine`).
 
     A process that no launcher started is a world of one, and then MPI need not be installed. Raises ValueError when a
     launcher started several processes but MPI is missing, or is another MPI than the launcher's, in which case each
@@ -38,7 +40,7 @@ def init() -> Comm:
     """
     name, started = launcher.processes()
     try:
-        world = mpi_world()
+        world = mpi_world(waits)
     except (ImportError, RuntimeError) as error:  # mpi4py is missing; mpi4py finds no MPI library
         if started == 1:
             return DryComm()
@@ -61,10 +63,10 @@ def describe(world: Comm) -> str:
     return f"no MPI, {world.size} rank(s)"
 
 
-def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None) -> T:
+def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None, waits: Callable[[bool], Any] = bool) -> T:
     """Return main(comm); if an exception escapes, report it on stderr and end the whole job.
 
-    `comm` is the world, by default that of `init()`. "rank R: <message>" is printed, then MPI_Abort is called:
+    `comm` is the world, by default that of `init(waits)`. "rank R: <message>" is printed, then MPI_Abort is called:
 
         ValueError (a user's mistake)       one line                exit code 2
         KeyboardInterrupt                   one line                exit code 130
@@ -81,7 +83,7 @@ def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None) -> T:
     previous = threading.excepthook
     threading.excepthook = lambda failed: _thread_failed(failed, comm)
     try:
-        comm = init() if comm is None else comm
+        comm = init(waits) if comm is None else comm
         return main(comm)
     except SystemExit as error:
         if not error.code:

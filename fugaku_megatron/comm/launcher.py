@@ -18,6 +18,7 @@ import time
 from typing import TextIO
 
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # variables with the number of processes
+LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with those of this node
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # variables with this process's number
 GRACE_EVERYWHERE = 10.0  # s that other ranks leave to rank 0 where it is known to fail as well; its end ends them
 GRACE_START = 2.0  # s, the same where processes have just started: rank 0 may still be loading Python
@@ -46,6 +47,11 @@ def rank() -> int:
     return _first_set(RANKS, 0, 0)[1]
 
 
+def processes_of_node() -> int:
+    """How many processes were started on this node; 1 where nothing says so."""
+    return _first_set(LOCAL_SIZES, 1, 1)[1]
+
+
 def check_environment() -> None:
     """Raises ValueError for variables that mislead MPI or OpenMP, before either is loaded."""
     processes()
@@ -69,6 +75,16 @@ def report_everywhere(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads
         print(text, file=sys.stderr, flush=True)
     wait_until_read(sys.stderr)
+
+
+def abort(code: int) -> None:
+    """Ask the launcher to end the job with this exit code, without MPI, which may hang; nothing where it does not speak PMI-1.
+
+    MPICH's launcher is told by each rank's end as well, but it ends with the code of any rank, also of one that it killed.
+    """
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+        time.sleep(GRACE_START)
 
 
 def output_error(error: BaseException) -> str | None:

@@ -14,6 +14,7 @@ Test: pytest tests/mpi
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import pickle
 import threading
@@ -24,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import launcher
 from .base import DONE, Handle
 from .engine import Engine, Steps
 from .tensors import HALF, OPS, check, rank_order_sum, rows
 
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 THREAD_LEVEL_VARIABLE = "FUGAKU_MEGATRON_MPI_THREAD_LEVEL"  # the level to ask for
-LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # of MPICH's launcher and of Open MPI's
 MAX_COUNT = 2**30  # elements per call: below 2^31 - 1, the largest C int
 # Elements of a sum per call, and the minimum of them for each rank. An MPI sums in temporary memory as large as its message, and
 # malloc requests large blocks from the system each time: 475 MB between two ranks take 0.18 s in one call, 0.05 s in 29.
@@ -40,20 +41,21 @@ ABORT_SECONDS = 5
 SMALL = 2**15  # up to so many elements a BF16/FP16 all_reduce gathers everything in one call: latency matters, not bytes
 
 
-def mpi_world() -> MPIComm:
+def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
     """MPI_COMM_WORLD, with MPI initialised by the engine's thread. ImportError or RuntimeError when there is no MPI.
 
-    Raises ValueError when the library grants no threads at all, or for an unknown level in the environment variable.
+    waits: see `Engine`. Raises ValueError when the library grants no threads at all, or for an unknown level in the environment
+    variable.
     """
     level = os.environ.get(THREAD_LEVEL_VARIABLE, "serialized").lower()
     if level not in THREAD_LEVELS[1:]:
         raise ValueError(f"{THREAD_LEVEL_VARIABLE}={level}: expected one of {', '.join(THREAD_LEVELS[1:])}; correct or unset it")
-    crowded = max(int(os.environ.get(name, 1)) for name in LOCAL_RANKS) > len(os.sched_getaffinity(0))
+    crowded = launcher.processes_of_node() > len(os.sched_getaffinity(0))
     if crowded:
         # More ranks than cores: MPICH's ranks must yield the core in the few calls that block, as when groups are built. Open
         # MPI's launcher does this by itself.
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
-    engine = Engine(crowded=crowded)
+    engine = Engine(crowded=crowded, waits=waits)
     world = engine.call(lambda: _initialise(engine, level))
     if world.thread_level == "single":
         raise ValueError(f"{world.library} grants MPI_THREAD_SINGLE where MPI_THREAD_{level.upper()} was asked for: communication "
@@ -69,10 +71,17 @@ def _initialise(engine: Engine, level: str) -> MPIComm:
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
-        atexit.register(engine.call, MPI.Finalize)
+        _initialise_thread(MPI, getattr(MPI, f"THREAD_{level.upper()}"))
+        atexit.register(engine.call, ctypes.CDLL(MPI.__file__).MPI_Finalize)
     engine.test = MPI.Request.Testall
     return MPIComm(MPI, MPI.COMM_WORLD, engine)
+
+
+def _initialise_thread(mpi: Any, level: int) -> None:
+    """MPI_Init_thread, past mpi4py, which keeps Python's lock until all ranks are there: no other thread could run meanwhile."""
+    ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py raises them
 
 
 def _buffer(tensor: Tensor) -> np.ndarray:

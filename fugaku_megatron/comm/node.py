@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .base import DONE, Comm, Handle
-from .engine import Steps
+from .engine import PATIENCE, Steps
 from .grid import Groups
 from .mpi import MPIComm
 from .tensors import SUMMED_DTYPES, check, rows
@@ -38,7 +38,6 @@ FLAGS = 2  # of a rank: its chunk is there, its part of the sum is there
 HEADER = 4096  # bytes of a segment before its halves, for the flags
 SEGMENT_BYTES = HEADER + 2 * HALF_BYTES
 SHARED_MEMORY = "/dev/shm"  # where the MPI libraries have it
-PATIENCE = 0.1  # s of waiting before signals are looked at
 
 
 def share_groups(groups: Groups, kernels: Any, node: int | None = None) -> Groups:
@@ -136,8 +135,10 @@ class NodeComm(MPIComm):
             self._collective(steps, *tensors).wait()
             return
         for ready in steps:
-            while not ready(PATIENCE):
-                pass
+            if not ready(PATIENCE):
+                with self.engine.waiting():
+                    while not ready(PATIENCE):
+                        pass
 
     # Steps: in shared memory where it serves, MPI's elsewhere ---------------------------------------------------------------------
 

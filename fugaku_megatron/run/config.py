@@ -304,11 +304,16 @@ class SystemConfig:
                                "pin on nodes of several NUMA domains", choices=("auto", "pin", "none"))
     cpu_frequency: float | None = opt(None, "the clock in GHz that the run is meant for: set where the system lets us, and "
                                       "refused when the cores run at another", type=float)
+    hang_timeout_in_secs: float | None = opt(None, "a rank that does not move for so many seconds is named as stuck, and the job "
+                                             "ends; 0: never (default: 10 times the slowest iteration, at least 60; 600 at the "
+                                             "start and in a save)", type=float)
 
     def __post_init__(self) -> None:
         check_numbers(self)
         check_choices(self)
         check_positive(self, "cpu_frequency")
+        timeout = self.hang_timeout_in_secs
+        check(timeout is None or timeout == 0 or timeout >= 1, f"--hang-timeout-in-secs is {timeout}: give 1 or more, or 0")
         chunk = self.fp16_accumulation_chunk
         check(chunk is None or 0 < chunk <= MAX_FP16_CHUNK,
               f"--fp16-accumulation-chunk is {chunk}: give a number from 1 to {MAX_FP16_CHUNK}")

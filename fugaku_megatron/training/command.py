@@ -10,11 +10,15 @@ r"""Train a GPT over MPI with Megatron-LM's flags.
 from __future__ import annotations
 
 import argparse
+import atexit
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..run.arguments import Arguments, add_flags, interpret
 from ..run.checks import check
+from ..run.config import RunConfig
 from ..run.outputs import check_picture
+from ..watchdog.watch import HangSettings, Watchdog
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -33,16 +37,35 @@ def main(args: argparse.Namespace) -> int:
           "of a real run")
     check_picture(args.png)
 
+    if not arguments.dry_run:
+        return _train(arguments)
     from ..comm.launch import run_or_abort
 
-    run_or_abort(lambda world: print_plan(arguments, world, args.png) if arguments.dry_run else _pretrain(arguments, world))
+    run_or_abort(lambda world: print_plan(arguments, world, args.png))
     return 0
 
 
-def _pretrain(arguments: Arguments, world: Comm) -> None:
+def _train(arguments: Arguments) -> int:
+    watchdog = Watchdog.start(hang_settings(arguments.run))  # before anything that may hang: torch, MPI, files
+    atexit.register(watchdog.close)
+
+    from ..comm.launch import run_or_abort
+
+    run_or_abort(lambda world: _pretrain(arguments, world, watchdog), waits=watchdog.heart.wait)
+    return 0
+
+
+def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     from .pretrain import pretrain
 
-    pretrain(arguments, world)
+    pretrain(arguments, world, watchdog)
+
+
+def hang_settings(run: RunConfig) -> HangSettings:
+    """How long is too long, and where a hang is reported: beside --log-file, or else in --save, or here."""
+    output = run.output
+    directory = Path(output.log_file).parent if output.log_file else Path(output.save or ".")
+    return HangSettings(run.system.hang_timeout_in_secs, directory, output.log_file)
 
 
 def print_plan(arguments: Arguments, world: Comm, png: str | None = None) -> None:

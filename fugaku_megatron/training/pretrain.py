@@ -38,10 +38,12 @@ from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
 from ..run.recompute import recompute_name
 from ..run.skips import Skips
+from ..watchdog.watch import Watchdog
 from .choices import settle
 from .forecast import check_memory, data_line, iteration_line, node_bytes, skip_line
 from .kernel_choice import build_ops, choose_kernels
 from .memory_watch import MemoryWatch
+from .observers import Heartbeats, Observers
 from .profile import Profile, profiled_ranks
 from .rank_times import RankTimes
 from .rerun import Rerun
@@ -176,14 +178,12 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> 
 
 
 def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backends: dict[str, str],
-                  phases: Phases, profile: Profile | None, feed: Feed | None = None) -> Trainer:
-    """This rank's trainer; the clock of its phases and a profile observe its kernels, communicators and instructions."""
+                  observers: Observers, feed: Feed | None = None) -> Trainer:
+    """This rank's trainer, observed."""
     train, valid = data
-    ops = build_ops(run, backends, profile.kernels(kernels) if profile else kernels)
-    groups = phases.groups(groups)
-    return Trainer(run, world, profile.groups(groups) if profile else groups, train, valid, ops=ops, feed=feed,
-                   watch=(lambda executor: profile.watch(phases.watch(executor))) if profile else phases.watch,
-                   waiting_for_data=phases.waiting_for_data)
+    ops = build_ops(run, backends, observers.profile.kernels(kernels) if observers.profile else kernels)
+    return Trainer(run, world, observers.groups(groups), train, valid, ops=ops, feed=feed, watch=observers.watch,
+                   waiting_for_data=observers.reading)
 
 
 def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress) -> MetricsWriter:
@@ -201,12 +201,21 @@ def _say(run: RunConfig, world: Comm, *lines: str | None) -> None:
         append(run.output.log_file, *filter(None, lines))
 
 
-def start(arguments: Arguments, world: Comm) -> Session:
+def place_watchdog(watchdog: Watchdog, world: Comm, nodes: Nodes) -> None:
+    """Tell the watchdog who is who. Collective."""
+    folder = nodes.ranks.broadcast_object(watchdog.heart.folder)
+    watchdog.placed(world.rank, folder, tuple(nodes.ranks.all_gather_object(world.rank)), nodes.count > 1)
+
+
+def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     """Check, build and resume. Raises ValueError for a user's mistake before anything expensive where that is possible."""
+    enter = watchdog.heart.enter
+    enter("the start: looking for a checkpoint")
     with everywhere():
         run = with_vocabulary(arguments.run, world)
         layout = Layout.from_run(run, world.size)
     nodes = find_nodes(world)
+    place_watchdog(watchdog, world, nodes)
     run, chosen = settle(run, layout, world, nodes)
     resume = find_checkpoint(run, world)
     check_outputs(run, resume, world, nodes)
@@ -215,32 +224,38 @@ def start(arguments: Arguments, world: Comm) -> Session:
     _say(run, world, *announce(arguments, run, layout, machine, nodes.count), *chosen)
     with everywhere():
         _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))
+    enter("the start: reading data")
     feed = find_feed(run, groups, nodes)
     data = build_data(run, groups, layout, resume.progress, feed)
     _say(run, world, data_line(data[0]), skip_line(run, data[0]))
+    enter("the start: choosing kernels")
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
     _say(run, world, *choice.lines)
-    phases, profile = Phases(), Profile(run, layout, world) if run.output.profile else None
-    trainer = build_trainer(run, world, groups, data, choice.backends, phases, profile, feed)
+    enter("the start: building the model")
+    profile = Profile(run, layout, world) if run.output.profile else None
+    observers = Observers(Phases(), Heartbeats(watchdog.heart, Grid(world.size, layout.tp, layout.pp), world.rank), profile)
+    trainer = build_trainer(run, world, groups, data, choice.backends, observers, feed)
     has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
     if run.training.eval_iters and not has_valid:
         _say(run, world, f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
+    enter("the start: loading a checkpoint")
     _say(run, world, *resume_training(trainer, resume))
+    enter("the start")
     iterations, _ = run_length(run, layout, resume.progress)
     writer = open_log(run, world, iterations, trainer.progress)
     if run.numbers.rerun_on_spike:
         trainer.before_update = Rerun(trainer, writer.event).before_update
     allocator.trim()
-    return Session(trainer, writer, iterations, has_valid, profile, RankTimes(run, layout, world, phases, writer.print),
-                   MemoryWatch(world, nodes, writer.event))
+    times, memory = RankTimes(run, layout, world, observers.phases, writer.print), MemoryWatch(world, nodes, writer.event)
+    return Session(trainer, writer, iterations, has_valid, profile, times, memory, watchdog)
 
 
-def pretrain(arguments: Arguments, world: Comm) -> None:
+def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     """The run, from checked flags to the last checkpoint. Collective over `world`."""
     with everywhere():
         check_early(arguments, world.size)
     with hold(arguments.run.output.save, world):
-        _train(start(arguments, world), world)
+        _train(start(arguments, world, watchdog), world)
 
 
 def _train(session: Session, world: Comm) -> None:

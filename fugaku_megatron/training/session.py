@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
 from ..run import accounting
+from ..watchdog.watch import Watchdog
 from .memory_watch import MemoryWatch
 from .nonfinite import find_nonfinite
 from .profile import Profile
@@ -43,6 +44,7 @@ class Session:
     profile: Profile | None = None
     rank_times: RankTimes | None = None
     memory: MemoryWatch | None = None
+    watchdog: Watchdog = field(default_factory=Watchdog.off)
     signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
     skipped_in_a_row: int = 0  # where no loss scale explains it
     explained: int = 0  # times that an Inf or NaN was looked for
@@ -102,8 +104,10 @@ class Session:
         """One iteration, profiled if it is among those asked for, with the phases of its time."""
         if self.rank_times:
             self.rank_times.begin()
-        with self.profile.iteration(self.writer.print) if self.profile else nullcontext():
+        profiled = self.profile.iteration(self.writer.print) if self.profile else nullcontext()
+        with self.watchdog.heart.iteration(self.trainer.progress.iteration + 1), profiled:
             result = self.trainer.train_step()
+        self.watchdog.measured(result.seconds)
         if self.rank_times:
             self.rank_times.end(result.seconds)
         return result
@@ -183,7 +187,8 @@ class Session:
             return
         number = -(-iteration // training.eval_interval) - 1
         first = number * training.eval_iters * self.trainer.layout.global_batch_size(run)
-        loss = self.trainer.evaluate(self.trainer.valid, first, training.eval_iters)
+        with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
+            loss = self.trainer.evaluate(self.trainer.valid, first, training.eval_iters)
         self.writer.validation(iteration, loss, self.trainer.progress.consumed_samples)
 
     def _reason_to_leave(self, iteration: int, timer: runtime.ExitTimer) -> tuple[str | None, bool, bool]:
@@ -211,14 +216,21 @@ class Session:
         self._await_save()
         self.saved_iteration = self.trainer.progress.iteration
         if self.trainer.run.output.async_save or self.trainer.run.output.save_local:
-            self.saving = self.trainer.save_behind(directory)
+            with self._saves():
+                self.saving = self.trainer.save_behind(directory)
         else:
-            self.trainer.save(directory)
+            with self._saves():
+                self.trainer.save(directory)
             self._report_save()
+
+    def _saves(self) -> AbstractContextManager[None]:
+        return self.watchdog.heart.phase(f"save of iteration {self.saved_iteration}")
 
     def _advance_save(self) -> None:
         """The next step of a save behind the run, when all ranks have done the present one."""
-        if self.saving.advance():
+        with self._saves():
+            done = self.saving.advance()
+        if done:
             self.saving = None
             self._report_save()
 

@@ -1,0 +1,235 @@
+"""What a rank is doing, in memory that all ranks of its node can read: the sign of life that a watchdog goes by.
+
+    heart = Heartbeat(node_folder(), rank=3)
+    with heart.phase("save"): ...           a sign of life at both ends, and what this rank was doing should it stop there
+
+A heartbeat is a file of one page below /dev/shm, so that a sign of life is a write to memory and a reader needs nothing from the
+rank: not its interpreter, not MPI, not a signal. Times are seconds of CLOCK_MONOTONIC, one clock for all processes of a node.
+Needs neither torch nor MPI. Left out: who is stuck (verdict.py), the thread that looks (watch.py).
+Test: pytest tests/test_heartbeat.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import mmap
+import os
+import struct
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = 4096
+MAGIC = b"heart 1\0"
+TEXT = 200  # bytes of a phase's description
+OWNER, OWNER_AT = struct.Struct("<8sqqd"), 0  # magic, process, rank, limit in seconds
+TICK, TICK_AT = struct.Struct("<d?"), 64  # time of the watchdog's last look, whether this rank has written its stacks
+STATE, STATE_AT = struct.Struct(f"<Qdd?{TEXT}s"), 128  # beats, time of the last, waiting since, in an iteration, what
+
+JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_STEP_ID")  # variables that the processes of one start have in common
+MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's last sign of life. Times in s of the node's clock.
+
+    process: its number. limit: s without a move that it finds too long. number: of the beat. moved: when it last began or ended
+    something. waits: for other ranks. training: in an iteration. what: it is doing. looked: when its watchdog last looked around.
+    written: its stacks.
+    """
+
+    process: int
+    rank: int
+    limit: float
+    number: int
+    moved: float
+    waits: bool
+    training: bool
+    what: str
+    looked: float
+    written: bool
+
+
+def prefix() -> str:
+    """How the names of the user's folders begin, whatever the job."""
+    folder = MEMORY if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
+    return f"{folder}/fugaku_megatron_{getpass.getuser()}_"
+
+
+def node_folder() -> Path:
+    """Where the processes of this start on this node have their heartbeats, as the launcher's variables, or else the parent, tell.
+
+    Where they tell too little, each process has a folder of its own until `Heartbeat.move`.
+    """
+    job = [os.environ[name] for name in JOBS if name in os.environ] + [os.environ.get("SLURM_JOB_ID", "")]
+    own = f"{os.getppid()} {_birth(os.getppid())}" if len(job) == 1 else " ".join(job)
+    return Path(f"{prefix()}{zlib.crc32(own.encode()):08x}")
+
+
+def _birth(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        return ""
+
+
+def lives(process: int) -> bool:
+    """Whether a process of this node is there, if only stopped; a zombie is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def remove_dead() -> None:
+    """Remove what killed jobs of this user have left behind on this node."""
+    for folder in Path(prefix()).parent.glob(Path(prefix()).name + "*"):
+        with contextlib.suppress(OSError):
+            if not any(name.isdecimal() and lives(int(name)) for name in os.listdir(folder)):
+                for file in folder.iterdir():
+                    file.unlink()
+                folder.rmdir()
+
+
+class Heartbeat:
+    """This rank's heartbeat. folder: of the node; without one nobody else reads it."""
+
+    def __init__(self, folder: Path | None = None, rank: int = 0, limit: float = 0.0) -> None:
+        self.rank, self.limit, self.file = rank, limit, None
+        self._memory: mmap.mmap | bytearray = bytearray(PAGE)
+        self._number, self._since, self.what, self._where = 0, 0.0, "", ""
+        if folder is not None:
+            self.file = folder / str(os.getpid())
+            self._memory = _page(self.file)
+        self.look()
+        self.enter("start")
+        self.introduce(rank, limit)
+
+    def introduce(self, rank: int, limit: float) -> None:
+        """Say which rank this is, and how many seconds without a move are too long for it."""
+        self.rank, self.limit = rank, limit
+        OWNER.pack_into(self._memory, OWNER_AT, MAGIC, os.getpid(), rank, limit)
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the heartbeats of this node."""
+        return self.file.parent if self.file else None
+
+    def move(self, folder: Path) -> None:
+        """Go on in another folder of the same node."""
+        if self.file is not None and folder != self.file.parent:
+            old, self.file = self.file.parent, folder / self.file.name
+            with contextlib.suppress(OSError):
+                for file in old.glob(f"{self.file.name}*"):
+                    file.rename(folder / file.name)
+                old.rmdir()
+
+    def close(self) -> None:
+        """This rank has ended as it should."""
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                for file in self.file.parent.glob(f"{self.file.name}*"):
+                    file.unlink()
+                self.file.parent.rmdir()
+            self.file = None
+
+    # Signs of life ----------------------------------------------------------------------------------------------------------------
+
+    def enter(self, what: str) -> str:
+        """From now on this rank does `what`; returns what it did, for `leave`."""
+        before, self.what = self.what, what
+        self._beat()
+        return before
+
+    def leave(self, before: str) -> None:
+        """`what` is done, and this rank goes on with what it did before."""
+        self.what = before
+        self._beat()
+
+    @contextlib.contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """This rank does `what` inside the block."""
+        before = self.enter(what)
+        try:
+            yield
+        finally:
+            self.leave(before)
+
+    @contextlib.contextmanager
+    def iteration(self, number: int) -> Iterator[None]:
+        """Inside the block this rank is in an iteration, where `limit` counts without regard to processor time."""
+        self._where = f"iteration {number}"
+        try:
+            with self.phase(""):
+                yield
+        finally:
+            self._where = ""
+
+    def wait(self, waits: bool) -> None:
+        """This rank waits for others from now on, or no longer."""
+        self._since = time.monotonic() if waits else 0.0
+        self._beat()
+
+    def _beat(self) -> None:
+        self._number += 1
+        what = f"{self.what}, {self._where}" if self.what and self._where else self.what or self._where
+        training = bool(self._where)
+        STATE.pack_into(self._memory, STATE_AT, self._number, time.monotonic(), self._since, training, what.encode()[:TEXT])
+
+    def look(self, written: bool = False) -> None:
+        """The watchdog of this rank is awake; `written`: the stacks of this rank's threads are in their file."""
+        TICK.pack_into(self._memory, TICK_AT, time.monotonic(), written)
+
+    def beat(self) -> Beat:
+        """What others read."""
+        return decode(self._memory)
+
+
+def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
+    """The heartbeat in a page; None if it is none yet."""
+    before = b""
+    for _ in range(3):  # until no beat came while the page was copied
+        page = bytes(memory[: STATE_AT + STATE.size])
+        if page == before:
+            break
+        before = page
+    magic, process, rank, limit = OWNER.unpack_from(page, OWNER_AT)
+    number, moved, since, training, what = STATE.unpack_from(page, STATE_AT)
+    looked, written = TICK.unpack_from(page, TICK_AT)
+    text = what.rstrip(b"\0").decode(errors="replace")
+    return Beat(process, rank, limit, number, moved, since > 0, training, text, looked, written) if magic == MAGIC else None
+
+
+def _page(file: Path) -> mmap.mmap:
+    while True:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError), file.open("w+b") as opened:  # where another rank has just removed the folder
+            opened.write(bytes(PAGE))
+            opened.flush()
+            return mmap.mmap(opened.fileno(), PAGE)
+
+
+class Node:
+    """The heartbeats in a folder, each mapped once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pages: dict[str, mmap.mmap] = {}
+
+    def read(self) -> list[Beat]:
+        """The heartbeats of ranks that have not ended, in the order of ranks."""
+        try:
+            names = [name for name in os.listdir(self.folder) if name.isdecimal()]
+        except OSError:
+            names = []
+        for name in set(names) - set(self._pages):
+            with contextlib.suppress(OSError, ValueError), open(self.folder / name, "rb") as file:
+                self._pages[name] = mmap.mmap(file.fileno(), PAGE, access=mmap.ACCESS_READ)
+        self._pages = {name: self._pages[name] for name in names if name in self._pages}
+        beats = [decode(page) for page in self._pages.values()]
+        return sorted((beat for beat in beats if beat), key=lambda beat: beat.rank)

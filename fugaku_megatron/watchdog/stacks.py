@@ -1,0 +1,85 @@
+"""Where every thread of a rank stands: Python's frames by faulthandler, native ones by gdb or eu-stack where a system has them.
+
+Test: pytest tests/test_watchdog.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+SECONDS = 30  # for a debugger to read one rank
+ON_REQUEST = signal.SIGUSR2  # a process that gets it writes its stacks: its interpreter need not be free to
+DEBUGGERS = (("eu-stack", "-p"), ("gdb", "-batch", "-nx", "-ex", "thread apply all backtrace", "-p"))
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """Where the stacks of a rank are written."""
+    return directory / f"rank{rank}.txt"
+
+
+def write_own(directory: Path, rank: int, native: bool) -> None:
+    """All threads of this process, called by one of them. native: with the frames below Python's."""
+    with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        if native:
+            file.write(native_stacks(os.getpid()))
+
+
+def write_of(directory: Path, rank: int, process: int, requested: Path) -> None:
+    """All threads of another process of this node that cannot write them. requested: its file of `on_request`."""
+    with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
+        file.write(f"process {process}, state {state(process)}\n")
+        file.write(native_stacks(process))
+        file.write(_request(process, requested))
+
+
+def on_request(path: Path) -> None:
+    """From now on ON_REQUEST makes this process write its stacks to `path`."""
+    file = path.open("w")
+    faulthandler.register(ON_REQUEST, file, all_threads=True)
+
+
+def _request(process: int, requested: Path) -> str:
+    """What the process writes when it is asked to. One that is stopped must run to answer, and is stopped again."""
+    with contextlib.suppress(OSError):
+        stopped = state(process).startswith(("T", "t"))
+        os.kill(process, ON_REQUEST)
+        os.kill(process, signal.SIGCONT)
+        size, end = 0, time.monotonic() + 1
+        while (size == 0 or requested.stat().st_size > size) and time.monotonic() < end:
+            size = requested.stat().st_size
+            time.sleep(0.02)
+        if stopped:
+            os.kill(process, signal.SIGSTOP)
+        return requested.read_text()
+    return ""
+
+
+def state(process: int) -> str:
+    """The kernel's word for what the process does, and the function of the kernel it is in, where that is told."""
+    words = []
+    with contextlib.suppress(OSError):
+        words += [line.split(maxsplit=1)[1] for line in Path(f"/proc/{process}/status").read_text().splitlines()
+                  if line.startswith("State:")]
+        words += [Path(f"/proc/{process}/wchan").read_text().strip("0")]
+    return " ".join(filter(None, words)) or "unknown"
+
+
+def native_stacks(process: int) -> str:
+    """The frames below Python's of all threads; empty where no debugger is installed or permitted."""
+    command = next((words for words in DEBUGGERS if shutil.which(words[0])), None)
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run([*command, str(process)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                              timeout=SECONDS, text=True, errors="replace")
+    except (OSError, subprocess.TimeoutExpired):
+        return f"{command[0]} did not answer within {SECONDS} s\n"
+    return done.stdout

@@ -1,0 +1,242 @@
+"""The watchdog: a thread of each rank that looks at the heartbeats of its node, says who is stuck, and ends the job.
+
+    watchdog = Watchdog.start(HangSettings(seconds=None, directory=Path("."), log_file=None))
+    watchdog.heart.phase(...)           what this rank does
+
+It needs nothing that may be what hangs: no MPI, no other process. The lowest rank of a node whose watchdog is awake judges and
+speaks; all write their stacks. Test: pytest tests/test_watchdog.py tests/mpi/test_hangs.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..comm import launcher
+from . import stacks, verdict
+from .heartbeat import Beat, Heartbeat, Node, lives, node_folder, remove_dead
+from .verdict import Census, Standing, Verdict
+
+SHORTEST, ITERATIONS = 60.0, 10.0  # by default: s, and times the slowest iteration, without a move
+OUTSIDE = 600.0  # s: the same at the start, in a save, and until an iteration was measured
+LOOK = 1.0  # s between two looks
+WINDOW, BUSY, MOVED = 0.5, 0.05, 2**16  # s, and the part of a core or the bytes read and written in them that say that a rank works
+GONE = 5.0  # s that a launcher gets to end a job of which a process is gone
+WRITING = 60.0  # s for the ranks of a node to write their stacks
+END = "end"  # the file that tells the ranks of a node why the job ends
+
+
+@dataclass(frozen=True)
+class HangSettings:
+    """seconds: --hang-timeout-in-secs; None: from the iterations. directory: gets a folder of stacks. log_file: gets the line."""
+
+    seconds: float | None
+    directory: Path
+    log_file: str | None
+
+
+class Work:
+    """Whether processes compute, read or write, by the kernel's account: for what is long and gives no sign of life on its way.
+
+    A watchdog's own looks stay below BUSY and MOVED.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[float, float, int]] = {}  # process -> time, processor seconds, bytes
+
+    def seen(self, process: int) -> bool:
+        """Whether the process has worked in the last window; False until it is over."""
+        now = time.monotonic()
+        if now - self._last.get(process, (0.0, 0.0, 0))[0] < WINDOW:
+            return False
+        try:
+            words = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+            seconds = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+            moved = sum(int(line.split()[1]) for line in Path(f"/proc/{process}/io").read_text().splitlines())
+        except (OSError, ValueError):
+            return False
+        before, self._last[process] = self._last.get(process, (now, seconds, moved)), (now, seconds, moved)
+        return moved - before[2] > MOVED or seconds - before[1] > BUSY * (now - before[0])
+
+
+class Watchdog:
+    """The watchdog of one rank.
+
+    heart: its heartbeat; without a file of its node there is nothing to watch. local: the ranks of this node, () where that is not
+    known. alone: there are other nodes, and it does not hear of them.
+    """
+
+    def __init__(self, heart: Heartbeat, settings: HangSettings, local: tuple[int, ...] = (), alone: bool = False) -> None:
+        self.heart, self.settings, self.local, self.alone = heart, settings, local, alone
+        self.slowest = 0.0  # s of an iteration
+        self.host = platform.node()
+        self._node, self._work = Node(heart.file.parent) if heart.file else None, Work()
+        self._worked: dict[int, float] = {}  # process -> when it was seen to work last
+        self._since = time.monotonic()  # from when on this process has run without a stop
+        self._stopped = threading.Event()
+        heart.introduce(heart.rank, self._limit())
+        self.period = min(LOOK, heart.limit / 10)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        if self._node:
+            stacks.on_request(requested(self._node.folder, os.getpid()))
+            self._thread.start()
+
+    @classmethod
+    def start(cls, settings: HangSettings) -> Watchdog:
+        """The watchdog of this process, as far as its launcher says who it is; of nothing where settings.seconds is 0."""
+        if settings.seconds == 0:
+            return cls(Heartbeat(), settings)
+        remove_dead()
+        size = launcher.processes()[1]
+        whole = size == launcher.processes_of_node()
+        return cls(Heartbeat(node_folder(), launcher.rank()), settings, tuple(range(size)) if whole else (), not whole)
+
+    @classmethod
+    def off(cls) -> Watchdog:
+        """That of a process that nobody watches."""
+        return cls.start(HangSettings(0.0, Path(), None))
+
+    def measured(self, seconds: float) -> None:
+        """An iteration took so long."""
+        if seconds > self.slowest:
+            self.slowest = seconds
+            self.heart.introduce(self.heart.rank, self._limit())
+
+    def placed(self, rank: int, folder: Path | None, local: tuple[int, ...], alone: bool) -> None:
+        """MPI has told which rank this is, the folder of its node, the ranks there, and whether there are other nodes."""
+        if self._node and folder:
+            self.heart.move(folder)
+            self.heart.introduce(rank, self.heart.limit)
+            self.local, self.alone, self._node = local, alone, Node(folder)
+
+    def close(self) -> None:
+        """The run has ended as it should."""
+        self._stopped.set()
+        if self._node:
+            self._thread.join(2 * self.period)
+        self.heart.close()
+
+    def _limit(self) -> float:
+        if self.settings.seconds is not None:
+            return self.settings.seconds
+        return max(SHORTEST, ITERATIONS * self.slowest) if self.slowest else OUTSIDE
+
+    # The thread -------------------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stopped.wait(self.period):
+            now = time.monotonic()
+            if now - last > max(verdict.ASLEEP, 3 * self.period):
+                self._since = now  # this process was stopped itself: what it missed counts from now on
+            last = now
+            self.heart.look()
+            if (self._node.folder / END).exists():
+                self._end(self._read_end())
+            beats = self._node.read()
+            if self._leads(beats, now) and (found := verdict.judge(self._census(beats, now), self.alone)):
+                self._end(self._write_end(found))
+
+    def _leads(self, beats: list[Beat], now: float) -> bool:
+        awake = [beat.process for beat in beats if now - beat.looked < verdict.ASLEEP]
+        return bool(awake) and awake[0] == os.getpid()
+
+    def _census(self, beats: list[Beat], now: float) -> Census:
+        stuck, waiting = [], []
+        for beat in beats:
+            standing = self._standing(beat, now)
+            asleep = now - max(beat.looked, self._since) > max(verdict.ASLEEP, standing.limit / 2)
+            if beat.waits and not asleep and not standing.gone:
+                waiting.append(standing)
+            elif standing.gone or standing.seconds > standing.limit / 2:
+                stuck.append(standing)
+        missing = tuple(sorted(set(self.local) - {beat.rank for beat in beats}))
+        return verdict.count(stuck, waiting, len(beats), missing)
+
+    def _standing(self, beat: Beat, now: float) -> Standing:
+        moved = max(beat.moved, self._since, self._worked.get(beat.process, 0.0))
+        limit = beat.limit
+        if not beat.training:
+            if not beat.waits and self._work.seen(beat.process):
+                self._worked[beat.process] = moved = now
+            limit = limit if self.settings.seconds is not None else max(limit, OUTSIDE)
+        gone = now - moved > min(GONE, limit / 2) and not lives(beat.process)
+        return Standing(beat.rank, self.host, beat.what, now - moved, min(limit, GONE) if gone else limit, gone)
+
+    # The end ----------------------------------------------------------------------------------------------------------------------
+
+    def _write_end(self, found: Verdict) -> dict:
+        """Say why the job ends, and tell the other ranks of this node."""
+        name = time.strftime("hang_%Y%m%d_%H%M%S")
+        end = {**asdict(found), "directory": str(self.settings.directory.absolute() / name), "speaker": self.heart.rank,
+               "process": os.getpid()}
+        aside = self._node.folder / f"{END}.{os.getpid()}"
+        aside.write_text(json.dumps(end))
+        try:
+            os.link(aside, self._node.folder / END)
+        except FileExistsError:  # another rank was faster
+            return self._read_end()
+        self._say(f"{found.text}; stacks of all ranks: {end['directory']}")
+        return end
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(sys.__stderr__.fileno(), f"rank {self.heart.rank}: {line}\n".encode())
+        with contextlib.suppress(OSError):
+            if self.settings.log_file:
+                with open(self.settings.log_file, "a") as log:
+                    log.write(f"{line}\n")
+
+    def _read_end(self) -> dict:
+        return json.loads((self._node.folder / END).read_text())
+
+    def _end(self, end: dict) -> None:
+        """Write the stacks of this rank, and end it when those of the whole node are written."""
+        directory, speaks = Path(end["directory"]), end["speaker"] == self.heart.rank
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+        stacks.write_own(directory, self.heart.rank, native=not end["stuck"] or self.heart.rank in end["stuck"])
+        self.heart.look(written=True)
+        if speaks:
+            self._write_stuck(directory, end["stuck"])
+            self._await(lambda: all(beat.written or time.monotonic() - beat.looked > verdict.ASLEEP for beat in self._node.read()))
+            launcher.wait_until_read(sys.__stderr__)
+            launcher.abort(end["code"])
+        else:  # a launcher ends with the code of the rank that ends first, and ends the others
+            self._await(lambda: not lives(end["process"]))
+            time.sleep(verdict.ASLEEP)
+            self._kill(end["stuck"])
+        os._exit(end["code"])
+
+    def _write_stuck(self, directory: Path, ranks: list[int]) -> None:
+        """The stacks of ranks of this node that do not write them themselves."""
+        for beat in self._node.read():
+            if beat.rank in ranks and beat.rank != self.heart.rank and lives(beat.process):
+                stacks.write_of(directory, beat.rank, beat.process, requested(self._node.folder, beat.process))
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        """Stay awake until then, for WRITING seconds at most."""
+        end = time.monotonic() + WRITING
+        while time.monotonic() < end and not condition():
+            self.heart.look(written=True)
+            time.sleep(0.05)
+
+    def _kill(self, ranks: list[int]) -> None:
+        for beat in self._node.read():
+            if beat.rank in ranks and beat.process != os.getpid():
+                with contextlib.suppress(OSError):
+                    os.kill(beat.process, signal.SIGKILL)
+
+
+def requested(folder: Path, process: int) -> Path:
+    """Where a process writes its stacks on request."""
+    return folder / f"{process}.stacks"

@@ -1,0 +1,25 @@
+"""A real rank that is stopped by SIGSTOP is named with what it did, and the job ends with the exit code of a hang."""
+
+from __future__ import annotations
+
+import pytest
+
+from fugaku_megatron.comm.exit_codes import ExitCode
+from tests.hangs import RANKS, hang
+from tests.mpi import launch
+
+pytestmark = pytest.mark.mpi
+TIMEOUT = 4.0  # s
+
+
+@pytest.mark.parametrize("name, phase, rank", [("mpich", "start", 3), ("mpich", "forward", 0), ("openmpi", "reduction", 2)])
+def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path, name, phase, rank):
+    mpi = launch.FIND[name]()
+    if mpi is None:
+        pytest.skip(launch.MISSING[name])
+    outcome = hang(mpi, tmp_path, rank, phase, TIMEOUT)
+    assert outcome.right and f"; {RANKS - 1} ranks wait for it" in outcome.line, outcome
+    assert outcome.code == ExitCode.HANG
+    assert len(outcome.stacks) == RANKS
+    stopped = next(tmp_path.rglob(f"rank{rank}.txt")).read_text()
+    assert "state T (stopped)" in stopped and "most recent call first" in stopped
