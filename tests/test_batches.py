@@ -49,7 +49,7 @@ def test_length_walks_the_ramp(ramp):
     for iterations in range(60):
         assert length(TrainingConfig(train_iters=iterations), ramp) == (iterations, consumed[iterations])
     for samples in range(1, 300):
-        iterations = next(i for i, c in enumerate(consumed) if c >= samples)
+        iterations = max(i for i, c in enumerate(consumed) if c <= samples)
         assert length(TrainingConfig(train_samples=samples), ramp) == (iterations, consumed[iterations])
 
 
@@ -71,9 +71,23 @@ def test_a_long_ramp_takes_no_longer():
     """2^31 samples of the smallest batches are a thousand million iterations."""
     with time_limit(1):
         iterations, samples = length(TrainingConfig(train_samples=10**12), RampUp(1, 1, 2**31 - 1, 2))
-        assert samples == 10**12 + 1 and iterations == 2**31 - 1 + (10**12 + 1 - (2**31 - 1)) // 2
+        assert samples == 10**12 - 1 and iterations == 2**31 - 1 + (10**12 - 1 - (2**31 - 1)) // 2
     with pytest.raises(ValueError, match="16777215 steps to --global-batch-size 16777216: give an increment"):
         RampUp(1, 1, 100, 2**24)
+
+
+@pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16)])
+def test_tokens_end_the_run_with_the_iteration_that_reaches_them(ramp):
+    """As the forks that have --train-tokens: iterations go on while samples x sequence length is below it."""
+    consumed = [0]
+    while consumed[-1] < 300:
+        consumed.append(consumed[-1] + ramp(consumed[-1]))
+    for tokens in (1, 79, 80, 81, 1000, 2000, 2001):
+        end = next(i for i, c in enumerate(consumed) if 10 * c >= tokens)
+        assert length(TrainingConfig(train_tokens=tokens), ramp, seq_length=10) == (end, consumed[end])
+        both = length(TrainingConfig(train_tokens=tokens, train_samples=96), ramp, seq_length=10)[1]
+        assert both == min(consumed[end], max(c for c in consumed if c <= 96))
+    assert length(TrainingConfig(train_tokens=1000, train_iters=3), ramp, seq_length=10)[0] == 3
 
 
 def test_length_must_be_given():

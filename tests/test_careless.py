@@ -25,7 +25,7 @@ from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.checkpoint.verify import check_iteration
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
-from fugaku_megatron.data.dataset import build_datasets
+from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.inputs import document_texts, input_files, read_documents
 from fugaku_megatron.data.tokenizer import build_tokenizer

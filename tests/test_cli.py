@@ -47,7 +47,7 @@ def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
 
 
 @pytest.mark.parametrize("words, own", [
-    (["log"], "--follow"), (["plan"], "--train-tokens"), (["predict"], "--machine"), (["job", "plan"], "--mode"),
+    (["log"], "--follow"), (["plan"], "--ramp-divisible"), (["predict"], "--machine"), (["job", "plan"], "--mode"),
     (["job", "render"], "--all"),
 ])
 def test_a_command_lists_its_own_flags_and_names_those_of_train_once(words, own, capsys):

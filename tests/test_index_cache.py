@@ -10,7 +10,8 @@ import pytest
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data import dataset as dataset_module
 from fugaku_megatron.data import index_cache, indices
-from fugaku_megatron.data.dataset import GPT_ARRAYS, GPTDataset, build_datasets
+from fugaku_megatron.data.build import build_datasets
+from fugaku_megatron.data.dataset import GPT_ARRAYS, GPTDataset
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.mapped import MappedFile

@@ -71,7 +71,7 @@ def files() -> frozenset[str]:
 
 def file_exists(name: str, path: Path) -> bool:
     """Whether `path` may mean a file of ours, or a folder, by this name, which may be a pattern."""
-    if name in OTHERS or name.endswith(".so"):  # built, not kept
+    if name in OTHERS or name.endswith(".so") or name.startswith("megatron/"):  # built, not kept; Megatron-LM's tree
         return True
     places = [path.parent.relative_to(ROOT), ".", PACKAGE.name, "kernels_sve", *["*"] * (path.suffix == ".md")]
     return any(fnmatch.filter(files(), str(Path(place, name))) for place in places)

@@ -138,7 +138,6 @@ def test_the_picture_file(tmp_path, capsys):
     ("plan --recipe 30b --nodes 1", "no layout runs"), ("plan --recipe 30b --nodes 384 --against torch1.10", "--against goes with"),
     ("plan --recipe 30b --nodes 384 --train-tokens 0", "--train-tokens is 0"),
     ("plan --recipe 30b --nodes 384 --train-tokens inf", "--train-tokens is inf"),
-    ("plan --recipe 30b --nodes 384 --train-tokens 1e9 --train-iters 3", "--train-tokens and --train-iters exclude each other"),
     ("plan --recipe 124m --nodes 1 --against torch1 --explain", "--against torch1 is unknown"),
     ("plan --recipe 124m --nodes 1 --against torch1.10 --explain --pipeline-split 12", "--pipeline-split 12: torch1.10 cuts"),
     ("plan --recipe demo --nodes 1 --machine epyc-2core --software megatron-a100", "more ranks than a node"),

@@ -51,7 +51,9 @@ def test_samples_and_length_follow_the_definition(ranges, ramp):
     for iterations, end in enumerate(ends):
         assert length(TrainingConfig(train_iters=iterations), ramp, skips=skips) == (iterations, end)
         assert length(TrainingConfig(train_iters=30), ramp, iterations, end, skips) == (30, ends[-1]), "resumed"
-        assert length(TrainingConfig(train_samples=max(1, end)), ramp, skips=skips)[0] == max(1, iterations)
+        if end:
+            assert length(TrainingConfig(train_samples=end), ramp, skips=skips) == (iterations, end)
+            assert length(TrainingConfig(train_samples=end - 1), ramp, skips=skips)[0] == iterations - 1, "whole iterations only"
 
 
 def test_long_runs_are_not_walked_step_by_step():

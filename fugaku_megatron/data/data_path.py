@@ -1,6 +1,8 @@
 """What --data-path and --split say: prefixes with weights, and which documents are for training, validation and test.
 
-Test: pytest tests/test_dataset.py
+Rules of Megatron-LM's megatron/core/datasets/utils.py, megatron/core/datasets/blended_megatron_dataset_config.py and, for
+--legacy-split, of megatron/data/dataset_utils.py, as it was before Megatron-core 0.5.
+Test: pytest tests/test_dataset.py tests/test_letter_data.py
 """
 
 from __future__ import annotations
@@ -10,16 +12,21 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 
-def normalize(weights: Sequence[float]) -> list[float]:
+
+def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float]:
     """The weights as shares that sum to 1. ValueError for one that is not positive."""
     wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
     if wrong:
-        raise ValueError(
-            f"--data-path: weight {wrong[0]:g} is not a positive number; to weigh a dataset 0, leave it out"
-        )
-    total = sum(weights)
-    return [weight / total for weight in weights]
+        raise ValueError(f"{flag}: weight {wrong[0]:g} is not a positive number; to weigh a dataset 0, leave it out")
+    return _shares(weights)
+
+
+def _shares(numbers: Sequence[float]) -> list[float]:
+    """Of the sum of all, with numpy's order of additions: the last bits of blending weights decide between equal choices."""
+    array = np.array(numbers, dtype=np.float64)
+    return (array / array.sum()).tolist()
 
 
 def parse_split(split: str) -> list[float]:
@@ -33,27 +40,40 @@ def parse_split(split: str) -> list[float]:
     shares = [float(part) for part in parts] + [0.0] * (3 - len(parts))
     if sum(shares) == 0:
         raise ValueError(f"--split {split!r}: all shares are 0; give train a part, such as 969,30,1")
-    return [share / sum(shares) for share in shares]
+    return _shares(shares)
 
 
-def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """(prefixes, weights) of --data-path: one prefix (weights None) or pairs of weight and prefix."""
-    if len(data_path) == 1:
+def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list[float] | None]:
+    """(prefixes, weights) of `flag`: pairs of weight and prefix, or prefixes alone (weights None)."""
+    first, numbers = data_path[::2], [_number(item) for item in data_path]
+    pairs = "give prefixes, or pairs: weight prefix weight prefix ..."
+    if len(data_path) == 1 or data_path and not any(number is not None for number in numbers):
         return list(data_path), None
-    pairs = "give one prefix, or pairs: weight prefix weight prefix ..."
     if not data_path or len(data_path) % 2:
-        raise ValueError(f"--data-path: {len(data_path)} items ({' '.join(data_path)}); {pairs}")
-    weights = []
-    for weight in data_path[::2]:
-        try:
-            weights.append(float(weight))
-        except ValueError:
-            raise ValueError(f"--data-path: {weight!r} stands where a weight is due; {pairs}") from None
-    normalize(weights)
+        raise ValueError(f"{flag}: {len(data_path)} items ({' '.join(data_path)}); {pairs}")
+    wrong = [item for item, number in zip(first, numbers[::2]) if number is None]
+    if wrong:
+        raise ValueError(f"{flag}: {wrong[0]!r} stands where a weight is due; {pairs}")
+    weights = [float(item) for item in first]
+    normalize(weights, flag)
     return list(data_path[1::2]), weights
 
 
-def split_documents(num_documents: int, shares: Sequence[float], split: int) -> range:
-    """Ids of the documents of train (0), valid (1) or test (2): consecutive ranges with Megatron's rounding."""
-    ends = [0.0, *accumulate(shares)]
-    return range(round(ends[split] * num_documents), round(ends[split + 1] * num_documents))
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def split_documents(num_documents: int, shares: Sequence[float], split: int, legacy: bool = False) -> range:
+    """Ids of the documents of train (0), valid (1) or test (2): consecutive ranges with Megatron's rounding.
+
+    legacy: that of before Megatron-core 0.5, which rounded each share by itself and moved all borders by what was then too much.
+    """
+    if not legacy:
+        ends = [0.0, *accumulate(shares)]
+        return range(round(ends[split] * num_documents), round(ends[split + 1] * num_documents))
+    borders = [0, *accumulate(round(share * num_documents) for share in shares)]
+    moved = [0, *(max(0, border - (borders[-1] - num_documents)) for border in borders[1:])]
+    return range(moved[split], moved[split + 1])

@@ -1,8 +1,8 @@
-"""GPT training samples from indexed tokens: Megatron-LM's --data-path, --split, blending, and the datasets behind them.
+"""GPT training samples from indexed tokens: the datasets behind Megatron-LM's --data-path, and their blend.
 
 The order of samples depends on no parallel layout. A "document" here is a sequence of the indexed file, as in
 Megatron-core (preprocess.py writes one sequence a document). Left out: fill-in-the-middle, attention masks
-that stop at document ends.
+that stop at document ends; which data sets a run has (build.py).
 Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). An index takes 12 bytes per sample and 4 bytes per document and
 epoch, in memory or in mapped files (index_cache.py), besides the 20 bytes per document of the mapped .idx. Of mapped files a
 reader holds what it has read since it last gave their pages back, every RELEASE_EVERY samples.
@@ -12,9 +12,7 @@ Test: pytest tests/test_dataset.py tests/test_index_cache.py
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import on_root
-from .data_path import normalize, parse_data_path, parse_split, split_documents
+from .data_path import normalize
 from .index_cache import Index, IndexCache, Store, provide
 from .indexed import IndexedDataset
 from .indices import (
@@ -41,9 +39,7 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "valid", "test")
 SEPARATE_LAST_EPOCH = 0.80  # Megatron's: a last epoch of which less than this share is used is shuffled by itself
-BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
 SAMPLE_BYTES, DOCUMENT_BYTES = 4, 4  # of each sample, and of each document in each epoch, while they are shuffled
-CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
 RELEASE_EVERY = 32  # samples after which the pages of mapped files go back; each of a sample's nine places may map 2 MiB
 GPT_ARRAYS, BLEND_ARRAYS = ("document_index", "sample_index", "shuffle_index"), ("dataset_index", "dataset_sample_index")
 
@@ -61,7 +57,8 @@ def _check_index(index: int, dataset: Dataset) -> None:
         raise IndexError(f"sample {index} of a dataset of {len(dataset)} samples")
 
 
-def _check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
+def check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
+    """Raises ValueError where a token of `prefix` is outside the vocabulary."""
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(
@@ -73,10 +70,11 @@ def _check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
 class GPTDataset:
     """At least `num_samples` samples of seq_length + 1 tokens, cut across `documents` (ids of sequences) of `indexed`.
 
-    As many epochs as `num_samples` needs are laid end to end (None: one). `name` ("train", ...) is for messages and names of files.
-    With `vocab_size` the token ids of a sample are checked when it is fetched. With `comm`, whose ranks all call, rank 0 builds the
-    index, and all have it. Raises ValueError, on every rank, when there are fewer tokens than one sample takes, and when the order
-    of so many samples needs more than `max_bytes` of memory.
+    As many epochs as `num_samples` needs are laid end to end (None: one), however short the documents are. `name` ("train", ...)
+    is for messages and names of files. With `vocab_size` the token ids of a sample are checked when it is fetched. With `comm`,
+    whose ranks all call, rank 0 builds the index, and all have it. Raises ValueError, on every rank, when there are no tokens, when
+    one epoch is asked for and it has fewer than a sample takes, and when the order of so many samples needs more than `max_bytes`
+    of memory.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class GPTDataset:
         self.indexed, self.name, self.seq_length, self.vocab_size = indexed, name, seq_length, vocab_size
         per_epoch = on_root(comm, lambda: self._tokens_per_epoch(documents, num_samples))
         needed = (1 if num_samples is None else num_samples) * seq_length + 1
-        self.num_epochs = -(-needed // per_epoch)
+        self.num_epochs = 1 if num_samples is None else -(-needed // per_epoch)
         on_root(comm, lambda: self._check_memory(len(documents), needed // seq_length, max_bytes))
         self._fetched = 0
         self._index = self._build(documents, per_epoch, num_samples, seed, cache or IndexCache(), comm)
@@ -113,7 +111,7 @@ class GPTDataset:
     def _check_request(self, num_documents: int, per_epoch: int, num_samples: int | None) -> None:
         if self.seq_length < 1 or (num_samples is not None and num_samples < 1):
             raise ValueError(f"{self.name} data: --seq-length {self.seq_length} and {num_samples} samples must be >= 1")
-        if per_epoch < self.seq_length + 1:
+        if per_epoch < (self.seq_length + 1 if num_samples is None else 1):
             raise ValueError(
                 f"{self.name} data of {self.indexed.prefix}: {per_epoch} tokens in {num_documents} documents, but a "
                 f"sample takes --seq-length {self.seq_length} + 1; shorten it, give more data or change --split"
@@ -178,7 +176,7 @@ class GPTDataset:
         tokens = np.concatenate(parts)
         assert len(tokens) == self.seq_length + 1
         if self.vocab_size is not None:
-            _check_tokens(tokens, self.vocab_size, self.indexed.prefix)
+            check_tokens(tokens, self.vocab_size, self.indexed.prefix)
         return torch.from_numpy(tokens.astype(np.int64))
 
 
@@ -246,63 +244,3 @@ class MockDataset:
         _check_index(index, self)
         rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], np.uint64)))
         return torch.from_numpy(rng.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int64))
-
-
-def _open(prefix: str, vocab_size: int | None, comm: Comm | None) -> IndexedDataset:
-    indexed = IndexedDataset(prefix, comm)
-    if vocab_size is not None:
-        start = CHECKED_AT_START // indexed.dtype.itemsize
-        on_root(comm, lambda: _check_tokens(indexed.tokens[:start], vocab_size, prefix))
-    return indexed
-
-
-def build_datasets(
-    data_path: Sequence[str],
-    split: str,
-    seq_length: int,
-    num_samples: Sequence[int],
-    seed: int,
-    vocab_size: int | None = None,
-    comm: Comm | None = None,
-    max_bytes: int | None = None,
-    cache: IndexCache | None = None,
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
-
-    max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. A dataset with
-    `num_samples` 0 is None; so is valid or test if --split leaves it no documents.
-    With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
-    Raises ValueError on every rank.
-    """
-    prefixes, weights = parse_data_path(data_path)
-    shares = parse_split(split)
-    opened = {prefix: _open(prefix, vocab_size, comm) for prefix in dict.fromkeys(prefixes)}
-    built: list[Dataset | None] = []
-    for i, name in enumerate(SPLITS):
-        documents = [split_documents(len(opened[prefix]), shares, i) for prefix in prefixes]
-        empty = [prefix for prefix, ids in zip(prefixes, documents) if not len(ids)]
-        if not num_samples[i] or (name != "train" and len(empty) == len(prefixes)):
-            built.append(None)
-            continue
-        if empty:
-            raise ValueError(
-                f"--split {split}: none of the {len(opened[empty[0]])} documents of {empty[0]} falls to {name}: "
-                f"give {name} a larger share or more documents"
-            )
-        parts = [
-            partial(GPTDataset, opened[prefix], name, ids, seq_length=seq_length, seed=seed, vocab_size=vocab_size,
-                    max_bytes=max_bytes, cache=cache, comm=comm)
-            for prefix, ids in zip(prefixes, documents)
-        ]
-        blended = partial(BlendedDataset, name=name, cache=cache, prefix=prefixes[0], comm=comm)
-        built.append(_blend(parts, weights, num_samples[i], blended))
-    return tuple(built)
-
-
-def _blend(parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] | None, num_samples: int,
-           blended: Callable[..., BlendedDataset]) -> Dataset:
-    """The only part if there are no weights, else a blend of parts, each built with slightly more samples than its share."""
-    if weights is None:
-        return parts[0](num_samples=num_samples)
-    targets = [math.ceil(math.ceil(num_samples * weight) * (1 + BLEND_SURPLUS)) for weight in normalize(weights)]
-    return blended([part(num_samples=n) for part, n in zip(parts, targets)], weights, num_samples)

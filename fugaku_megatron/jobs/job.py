@@ -102,7 +102,7 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: a layout is chosen for one batch")
     held = frozenset(name for name, value in vars(args).items() if value is not None and name not in own)
     best = choose(run, system, held | ({"ranks_per_node"} if args.ranks_per_node else set()), shape)
-    iterations, _ = batches.length(best.run.training, batches.RampUp.from_batch(best.run.batch, best.run.batch.global_batch_size))
+    iterations, _ = batches.run_length(best.run, best.run.batch.global_batch_size)
     elapse = _elapse(args.elapse, start_up(args.nodes) + iterations * best.seconds + MARGIN, group)
     flags = _flags(best, args, mode)
     job = Job(name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"), nodes=args.nodes,

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import replace
 
 from ..run import batches
-from ..run.checks import check, flag
+from ..run.checks import check
 from ..run.config import RunConfig
 from ..run.outputs import check_picture
 from . import explain, offer_table, plan_text, software
@@ -28,13 +27,12 @@ from .search import RAMP_BATCH, RAMP_DP, Plan, Search, held_fields, search
 
 SHOWN = 10  # plans in the table
 Ranked = tuple[Plan, Prediction]
-OWN = ("train_tokens", "ramp_divisible", "explain", "offers", "against", "png")
+OWN = ("ramp_divisible", "explain", "offers", "against", "png")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_system_arguments(parser)
     group = parser.add_argument_group("plan")
-    group.add_argument("--train-tokens", type=float, help="the run's length in tokens (default: the run's own)")
     group.add_argument("--ramp-divisible", action="store_true",
                        help=f"only layouts whose batch can ramp up: DP %% {RAMP_DP} = 0 and global batch %% {RAMP_BATCH} = 0")
     group.add_argument("--explain", action="store_true", help="the best plan's bottlenecks, and what removing each would gain")
@@ -44,16 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--png", metavar="FILE", help="picture of the best plan's pipeline (needs matplotlib)")
 
 
-def _with_length(run: RunConfig, args: argparse.Namespace) -> RunConfig:
+def _with_length(run: RunConfig) -> RunConfig:
     """The run with as many iterations as --train-tokens needs; unchanged without that flag."""
-    tokens, flags = args.train_tokens, [name for name in ("train_iters", "train_samples") if getattr(args, name, None) is not None]
-    if tokens is None:
+    if run.training.train_tokens is None:
         return run
-    check(0 < tokens < math.inf, f"--train-tokens is {tokens}: give a number above 0")
-    check(not flags, f"--train-tokens and {' and '.join(map(flag, flags))} exclude each other: give one")
-    samples = replace(run.training, train_iters=None, train_samples=math.ceil(tokens / run.model.seq_length))
-    iterations, _ = batches.length(samples, batches.RampUp.from_batch(run.batch, run.batch.global_batch_size))
-    return replace(run, training=replace(run.training, train_iters=iterations))
+    iterations, _ = batches.run_length(run, run.batch.global_batch_size)
+    return replace(run, training=replace(run.training, train_iters=iterations, train_samples=None, train_tokens=None))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -67,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     system = system_of(args)
     run = run_of(args, system, OWN, {"micro_batch_size": 1})
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: the search goes over layouts of one batch")
-    run = _with_length(run, args)
+    run = _with_length(run)
     if args.offers:
         print(offer_table.text(offer_table.rows(run, system, held_fields(args))))
         return 0

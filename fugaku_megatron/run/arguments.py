@@ -18,15 +18,17 @@ from .command_line import Parser, nearest
 from .config import GROUPS, RunConfig
 from .recipes import RECIPES
 
-# flag -> (number of values, what it means here). Scripts written for Megatron-LM and its CPU forks start unchanged, unless they
-# ask for something that would change the model or be lost.
-COMPATIBILITY_FLAGS: dict[str, tuple[int, str]] = {
+# flag -> (number of values as argparse has it, what it means here). Scripts written for Megatron-LM and its CPU forks start
+# unchanged, unless they ask for something that would change the model or be lost.
+COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
     "--no-cuda": (0, "there is no CUDA here: everything runs on the CPU"),
     "--distributed-backend": (1, "communication is always MPI"),
     "--DDP-impl": (1, "gradients always live in one flat buffer, which is what 'local' does"),
     "--cpu-optimizer": (0, "the optimizer always runs on the CPU"),
     "--cpu-torch-adam": (0, "AdamW is the built-in kernel, with torch.optim.AdamW's arithmetic"),
     "--use-cpu-initialization": (0, "weights are always initialised on the CPU, equal for every parallel layout"),
+    "--test-data-path": ("+", "no loss is computed on a test split here"),
+    "--use-cached-dataset": (0, "an index of samples that is in a file, of --data-cache-path or beside the data, is always used"),
     "--data-impl": (1, "the data format is always .bin/.idx through mmap"),
     "--dataloader-type": (1, "samples are always read in their one deterministic order ('single')"),
     "--num-workers": (1, "one thread reads ahead"),
@@ -67,6 +69,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
     ("--rerun-on-spike", lambda run: run.numbers.rerun_on_spike, ("loss_spike_deviations",)),
     ("--vocab-file", lambda run: run.data.vocab_file is not None, ("tokenizer_type",)),
+    ("--data-path", lambda run: run.data.data_path is not None, ("split", "legacy_split")),
     ("--save", lambda run: run.output.save is not None,
      ("save_interval", "save_interval_in_mins", "keep_last", "async_save", "save_local")),
 )
@@ -169,6 +172,7 @@ _DERIVED: dict[str, tuple[str, ...]] = {
     "seq_length": ("max_position_embeddings",),
     "lr": ("min_lr",),
     "train_samples": ("train_iters", "lr_decay_iters", "lr_warmup_iters"),
+    "train_tokens": ("train_iters", "lr_decay_iters", "lr_warmup_iters"),
     "train_iters": ("train_samples", "lr_decay_samples", "lr_warmup_samples"),
     "lr_warmup_iters": ("lr_warmup_fraction", "lr_warmup_samples"),
     "lr_warmup_samples": ("lr_warmup_fraction", "lr_warmup_iters"),

@@ -5,10 +5,11 @@ Left out: which samples a rank takes (`data.sampler`). Test: pytest tests/test_b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .checks import check
-from .config import BatchConfig, TrainingConfig
+from .config import BatchConfig, RunConfig, TrainingConfig
 from .skips import Skips
 
 NO_SKIPS = Skips()
@@ -61,24 +62,49 @@ class RampUp:
         return -(-(larger - consumed) // self(consumed))
 
 
-def length(training: TrainingConfig, ramp: RampUp, iteration: int = 0, samples: int = 0,
-           skips: Skips = NO_SKIPS) -> tuple[int, int]:
-    """(iterations, samples) at the end of the run: --train-iters, or as many iterations as --train-samples needs.
+def length(training: TrainingConfig, ramp: RampUp, iteration: int = 0, samples: int = 0, skips: Skips = NO_SKIPS,
+           seq_length: int = 1) -> tuple[int, int]:
+    """(iterations, samples) at the end of the run, whichever comes first of those that are given: --train-iters, the last whole
+    iteration of --train-samples, the iteration that reaches --train-tokens.
 
     A resumed run starts at `iteration` with `samples` consumed, which it may have reached with another batch size. skips: samples
-    that are left out; they count as consumed.
-    Raises ValueError when neither flag is given.
+    that are left out; they count as consumed. seq_length: tokens of a sample.
+    Raises ValueError when none of the flags is given.
     """
-    check(training.train_iters is not None or training.train_samples is not None, "give --train-iters or --train-samples")
-    while left := _iterations_left(training, ramp(samples), iteration, samples):
+    lengths = training.train_iters, training.train_samples, training.train_tokens
+    check(any(value is not None for value in lengths), "give --train-iters or --train-samples")
+    while left := _iterations_left(training, ramp(samples), iteration, samples, seq_length):
         ahead = min(left, ramp.iterations_until_growth(samples)) if samples < ramp.ramp_samples else left
-        more, samples = skips.advance(samples, ramp(samples), ahead)
-        iteration += more
-    return iteration if training.train_iters is None else training.train_iters, samples
+        more, end = skips.advance(samples, ramp(samples), ahead)
+        if training.train_samples is not None and end > training.train_samples:
+            break
+        iteration, samples = iteration + more, end
+    return iteration if training.train_iters is None else min(iteration, training.train_iters), samples
 
 
-def _iterations_left(training: TrainingConfig, size: int, iteration: int, samples: int) -> int:
+def _iterations_left(training: TrainingConfig, size: int, iteration: int, samples: int, seq_length: int) -> int:
     """Iterations to the end if all of them had this global batch size."""
+    left = []
     if training.train_iters is not None:
-        return max(0, training.train_iters - iteration)
-    return -(-max(0, training.train_samples - samples) // size)
+        left.append(training.train_iters - iteration)
+    if training.train_samples is not None:
+        left.append((training.train_samples - samples) // size)
+    if training.train_tokens is not None:
+        left.append(-(-(math.ceil(training.train_tokens / seq_length) - samples) // size))
+    return max(0, min(left))
+
+
+def run_length(run: RunConfig, global_batch_size: int, iteration: int = 0, samples: int = 0) -> tuple[int, int]:
+    """`length` of a run, its ramp and its skipped samples."""
+    return length(run.training, RampUp.from_batch(run.batch, global_batch_size), iteration, samples,
+                  Skips.parse(run.data.skip_samples), run.model.seq_length)
+
+
+def requested_samples(run: RunConfig, global_batch_size: int, end: int) -> int:
+    """Samples that the order of the training data is made for: --train-samples, or --train-iters full batches, as in Megatron-LM.
+
+    How often the data is read, and with it the order of every sample, follows from this number. end: samples at the end of the run,
+    of which none may be missing.
+    """
+    training = run.training
+    return max(training.train_samples or (training.train_iters or 0) * global_batch_size, end)

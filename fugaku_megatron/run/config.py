@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields
 
 from .block_parts import NORMS, choices
 from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, opt, required
+from .data_config import DataConfig
 from .numbers_config import NumbersConfig
+from .optimizer_config import OptimizerConfig
 from .parallel_config import ParallelConfig
-from .skips import Skips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ COURSE = {
                   "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     "precision": ("bf16", "fp16", "loss_scale"),
     "training": ("seed",),
-    "data": ("data_path", "split", "mock_data"),
+    "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data"),
     "system": ("fp16_accumulation_chunk",),
 }
 
@@ -93,54 +94,6 @@ class BatchConfig:
               f"--rampup-batch-size {self.rampup_batch_size}: give three numbers, start, increment and samples")
         check(self.rampup_batch_size is None or self.global_batch_size is not None,
               "--rampup-batch-size needs --global-batch-size, the size to grow to")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW, clipping, learning-rate and weight-decay schedule."""
-
-    lr: float = opt(1e-4, "peak learning rate")
-    min_lr: float = opt(0.0, "the learning rate never falls below this after warm-up")
-    lr_decay_style: str = opt("linear", "shape of the decay", choices=("constant", "linear", "cosine"))
-    lr_decay_iters: int | None = opt(None, "iterations until --min-lr (default: --train-iters)", type=int)
-    lr_decay_samples: int | None = opt(None, "samples until --min-lr (default: --train-samples)", type=int, maximum=2**40)
-    lr_warmup_iters: int = opt(0, "iterations of linear warm-up", aliases=("--warmup-iters",))
-    lr_warmup_samples: int = opt(0, "samples of linear warm-up", maximum=2**40)
-    lr_warmup_fraction: float | None = opt(None, "warm-up as a fraction of the decay length", type=float)
-    weight_decay: float = opt(0.01, "decoupled weight decay, on matrices only")
-    start_weight_decay: float | None = opt(None, "weight decay at the start (default: --weight-decay)", type=float)
-    end_weight_decay: float | None = opt(None, "weight decay at the end (default: --weight-decay)", type=float)
-    weight_decay_incr_style: str = opt("constant", "path between the two", choices=("constant", "linear", "cosine"))
-    clip_grad: float = opt(1.0, "largest global gradient norm; 0: no clipping")
-    adam_beta1: float = opt(0.9, "decay of the first moment")
-    adam_beta2: float = opt(0.999, "decay of the second moment")
-    adam_eps: float = opt(1e-8, "added to the root of the second moment")
-    override_opt_param_scheduler: bool = opt(False, "on resuming, learning rate and weight decay follow this command line; the "
-                                             "default, too, which notes what differs from the checkpoint",
-                                             aliases=("--override-opt_param-scheduler",))
-    use_checkpoint_opt_param_scheduler: bool = opt(False, "on resuming, learning rate and weight decay follow the checkpoint's "
-                                                   "schedule, whatever this command line says",
-                                                   aliases=("--use-checkpoint-opt_param-scheduler",))
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "adam_eps")
-        check_fraction(self, "adam_beta1", "adam_beta2")
-        for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples"):
-            check(getattr(self, name) >= 0, f"{flag(name)} is {getattr(self, name)}: give 0 or more")
-        check(self.min_lr <= self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}: lower it")
-        check_choices(self)
-        for name in ("start_weight_decay", "end_weight_decay"):
-            value = getattr(self, name)
-            check(value is None or value >= 0, f"{flag(name)} is {value}: give 0 or more")
-            check(value is None or self.weight_decay_incr_style != "constant", f"{flag(name)} {value} has no effect with "
-                  "--weight-decay-incr-style constant: give linear or cosine, or only --weight-decay")
-        check(not (self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler),
-              "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: give one")
-        warmups = [f for f in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction") if getattr(self, f)]
-        check(len(warmups) <= 1, f"{' and '.join(map(flag, warmups))} exclude each other: give one")
-        check(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
-              f"--lr-warmup-fraction is {self.lr_warmup_fraction}: give a number from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +127,8 @@ class TrainingConfig:
 
     train_iters: int | None = opt(None, "iterations to train", type=int)
     train_samples: int | None = opt(None, "samples to train (instead of --train-iters)", type=int, maximum=2**40)
+    train_tokens: float | None = opt(None, "tokens to train: the run ends with the iteration that reaches them, or before with "
+                                     "--train-iters or --train-samples", type=float)
     exit_interval: int | None = opt(None, "save and leave after an iteration divisible by this", type=int)
     exit_duration_in_mins: float | None = opt(None, "save and leave after this many minutes", type=float)
     eval_interval: int = opt(1000, "iterations between evaluations on the validation split")
@@ -196,8 +151,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check_positive(self, "train_samples", "exit_interval", "exit_duration_in_mins", "eval_interval", "recompute_num_layers",
-                       "memory_per_rank")
+        check_positive(self, "train_samples", "train_tokens", "exit_interval", "exit_duration_in_mins", "eval_interval",
+                       "recompute_num_layers", "memory_per_rank")
         check(0 <= self.seed < 2**32, f"--seed is {self.seed}: give a number from 0 to {2**32 - 1}")  # what numpy's generator takes
         check(self.train_iters is None or self.train_iters >= 0, f"--train-iters is {self.train_iters}: give 0 or more")
         check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: give 0 or more")
@@ -215,29 +170,6 @@ class TrainingConfig:
               "give one")
         check(not self.recompute_auto or kind is None, f"--recompute-auto and --recompute-granularity {kind} exclude each other: "
               "give one")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Tokens and tokenizer."""
-
-    data_path: tuple[str, ...] | None = opt(None, "prefix of .bin/.idx, or weight prefix weight prefix ...", type=str, nargs="+")
-    split: str = opt("969,30,1", "documents for training, validation and test")
-    data_cache_path: str | None = opt(None, "folder for the index of --data-path (default: beside the data, where it is large)",
-                                      type=str)
-    mock_data: bool = opt(False, "random tokens instead of --data-path")
-    skip_samples: tuple[str, ...] | None = opt(None, "samples that training leaves out, as FIRST:END ..., END not included; they "
-                                               "count as consumed", type=str, nargs="+")
-    tokenizer_type: str = opt("GPT2BPETokenizer", "tokenizer of --data-path")
-    vocab_file: str | None = opt(None, "vocab.json of the tokenizer", type=str)
-    merge_file: str | None = opt(None, "merges.txt of the tokenizer", type=str)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        check((self.vocab_file is None) == (self.merge_file is None),
-              f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: give both or neither")
-        Skips.parse(self.skip_samples)
-        check(not (self.mock_data and self.data_path), "--mock-data and --data-path exclude each other: give one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class Memory:
 
 def data_index_bytes(run: RunConfig, samples: int) -> int:
     """What the rank that reads the data for its node holds of an index of so many samples: 117 MiB of 146 million (measured)."""
-    return min(INDEX_SAMPLE_BYTES * samples, INDEX_MAX_BYTES) if run.data.data_path else 0
+    return min(INDEX_SAMPLE_BYTES * samples, INDEX_MAX_BYTES) if run.data.files else 0
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> int:

@@ -32,7 +32,7 @@ def room(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes
     """
     if own := run.training.memory_per_rank:
         return own * MIB - PROCESS_BYTES
-    samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, layout.global_batch_size(run)))[1]
+    samples = batches.run_length(run, layout.global_batch_size(run))[1]
     share = int(FIT * node_bytes()) - memory.data_index_bytes(run, samples)
     if world is not None:
         share = int(world.all_reduce(torch.tensor(share // (nodes or find_nodes(world)).ranks.size), "min"))

@@ -20,7 +20,6 @@ from ..run.config import RunConfig
 from ..run.layout import Layout
 from ..run.memory import Memory, stage_memory
 from ..run.recompute import layers_again
-from ..run.skips import Skips
 from ..timeline import Costs, walk
 from .choices import modelled_system, settle
 
@@ -116,8 +115,7 @@ def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
     microbatches = layout.microbatches(run, size)
     lists = schedule.of_run(run, microbatches)
     plans = [plan_stage(run, layout, stage, lists) for stage in range(layout.pp)]
-    iterations, samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, size),
-                                         skips=Skips.parse(run.data.skip_samples))
+    iterations, samples = batches.run_length(run, size)
     if png:
         picture.draw(run, layout, modelled_system(layout), png, [plan.memory.total / 2**20 for plan in plans])
     sent: dict[str, int] = {}

@@ -22,7 +22,6 @@ from ..run import accounting, batches, memory
 from ..run.checks import check
 from ..run.config import RunConfig
 from ..run.layout import Layout
-from ..run.skips import Skips
 
 PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, MPI
 BEYOND_DOUBT = 1.1  # a run that needs this many times the memory of its node is refused
@@ -52,8 +51,7 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:
     """The log's line. Raises ValueError on every rank when a node's ranks need more memory than it has. Collective."""
     own, has, here = rank_bytes(run, layout, world.rank), node_bytes(), (nodes or find_nodes(world)).ranks
-    samples = batches.length(run.training, batches.RampUp.from_batch(run.batch, layout.global_batch_size(run)),
-                             skips=Skips.parse(run.data.skip_samples))[1]
+    samples = batches.run_length(run, layout.global_batch_size(run))[1]
     needed = int(here.all_reduce(torch.tensor(own))) + memory.data_index_bytes(run, samples)
     agree(world, lambda: check(
         needed <= BEYOND_DOUBT * has, f"this run needs about {_gib(needed)} on node {platform.node()} for its {here.size} ranks "

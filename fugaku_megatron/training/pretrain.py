@@ -20,7 +20,8 @@ from ..comm.launch import describe
 from ..comm.mpi import MPIComm
 from ..comm.node import share_groups
 from ..comm.topology import Nodes, find_nodes
-from ..data.dataset import Dataset, MockDataset, build_datasets
+from ..data.build import build_datasets, build_separate_datasets
+from ..data.dataset import Dataset, MockDataset
 from ..data.feed import Feed, build_feed
 from ..data.index_cache import IndexCache
 from ..data.tokenizer import build_tokenizer
@@ -37,7 +38,6 @@ from ..run.layout import Layout
 from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
 from ..run.recompute import recompute_name
-from ..run.skips import Skips
 from ..watchdog.watch import Watchdog
 from .choices import settle
 from .forecast import check_memory, data_line, iteration_line, node_bytes, skip_line
@@ -78,8 +78,7 @@ def evaluations(run: RunConfig, iterations: int) -> int:
 
 def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:
     """(iterations, samples) at the end of a run that stands at `progress`."""
-    ramp = batches.RampUp.from_batch(run.batch, layout.global_batch_size(run))
-    return batches.length(run.training, ramp, progress.iteration, progress.consumed_samples, Skips.parse(run.data.skip_samples))
+    return batches.run_length(run, layout.global_batch_size(run), progress.iteration, progress.consumed_samples)
 
 
 def find_feed(run: RunConfig, groups: Groups, nodes: Nodes) -> Feed | None:
@@ -93,7 +92,8 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progres
     progress: where a resumed run stands. feed: of this rank; without one every rank that needs data reads it.
     """
     size = layout.global_batch_size(run)
-    iterations, samples = run_length(run, layout, progress or Progress())
+    iterations, end = run_length(run, layout, progress or Progress())
+    samples = batches.requested_samples(run, size, end)
     valid_samples = evaluations(run, iterations) * run.training.eval_iters * size
     reads = feed.reads if feed else reads_data(run, groups)
     readers = groups.world.split(0 if reads else 1, groups.world.rank)
@@ -103,15 +103,17 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progres
     if run.data.mock_data:
         return (MockDataset(model.vocab_size, model.seq_length, samples, seed),
                 MockDataset(model.vocab_size, model.seq_length, valid_samples, seed + 1) if valid_samples else None)
-    train, valid, _ = build_datasets(run.data.data_path, run.data.split, model.seq_length, (samples, valid_samples, 0), seed,
-                                     model.vocab_size, readers, node_bytes(), IndexCache(run.data.data_cache_path))
-    return train, valid
+    common = (model.seq_length, (samples, valid_samples, 0), seed, model.vocab_size, readers, node_bytes(),
+              IndexCache(run.data.data_cache_path))
+    if run.data.train_data_path:
+        return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common)[:2]
+    return build_datasets(run.data.data_path, run.data.split, *common, legacy_split=run.data.legacy_split)[:2]
 
 
 def check_early(arguments: Arguments, world_size: int) -> Layout | None:
     """Everything that can be checked without files: the same ValueError on every rank."""
     run = arguments.run
-    check(run.data.mock_data or run.data.data_path is not None, "give --data-path (see fugaku-megatron preprocess) or --mock-data")
+    check(run.data.mock_data or run.data.files is not None, "give --data-path (see fugaku-megatron preprocess) or --mock-data")
     batches.length(run.training, batches.RampUp(1, 1, 0, 1))
     ranks = run.output.profile_ranks
     check(not run.output.profile or max(ranks) < world_size, f"--profile-ranks {' '.join(map(str, ranks))}: the run has ranks 0 to "
@@ -207,6 +209,12 @@ def place_watchdog(watchdog: Watchdog, world: Comm, nodes: Nodes) -> None:
     watchdog.placed(world.rank, folder, tuple(nodes.ranks.all_gather_object(world.rank)), nodes.count > 1)
 
 
+def no_evaluation_note(run: RunConfig) -> str:
+    """Why a run that asks for evaluations has no validation data."""
+    why = f"--split {run.data.split} leaves none of the documents to validation" if run.data.data_path else "no --valid-data-path"
+    return f"note: no evaluation: {why}"
+
+
 def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     """Check, build and resume. Raises ValueError for a user's mistake before anything expensive where that is possible."""
     enter = watchdog.heart.enter
@@ -237,7 +245,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     trainer = build_trainer(run, world, groups, data, choice.backends, observers, feed)
     has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
     if run.training.eval_iters and not has_valid:
-        _say(run, world, f"note: no evaluation: --split {run.data.split} leaves none of the documents to validation")
+        _say(run, world, no_evaluation_note(run))
     enter("the start: loading a checkpoint")
     _say(run, world, *resume_training(trainer, resume))
     enter("the start")

@@ -1,0 +1,136 @@
+"""The data sets of a run: what --data-path with --split, or the three flags for one split each, make of indexed files.
+
+Rules of Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py. Left out: the data sets themselves (dataset.py),
+several validation sets. Test: pytest tests/test_dataset.py tests/test_letter_data.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..comm.agreement import on_root
+from .data_path import normalize, parse_data_path, parse_split, split_documents
+from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, check_tokens
+from .index_cache import IndexCache
+from .indexed import IndexedDataset
+
+if TYPE_CHECKING:
+    from ..comm.base import Comm
+
+BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
+CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
+
+Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes data sets of one sequence length and seed; arguments as of `GPTDataset`. All ranks of `comm` make the same calls."""
+
+    seq_length: int
+    seed: int
+    vocab_size: int | None = None
+    comm: Comm | None = None
+    max_bytes: int | None = None
+    cache: IndexCache | None = None
+
+    def open(self, prefixes: Sequence[str]) -> dict[str, IndexedDataset]:
+        """The files of each prefix, once. ValueError where the beginning of one has tokens outside the vocabulary."""
+        return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
+
+    def _open(self, prefix: str) -> IndexedDataset:
+        indexed = IndexedDataset(prefix, self.comm)
+        if self.vocab_size is not None:
+            start = CHECKED_AT_START // indexed.dtype.itemsize
+            on_root(self.comm, lambda: check_tokens(indexed.tokens[:start], self.vocab_size, prefix))
+        return indexed
+
+    def part(self, indexed: IndexedDataset, name: str, documents: range) -> Callable[..., GPTDataset]:
+        """A function of num_samples, the number of samples or None for one epoch."""
+        return partial(GPTDataset, indexed, name, documents, seq_length=self.seq_length, seed=self.seed, vocab_size=self.vocab_size,
+                       max_bytes=self.max_bytes, cache=self.cache, comm=self.comm)
+
+    def blend(self, parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] | None, num_samples: int, name: str,
+              prefix: str) -> Dataset:
+        """`num_samples` samples of all parts: by weight, each built with slightly more than its share, or else by their lengths.
+
+        Without weights every part is read once at most, so ValueError where that is not enough; a single part repeats.
+        """
+        if weights is None and len(parts) == 1:
+            return parts[0](num_samples=num_samples)
+        blended = partial(BlendedDataset, num_samples=num_samples, name=name, cache=self.cache, prefix=prefix, comm=self.comm)
+        if weights is None:
+            datasets = [part(num_samples=None) for part in parts]
+            lengths = [len(dataset) for dataset in datasets]
+            on_root(self.comm, lambda: _check_once(num_samples, sum(lengths), name))
+            return blended(datasets, lengths)
+        shares = normalize(weights)
+        targets = [math.ceil(math.ceil(num_samples * share) * (1 + BLEND_SURPLUS)) for share in shares]
+        return blended([part(num_samples=n) for part, n in zip(parts, targets)], shares)
+
+
+def _check_once(needed: int, available: int, name: str) -> None:
+    flags = "--train-iters or --train-samples" if name == SPLITS[0] else "--eval-iters"
+    if needed > available:
+        raise ValueError(f"{name} data without weights is read once, {available} samples, and the run takes {needed}: give "
+                         f"weights, which repeat the data, or fewer {flags}")
+
+
+def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_samples: Sequence[int], seed: int,
+                   vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
+                   cache: IndexCache | None = None, legacy_split: bool = False) -> Datasets:
+    """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
+
+    max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. A dataset with
+    `num_samples` 0 is None; so is valid or test if --split leaves it no documents. legacy_split: see `split_documents`.
+    With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
+    Raises ValueError on every rank.
+    """
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache)
+    prefixes, weights = parse_data_path(data_path)
+    shares = parse_split(split)
+    opened = builder.open(prefixes)
+    built: list[Dataset | None] = []
+    for i, name in enumerate(SPLITS):
+        documents = [split_documents(len(opened[prefix]), shares, i, legacy_split) for prefix in prefixes]
+        if not num_samples[i] or (name != "train" and not any(map(len, documents))):
+            built.append(None)
+            continue
+        _check_documents(split, name, prefixes, documents, opened)
+        parts = [builder.part(opened[prefix], name, ids) for prefix, ids in zip(prefixes, documents)]
+        built.append(builder.blend(parts, weights, num_samples[i], name, prefixes[0]))
+    return tuple(built)
+
+
+def _check_documents(split: str, name: str, prefixes: Sequence[str], documents: Sequence[range],
+                     opened: Mapping[str, IndexedDataset]) -> None:
+    """Raises ValueError for a data set of which no document falls to a split that others have."""
+    for prefix, ids in zip(prefixes, documents):
+        if not ids:
+            raise ValueError(f"--split {split}: none of the {len(opened[prefix])} documents of {prefix} falls to {name}: "
+                             f"give {name} a larger share or more documents")
+
+
+def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: int, num_samples: Sequence[int], seed: int,
+                            vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
+                            cache: IndexCache | None = None) -> Datasets:
+    """(train, valid, test) of --train-data-path, --valid-data-path and --test-data-path: every document of each.
+
+    A split without a path, or with `num_samples` 0, is None. One prefix alone is no blend, whatever its weight. The other
+    arguments and errors are those of `build_datasets`.
+    """
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache)
+    built: list[Dataset | None] = []
+    for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):
+        if not path or not needed:
+            built.append(None)
+            continue
+        prefixes, weights = parse_data_path(path, f"--{name}-data-path")
+        opened = builder.open(prefixes)
+        parts = [builder.part(opened[prefix], name, range(len(opened[prefix]))) for prefix in prefixes]
+        built.append(builder.blend(parts, weights if len(parts) > 1 else None, needed, name, prefixes[0]))
+    return tuple(built)
