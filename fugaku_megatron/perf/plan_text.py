@@ -34,11 +34,11 @@ def schedule_name(run: RunConfig) -> str:
 
 
 def iterations(plan: Plan) -> int | None:
-    """The run's length in iterations; None when neither --train-iters nor --train-samples is known."""
-    training, size = plan.run.training, plan.layout.global_batch_size(plan.run)
-    if training.train_iters is None and training.train_samples is None:
+    """The run's length in iterations; None when no flag gives it."""
+    training = plan.run.training
+    if training.train_iters is None and training.train_samples is None and training.train_tokens is None:
         return None
-    return batches.length(training, batches.RampUp.from_batch(plan.run.batch, size))[0]
+    return batches.run_length(plan.run, plan.layout.global_batch_size(plan.run))[0]
 
 
 def _duration(plan: Plan) -> tuple[float, float] | None:
