@@ -199,7 +199,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
     before = value(recipe, name)
     others = {"num_attention_heads": 8, "zero_stage": 1, "lr_decay_style": "linear", "weight_decay_incr_style": "linear",
               "recompute_granularity": "full", "recompute_method": "block", "data_path": ("a",),
-              "train_data_path": ("a",), "valid_data_path": ("b",),
+              "train_data_path": ("a",), "valid_data_path": ("b",), "lr_wsd_decay_style": "cosine", "lr_warmup_init": 1e-7,
               "recompute_part_layers": (3,), "skip_samples": ("2:3",), "rampup_batch_size": (512, 512, 9),
               "split": "1,1,1", "pipeline_split": "even", "pipeline_schedule": "zbv", "tokenizer_type": "t", "kernels": "torch",
               "allocator": "stock", "thread_affinity": "none", "profile_ranks": (1, 2),
@@ -211,6 +211,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
     pipeline = {"pipeline_model_parallel_size": 2}
     companions |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
                                  "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"), pipeline)
+    companions |= {"lr_warmup_samples": {"train_samples": 9}, "lr_wsd_decay_samples": {"train_samples": 9}}
     companions["valid_data_path"] = {"train_data_path": ("a",)}
     companions["recompute_part_layers"] = {"recompute_granularity": "full"}
     companions["overlap_param_gather"] = {"overlap_grad_reduce": True, "zero_stage": 1}

@@ -68,7 +68,9 @@ COURSE = {
     "model": ("seq_length", "hidden_dropout", "attention_dropout"),
     "batch": ("global_batch_size", "rampup_batch_size"),
     "optimizer": ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
-                  "lr_warmup_fraction", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
+                  "lr_warmup_fraction", "lr_decay_tokens", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
+                  "lr_wsd_decay_iters", "lr_wsd_decay_samples",
+                  "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
                   "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     "precision": ("bf16", "fp16", "loss_scale"),
     "training": ("seed",),
@@ -268,9 +270,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         samples, optimizer = self.training.train_samples is not None, self.optimizer
-        check(not samples or (optimizer.lr_decay_iters is None and not optimizer.lr_warmup_iters),
+        check(not samples or not (optimizer.lr_decay_iters or optimizer.lr_warmup_iters or optimizer.lr_wsd_decay_iters),
               "--train-samples goes with --lr-decay-samples and --lr-warmup-samples, not with their -iters kin")
-        check(samples or (optimizer.lr_decay_samples is None and not optimizer.lr_warmup_samples),
+        check(samples or not (optimizer.lr_decay_samples or optimizer.lr_warmup_samples or optimizer.lr_wsd_decay_samples),
               "--lr-decay-samples and --lr-warmup-samples go with --train-samples: give it, or the -iters flags")
         chunk, kernels = self.system.fp16_accumulation_chunk, self.system.kernels
         check(chunk is None or self.precision.fp16, f"--fp16-accumulation-chunk {chunk} is for --fp16, and this run is "

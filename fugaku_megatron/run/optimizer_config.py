@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, opt
 
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -13,12 +16,18 @@ class OptimizerConfig:
 
     lr: float = opt(1e-4, "peak learning rate")
     min_lr: float = opt(0.0, "the learning rate never falls below this after warm-up")
-    lr_decay_style: str = opt("linear", "shape of the decay", choices=("constant", "linear", "cosine"))
+    lr_decay_style: str = opt("linear", "shape of the decay", choices=DECAY_STYLES)
     lr_decay_iters: int | None = opt(None, "iterations until --min-lr (default: --train-iters)", type=int)
     lr_decay_samples: int | None = opt(None, "samples until --min-lr (default: --train-samples)", type=int, maximum=2**40)
     lr_warmup_iters: int = opt(0, "iterations of linear warm-up", aliases=("--warmup-iters",))
     lr_warmup_samples: int = opt(0, "samples of linear warm-up", maximum=2**40)
     lr_warmup_fraction: float | None = opt(None, "warm-up as a fraction of the decay length", type=float)
+    lr_decay_tokens: float | None = opt(None, "tokens until --min-lr (default: --train-tokens)", type=float)
+    lr_warmup_tokens: float = opt(0.0, "tokens of linear warm-up")
+    lr_warmup_init: float = opt(0.0, "learning rate at which the warm-up begins")
+    lr_wsd_decay_style: str = opt("exponential", "shape of the decay at the end of --lr-decay-style WSD", choices=WSD_STYLES)
+    lr_wsd_decay_iters: int | None = opt(None, "iterations of that decay", type=int)
+    lr_wsd_decay_samples: int | None = opt(None, "samples of that decay", type=int, maximum=2**40)
     weight_decay: float = opt(0.01, "decoupled weight decay, on matrices only")
     start_weight_decay: float | None = opt(None, "weight decay at the start (default: --weight-decay)", type=float)
     end_weight_decay: float | None = opt(None, "weight decay at the end (default: --weight-decay)", type=float)
@@ -29,27 +38,49 @@ class OptimizerConfig:
     adam_eps: float = opt(1e-8, "added to the root of the second moment")
     override_opt_param_scheduler: bool = opt(False, "on resuming, learning rate and weight decay follow this command line; the "
                                              "default, too, which notes what differs from the checkpoint",
-                                             aliases=("--override-opt_param-scheduler",))
+                                             aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"))
     use_checkpoint_opt_param_scheduler: bool = opt(False, "on resuming, learning rate and weight decay follow the checkpoint's "
                                                    "schedule, whatever this command line says",
-                                                   aliases=("--use-checkpoint-opt_param-scheduler",))
+                                                   aliases=("--use-checkpoint-opt_param-scheduler",
+                                                            "--use-checkpoint-lr-scheduler"))
+    no_load_lr_state: bool = opt(False, "on resuming, learning rate and weight decay begin their schedule anew")
+    no_load_optim: bool = opt(False, "on resuming, load the weights only: moments, loss scale and schedule begin anew")
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check_positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "adam_eps")
+        check_positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_wsd_decay_iters",
+                       "lr_wsd_decay_samples", "adam_eps")
         check_fraction(self, "adam_beta1", "adam_beta2")
-        for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples"):
+        for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
+                     "lr_warmup_init"):
             check(getattr(self, name) >= 0, f"{flag(name)} is {getattr(self, name)}: give 0 or more")
-        check(self.min_lr <= self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}: lower it")
         check_choices(self)
+        self._check_learning_rate()
+        self._check_weight_decay()
+        keeps, anew = self.use_checkpoint_opt_param_scheduler, self.no_load_lr_state or self.no_load_optim
+        check(not (self.override_opt_param_scheduler and keeps),
+              "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: give one")
+        check(not (anew and keeps), "--use-checkpoint-opt_param-scheduler goes with neither --no-load-lr-state nor "
+              "--no-load-optim, which begin the schedule anew: leave it out")
+
+    def _check_learning_rate(self) -> None:
+        for name in ("min_lr", "lr_warmup_init"):
+            check(getattr(self, name) <= self.lr, f"{flag(name)} {getattr(self, name)} is above --lr {self.lr}: lower it")
+        self._check_one("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+        self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
+        self._check_one("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        check(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
+              f"--lr-warmup-fraction is {self.lr_warmup_fraction}: give a number from 0 to 1")
+        check(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters or self.lr_wsd_decay_samples,
+              "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its decay: give one")
+
+    def _check_one(self, *names: str) -> None:
+        given = [name for name in names if getattr(self, name)]
+        check(len(given) <= 1, f"{' and '.join(map(flag, given))} exclude each other: give one")
+
+    def _check_weight_decay(self) -> None:
         for name in ("start_weight_decay", "end_weight_decay"):
             value = getattr(self, name)
             check(value is None or value >= 0, f"{flag(name)} is {value}: give 0 or more")
             check(value is None or self.weight_decay_incr_style != "constant", f"{flag(name)} {value} has no effect with "
                   "--weight-decay-incr-style constant: give linear or cosine, or only --weight-decay")
-        check(not (self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler),
-              "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: give one")
-        warmups = [f for f in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction") if getattr(self, f)]
-        check(len(warmups) <= 1, f"{' and '.join(map(flag, warmups))} exclude each other: give one")
-        check(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
-              f"--lr-warmup-fraction is {self.lr_warmup_fraction}: give a number from 0 to 1")

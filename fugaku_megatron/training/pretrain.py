@@ -44,6 +44,7 @@ from .forecast import check_memory, data_line, iteration_line, node_bytes, skip_
 from .kernel_choice import build_ops, choose_kernels
 from .memory_watch import MemoryWatch
 from .observers import Heartbeats, Observers
+from .param_schedule import ParamSchedule
 from .profile import Profile, profiled_ranks
 from .rank_times import RankTimes
 from .rerun import Rerun
@@ -121,7 +122,7 @@ def check_early(arguments: Arguments, world_size: int) -> Layout | None:
     chunk = run.system.fp16_accumulation_chunk
     check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
           f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
-    Layout.from_run(run, world_size)
+    ParamSchedule.from_run(run, Layout.from_run(run, world_size).global_batch_size(run))
 
 
 def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -> str:

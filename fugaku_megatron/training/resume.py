@@ -182,7 +182,11 @@ def _vocabulary_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, 
 
 def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
     """What becomes of the learning rate where this command line's schedule is not the saved one."""
-    state, samples, optimizer = resume.state.get("param_schedule"), trainer.progress.consumed_samples, trainer.run.optimizer
+    state, samples, optimizer = resume.state.get("param_schedule"), resume.progress.scheduled_samples, trainer.run.optimizer
+    if optimizer.no_load_optim or optimizer.no_load_lr_state:
+        given, also = ("--no-load-optim", "moments and loss scale begin anew, and ") if optimizer.no_load_optim else (
+            "--no-load-lr-state", "")
+        return [f"note: {given}: {also}the schedule of the learning rate begins anew, at {requested.learning_rate(0):.3e}"]
     saved = ParamSchedule.from_state(state) if state else requested
     now, before = requested.learning_rate(samples), saved.learning_rate(samples)
     lengths = (requested.warmup_samples, requested.decay_samples), (saved.warmup_samples, saved.decay_samples)
@@ -191,6 +195,6 @@ def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -
     if optimizer.use_checkpoint_opt_param_scheduler:
         return [f"note: --use-checkpoint-opt_param-scheduler: the learning rate goes on from the checkpoint's {before:.3e}, not "
                 f"from this command line's {now:.3e}"]
-    return [f"note: the learning rate goes on from {now:.3e} instead of {before:.3e}: it decays over {lengths[0][1]} samples, was "
-            f"{lengths[1][1]}. --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, "
+    return [f"note: the learning rate goes on from {now:.3e} instead of {before:.3e}: it decays over {lengths[0][1]:.10g} samples, "
+            f"was {lengths[1][1]:.10g}. --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, "
             "--override-opt_param-scheduler takes this one without a note"]

@@ -48,12 +48,22 @@ Watch = Callable[[StepExecutor], schedule.Executor]
 
 @dataclass
 class Progress:
-    """Where the run stands; all of it is saved."""
+    """Where the run stands; all of it is saved.
+
+    unscheduled: samples of `consumed_samples` that the schedules of learning rate and weight decay do not count, since their
+    iterations made no update, or since the schedules began anew.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped: int = 0
     nans: int = 0
+    unscheduled: int = 0
+
+    @property
+    def scheduled_samples(self) -> int:
+        """Where the schedules stand."""
+        return self.consumed_samples - self.unscheduled
 
 
 @dataclass(frozen=True)
@@ -178,11 +188,13 @@ class Trainer:
         loss = self._gradients(self._train_batches(), consumed, scale)
         if self.before_update:
             loss = self.before_update(consumed, loss)
-        lr = self.param_schedule.learning_rate(consumed)
-        step = self.optimizer.step(lr, self.param_schedule.weight_decay(consumed), self.run.output.log_num_zeros_in_grad)
+        scheduled = self.progress.scheduled_samples
+        lr = self.param_schedule.learning_rate(scheduled)
+        step = self.optimizer.step(lr, self.param_schedule.weight_decay(scheduled), self.run.output.log_num_zeros_in_grad)
         self.progress.iteration += 1
         self.progress.consumed_samples = self.skips.samples(consumed, size)[-1] + 1
         self.progress.skipped += step.skipped
+        self.progress.unscheduled += step.skipped * (self.progress.consumed_samples - consumed)
         self.progress.nans += loss != loss
         return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, consumed,
                                time.perf_counter() - started)
@@ -274,16 +286,21 @@ class Trainer:
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         model = {name: getattr(self.run.model, name) for name in ARCHITECTURE}
-        load_shards(checkpoint, self.optimizer.checkpoint_shards(owned=True), self.folders, model, PADDED)
-        state = checkpoint.state
+        wanted, state = self.run.optimizer, checkpoint.state
+        shards = [shard for shard in self.optimizer.checkpoint_shards(owned=True)
+                  if not wanted.no_load_optim or shard.key.startswith("weight/")]
+        load_shards(checkpoint, shards, self.folders, model, PADDED)
         self.optimizer.after_load()
-        self.optimizer.scaler.load(state["scaler"])
-        self.optimizer.steps = state["optimizer_steps"]
-        if self.run.optimizer.use_checkpoint_opt_param_scheduler:
+        if not wanted.no_load_optim:
+            self.optimizer.scaler.load(state["scaler"])
+            self.optimizer.steps = state["optimizer_steps"]
+        if wanted.use_checkpoint_opt_param_scheduler:
             check("param_schedule" in state, "--use-checkpoint-opt_param-scheduler: the checkpoint in --load "
                   f"{checkpoint.directory} holds no schedule of the learning rate: leave the flag out")
             self.param_schedule = ParamSchedule.from_state(state["param_schedule"])
         self.progress = Progress(**state["progress"])
+        if wanted.no_load_optim or wanted.no_load_lr_state:
+            self.progress.unscheduled = self.progress.consumed_samples
         self.close()
         return state
 
