@@ -1,13 +1,16 @@
-"""A rank without MPI that hangs: python tests/ranks_that_hang.py FOLDER RANK RANKS SECONDS HOW; see test_watchdog.py.
+"""A rank without MPI that hangs: python tests/ranks_that_hang.py FOLDER RANK RANKS SECONDS HOW [NODE NODES PORT PORT_ABOVE]
 
-Prints a line when it has come to where it hangs.
+Prints a line when it is there, and hangs when it gets one. NODE ...: its node is one of several. See test_watchdog.py and
+test_watchdog_nodes.py.
 """
 
 import ctypes
+import select
 import sys
 import time
 from pathlib import Path
 
+from fugaku_megatron.watchdog.between import Link, open_socket
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
 
@@ -18,13 +21,11 @@ def wait(heart):
 
 
 def forever():
-    print("there", flush=True)
     time.sleep(1000)
 
 
 def compute(heart):
     """Give no sign of life and hold Python's lock, but work, and then end as it should."""
-    print("there", flush=True)
     for _ in range(6):
         sum(range(10**7))
 
@@ -36,13 +37,19 @@ def forward(heart):
 
 def hold_the_lock(heart):
     with heart.iteration(12), heart.phase("a kernel"):
-        print("there", flush=True)
         ctypes.PyDLL(None).sleep(1000)
 
 
-def main(folder, rank, ranks, seconds, how):
-    watchdog = Watchdog(Heartbeat(Path(folder) / "node", int(rank)), HangSettings(float(seconds), Path(folder), None),
-                        tuple(range(int(ranks))))
+def main(folder, rank, ranks, seconds, how, node="0", *others):
+    watchdog = Watchdog(Heartbeat(Path(folder) / f"node{node}", int(rank)), HangSettings(float(seconds), Path(folder), None),
+                        () if others else tuple(range(int(ranks))))
+    if others:
+        nodes, port, above = map(int, others)
+        watchdog.host = f"made-up {node}"
+        watchdog.link = Link(int(node), nodes, 7, open_socket("127.0.0.1", port), [("127.0.0.1", above)] * (int(node) > 0))
+    print("there", flush=True)
+    while not select.select([sys.stdin], [], [], 0.05)[0]:
+        watchdog.heart.enter("start")
     globals()[how](watchdog.heart)
     watchdog.close()
 

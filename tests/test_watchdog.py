@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,25 +33,37 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a group. codes: of its ranks, None: still there. said: by rank 0. stacks: of each rank."""
+    """What became of a group. codes: of its ranks, None: still there. said: by the speaker. stacks: of each rank."""
 
     codes: list[int | None]
     said: str
     stacks: list[str]
 
 
-def start(directory: Path, words: tuple[str, ...]) -> list[subprocess.Popen]:
-    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
-    return [subprocess.Popen([sys.executable, PROGRAM, directory, str(rank), str(len(words)), str(SECONDS), word],
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def start(directory: Path, words: tuple[str, ...], seconds: float = SECONDS,
+          more: Callable[[int], tuple[int, ...]] = lambda rank: ()) -> list[subprocess.Popen]:
+    """The ranks of a group, which do what the words say. more: arguments of each, about its node."""
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1]), "PATH": ""}  # no debugger, which takes seconds
+    return [subprocess.Popen([sys.executable, PROGRAM, directory, *map(str, (rank, len(words), seconds, word, *more(rank)))],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
             for rank, word in enumerate(words)]
 
 
-def end(directory: Path, processes: list[subprocess.Popen]) -> Ended:
+def let_hang(processes: list[subprocess.Popen]) -> None:
+    """When all are there, let them come to where they hang."""
+    assert [process.stdout.readline() for process in processes] == ["there\n"] * len(processes)
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    time.sleep(0.5)
+
+
+def end(directory: Path, processes: list[subprocess.Popen], speaker: int = 0, ends: bool = False) -> Ended:
+    """Wait until the speaker has ended, and the last rank if that `ends` by itself."""
     try:
-        _, said = processes[0].communicate(timeout=40)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            processes[-1].wait(timeout=5)
+        _, said = processes[speaker].communicate(timeout=40)
+        if ends:
+            processes[-1].wait(timeout=20)
         files = [next(iter(directory.glob(f"hang_*/rank{rank}.txt")), None) for rank in range(len(processes))]
         return Ended([process.poll() for process in processes], said, [file.read_text() if file else "" for file in files])
     finally:
@@ -64,11 +77,12 @@ def ended(tmp_path_factory):
     """All groups, which hang at the same time."""
     directories = {name: tmp_path_factory.mktemp("group") for name in GROUPS}
     groups = {name: start(directories[name], words) for name, (words, _) in GROUPS.items()}
+    let_hang([process for group in groups.values() for process in group])
     for name, (_, number) in GROUPS.items():
-        assert [process.stdout.readline() for process in groups[name]] == ["there\n"] * len(groups[name])
         if number:
             groups[name][-1].send_signal(number)
-    return {name: end(directories[name], processes) for name, processes in groups.items()}
+    return {name: end(directories[name], processes, ends=GROUPS[name][1] is None and name != "holds the lock")
+            for name, processes in groups.items()}
 
 
 def test_a_stopped_rank_is_named_by_one_that_waits(ended):
@@ -123,38 +137,37 @@ def test_native_frames_are_read_where_a_debugger_is(monkeypatch):
 # What is said of many ------------------------------------------------------------------------------------------------------------
 
 
-def standing(rank: int, seconds: float, what: str = "all_reduce", gone: bool = False) -> Standing:
-    return Standing(rank, f"c{rank // 4}", what, seconds, 60.0, gone)
+def standing(rank: int, seconds: float, what: str = "all_reduce") -> Standing:
+    return Standing(rank, f"c{rank // 4}", what, seconds, 60.0)
 
 
 def test_one_of_many_is_named_with_the_number_that_waits():
-    census = count([standing(37, 61, "forward of micro-batch 3")], [standing(r, 60) for r in range(512) if r != 37], 512)
+    census = count([standing(37, 61, "forward of micro-batch 3")], [standing(r, 60) for r in range(512) if r != 37])
     found = judge(census)
     assert found.text == "rank 37 (node c9) stopped in forward of micro-batch 3, 61 s ago; 511 ranks wait for it"
     assert (found.code, found.stuck) == (ExitCode.HANG, (37,))
 
 
 def test_many_stuck_ranks_are_counted_and_four_are_named():
-    found = judge(count([standing(r, 70 - r) for r in range(8)], [], 8))
+    found = judge(count([standing(r, 70 - r) for r in range(8)], []))
     assert found.text.startswith("rank 0 (node c0) stopped in all_reduce, 70 s ago; rank 1 ")
     assert found.text.endswith("67 s ago; and 4 more") and found.stuck == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("stuck, waiting", [([], []), ([59], [59, 59]), ([], [59, 80, 80])])
 def test_nothing_is_said_too_early(stuck, waiting):
-    census = count(map(standing, range(9), stuck), [standing(r, s) for r, s in enumerate(waiting, 9)], len(stuck + waiting) or 1)
-    assert judge(census) is None
+    assert judge(count(map(standing, range(9), stuck), [standing(r, s) for r, s in enumerate(waiting, 9)])) is None
 
 
 def test_a_node_that_hears_of_no_other_waits_longer_for_their_word():
-    census = count([], [standing(0, 100), standing(1, 100)], 2)
+    census = count([], [standing(0, 100), standing(1, 100)])
     assert judge(census, alone=True) is None
-    found = judge(count([], [standing(0, 121), standing(1, 121)], 2), alone=True)
+    found = judge(count([], [standing(0, 121), standing(1, 121)]), alone=True)
     assert found.text.startswith("all 2 ranks of this node wait, and no other node says for whom: rank 0 (node c0)")
 
 
 def test_ranks_that_never_spoke_are_named():
-    found = judge(count([], [standing(0, 61, "start"), standing(1, 61, "start")], 2, missing=(2, 3)))
+    found = judge(count([], [standing(0, 61, "start"), standing(1, 61, "start")], missing=(2, 3)))
     assert "no sign of life yet from ranks 2, 3; rank 0 (node c0) in start" in found.text
 
 

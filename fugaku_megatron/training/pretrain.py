@@ -45,6 +45,7 @@ from .kernel_choice import build_ops, choose_kernels
 from .memory_watch import MemoryWatch
 from .observers import Heartbeats, Observers
 from .param_schedule import ParamSchedule
+from .placing import place
 from .profile import Profile, profiled_ranks
 from .rank_times import RankTimes
 from .rerun import Rerun
@@ -204,12 +205,6 @@ def _say(run: RunConfig, world: Comm, *lines: str | None) -> None:
         append(run.output.log_file, *filter(None, lines))
 
 
-def place_watchdog(watchdog: Watchdog, world: Comm, nodes: Nodes) -> None:
-    """Tell the watchdog who is who. Collective."""
-    folder = nodes.ranks.broadcast_object(watchdog.heart.folder)
-    watchdog.placed(world.rank, folder, tuple(nodes.ranks.all_gather_object(world.rank)), nodes.count > 1)
-
-
 def no_evaluation_note(run: RunConfig) -> str:
     """Why a run that asks for evaluations has no validation data."""
     why = f"--split {run.data.split} leaves none of the documents to validation" if run.data.data_path else "no --valid-data-path"
@@ -224,7 +219,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
         run = with_vocabulary(arguments.run, world)
         layout = Layout.from_run(run, world.size)
     nodes = find_nodes(world)
-    place_watchdog(watchdog, world, nodes)
+    place(watchdog, world, nodes)
     run, chosen = settle(run, layout, world, nodes)
     resume = find_checkpoint(run, world)
     check_outputs(run, resume, world, nodes)

@@ -12,25 +12,21 @@ from dataclasses import dataclass
 
 from ..comm.exit_codes import ExitCode
 
+STOPPED, GONE, SILENT = "stopped in", "is gone, last seen in", "is silent with its node, last seen in"
 NAMED = 4  # ranks that a line names
 ASLEEP = 3.0  # s: a watchdog that has not looked around for so long, or for half of the limit, is not awake
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank that does not move. seconds: for how long. limit: how long is too long. gone: its process is."""
+    """A rank that does not move. seconds: for how long. limit: how long is too long. how: STOPPED, GONE or SILENT."""
 
     rank: int
     host: str
     what: str
     seconds: float
     limit: float
-    gone: bool = False
-
-    @property
-    def overdue(self) -> bool:
-        """Whether it has stood still for too long."""
-        return self.seconds >= self.limit
+    how: str = STOPPED
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Census:
     """Ranks of a node, or of several. waiting: how many wait.
 
     stuck: those that neither wait nor move, longest first, at most NAMED. more: stuck ranks beyond those. waiters: some that wait,
-    longest last, at most NAMED. missing: ranks that never gave a sign of life.
+    longest last, at most NAMED. others: one that moves. missing: ranks that never gave a sign of life. nodes: how many.
     """
 
     ranks: int
@@ -46,7 +42,15 @@ class Census:
     stuck: tuple[Standing, ...] = ()
     more: int = 0
     waiters: tuple[Standing, ...] = ()
+    others: tuple[Standing, ...] = ()
     missing: tuple[int, ...] = ()
+    nodes: int = 1
+
+    @classmethod
+    def parsed(cls, record: dict) -> Census:
+        """The inverse of `dataclasses.asdict`. KeyError or TypeError where it is something else."""
+        standings = {name: tuple(Standing(**s) for s in record[name]) for name in ("stuck", "waiters", "others")}
+        return cls(**{**record, **standings, "missing": tuple(record["missing"])})
 
 
 @dataclass(frozen=True)
@@ -58,36 +62,54 @@ class Verdict:
     stuck: tuple[int, ...]
 
 
-def count(standings: Iterable[Standing], waiting: Sequence[Standing], ranks: int, missing: tuple[int, ...] = ()) -> Census:
-    """A census of ranks that are stuck, ranks that wait, and others that move."""
-    stuck = sorted(standings, key=lambda s: (-s.seconds, s.rank))
-    waiters = sorted(waiting, key=lambda s: (s.seconds, s.rank))
-    return Census(ranks, len(waiters), tuple(stuck[:NAMED]), len(stuck[NAMED:]), tuple(waiters[:NAMED]), missing)
+def count(stuck: Iterable[Standing], waiting: Iterable[Standing], moving: Iterable[Standing] = (),
+          missing: tuple[int, ...] = ()) -> Census:
+    """A census of the ranks of a node."""
+    stuck, waiting, moving = _longest(stuck), _shortest(waiting), tuple(moving)
+    ranks = len(stuck) + len(waiting) + len(moving)
+    return Census(ranks, len(waiting), stuck[:NAMED], len(stuck[NAMED:]), waiting[:NAMED], moving[:1], missing)
 
 
-def judge(census: Census, alone: bool = False) -> Verdict | None:
+def merge(reports: Sequence[Census]) -> Census:
+    """One census of several nodes."""
+    stuck = _longest(s for report in reports for s in report.stuck)
+    waiters = _shortest(s for report in reports for s in report.waiters)
+    return Census(sum(report.ranks for report in reports), sum(report.waiting for report in reports), stuck[:NAMED],
+                  sum(report.more for report in reports) + len(stuck[NAMED:]), waiters[:NAMED],
+                  missing=tuple(rank for report in reports for rank in report.missing)[:NAMED],
+                  nodes=sum(report.nodes for report in reports))
+
+
+def _longest(standings: Iterable[Standing]) -> tuple[Standing, ...]:
+    return tuple(sorted(standings, key=lambda s: (-s.seconds, s.rank)))
+
+
+def _shortest(standings: Iterable[Standing]) -> tuple[Standing, ...]:
+    return tuple(sorted(standings, key=lambda s: (s.seconds, s.rank)))
+
+
+def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | None:
     """What is wrong, if it has lasted long enough.
 
-    alone: there are other nodes, and nobody here hears of them. They get as long again to say that a rank of theirs is stuck,
-    before this node ends a job in which all of its own ranks wait.
+    alone: there are other nodes, and nobody here hears of all of them. They get as long again to say that a rank of theirs is
+    stuck, before this node ends a job in which all of its own ranks wait. late: s that are left to another node to say it first.
     """
-    overdue = tuple(s for s in census.stuck if s.overdue)
+    overdue = tuple(s for s in census.stuck if s.seconds >= s.limit + late)
     if overdue:
-        code = ExitCode.LOST_RANK if all(s.gone for s in overdue) else ExitCode.HANG
+        code = ExitCode.HANG if any(s.how == STOPPED for s in overdue) else ExitCode.LOST_RANK
         return Verdict(_stuck(overdue, census), code, tuple(s.rank for s in overdue))
-    if census.waiting == census.ranks > 0 and _patient(census.waiters[0], alone):
+    if census.waiting == census.ranks > 0 and _patient(census.waiters[0], alone, late):
         return Verdict(_deadlock(census, alone), ExitCode.HANG, ())
     return None
 
 
-def _patient(waiter: Standing, alone: bool) -> bool:
+def _patient(waiter: Standing, alone: bool, late: float) -> bool:
     """Whether a stuck rank would have been found by now among those that wait."""
-    return waiter.seconds >= max(2 * ASLEEP, 2 * waiter.limit if alone else waiter.limit)
+    return waiter.seconds >= max(2 * ASLEEP, 2 * waiter.limit if alone else waiter.limit) + late
 
 
 def _stuck(overdue: tuple[Standing, ...], census: Census) -> str:
-    ranks = "; ".join(f"rank {s.rank} (node {s.host}) {'is gone, last seen' if s.gone else 'stopped'} in {s.what}, "
-                      f"{s.seconds:.0f} s ago" for s in overdue)
+    ranks = "; ".join(f"rank {s.rank} (node {s.host}) {s.how} {s.what}, {s.seconds:.0f} s ago" for s in overdue)
     more = f"; and {census.more} more" * bool(census.more)
     return ranks + more + _waiting(census.waiting, "it" if len(overdue) + census.more == 1 else "them")
 

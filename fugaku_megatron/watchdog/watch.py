@@ -4,7 +4,8 @@
     watchdog.heart.phase(...)           what this rank does
 
 It needs nothing that may be what hangs: no MPI, no other process. The lowest rank of a node whose watchdog is awake judges and
-speaks; all write their stacks. Test: pytest tests/test_watchdog.py tests/mpi/test_hangs.py
+speaks; all write their stacks. Left out: what nodes tell each other (between.py).
+Test: pytest tests/test_watchdog.py tests/mpi/test_hangs.py
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from pathlib import Path
 
 from ..comm import launcher
 from . import stacks, verdict
+from .between import FAN, Link
 from .heartbeat import Beat, Heartbeat, Node, lives, node_folder, remove_dead
-from .verdict import Census, Standing, Verdict
+from .verdict import STOPPED, Census, Standing, Verdict
 
 SHORTEST, ITERATIONS = 60.0, 10.0  # by default: s, and times the slowest iteration, without a move
 OUTSIDE = 600.0  # s: the same at the start, in a save, and until an iteration was measured
 LOOK = 1.0  # s between two looks
 WINDOW, BUSY, MOVED = 0.5, 0.05, 2**16  # s, and the part of a core or the bytes read and written in them that say that a rank works
 GONE = 5.0  # s that a launcher gets to end a job of which a process is gone
+SPREAD = 6.0  # s for other nodes to hear of the end and write theirs
 WRITING = 60.0  # s for the ranks of a node to write their stacks
 END = "end"  # the file that tells the ranks of a node why the job ends
 
@@ -77,6 +80,7 @@ class Watchdog:
 
     def __init__(self, heart: Heartbeat, settings: HangSettings, local: tuple[int, ...] = (), alone: bool = False) -> None:
         self.heart, self.settings, self.local, self.alone = heart, settings, local, alone
+        self.link: Link | None = None  # to other nodes
         self.slowest = 0.0  # s of an iteration
         self.host = platform.node()
         self._node, self._work = Node(heart.file.parent) if heart.file else None, Work()
@@ -111,18 +115,20 @@ class Watchdog:
             self.slowest = seconds
             self.heart.introduce(self.heart.rank, self._limit())
 
-    def placed(self, rank: int, folder: Path | None, local: tuple[int, ...], alone: bool) -> None:
-        """MPI has told which rank this is, the folder of its node, the ranks there, and whether there are other nodes."""
+    def placed(self, rank: int, folder: Path | None, local: tuple[int, ...], link: Link | None) -> None:
+        """MPI has told which rank this is, the folder of its node, the ranks there, and how to reach other nodes."""
         if self._node and folder:
             self.heart.move(folder)
             self.heart.introduce(rank, self.heart.limit)
-            self.local, self.alone, self._node = local, alone, Node(folder)
+            self.local, self.alone, self.link, self._node = local, False, link, Node(folder)
 
     def close(self) -> None:
         """The run has ended as it should."""
         self._stopped.set()
         if self._node:
             self._thread.join(2 * self.period)
+        if self.link:
+            self.link.leave()
         self.heart.close()
 
     def _limit(self) -> float:
@@ -143,24 +149,49 @@ class Watchdog:
             if (self._node.folder / END).exists():
                 self._end(self._read_end())
             beats = self._node.read()
-            if self._leads(beats, now) and (found := verdict.judge(self._census(beats, now), self.alone)):
-                self._end(self._write_end(found))
+            if self.link:
+                self.link.receive(now)
+            if self._leads(beats, now):
+                self._judge(self._census(beats, now), now)
+
+    def _judge(self, own: Census, now: float) -> None:
+        """End the job if a rank is stuck. Of several nodes the first one judges; another does if that one does not."""
+        whole, alone, late = own, self.alone, 0.0
+        if self.link:
+            whole, alone, late = self._hear(self.link, own, now)
+        if found := verdict.judge(whole, alone, late):
+            self._end(self._write_end(found))
+
+    def _hear(self, link: Link, own: Census, now: float) -> tuple[Census, bool, float]:
+        """What is known of all nodes below, whether others are not heard, and the s that the node above has to speak first."""
+        limit = self.heart.limit
+        whole = link.whole(own, limit, now)
+        link.report(own, whole, limit, now)
+        if link.end:
+            self._end(self._pass_on(link.end))
+        if link.number == 0:
+            return whole, whole.nodes < link.count, 0.0
+        if alone := link.alone(limit, now):
+            return whole, alone, 0.0
+        late = link.number % FAN * self.period  # all nodes that report to a silent one find that out
+        return whole, alone, late if link.deserted(limit, now) else late + limit + 4 * verdict.ASLEEP
 
     def _leads(self, beats: list[Beat], now: float) -> bool:
         awake = [beat.process for beat in beats if now - beat.looked < verdict.ASLEEP]
         return bool(awake) and awake[0] == os.getpid()
 
     def _census(self, beats: list[Beat], now: float) -> Census:
-        stuck, waiting = [], []
+        stuck, waiting, moving = [], [], []
         for beat in beats:
             standing = self._standing(beat, now)
             asleep = now - max(beat.looked, self._since) > max(verdict.ASLEEP, standing.limit / 2)
-            if beat.waits and not asleep and not standing.gone:
+            if beat.waits and not asleep and standing.how == STOPPED:
                 waiting.append(standing)
-            elif standing.gone or standing.seconds > standing.limit / 2:
+            elif standing.how == verdict.GONE or standing.seconds > standing.limit / 2:
                 stuck.append(standing)
-        missing = tuple(sorted(set(self.local) - {beat.rank for beat in beats}))
-        return verdict.count(stuck, waiting, len(beats), missing)
+            else:
+                moving.append(standing)
+        return verdict.count(stuck, waiting, moving, tuple(sorted(set(self.local) - {beat.rank for beat in beats})))
 
     def _standing(self, beat: Beat, now: float) -> Standing:
         moved = max(beat.moved, self._since, self._worked.get(beat.process, 0.0))
@@ -170,22 +201,36 @@ class Watchdog:
                 self._worked[beat.process] = moved = now
             limit = limit if self.settings.seconds is not None else max(limit, OUTSIDE)
         gone = now - moved > min(GONE, limit / 2) and not lives(beat.process)
-        return Standing(beat.rank, self.host, beat.what, now - moved, min(limit, GONE) if gone else limit, gone)
+        how, limit = (verdict.GONE, min(limit, GONE)) if gone else (STOPPED, limit)
+        return Standing(beat.rank, self.host, beat.what, now - moved, limit, how)
 
     # The end ----------------------------------------------------------------------------------------------------------------------
 
     def _write_end(self, found: Verdict) -> dict:
         """Say why the job ends, and tell the other ranks of this node."""
         name = time.strftime("hang_%Y%m%d_%H%M%S")
-        end = {**asdict(found), "directory": str(self.settings.directory.absolute() / name), "speaker": self.heart.rank,
-               "process": os.getpid()}
+        end = {**asdict(found), "directory": str(self.settings.directory.absolute() / name), "speaks": True}
+        end = self._publish(end)
+        if end["process"] == os.getpid():
+            self._say(f"{found.text}; stacks of all ranks: {end['directory']}")
+            if self.link:
+                self.link.tell(end)
+        return end
+
+    def _pass_on(self, end: dict) -> dict:
+        """Another node has said why the job ends."""
+        self.link.tell(end)
+        return self._publish({**end, "speaks": False})
+
+    def _publish(self, end: dict) -> dict:
+        """Tell the ranks of this node why the job ends; what they are told, which another rank may have told first."""
+        end = {**end, "process": os.getpid()}
         aside = self._node.folder / f"{END}.{os.getpid()}"
         aside.write_text(json.dumps(end))
         try:
             os.link(aside, self._node.folder / END)
         except FileExistsError:  # another rank was faster
             return self._read_end()
-        self._say(f"{found.text}; stacks of all ranks: {end['directory']}")
         return end
 
     def _say(self, line: str) -> None:
@@ -201,14 +246,15 @@ class Watchdog:
 
     def _end(self, end: dict) -> None:
         """Write the stacks of this rank, and end it when those of the whole node are written."""
-        directory, speaks = Path(end["directory"]), end["speaker"] == self.heart.rank
+        directory, leads = Path(end["directory"]), end["process"] == os.getpid()
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
         stacks.write_own(directory, self.heart.rank, native=not end["stuck"] or self.heart.rank in end["stuck"])
         self.heart.look(written=True)
-        if speaks:
+        if leads:
             self._write_stuck(directory, end["stuck"])
             self._await(lambda: all(beat.written or time.monotonic() - beat.looked > verdict.ASLEEP for beat in self._node.read()))
+            time.sleep((SPREAD if end["speaks"] else WRITING) if self.link else 0.0)  # until other nodes have written theirs
             launcher.wait_until_read(sys.__stderr__)
             launcher.abort(end["code"])
         else:  # a launcher ends with the code of the rank that ends first, and ends the others
