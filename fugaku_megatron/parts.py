@@ -19,6 +19,10 @@ AUTO = "auto"  # the schedule is chosen when the run starts
 SPLITS_BACKWARD = ZB_H1, ZBV  # into gradients of inputs and gradients of weights
 
 
+SplitCosts = tuple[int, int, int]  # of a forward, of the gradients of its input and of its weights, beside one another
+ALIKE: SplitCosts = (1, 1, 1)
+
+
 @dataclass(frozen=True)
 class Instruction:
     """Do `op` for micro-batch `microbatch` on the stage's own chunk of layers `chunk`, from 0."""

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
+from . import zero_bubble
 from .parts import (
+    ALIKE,
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -35,11 +37,13 @@ from .parts import (
     Held,
     Instruction,
     Placement,
+    SplitCosts,
     V,
     placement_of,
 )
 from .run.config import RunConfig
 from .run.layout import placement
+from .run.recompute import split_costs
 
 FORWARD_ONLY = "forward-only"
 STEADY_ROUNDS = 3  # micro-batches for each part of the model after which a list repeats itself
@@ -91,16 +95,17 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> list[Instruction]:
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2 (2023).
     """
     placement = Placement(stages)
-    return with_messages(placement, stage, _split_lists(placement, microbatches, stages)[stage])
+    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, stages)[stage])
 
 
-def zbv(stage: int, stages: int, microbatches: int) -> list[Instruction]:
+def zbv(stage: int, stages: int, microbatches: int, costs: SplitCosts = ALIKE) -> list[Instruction]:
     """ZB-V for one stage: two chunks in a V, almost no bubble; no stage holds more than the first does in 1F1B.
 
+    costs: of F, I and W, whatever the part.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 6 (2023).
     """
     placement = Placement(stages, 2, V)
-    return with_messages(placement, stage, _split_lists(placement, microbatches, 2 * stages)[stage])
+    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, 2 * stages, costs)[stage])
 
 
 def forward_only(stage: int, stages: int, microbatches: int, chunks: int = 1, kind: str = LOOP) -> list[Instruction]:
@@ -139,61 +144,19 @@ def with_messages(placement: Placement, stage: int, computations: Iterable[Instr
     return result
 
 
-@lru_cache(maxsize=4)  # every stage's list comes from the same walk
-def _split_lists(placement: Placement, microbatches: int, limit: int) -> tuple[tuple[Instruction, ...], ...]:
-    """F, I and W of all stages in slots of equal length: in each slot every stage runs the first of what it could run.
-
-    limit: the (micro-batch, chunk)s that a stage may hold between F and W. A stage prefers I after an F and F after anything else,
-    since others wait for both, and fills with W: with these slots no stage waits but at the ends, where the model's length says so.
-    Since the list of a stage is what it did here, it can be walked whatever the times really are.
-    """
-    done = {op: [0] * placement.parts for op in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)}
-    lists: list[list[Instruction]] = [[] for _ in range(placement.stages)]
-    while min(done[BACKWARD_WEIGHT]) < microbatches:
-        before = {op: list(counts) for op, counts in done.items()}
-        moved = False
-        for stage, mine in enumerate(lists):
-            ready = _ready(placement, stage, before, microbatches, limit)
-            preferred = BACKWARD_INPUT if mine and mine[-1].op == FORWARD else FORWARD
-            chosen = ready.get(preferred) or ready.get(FORWARD) or ready.get(BACKWARD_INPUT) or ready.get(BACKWARD_WEIGHT)
-            if chosen:
-                done[chosen.op][placement.part(stage, chosen.chunk)] += 1
-                mine.append(chosen)
-                moved = True
-        assert moved, f"{placement} with {microbatches} micro-batches stands still when a stage may hold {limit}"
-    return tuple(map(tuple, lists))
-
-
-def _ready(placement: Placement, stage: int, done: dict[str, list[int]], microbatches: int, limit: int) -> dict[str, Instruction]:
-    """What a stage could run now, by operation: the F of its last chunk that has one, the I and the W of its first.
-
-    done: how many micro-batches each part has finished, by operation. A place in memory stays free for every later chunk, without
-    which the forwards of an earlier one could lock the stages.
-    """
-    forward, backward, weight = done[FORWARD], done[BACKWARD_INPUT], done[BACKWARD_WEIGHT]
-    own = [(chunk, placement.part(stage, chunk)) for chunk in range(placement.chunks)]
-    held = sum(forward[part] - weight[part] for _, part in own)
-    ready = {}
-    for chunk, part in own:
-        if forward[part] < (microbatches if part == 0 else forward[part - 1]) and held + placement.chunks - 1 - chunk < limit:
-            ready[FORWARD] = Instruction(FORWARD, forward[part], chunk)
-    for chunk, part in reversed(own):
-        if backward[part] < (forward[part] if part == placement.parts - 1 else backward[part + 1]):
-            ready[BACKWARD_INPUT] = Instruction(BACKWARD_INPUT, backward[part], chunk)
-        if weight[part] < backward[part]:
-            ready[BACKWARD_WEIGHT] = Instruction(BACKWARD_WEIGHT, weight[part], chunk)
-    return ready
-
-
 # A schedule as a value ---------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Schedule:
-    """The lists of all stages for an iteration. name: one of `parts.NAMES`, or FORWARD_ONLY."""
+    """The lists of all stages for an iteration. name: one of `parts.NAMES`, or FORWARD_ONLY.
+
+    costs: what a ZB-V list is made for, see `zbv`; other lists do not depend on them (ZB-H1's gain nothing from them).
+    """
 
     name: str
     placement: Placement
     microbatches: int
+    costs: SplitCosts = ALIKE
 
     @property
     def splits_backward(self) -> bool:
@@ -208,7 +171,7 @@ class Schedule:
         """The list of one stage."""
         p, v, m = self.placement.stages, self.placement.chunks, self.microbatches
         lists = {ONE_F_ONE_B: lambda: one_f_one_b(stage, p, m), INTERLEAVED: lambda: interleaved(stage, p, v, m),
-                 ZB_H1: lambda: zb_h1(stage, p, m), ZBV: lambda: zbv(stage, p, m),
+                 ZB_H1: lambda: zb_h1(stage, p, m), ZBV: lambda: zbv(stage, p, m, self.costs),
                  FORWARD_ONLY: lambda: forward_only(stage, p, m, v, self.placement.kind)}
         return lists[self.name]()
 
@@ -265,7 +228,8 @@ def build(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
 
 def of_run(run: RunConfig, microbatches: int) -> Schedule:
     """The schedule that a run's flags ask for."""
-    return Schedule(run.parallel.schedule, placement(run), microbatches)
+    name = run.parallel.schedule
+    return Schedule(name, placement(run), microbatches, split_costs(run) if name == ZBV else ALIKE)
 
 
 def _is_message(instruction: Instruction) -> bool:

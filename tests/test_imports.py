@@ -19,7 +19,8 @@ ARROWS: dict[str, set[str]] = {
     "environment": set(),  # used by the scripts of a checkout
     "parts": set(),
     "run": {"parts"},
-    "schedule": {"parts", "run"},
+    "zero_bubble": {"parts"},
+    "schedule": {"parts", "run", "zero_bubble"},
     "timeline": {"parts", "schedule"},
     "comm": set(),
     "watchdog": {"comm"},
@@ -37,7 +38,8 @@ ARROWS: dict[str, set[str]] = {
     "cli": {"run", "comm"},  # and every command by its name, when it is called
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = ("run", "parts", "schedule", "timeline", "published", "logs", "perf", "jobs")  # answer in a second, anywhere
+WITHOUT_TORCH = ("run", "parts", "zero_bubble", "schedule", "timeline", "published", "logs", "perf",
+                 "jobs")  # answer in a second, anywhere
 
 
 def modules() -> list[Path]:

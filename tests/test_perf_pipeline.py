@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,13 @@ from fugaku_megatron.schedule import Schedule, build
 from fugaku_megatron.timeline import COMPUTATIONS, Costs, walk
 
 KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zbv", 2)]
+
+
+@pytest.mark.parametrize("costs", [(6, 7, 5), (6, 9, 5), (6, 12, 5)])
+def test_long_lists_for_unequal_costs_are_extended(costs):
+    schedule = replace(build("zbv", 5, 2, 64), costs=costs)
+    seconds = drawn(schedule, np.random.default_rng(1))
+    assert makespan(schedule, seconds) == pytest.approx(walk(schedule, seconds), rel=1e-2)
 
 
 def drawn(schedule: Schedule, draw: np.random.Generator) -> Costs:

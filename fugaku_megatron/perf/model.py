@@ -122,7 +122,8 @@ Pieces = list[tuple[work.Work, int]]  # work, and how often it is done
 def part_work(run: RunConfig, layout: Layout, part: int, code: Software) -> tuple[Pieces, Pieces, Pieces]:
     """(forward, backward, what of the backward may wait) of a part of the model for one micro-batch.
 
-    Recompute and weight gradients belong to the backward; the products of the layers' weight gradients may wait.
+    Recompute and weight gradients belong to the backward; the products of the layers' weight gradients may wait. A head that works
+    in chunks of rows computes its gradients while it holds the logits, in forward.
     """
     phases, where = work.phases(run, layout.tp, code), placement(run)
     layers = len(accounting.part_layers(run, where, part))
@@ -133,8 +134,9 @@ def part_work(run: RunConfig, layout: Layout, part: int, code: Software) -> tupl
         backward.append((work.attention_again(run, layout.tp, code), layers))
     for place, present in (("embedding", part == 0), ("head", part == where.parts - 1)):
         if present:
+            at_once = place == "head" and code.counts["logits_in_chunks"]
             forward.append((phases[f"{place}_forward"], 1))
-            backward.append((phases[f"{place}_backward"], 1))
+            (forward if at_once else backward).append((phases[f"{place}_backward"], 1))
     parameters = accounting.part_parameters(run, layout, where, part)
     backward.append((work.weight_gradients(run, layout.tp, parameters, 12 * layers, code), 1))
     return forward, backward, [(phases["layer_weights"], layers)]

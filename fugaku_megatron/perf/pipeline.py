@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..parts import BACKWARD, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B, Instruction, Placement
+from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B, Instruction, Placement
 from ..schedule import Schedule
 from ..timeline import COMPUTATIONS, Costs
 
@@ -31,7 +31,9 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
         return _walk_levels(_levels(schedule), costs)
     first = STEADY * p + m % p
     short, longer = (_walk_levels(_levels(replace(schedule, microbatches=n)), costs) for n in (first, first + p))
-    return short + (m - first) // p * (longer - short)
+    operations = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if schedule.splits_backward else (FORWARD, BACKWARD)
+    busiest = max(sum(sum(costs.of[op][stage]) for op in operations) for stage in range(p))
+    return short + (m - first) // p * max(longer - short, p * busiest)  # two lengths may have lists of different kinds
 
 
 # Any list, level by level --------------------------------------------------------------------------------------------------------

@@ -12,13 +12,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..parts import Held
+from ..parts import Held, SplitCosts
 from .accounting import part_recompute_groups, pipeline_split, stage_parts
 from .config import RunConfig
 from .layout import Layout, placement
 from .memory import chunks_live_bytes, live_bytes, stage_memory
 
 MIB = 2**20
+# Of a part's F, I and W, beside one another: F and I have norms and attention, W has products alone. With tensor parallelism W is
+# less, but lists made for less come out longer. What full recompute of all layers adds to I: F without its last product.
+SPLIT_COSTS: SplitCosts = (6, 7, 5)
+AGAIN_COST = 5
 StageHolds = Callable[[int], Sequence[Held]]
 
 
@@ -45,6 +49,13 @@ def choice_line(run: RunConfig, limit: float) -> str:
 def layers_again(run: RunConfig, stage: int) -> list[int]:
     """How many layers of each chunk of a stage are recomputed."""
     return [sum(map(len, part_recompute_groups(run, part))) for part in stage_parts(run, stage)]
+
+
+def split_costs(run: RunConfig) -> SplitCosts:
+    """What the halves of a backward cost beside a forward, as schedules take it: the same on all ranks, nothing is measured."""
+    forward, inputs, weights = SPLIT_COSTS
+    again = sum(len(group) for part in range(placement(run).parts) for group in part_recompute_groups(run, part))
+    return forward, inputs + round(AGAIN_COST * again / run.model.num_layers), weights
 
 
 def settled(run: RunConfig, layout: Layout, limit: float, holds: StageHolds) -> RunConfig:

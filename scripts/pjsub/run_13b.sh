@@ -10,8 +10,8 @@
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 1152 nodes as 8x12x12 torus x 2 ranks = DP 72 x TP 4 x PP 8; each tensor-parallel group 2 nodes inside a 2x3x2 unit
 # micro-batch 1, global batch 2016: 28 micro-batches; recompute none, ZeRO 1
-# model: 81.71 s per iteration (9 of 10 runs: 58.8 to 113.5), 3.670 TFLOPs per node, bubble 20.6%, 10554 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2164:50:04 (model), 92 jobs in a row; each
+# model: 78.97 s per iteration (9 of 10 runs: 56.83 to 109.7), 3.797 TFLOPs per node, bubble 14.8%, 12744 MiB on the fullest rank
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2092:24:44 (model), 89 jobs in a row; each
 # saves and leaves 15 minutes before its end
 set -euo pipefail
 
@@ -20,8 +20,7 @@ FLAGS=(
     --recipe 13b
     --tensor-model-parallel-size 4
     --pipeline-model-parallel-size 8
-    --pipeline-schedule interleaved
-    --num-virtual-stages-per-pipeline-rank 4
+    --pipeline-schedule zbv
     --sequence-parallel
     --tp-comm-overlap
     --zero-stage 1
