@@ -14,9 +14,26 @@ import pytest
 from fugaku_megatron import cli
 from fugaku_megatron.jobs import check, limits, options, scripts, torus
 from fugaku_megatron.jobs.job import MARGIN, start_up
+from fugaku_megatron.perf import search
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "scripts" / "pjsub"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_search_once():
+    """Several tests ask for the same plans, which take seconds."""
+    known, search_all = {}, search.search
+
+    def once(run, system, held):
+        key = repr((run, system, sorted(held)))
+        if key not in known:
+            known[key] = search_all(run, system, held)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "search", once)
+        yield
 
 
 def main(words):
@@ -65,14 +82,15 @@ def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
     ("plan --recipe 124m --nodes 48 --elapse 0", "--elapse 0: small gives up to 72:00:00"),
     ("plan --recipe 124m --nodes 48 --elapse 80:00:00", "--elapse 80:00:00: small gives up to 72:00:00"),
     ("plan --recipe 124m --nodes 48 --elapse soon", "--elapse soon: write HH:MM:SS"),
-    ("plan --recipe 124m --nodes 48 --elapse 00:05:00", "elapse=00:05:00 ends before the first iteration"),
+    ("plan --recipe 124m --nodes 48 --micro-batch-size 1 --tensor-model-parallel-size 1 --elapse 00:05:00", "elapse=00:05:00 ends before the first iteration"),
     ("plan --recipe 124m --nodes 48 --cpu-frequency 1.8", "--cpu-frequency 1.8, but --mode normal-2.0 is 2.0 GHz"),
     ("plan --recipe 124m --nodes 48 --save here", "--save here: the script says it: give SAVE"),
     ("plan --recipe 124m --nodes 48 --data-path text", "--data-path text: the script says it: give DATA"),
     ("plan --recipe 124m --nodes 48 --name a}b", "--name 'a}b': "),
     ("render --recipe 124m --nodes 48 -o nowhere/a.sh", "-o nowhere/a.sh: No such file or directory"),
     ("render --recipe 124m --nodes 48 -o .", "-o .: Is a directory"),
-    ("plan --recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 8", "--tensor-model-parallel-size"),
+    ("plan --recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 12 "
+     "--micro-batch-size 1 --recompute-granularity full", "--tensor-model-parallel-size"),
     ("plan --recipe 30b --nodes 384 --mode fast", "--mode fast is unknown"),
     ("plan --recipe 30b --nodes 384 --nods 3", "did you mean"),
     ("plan --recipe 30b", "--nodes"),

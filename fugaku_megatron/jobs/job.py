@@ -101,9 +101,11 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
     run = run_of(args, system, own, {"micro_batch_size": 1})
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: a layout is chosen for one batch")
     held = frozenset(name for name, value in vars(args).items() if value is not None and name not in own)
+    asked = _elapse(args.elapse, group)
     best = choose(run, system, held | ({"ranks_per_node"} if args.ranks_per_node else set()), shape)
     iterations, _ = batches.run_length(best.run, best.run.batch.global_batch_size)
-    elapse = _elapse(args.elapse, start_up(args.nodes) + iterations * best.seconds + MARGIN, group)
+    whole = start_up(args.nodes) + iterations * best.seconds + MARGIN
+    elapse = asked or min(int(group.hours * HOUR), 60 * math.ceil(whole / 60))
     flags = _flags(best, args, mode)
     job = Job(name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"), nodes=args.nodes,
               ranks_per_node=best.system.ranks_per_node, shape=shape, resource_group=group.name, elapse=elapse, mode=mode,
@@ -124,11 +126,11 @@ def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> Resour
     return group
 
 
-def _elapse(option: str | None, whole: float, group: ResourceGroup) -> int:
-    limit = int(group.hours * HOUR)
+def _elapse(option: str | None, group: ResourceGroup) -> int | None:
+    """Seconds of --elapse; None where it is not given."""
     if option is None:
-        return min(limit, 60 * math.ceil(whole / 60))
-    elapse = limits.seconds(option, "--elapse ")
+        return None
+    limit, elapse = int(group.hours * HOUR), limits.seconds(option, "--elapse ")
     check(0 < elapse <= limit, f"--elapse {option}: {group.name} gives up to {limits.clock(limit)}: give a time in it, and "
           "continue with submit --steps")
     return elapse
