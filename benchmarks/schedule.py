@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fugaku_megatron.host import runtime
+from fugaku_megatron.logs import pipeline_plot
 from fugaku_megatron.run.checks import check
+from fugaku_megatron.run.outputs import check_picture
 from fugaku_megatron.schedule import Schedule, build
+from fugaku_megatron.timeline import Costs, Span, spans
 
 from . import driver, jobs, noise
 
@@ -33,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[2, 5], help="of interleaved schedules (default: 2 5)")
     parser.add_argument("--rounds", type=int, default=1, help="timed turns of each schedule (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="picture of each schedule, its list beside the last measured turn "
+                                                                 "(needs matplotlib)")
 
 
 def schedules(stages: int, microbatches: int, chunks: list[int]) -> list[Schedule]:
@@ -48,11 +53,17 @@ def run(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         check(value > 0, f"--{name.replace('_', '-')} {value}: give a number above 0")
     check(min(options.chunks) >= 2, f"--chunks {min(options.chunks)}: give 2 or more, one chunk is 1F1B")
+    check_picture(options.png)
     watch = noise.Watch(os.cpu_count() or 1, jobs.children_seconds)
     rows = measured(options)
+    turns = [row.pop("spans") for row in rows]
+    if options.png:
+        picture(options, turns)
     result = {"rows": rows, "busy": watch.others() > noise.OTHERS, "cpu": runtime.cpu_model(), "rounds": options.rounds,
               "repeat": driver.command_line()}
     show(result, options)
+    if options.png:
+        print(f"wrote {options.png}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -66,6 +77,15 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()}")
     return json.loads(done.stdout)
+
+
+def picture(options: argparse.Namespace, turns: list[list[list[Any]]]) -> None:
+    """Every schedule's list and what the ranks did. turns: the fields of the spans of each schedule."""
+    rows = []
+    for plan, turn in zip(schedules(options.stages, options.microbatches, options.chunks), turns, strict=True):
+        name = plan.name + f", {plan.placement.chunks} chunks" * (plan.placement.chunks > 1)
+        rows.append((name, spans(plan, Costs.alike(plan, options.slot_ms / 1e3)), [Span(*fields) for fields in turn]))
+    pipeline_plot.compare(options.png, rows)
 
 
 def show(result: dict[str, Any], options: argparse.Namespace) -> None:

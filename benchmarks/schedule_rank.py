@@ -21,7 +21,7 @@ from fugaku_megatron import schedule
 from fugaku_megatron.comm.base import Comm, Handle
 from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.schedule import Instruction, Schedule
-from fugaku_megatron.timeline import Costs, walk
+from fugaku_megatron.timeline import Costs, Span, walk
 
 from .schedule import schedules
 
@@ -36,6 +36,8 @@ class Sleeper:
         self.instructions = plan.instructions(pp.rank)
         self.queue = plan.send_queue(pp.rank)
         self.sending: deque[Handle] = deque()
+        self.spans: list[Span] = []
+        self.begin = pp.broadcast(torch.tensor(time.perf_counter(), dtype=torch.float64)).item()  # one clock: that of the node
         self.posted: dict[Instruction, Handle] = {}
         self.waiting = {tag: iter(receives) for tag, receives in schedule.receives(self.instructions).items()}
         for tag in self.waiting:
@@ -53,7 +55,10 @@ class Sleeper:
             self.posted[instruction] = self.pp.irecv(torch.empty(ELEMENTS), *peer)
 
     def _compute(self, instruction: Instruction) -> None:
+        start = time.perf_counter() - self.begin
         time.sleep(self.costs.of[instruction.op][self.pp.rank][instruction.chunk])
+        self.spans.append(Span(self.pp.rank, instruction.op, instruction.microbatch, instruction.chunk, start,
+                               time.perf_counter() - self.begin))
 
     def _receive(self, instruction: Instruction) -> None:
         self.posted.pop(instruction).wait()
@@ -69,13 +74,16 @@ class Sleeper:
     send_forward = send_backward = _send
 
 
-def timed(pp: Comm, plan: Schedule, slot: float) -> float:
-    """Seconds of an iteration, from the moment that all stages are there until the last has finished."""
+Turn = tuple[float, list[Span]]
+
+
+def timed(pp: Comm, plan: Schedule, slot: float) -> Turn:
+    """Seconds of an iteration, from the moment that all stages are there until the last has finished, and what this stage did."""
     sleeper = Sleeper(pp, plan, Costs.alike(plan, slot))
     pp.barrier()
     begin = time.perf_counter()
     sleeper.run()
-    return pp.all_reduce(torch.tensor(time.perf_counter() - begin, dtype=torch.float64), "max").item()
+    return pp.all_reduce(torch.tensor(time.perf_counter() - begin, dtype=torch.float64), "max").item(), sleeper.spans
 
 
 def rows(pp: Comm, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,10 +93,11 @@ def rows(pp: Comm, options: dict[str, Any]) -> list[dict[str, Any]]:
     for plan in plans:
         timed(pp, plan, slot / 100)  # connections are made by the first messages
     turns = [[timed(pp, plan, slot) for plan in plans] for _ in range(options["rounds"])]
-    seconds = [statistics.median(column) for column in zip(*turns, strict=True)]
+    seconds = [statistics.median(taken for taken, _ in column) for column in zip(*turns, strict=True)]
+    spans = [pp.all_gather_object([list(vars(span).values()) for span in mine]) for _, mine in turns[-1]]
     return [{"schedule": plan.name, "chunks": plan.placement.chunks, "stages": pp.size, "microbatches": plan.microbatches,
              "list_seconds": walk(plan, Costs.alike(plan, slot)), "measured_seconds": mine, "ratio_to_1f1b": seconds[0] / mine,
-             "measured": True} for plan, mine in zip(plans, seconds, strict=True)]
+             "measured": True, "spans": sum(all_stages, [])} for plan, mine, all_stages in zip(plans, seconds, spans, strict=True)]
 
 
 def main(world: Comm) -> None:

@@ -48,3 +48,11 @@ def test_the_file(tmp_path):
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="--png"):
         pipeline_plot.draw(tmp_path / "none" / "a.png", walked, [], "zbv")
+
+
+def test_planned_beside_measured(tmp_path):
+    rows = [(name, drawn(name, chunks)[1], drawn(name, chunks)[1]) for name, chunks in (("1f1b", 1), ("zbv", 2))]
+    pipeline_plot.compare(tmp_path / "a.png", rows)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="--png"):
+        pipeline_plot.compare(tmp_path / "none" / "a.png", rows)

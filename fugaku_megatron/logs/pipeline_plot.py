@@ -50,6 +50,32 @@ def draw(path: str | os.PathLike, spans: Sequence[Span], memory: Sequence[float]
         figure.savefig(path, dpi=120, format="png")
 
 
+def compare(path: str | os.PathLike, rows: Sequence[tuple[str, Sequence[Span], Sequence[Span]]]) -> None:
+    """Write pipelines beside one another as a PNG file: a row for each (name, planned spans, measured spans), one axis of seconds.
+
+    Raises ValueError, naming --png, when it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    stages = 1 + max(span.stage for _, planned, _ in rows for span in planned)
+    figure = Figure(figsize=(16, 0.9 + len(rows) * (0.7 + 0.17 * max(6, stages))), layout="constrained")
+    FigureCanvasAgg(figure)
+    kinds: dict[str, str] = {}
+    for panels, (name, *both) in zip(figure.subplots(len(rows), 2, squeeze=False, sharex=True, sharey=True), rows, strict=True):
+        for axes, spans, origin in zip(panels, both, ("planned", "measured"), strict=True):
+            kinds |= {label: colour for colour, label in _bars(axes, spans, stages)}
+            axes.set_title(f"{name}, {origin}: {max(s.end for s in spans):.2f} s", loc="left", fontsize="medium")
+        panels[0].set(ylabel="stage", ylim=(stages - 0.5, -0.5))
+    for axes in panels:
+        axes.set(xlabel="seconds", xlim=(0, max(s.end for _, *both in rows for spans in both for s in spans)))
+    figure.legend(handles=[Patch(color=colour, label=label) for label, colour in {**kinds, "idle": IDLE}.items()],
+                  loc="outside lower center", ncols=len(kinds) + 1, frameon=False, fontsize="small")
+    with writing("--png", path):
+        figure.savefig(path, dpi=110, format="png")
+
+
 def _bars(axes: Any, spans: Sequence[Span], stages: int) -> list[tuple[str, str]]:
     """Draw every span; returns the (colour, label) of the kinds that there are."""
     from matplotlib.colors import to_rgb

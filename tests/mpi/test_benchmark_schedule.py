@@ -1,5 +1,6 @@
 """python -m benchmarks schedule: sleeping stages follow their lists on real ranks."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -18,7 +19,8 @@ def benchmark(*arguments):
 
 def test_every_schedule_follows_its_list(tmp_path):
     report = tmp_path / "schedule.json"
-    done = benchmark("--stages", 4, "--microbatches", 3, "--slot-ms", 60, "--chunks", 3, "--json", report)
+    done = benchmark("--stages", 4, "--microbatches", 3, "--slot-ms", 60, "--chunks", 3, "--json", report,
+                     *(("--png", tmp_path / "p.png") if importlib.util.find_spec("matplotlib") else ()))
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text())["rows"]
     assert [(row["schedule"], row["chunks"]) for row in rows] == [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zbv", 2)]
@@ -27,6 +29,7 @@ def test_every_schedule_follows_its_list(tmp_path):
         assert 1 <= row["measured_seconds"] / row["list_seconds"] < 1.25
         assert row["ratio_to_1f1b"] == pytest.approx(rows[0]["measured_seconds"] / row["measured_seconds"])
     assert min(row["ratio_to_1f1b"] for row in rows[1:]) > 1.1
+    assert "wrote" not in done.stdout or (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("arguments, message", [
