@@ -279,6 +279,11 @@ class RunConfig:
               f"{self.precision.name}: give --fp16, or leave it out")
         check(chunk is None or kernels != "torch", f"--fp16-accumulation-chunk {chunk} is for the C++ kernels, and --kernels is "
               "torch: give native or auto, or leave it out")
+        layers, count = self.numbers.abft or (), self.model.num_layers
+        beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)
+        check(beyond is None, f"--abft {beyond}: the model has layers 0 to {count - 1}: give some of them, or all")
+        check(not layers or (kernels != "torch" and chunk is None), "--abft is for the C++ kernels with sums in FP32: leave out "
+              "--kernels torch and --fp16-accumulation-chunk, or leave --abft out")
 
 
 GROUPS: dict[str, type] = {

@@ -37,7 +37,11 @@ def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str,
 
     A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
     """
-    return _with_fp16_accumulation(run, _backends(run, layout, world, saved))
+    choice = _with_fp16_accumulation(run, _backends(run, layout, world, saved))
+    if not run.numbers.abft:
+        return choice
+    line = f"kernels: gemm native, its products checked by checksums in layers {' '.join(run.numbers.abft)}"
+    return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
 
 
 def _backends(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> Choice:

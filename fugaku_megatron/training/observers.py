@@ -17,6 +17,7 @@ from ..host.phases import Phases
 from ..parts import SENDS, Instruction
 from ..schedule import Executor
 from ..watchdog.heartbeat import Heartbeat
+from .checksums import Checksums
 from .profile import Profile
 from .step import StepExecutor
 
@@ -91,11 +92,20 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Observers:
-    """What observes a rank's communicators, instructions and reading. profile: None if the run asks for none."""
+    """What observes a rank's communicators, instructions, reading and kernels.
+
+    profile, checksums: None if the run asks for none.
+    """
 
     phases: Phases
     beats: Heartbeats
     profile: Profile | None
+    checksums: Checksums | None = None
+
+    def kernels(self, library: Any) -> Any:
+        """The kernels, observed."""
+        profiled = self.profile.kernels(library) if self.profile else library
+        return self.checksums.observe(profiled) if self.checksums else profiled
 
     def groups(self, groups: Groups) -> Groups:
         """The same groups, observed."""

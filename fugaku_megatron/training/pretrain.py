@@ -39,6 +39,7 @@ from ..run.outputs import check_file
 from ..run.recipes import GPT2_VOCABULARY
 from ..run.recompute import recompute_name
 from ..watchdog.watch import Watchdog
+from .checksums import Checksums
 from .choices import settle
 from .forecast import check_memory, data_line, iteration_line, node_bytes, skip_line
 from .kernel_choice import build_ops, choose_kernels
@@ -185,9 +186,11 @@ def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backe
                   observers: Observers, feed: Feed | None = None) -> Trainer:
     """This rank's trainer, observed."""
     train, valid = data
-    ops = build_ops(run, backends, observers.profile.kernels(kernels) if observers.profile else kernels)
-    return Trainer(run, world, observers.groups(groups), train, valid, ops=ops, feed=feed, watch=observers.watch,
-                   waiting_for_data=observers.reading)
+    trainer = Trainer(run, world, observers.groups(groups), train, valid, ops=build_ops(run, backends, observers.kernels(kernels)),
+                      feed=feed, watch=observers.watch, waiting_for_data=observers.reading)
+    if observers.checksums:
+        observers.checksums.watch(trainer.optimizer.flat)
+    return trainer
 
 
 def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress) -> MetricsWriter:
@@ -237,7 +240,9 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     _say(run, world, *choice.lines)
     enter("the start: building the model")
     profile = Profile(run, layout, world) if run.output.profile else None
-    observers = Observers(Phases(), Heartbeats(watchdog.heart, Grid(world.size, layout.tp, layout.pp), world.rank), profile)
+    checksums = Checksums(run.numbers.abft) if run.numbers.abft else None
+    beats = Heartbeats(watchdog.heart, Grid(world.size, layout.tp, layout.pp), world.rank)
+    observers = Observers(Phases(), beats, profile, checksums)
     trainer = build_trainer(run, world, groups, data, choice.backends, observers, feed)
     has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
     if run.training.eval_iters and not has_valid:
@@ -251,7 +256,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
         trainer.before_update = Rerun(trainer, writer.event).before_update
     allocator.trim()
     times, memory = RankTimes(run, layout, world, observers.phases, writer.print), MemoryWatch(world, nodes, writer.event)
-    return Session(trainer, writer, iterations, has_valid, profile, times, memory, watchdog)
+    return Session(trainer, writer, iterations, has_valid, profile, times, memory, watchdog, checksums)
 
 
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:

@@ -20,6 +20,7 @@ from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
 from ..run import accounting
 from ..watchdog.watch import Watchdog
+from .checksums import Checksums
 from .memory_watch import MemoryWatch
 from .nonfinite import find_nonfinite
 from .profile import Profile
@@ -45,6 +46,7 @@ class Session:
     rank_times: RankTimes | None = None
     memory: MemoryWatch | None = None
     watchdog: Watchdog = field(default_factory=Watchdog.off)
+    checksums: Checksums | None = None
     signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
     skipped_in_a_row: int = 0  # where no loss scale explains it
     explained: int = 0  # times that an Inf or NaN was looked for
@@ -71,6 +73,7 @@ class Session:
             self._log(result, [after - earlier for after, earlier in zip(allocator.page_faults(), before, strict=True)])
             if self.rank_times and self._logs(progress.iteration):
                 self.rank_times.finish_interval(progress.iteration)
+            self._report_checksums(progress.iteration)
             self._check_divergence(result)
             self._check_weights(progress.iteration)
             self._evaluate(progress.iteration)
@@ -140,6 +143,10 @@ class Session:
             return None, None
         self.memory.read(iteration)
         return self.memory.finish_interval(iteration, seconds) if self._logs(iteration) else (None, None)
+
+    def _report_checksums(self, iteration: int) -> None:
+        if self.checksums and (text := self.checksums.report(self.trainer.world)):
+            self.writer.event(iteration, f"wrong product in iteration {iteration}: {text}")
 
     def _check_divergence(self, result: IterationResult) -> None:
         """SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
