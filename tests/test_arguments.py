@@ -8,8 +8,9 @@ from dataclasses import fields
 import pytest
 
 from fugaku_megatron.run.accounting import parameters
-from fugaku_megatron.run.arguments import COMPATIBILITY_FLAGS, build_parser, make_run, parse
+from fugaku_megatron.run.arguments import build_parser, make_run, parse
 from fugaku_megatron.run.block_parts import NORMS
+from fugaku_megatron.run.compatibility import COMPATIBILITY_FLAGS
 from fugaku_megatron.run.config import GROUPS, RunConfig
 from fugaku_megatron.run.recipes import RECIPES
 
@@ -212,6 +213,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
     companions |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
                                  "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"), pipeline)
     companions |= {"lr_warmup_samples": {"train_samples": 9}, "lr_wsd_decay_samples": {"train_samples": 9}}
+    companions["wandb_project"] = {"wandb_exp_name": "n"}
     companions["valid_data_path"] = {"train_data_path": ("a",)}
     companions["recompute_part_layers"] = {"recompute_granularity": "full"}
     companions["overlap_param_gather"] = {"overlap_grad_reduce": True, "zero_stage": 1}
@@ -221,7 +223,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
         new = others[name]
     elif isinstance(before, bool):
         new = not before
-    elif name in ("vocab_file", "merge_file", "save", "load", "tensorboard_dir", "log_file"):
+    elif name in ("vocab_file", "merge_file", "save", "load", "tensorboard_dir", "log_file") or name.startswith("wandb"):
         new = "somewhere"
     else:
         new = (before or 0.5) / 2 if isinstance(before, float) else (before or 5) * 2 + (name == "seed")

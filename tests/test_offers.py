@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.run import offers
-from fugaku_megatron.run.arguments import COMPATIBILITY_FLAGS, parse
+from fugaku_megatron.run.arguments import parse
 from fugaku_megatron.run.checks import flag
+from fugaku_megatron.run.compatibility import COMPATIBILITY_FLAGS
 from fugaku_megatron.run.offers import OFFERS
 
 PACKAGE = Path(offers.__file__).resolve().parents[1]

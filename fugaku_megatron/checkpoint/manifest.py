@@ -45,6 +45,8 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
             raise ValueError(f"{tracker} is no regular file: remove it and choose an iteration by --ckpt-step")
         with open(tracker, encoding="utf-8", errors="replace") as file:
             text = file.read(100).strip()
+        if text == "release":
+            _refuse_megatron(Path(directory) / text)
         if not text.isdecimal() or len(text) > _TRACKER_DIGITS:
             raise ValueError(f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step")
         return int(text)
@@ -102,6 +104,7 @@ def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
     ValueError when it is missing, damaged, changed, of another program or of another version.
     """
     path = iteration_path(Path(directory), iteration) / MANIFEST
+    _refuse_megatron(path.parent)
     manifest = _read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is foreign: its format is not {FORMAT!r}")
@@ -118,6 +121,17 @@ def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
         raise ValueError(f"{path} is of iteration {saved}, its folder says {iteration}: rename the folder to "
                          f"{iteration_name(saved)}, or choose another iteration by --ckpt-step")
     return manifest
+
+
+MEGATRON_FILES = ("mp_rank_*", ".metadata", "common.pt")  # of its legacy checkpoints, and of those in the format torch_dist
+
+
+def _refuse_megatron(path: Path) -> None:
+    """Raises ValueError for an iteration that Megatron-LM saved."""
+    found = next((file.name for name in MEGATRON_FILES for file in path.glob(name)), None)
+    if found and not (path / MANIFEST).exists():
+        raise ValueError(f"{path} is a checkpoint of Megatron-LM (it holds {found}), whose files this program does not read: give "
+                         "a directory that it saved itself, or leave --load out to start anew")
 
 
 def _read_json(path: Path) -> Any:

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from .iteration import METRICS, IterationMetrics
 from .screen import open_screen
+from .wandb_run import WandbRun
 
 _PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|")
@@ -49,14 +50,14 @@ class MetricsWriter:
 
     All ranks may hold one; only the one with `printing` writes anything. `history_path` is a JSON-lines file: a run
     that starts at `start_iteration` drops the records after it, which an earlier run wrote past its last checkpoint.
-    `live` and `log_file`: --log-live and --log-file. Raises ValueError, on every rank, if `tensorboard_dir` is given and
-    TensorBoard is not installed.
+    `live` and `log_file`: --log-live and --log-file. wandb: a run of Weights & Biases that gets TensorBoard's figures. Raises
+    ValueError, on every rank, if `tensorboard_dir` or `wandb` is given and its package is not installed.
     """
 
     def __init__(self, train_iters: int, log_interval: int, *, printing: bool = True, start_iteration: int = 0,
                  stream: TextIO | None = None, tensorboard_dir: str | os.PathLike | None = None,
                  history_path: str | os.PathLike | None = None, live: str = "auto",
-                 log_file: str | os.PathLike | None = None) -> None:
+                 log_file: str | os.PathLike | None = None, wandb: WandbRun | None = None) -> None:
         if log_interval < 1:
             raise ValueError(f"--log-interval must be at least 1, got {log_interval}")
         if tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
@@ -65,8 +66,11 @@ class MetricsWriter:
         self._interval: list[IterationMetrics] = []
         self._tensorboard = _summary_writer(tensorboard_dir) if tensorboard_dir is not None and printing else None
         self._history = _open_history(Path(history_path), start_iteration) if history_path and printing else None
+        if wandb is not None:
+            wandb.check_installed()
         stream = sys.stdout if stream is None else stream
         self._screen = open_screen(stream, live, train_iters, start_iteration, log_file) if printing else None
+        self._wandb = wandb.start(self.print) if wandb is not None and printing else None
 
     def add(self, metrics: IterationMetrics) -> IterationMetrics | None:
         """Take one iteration; at the end of a log interval write the interval's line and return its metrics, else None."""
@@ -114,11 +118,17 @@ class MetricsWriter:
             if output is not None:
                 with contextlib.suppress(OSError):  # the history's: `_record` has reported it
                     output.close()
-        self._history = self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._history = self._tensorboard = self._wandb = None
 
     def _scalar(self, tag: str | None, value: float | None, iteration: int, consumed_samples: int | None = None) -> None:
-        """Write a TensorBoard scalar, if it has a tag and a value; with `consumed_samples` over these too, as Megatron does."""
-        if self._tensorboard is None or tag is None or value is None:
+        """Write a scalar, if it has a tag and a value; to TensorBoard with `consumed_samples` over these too, as Megatron does."""
+        if tag is None or value is None:
+            return
+        if self._wandb is not None:
+            self._wandb.log({tag: value}, step=iteration)
+        if self._tensorboard is None:
             return
         self._tensorboard.add_scalar(tag, value, iteration)
         if consumed_samples is not None:

@@ -8,53 +8,18 @@ Test: pytest tests/test_arguments.py
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from ..parts import AUTO
 from .checks import check, flag
 from .command_line import Parser, nearest
+from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
 from .config import GROUPS, RunConfig
 from .recipes import RECIPES
 
-# flag -> (number of values as argparse has it, what it means here). Scripts written for Megatron-LM and its CPU forks start
-# unchanged, unless they ask for something that would change the model or be lost.
-COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
-    "--no-cuda": (0, "there is no CUDA here: everything runs on the CPU"),
-    "--distributed-backend": (1, "communication is always MPI"),
-    "--DDP-impl": (1, "gradients always live in one flat buffer, which is what 'local' does"),
-    "--cpu-optimizer": (0, "the optimizer always runs on the CPU"),
-    "--cpu-torch-adam": (0, "AdamW is the built-in kernel, with torch.optim.AdamW's arithmetic"),
-    "--use-cpu-initialization": (0, "weights are always initialised on the CPU, equal for every parallel layout"),
-    "--test-data-path": ("+", "no loss is computed on a test split here"),
-    "--use-cached-dataset": (0, "an index of samples that is in a file, of --data-cache-path or beside the data, is always used"),
-    "--data-impl": (1, "the data format is always .bin/.idx through mmap"),
-    "--dataloader-type": (1, "samples are always read in their one deterministic order ('single')"),
-    "--num-workers": (1, "one thread reads ahead"),
-    "--optimizer": (1, "AdamW is the one optimizer"),
-    "--use-flash-attn": (0, "attention is always one kernel that keeps no scores"),
-    "--attention-softmax-in-fp32": (0, "softmax is always in FP32"),
-    "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer's number"),
-    "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always accumulated and summed in FP32"),
-    "--no-load-rng": (0, "the random state is the seed and the position in the data"),
-    "--no-save-rng": (0, "the random state is the seed and the position in the data"),
-    "--no-masked-softmax-fusion": (0, "attention has no separate masked softmax"),
-    "--no-bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
-    "--no-bias-dropout-fusion": (0, "which kernels are fused is not a flag here"),
-    "--no-gradient-accumulation-fusion": (0, "weight gradients are always accumulated straight into the FP32 buffer"),
-    "--no-async-tensor-model-parallel-allreduce": (0, "ignored"),
-    "--local_rank": (1, "MPI gives the rank"),
-    "--local-rank": (1, "MPI gives the rank"),
-    "--distributed-timeout-minutes": (1, "ignored: MPI has no time-out"),
-    "--log-timers-to-tensorboard": (0, "ignored"),
-    "--log-throughput": (0, "TFLOPs are in every log line"),
-    "--position-embedding-type": (1, "positions are learned ('learned_absolute')"),
-    "--bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
-    "--transformer-impl": (1, "there is one implementation of the layers"),
-}
-_COMPATIBILITY = "compatibility "  # their prefix among the parsed values
-_COMPATIBILITY_CHOICES = {"--optimizer": ("adam",), "--position-embedding-type": ("learned_absolute",)}  # others are another run
+_COMPATIBILITY, _REFUSED = "compatibility ", "refused "  # prefixes of such flags among the parsed values
 
 # What a run needs to have for these fields to mean anything, whether it has it, and the fields.
 _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
@@ -75,6 +40,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--data-path", lambda run: run.data.data_path is not None, ("split", "legacy_split")),
     ("--save", lambda run: run.output.save is not None,
      ("save_interval", "save_interval_in_mins", "keep_last", "async_save", "save_local")),
+    ("--wandb-project", lambda run: run.output.wandb_project is not None, ("wandb_exp_name", "wandb_entity")),
 )
 
 _GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}  # a field -> its group in RunConfig
@@ -148,15 +114,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
     parser.add_argument("--dry-run", action="store_true", help="build and print the run's plan in one process, train nothing")
     parser.add_argument("--world-size", type=int, help="ranks to assume in a --dry-run")
+    groups = {name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()}
     for name, config in GROUPS.items():
-        group = parser.add_argument_group(name, config.__doc__)
         for field in fields(config):
-            _add_field(group, field)
-    accepted = parser.add_argument_group("accepted from other Megatron versions")
-    for name, (values, meaning) in COMPATIBILITY_FLAGS.items():
-        shown = {"choices": _COMPATIBILITY_CHOICES[name]} if name in _COMPATIBILITY_CHOICES else {"metavar": "VALUE"}
-        kind: dict[str, Any] = {"nargs": values, **shown} if values else {"action": "store_true"}
-        accepted.add_argument(name, dest=_COMPATIBILITY + name, default=argparse.SUPPRESS, help=meaning, **kind)
+            _add_field(groups[name], field)
+    groups["training"].add_argument("--activations-checkpoint-method", dest="recompute_method", choices=("uniform", "block"),
+                                    action=_FullRecompute, default=argparse.SUPPRESS,
+                                    help="the same as --recompute-granularity full --recompute-method")
+    for title, prefix, flags in (("accepted from other Megatron versions", _COMPATIBILITY, COMPATIBILITY_FLAGS),
+                                 ("refused, with the reason", _REFUSED, REFUSED_FLAGS)):
+        group = parser.add_argument_group(title)
+        for name, (values, meaning) in flags.items():
+            shown = {"choices": COMPATIBILITY_CHOICES[name]} if name in COMPATIBILITY_CHOICES else {"metavar": "VALUE"}
+            kind: dict[str, Any] = {"nargs": values, **shown} if values else {"action": "store_true"}
+            group.add_argument(name, dest=prefix + name, default=argparse.SUPPRESS, help=meaning, **kind)
+
+
+class _FullRecompute(argparse.Action):
+    """Megatron's former flag, whose method also switched recompute of whole layers on."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        namespace.recompute_method, namespace.recompute_granularity = values, "full"
 
 
 def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
@@ -208,12 +186,28 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def run_flags(values: Mapping[str, Any]) -> RunFlags:
-    """The part of parsed values that `add_flags` added; what a command's own flags said is left out."""
+    """The part of parsed values that `add_flags` added; what a command's own flags said is left out.
+
+    Raises ValueError naming all flags that are refused at once.
+    """
+    refused = [*_refused(values)]
+    check(not refused, "; ".join(refused))
     config_values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in _GROUP_OF}
     names = [name.removeprefix(_COMPATIBILITY) for name in values if name.startswith(_COMPATIBILITY)]
     notes = tuple(f"{name}: {COMPATIBILITY_FLAGS[name][1]}" for name in names)
     return RunFlags(recipe=values["recipe"], fields=config_values, dry_run=values["dry_run"], world_size=values["world_size"],
                     notes=notes)
+
+
+def _refused(values: Mapping[str, Any]) -> Iterator[str]:
+    """Why each flag, or its value, is refused."""
+    for name in values:
+        if name.startswith(_REFUSED):
+            yield f"{name.removeprefix(_REFUSED)}: {REFUSED_FLAGS[name.removeprefix(_REFUSED)][1]}"
+    for name, (accepted, reason) in ONLY.items():
+        given = values.get(_COMPATIBILITY + name, [accepted[0]])[0]
+        if given not in accepted:
+            yield f"{name} {given}: {reason}"
 
 
 def interpret(values: Mapping[str, Any]) -> Arguments:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -54,9 +55,14 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _unknown(self, words: Sequence[str]) -> str:
-        word = next((w for w in words if w.startswith("-")), words[0])
+        """All unknown flags, or the first word that is none, each with the nearest known flag."""
         flags = [option for action in self._actions for option in action.option_strings]
-        return f"unknown flag {word}" + nearest(word.split("=")[0], flags, ": see --help for those there are", cutoff=0.7)
+        wrong = list(dict.fromkeys(w for w in words if re.match("--?[A-Za-z]", w))) or [words[0]]
+        near = [nearest(word.split("=")[0], flags, "", cutoff=0.7) for word in wrong]
+        shown = [word + end.replace(": did", " (did").replace("?", "?)") for word, end in zip(wrong, near)]
+        if len(wrong) == 1:
+            return f"unknown flag {wrong[0]}" + (near[0] or ": see --help for those there are")
+        return f"unknown flags {', '.join(shown)}: see --help for those there are"
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:

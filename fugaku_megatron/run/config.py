@@ -33,7 +33,7 @@ class ModelConfig:
     init_method_std: float = opt(0.02, "standard deviation of the initial weights")
     normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer")
     disable_bias_linear: bool = opt(False, "no biases in the linear layers of the blocks")
-    layernorm_epsilon: float = opt(1e-5, "epsilon of the norms")
+    layernorm_epsilon: float = opt(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
     hidden_dropout: float = opt(0.1, "dropout on embeddings and on what each sub-layer adds to the residual stream")
     attention_dropout: float = opt(0.1, "dropout on attention probabilities")
 
@@ -135,6 +135,7 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = opt(None, "save and leave after this many minutes", type=float)
     eval_interval: int = opt(1000, "iterations between evaluations on the validation split")
     eval_iters: int = opt(100, "batches per evaluation; 0: none")
+    skip_train: bool = opt(False, "train nothing: only evaluate on the validation data")
     seed: int = opt(1234, "seed of initial weights, dropout and data order", maximum=2**32 - 1)
     recompute_granularity: str | None = opt(
         None, "recompute in backward: whole layers (full) or attention only (selective)", type=str, choices=("full", "selective"),
@@ -142,7 +143,7 @@ class TrainingConfig:
     recompute_method: str = opt("uniform", "full recompute of all layers in groups (uniform) or of the first ones (block)",
                                 choices=("uniform", "block"))
     recompute_num_layers: int = opt(1, "uniform: layers per group; block: layers per chunk that are recomputed",
-                                    aliases=("--checkpoint-num-layers",))
+                                    aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"))
     recompute_part_layers: tuple[int, ...] | None = opt(
         None, "layers of each part of the model that are recomputed; a part is a chunk of a pipeline stage, in the model's order",
         type=int, nargs="+")
@@ -194,6 +195,11 @@ class OutputConfig:
     log_ranks: str | None = opt(None, "file that gets, each log interval, where the time of every rank went, for "
                                 "fugaku-megatron log --ranks", type=str)
     tensorboard_dir: str | None = opt(None, "directory for TensorBoard events", type=str)
+    wandb_project: str | None = opt(None, "project of Weights & Biases that gets the figures of the log; without a network they "
+                                    "are kept for `wandb sync`", type=str)
+    wandb_exp_name: str | None = opt(None, "name of the run there", type=str, aliases=("--wandb-name",))
+    wandb_entity: str | None = opt(None, "user or team there", type=str)
+    wandb_save_dir: str | None = opt(None, "directory for its files (default: below --save, or here)", type=str)
     log_params_norm: bool = opt(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = opt(False, "log how many gradient elements are zero")
     profile: bool = opt(False, "time every operation of some iterations: a table in the log, a trace for Perfetto in --profile-dir")
@@ -211,6 +217,8 @@ class OutputConfig:
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
         for name in ("log_file", "log_ranks"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a file, or leave it out (is a variable unset?)")
+        check(not self.wandb_project or self.wandb_exp_name, f"--wandb-project {self.wandb_project} needs --wandb-exp-name, the "
+              "name of the run: give both")
         check(self.ckpt_step is None or self.load is not None, f"--ckpt-step {self.ckpt_step} needs --load, the directory it is in")
         check(self.profile_step_end > self.profile_step_start, f"--profile-step-end {self.profile_step_end} is not above "
               f"--profile-step-start {self.profile_step_start}: raise it")

@@ -6,7 +6,7 @@ Left out: the loop (`session`), MPI start-up (`comm.launch`). Entry point: pretr
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from ..host.phases import Phases
 from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib
 from ..logs.run_log import format_run
 from ..logs.screen import append
+from ..logs.wandb_run import WandbRun
 from ..run import accounting, batches
 from ..run.arguments import Arguments
 from ..run.checks import check
@@ -198,7 +199,16 @@ def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress) -
     output = run.output
     return MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=progress.iteration,
                          tensorboard_dir=output.tensorboard_dir, history_path=Path(output.save) / HISTORY if output.save else None,
-                         live=output.log_live, log_file=output.log_file)
+                         live=output.log_live, log_file=output.log_file, wandb=wandb_run(run))
+
+
+def wandb_run(run: RunConfig) -> WandbRun | None:
+    """What --wandb-project asks for."""
+    output = run.output
+    if not output.wandb_project:
+        return None
+    return WandbRun(output.wandb_project, output.wandb_exp_name, output.wandb_entity, output.wandb_save_dir or output.save,
+                    asdict(run))
 
 
 def _say(run: RunConfig, world: Comm, *lines: str | None) -> None:
@@ -271,7 +281,7 @@ def _train(session: Session, world: Comm) -> None:
     """From the first iteration to the last checkpoint. Collective over `world`."""
     try:
         with session.signals:
-            session.run()
+            session.evaluate_only() if session.trainer.run.training.skip_train else session.run()
         memory = world.gather_object(peak_memory_mib())
         if memory is not None:
             session.writer.print(format_peak_memory(memory))

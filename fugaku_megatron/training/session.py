@@ -96,6 +96,13 @@ class Session:
             self.profile.end(self.writer.print)
         self._await_picture()
 
+    def evaluate_only(self) -> None:
+        """--skip-train: the loss on the validation data where the next evaluation would begin. Nothing is saved. Collective."""
+        iteration = self.trainer.progress.iteration
+        if self.has_valid:
+            self._print_validation(iteration, iteration // self.trainer.run.training.eval_interval)
+        self.writer.print("--skip-train: nothing is trained")
+
     def _asked_to_leave(self) -> bool:
         """Whether a signal came before the first iteration, on any rank. Collective."""
         asked = bool(self.trainer.world.all_reduce(torch.tensor(int(self.signals.stop_requested)), "max"))
@@ -188,11 +195,15 @@ class Session:
         raise SystemExit(ExitCode.REPLICAS_DIFFER)
 
     def _evaluate(self, iteration: int) -> None:
-        run, training = self.trainer.run, self.trainer.run.training
+        training = self.trainer.run.training
         last = iteration == self.iterations
         if not self.has_valid or not (last or iteration % training.eval_interval == 0):
             return
-        number = -(-iteration // training.eval_interval) - 1
+        self._print_validation(iteration, -(-iteration // training.eval_interval) - 1)
+
+    def _print_validation(self, iteration: int, number: int) -> None:
+        """The evaluation of this number, from 0, has its own samples."""
+        run, training = self.trainer.run, self.trainer.run.training
         first = number * training.eval_iters * self.trainer.layout.global_batch_size(run)
         with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
             loss = self.trainer.evaluate(self.trainer.valid, first, training.eval_iters)

@@ -1,0 +1,196 @@
+"""Flags of Megatron-LM, its forks and their scripts: done, noted, or refused with a reason.
+
+Run: pytest tests/test_letter_flags.py
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fugaku_megatron.checkpoint.manifest import latest_iteration
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.logs import wandb_run
+from fugaku_megatron.logs.metrics import MetricsWriter
+from fugaku_megatron.logs.wandb_run import WandbRun
+from fugaku_megatron.run.arguments import build_parser, parse
+from fugaku_megatron.run.batches import run_length
+from fugaku_megatron.run.compatibility import COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
+from fugaku_megatron.training import pretrain
+from fugaku_megatron.training.resume import find_checkpoint
+from fugaku_megatron.training.session import Session
+from tests.helpers import make_trainer, small_run
+from tools import megatron_flags
+
+BASE = ["--recipe", "demo", "--mock-data"]
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ValueError) as refused:
+        parse([*BASE, *words])
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_all_unknown_flags_are_reported_at_once():
+    text = refusal("--quux", "3", "--num-layer", "-1", "--lr", "0.1", "--foo=bar", "--quux", "4")
+    assert text == "unknown flags --quux, --num-layer (did you mean --num-layers?), --foo=bar: see --help for those there are"
+
+
+@pytest.mark.parametrize("name", REFUSED_FLAGS)
+def test_a_refused_flag_says_why(name):
+    values, reason = REFUSED_FLAGS[name]
+    assert refusal(name, *["1"] * values) == f"{name}: {reason}"
+
+
+def test_refused_flags_are_reported_at_once():
+    text = refusal("--swiglu", "--context-parallel-size", "2", "--dataloader-type", "cyclic", "--num-query-groups", "8")
+    assert [part.split(":")[0] for part in text.split("; ") if part.startswith("--")] == [
+        "--swiglu", "--num-query-groups", "--context-parallel-size 2", "--dataloader-type cyclic"]
+
+
+@pytest.mark.parametrize("name", [*COMPATIBILITY_FLAGS])
+def test_what_means_nothing_here_is_noted(name):
+    values, meaning = COMPATIBILITY_FLAGS[name]
+    value = {"--optimizer": "adam", "--position-embedding-type": "learned_absolute"}.get(name, ONLY.get(name, (("1",),))[0][0])
+    arguments = parse([*BASE, name, *[value] * (1 if values else 0)])
+    assert arguments.notes == (f"{name}: {meaning}",) and arguments.run == parse(BASE).run
+
+
+def test_names_of_other_versions():
+    run = parse([*BASE, "--norm-epsilon", "1e-6", "--activations-checkpoint-method", "block",
+                 "--activations-checkpoint-num-layers", "2"]).run
+    assert run.model.layernorm_epsilon == 1e-6
+    training = run.training
+    assert (training.recompute_granularity, training.recompute_method, training.recompute_num_layers) == ("full", "block", 2)
+
+
+@pytest.mark.parametrize("files", [["iter_0000005/mp_rank_00/model_optim_rng.pt"], ["iter_0000005/mp_rank_01_003/x"],
+                                   ["iter_0000005/.metadata", "iter_0000005/common.pt"]])
+def test_a_checkpoint_of_megatron_is_recognised(tmp_path, files):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    for save in (None, str(tmp_path)):
+        with pytest.raises(ValueError, match=r"iter_0000005 is a checkpoint of Megatron-LM \(it holds .*does not read"):
+            find_checkpoint(small_run(load=str(tmp_path), save=save), DryComm())
+
+
+def test_a_released_checkpoint_of_megatron_is_recognised(tmp_path):
+    (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    with pytest.raises(ValueError, match=r"release is a checkpoint of Megatron-LM \(it holds mp_rank_00\)"):
+        latest_iteration(tmp_path)
+
+
+def test_skip_train_evaluates_and_trains_nothing(tmp_path, capsys):
+    run = small_run(num_layers=1, skip_train=True, eval_iters=2, eval_interval=10, save=str(tmp_path), load=str(tmp_path))
+    trainer = make_trainer(DryComm(), run)
+    expected = trainer.evaluate(trainer.valid, 0, 2)
+    Session(trainer, MetricsWriter(20, 10), 20, True).evaluate_only()
+    trainer.close()
+    printed = capsys.readouterr().out
+    assert f"lm loss value: {expected:.6E}" in printed and "--skip-train: nothing is trained" in printed
+    assert trainer.progress.iteration == 0 and not list(tmp_path.iterdir())
+
+
+# Weights & Biases ----------------------------------------------------------------------------------------------------------------
+
+class Package(SimpleNamespace):
+    """Stands for the package: keeps what it is told."""
+
+    def init(self, **given):
+        self.given, self.logged, self.finished = given, [], False
+        return SimpleNamespace(log=lambda values, step: self.logged.append((step, values)),
+                               finish=lambda: setattr(self, "finished", True))
+
+
+@pytest.fixture
+def package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", Package(__spec__=SimpleNamespace(name="wandb")))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return sys.modules["wandb"]
+
+
+def test_wandb_gets_the_figures_and_is_offline_without_a_network(package, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    wanted = WandbRun("project", "name", "team", str(tmp_path / "new"), {"lr": 1})
+    writer = MetricsWriter(10, 5, wandb=wanted)
+    writer.validation(5, 2.0, 80)
+    writer.close()
+    assert package.given == {"project": "project", "name": "name", "entity": "team", "dir": str(tmp_path / "new"),
+                             "config": {"lr": 1}, "mode": "offline"}
+    assert (5, {"lm loss validation": 2.0}) in package.logged and package.finished
+    assert "--wandb-project: offline" in capsys.readouterr().out
+    MetricsWriter(10, 5, wandb=wanted, printing=False).close()
+    assert not package.logged or package.finished
+    monkeypatch.setattr(wandb_run, "_reachable", lambda: True)
+    MetricsWriter(10, 5, wandb=wanted).close()
+    assert package.given["mode"] == "online"
+
+
+def test_an_error_of_wandb_does_not_end_the_run(package, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(package, "init", lambda **given: 1 / 0)
+    MetricsWriter(10, 5, wandb=WandbRun("project", "name")).validation(5, 2.0, 80)
+    assert "--wandb-project project: division by zero; the run goes on without it" in capsys.readouterr().out
+
+
+def test_wandb_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(wandb_run.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--wandb-project p: a package is missing: pip install wandb"):
+        MetricsWriter(10, 5, wandb=WandbRun("p", "n"))
+    assert refusal("--wandb-project", "p").startswith("--wandb-project p needs --wandb-exp-name")
+    assert parse([*BASE, "--wandb-entity", "e"]).notes == ("--wandb-entity has no effect without --wandb-project",)
+
+
+# Scripts ----------------------------------------------------------------------------------------------------------------------
+
+def test_the_tables_of_the_document_are_those_of_the_program():
+    text = megatron_flags.DOCUMENT.read_text()
+    made = "\n".join(megatron_flags.tables())
+    assert text.partition(megatron_flags.LINE)[2].strip() == made.strip(), "python -m tools.megatron_flags --write"
+
+
+def test_every_flag_of_the_scripts_is_done_noted_or_refused():
+    parser = build_parser()
+    for name, flags in megatron_flags.scripts().items():
+        assert len(flags) > 20 and name.count(": ") == 1
+        for given in flags:
+            found = megatron_flags.row(given, parser)
+            assert found.meaning and found.status in ("done", "noted", "refused"), given
+    status = {given: megatron_flags.row(given, parser).status for given in (
+        "--lr", "--position-embedding-type rope", "--normalization RMSNorm", "--swiglu", "--attention-backend fused")}
+    assert [*status.values()] == ["done", "refused", "refused", "refused", "noted"]
+
+
+def test_the_flags_of_a_production_script_start_a_shrunk_run(package, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    fill = {"--train-tokens": "640", "--lr-decay-tokens": "600", "--lr-warmup-tokens": "64", "--wandb-entity": "team",
+            "--wandb-project": "p", "--wandb-exp-name": "n", "--local_rank": "0", "--num-workers": "0"}
+    script = next(flags for name, flags in megatron_flags.scripts().items() if name.startswith("13B"))
+    words = [word for given in script for word in (*given.split(), *fill.get(given, "").split())]
+    shrunk = ["--recipe", "13b", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16",
+              "--micro-batch-size", "2", "--global-batch-size", "8", "--vocab-size", "64", "--eval-iters", "0", "--lr", "1e-3",
+              "--train-samples", "100", "--kernels", "torch", "--mock-data"]
+    arguments = parse([*shrunk, *words, "--save", str(tmp_path), "--load", str(tmp_path)])
+
+    def train(world):
+        torch.set_num_threads(1)
+        run = arguments.run
+        trainer = make_trainer(world, run)
+        iterations, _ = run_length(run, 8, 0, 0)
+        writer = MetricsWriter(iterations, 1, printing=world.rank == 0, wandb=pretrain.wandb_run(run))
+        Session(trainer, writer, iterations, False).run()
+        trainer.close()
+        writer.close()
+        return trainer.progress.iteration
+
+    assert ThreadWorld(2).run(train) == [5, 5]  # 640 tokens are 40 samples, in batches of 8
+    assert package.given["project"] == "p" and package.given["config"]["training"]["train_tokens"] == 640
+    assert len({step for step, values in package.logged if "lm loss" in values}) == 5
