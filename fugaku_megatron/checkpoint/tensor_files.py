@@ -29,6 +29,8 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
+# Parsed, a header takes up to 27 times its bytes: a large one is at most an eighth of its file.
+_SMALL_HEADER, _HEADER_SHARE = 4 << 20, 8
 
 Entry = dict[str, Any]  # of a file, in a manifest
 
@@ -156,7 +158,7 @@ def read_header(file: BlockFile) -> dict[str, StoredTensor]:
     """The tensors of a file by name. Raises ValueError for a header that is no safetensors header or leads beyond the file."""
     size = file.entry["size"]
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
-    if not 0 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
+    if not 0 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER, max(_SMALL_HEADER, size // _HEADER_SHARE)):
         raise ValueError(f"{file.path} is no safetensors file: its header of {length} bytes does not fit into {size}")
     begin = _LENGTH_BYTES + length
     try:
