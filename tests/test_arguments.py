@@ -201,6 +201,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
     others = {"num_attention_heads": 8, "zero_stage": 1, "lr_decay_style": "linear", "weight_decay_incr_style": "linear",
               "recompute_granularity": "full", "recompute_method": "block", "data_path": ("a",),
               "train_data_path": ("a",), "valid_data_path": ("b",), "lr_wsd_decay_style": "cosine", "lr_warmup_init": 1e-7,
+              "step_batch_size_schedule": "0:8 1M:16",
               "recompute_part_layers": (3,), "skip_samples": ("2:3",), "abft": ("1",), "rampup_batch_size": (512, 512, 9),
               "split": "1,1,1", "pipeline_split": "even", "pipeline_schedule": "zbv", "tokenizer_type": "t", "kernels": "torch",
               "allocator": "stock", "thread_affinity": "none", "profile_ranks": (1, 2),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fugaku_megatron.run.batches import RampUp, length
-from fugaku_megatron.run.config import TrainingConfig
+from fugaku_megatron.run.arguments import make_run
+from fugaku_megatron.run.batches import RampUp, length, run_length
+from fugaku_megatron.run.config import BatchConfig, TrainingConfig
+from fugaku_megatron.run.layout import Layout
+from fugaku_megatron.run.step_sizes import StepSizes
 from tests.time_limit import time_limit
 
 
@@ -88,6 +91,41 @@ def test_tokens_end_the_run_with_the_iteration_that_reaches_them(ramp):
         both = length(TrainingConfig(train_tokens=tokens, train_samples=96), ramp, seq_length=10)[1]
         assert both == min(consumed[end], max(c for c in consumed if c <= 96))
     assert length(TrainingConfig(train_tokens=1000, train_iters=3), ramp, seq_length=10)[0] == 3
+
+
+def test_steps_of_the_batch_size_are_megatrons():
+    """megatron/core/num_microbatches_calculator.py: a size holds from its threshold on, whole samples of the tokens."""
+    steps = StepSizes.parse("0:4 0.1K:8,1k:12", seq_length=8)  # from samples 0, 12 (100 tokens) and 125
+    assert [steps(n) for n in (0, 11, 12, 124, 125, 10**9)] == [4, 4, 8, 8, 12, 12] and steps.sizes() == [4, 8, 12]
+    consumed = [0]
+    while consumed[-1] < 300:
+        consumed.append(consumed[-1] + steps(consumed[-1]))
+    assert consumed[:5] == [0, 4, 8, 12, 20]
+    for iterations, end in enumerate(consumed):
+        assert length(TrainingConfig(train_iters=iterations), steps) == (iterations, end)
+        if end:
+            assert length(TrainingConfig(train_samples=end), steps) == (iterations, end)
+    run = make_run("demo", {"step_batch_size_schedule": "0:4 1M:16", "micro_batch_size": 2, "mock_data": True})
+    assert run.batch.global_batch_size == 16 and Layout.from_run(run, 2).global_batch_size(run) == 16
+    assert run_length(run, 16) == (1600, 6400), "all below the 7812 samples of 1M tokens"
+    with pytest.raises(ValueError, match="--step-batch-size-schedule '0:3 1M:16': its batch size 3 is not"):
+        Layout.from_run(make_run("demo", {"step_batch_size_schedule": "0:3 1M:16"}), 1)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "the first step must begin at 0"), ("5:4", "the first step must begin at 0"), ("0:4 5", "5 is no TOKENS:SIZE"),
+    ("0:0", "0:0 is no TOKENS:SIZE"), ("0:4 9:8 9:16", "every step must begin"), ("0:4 1X:8", "1X:8 is no TOKENS:SIZE"),
+])
+def test_steps_that_are_none(text, message):
+    with pytest.raises(ValueError, match=f"--step-batch-size-schedule '{text}': {message}"):
+        BatchConfig(micro_batch_size=1, step_batch_size_schedule=text)
+
+
+def test_steps_exclude_a_ramp_and_another_size():
+    for more, message in (({"rampup_batch_size": (1, 1, 1), "global_batch_size": 8}, "exclude each other"),
+                          ({"global_batch_size": 4}, "--global-batch-size 4 is not the last size")):
+        with pytest.raises(ValueError, match=message):
+            BatchConfig(micro_batch_size=1, step_batch_size_schedule="0:4 9:8", **more)
 
 
 def test_length_must_be_given():

@@ -152,6 +152,7 @@ _DERIVED: dict[str, tuple[str, ...]] = {
     "hidden_size": ("ffn_hidden_size",),
     "seq_length": ("max_position_embeddings",),
     "lr": ("min_lr",),
+    "step_batch_size_schedule": ("global_batch_size",),
     "train_samples": ("train_iters", "lr_decay_iters", "lr_warmup_iters"),
     "train_tokens": ("train_iters", "lr_decay_iters", "lr_warmup_iters"),
     "train_iters": ("train_samples", "lr_decay_samples", "lr_warmup_samples"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .checks import check
 from .config import BatchConfig, RunConfig, TrainingConfig
 from .skips import Skips
+from .step_sizes import StepSizes
 
 NO_SKIPS = Skips()
 MAX_SIZES = 2**16  # of a ramp: each is looked at
@@ -62,7 +63,16 @@ class RampUp:
         return -(-(larger - consumed) // self(consumed))
 
 
-def length(training: TrainingConfig, ramp: RampUp, iteration: int = 0, samples: int = 0, skips: Skips = NO_SKIPS,
+Sizes = RampUp | StepSizes
+
+
+def sizes_of(run: RunConfig, global_batch_size: int) -> Sizes:
+    """The global batch size of a run as a function of the samples consumed."""
+    steps = run.batch.step_batch_size_schedule
+    return StepSizes.parse(steps, run.model.seq_length) if steps else RampUp.from_batch(run.batch, global_batch_size)
+
+
+def length(training: TrainingConfig, ramp: Sizes, iteration: int = 0, samples: int = 0, skips: Skips = NO_SKIPS,
            seq_length: int = 1) -> tuple[int, int]:
     """(iterations, samples) at the end of the run, whichever comes first of those that are given: --train-iters, the last whole
     iteration of --train-samples, the iteration that reaches --train-tokens.
@@ -96,7 +106,7 @@ def _iterations_left(training: TrainingConfig, size: int, iteration: int, sample
 
 def run_length(run: RunConfig, global_batch_size: int, iteration: int = 0, samples: int = 0) -> tuple[int, int]:
     """`length` of a run, its ramp and its skipped samples."""
-    return length(run.training, RampUp.from_batch(run.batch, global_batch_size), iteration, samples,
+    return length(run.training, sizes_of(run, global_batch_size), iteration, samples,
                   Skips.parse(run.data.skip_samples), run.model.seq_length)
 
 

@@ -15,6 +15,7 @@ from .data_config import DataConfig
 from .numbers_config import NumbersConfig
 from .optimizer_config import OptimizerConfig
 from .parallel_config import ParallelConfig
+from .step_sizes import StepSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_
 # What decides the course of training beside the architecture, by group: a resumed run says where it differs from what was saved.
 COURSE = {
     "model": ("seq_length", "hidden_dropout", "attention_dropout"),
-    "batch": ("global_batch_size", "rampup_batch_size"),
+    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
     "optimizer": ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
                   "lr_warmup_fraction", "lr_decay_tokens", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
                   "lr_wsd_decay_iters", "lr_wsd_decay_samples",
@@ -88,6 +89,8 @@ class BatchConfig:
                                        maximum=2**24)
     rampup_batch_size: tuple[int, ...] | None = opt(None, "start size, increment, samples over which to ramp up", type=int,
                                                     nargs=3)
+    step_batch_size_schedule: str | None = opt(None, "batch sizes in steps, instead of --rampup-batch-size: TOKENS:SIZE ..., such "
+                                               "as '0:768 250B:1536'; the last one is --global-batch-size", type=str)
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -96,6 +99,14 @@ class BatchConfig:
               f"--rampup-batch-size {self.rampup_batch_size}: give three numbers, start, increment and samples")
         check(self.rampup_batch_size is None or self.global_batch_size is not None,
               "--rampup-batch-size needs --global-batch-size, the size to grow to")
+        if self.step_batch_size_schedule is not None:
+            self._check_steps(StepSizes.parse(self.step_batch_size_schedule))
+
+    def _check_steps(self, steps: StepSizes) -> None:
+        check(self.rampup_batch_size is None, "--step-batch-size-schedule and --rampup-batch-size exclude each other: give one")
+        check(self.global_batch_size in (None, steps.global_batch_size), f"--global-batch-size {self.global_batch_size} is not the "
+              f"last size of --step-batch-size-schedule, {steps.global_batch_size}: leave it out")
+        object.__setattr__(self, "global_batch_size", steps.global_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..parts import ZBV, Placement, placement_of
 from . import cuts
 from .activations import sequence_parts
-from .batches import RampUp
+from .batches import sizes_of
 from .checks import check, flag
 from .config import RunConfig
 
@@ -46,7 +46,7 @@ class Layout:
               f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out")
         check_split(run)
         layout = Layout(world_size, tp, pp, world_size // (tp * pp))
-        for size in RampUp.from_batch(run.batch, layout.global_batch_size(run)).sizes():
+        for size in sizes_of(run, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
         return layout
 
@@ -59,7 +59,10 @@ class Layout:
         each = run.batch.micro_batch_size * self.dp
         below = max(1, global_batch_size // each) * each
         name, remedy = f"--global-batch-size {global_batch_size}", f"use {below} or {below + each}"
-        if global_batch_size != self.global_batch_size(run):
+        if run.batch.step_batch_size_schedule:
+            name = f"--step-batch-size-schedule {run.batch.step_batch_size_schedule!r}: its batch size {global_batch_size}"
+            remedy = f"give multiples of {each}"
+        elif global_batch_size != self.global_batch_size(run):
             name = f"--rampup-batch-size {' '.join(map(str, run.batch.rampup_batch_size))}: its batch size {global_batch_size}"
             remedy = f"give a start and an increment that are multiples of {each}"
         check(global_batch_size % each == 0, f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "

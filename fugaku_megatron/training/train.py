@@ -30,7 +30,7 @@ from ..data.sampler import Prefetcher, consecutive, first_sample, micro_batches
 from ..nn.model import OUTPUT, WORD_EMBEDDINGS, Stage
 from ..nn.ops import Ops
 from ..run.accounting import pipeline_split, sequence_parts, zero_shards
-from ..run.batches import RampUp
+from ..run.batches import sizes_of
 from ..run.checks import check
 from ..run.config import ARCHITECTURE, RunConfig
 from ..run.layout import Layout, placement
@@ -112,7 +112,7 @@ class Trainer:
             self.groups = Grid(self.world.size, self.layout.tp, self.layout.pp).groups(self.world)
         self.stage = Stage(run, self.groups, self.ops)
         self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
-        self.ramp = RampUp.from_batch(run.batch, self.layout.global_batch_size(run))
+        self.ramp = sizes_of(run, self.layout.global_batch_size(run))
         self.skips = Skips.parse(run.data.skip_samples)
         self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
         self.folders = Folders(self.world)  # of checkpoints
