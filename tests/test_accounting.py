@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -159,7 +161,7 @@ def test_parameter_flops_reproduce_the_tables():
                           "vocab_size": 50257, "micro_batch_size": 1, "global_batch_size": 2048,
                           "recompute_granularity": "full", "train_iters": 1})
     assert accounting.parameter_flops(run, 2048) / 160.29 / 320 / 1e12 == pytest.approx(120.02, abs=0.005)
-    split = make_run(None, {**vars(run.model), **vars(run.batch), **sizes(8, 10), "recompute_granularity": "full"})
+    split = make_run(None, {**asdict(run.model), **asdict(run.batch), **sizes(8, 10), "recompute_granularity": "full"})
     assert accounting.parameter_flops(split, 2048, replicas=True) / 160.29 / 320 / 1e12 == pytest.approx(120.05, abs=0.008)
 
 

@@ -19,7 +19,7 @@ from ..run import accounting
 from ..run.config import RunConfig
 from ..run.layout import Layout, placement
 from ..run.memory import stage_memory
-from ..run.recompute import settled
+from ..run.recompute import settled, without_choice
 from ..schedule import Schedule
 from .machine import MIB, Machine
 from .parameters import MemoryParameters
@@ -78,6 +78,7 @@ def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, 
     return parameters.activation * kept_bytes + boundary + parameters.working * temporary
 
 
+@lru_cache(maxsize=4096)
 def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes: int, parameters: MemoryParameters) -> float:
     """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers and the ranks that share its threads."""
     microbatches, fixed = layout.microbatches(run, layout.global_batch_size(run)), _fixed_mib(layout, code, nodes, parameters)
@@ -104,8 +105,12 @@ def with_recompute(run: RunConfig, layout: Layout, machine: Machine, code: Softw
     """The run with what --recompute-auto chooses in the machine's memory, or in --memory-per-rank; unchanged without the flag."""
     if not run.training.recompute_auto:
         return run
+    plain, room = without_choice(run), tensor_room(run, layout, machine, code, nodes)
+    fixed = _fixed_mib(layout, code, nodes, code.memory(machine))
+    if (peak_mib(plain, layout, code, nodes, code.memory(machine)) - fixed) * MIB <= room:
+        return plain  # found from one stage of each kind, where `settled` asks all
     lists = schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
-    return settled(run, layout, tensor_room(run, layout, machine, code, nodes), lambda stage: _held(lists, stage))
+    return settled(run, layout, room, lambda stage: _held(lists, stage))
 
 
 def tensor_room(run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int) -> float:

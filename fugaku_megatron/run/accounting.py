@@ -183,6 +183,7 @@ def part_layers(run: RunConfig, placement: Placement, part: int) -> range:
     return range(sum(sizes[:part]), sum(sizes[: part + 1]))
 
 
+@lru_cache(maxsize=1024)  # a search asks for the same again and again
 def pipeline_split(run: RunConfig) -> tuple[int, ...]:
     """Layers of each part of the model, in the model's order."""
     return part_sizes(run, placement(run))

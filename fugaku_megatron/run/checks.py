@@ -12,6 +12,23 @@ def opt(default: Any, help: str, **meta: Any) -> Any:
     return field(default=default, metadata={"help": help, **meta})
 
 
+def hashed_once(cls: type) -> type:
+    """A frozen dataclass that is a key again and again: its hash is computed once, and not pickled with it.
+
+    Other processes hash strings differently.
+    """
+    fresh = cls.__hash__
+
+    def __hash__(self: Any) -> int:
+        if "_hash" not in self.__dict__:
+            object.__setattr__(self, "_hash", fresh(self))
+        return self._hash
+
+    cls.__hash__ = __hash__
+    cls.__getstate__ = lambda self: {name: value for name, value in self.__dict__.items() if name != "_hash"}
+    return cls
+
+
 def required(help: str, **meta: Any) -> Any:
     """A field that a recipe or a flag must give."""
     return field(metadata={"help": help, **meta})

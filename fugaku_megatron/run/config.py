@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from .block_parts import NORMS, choices
-from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, opt, required
+from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, hashed_once, opt, required
 from .data_config import DataConfig
 from .numbers_config import NumbersConfig
 from .optimizer_config import OptimizerConfig
@@ -18,6 +18,7 @@ from .parallel_config import ParallelConfig
 from .step_sizes import StepSizes
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The GPT that is trained (GPT-2 as Megatron-LM builds it)."""
@@ -80,6 +81,7 @@ COURSE = {
 }
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """Samples per micro-batch, per iteration, and how the latter grows at the start."""
@@ -109,6 +111,7 @@ class BatchConfig:
         object.__setattr__(self, "global_batch_size", steps.global_batch_size)
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number format of weights and activations; optimizer state and gradients are always FP32."""
@@ -134,6 +137,7 @@ class PrecisionConfig:
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length of the run, evaluation, recompute and seed."""
@@ -186,6 +190,7 @@ class TrainingConfig:
               "give one")
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     """Checkpoints and logs."""
@@ -240,6 +245,7 @@ FP16_CHUNK = 64  # half the error of BF16 operands, at 1.7 times the FP32 rate i
 MAX_FP16_CHUNK = 65536
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class SystemConfig:
     """How the machine is used."""
@@ -272,6 +278,7 @@ class SystemConfig:
               f"--fp16-accumulation-chunk is {chunk}: give a number from 1 to {MAX_FP16_CHUNK}")
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run, complete. Checks what spans two groups."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .checks import check, check_numbers, flag, opt
+from .checks import check, check_numbers, flag, hashed_once, opt
 from .skips import Skips
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Tokens and tokenizer."""

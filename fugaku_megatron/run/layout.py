@@ -6,6 +6,7 @@ Left out: where costs decide the cut (`accounting.part_sizes`). Test: pytest tes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..parts import ZBV, Placement, placement_of
 from . import cuts
@@ -78,6 +79,7 @@ def chunks(run: RunConfig) -> int:
     return parallel.num_virtual_stages_per_pipeline_rank or (2 if parallel.schedule == ZBV else 1)
 
 
+@lru_cache(maxsize=1024)  # everything asks for it
 def placement(run: RunConfig) -> Placement:
     """Which part of the model is on which stage."""
     return placement_of(run.parallel.schedule, run.parallel.pipeline_model_parallel_size, chunks(run))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .checks import check, check_numbers, check_positive, opt
+from .checks import check, check_numbers, check_positive, hashed_once, opt
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class NumbersConfig:
     """Checks of what the machine computes; without these flags they cost nothing."""

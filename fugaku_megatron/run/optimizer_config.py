@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, opt
+from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, hashed_once, opt
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW, clipping, learning-rate and weight-decay schedule."""

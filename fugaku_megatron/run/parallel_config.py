@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B
 from ..parts import NAMES as SCHEDULES
-from .checks import check, check_choices, check_numbers, check_positive, flag, opt
+from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, opt
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How ranks share the model; data-parallel size is what remains of the world."""

@@ -58,6 +58,11 @@ def split_costs(run: RunConfig) -> SplitCosts:
     return forward, inputs + round(AGAIN_COST * again / run.model.num_layers), weights
 
 
+def without_choice(run: RunConfig) -> RunConfig:
+    """The run without --recompute-auto, which recomputes nothing."""
+    return replace(run, training=replace(run.training, recompute_auto=False))
+
+
 def settled(run: RunConfig, layout: Layout, limit: float, holds: StageHolds) -> RunConfig:
     """The run with the flags that say what --recompute-auto chooses; unchanged without it.
 
@@ -66,7 +71,7 @@ def settled(run: RunConfig, layout: Layout, limit: float, holds: StageHolds) -> 
     """
     if not run.training.recompute_auto:
         return run
-    run = replace(run, training=replace(run.training, recompute_auto=False))
+    run = without_choice(run)
     numbers = dict.fromkeys(range(len(pipeline_split(run))), 0)
     for stage in range(layout.pp):
         numbers |= zip(stage_parts(run, stage), fewest(run, layout, stage, limit, holds(stage)))
