@@ -11,10 +11,12 @@ DEMO := demo
 TRAIN_RANKS ?= 2
 TEST_WORKERS ?= 2
 TRAIN_FLAGS ?=
+FAULTS ?= 1000
+FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test docs lint wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup train test docs faults lint wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -22,6 +24,7 @@ help:
 	@echo "make test    set up, then lint and run all tests"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make docs    set up, then run every command of README.md and docs/ (3 minutes)"
+	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
 	@echo "make lint    ruff"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
@@ -96,6 +99,9 @@ test: setup lint $(STAMPS)/openmpi
 
 docs: setup $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m docs tests/test_docs_commands.py
+
+faults: setup $(STAMPS)/test-packages
+	$(BIN)/python -m tests.faults --count $(FAULTS) --seed $(FAULTS_SEED) --write
 
 wheel: $(STAMPS)/venv
 	$(PIP) wheel --no-deps --wheel-dir dist .

@@ -27,7 +27,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,14 @@ def bits_per_second(text: str) -> float:
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str) -> Iterator[None]:
+def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
     """The namespaces and their link, gone at the end. RuntimeError with the system's words where they cannot be made."""
-    _remove()
+    _remove(hosts)
     try:
-        for host in HOSTS:
+        for host in hosts:
             _system("ip", "netns", "add", host)
-        _system("ip", "link", "add", DEVICE, "netns", HOSTS[0], "type", "veth", "peer", "name", DEVICE, "netns", HOSTS[1])
-        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+        _system("ip", "link", "add", DEVICE, "netns", hosts[0], "type", "veth", "peer", "name", DEVICE, "netns", hosts[1])
+        for host, address in zip(hosts, ADDRESSES, strict=True):
             inside = ("ip", "-n", host)
             _system(*inside, "addr", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
@@ -121,11 +121,11 @@ def two_hosts(rate: str) -> Iterator[None]:
                     "latency", "50ms")
         yield
     finally:
-        _remove()
+        _remove(hosts)
 
 
-def _remove() -> None:
-    for host in HOSTS:
+def _remove(hosts: Sequence[str]) -> None:
+    for host in hosts:
         subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
@@ -156,11 +156,15 @@ def cores(options: argparse.Namespace) -> list[tuple[int, int]]:
     return [(first, first), (second, second)] if options.own_cores else [(first, second)] * len(HOSTS)
 
 
+def on_host(host: str, program: Sequence[str]) -> list[str]:
+    """mpiexec's words for one rank of a program on a host."""
+    return ["-n", "1", "ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host, *program]
+
+
 def command(options: argparse.Namespace) -> list[str]:
     """mpiexec with a rank in each namespace."""
     program = [sys.executable, "-m", "benchmarks.two_hosts_rank", json.dumps(order(options))]
-    ranks = [["-n", "1", "ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host, *program]
-             for host in HOSTS]
+    ranks = [on_host(host, program) for host in HOSTS]
     return [jobs.mpiexec(), *ranks[0], ":", *ranks[1]]
 
 

@@ -75,7 +75,10 @@ def guarded(program: str, work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         launcher.report_everywhere(f"{program}: interrupted")
         return ExitCode.INTERRUPTED
-    except OSError as error:
+    except (MemoryError, ImportError, OSError, RuntimeError) as error:
+        if line := launcher.memory_error(error):
+            print(f"{program}: rank {launcher.rank()}: {line}", file=sys.stderr, flush=True)
+            return launcher.leave_alone(ExitCode.FAILED)
         line = launcher.output_error(error)
         if line is None:
             raise

@@ -7,6 +7,7 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=4, help="how many times the kill-and-restart test kills a job")
+    parser.addoption("--faults", type=int, default=2, help="how many faults of the campaign are drawn")
 
 
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")

@@ -55,6 +55,25 @@ def test_codes_and_single_lines(error, code, text, capsys, monkeypatch):
     assert capsys.readouterr().err == text
 
 
+@pytest.mark.parametrize("error", [
+    MemoryError(), MemoryError("std::bad_alloc"), OSError(12, "Cannot allocate memory"), RuntimeError("can't start new thread"),
+    ImportError("libtorch.so: failed to map segment from shared object"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:116] . DefaultCPUAllocator: can't allocate memory: you tried to get 8"),
+])
+def test_memory_that_is_refused_is_one_line(error, capsys):
+    assert end(error, 1)[0] == 1
+    text = capsys.readouterr().err
+    assert text.startswith("rank 1: out of memory") and text.count("\n") == 1
+
+
+def test_a_rank_whose_imports_find_no_memory_ends_by_a_signal():
+    """Its launcher would not end the others for an exit code."""
+    code = "from fugaku_megatron import cli\ndef work():\n    raise MemoryError\ncli.guarded('a command', work)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": "1"}, timeout=60, text=True,
+                          stderr=subprocess.PIPE)
+    assert done.returncode == -9 and done.stderr.startswith("a command: rank 1: out of memory: ") and done.stderr.count("\n") == 1
+
+
 def test_a_bug_shows_its_traceback(capsys):
     assert end(KeyError("lost"))[0] == 1
     text = capsys.readouterr().err

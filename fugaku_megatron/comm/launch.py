@@ -72,6 +72,7 @@ def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None, waits: Cal
         KeyboardInterrupt                   one line                exit code 130
         SystemExit, other than 0            its message if it has   its code
         standard output closed or full      nothing, or one line    exit code 1
+        memory that the system refuses      one line                exit code 1
         anything else (a bug)               the traceback           exit code 1
 
     When all ranks fail alike, one report shall come out, but failing ranks cannot agree by a collective: others may
@@ -127,6 +128,6 @@ def _report(error: BaseException) -> tuple[int, str]:
         return ExitCode.INTERRUPTED, "interrupted"
     if isinstance(error, ValueError):
         return ExitCode.USER_ERROR, " ".join(str(error).split())
-    if (line := launcher.output_error(error)) is not None:
+    if (line := launcher.memory_error(error) or launcher.output_error(error)) is not None:
         return ExitCode.FAILED, line
     return ExitCode.FAILED, "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()

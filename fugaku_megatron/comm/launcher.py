@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import stat
 import sys
 import termios
@@ -24,6 +25,7 @@ GRACE_EVERYWHERE = 10.0  # s that other ranks leave to rank 0 where it is known 
 GRACE_START = 2.0  # s, the same where processes have just started: rank 0 may still be loading Python
 
 
+_NO_MEMORY = ("failed to map segment", "llocate memory", "can't start new thread")  # words of the loader, torch, C and Python
 MAX_PROCESSES = 10**7
 MAX_THREADS_PER_CPU, MAX_THREADS = 8, 64  # OMP_NUM_THREADS above both hangs or ends without a word
 
@@ -95,6 +97,28 @@ def output_error(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.filename is None and error.errno in full:
         return f"standard output: {error.strerror}"
     return None
+
+
+def memory_error(error: BaseException) -> str | None:
+    """One line for memory that the system refuses, also to a library that is loaded; None for another error."""
+    text = next(iter(str(error).splitlines()), "")
+    kinds = (ImportError, OSError, RuntimeError)
+    refused = isinstance(error, kinds) and any(words in text for words in _NO_MEMORY)
+    if not isinstance(error, MemoryError) and not refused:
+        return None
+    said = f" ({text:.200})" if text else ""
+    return f"out of memory{said}: start fewer ranks on a node, or save memory by --recompute-granularity full"
+
+
+def leave_alone(code: int) -> int:
+    """The exit code of a process that fails alone, before MPI has started; one of several ends by SIGKILL instead.
+
+    The others wait for it in MPI_Init, and MPICH's launcher ends them for a signal only.
+    """
+    wait_until_read(sys.stderr)
+    if processes()[1] > 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return code
 
 
 def close_output() -> None:

@@ -36,7 +36,7 @@ _NODES = (
     r"Remote daemon: .* on node (\S+)",  # Open MPI: a node does not answer
     r"srun: error: Node failure on (\S+)",
     r"srun: error: (\S+): tasks? \S+ (?!Terminated)",
-    r"^(?:hang: )?rank \d+ \(node ([^\s()]+)\)",  # the trainer's own report
+    r"rank \d+ \(node ([^\s()]+)\) (?:stopped|is gone)",  # the trainer's watchdog
 )
 
 

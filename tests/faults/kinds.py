@@ -1,0 +1,242 @@
+"""The kinds of faults: each disturbs a trial and brings it to its end, and says what the log must name."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.two_hosts import DEVICE, why_not
+from fugaku_megatron.checkpoint.manifest import list_iterations
+
+from .jobs import HOSTS, ITERATIONS, TWO_HOSTS, VOCABULARY, Layout
+from .trial import TooLate, Trial
+
+ORDERLY = r"a signal asked to stop|supervise: asked to leave"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """what: the fault. named: what the log must say. disturb: does it, and returns whether the run came to its end."""
+
+    what: str
+    named: str
+    disturb: Callable[[Trial], bool]
+    missing: Callable[[], str] = lambda: ""  # why it cannot be tried here
+    layout: Layout | None = None  # the only one
+
+
+def killed(trial: Trial) -> bool:
+    """A rank is killed; the supervisor starts the run again."""
+    job = trial.start(supervised=True)
+    trial.moment(job)
+    trial.victim(job).kill()
+    return trial.end(job) == 0 or trial.finish()
+
+
+def signalled(number: int) -> Callable[[Trial], bool]:
+    """A signal to one rank or to the supervisor of the job; the next start goes on."""
+    def disturb(trial: Trial) -> bool:
+        job = trial.start(supervised=True)
+        trial.moment(job)
+        one = trial.victim(job)
+        (one if trial.rng.random() < 0.5 else psutil.Process(job.process.pid)).send_signal(number)
+        trial.end(job)
+        return trial.finish()
+
+    return disturb
+
+
+def stopped(trial: Trial) -> bool:
+    """A rank is stopped, as one that swaps or hangs in a driver; the watchdog names it and the supervisor starts the run again."""
+    job = trial.start("--hang-timeout-in-secs", str(HANG_SECONDS), supervised=True)
+    trial.moment(job)
+    victim = trial.victim(job)
+    rank = victim.environ()["PMI_RANK"]
+    trial.named = rf"rank {rank} \(node \S+\) stopped in|no sign of life yet from ranks? .*\b{rank}\b"
+    victim.suspend()
+    return trial.end(job) == 0 or trial.finish()
+
+
+def link_down(trial: Trial) -> bool:
+    """Two ranks on two hosts; the link between them goes down for good, and is up again for the next start."""
+    job = trial.start("--hang-timeout-in-secs", str(HANG_SECONDS))
+    trial.moment(job)
+    trial.victim(job)
+    wire = ["ip", "-n", trial.rng.choice(HOSTS), "link", "set", DEVICE]
+    subprocess.run([*wire, "down"], check=True)
+    over = trial.end(job) == 0
+    subprocess.run([*wire, "up"], check=True)
+    return over or trial.finish()
+
+
+def full_disk(trial: Trial) -> bool:
+    """--save lies on a file system that is full after some KiB, and is enlarged for the next start."""
+    trial.save.mkdir(parents=True)
+    size = trial.rng.randint(40, 1500)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "none", trial.save], check=True)
+    try:
+        trial.run()
+        subprocess.run(["mount", "-o", "remount,size=64m", trial.save], check=True)
+        finished = trial.finish()
+        shutil.copytree(trial.save, trial.folder / "kept")
+    finally:
+        subprocess.run(["umount", "-l", trial.save], check=True)
+    trial.save.rmdir()
+    (trial.folder / "kept").rename(trial.save)
+    return finished
+
+
+def mounts() -> str:
+    return "" if os.geteuid() == 0 and shutil.which("mount") else "a small file system needs root"
+
+
+def library(folder: Path) -> Path:
+    """preload.c, compiled once for a campaign."""
+    made = folder / "preload.so"
+    if not made.exists():
+        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", made, Path(__file__).with_name("preload.c"), "-ldl"], check=True)
+    return made
+
+
+def disk(kind: str, low: int, high: int) -> Callable[[Trial], bool]:
+    """Calls on files below --save of one rank fail once (error), or all take long (slow)."""
+    def disturb(trial: Trial) -> bool:
+        rank, mark = trial.rng.randrange(trial.layout.ranks), trial.folder / "failed"
+        trial.run(LD_PRELOAD=str(library(trial.folder.parent)), FAULT_KIND=kind, FAULT_PATH=str(trial.save), FAULT_RANK=str(rank),
+                  FAULT_CALL=str(trial.rng.randint(low, high)), FAULT_MARK=str(mark))
+        if kind == "error" and not mark.exists():
+            raise TooLate
+        return trial.finish()
+
+    return disturb
+
+
+def compiler() -> str:
+    return "" if shutil.which("cc") else "a disk that fails needs a C compiler"
+
+
+def damage(path: Path, cut: bool, trial: Trial) -> bytes:
+    """Flip a bit of a file or cut it; returns what it held."""
+    content = path.read_bytes()
+    place = trial.rng.randrange(len(content))
+    if cut:
+        os.truncate(path, place)
+    else:
+        changed = bytearray(content)
+        changed[place] ^= 1 << trial.rng.randrange(8)
+        path.write_bytes(changed)
+    return content
+
+
+def damaged_checkpoint(cut: bool) -> Callable[[Trial], bool]:
+    """A file below --save is damaged between two starts. What is refused goes on by --ckpt-step, else from a copy."""
+    def disturb(trial: Trial) -> bool:
+        trial.run("--exit-interval", str(trial.rng.randint(4, ITERATIONS - 2)))
+        files = sorted(p for p in trial.save.rglob("*") if p.is_file() and p.stat().st_size)
+        path = trial.rng.choice(files)
+        content = damage(path, cut, trial)
+
+        def repair(turn: int) -> tuple[str, ...]:
+            whole = [i for i in list_iterations(trial.save) if f"iter_{i:07d}" not in str(path)]
+            if turn == 1 and whole and "iter_" in str(path):
+                return ("--ckpt-step", str(whole[-1]))
+            if turn == 2:
+                path.write_bytes(content)
+            return ()
+
+        finished = trial.finish(repair)
+        trial.named = re.escape(path.name) if trial.codes[1] else ""
+        return finished
+
+    return disturb
+
+
+def damaged_data(cut: bool) -> Callable[[Trial], bool]:
+    """The data is damaged between two starts: .idx anywhere, .bin by a cut or by a bit that leaves the vocabulary."""
+    def disturb(trial: Trial) -> bool:
+        folder = trial.folder / "data"
+        shutil.copytree(trial.data.parent, folder, ignore=lambda _, names: [n for n in names if not n.startswith("corpus")])
+        trial.data = folder / "corpus"
+        trial.run("--exit-interval", str(trial.rng.randint(4, ITERATIONS - 2)))
+        path = trial.data.with_suffix(trial.rng.choice([".idx", ".bin"]))
+        if path.suffix == ".bin" and not cut:
+            content = path.read_bytes()
+            place = trial.rng.randrange(len(content) // 2)
+            changed = bytearray(content)
+            changed[2 * place + 1] ^= 1 << trial.rng.randrange(8)  # the high byte: a token of at least 256
+            path.write_bytes(changed)
+        else:
+            content = damage(path, cut, trial)
+        finished = trial.finish(lambda turn: path.write_bytes(content) and () if turn == 1 else ())
+        trial.named = re.escape(path.name) if trial.codes[1] else ""
+        return finished
+
+    return disturb
+
+
+def memory_limit(trial: Trial) -> bool:
+    """A rank may take no more than some MiB beyond what it has."""
+    job = trial.start("--hang-timeout-in-secs", str(HANG_SECONDS))
+    trial.moment(job)
+    rank = trial.victim(job)
+    try:
+        limit = rank.memory_info().vms + trial.rng.randrange(4 << 20)
+        resource.prlimit(rank.pid, resource.RLIMIT_AS, (limit, limit))
+    except (psutil.Error, ProcessLookupError):
+        trial.end(job)
+        raise TooLate from None
+    code = trial.end(job)
+    trial.named = r"out of memory|signal \d+|is gone" if code else ""
+    return code == 0 and (trial.save / f"iter_{ITERATIONS:07d}").exists() or trial.finish()
+
+
+def two_jobs(trial: Trial) -> bool:
+    """A second job on the same --save is refused; the first one is not disturbed."""
+    first = trial.start()
+    if not first.wait_for_iteration(trial.rng.randint(1, 6)):
+        trial.end(first)
+        raise TooLate
+    first.process.send_signal(signal.SIGSTOP)
+    for rank in first.ranks():
+        rank.suspend()
+    try:
+        second = trial.start()
+        code = second.end()
+    finally:
+        for rank in first.ranks():
+            rank.resume()
+        first.process.send_signal(signal.SIGCONT)
+    trial.end(first)
+    trial.log.append(second.text())
+    return code == 2 and (trial.save / f"iter_{ITERATIONS:07d}").exists()
+
+
+ANY = ""
+HANG_SECONDS = 10
+KINDS = {
+    "kill": Kind("SIGKILL of a rank", r"signal 9|asked to leave", killed),
+    "term": Kind("SIGTERM to a rank or the job", ORDERLY, signalled(signal.SIGTERM)),
+    "usr1": Kind("SIGUSR1 to a rank or the job", ORDERLY, signalled(signal.SIGUSR1)),
+    "stop": Kind("SIGSTOP of a rank", "", stopped),
+    "link-down": Kind("the link between two hosts goes down", r"rank \d+ \(node|timed out|unreachable|Abort\(", link_down, why_not,
+                      TWO_HOSTS),
+    "full-disk": Kind("--save on a full file system", r"No space left on device", full_disk, mounts),
+    "io-error": Kind("a call on a file of --save fails with EIO", r"Input/output error", disk("error", 0, 120), compiler),
+    "slow-disk": Kind("every call on a file of --save takes up to 20 ms", ANY, disk("slow", 100, 20000), compiler),
+    "checkpoint-bit": Kind("a flipped bit in a file of --save", ANY, damaged_checkpoint(cut=False)),
+    "checkpoint-cut": Kind("a cut file of --save", ANY, damaged_checkpoint(cut=True)),
+    "data-bit": Kind("a flipped bit in .idx, or in .bin beyond the vocabulary", ANY, damaged_data(cut=False)),
+    "data-cut": Kind("a cut .idx or .bin", ANY, damaged_data(cut=True)),
+    "memory": Kind("a limit on a rank's memory", ANY, memory_limit),
+    "two-jobs": Kind("a second job on the same --save", r"is in use by another job", two_jobs),
+}
+assert VOCABULARY < 256
