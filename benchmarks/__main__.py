@@ -1,10 +1,10 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,attention,rowwise,step,alloc,tables,comm,two_hosts,schedule,save} [options]
+    python -m benchmarks {gemm,attention,rowwise,step,alloc,tables,comm,two_hosts,schedule,save,watch} [options]
 
 A family is a module of this package with a docstring, add_arguments(parser), and either run(options), or cases(options), which
 yields driver.Case (kernels against torch, with the options of driver.add_arguments). Left out: the timing itself (driver.py,
-step.py, alloc.py, tables.py, comm.py, two_hosts.py, schedule.py, save.py). Test: pytest tests/test_benchmarks.py
+step.py, alloc.py, tables.py, comm.py, two_hosts.py, schedule.py, save.py, watch.py). Test: pytest tests/test_benchmarks.py
 """
 
 import argparse
@@ -16,7 +16,7 @@ from fugaku_megatron.run.outputs import check_file, check_picture
 
 from . import driver
 
-FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc", "tables", "comm", "two_hosts", "schedule", "save")
+FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc", "tables", "comm", "two_hosts", "schedule", "save", "watch")
 
 
 def check_outputs(options: argparse.Namespace) -> None:

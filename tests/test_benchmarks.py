@@ -394,3 +394,12 @@ def test_what_the_run_waits_for_while_it_saves(tmp_path):
     result = json.loads((tmp_path / "save.json").read_text())
     assert result["ratio"] == result["stall"] / result["waiting"] and 0 < result["stall"] < result["until_whole"]
     assert f"the run waits {result['stall']:.3f} s" in shown.stdout and [path.name for path in tmp_path.iterdir()] == ["save.json"]
+
+
+def test_what_watching_costs(tmp_path):
+    shown = benchmark("watch", "--recipe", "demo", "--seq-length", "32", "--rounds", "2", "--json", str(tmp_path / "watch.json"))
+    assert shown.returncode == 0, shown.stderr
+    result = json.loads((tmp_path / "watch.json").read_text())
+    assert result["signs"] >= 6 and 50 < result["nanoseconds"] < 50_000 and result["watched"] > 0 < result["unwatched"]
+    assert result["counted"] == pytest.approx(result["signs"] * result["nanoseconds"] * 1e-9 / result["unwatched"])
+    assert f"{result['signs']:.0f} signs of life of {result['nanoseconds']:.0f} ns" in shown.stdout

@@ -70,6 +70,13 @@ def test_a_later_process_of_the_same_number_is_not_the_owner(tmp_path):
     Lock(tmp_path).release()
 
 
+def test_who_waits_for_another_jobs_sign_of_life_gives_signs_of_its_own(tmp_path, elsewhere):
+    elsewhere()
+    signs = []
+    Lock(tmp_path, beat=0.05, patience=0.1, alive=lambda: signs.append(time.monotonic())).release()
+    assert len(signs) >= 5
+
+
 def test_a_job_on_another_node_is_refused_to_while_it_renews_its_time_stamp(tmp_path, elsewhere):
     path, stop = elsewhere(), threading.Event()
 

@@ -40,7 +40,7 @@ def ended(tmp_path_factory):
         jobs[name] = directory, started = tmp_path_factory.mktemp("job"), []
         started.extend(start(directory, tuple(word for _, word in ranks), SECONDS,
                              lambda rank, nodes=nodes, ports=ports: (nodes[rank], max(nodes) + 1, ports[rank], ports[0])))
-    let_hang([process for _, started in jobs.values() for process in started])
+    let_hang([process for _, started in jobs.values() for process in started], after=2.0)
     for name, (_, stopped, _) in JOBS.items():
         jobs[name][1][stopped].send_signal(signal.SIGSTOP)
     return {name: end(*jobs[name], speaker) for name, (_, _, speaker) in JOBS.items()}
@@ -48,7 +48,7 @@ def ended(tmp_path_factory):
 
 def test_the_first_node_names_a_rank_of_another_with_all_that_wait(ended: dict[str, Ended]):
     job = ended["one of a node"]
-    assert "rank 0: rank 1 (node made-up 1) stopped in forward of micro-batch 3, iteration 12, " in job.said, job.said
+    assert "rank 1 (node made-up 1) stopped in forward of micro-batch 3, iteration 12, " in job.said, job.said
     assert "; 2 ranks wait for it" in job.said and job.codes[0] == ExitCode.HANG
     assert all("most recent call first" in text for text in job.stacks)
 
@@ -61,7 +61,7 @@ def test_a_node_that_is_silent_is_lost(ended):
 
 def test_another_node_speaks_for_the_first_one(ended):
     job = ended["the first node"]
-    assert "rank 1: rank 0 (node made-up 0) is silent with its node, " in job.said and job.codes[1] == ExitCode.LOST_RANK, job.said
+    assert "rank 0 (node made-up 0) is silent with its node, " in job.said and job.codes[1] == ExitCode.LOST_RANK, job.said
 
 
 def test_a_report_of_thousands_of_nodes_stays_short():

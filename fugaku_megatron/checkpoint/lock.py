@@ -15,9 +15,10 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -66,16 +67,17 @@ def _kernel() -> str:
 
 
 @contextlib.contextmanager
-def hold(directory: str | os.PathLike | None, comm: Comm) -> Iterator[None]:
+def hold(directory: str | os.PathLike | None, comm: Comm, alive: Callable[[], Any] = bool) -> Iterator[None]:
     """Hold the lock of --save `directory` inside the block; None: there is nothing to hold. Collective.
 
-    Raises ValueError on every rank when another job holds it, or when the directory takes no file.
+    alive: is called again and again while another job's sign of life is waited for. Raises ValueError on every rank when another
+    job holds it, or when the directory takes no file.
     """
     if directory is None:
         yield
         return
     locks: list[Lock] = []  # one on rank 0, none elsewhere
-    on_root(comm, lambda: locks.append(Lock(Path(directory))))
+    on_root(comm, lambda: locks.append(Lock(Path(directory), alive=alive)))
     try:
         yield
     finally:
@@ -98,8 +100,8 @@ def _job(owner: Owner | None) -> str:
 class Lock:
     """The lock of one directory, held from creation to `release`. Raises ValueError when another job holds it."""
 
-    def __init__(self, directory: Path, beat: float = BEAT, patience: float = PATIENCE) -> None:
-        self.path, self.beat, self.patience = directory / LOCK, beat, patience
+    def __init__(self, directory: Path, beat: float = BEAT, patience: float = PATIENCE, alive: Callable[[], Any] = bool) -> None:
+        self.path, self.beat, self.patience, self.alive = directory / LOCK, beat, patience, alive
         self.owner = Owner.from_this_process()
         self._released = threading.Event()
         try:
@@ -158,6 +160,7 @@ class Lock:
               "a sign of life", flush=True)
         while first is not None and time.monotonic() < end:
             time.sleep(self.beat / 10)
+            self.alive()
             if self._stamp() != first:
                 return True
         return False

@@ -273,7 +273,7 @@ def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     """The run, from checked flags to the last checkpoint. Collective over `world`."""
     with everywhere():
         check_early(arguments, world.size)
-    with hold(arguments.run.output.save, world):
+    with hold(arguments.run.output.save, world, lambda: watchdog.heart.enter("the start: waiting for the lock of --save")):
         _train(start(arguments, world, watchdog), world)
 
 

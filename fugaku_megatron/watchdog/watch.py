@@ -235,7 +235,7 @@ class Watchdog:
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):
-            os.write(sys.__stderr__.fileno(), f"rank {self.heart.rank}: {line}\n".encode())
+            os.write(sys.__stderr__.fileno(), f"{line}\n".encode())
         with contextlib.suppress(OSError):
             if self.settings.log_file:
                 with open(self.settings.log_file, "a") as log:
