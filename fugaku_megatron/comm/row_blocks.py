@@ -103,7 +103,7 @@ class Summing:
         self._sent: list[Handle] = []
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        """(rows, memory (rows, width) for them) for each block of others and at last for this rank's part."""
+        """(rows, memory (rows, width) for them) of each block of others, and at last of this rank's part (n / t, width)."""
         comm, length = self._comm, self._length
         for rank in _others(comm.rank, comm.size, 1):
             for block in self._blocks:
