@@ -13,6 +13,7 @@ from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.exit_codes import ExitCode
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
+from fugaku_megatron.logs import plot
 from fugaku_megatron.training.session import DIVERGED_STEPS, Session
 from tests.helpers import make_trainer, small_run
 
@@ -111,3 +112,27 @@ def test_a_save_that_fell_into_skipped_steps_is_made_up_for(tmp_path, monkeypatc
     made.run()
     made.trainer.close()
     assert list_iterations(tmp_path) == [4, 6]
+
+
+class Picture:
+    """A process that draws until somebody waits for it."""
+
+    def __init__(self, events):
+        self.events, self.code = events, None
+        events.append("start")
+
+    def poll(self):
+        return self.code
+
+    def wait(self):
+        self.events.append("wait")
+        self.code = 0
+
+
+def test_saves_do_not_wait_for_the_picture_of_an_earlier_one(tmp_path, monkeypatch):
+    """Five saves while the first picture is being drawn: one more of all losses at the end."""
+    events = []
+    monkeypatch.setattr(plot, "start_loss_curve", lambda *words: Picture(events))
+    monkeypatch.setattr(Writer, "printing", True)
+    assert run(DryComm(), tmp_path, save_interval=1) == [1, 2, 3, 4, 5]
+    assert events == ["start", "wait", "start", "wait"]

@@ -55,6 +55,7 @@ class Session:
     saving: SaveBehind | None = None
     saved_iteration: int = 0  # of the save that began last
     picture: subprocess.Popen | None = None  # the process that draws the losses
+    picture_is_old: bool = False  # a save since then has more of them
 
     def __post_init__(self) -> None:
         self._await_save()
@@ -261,10 +262,19 @@ class Session:
         directory = self.trainer.run.output.save
         self.writer.print(f"saved checkpoint of iteration {self.saved_iteration} to {directory}")
         if self.writer.printing:
+            self._draw(directory)
+
+    def _draw(self, directory: str) -> None:
+        """Start to draw the losses; while the picture of an earlier save is still being drawn, the run does not wait for it."""
+        self.picture_is_old = self.picture is not None and self.picture.poll() is None
+        if not self.picture_is_old:
             heading = plot.title(plot.describe(self.trainer.run, self.trainer.layout.dp), os.path.abspath(directory))
-            self._await_picture()
             self.picture = plot.start_loss_curve(os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY), heading)
 
     def _await_picture(self) -> None:
+        """Wait for the picture of the last save."""
         if self.picture:
             self.picture.wait()
+            if self.picture_is_old:
+                self._draw(self.trainer.run.output.save)
+                self.picture.wait()
