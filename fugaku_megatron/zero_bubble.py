@@ -19,7 +19,7 @@ Lists = tuple[tuple[Instruction, ...], ...]
 
 
 @lru_cache(maxsize=8)  # every stage's list comes from the same walk
-def lists(placement: Placement, microbatches: int, limit: int, costs: SplitCosts = ALIKE) -> Lists:
+def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[int, int, int] = ALIKE) -> Lists:
     """The computations of every stage.
 
     limit: the (micro-batch, chunk)s that a stage may hold between F and W. costs: the same for all parts of the model, which keeps

@@ -24,9 +24,12 @@ def hashed_once(cls: type) -> type:
             object.__setattr__(self, "_hash", fresh(self))
         return self._hash
 
-    cls.__hash__ = __hash__
-    cls.__getstate__ = lambda self: {name: value for name, value in self.__dict__.items() if name != "_hash"}
-    return cls
+    def __getstate__(self: Any) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    own = {"__hash__": __hash__, "__getstate__": __getstate__, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+           "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), own)
 
 
 def required(help: str, **meta: Any) -> Any:
