@@ -52,8 +52,13 @@ def layers_again(run: RunConfig, stage: int) -> list[int]:
 
 
 def split_costs(run: RunConfig) -> SplitCosts:
-    """What the halves of a backward cost beside a forward, as schedules take it: the same on all ranks, nothing is measured."""
+    """What the halves of a backward cost beside a forward, as schedules take it: the same on all ranks, nothing is measured.
+
+    What --recompute-auto chooses does not count: with another list sums would be taken in another order, and bits would differ.
+    """
     forward, inputs, weights = SPLIT_COSTS
+    if run.training.recompute_part_layers is not None:
+        return SPLIT_COSTS
     again = sum(len(group) for part in range(placement(run).parts) for group in part_recompute_groups(run, part))
     return forward, inputs + round(AGAIN_COST * again / run.model.num_layers), weights
 
