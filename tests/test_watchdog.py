@@ -16,7 +16,7 @@ import pytest
 from fugaku_megatron.comm.exit_codes import ExitCode
 from fugaku_megatron.watchdog import stacks
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from fugaku_megatron.watchdog.verdict import Standing, count, judge
+from fugaku_megatron.watchdog.verdict import SILENT, Standing, count, judge, merge
 from fugaku_megatron.watchdog.watch import OUTSIDE, HangSettings, Watchdog
 
 PROGRAM = Path(__file__).with_name("ranks_that_hang.py")
@@ -165,6 +165,15 @@ def test_a_node_that_hears_of_no_other_waits_longer_for_their_word():
     assert judge(census, alone=True) is None
     found = judge(count([], [standing(0, 121), standing(1, 121)]), alone=True)
     assert found.text.startswith("all 2 ranks of this node wait, and no other node says for whom: rank 0 (node c0)")
+
+
+def test_silence_of_a_node_counts_when_nobody_else_moves():
+    """Lost datagrams do not end a job that goes on."""
+    silent = Standing(7, "c7", "forward of micro-batch 3", 90.0, 60.0, SILENT)
+    for others in (count([], [standing(0, 0.1)]), count([], [standing(0, 29)]), count([], [], [standing(0, 0)])):
+        assert judge(merge([others, count([silent], [])])) is None
+    found = judge(merge([count([], [standing(0, 61)]), count([silent], [])]))
+    assert found.code == ExitCode.LOST_RANK and found.text.startswith("rank 7 (node c7) is silent with its node")
 
 
 def test_ranks_that_never_spoke_are_named():

@@ -93,14 +93,22 @@ def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | N
 
     alone: there are other nodes, and nobody here hears of all of them. They get as long again to say that a rank of theirs is
     stuck, before this node ends a job in which all of its own ranks wait. late: s that are left to another node to say it first.
+    A node from which nothing is heard has stopped only if no rank elsewhere moves: datagrams may be lost while the job goes on.
     """
-    overdue = tuple(s for s in census.stuck if s.seconds >= s.limit + late)
+    silence_counts = _stands(census)
+    overdue = tuple(s for s in census.stuck if s.seconds >= s.limit + late and (s.how != SILENT or silence_counts))
     if overdue:
         code = ExitCode.HANG if any(s.how == STOPPED for s in overdue) else ExitCode.LOST_RANK
         return Verdict(_stuck(overdue, census), code, tuple(s.rank for s in overdue))
     if census.waiting == census.ranks > 0 and _patient(census.waiters[0], alone, late):
         return Verdict(_deadlock(census, alone), ExitCode.HANG, ())
     return None
+
+
+def _stands(census: Census) -> bool:
+    """Whether every rank is stuck, or has waited as long as it takes to be listed as stuck."""
+    waits = all(waiter.seconds >= waiter.limit / 2 for waiter in census.waiters[:1])
+    return waits and census.ranks == census.waiting + len(census.stuck) + census.more
 
 
 def _patient(waiter: Standing, alone: bool, late: float) -> bool:
