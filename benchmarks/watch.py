@@ -2,9 +2,10 @@
 
     python -m benchmarks watch --recipe 124m --micro-batch-size 1 --rounds 20
 
-A round is a step with all of them, and one without any, in changing order; a report of slow ranks is made after each watched step.
-Beside what the clock says of two steps stands what is counted: signs of life in a step, times what one takes. Left out:
-collectives, of which a rank alone has none; each is two signs of life. Test: pytest tests/test_benchmarks.py
+A round is a step with heartbeats and a report of slow ranks, and one without, in changing order; the thread, which looks once a
+second, is there all the time, because starting one for each step costs more than the rest. Beside what the clock says of two steps
+stands what is counted: signs of life in a step, times what one takes. Left out: collectives, of which a rank alone has none.
+Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
 from . import driver, noise, shapes
 
 CALLS = 20_000  # signs of life that are timed
+Watched = tuple[Watchdog, RankTimes, Observers]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,8 @@ def run(options: argparse.Namespace) -> None:
         options, seq_length=options.seq_length, train_iters=10 * options.rounds + 10)
     trainer = Trainer(config, DryComm(), train=MockDataset(config.model.vocab_size, options.seq_length, 4096, 1))
     with tempfile.TemporaryDirectory() as folder:
-        rounds = [one_round(trainer, Path(folder), bool(i % 2)) for i in range(-1, options.rounds)][1:]
+        with watching(trainer, Path(folder)) as watched:
+            rounds = [one_round(trainer, watched, bool(i % 2)) for i in range(-1, options.rounds)][1:]
         result = {**{name: statistics.median(r[name] for r in rounds) for name in rounds[0]}, "nanoseconds": nanoseconds(folder)}
     trainer.close()
     result |= {"ratio": statistics.median(r["watched"] / r["unwatched"] for r in rounds), "rounds": rounds,
@@ -65,30 +68,30 @@ def run(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def one_round(trainer: Trainer, folder: Path, watched_first: bool) -> dict[str, float]:
+def one_round(trainer: Trainer, watched: Watched, watched_first: bool) -> dict[str, float]:
     """Seconds of a watched step and of another, and the signs of life of the former."""
+    watchdog, times, observers = watched
     result: dict[str, float] = {}
-    for watched in (watched_first, not watched_first):
-        if watched:
-            with watching(trainer, folder) as (watchdog, times):
-                before = watchdog.heart.beat().number
-                result["watched"] = step(trainer, watchdog, times)
-                result["signs"] = watchdog.heart.beat().number - before
+    for watches in (watched_first, not watched_first):
+        before = watchdog.heart.beat().number
+        if watches:
+            trainer.watch, trainer.waiting_for_data = observers.watch, observers.reading
+            result["watched"] = step(trainer, watchdog, times)
+            result["signs"] = watchdog.heart.beat().number - before
         else:
+            trainer.watch, trainer.waiting_for_data = None, contextlib.nullcontext
             result["unwatched"] = step(trainer)
     return result
 
 
 @contextlib.contextmanager
-def watching(trainer: Trainer, folder: Path) -> Iterator[tuple[Watchdog, RankTimes]]:
-    """The trainer of a rank that is watched as `fugaku-megatron train` has it."""
+def watching(trainer: Trainer, folder: Path) -> Iterator[Watched]:
+    """What watches a rank, as `fugaku-megatron train` has it."""
     watchdog = Watchdog(Heartbeat(folder / "node"), HangSettings(None, folder, None))
     observers = Observers(Phases(), Heartbeats(watchdog.heart, Grid(1), 0), None)
-    trainer.watch, trainer.waiting_for_data = observers.watch, observers.reading
     try:
-        yield watchdog, RankTimes(trainer.run, trainer.layout, trainer.world, observers.phases, print)
+        yield watchdog, RankTimes(trainer.run, trainer.layout, trainer.world, observers.phases, print), observers
     finally:
-        trainer.watch, trainer.waiting_for_data = None, contextlib.nullcontext
         watchdog.close()
 
 
