@@ -15,6 +15,7 @@ from . import model, software
 from .cost import Seconds
 from .model import System
 from .parameters import Parameters
+from .plan_text import schedule_name
 from .search import Plan, Search, search
 
 MEANINGS = {
@@ -97,7 +98,7 @@ def _taken(name: str, before: float, result: Search) -> Change:
 def _layout(plan: Plan) -> str:
     layout = plan.layout
     return (f"{plan.system.ranks_per_node} ranks per node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, "
-            f"MBS {plan.run.batch.micro_batch_size}, 1F1B, "
+            f"MBS {plan.run.batch.micro_batch_size}, {schedule_name(plan.run)}, "
             f"{plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))} micro-batches, "
             f"recompute {recompute_name(plan.run)}, bubble {plan.bubble_fraction:.0%}")
 
