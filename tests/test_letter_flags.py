@@ -5,7 +5,10 @@ Run: pytest tests/test_letter_flags.py
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -139,6 +142,17 @@ def test_an_error_of_wandb_does_not_end_the_run(package, monkeypatch, capsys):
     monkeypatch.setattr(package, "init", lambda **given: 1 / 0)
     MetricsWriter(10, 5, wandb=WandbRun("project", "name")).validation(5, 2.0, 80)
     assert "--wandb-project project: division by zero; the run goes on without it" in capsys.readouterr().out
+
+
+def test_the_real_package_keeps_a_run_offline(tmp_path):
+    words = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --mock-data"
+    order = [*words.split(), *"--vocab-size 64 --train-iters 3 --log-interval 1 --eval-iters 0".split(),
+             *"--wandb-project p --wandb-exp-name n".split()]
+    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    done = subprocess.run([sys.executable, "-m", "fugaku_megatron", "train", *order], cwd=tmp_path, capture_output=True, text=True,
+                          env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--wandb-project: offline" in done.stdout and len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
 
 
 def test_wandb_that_is_not_installed(monkeypatch):

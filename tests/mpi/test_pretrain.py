@@ -130,7 +130,7 @@ def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, how):
     again = ["--recompute-granularity", "full", "--recompute-part-layers", "1", "0", "0", "1"] if how == ZBV else []
     behind = ["--async-save", *again]
     ways = ([], behind, [*behind, "--save-local", str(tmp_path / "local")])
-    length = 10 + 3 * kills
+    length = 40 * kills  # long enough that no start comes to the end before its rank is found and killed
     flags = ["--train-iters", str(length), "--save-interval", "2", "--hidden-dropout", "0.1", *how]
     whole = mpich.run(2, PROGRAM, *TINY, *flags, "--save", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
