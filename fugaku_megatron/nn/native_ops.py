@@ -19,7 +19,7 @@ from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared
 from .native_loss import HeadLoss
-from .shared import DropoutKey
+from .shared import DropoutKey, as_rows
 from .weight_cache import WeightCache
 from .weight_gradients import WeightGradients
 
@@ -113,11 +113,6 @@ class NativeOps:
         return HeadLoss.apply(self, x, weight, labels, tp, first_row, factor, rows_at_once or labels.numel())
 
 
-def _rows(x: Tensor) -> Tensor:
-    """(..., h) -> (rows, h), contiguous."""
-    return x.contiguous().view(-1, x.shape[-1])
-
-
 def _row_count(x: Tensor, sequence: Comm | None) -> int:
     """Rows of x (..., h) when it is gathered. What is kept gets its memory before what is gathered, which leaves no holes then."""
     return x.numel() // x.shape[-1] * (1 if sequence is None else sequence.size)
@@ -138,7 +133,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Comm | None) -> Tensor:
         out = x.new_empty(_row_count(x, sequence), weight.shape[0])
         whole = gather_sequence(x, sequence)
-        rows = _rows(whole)
+        rows = as_rows(whole)
         ctx.save_for_backward(rows if sequence is None else x)
         ctx.ops, ctx.weight, ctx.bias, ctx.shape, ctx.sequence = ops, weight, bias, whole.shape, sequence
         ops.product(rows, weight, out, bias, chunk=ops.chunk(x))
@@ -146,8 +141,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), dy, ops, sequence = ctx.saved_tensors, _rows(dy), ctx.ops, ctx.sequence
-        rows, chunk = _rows(gather_sequence(x, sequence)), ops.chunk(dy)
+        (x,), dy, ops, sequence = ctx.saved_tensors, as_rows(dy), ctx.ops, ctx.sequence
+        rows, chunk = as_rows(gather_sequence(x, sequence)), ops.chunk(dy)
         ops.weight_gradient(dy, rows, ctx.weight, ctx.bias, chunk)
         gathered = sequence is not None and not ops.weight_gradients.waits  # then it is read no more
         dx = rows if gathered else torch.empty_like(rows)
@@ -161,7 +156,7 @@ class _MLP(torch.autograd.Function):
                 needs_values: bool, sequence: Comm | None) -> Tensor:
         pre = x.new_empty(_row_count(x, sequence), weight1.shape[0])  # (rows, f): argument of the GELU
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
-        rows = _rows(whole)
+        rows = as_rows(whole)
         if needs_values:
             out, inner = x.new_empty(rows.shape[0], weight2.shape[0]), torch.empty_like(pre)
             ops.product(rows, weight1, inner, bias1, True, pre, chunk=chunk)
@@ -176,14 +171,14 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, pre), (weight1, bias1, weight2), dy, ops = ctx.saved_tensors, ctx.parameters, _rows(dy), ctx.ops
+        (x, pre), (weight1, bias1, weight2), dy, ops = ctx.saved_tensors, ctx.parameters, as_rows(dy), ctx.ops
         chunk, later = ops.chunk(dy), ops.weight_gradients.waits
         if later:
             dpre = _gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
         else:
             _to_gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
             dpre = pre
-        rows = _rows(gather_sequence(x, ctx.sequence))
+        rows = as_rows(gather_sequence(x, ctx.sequence))
         ops.weight_gradient(dpre, rows, weight1, bias1, chunk)
         dx = torch.empty_like(rows) if ctx.keeps_input or later else rows
         ops.data_gradient(dpre, weight1, dx, chunk)

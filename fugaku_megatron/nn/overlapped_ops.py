@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..comm.row_blocks import Gathering, RowBlocks, Summing
 from .native_ops import NativeOps, add_second_weight_gradient
+from .shared import as_rows
 from .torch_ops import TorchOps, gelu
 
 Backend = NativeOps | TorchOps
@@ -39,11 +40,6 @@ def mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2:
     if isinstance(ops, NativeOps):
         return _NativeMLP.apply(ops, x, weight1, bias1, weight2, needs_values, blocks)
     return row_linear(ops, gelu(column_linear(ops, x, weight1, bias1, blocks)), weight2, blocks)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """(..., h) -> (rows, h), contiguous."""
-    return x.contiguous().view(-1, x.shape[-1])
 
 
 def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
@@ -74,7 +70,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), dy, ops = ctx.saved_tensors, _rows(dy), ctx.ops
+        (x,), dy, ops = ctx.saved_tensors, as_rows(dy), ctx.ops
         gathering = ctx.blocks.gather(x)
         total = _data_gradient_sum(ops, dy, ctx.weight, ctx.blocks)
         ops.weight_gradient(dy, _gathered_rows(gathering), ctx.weight, ctx.bias, ops.chunk(dy))
@@ -84,7 +80,7 @@ class _ColumnLinear(torch.autograd.Function):
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
-        x_rows = _rows(x)
+        x_rows = as_rows(x)
         total = blocks.sum(len(x_rows), weight.shape[0], x.dtype)
         for rows, block in total:
             ops.product(x_rows[rows], weight, block, chunk=ops.chunk(x))

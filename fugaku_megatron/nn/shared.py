@@ -28,6 +28,11 @@ class DropoutKey:
     row0: int = 0
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """(..., h) -> (rows, h), contiguous."""
+    return x.contiguous().view(-1, x.shape[-1])
+
+
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
     """Add `grad` (the parameter's shape, any shape and float dtype) to the parameter's FP32 gradient `main_grad`."""
     parameter.main_grad.add_(grad)

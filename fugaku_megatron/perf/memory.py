@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .. import schedule
-from ..parts import ZB_H1, ZBV, Held
+from ..parts import SPLITS_BACKWARD, Held
 from ..run import accounting
 from ..run.config import RunConfig
 from ..run.layout import Layout, placement
@@ -121,7 +121,7 @@ def tensor_room(run: RunConfig, layout: Layout, machine: Machine, code: Software
 
 def peak_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:
     """MiB of the rank that uses most. Where backward is whole, the first stage of each kind holds most micro-batches."""
-    stages = range(layout.pp) if run.parallel.schedule in (ZB_H1, ZBV) else set(kinds(run))
+    stages = range(layout.pp) if run.parallel.schedule in SPLITS_BACKWARD else set(kinds(run))
     return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in stages)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..parts import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV
+from ..parts import INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
 from ..run import offers
 from ..run.checks import check
 from ..run.config import RunConfig
@@ -54,7 +54,7 @@ class Offers:
         return Offers(ranks_per_node=ranks_per_node, recompute=tuple(kind for kind, there in recompute.items() if there),
                       zero_stages=(0, 1) if offers.ZERO_1 in names else (0,), names=names,
                       schedules=(ONE_F_ONE_B, *(INTERLEAVED,) * (offers.INTERLEAVED in names),
-                                 *(ZB_H1, ZBV) * (offers.ZERO_BUBBLE in names)))
+                                 *SPLITS_BACKWARD * (offers.ZERO_BUBBLE in names)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,12 +120,12 @@ def _backward(record: Record, chunks: int) -> Work:
     return Work(products=tuple(products), collectives=_once(record.backward))
 
 
-def _overlapped(run: RunConfig, tp: int, work: Work) -> Work:
-    """`work` of one record, forward or backward, with its collectives behind its products.
+def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
+    """`work` of one record of a layer, forward or backward: with --tp-comm-overlap its collectives are behind its products.
 
     In backward the gradient of the weight needs all that is gathered; it hides what is summed, unless it is put off.
     """
-    if not work.collectives or not work.products:
+    if offers.TP_COMM_OVERLAP not in software.active(run) or not work.collectives or not work.products:
         return work
     data, *weight = work.products
     collectives = tuple(c for c, _ in work.collectives)
@@ -148,7 +148,6 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
     may wait. The result is shared by all callers.
     """
     sizes, chunks = _elementwise_tensors(run, tp, software), _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
-    overlaps = offers.TP_COMM_OVERLAP in software.active(run)
     places = {"layer": accounting.layer_records(run, tp), "embedding": accounting.embedding_records(run, tp),
               "head": accounting.head_records(run, tp, tied=False)}
     work = {}
@@ -156,7 +155,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
         for phase, record_work in (("forward", _forward), ("backward", _backward)):
             name = f"{place}_{phase}"
             pieces = [record_work(record, chunks) for record in records]
-            pieces = [_overlapped(run, tp, piece) for piece in pieces] if overlaps and place == "layer" else pieces
+            pieces = [_in_layer(run, tp, software, piece) for piece in pieces] if place == "layer" else pieces
             work[name] = sum(pieces, _elementwise(software, name, sizes))
     work["layer_weights"] = sum((_weights(record, chunks) for record in places["layer"]), Work())
     return MappingProxyType(work)
@@ -169,8 +168,7 @@ def layers_again(run: RunConfig, tp: int, groups: list[range], software: Softwar
         return repeat(whole, sum(map(len, groups)))
     records = accounting.recomputed_records(run, tp, last=True)
     sizes = _elementwise_tensors(run, tp, software)
-    pieces = [_forward(record, 1) for record in records]
-    pieces = [_overlapped(run, tp, piece) for piece in pieces] if offers.TP_COMM_OVERLAP in software.active(run) else pieces
+    pieces = [_in_layer(run, tp, software, _forward(record, 1)) for record in records]
     last = sum(pieces, _elementwise(software, "layer_forward", sizes))
     return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
 

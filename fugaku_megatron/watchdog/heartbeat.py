@@ -71,9 +71,14 @@ def node_folder() -> Path:
     return Path(f"{prefix()}{zlib.crc32(own.encode()):08x}")
 
 
+def stat_words(process: int) -> list[str]:
+    """The words of /proc/PROCESS/stat from the third field, the state, on. OSError where there is no such process."""
+    return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+
+
 def _birth(process: int) -> str:
     try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        return stat_words(process)[19]
     except OSError:
         return ""
 
@@ -81,7 +86,7 @@ def _birth(process: int) -> str:
 def lives(process: int) -> bool:
     """Whether a process of this node is there, if only stopped; a zombie is not."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+        return stat_words(process)[0] not in "ZX"
     except OSError:
         return False
 

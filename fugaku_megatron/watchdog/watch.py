@@ -25,7 +25,7 @@ from pathlib import Path
 from ..comm import launcher
 from . import stacks, verdict
 from .between import FAN, Link
-from .heartbeat import Beat, Heartbeat, Node, lives, node_folder, remove_dead
+from .heartbeat import Beat, Heartbeat, Node, lives, node_folder, remove_dead, stat_words
 from .verdict import STOPPED, Census, Standing, Verdict
 
 SHORTEST, ITERATIONS = 60.0, 10.0  # by default: s, and times the slowest iteration, without a move
@@ -62,7 +62,7 @@ class Work:
         if now - self._last.get(process, (0.0, 0.0, 0))[0] < WINDOW:
             return False
         try:
-            words = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+            words = stat_words(process)
             seconds = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
             moved = sum(int(line.split()[1]) for line in Path(f"/proc/{process}/io").read_text().splitlines())
         except (OSError, ValueError):
