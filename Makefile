@@ -101,7 +101,7 @@ docs: setup $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m docs tests/test_docs_commands.py
 
 faults: setup $(STAMPS)/test-packages
-	$(BIN)/python -m tests.faults --count $(FAULTS) --seed $(FAULTS_SEED) --write
+	$(BIN)/python -m tests.faults --count $(FAULTS) --seed $(FAULTS_SEED) --json faults.json --resume --workers 3 --write
 
 wheel: $(STAMPS)/venv
 	$(PIP) wheel --no-deps --wheel-dir dist .

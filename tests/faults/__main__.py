@@ -2,9 +2,12 @@
 
     make faults                                           as many as FAULTS says, the table of docs/reliability.md
     python -m tests.faults --count 100 --seed 3 --json faults.json
+    python -m tests.faults --count 100 --seed 3 --json faults.json --resume  those that the file has not yet
     python -m tests.faults --count 1 --seed 3 --first 57  that fault again
 
-Fault number N of a seed has its own random generator; kinds take turns. A fault takes two to four starts of a job. For each kind:
+Fault number N of a seed has its own random generator; kinds take turns. A fault takes two to four starts of a job, and for half of
+its time nothing but waits: --workers tries several side by side. --json is written after every fault, so that a campaign of hours
+may be stopped and resumed; it keeps the revision of the program that each fault met. For each kind:
 
     tried         faults that hit a run before its end
     lost          those after which more iterations were done again than the save interval allows (behind the run: twice that)
@@ -18,13 +21,14 @@ Left out: faults of several nodes at a time. Test: pytest tests/mpi/test_faults.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kinds", nargs="+", default=list(KINDS), help=f"of {', '.join(KINDS)}")
     made.add_argument("--only", nargs="+", help="of the faults of that seed, those of these kinds")
     made.add_argument("--json", type=Path, metavar="FILE", help="write counts and every outcome to FILE")
+    made.add_argument("--resume", action="store_true", help="keep the outcomes that --json has and try the other faults")
+    made.add_argument("--workers", type=int, default=1, help="faults tried side by side (default: %(default)s)")
     made.add_argument("--write", action="store_true", help="write the table of docs/reliability.md")
     return made
 
@@ -59,18 +65,13 @@ class Campaign:
         self.folder, self.seed, self.kinds = folder, seed, kinds
         self.data = jobs.write_data(folder)
         self._references: dict[str, dict[str, Any]] = {}
-
-    def outcomes(self, numbers: range, tried: Sequence[str]) -> Iterator[Outcome]:
-        """The faults of these numbers whose kind is tried, one after the other."""
-        for number in numbers:
-            if self.kinds[number % len(self.kinds)] in tried:
-                yield self.fault(number)
+        self._reference_lock = threading.Lock()
 
     def fault(self, number: int) -> Outcome:
         """One fault. A run that is over too early is tried again."""
         name = self.kinds[number % len(self.kinds)]
         rng, begin = random.Random(f"{self.seed} {name} {number}"), time.monotonic()
-        layout = KINDS[name].layout or rng.choice(jobs.LAYOUTS)
+        layout = KINDS[name].layout(number) if KINDS[name].layout else rng.choice(jobs.LAYOUTS)
         outcome = Outcome(number, name, layout.name)
         for attempt in range(ATTEMPTS):
             trial = Trial(self.folder / f"fault{number}.{attempt}", layout, self.data, rng)
@@ -93,14 +94,17 @@ class Campaign:
 
     def reference(self, layout: jobs.Layout) -> dict[str, Any]:
         """What the undisturbed run of a layout ends with."""
-        if layout.name not in self._references:
-            folder = self.folder / f"whole{len(self._references)}"
-            trial = Trial(folder, layout, self.data, random.Random(0))
-            folder.mkdir()
-            with jobs.network(layout):
-                assert trial.run() == 0, f"the undisturbed run of {layout.name} failed: {trial.text()[-2000:]}"
-            self._references[layout.name] = jobs.final(folder)
-        return self._references[layout.name]
+        with self._reference_lock:
+            if layout.name not in self._references:
+                self._references[layout.name] = self._undisturbed(layout, self.folder / f"whole{len(self._references)}")
+            return self._references[layout.name]
+
+    def _undisturbed(self, layout: jobs.Layout, folder: Path) -> dict[str, Any]:
+        trial = Trial(folder, layout, self.data, random.Random(0))
+        folder.mkdir()
+        with jobs.network(layout):
+            assert trial.run() == 0, f"the undisturbed run of {layout.name} failed: {trial.text()[-2000:]}"
+        return jobs.final(folder)
 
 
 def usable(kinds: Sequence[str]) -> list[str]:
@@ -112,30 +116,43 @@ def usable(kinds: Sequence[str]) -> list[str]:
     return [kind for kind in kinds if not KINDS[kind].missing()]
 
 
-def run(options: argparse.Namespace) -> int:
-    """The campaign; returns 1 when anything was lost, different, unnamed or a traceback."""
-    check(options.count > 0 and options.first >= 0, f"--count {options.count} --first {options.first}: give at least 1 and 0")
-    for flag, kinds in (("--kinds", options.kinds), ("--only", options.only or [])):
-        unknown = [kind for kind in kinds if kind not in KINDS]
-        check(not unknown, f"{flag} {' '.join(unknown)}: give some of {', '.join(KINDS)}")
-    tried, found = usable(options.only or options.kinds), []
-    with tempfile.TemporaryDirectory(prefix="faults.") as folder:
+def try_all(options: argparse.Namespace, numbers: Sequence[int], record: report.Record) -> float:
+    """Try the faults of these numbers, print each and add it to the record; returns the seconds."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults.") as folder, ThreadPoolExecutor(options.workers) as pool:
         campaign = Campaign(Path(folder), options.seed, options.kinds)
-        begin = time.monotonic()
-        for outcome in campaign.outcomes(range(options.first, options.first + options.count), tried):
-            found.append(outcome)
+        for tried in as_completed([pool.submit(campaign.fault, number) for number in numbers]):
+            outcome = tried.result()
+            record.add(outcome)
             verdict = "right" if outcome.right else f"WRONG {outcome.detail}"
             print(f"{outcome.number} {outcome.kind}, {outcome.layout}, {outcome.seconds:.1f} s: "
                   f"{verdict if outcome.hit else 'the run was over'}", flush=True)
-        rate = 60 * len(found) / (time.monotonic() - begin)
-    command = f"python -m tests.faults --seed {options.seed} --count {options.count}"
-    rows = report.counts(found, options.seed)
-    print(report.table(rows, command), f"{rate:.1f} faults per minute", sep="\n")
-    if options.json:
-        options.json.write_text(json.dumps({"kinds": rows, "outcomes": [outcome.record() for outcome in found]}, indent=1) + "\n")
+    return time.monotonic() - begin
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """ValueError, of one line, for options that make no campaign."""
+    check(options.count > 0 and options.first >= 0, f"--count {options.count} --first {options.first}: give at least 1 and 0")
+    check(options.workers > 0, f"--workers {options.workers}: give at least 1")
+    check(options.json is not None or not options.resume, "--resume needs --json, the file with the outcomes so far: give both")
+    for flag, kinds in (("--kinds", options.kinds), ("--only", options.only or [])):
+        unknown = [kind for kind in kinds if kind not in KINDS]
+        check(not unknown, f"{flag} {' '.join(unknown)}: give some of {', '.join(KINDS)}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The campaign; returns 1 when anything was lost, different, unnamed or a traceback."""
+    check_options(options)
+    record = report.Record.start(options.json, options.seed, options.kinds, options.resume)
+    chosen = usable(options.only or options.kinds)
+    numbers = [number for number in range(options.first, options.first + options.count)
+               if options.kinds[number % len(options.kinds)] in chosen and number not in record.numbers]
+    seconds = try_all(options, numbers, record)
+    table = record.table()
+    print(table, f"{60 * len(numbers) / seconds:.1f} faults per minute", sep="\n")
     if options.write:
-        report.write(report.table(rows, command))
-    return int(not all(outcome.right for outcome in found))
+        report.write(table)
+    return int(not all(outcome.right for outcome in record.outcomes))
 
 
 def main(words: Sequence[str]) -> int:

@@ -53,8 +53,10 @@ LAYOUTS = (
     Layout("TP 2 x DP 2", 4, ("--tensor-model-parallel-size", "2", "--zero-stage", "1")),
 )
 
-HOSTS = ("fm-faults0", "fm-faults1")
-TWO_HOSTS = Layout("DP 2 on two hosts", 2, ZERO, hosts=HOSTS)
+
+def on_two_hosts(number: int) -> Layout:
+    """A layout whose hosts are those of fault `number` alone."""
+    return Layout("DP 2 on two hosts", 2, ZERO, hosts=(f"fm-faults{number}a", f"fm-faults{number}b"))
 
 
 def write_data(folder: Path) -> Path:

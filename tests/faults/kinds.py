@@ -17,7 +17,7 @@ import psutil
 from benchmarks.two_hosts import DEVICE, why_not
 from fugaku_megatron.checkpoint.manifest import list_iterations
 
-from .jobs import HOSTS, ITERATIONS, TWO_HOSTS, VOCABULARY, Layout
+from .jobs import ITERATIONS, VOCABULARY, Layout, on_two_hosts
 from .trial import TooLate, Trial
 
 ORDERLY = r"a signal asked to stop|supervise: asked to leave"
@@ -31,7 +31,7 @@ class Kind:
     named: str
     disturb: Callable[[Trial], bool]
     missing: Callable[[], str] = lambda: ""  # why it cannot be tried here
-    layout: Layout | None = None  # the only one
+    layout: Callable[[int], Layout] | None = None  # the only one, of a fault's number
 
 
 def killed(trial: Trial) -> bool:
@@ -71,7 +71,7 @@ def link_down(trial: Trial) -> bool:
     job = trial.start("--hang-timeout-in-secs", str(HANG_SECONDS))
     trial.moment(job)
     trial.victim(job)
-    wire = ["ip", "-n", trial.rng.choice(HOSTS), "link", "set", DEVICE]
+    wire = ["ip", "-n", trial.rng.choice(trial.layout.hosts), "link", "set", DEVICE]
     subprocess.run([*wire, "down"], check=True)
     over = trial.end(job) == 0
     subprocess.run([*wire, "up"], check=True)
@@ -228,7 +228,7 @@ KINDS = {
     "usr1": Kind("SIGUSR1 to a rank or the job", ORDERLY, signalled(signal.SIGUSR1)),
     "stop": Kind("SIGSTOP of a rank", "", stopped),
     "link-down": Kind("the link between two hosts goes down", r"rank \d+ \(node|timed out|unreachable|Abort\(", link_down, why_not,
-                      TWO_HOSTS),
+                      on_two_hosts),
     "full-disk": Kind("--save on a full file system", r"No space left on device", full_disk, mounts),
     "io-error": Kind("a call on a file of --save fails with EIO", r"Input/output error", disk("error", 0, 120), compiler),
     "slow-disk": Kind("every call on a file of --save takes up to 20 ms", ANY, disk("slow", 100, 20000), compiler),

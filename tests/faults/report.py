@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fugaku_megatron.run.checks import check
 
 from .kinds import KINDS
 from .trial import Outcome
@@ -25,6 +31,60 @@ def counts(outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
                       "unnamed": sum(o.unnamed for o in hit), "tracebacks": sum(o.traceback for o in hit),
                       "missed": len(own) - len(hit), "seed": seed}
     return rows
+
+
+def revision() -> str:
+    """The commit of this checkout, with a + where files differ from it; "unknown" outside one."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=DOCUMENT.parent, capture_output=True,
+                           text=True)
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
+
+
+@dataclass
+class Record:
+    """The outcomes of a campaign, in a file that is whole after every fault. kinds: those that take turns."""
+
+    path: Path | None
+    seed: int
+    kinds: Sequence[str]
+    outcomes: list[Outcome] = field(default_factory=list)
+    revisions: dict[str, str] = field(default_factory=dict)  # number of a fault -> of the program that met it
+
+    @staticmethod
+    def start(path: Path | None, seed: int, kinds: Sequence[str], resume: bool) -> Record:
+        """A new record, or the one that `path` has. ValueError where that is of another campaign."""
+        record = Record(path, seed, list(kinds))
+        if not resume or not path.exists():
+            return record
+        saved = json.loads(path.read_text())
+        for name, value in (("seed", seed), ("turns", list(kinds))):
+            check(saved[name] == value, f"--json {path} has the campaign of {name} {saved[name]}, not {value}: give its own, or "
+                  "another file")
+        record.outcomes = [Outcome(**outcome) for outcome in saved["outcomes"]]
+        record.revisions = saved["revisions"]
+        return record
+
+    @property
+    def numbers(self) -> set[int]:
+        """Of the faults that have been tried."""
+        return {outcome.number for outcome in self.outcomes}
+
+    def add(self, outcome: Outcome) -> None:
+        """One more, on the disk before the next."""
+        self.outcomes.append(outcome)
+        self.revisions[str(outcome.number)] = revision()
+        if self.path is not None:
+            content = {"seed": self.seed, "turns": self.kinds, "kinds": counts(self.outcomes, self.seed),
+                       "revisions": self.revisions, "outcomes": [outcome.record() for outcome in self.outcomes]}
+            new = self.path.with_name(f"{self.path.name}.new")
+            new.write_text(json.dumps(content, indent=1) + "\n")
+            os.replace(new, self.path)
+
+    def table(self) -> str:
+        """Markdown of all outcomes."""
+        self.outcomes.sort(key=lambda outcome: (outcome.number % len(self.kinds), outcome.number))
+        command = f"python -m tests.faults --seed {self.seed} --count {max(self.numbers, default=-1) + 1}"
+        return table(counts(self.outcomes, self.seed), command)
 
 
 def table(rows: dict[str, dict[str, Any]], command: str) -> str:

@@ -20,11 +20,24 @@ def test_a_draw_loses_nothing(tmp_path, request, capsys):
     if launch.mpich() is None:
         pytest.skip(launch.MISSING["mpich"])
     count = request.config.getoption("--faults")
-    code = faults.main(["--count", str(count), "--seed", "12", "--kinds", *DRAWN, "--json", str(tmp_path / "faults.json")])
+    record = str(tmp_path / "faults.json")
+    code = faults.main(["--count", str(count), "--seed", "12", "--kinds", *DRAWN, "--workers", "2", "--json", record])
     printed = capsys.readouterr().out
     assert code == 0, printed
     rows = json.loads((tmp_path / "faults.json").read_text())["kinds"]
     assert sum(row["tried"] + row["missed"] for row in rows.values()) == count and "faults per minute" in printed
+
+
+def test_a_campaign_goes_on_where_it_was_stopped(tmp_path):
+    path, kinds = tmp_path / "faults.json", ["kill", "stop"]
+    report.Record.start(path, 7, kinds, resume=True).add(Outcome(1, "stop", "DP 2", different=True))
+    resumed = report.Record.start(path, 7, kinds, resume=True)
+    assert resumed.numbers == {1} and resumed.revisions["1"] == report.revision()
+    resumed.add(Outcome(0, "kill", "TP 2"))
+    assert report.Record.start(path, 7, kinds, resume=True).numbers == {0, 1}
+    assert "--seed 7 --count 2` and" in resumed.table() and "| sum | 2 | 0 | 1 | 0 | 0 | |" in resumed.table()
+    with pytest.raises(ValueError, match="has the campaign of seed 7, not 8"):
+        report.Record.start(path, 8, kinds, resume=True)
 
 
 def test_iterations_that_are_done_again_are_counted():
@@ -50,7 +63,8 @@ def test_the_document_has_a_place_for_the_table():
 
 @pytest.mark.parametrize("words, answer", [
     (["--only", "none"], "--only none: give some of kill"), (["--kinds", "none"], "--kinds none: give some of kill"),
-    (["--count", "0"], "--count 0 --first 0: give at least 1 and 0"),
+    (["--count", "0"], "--count 0 --first 0: give at least 1 and 0"), (["--workers", "0"], "--workers 0: give at least 1"),
+    (["--resume"], "--resume needs --json"),
 ])
 def test_mistakes_are_one_line(words, answer, capsys):
     assert faults.main(words) == 2
