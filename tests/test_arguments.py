@@ -89,7 +89,7 @@ def test_denormals_are_flushed_unless_switched_off():
 
 @pytest.mark.parametrize("given", ["--no-cuda", "--distributed-backend mpi", "--DDP-impl local", "--cpu-optimizer",
                                    "--cpu-torch-adam", "--use-cpu-initialization", "--optimizer adam",
-                                   "--use-flash-attn", "--position-embedding-type learned_absolute"])
+                                   "--use-flash-attn"])
 def test_flags_of_cpu_forks_get_one_note(given):
     arguments = parse([*BASE, *given.split()])
     name = given.split()[0]
@@ -141,7 +141,7 @@ def test_the_launch_line_of_a_cpu_fork_parses():
     ("--num-attention-heads 5", "--hidden-size 32 is not divisible by --num-attention-heads 5"),
     ("--sequence-paralel", "unknown flag --sequence-paralel: did you mean --sequence-parallel?"),
     ("--deepspeed-config x", "unknown flag --deepspeed-config: see --help"),
-    ("--position-embedding-type rope", "argument --position-embedding-type: invalid choice: 'rope'"),
+    ("--position-embedding-type alibi", "argument --position-embedding-type: invalid choice: 'alibi'"),
     ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd'"),
     ("--world-size 4", "--world-size 4 goes with --dry-run"),
     ("--dry-run --world-size 0", "--world-size is 0"),
@@ -206,9 +206,11 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
               "split": "1,1,1", "pipeline_split": "even", "pipeline_schedule": "zbv", "tokenizer_type": "t", "kernels": "torch",
               "allocator": "stock", "thread_affinity": "none", "profile_ranks": (1, 2),
               "profile_step_start": 4, "profile_dir": "d", "log_live": "off",
+              "num_query_groups": 4, "position_embedding_type": "rope", "window_size": "9,0",
               "normalization": "Other", "min_lr": 1e-6, "hidden_size": 96, "max_position_embeddings": 4096}
     companions = {"start_weight_decay": {"weight_decay_incr_style": "linear"}, "lr_decay_samples": {"train_samples": 9},
                   "lr_warmup_samples": {"train_samples": 9}, "vocab_file": {"merge_file": "m"}, "merge_file": {"vocab_file": "v"}}
+    companions |= {"num_query_groups": {"group_query_attention": True}, "qk_layernorm": {"normalization": "RMSNorm"}}
     companions |= {"fp16_accumulation_chunk": {"fp16": True}, "ckpt_step": {"load": "l"}}
     pipeline = {"pipeline_model_parallel_size": 2}
     companions |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",

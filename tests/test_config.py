@@ -9,7 +9,6 @@ import pytest
 
 from fugaku_megatron.run.checks import flag
 from fugaku_megatron.run.config import (
-    ARCHITECTURE,
     GROUPS,
     BatchConfig,
     DataConfig,
@@ -22,6 +21,7 @@ from fugaku_megatron.run.config import (
     SystemConfig,
     TrainingConfig,
 )
+from fugaku_megatron.run.model_config import ARCHITECTURE, BLOCK, architecture, with_block
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
 
@@ -45,6 +45,28 @@ def test_derived_defaults():
     assert (model.ffn_hidden_size, model.max_position_embeddings, model.vocab_size) == (128, 16, None)
     assert ModelConfig(**MODEL, ffn_hidden_size=40, max_position_embeddings=20).ffn_hidden_size == 40
     assert [PrecisionConfig(**kind).name for kind in ({}, {"bf16": True}, {"fp16": True})] == ["fp32", "bf16", "fp16"]
+
+
+def test_derived_sizes_of_other_blocks():
+    model = ModelConfig(**{**MODEL, "hidden_size": 96}, swiglu=True, group_query_attention=True, num_query_groups=2)
+    assert (model.ffn_hidden_size, model.kv_channels, model.query_groups, model.qkv_width) == (256, 24, 2, 192)
+    model = ModelConfig(**MODEL, kv_channels=6, num_query_groups=2, position_embedding_type="rope", rotary_percent=0.7)
+    assert (model.query_groups, model.num_query_groups, model.context_width, model.rotary_size) == (4, None, 24, 4)
+    assert ModelConfig(**MODEL, group_query_attention=True).query_groups == 1
+    windows = {text: ModelConfig(**MODEL, window_size=text).window for text in ("3,0", "(3, 0)", " 0,0", "-1,0")}
+    assert windows == {"3,0": 4, "(3, 0)": 4, " 0,0": 1, "-1,0": None}
+
+
+def test_a_checkpoint_without_these_values_has_gpt2s_block():
+    model = ModelConfig(**MODEL)
+    saved = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+    assert with_block(saved).items() >= {name: getattr(model, name) for name in BLOCK}.items()
+    assert with_block({**saved, "swiglu": True})["swiglu"]
+
+
+def test_the_longest_sequence_counts_where_positions_are_learned():
+    assert "max_position_embeddings" in architecture(ModelConfig(**MODEL))
+    assert "max_position_embeddings" not in architecture(ModelConfig(**MODEL, position_embedding_type="none"))
 
 
 def test_flag_names():
@@ -79,6 +101,13 @@ MISTAKES = [
               "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by", "init_method_std", "layernorm_epsilon"),
     *fraction(ModelConfig, MODEL, "hidden_dropout", "attention_dropout"),
     (ModelConfig, {**MODEL, "num_attention_heads": 5}, "--hidden-size 32 is not divisible by --num-attention-heads 5: change one"),
+    (ModelConfig, {**MODEL, "num_attention_heads": 5}, "--hidden-size 32 is not divisible by --num-attention-heads 5: change one"),
+    (ModelConfig, {**MODEL, "group_query_attention": True, "num_query_groups": 3}, "--num-attention-heads 4 is not divisible by "
+     "--num-query-groups 3"),
+    (ModelConfig, {**MODEL, "qk_layernorm": True}, "--qk-layernorm is an RMS norm here, and --normalization is LayerNorm: give"),
+    (ModelConfig, {**MODEL, "rotary_percent": 1.5}, "--rotary-percent is 1.5: give a number above 0, and 1 at most"),
+    (ModelConfig, {**MODEL, "position_embedding_type": "rope", "kv_channels": 7}, "of a head of 7 is 7: change it"),
+    *((ModelConfig, {**MODEL, "window_size": text}, f"--window-size {text!r}: give LEFT,0") for text in ("4", "4,1", "x,0")),
     (ModelConfig, {**MODEL, "max_position_embeddings": 15}, "--max-position-embeddings 15 is below --seq-length 16: raise"),
     *positive(ParallelConfig, {}, "tensor_model_parallel_size", "pipeline_model_parallel_size"),
     choice(ParallelConfig, "zero_stage", 2, "0 or 1"),

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from . import shared
+from . import shared, torch_blocks
 from .native_loss import HeadLoss
 from .shared import DropoutKey, as_rows
+from .torch_blocks import BlockOps, Heads
 from .weight_cache import WeightCache
 from .weight_gradients import WeightGradients
 
@@ -27,7 +28,7 @@ MLP_COLUMNS = 512  # of the MLP's inner tensor that backward holds twice
 
 
 @dataclass(frozen=True)
-class NativeOps:
+class NativeOps(BlockOps):
     """The backend on the C++ kernels.
 
     kernels: the kernel library. fp16_chunk: linear layers with FP16 operands sum this many products in FP16 before they add in
@@ -77,9 +78,13 @@ class NativeOps:
         """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h)."""
         return _MLP.apply(self, x, weight1, bias1, weight2, needs_values, sequence)
 
-    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
-        """qkv (s, b, n 3 d) -> (s, b, n d)."""
-        return _Attention.apply(self, qkv, head_size, p, key)
+    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
+                  window: int | None = None) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) -> (s, b, n d)."""
+        heads = Heads.of(qkv, head_size, groups)
+        if heads.groups == heads.heads and (window is None or window >= len(qkv)):
+            return _Attention.apply(self, qkv, head_size, p, key)
+        return torch_blocks.attention(qkv, heads, window, partial(self.dropout, p=p, key=key) if p else None)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """x (..., h), weight and bias (h) -> (..., h)."""

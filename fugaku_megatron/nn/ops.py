@@ -7,8 +7,8 @@
 Layers get an `Ops` when they are built and call nothing else. Each operation is an autograd function over tensors (s, b, h). Weight
 gradients are accumulated straight into a parameter's `main_grad` (flat FP32 buffer), so autograd carries activation gradients only.
 Left out: communication (`comm.autograd`, `layers`), except inside the loss and of a product's split input (`sequence`).
-Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size, v vocabulary of this rank.
-Test: pytest tests/test_ops.py
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, g of their groups, d head size, v vocabulary of this
+rank. Test: pytest tests/test_ops.py
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..host import kernels as native_kernels
 from . import overlapped_ops
 from .native_ops import NativeOps
 from .shared import DropoutKey, backward, recompute
+from .torch_blocks import Angles
 from .torch_ops import TorchOps
 from .weight_cache import WeightCache
 from .weight_gradients import WeightGradients
@@ -107,12 +108,43 @@ class Ops:
         """`mlp` from part to part (s / t, b, h) of the sequence, its input gathered and its result summed behind the products."""
         return overlapped_ops.mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks)
 
-    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
-        """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, n 3 d) -> (s, b, n d).
+    def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
+                  sequence: Comm | None = None) -> Tensor:
+        """(silu(x W1[0]^T + b[0]) * (x W1[1]^T + b[1])) W2^T. x (s, b, h), W1 (2, f, h), b (2, f), W2 (h, f) -> (s, b, h).
 
-        A head's query, key and value lie side by side in qkv, as in Megatron.
+        needs_values, sequence: as in `mlp`. Source: Shazeer 2020, "GLU Variants Improve Transformer".
         """
-        return self.backends["attention"].attention(qkv, head_size, p, key)
+        return self.backends["gemm"].gated_mlp(x, weight1, bias1, weight2, needs_values, sequence)
+
+    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
+                  window: int | None = None) -> Tensor:
+        """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, g (n/g + 2) d) -> (s, b, n d).
+
+        The n/g queries of a group, its key and its value lie side by side in qkv, as in Megatron. groups: g, None for n.
+        window: token i sees tokens j with i - window < j <= i, None for all j <= i.
+        """
+        return self.backends["attention"].attention(qkv, head_size, p, key, groups, window)
+
+    def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
+               first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
+               epsilon: float = 1e-5) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d), its queries and keys normalised and turned by their positions -> the same shape.
+
+        q_weight, k_weight (d): of the RMS norms over d with `epsilon` that come first, None for none. angles: cosines and sines
+        (positions, rotated elements / 2) in FP32, or None; row first_position is that of the first token. interleaved: neighbours
+        are turned together, else elements i and i + rotated / 2.
+        """
+        return self.backends["rowwise"].rotary(qkv, angles, heads, groups, head_size, interleaved, first_position, q_weight,
+                                               k_weight, epsilon)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, in FP32. x (..., h), weight (h) -> (..., h)."""
+        return self.backends["rowwise"].rms_norm(x, weight, epsilon)
+
+    def bias_dropout_add_rms_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                                  weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """(sum, rms_norm(sum)), both (s, b, h), sum being that of `bias_dropout_add`; weight (h)."""
+        return self.backends["rowwise"].bias_dropout_add_rms_norm(x, bias, residual, p, key, weight, epsilon)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """Layer norm over the last dimension. x (..., h), weight and bias (h) -> (..., h)."""

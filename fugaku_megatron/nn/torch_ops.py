@@ -17,13 +17,14 @@ from torch.nn import functional as F
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from . import shared
+from . import shared, torch_blocks
 from .shared import DropoutKey, accumulate
+from .torch_blocks import BlockOps, Heads
 from .weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
-class TorchOps:
+class TorchOps(BlockOps):
     """The backend on torch's kernels. kernels: the C++ library, for dropout's masks alone, which both backends share.
 
     weight_gradients: where linear layers bring the work for their weights' gradients.
@@ -61,19 +62,11 @@ class TorchOps:
         """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h). The values are always computed."""
         return self.linear(gelu(self.linear(x, weight1, bias1, sequence)), weight2)
 
-    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
-        """qkv (s, b, n 3 d) -> (s, b, n d)."""
-        s, b, width = qkv.shape
-        heads = qkv.view(s, b, width // (3 * head_size), 3, head_size).permute(3, 1, 2, 0, 4)  # (3, b, n, s, d)
-        queries, keys, values = heads.unbind(0)
-        if p == 0.0:
-            context = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)  # (b, n, s, d)
-        else:
-            scores = torch.matmul(queries, keys.transpose(-1, -2)) * head_size**-0.5  # (b, n, s, s)
-            future = torch.ones(s, s, dtype=torch.bool, device=qkv.device).triu(1)
-            probabilities = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-            context = torch.matmul(self.dropout(probabilities, p, key), values)
-        return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
+                  window: int | None = None) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) -> (s, b, n d)."""
+        dropout = partial(self.dropout, p=p, key=key) if p else None
+        return torch_blocks.attention(qkv, Heads.of(qkv, head_size, groups), window, dropout)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """x (..., h), weight and bias (h) -> (..., h)."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass
 class _Entry:
-    """A packed copy. weight: kept, so that its id is not given to another tensor. target: the kernels that it was packed for."""
+    """A packed copy. weight: kept, so that nobody else gets its memory. target: the kernels that it was packed for."""
 
     weight: Tensor
     buffer: Tensor
@@ -31,7 +31,7 @@ class WeightCache:
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
-        self._entries: dict[tuple[int, bool], _Entry] = {}
+        self._entries: dict[tuple[int, tuple[int, ...], bool], _Entry] = {}
 
     def weights_changed(self) -> None:
         """What is packed is packed again, into the same memory, at its next use."""
@@ -40,7 +40,7 @@ class WeightCache:
 
     def packed(self, weight: Tensor, transposed: bool) -> Tensor:
         """weight (out, in) packed for the target in use: bytes (n,), for linear_forward, or transposed for linear_data_gradient."""
-        key, target = (id(weight), transposed), self._kernels.active()
+        key, target = (weight.data_ptr(), tuple(weight.shape), transposed), self._kernels.active()
         size = self._kernels.packed_weight_size(*weight.shape, weight.dtype, transposed)
         entry = self._entries.get(key)
         if entry is None or entry.buffer.numel() != size:

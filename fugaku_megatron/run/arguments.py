@@ -17,6 +17,7 @@ from .checks import check, flag
 from .command_line import Parser, nearest
 from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
 from .config import GROUPS, RunConfig
+from .model_config import ROPE
 from .recipes import RECIPES
 
 _COMPATIBILITY, _REFUSED = "compatibility ", "refused "  # prefixes of such flags among the parsed values
@@ -25,6 +26,10 @@ _COMPATIBILITY, _REFUSED = "compatibility ", "refused "  # prefixes of such flag
 _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1,
      ("sequence_parallel", "tp_comm_overlap")),
+    ("--group-query-attention", lambda run: run.model.group_query_attention, ("num_query_groups",)),
+    ("--position-embedding-type rope", lambda run: run.model.position_embedding_type == ROPE,
+     ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")),
+    ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ("rope_scaling_factor",)),
     ("--fp16", lambda run: run.precision.fp16,
      ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
     ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full",
@@ -149,7 +154,8 @@ def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
 
 # Values of a recipe that a flag replaces: setting the key drops the recipe's value of the others.
 _DERIVED: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("ffn_hidden_size",),
+    "hidden_size": ("ffn_hidden_size", "kv_channels"),
+    "num_attention_heads": ("kv_channels",),
     "seq_length": ("max_position_embeddings",),
     "lr": ("min_lr",),
     "step_batch_size_schedule": ("global_batch_size",),

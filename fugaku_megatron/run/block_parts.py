@@ -35,8 +35,10 @@ class MLPPart:
     fc1_widths: int
 
 
-NORMS = {"LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2)}
-MLPS = {"gelu": MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation="gelu", fc1_widths=1)}
+NORMS = {"LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2),
+         "RMSNorm": NormPart(layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1)}
+MLPS = {"gelu": MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation="gelu", fc1_widths=1),
+        "swiglu": MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation="swiglu", fc1_widths=2)}
 
 
 def choices(parts: dict[str, NormPart] | dict[str, MLPPart]) -> str:

@@ -6,7 +6,6 @@ Test: pytest tests/test_arguments.py tests/test_letter_flags.py
 
 from __future__ import annotations
 
-ONE_BLOCK = "the block is GPT-2's, with learned positions, one head of keys for each head of queries, and GELU"
 NO_FP8 = "these CPUs have no FP8 arithmetic: use --bf16 or --fp16"
 TOKENIZER = "the tokenizer is GPT-2's: give --vocab-file and --merge-file"
 TENSORBOARD = "TensorBoard gets every figure of the log line"
@@ -41,7 +40,6 @@ COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
     "--local-rank": (1, "MPI gives the rank"),
     "--distributed-timeout-minutes": (1, "ignored: MPI has no time-out"),
     "--log-throughput": (0, "TFLOPs are in every log line"),
-    "--position-embedding-type": (1, "positions are learned ('learned_absolute')"),
     "--bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
     "--transformer-impl": (1, "there is one implementation of the layers"),
     "--use-mcore-models": (0, "there is one implementation of the model"),
@@ -71,7 +69,7 @@ COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
     "--no-mmap-bin-files": (0, "files are always mapped"),
     "--ckpt-format": (1, "checkpoints have one format, which loads into any layout"),
 }
-COMPATIBILITY_CHOICES = {"--optimizer": ("adam",), "--position-embedding-type": ("learned_absolute",)}  # others are another run
+COMPATIBILITY_CHOICES = {"--optimizer": ("adam",)}  # others are another run
 
 # flag -> (the values that change nothing here, why others are refused)
 ONLY: dict[str, tuple[tuple[str, ...], str]] = {
@@ -84,14 +82,7 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
 REFUSED_FLAGS: dict[str, tuple[int, str]] = {
     "--no-bias-gelu-fusion": (0, "it asks Megatron-LM for the exact GELU, and the blocks compute its tanh form, as the fused "
                                  "kernel there: leave it out"),
-    "--swiglu": (0, ONE_BLOCK),
-    "--group-query-attention": (0, ONE_BLOCK),
-    "--num-query-groups": (1, ONE_BLOCK),
-    "--kv-channels": (1, "a head has --hidden-size / --num-attention-heads channels: leave it out"),
-    "--rotary-base": (1, ONE_BLOCK),
-    "--rotary-percent": (1, ONE_BLOCK),
     "--apply-layernorm-1p": (0, "weights of norms begin at 1, not at 0: leave it out"),
-    "--untie-embeddings-and-output-weights": (0, "the logits are computed with the embedding's weights"),
     "--decoupled-lr": (1, "all weights have one learning rate: leave it out"),
     "--decoupled-min-lr": (1, "all weights have one learning rate: leave it out"),
     "--fp8-format": (1, NO_FP8),

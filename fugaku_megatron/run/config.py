@@ -7,63 +7,15 @@ Errors: ValueError naming the flag, the value and the remedy. Test: pytest tests
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from .block_parts import NORMS, choices
-from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, hashed_once, opt, required
+from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, opt, required
 from .data_config import DataConfig
+from .model_config import ModelConfig
 from .numbers_config import NumbersConfig
 from .optimizer_config import OptimizerConfig
 from .parallel_config import ParallelConfig
 from .step_sizes import StepSizes
-
-
-@hashed_once
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The GPT that is trained (GPT-2 as Megatron-LM builds it)."""
-
-    num_layers: int = required("number of transformer layers", maximum=4096)
-    hidden_size: int = required("width h of the residual stream", maximum=2**20)
-    num_attention_heads: int = required("number of attention heads; must divide --hidden-size", maximum=2**16)
-    ffn_hidden_size: int | None = opt(None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22)
-    seq_length: int = required("tokens per sample, s", maximum=2**22)
-    max_position_embeddings: int | None = opt(None, "rows of the position embedding (default: --seq-length)", type=int,
-                                              maximum=2**22)
-    vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26)
-    make_vocab_size_divisible_by: int = opt(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
-    init_method_std: float = opt(0.02, "standard deviation of the initial weights")
-    normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer")
-    disable_bias_linear: bool = opt(False, "no biases in the linear layers of the blocks")
-    layernorm_epsilon: float = opt(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
-    hidden_dropout: float = opt(0.1, "dropout on embeddings and on what each sub-layer adds to the residual stream")
-    attention_dropout: float = opt(0.1, "dropout on attention probabilities")
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        if self.ffn_hidden_size is None:
-            object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
-        if self.max_position_embeddings is None:
-            object.__setattr__(self, "max_position_embeddings", self.seq_length)
-        numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
-        check_positive(self, *(name for name in numbers if "dropout" not in name))
-        check(self.normalization in NORMS, f"--normalization is {self.normalization}: give {choices(NORMS)}")
-        check_fraction(self, "hidden_dropout", "attention_dropout")
-        check(self.hidden_size % self.num_attention_heads == 0, f"--hidden-size {self.hidden_size} is not divisible by "
-              f"--num-attention-heads {self.num_attention_heads}: change one of them")
-        check(self.max_position_embeddings >= self.seq_length, f"--max-position-embeddings {self.max_position_embeddings} "
-              f"is below --seq-length {self.seq_length}: raise it to {self.seq_length} or shorten the sequence")
-
-    @property
-    def activation(self) -> str:
-        """The row of `block_parts.MLPS` that the block's MLP is."""
-        return "gelu"
-
-
-# What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
-ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
-                "normalization", "disable_bias_linear", "layernorm_epsilon")
-
 
 # What decides the course of training beside the architecture, by group: a resumed run says where it differs from what was saved.
 COURSE = {

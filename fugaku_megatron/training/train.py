@@ -32,8 +32,9 @@ from ..nn.ops import Ops
 from ..run.accounting import pipeline_split, sequence_parts, zero_shards
 from ..run.batches import sizes_of
 from ..run.checks import check
-from ..run.config import ARCHITECTURE, RunConfig
+from ..run.config import RunConfig
 from ..run.layout import Layout, placement
+from ..run.model_config import architecture, with_block
 from ..run.skips import Skips
 from .microbatches import Batch, MicroBatch, MicroBatchWindow
 from .optim import PARAMETER_DTYPES, Optimizer
@@ -285,11 +286,11 @@ class Trainer:
         rank for a checkpoint that is damaged, of another model or of another program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
-        model = {name: getattr(self.run.model, name) for name in ARCHITECTURE}
+        checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
         wanted, state = self.run.optimizer, checkpoint.state
         shards = [shard for shard in self.optimizer.checkpoint_shards(owned=True)
                   if not wanted.no_load_optim or shard.key.startswith("weight/")]
-        load_shards(checkpoint, shards, self.folders, model, PADDED)
+        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), PADDED)
         self.optimizer.after_load()
         if not wanted.no_load_optim:
             self.optimizer.scaler.load(state["scaler"])

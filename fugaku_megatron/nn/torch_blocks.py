@@ -1,0 +1,239 @@
+"""The operations of Llama's, Mistral's and Qwen's blocks in torch: RMS norm, gated MLP, rotary positions, grouped attention.
+
+Both backends run them (`torch_ops`; `native_ops` for what has no C++ kernel); they keep from forward to backward what
+`run.accounting` counts. Left out: their products, which are the backend's.
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g groups, d head size, rows = s b.
+Test: pytest tests/test_block_ops.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..comm.autograd import gather_sequence, reduce_scatter_sequence
+from ..comm.base import Comm
+from .shared import DropoutKey, accumulate, as_rows
+
+Angles = tuple[Tensor, Tensor]  # cosines and sines (positions, rotated elements / 2), FP32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How qkv (s, b, g (n/g + 2) d) lies: for each group its n/g queries, its key and its value, d elements each."""
+
+    heads: int
+    groups: int
+    head_size: int
+
+    @staticmethod
+    def of(qkv: Tensor, head_size: int, groups: int | None) -> Heads:
+        """Those of qkv (s, b, width); groups None: as many as heads."""
+        slots = qkv.shape[-1] // head_size
+        return Heads(slots // 3, slots // 3, head_size) if groups is None else Heads(slots - 2 * groups, groups, head_size)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of queries (s, b, g, n/g, d), keys and values (s, b, g, 1, d)."""
+        each = self.heads // self.groups
+        return qkv.view(*qkv.shape[:2], self.groups, each + 2, self.head_size).split((each, 1, 1), dim=3)
+
+
+class BlockOps:
+    """The operations of these blocks, for a backend with products and `bias_dropout_add`, and no kernels of its own for them.
+
+    `ops.Ops` says what each computes.
+    """
+
+    def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
+                  sequence: Comm | None = None) -> Tensor:
+        """x (s, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s, b, h)."""
+        return gated_mlp(self, x, weight1, bias1, weight2, needs_values, sequence)
+
+    def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
+               first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
+               epsilon: float = 1e-5) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) -> the same shape."""
+        return rotary(qkv, angles, Heads(heads, groups, head_size), interleaved, first_position, q_weight, k_weight, epsilon)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x (..., h), weight (h) -> (..., h)."""
+        return rms_norm(x, weight, epsilon)
+
+    def bias_dropout_add_rms_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                                  weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """x and residual (s, b, h), bias and weight (h) -> two of (s, b, h)."""
+        total = self.bias_dropout_add(x, bias, residual, p, key)
+        return total, self.rms_norm(total, weight, epsilon)
+
+
+# RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467) ---------------------------------------------------------------------------
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension. x (..., h), weight (h) -> (..., h)."""
+    return _RMSNorm.apply(x, weight, epsilon)
+
+
+def _normalized(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(the RMS norm of x (..., h), 1 / root mean square of each row (..., 1) in FP32)."""
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    return (x * rstd * weight).to(x.dtype), rstd
+
+
+def _norm_gradients(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of x (..., h), gradient of weight (h) in FP32) of `_normalized`; dy as x."""
+    unit, dy = x.float() * rstd, dy.float()
+    scaled = dy * weight
+    dx = rstd * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+    return dx.to(x.dtype), as_rows(dy * unit).sum(0)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        y, rstd = _normalized(x, weight, epsilon)
+        ctx.save_for_backward(x, rstd)
+        ctx.weight = weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        dx, dweight = _norm_gradients(dy, *ctx.saved_tensors, ctx.weight)
+        accumulate(ctx.weight, dweight)
+        return dx, None, None
+
+
+# Gated MLP (Shazeer 2020, arXiv:2002.05202) -------------------------------------------------------------------------------------
+
+def matrix(parameter: Tensor | None) -> Tensor | None:
+    """A parameter (2, f, ...) as (2 f, ...), with its gradient: of a weight what a product takes, of a bias a vector."""
+    if parameter is None:
+        return None
+    flat = parameter.detach().flatten(0, 1)
+    if hasattr(parameter, "main_grad"):
+        flat.main_grad = parameter.main_grad.flatten(0, 1)
+    return flat
+
+
+def gated_mlp(ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+              sequence: Comm | None) -> Tensor:
+    """(silu(x W1[0]^T + b[0]) * (x W1[1]^T + b[1])) W2^T on the backend's products; see `Ops.gated_mlp`."""
+    return _GatedMLP.apply(ops, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
+
+
+def gate(pre: Tensor) -> Tensor:
+    """silu(gates) * values of pre (rows, 2 f), whose first f columns are the gates -> (rows, f)."""
+    gates, values = pre.chunk(2, -1)
+    return F.silu(gates) * values
+
+
+def gate_gradient(dinner: Tensor, pre: Tensor) -> Tensor:
+    """The gradient of pre (rows, 2 f) from that of `gate`, dinner (rows, f); computed in FP32."""
+    gates, values = pre.float().chunk(2, -1)
+    dinner, sigmoid = dinner.float(), torch.sigmoid(gates)
+    slope = sigmoid * (1.0 + gates * (1.0 - sigmoid))
+    return torch.cat((dinner * values * slope, dinner * gates * sigmoid), -1).to(pre.dtype)
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+                sequence: Comm | None) -> Tensor:
+        whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
+        rows = as_rows(whole)
+        pre = rows.new_empty(len(rows), len(weight1))
+        ops.product(rows, weight1, pre, bias1, chunk=chunk)
+        out = x.new_empty(len(rows), len(weight2)) if needs_values else x.new_empty(1).expand(len(rows), len(weight2))
+        if needs_values:
+            ops.product(gate(pre), weight2, out, chunk=chunk)
+        ctx.save_for_backward(rows if sequence is None else x, pre)  # the gated values are cheaper to compute again than to keep
+        ctx.ops, ctx.parameters, ctx.shape, ctx.sequence = ops, (weight1, bias1, weight2), whole.shape, sequence
+        return out.view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, pre), (weight1, bias1, weight2), ops, dy = ctx.saved_tensors, ctx.parameters, ctx.ops, as_rows(dy)
+        chunk, rows = ops.chunk(dy), as_rows(gather_sequence(x, ctx.sequence))
+        inner = gate(pre)
+        ops.weight_gradient(dy, inner, weight2, None, chunk)
+        dinner = torch.empty_like(inner)
+        ops.data_gradient(dy, weight2, dinner, chunk)
+        dpre = gate_gradient(dinner, pre)
+        ops.weight_gradient(dpre, rows, weight1, bias1, chunk)
+        dx = torch.empty_like(rows)
+        ops.data_gradient(dpre, weight1, dx, chunk)
+        return None, reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence), None, None, None, None, None
+
+
+# Rotary positions (Su et al. 2021, arXiv:2104.09864) ----------------------------------------------------------------------------
+
+def rotary(qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, first_position: int, q_weight: Tensor | None,
+           k_weight: Tensor | None, epsilon: float) -> Tensor:
+    """Queries and keys of qkv normalised, where weights are given, and turned, where angles are; see `Ops.rotary`."""
+    return _Rotary.apply(qkv, angles, heads, interleaved, first_position, (q_weight, k_weight), epsilon)
+
+
+def turned(x: Tensor, angles: Angles | None, interleaved: bool, first: int, back: bool = False) -> Tensor:
+    """x (s, b, g, k, d) with pairs of its first elements turned by the angles of positions `first` on, or back; FP32 inside."""
+    if angles is None:
+        return x
+    cos, sin = (angle[first : first + x.shape[0], None, None, None] for angle in angles)  # (s, 1, 1, 1, rotated / 2)
+    sin, size = -sin if back else sin, 2 * cos.shape[-1]
+    pairs = x[..., :size].float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    first_of, second_of = pairs.unbind(-1 if interleaved else -2)
+    both = torch.stack((first_of * cos - second_of * sin, second_of * cos + first_of * sin), -1 if interleaved else -2)
+    return torch.cat((both.flatten(-2).to(x.dtype), x[..., size:]), -1)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, first: int,
+                weights: tuple[Tensor | None, Tensor | None], epsilon: float) -> Tensor:
+        qkv, statistics = qkv.contiguous(), []
+        out = torch.empty_like(qkv)
+        for x, y, weight in zip(heads.split(qkv), heads.split(out), (*weights, None)):
+            x, rstd = (x, None) if weight is None else _normalized(x, weight, epsilon)
+            statistics.append(rstd)
+            y.copy_(x)
+        for y in heads.split(out)[:2]:
+            y.copy_(turned(y, angles, interleaved, first))
+        ctx.save_for_backward(*([qkv, *statistics[:2]] if weights[0] is not None else []))
+        ctx.angles, ctx.heads, ctx.interleaved, ctx.first, ctx.weights = angles, heads, interleaved, first, weights
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        dqkv = dout.clone(memory_format=torch.contiguous_format)
+        gradients = ctx.heads.split(dqkv)[:2]
+        for dy in gradients:
+            dy.copy_(turned(dy, ctx.angles, ctx.interleaved, ctx.first, back=True))
+        if ctx.weights[0] is not None:
+            qkv, *statistics = ctx.saved_tensors
+            for dy, x, rstd, weight in zip(gradients, ctx.heads.split(qkv), statistics, ctx.weights):
+                dx, dweight = _norm_gradients(dy, x, rstd, weight)
+                accumulate(weight, dweight)
+                dy.copy_(dx)
+        return dqkv, *(None for _ in range(6))
+
+
+# Attention (groups: Ainslie et al. 2023, arXiv:2305.13245; window: Beltagy et al. 2020, arXiv:2004.05150) ------------------------
+
+def attention(qkv: Tensor, heads: Heads, window: int | None, dropout: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Causal attention of qkv (s, b, g (n/g + 2) d) -> (s, b, n d); see `Ops.attention`. dropout: of probabilities (b, n, s, s)."""
+    s, b, d = qkv.shape[0], qkv.shape[1], heads.head_size
+    queries, keys, values = (x.permute(1, 2, 3, 0, 4).flatten(1, 2) for x in heads.split(qkv))  # (b, n or g, s, d)
+    seen = None if window is None or window >= s else torch.ones(s, s, dtype=torch.bool).tril().triu(1 - window)
+    if dropout is None:
+        context = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=seen is None,
+                                                 enable_gqa=heads.groups < heads.heads)  # (b, n, s, d)
+        return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+    future = torch.ones(s, s, dtype=torch.bool).triu(1) if seen is None else ~seen
+    stacked = queries.unflatten(1, (heads.groups, -1)).flatten(2, 3)  # (b, g, n/g s, d): no key or value is repeated
+    scores = torch.matmul(stacked, keys.transpose(-1, -2)).view(b, heads.heads, s, s) * d**-0.5
+    probabilities = dropout(torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1))
+    context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values).view(b, heads.heads, s, d)
+    return context.permute(2, 0, 1, 3).reshape(s, b, -1)
