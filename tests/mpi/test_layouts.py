@@ -9,8 +9,9 @@ from tests.mpi import layouts
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("level, iterations", [("serialized", 20), ("funneled", 4)])
-def test_layouts_equal_one_rank(mpi, level, iterations):
+@pytest.mark.parametrize("level", ["serialized", "funneled"])
+def test_layouts_equal_one_rank(mpi, level):
+    iterations = 20 if (mpi.name, level) == ("mpich", "serialized") else 4  # what an MPI or a level breaks, it breaks in the first
     job = mpi.run(8, str(Path(layouts.__file__)), str(iterations), timeout=500, FUGAKU_MEGATRON_MPI_THREAD_LEVEL=level)
     assert job.returncode == 0, job.stderr
     assert f"MPI_THREAD_{level.upper()}" in job.stdout
