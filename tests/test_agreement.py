@@ -1,9 +1,13 @@
 """All ranks fail or none. Run: pytest tests/test_agreement.py"""
 
+import errno
+
 import pytest
 
+from fugaku_megatron.comm import launch
 from fugaku_megatron.comm.agreement import agree, describe, on_root
 from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.exit_codes import ExitCode
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
 
@@ -32,6 +36,23 @@ def test_every_rank_raises_the_first_failing_ranks_message():
     outcomes = ThreadWorld(4).run(rank)
     assert {text for text, _ in outcomes} == {"saving: rank 1: file_1: No space left on device [hint]"}
     assert [cause for _, cause in outcomes] == [type(None), OSError, type(None), OSError]
+
+
+@pytest.mark.parametrize("number, passes", [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOSPC, False)])
+def test_a_file_system_that_fails_is_told_from_a_mistake_on_every_rank(number, passes):
+    def write(comm):
+        if comm.rank == 1:
+            try:
+                raise OSError(number, "failed", "a file")
+            except OSError as error:
+                raise ValueError("a file: failed") from error  # as whoever writes a checkpoint does
+
+    def rank(comm):
+        with pytest.raises(ValueError) as caught:
+            agree(comm, lambda: write(comm))
+        return launch._report(caught.value)[0]
+
+    assert ThreadWorld(3).run(rank) == [ExitCode.STORAGE if passes else ExitCode.USER_ERROR] * 3
 
 
 def test_only_rank_0_works_and_all_have_its_result():

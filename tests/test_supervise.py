@@ -33,7 +33,7 @@ SRUN_EXIT = "srun: error: c12: task 1: Exited with exit code {}\nsrun: error: c1
     (3, "", ExitCode.DIVERGED, 0, ""),
     (4, "", ExitCode.HANG, 0, ""),
     (5, "", ExitCode.LOST_RANK, 0, ""),
-    (7, "", ExitCode.FAILED, 0, ""),
+    (7, "", ExitCode.STORAGE, 0, ""), (9, "", ExitCode.FAILED, 0, ""),
     (255, "", ExitCode.FAILED, 0, ""),  # a launcher's own mistake
     (-9, "", ExitCode.LOST_RANK, 9, ""),  # the launcher was killed
     (137, OPENMPI_KILL, ExitCode.LOST_RANK, 9, "c12"),
@@ -49,7 +49,7 @@ SRUN_EXIT = "srun: error: c12: task 1: Exited with exit code {}\nsrun: error: c1
 def test_what_a_launcher_says_counts_before_its_code(returncode, said, code, number, node):
     ending = endings.read(returncode, said)
     assert (ending.code, ending.signal, ending.node) == (code, number, node)
-    assert ending.restarts == (code in (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK))
+    assert ending.restarts == (code in (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK, ExitCode.STORAGE))
 
 
 def allocation(hosts: int, spares: int, ranks_per_node: int = 1, *flags: str) -> nodes.Nodes:

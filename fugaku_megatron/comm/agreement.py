@@ -7,6 +7,7 @@ Test: pytest tests/test_agreement.py
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -14,6 +15,22 @@ from typing import TypeVar
 from .base import Comm
 
 T = TypeVar("T")
+# Of a disk or a file server, which may be well again at the next try; others (no space, no permission, no such file) stay.
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET,
+           errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESHUTDOWN)
+
+
+class StorageFailure(ValueError):
+    """A file could not be read or written for one of the reasons in PASSING: the user made no mistake."""
+
+
+def storage_failed(error: BaseException | None) -> bool:
+    """Whether the error, or one that it came from, is a StorageFailure or an OSError of PASSING."""
+    while error is not None:
+        if isinstance(error, StorageFailure) or (isinstance(error, OSError) and error.errno in PASSING):
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager
@@ -34,9 +51,9 @@ def agree(comm: Comm, work: Callable[[], T], prefix: str = "", hint: Callable[[]
           name_rank: bool = True) -> T:
     """Run `work` on every rank and return this rank's result. Collective.
 
-    If it raises on any rank, every rank raises ValueError. The message is `prefix`, the first failing rank (unless `name_rank`
-    is False), that rank's message, and what `hint` returns on rank 0. Success costs one reduction of a number, so no rank holds
-    anything of the others.
+    If it raises on any rank, every rank raises ValueError, or StorageFailure where that was the reason. The message is `prefix`,
+    the first failing rank (unless `name_rank` is False), that rank's message, and what `hint` returns on rank 0. Success costs one
+    reduction of a number, so no rank holds anything of the others.
     """
     result, cause = None, None
     try:
@@ -46,10 +63,11 @@ def agree(comm: Comm, work: Callable[[], T], prefix: str = "", hint: Callable[[]
     failing = _first(comm, cause is not None)
     if failing == comm.size:
         return result
-    text = comm.broadcast_object(None if cause is None else describe(cause), root=failing)
+    told = None if cause is None else (describe(cause), storage_failed(cause))
+    text, passing = comm.broadcast_object(told, root=failing)
     advice = comm.broadcast_object(hint() if hint and comm.rank == 0 else "") if hint else ""
     with everywhere():
-        raise ValueError(prefix + f"rank {failing}: " * name_rank + text + advice) from cause
+        raise (StorageFailure if passing else ValueError)(prefix + f"rank {failing}: " * name_rank + text + advice) from cause
 
 
 def _first(comm: Comm, flag: bool) -> int:

@@ -19,4 +19,5 @@ class ExitCode(IntEnum):
     HANG = 4  # a rank stopped moving
     LOST_RANK = 5  # a rank's process or node is gone
     REPLICAS_DIFFER = 6  # weights of data-parallel replicas; a restart from the last checkpoint that all agreed on goes on
+    STORAGE = 7  # a file system failed in a way that may pass: an I/O error, a stale handle, a server that does not answer
     INTERRUPTED = 130  # by Control-C, as shells have it: 128 + SIGINT

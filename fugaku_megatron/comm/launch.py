@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from . import launcher
+from .agreement import storage_failed
 from .base import Comm
 from .dry import DryComm
 from .exit_codes import ExitCode
@@ -69,6 +70,7 @@ def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None, waits: Cal
     `comm` is the world, by default that of `init(waits)`. "rank R: <message>" is printed, then MPI_Abort is called:
 
         ValueError (a user's mistake)       one line                exit code 2
+        the same, from a failing disk       one line                exit code 7
         KeyboardInterrupt                   one line                exit code 130
         SystemExit, other than 0            its message if it has   its code
         standard output closed or full      nothing, or one line    exit code 1
@@ -127,7 +129,7 @@ def _report(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted"
     if isinstance(error, ValueError):
-        return ExitCode.USER_ERROR, " ".join(str(error).split())
+        return ExitCode.STORAGE if storage_failed(error) else ExitCode.USER_ERROR, " ".join(str(error).split())
     if (line := launcher.memory_error(error) or launcher.output_error(error)) is not None:
         return ExitCode.FAILED, line
     return ExitCode.FAILED, "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 
 from ..comm.exit_codes import ExitCode
 
-RESTARTED = (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK)  # what may go better next time
+RESTARTED = (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK, ExitCode.STORAGE)  # what may go better next time
 WHAT = {
     ExitCode.FINISHED: "finished, or left in order", ExitCode.FAILED: "a rank failed", ExitCode.USER_ERROR: "refused",
     ExitCode.DIVERGED: "diverged", ExitCode.HANG: "a rank hung", ExitCode.LOST_RANK: "a rank is lost",
-    ExitCode.REPLICAS_DIFFER: "replicas differ: the newest checkpoint may be wrong too", ExitCode.INTERRUPTED: "interrupted",
+    ExitCode.REPLICAS_DIFFER: "replicas differ: the newest checkpoint may be wrong too", ExitCode.STORAGE: "a file system failed",
+    ExitCode.INTERRUPTED: "interrupted",
 }
 _SIGNALS = (r"EXIT STRING: .*\(signal (\d+)\)", r"exited on\s+signal (\d+)")  # MPICH, Open MPI
 _CODES = (r"srun: error: \S+: tasks? \S+ Exited with exit code (\d+)", r"application called MPI_Abort\([^,()]*, (\d+)\)",

@@ -172,6 +172,11 @@ def start(words: Sequence[str], **variables: str) -> Job:
     return Job(process)
 
 
+def ended(save: Path) -> bool:
+    """Whether a run that saves there has come to its end."""
+    return (save / f"iter_{ITERATIONS:07d}").exists()
+
+
 def final(folder: Path) -> dict[str, Any]:
     """The last loss, and the CRC-32 of each file of the last checkpoint: what a disturbed run must end with, bit by bit."""
     manifest = read_manifest(folder / "save", ITERATIONS)

@@ -17,6 +17,7 @@ import psutil
 from benchmarks.two_hosts import DEVICE, why_not
 from fugaku_megatron.checkpoint.manifest import list_iterations
 
+from . import jobs
 from .jobs import ITERATIONS, VOCABULARY, Layout, on_two_hosts
 from .trial import TooLate, Trial
 
@@ -108,14 +109,16 @@ def library(folder: Path) -> Path:
 
 
 def disk(kind: str, low: int, high: int) -> Callable[[Trial], bool]:
-    """Calls on files below --save of one rank fail once (error), or all take long (slow)."""
+    """One call on a file below --save of one rank fails (error), or all take long (slow); the supervisor starts the run again."""
     def disturb(trial: Trial) -> bool:
         rank, mark = trial.rng.randrange(trial.layout.ranks), trial.folder / "failed"
-        trial.run(LD_PRELOAD=str(library(trial.folder.parent)), FAULT_KIND=kind, FAULT_PATH=str(trial.save), FAULT_RANK=str(rank),
-                  FAULT_CALL=str(trial.rng.randint(low, high)), FAULT_MARK=str(mark))
+        faults = {"KIND": kind, "PATH": trial.save, "RANK": rank, "CALL": trial.rng.randint(low, high), "MARK": mark}
+        job = trial.start(supervised=True, LD_PRELOAD=str(library(trial.folder.parent)),
+                          **{f"FAULT_{name}": str(value) for name, value in faults.items()})
+        code = trial.end(job)
         if kind == "error" and not mark.exists():
             raise TooLate
-        return trial.finish()
+        return code == 0 and jobs.ended(trial.save)
 
     return disturb
 
@@ -196,7 +199,7 @@ def memory_limit(trial: Trial) -> bool:
         raise TooLate from None
     code = trial.end(job)
     trial.named = r"out of memory|signal \d+|is gone" if code else ""
-    return code == 0 and (trial.save / f"iter_{ITERATIONS:07d}").exists() or trial.finish()
+    return code == 0 and jobs.ended(trial.save) or trial.finish()
 
 
 def two_jobs(trial: Trial) -> bool:
@@ -217,7 +220,7 @@ def two_jobs(trial: Trial) -> bool:
         first.process.send_signal(signal.SIGCONT)
     trial.end(first)
     trial.log.append(second.text())
-    return code == 2 and (trial.save / f"iter_{ITERATIONS:07d}").exists()
+    return code == 2 and jobs.ended(trial.save)
 
 
 ANY = ""

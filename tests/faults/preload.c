@@ -1,7 +1,7 @@
 /* A disk that fails or is slow, for processes that preload this library: calls on files below FAULT_PATH.
  *
- *   FAULT_KIND   error: call number FAULT_CALL and no other ends with EIO; slow: each call waits FAULT_CALL microseconds
- *   FAULT_MARK   a file that is made when a call has failed
+ *   FAULT_KIND   error: call number FAULT_CALL ends with EIO; slow: each call waits FAULT_CALL microseconds
+ *   FAULT_MARK   a file that is made when a call has failed: where it exists, no other fails
  *   FAULT_RANK   of this rank only (PMI_RANK); without it, of all
  */
 #define _GNU_SOURCE
@@ -36,7 +36,7 @@ static int fails(int file) {
         if (!strcmp(getenv("FAULT_KIND"), "slow"))
             usleep((useconds_t)number);
         else
-            hit = atomic_fetch_add(&calls, 1) == number;
+            hit = atomic_fetch_add(&calls, 1) == number && access(getenv("FAULT_MARK"), F_OK);
     }
     if (hit) close(open(getenv("FAULT_MARK"), O_CREAT | O_WRONLY, 0600));
     errno = hit ? EIO : before;

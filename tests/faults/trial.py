@@ -108,7 +108,7 @@ class Trial:
     def finish(self, repair: Callable[[int], tuple[str, ...]] = lambda turn: ()) -> bool:
         """Start until the run has come to its end; repair: makes good what a refusal asks for, and returns flags."""
         for turn in range(STARTS):
-            if self.run(*repair(turn)) == 0 and (self.save / f"iter_{jobs.ITERATIONS:07d}").exists():
+            if self.run(*repair(turn)) == 0 and jobs.ended(self.save):
                 return True
         return False
 
