@@ -101,7 +101,7 @@ def test_flags_of_cpu_forks_get_one_note(given):
     ("--sequence-parallel", "", "--tensor-model-parallel-size above 1"),
     ("--loss-scale 128", "--bf16", "--fp16"), ("--hysteresis 2", "", "--fp16"), ("--initial-loss-scale 65536", "", "--fp16"),
     ("--recompute-num-layers 2", "--recompute-activations", "--recompute-granularity full"),
-    ("--profile-ranks 1", "", "--profile"), ("--tokenizer-type x", "--mock-data", "--vocab-file"),
+    ("--profile-ranks 1", "", "--profile"), ("--tokenizer-type x", "--mock-data", "--vocab-file or --tokenizer-model"),
     ("--save-interval 9", "", "--save"),
 ])
 def test_a_flag_without_effect_gets_a_note(given, more, needed):
@@ -226,7 +226,8 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
         new = others[name]
     elif isinstance(before, bool):
         new = not before
-    elif name in ("vocab_file", "merge_file", "save", "load", "tensorboard_dir", "log_file") or name.startswith("wandb"):
+    elif name.startswith("wandb") or name in ("vocab_file", "merge_file", "tokenizer_model", "save", "load", "tensorboard_dir",
+                                              "log_file"):
         new = "somewhere"
     else:
         new = (before or 0.5) / 2 if isinstance(before, float) else (before or 5) * 2 + (name == "seed")

@@ -46,11 +46,11 @@ class Repeated:
         return self.tokens[(index + torch.arange(self.length + 1)) % len(self.tokens)]
 
 
-def save_trained(world, directory: Path, iterations: int, **changes) -> None:
+def save_trained(world, directory: Path, iterations: int, tokenizer: dict | None = None, **changes) -> None:
     torch.set_num_threads(1)
     run = small_run(**{**LEARNS, "train_iters": iterations, **changes})
     data = Repeated(24)
-    trainer = Trainer(run, world, grid_groups(world, run), data, data)
+    trainer = Trainer(run, world, grid_groups(world, run), data, data, tokenizer=tokenizer)
     for _ in range(iterations):
         trainer.train_step()
     trainer.close()

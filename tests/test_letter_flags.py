@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fugaku_megatron.checkpoint.manifest import latest_iteration
+from fugaku_megatron import cli
+from fugaku_megatron.checkpoint.manifest import latest_iteration, read_manifest
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.logs import wandb_run
@@ -23,10 +24,14 @@ from fugaku_megatron.logs.wandb_run import WandbRun
 from fugaku_megatron.run.arguments import build_parser, parse
 from fugaku_megatron.run.batches import run_length
 from fugaku_megatron.run.compatibility import COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
+from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.resume import find_checkpoint
 from fugaku_megatron.training.session import Session
-from tests.helpers import make_trainer, small_run
+from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.training.vocabulary import read_tokenizer, with_vocabulary
+from tests.helpers import grid_groups, make_trainer, small_run
+from tests.test_library_tokenizers import PIECES, TEXTS, write_sentencepiece
 from tools import megatron_flags
 
 BASE = ["--recipe", "demo", "--mock-data"]
@@ -183,21 +188,29 @@ def test_every_flag_of_the_scripts_is_done_noted_or_refused():
     assert [*status.values()] == ["done", "done", "done", "refused", "noted"]
 
 
-def test_the_flags_of_a_production_script_start_a_shrunk_run(package, tmp_path, monkeypatch):
+def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shrunk_run(package, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
     fill = {"--train-tokens": "640", "--lr-decay-tokens": "600", "--lr-warmup-tokens": "64", "--wandb-entity": "team",
             "--wandb-project": "p", "--wandb-exp-name": "n", "--local_rank": "0", "--num-workers": "0"}
     script = next(flags for name, flags in megatron_flags.scripts().items() if name.startswith("13B"))
     words = [word for given in script for word in (*given.split(), *fill.get(given, "").split())]
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(write_sentencepiece(tmp_path / "sp.model"))]
+    (tmp_path / "text.txt").write_text(" ".join(TEXTS) * 40)
+    assert cli.main(["preprocess", "--input", "text.txt", "--output-prefix", "sp", "--append-eod", *tokenizer]) == 0
     shrunk = ["--recipe", "13b", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16",
-              "--micro-batch-size", "2", "--global-batch-size", "8", "--vocab-size", "64", "--eval-iters", "0", "--lr", "1e-3",
-              "--train-samples", "100", "--kernels", "torch", "--mock-data"]
-    arguments = parse([*shrunk, *words, "--save", str(tmp_path), "--load", str(tmp_path)])
+              "--micro-batch-size", "2", "--global-batch-size", "8", "--eval-iters", "0", "--lr", "1e-3",
+              "--vocab-size", str(PIECES), "--train-samples", "100", "--kernels", "torch", "--data-path", "sp_text_document",
+              "--split", "100,0,0", *tokenizer]
+    arguments = parse([*shrunk, *words, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")])
 
     def train(world):
         torch.set_num_threads(1)
-        run = arguments.run
-        trainer = make_trainer(world, run)
+        record = read_tokenizer(arguments.run, world)
+        run = with_vocabulary(arguments.run, record)
+        groups = grid_groups(world, run)
+        data = pretrain.build_data(run, groups, Layout.from_run(run, world.size))
+        trainer = Trainer(run, world, groups, *data, tokenizer=record)
         iterations, _ = run_length(run, 8, 0, 0)
         writer = MetricsWriter(iterations, 1, printing=world.rank == 0, wandb=pretrain.wandb_run(run))
         Session(trainer, writer, iterations, False).run()
@@ -208,3 +221,5 @@ def test_the_flags_of_a_production_script_start_a_shrunk_run(package, tmp_path, 
     assert ThreadWorld(2).run(train) == [5, 5]  # 640 tokens are 40 samples, in batches of 8
     assert package.given["project"] == "p" and package.given["config"]["training"]["train_tokens"] == 640
     assert len({step for step, values in package.logged if "lm loss" in values}) == 5
+    manifest = read_manifest(tmp_path / "save", 5)
+    assert manifest["config"]["model"]["vocab_size"] == PIECES == manifest["state"]["tokenizer"]["vocab_size"]

@@ -63,7 +63,7 @@ def test_any_number_of_workers_gives_the_same_files(tmp_path, corpus):
     assert contents[0] == contents[1]
     assert texts_of(tmp_path / "w3_text_document") == [text + "<|endoftext|>" for text in corpus]
     assert texts_of(tmp_path / "w3_title_document")[7] == "Title 7<|endoftext|>"
-    assert len(os.listdir(tmp_path)) == 9
+    assert len(os.listdir(tmp_path)) == 13
 
 
 def test_plain_text_files_and_raw_bytes(tmp_path):

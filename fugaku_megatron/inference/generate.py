@@ -22,10 +22,10 @@ from ..comm.agreement import everywhere, on_root
 from ..comm.autograd import gather_from_tensor_parallel
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
-from ..data.tokenizer import build_tokenizer
 from ..nn.passes import Pass
 from ..run.checks import check
 from .loading import LoadedModel, load_model, saved_run
+from .tokenizing import add_model_tokenizer_flags, open_tokenizer, tokenizer_note
 
 EVALUATION = Pass(first_sample=0, training=False)
 MIN_TEMPERATURE = 1e-6  # above 0: logits divided by less are not finite in FP32
@@ -35,9 +35,7 @@ MAX_SEED = 2**63 - 1  # what torch's generator takes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", required=True, help="directory of checkpoints")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
-    parser.add_argument("--vocab-file", required=True)
-    parser.add_argument("--merge-file", required=True)
-    parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer")
+    add_model_tokenizer_flags(parser)
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--tokens", type=int, default=100, help="tokens to add (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
@@ -80,7 +78,7 @@ def last_logits(loaded: LoadedModel, tokens: Tensor) -> Tensor | None:
     return None if logits is None else gather_from_tensor_parallel(logits, loaded.groups.tp)[0, 0, : model.vocab_size].float()
 
 
-def generate(loaded: LoadedModel, prompt: list[int], options: argparse.Namespace, eod: int) -> list[int]:
+def generate(loaded: LoadedModel, prompt: list[int], options: argparse.Namespace, eod: int | None) -> list[int]:
     """Token ids of the continuation, the same on every rank. Collective."""
     generator = torch.Generator().manual_seed(options.seed)
     ids, pp = list(prompt), loaded.groups.pp
@@ -113,26 +111,25 @@ def check_ranks(options: argparse.Namespace, world: Comm, layout: dict[str, Any]
 
 def continue_prompt(options: argparse.Namespace, world: Comm) -> None:
     """Load the checkpoint and print the continuation on rank 0. Collective."""
-    tokenizers = []  # on rank 0, which reads the files and prints
-
-    def encode() -> tuple[list[int], int, int]:
-        tokenizers.append(build_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file))
-        prompt = tokenizers[0].encode(options.prompt)
-        check(len(prompt) > 0, "--prompt is empty: give at least one character")
-        return prompt, tokenizers[0].vocab_size, tokenizers[0].eod
-
-    prompt, vocab_size, eod = on_root(world, encode)
     iteration, manifest = saved_manifest(options, world)
     with everywhere():
         check_ranks(options, world, manifest["layout"])
         run = saved_run(manifest, alone=world.size == 1)
-        check(vocab_size <= run.model.vocab_size, f"--vocab-file {options.vocab_file} has {vocab_size} tokens, "
-              f"the model of --load {options.load} {run.model.vocab_size}: give the files it was trained with")
+    tokenizers = []  # on rank 0, which reads the files and prints
+
+    def encode() -> tuple[list[int], int | None]:
+        tokenizers.append(open_tokenizer(options, manifest))
+        prompt = tokenizers[0].encode(options.prompt)
+        check(len(prompt) > 0, "--prompt is empty: give at least one character")
+        return prompt, tokenizers[0].eod
+
+    prompt, eod = on_root(world, encode)
     loaded = load_model(run, world, options.load, iteration, manifest)
     ids = generate(loaded, prompt, options, eod)
     if world.rank == 0:
         before, after = map(tokenizers[0].decode, (prompt, ids))
-        print(f"--- iteration {iteration}, prompt in brackets ---\n[{before}]{after}")
+        lines = tokenizer_note(tokenizers[0], manifest), f"--- iteration {iteration}, prompt in brackets ---", f"[{before}]{after}"
+        print(*filter(None, lines), sep="\n")
 
 
 def main(options: argparse.Namespace) -> int:

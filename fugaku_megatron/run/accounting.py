@@ -41,7 +41,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:
     """Vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tensor-parallel size, as Megatron does."""
-    check(model.vocab_size is not None, "the vocabulary size is unknown: give --vocab-file and --merge-file, or --vocab-size")
+    check(model.vocab_size is not None, "the vocabulary size is unknown: give a tokenizer, or --vocab-size")
     return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
 
 

@@ -41,7 +41,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--load", lambda run: run.output.load is not None, ("no_load_optim", "no_load_lr_state")),
     ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
     ("--rerun-on-spike", lambda run: run.numbers.rerun_on_spike, ("loss_spike_deviations",)),
-    ("--vocab-file", lambda run: run.data.vocab_file is not None, ("tokenizer_type",)),
+    ("--vocab-file or --tokenizer-model", lambda run: run.data.has_tokenizer, ("tokenizer_type",)),
     ("--data-path", lambda run: run.data.data_path is not None, ("split", "legacy_split")),
     ("--save", lambda run: run.output.save is not None,
      ("save_interval", "save_interval_in_mins", "keep_last", "async_save", "save_local")),

@@ -7,7 +7,6 @@ Test: pytest tests/test_arguments.py tests/test_letter_flags.py
 from __future__ import annotations
 
 NO_FP8 = "these CPUs have no FP8 arithmetic: use --bf16 or --fp16"
-TOKENIZER = "the tokenizer is GPT-2's: give --vocab-file and --merge-file"
 TENSORBOARD = "TensorBoard gets every figure of the log line"
 TIMERS = "no timers are printed: --profile and --log-ranks say where the time goes"
 GARBAGE = "ignored: Python's own garbage collection is left alone"
@@ -89,8 +88,7 @@ REFUSED_FLAGS: dict[str, tuple[int, str]] = {
     "--fp8-amax-history-len": (1, NO_FP8),
     "--fp8-amax-compute-algo": (1, NO_FP8),
     "--fp8-param-gather": (0, NO_FP8),
-    "--tokenizer-model": (1, TOKENIZER),
-    "--tiktoken-pattern": (1, TOKENIZER),
+    "--tiktoken-pattern": (1, "tiktoken's files are not read: give --tokenizer-type HuggingFaceTokenizer and the model's folder"),
     "--reset-position-ids": (0, "positions count from the beginning of a sample, whatever documents are in it"),
     "--reset-attention-mask": (0, "attention reaches back to the beginning of a sample, whatever documents are in it"),
     "--eod-mask-loss": (0, "the loss counts every token, those that end a document as well"),

@@ -25,9 +25,11 @@ class DataConfig:
     mock_data: bool = opt(False, "random tokens instead of --data-path")
     skip_samples: tuple[str, ...] | None = opt(None, "samples that training leaves out, as FIRST:END ..., END not included; they "
                                                "count as consumed", type=str, nargs="+")
-    tokenizer_type: str = opt("GPT2BPETokenizer", "tokenizer of --data-path")
+    tokenizer_type: str = opt("GPT2BPETokenizer", "tokenizer of --data-path: GPT2BPETokenizer, HuggingFaceTokenizer, "
+                              "SentencePieceTokenizer or NullTokenizer")
     vocab_file: str | None = opt(None, "vocab.json of the tokenizer", type=str)
     merge_file: str | None = opt(None, "merges.txt of the tokenizer", type=str)
+    tokenizer_model: str | None = opt(None, "folder of HuggingFaceTokenizer, or .model file of SentencePieceTokenizer", type=str)
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -37,6 +39,11 @@ class DataConfig:
         sources = [flag(name) for name in ("mock_data", "data_path", "train_data_path") if getattr(self, name)]
         check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: give one")
         check(self.train_data_path or not self.valid_data_path, "--valid-data-path goes with --train-data-path: give both")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the flags say which tokenizer it is, and not only of which kind."""
+        return bool(self.vocab_file or self.tokenizer_model or self.tokenizer_type == "NullTokenizer")
 
     @property
     def files(self) -> tuple[str, ...] | None:

@@ -72,10 +72,10 @@ def print_plan(arguments: Arguments, world: Comm, png: str | None = None) -> Non
     """What --dry-run prints, once, and the picture that it draws. Collective."""
     from ..comm.agreement import everywhere
     from .dry_run import report
-    from .pretrain import with_vocabulary
+    from .vocabulary import read_tokenizer, with_vocabulary
 
     with everywhere():
-        run = with_vocabulary(arguments.run, world)
+        run = with_vocabulary(arguments.run, read_tokenizer(arguments.run, world))
         text = report(run, arguments.world_size or world.size, None if world.rank else png)
     if world.rank == 0:
         print(*(f"note: {note}" for note in arguments.notes), text, sep="\n")

@@ -6,7 +6,7 @@ Left out: the loop (`session`), MPI start-up (`comm.launch`). Entry point: pretr
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ from ..data.build import build_datasets, build_separate_datasets
 from ..data.dataset import Dataset, MockDataset
 from ..data.feed import Feed, build_feed
 from ..data.index_cache import IndexCache
-from ..data.tokenizer import build_tokenizer
 from ..host import allocator, kernels, placement, runtime
 from ..host.phases import Phases
 from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib
@@ -37,7 +36,6 @@ from ..run.checks import check
 from ..run.config import RunConfig
 from ..run.layout import Layout
 from ..run.outputs import check_file
-from ..run.recipes import GPT2_VOCABULARY
 from ..run.recompute import recompute_name
 from ..watchdog.watch import Watchdog
 from .checksums import Checksums
@@ -54,25 +52,9 @@ from .rerun import Rerun
 from .resume import Resume, find_checkpoint, resume_training
 from .session import HISTORY, Session
 from .train import Progress, Trainer, reads_data
+from .vocabulary import read_tokenizer, tokenizer_notes, with_vocabulary
 
 Data = tuple[Dataset | None, Dataset | None]  # training and validation samples, where this rank reads them
-
-
-def with_vocabulary(run: RunConfig, world: Comm) -> RunConfig:
-    """The run with its vocabulary size known: --vocab-size, the tokenizer's, or with --mock-data GPT-2's. One rank reads the files.
-
-    Raises ValueError on every rank when none of them is known or the tokenizer has more tokens than --vocab-size.
-    """
-    data, vocab_size = run.data, run.model.vocab_size
-    if data.vocab_file is not None:
-        size = on_root(world, lambda: build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file).vocab_size)
-        check(vocab_size is None or vocab_size >= size, f"--vocab-size {vocab_size} is below the {size} tokens of --vocab-file "
-              f"{data.vocab_file}: give at least {size}, or leave it out")
-    else:
-        check(vocab_size is not None or data.mock_data,
-              "the vocabulary size is unknown: give --vocab-file and --merge-file, or --vocab-size")
-        size = GPT2_VOCABULARY
-    return replace(run, model=replace(run.model, vocab_size=vocab_size or size))
 
 
 def evaluations(run: RunConfig, iterations: int) -> int:
@@ -229,7 +211,8 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     enter = watchdog.heart.enter
     enter("the start: looking for a checkpoint")
     with everywhere():
-        run = with_vocabulary(arguments.run, world)
+        tokenizer = read_tokenizer(arguments.run, world)
+        run = with_vocabulary(arguments.run, tokenizer)
         layout = Layout.from_run(run, world.size)
     nodes = find_nodes(world)
     place(watchdog, world, nodes)
@@ -244,7 +227,8 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     enter("the start: reading data")
     feed = find_feed(run, groups, nodes)
     data = build_data(run, groups, layout, resume.progress, feed)
-    _say(run, world, data_line(data[0]), skip_line(run, data[0]))
+    saved = resume.state.get("tokenizer")
+    _say(run, world, data_line(data[0]), skip_line(run, data[0]), *tokenizer_notes(run, tokenizer, saved, world))
     enter("the start: choosing kernels")
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
     _say(run, world, *choice.lines)
@@ -259,6 +243,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
         _say(run, world, no_evaluation_note(run))
     enter("the start: loading a checkpoint")
     _say(run, world, *resume_training(trainer, resume))
+    trainer.tokenizer = tokenizer or saved
     enter("the start")
     iterations, _ = run_length(run, layout, resume.progress)
     writer = open_log(run, world, iterations, trainer.progress)

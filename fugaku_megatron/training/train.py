@@ -90,7 +90,7 @@ class Trainer:
     may read them; then only the reader needs the datasets. ops: what runs the operations of a step. watch: see
     StepExecutor. make_schedule: the training schedule of so many micro-batches. waiting_for_data: is entered around what fetches
     samples. before_update: is given the samples consumed before an iteration and its loss when gradients are summed, and returns
-    the loss of those that the update shall use.
+    the loss of those that the update shall use. tokenizer: what a checkpoint says of the run's (`data.tokenizer_flags.identity`).
     """
 
     run: RunConfig
@@ -105,6 +105,7 @@ class Trainer:
     feed: Feed | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
+    tokenizer: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         run = self.run
@@ -256,7 +257,7 @@ class Trainer:
         """Everything but tensors. Dropout and initial weights are functions of (seed, sample), so the random state of every
         rank is the seed and the position in the data."""
         return {"progress": asdict(self.progress), "scaler": self.optimizer.scaler.state(), "optimizer_steps": self.optimizer.steps,
-                "kernels": self.ops.choice, "param_schedule": self.param_schedule.state(),
+                "kernels": self.ops.choice, "param_schedule": self.param_schedule.state(), "tokenizer": self.tokenizer,
                 "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
 
     def _save_steps(self, directory: str, shards: list[Shard], node_first: bool = False) -> Steps:

@@ -1,0 +1,145 @@
+"""Tokenizers of other libraries under Megatron-LM's names: Hugging Face's, SentencePiece's, and numbers as they stand.
+
+Token ids, vocabulary size and end-of-document id are those of Megatron-core's classes; each names its file. The libraries are
+optional extras of this package, imported when a tokenizer is built. Left out: code in a tokenizer's folder, chat templates, tokens
+that are added on the command line. Test: pytest tests/test_library_tokenizers.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from .files import unreadable
+
+HUGGING_FACE_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")  # one of them names the kind of tokenizer
+
+
+def _library(name: str, extra: str, tokenizer_type: str) -> ModuleType:
+    """An optional package. ValueError, naming the extra of this package that brings it, where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"--tokenizer-type {tokenizer_type} needs the Python package {name} ({error}): pip install {name}, or "
+                         f"this package with its extra [{extra}]") from None
+
+
+def clean(text: str | bytes) -> str:
+    """Text as these libraries take it: bytes that are not UTF-8, and lone surrogates, become U+FFFD."""
+    if isinstance(text, str):
+        text = text.encode("utf-16-le", "surrogatepass")
+        return text.decode("utf-16-le", "replace")
+    return text.decode("utf-8", "replace")
+
+
+class HuggingFaceTokenizer:
+    """What `AutoTokenizer` makes of a folder, special tokens around a text included, as in Megatron-LM. The network is never asked.
+
+    `vocab_size` is len(tokenizer), added tokens included; `eod` is its eos token's id, or None where it has none. Raises ValueError
+    for a folder that holds no tokenizer and when transformers is missing.
+    Source: megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py.
+    """
+
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, folder: str | Path):
+        path = Path(folder)
+        if not any((path / name).is_file() for name in HUGGING_FACE_FILES):
+            raise ValueError(f"--tokenizer-model {folder}: no folder with {' or '.join(HUGGING_FACE_FILES)} in it: give the folder "
+                             "of a model or tokenizer in Hugging Face's form")
+        transformers = _library("transformers", "huggingface", self.name)
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(os.fspath(path), local_files_only=True)
+        except Exception as error:  # the library raises anything, depending on what is wrong with the files
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"--tokenizer-model {folder}: cannot be read as a tokenizer ({reason:.200})") from None
+        self._tokenizer.model_max_length = sys.maxsize  # documents are longer than a model's sequence, and that is no warning
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size = max(len(self._tokenizer), 1 + max(vocabulary.values()))
+        self.eod: int | None = self._tokenizer.eos_token_id
+        self.checksum = zlib.crc32(json.dumps(sorted(vocabulary.items())).encode())
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Token ids of `text`, with what the tokenizer puts around every text (Llama's first token, for example)."""
+        return self._tokenizer(clean(text)).input_ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, special tokens included."""
+        return self._tokenizer.decode(list(map(int, ids)))
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence, or None where it has none.
+
+    Raises ValueError for a file that is no such model and when sentencepiece is missing.
+    Sources: megatron/core/tokenizers/text/libraries/sentencepiece_tokenizer.py, for `eod` also
+    megatron/core/tokenizers/text/libraries/abstract_tokenizer.py.
+    """
+
+    name = "SentencePieceTokenizer"
+
+    def __init__(self, path: str | Path):
+        if reason := unreadable(path):
+            raise ValueError(f"--tokenizer-model {path}: cannot be read ({reason}); give the path of an existing model")
+        library = _library("sentencepiece", "sentencepiece", self.name)
+        model = Path(path).read_bytes()
+        try:
+            self._processor = library.SentencePieceProcessor(model_proto=model)
+            self.vocab_size = len(self._processor)
+        except RuntimeError:
+            self.vocab_size = 0
+        if not self.vocab_size:
+            raise ValueError(f"--tokenizer-model {path}: not a SentencePiece model; give the .model file that its training wrote")
+        end = self._processor.eos_id()
+        self.eod: int | None = end if end >= 0 else None
+        self.checksum = zlib.crc32(model)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Token ids of `text`. Models may replace white space, as their training was told."""
+        return self._processor.encode(clean(text))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`. ValueError for an id outside the vocabulary."""
+        ids = list(map(int, ids))
+        _check_range(ids, self.vocab_size, "is this --tokenizer-model the model's?")
+        return self._processor.decode(ids)
+
+
+class NullTokenizer:
+    """Numbers as they stand in a text, between spaces; for runs whose data was tokenized elsewhere. `eod` is vocab_size - 1.
+
+    Source: megatron/core/tokenizers/text/libraries/null_tokenizer.py.
+    """
+
+    name = "NullTokenizer"
+    checksum = 0  # every one of a size is the same
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size, self.eod = vocab_size, vocab_size - 1
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """The numbers in `text`. ValueError for other words and for numbers outside the vocabulary."""
+        words = clean(text).split()
+        wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
+        if wrong is not None:
+            raise ValueError(f"--tokenizer-type NullTokenizer reads texts of numbers, and {wrong[:40]!r} is none: give another "
+                             "type")
+        ids = [int(word[:20]) for word in words]
+        _check_range(ids, self.vocab_size, "give a larger --vocab-size")
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The numbers, with spaces between them."""
+        return " ".join(str(int(i)) for i in ids)
+
+
+def _check_range(ids: list[int], vocab_size: int, remedy: str) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size}: {remedy}")
