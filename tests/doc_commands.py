@@ -77,6 +77,7 @@ LEAVES = {
                   "checkpoints/latest_checkpointed_iteration.txt"),
     "docs/data.md": ("my_pieces_text_document.tokenizer.json", "my_checkpoints/latest_checkpointed_iteration.txt"),
     "docs/fugaku.md": ("my.sh", "try.sh", "run_30b_12288.sh"),
+    "docs/models.md": ("small_hf/model.safetensors", "start/latest_checkpointed_iteration.txt", "tuned_hf/config.json"),
     "docs/performance.md": ("all.csv", "all.png"),
 }
 

@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "jobs": {"run", "comm", "checkpoint", "schedule", "perf"},
     "training": {"parts", "run", "comm", "schedule", "timeline", "data", "checkpoint", "host", "logs", "nn", "perf", "watchdog"},
     "inference": {"run", "comm", "data", "checkpoint", "nn", "training"},
+    "convert": {"run", "comm", "checkpoint", "host", "nn", "inference"},
     "calibration": {"run", "comm", "data", "host", "logs", "perf", "training"},
     "cli": {"run", "comm"},  # and every command by its name, when it is called
     "__main__": {"cli"},

@@ -94,21 +94,21 @@ def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Com
 
 
 def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, model: dict[str, Any] | None = None,
-                padded: Collection[str] = ()) -> int:
+                padded: Collection[str] = (), converts: bool = False) -> int:
     """Fill the tensors of `shards` in place; returns how many bytes this rank has read of files of tensors. Collective.
 
-    `model`: values that the saved config's "model" must have too. padded: see `Search`. Raises ValueError on all ranks, before
-    anything is copied, when the model differs and when a tensor is missing, has another shape or dtype or is not wholly there;
-    and when a file is missing, truncated or altered, after which the tensors hold anything.
+    `model`: values that the saved config's "model" must have too. padded, converts: see `Search`. Raises ValueError on all ranks,
+    before anything is copied, when the model differs and when a tensor is missing, has another shape or dtype or is not wholly
+    there; and when a file is missing, truncated or altered, after which the tensors hold anything.
     """
     comm, path, head = folders.comm, checkpoint.path, checkpoint.head
     prefix, others = _messages(checkpoint)
     on_root(comm, lambda: check_model(head["config"].get("model", {}), model or {}, path), prefix)
-    search = Search(shards, padded)
+    search = Search(shards, padded, converts)
     for name, entry in (checkpoint.files if checkpoint.node else _own_entry(checkpoint, folders, prefix, others)).items():
         search.look(name, entry)
     if not checkpoint.node and comm.all_reduce(torch.tensor(int(not search.complete)), "max"):
-        search = _search_all(checkpoint, comm, Search(shards, padded), prefix, others)
+        search = _search_all(checkpoint, comm, Search(shards, padded, converts), prefix, others)
     plan = agree(comm, lambda: search.plan(path), prefix)
     return agree(comm, lambda: sum(read_shards(path / name, work) for name, work in plan.items()), prefix, others)
 

@@ -96,6 +96,20 @@ def save_steps(directory: str | os.PathLike, write: WriteFile, description: Desc
     return directory / name
 
 
+def save_alone(directory: Path, write: Callable[[Path], dict[str, Any]], description: Description) -> Path:
+    """Write a checkpoint into a new directory by this process alone; returns its path.
+
+    write: writes any number of files into a folder and returns their entries by name, with shards. Whoever calls it sees to it that
+    nobody takes the directory for whole before it returns.
+    """
+    path = directory / iteration_name(description.iteration)
+    path.mkdir(parents=True)
+    _seal(path, description, write(path), None)
+    write_text(directory / TRACKER, f"{description.iteration}\n")
+    fsync(directory)
+    return path
+
+
 def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[str, Any]:
     """Write the manifests of folders from the entries of their files. Returns what the checkpoint's manifest names, on rank 0.
 

@@ -13,11 +13,11 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,22 +35,28 @@ _SMALL_HEADER, _HEADER_SHARE = 4 << 20, 8
 Entry = dict[str, Any]  # of a file, in a manifest
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], values: Callable[[str], Tensor] | None = None) -> Entry:
     """Write a file of contiguous tensors, of any shape; returns its entry, without shards.
 
-    Raises ValueError naming the file where it cannot be written.
+    values: makes a tensor when it is its turn, so that one at a time is in memory; `tensors` then only give dtypes and shapes, and
+    may be on the meta device. Raises ValueError naming the file where it cannot be written.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # every tensor is aligned
     checksums = BlockChecksums()
     try:
         with open(path, "wb", buffering=0) as file:
             _write(file, memoryview(_header(ordered)), checksums)
-            for _, tensor in ordered:
-                _write(file, memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()), checksums)
+            for name, tensor in ordered:
+                _write(file, as_bytes(tensor if values is None else values(name)), checksums)
             os.fsync(file.fileno())
     except OSError as error:
         raise ValueError(f"{path}: {describe(error)}") from error
     return checksums.record()
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor, any shape."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
 def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
@@ -84,6 +90,15 @@ def copy_verified(source: Path, entry: Entry, path: Path) -> None:
         raise ValueError(f"{path}: {describe(error)}") from error
 
 
+class Readable(Protocol):
+    """A file whose bytes are read by range."""
+
+    path: Path
+    size: int
+
+    def read(self, start: int, end: int) -> bytearray: ...
+
+
 class BlockFile:
     """A file whose bytes are read by range, the blocks that hold them verified. Use it in a `with`, which opens and closes it.
 
@@ -91,7 +106,7 @@ class BlockFile:
     """
 
     def __init__(self, path: Path, entry: Entry) -> None:
-        self.path, self.entry, self.read_bytes = path, entry, 0
+        self.path, self.entry, self.size, self.read_bytes = path, entry, entry["size"], 0
         check_size(path, entry)
         self.block_size, self._checksums = entry.get("block_size", BLOCK_BYTES), entry.get("blocks")
         self._last, self._block = -1, memoryview(b"")
@@ -120,7 +135,7 @@ class BlockFile:
             first = index * self.block_size
             data = memoryview(bytearray(min(self.block_size, self.entry["size"] - first)))
             self._file.seek(first)
-            if _fill(self._file, data) < len(data):
+            if fill(self._file, data) < len(data):
                 raise ValueError(f"{self.path} ends within its bytes {first} to {first + len(data)}: it was truncated")
             self.read_bytes += len(data)
             self._verify(index, data)
@@ -137,7 +152,7 @@ class BlockFile:
                              f"{expected}: its contents were altered")
 
 
-def _fill(file: Any, buffer: memoryview) -> int:
+def fill(file: Any, buffer: memoryview) -> int:
     """Read until the buffer is full or the file ends; returns how many bytes were read."""
     done = 0
     while done < len(buffer) and (count := file.readinto(buffer[done:])):
@@ -152,11 +167,12 @@ class StoredTensor:
     dtype: torch.dtype
     numel: int
     start: int
+    shape: tuple[int, ...]
 
 
-def read_header(file: BlockFile) -> dict[str, StoredTensor]:
+def read_header(file: Readable) -> dict[str, StoredTensor]:
     """The tensors of a file by name. Raises ValueError for a header that is no safetensors header or leads beyond the file."""
-    size = file.entry["size"]
+    size = file.size
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
     if not 0 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER, max(_SMALL_HEADER, size // _HEADER_SHARE)):
         raise ValueError(f"{file.path} is no safetensors file: its header of {length} bytes does not fit into {size}")
@@ -169,11 +185,13 @@ def read_header(file: BlockFile) -> dict[str, StoredTensor]:
 
 
 def _stored(entry: Any, begin: int, size: int) -> StoredTensor:
-    dtype, shape = {name: dtype for dtype, name in DTYPES.items()}[entry["dtype"]], entry["shape"]
-    first, last = entry["data_offsets"]
+    dtypes, shape = {name: dtype for dtype, name in DTYPES.items()}, entry["shape"]
+    if entry["dtype"] not in dtypes:
+        raise ValueError(f"a tensor has dtype {entry['dtype']!r:.40}, not one of {', '.join(dtypes)}")
+    dtype, (first, last) = dtypes[entry["dtype"]], entry["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, first, last)):
         raise ValueError("a shape or an offset is no whole number")
     numel = math.prod(shape)
     if not first <= last <= size - begin or last - first != numel * dtype.itemsize:
         raise ValueError(f"a tensor of shape {shape!s:.80} has bytes {first:.6g} to {last:.6g} of {size - begin}")
-    return StoredTensor(dtype, numel, begin + first)
+    return StoredTensor(dtype, numel, begin + first, tuple(shape))

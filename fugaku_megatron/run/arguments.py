@@ -38,7 +38,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
      lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO, ("memory_per_rank",)),
     ("--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD",
      ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")),
-    ("--load", lambda run: run.output.load is not None, ("no_load_optim", "no_load_lr_state")),
+    ("--load", lambda run: run.output.load is not None, ("no_load_optim", "no_load_lr_state", "finetune")),
     ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
     ("--rerun-on-spike", lambda run: run.numbers.rerun_on_spike, ("loss_spike_deviations",)),
     ("--vocab-file or --tokenizer-model", lambda run: run.data.has_tokenizer, ("tokenizer_type",)),

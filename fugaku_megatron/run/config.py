@@ -149,6 +149,9 @@ class OutputConfig:
 
     save: str | None = opt(None, "directory for checkpoints", type=str)
     load: str | None = opt(None, "directory to resume from (starts anew when it holds no checkpoint)", type=str)
+    finetune: bool = opt(False, "start from the weights of --load alone: iteration 0, fresh optimizer, data from the start")
+    pretrained_checkpoint: str | None = opt(None, "while --load holds no checkpoint, start from the weights in this directory as "
+                                            "--finetune does", type=str)
     ckpt_step: int | None = opt(None, "load this iteration instead of the latest", type=int)
     save_interval: int | None = opt(None, "iterations between checkpoints (default: only at the end)", type=int)
     save_interval_in_mins: float | None = opt(None, "minutes between checkpoints, by the clock of rank 0", type=float)
@@ -181,13 +184,17 @@ class OutputConfig:
         check_numbers(self)
         check_positive(self, "ckpt_step", "save_interval", "save_interval_in_mins", "keep_last", "log_interval",
                        "profile_step_start")
-        for name in ("save", "load", "save_local", "tensorboard_dir", "profile_dir"):
+        for name in ("save", "load", "pretrained_checkpoint", "save_local", "tensorboard_dir", "profile_dir"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
         for name in ("log_file", "log_ranks"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a file, or leave it out (is a variable unset?)")
         check(not self.wandb_project or self.wandb_exp_name, f"--wandb-project {self.wandb_project} needs --wandb-exp-name, the "
               "name of the run: give both")
         check(self.ckpt_step is None or self.load is not None, f"--ckpt-step {self.ckpt_step} needs --load, the directory it is in")
+        check(not self.finetune or self.save is None or self.save != self.load, "--finetune starts at iteration 0, and would "
+              f"replace the checkpoints of --load {self.load}, which is also --save: give another --save, or leave --finetune out")
+        check(not (self.finetune and self.pretrained_checkpoint), "--finetune and --pretrained-checkpoint exclude each other: give "
+              "--finetune with --load for one start, or --pretrained-checkpoint for a run that goes on from its own --load")
         check(self.profile_step_end > self.profile_step_start, f"--profile-step-end {self.profile_step_end} is not above "
               f"--profile-step-start {self.profile_step_start}: raise it")
         check(all(rank >= 0 for rank in self.profile_ranks), f"--profile-ranks {self.profile_ranks}: give ranks from 0 on")

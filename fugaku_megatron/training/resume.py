@@ -13,7 +13,7 @@ from typing import Any
 from ..checkpoint.load import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import TRACKER, latest_iteration
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
-from ..comm.agreement import on_root
+from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..run.accounting import padded_vocab_size
 from ..run.checks import check, flag
@@ -34,16 +34,19 @@ LAYOUT_SIZES = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_siz
 class Resume:
     """The checkpoint that a run goes on from.
 
-    checkpoint: None where the run starts anew. state, config: what was saved beside the tensors.
+    checkpoint: None where the run starts anew. state, config: what was saved beside the tensors. finetune: the weights are all
+    that is taken of it; the state is then empty.
     """
 
     checkpoint: Checkpoint | None = None
     state: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    finetune: bool = False
 
     @property
     def iteration(self) -> int | None:
-        return self.checkpoint.iteration if self.checkpoint else None
+        """Where the run goes on; None where it begins."""
+        return None if self.checkpoint is None or self.finetune else self.checkpoint.iteration
 
     @property
     def progress(self) -> Progress:
@@ -74,19 +77,32 @@ def _is_loop(path: Path) -> bool:
 
 
 def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
-    """What --load and --ckpt-step name. Collective; ValueError on every rank for a --load without a checkpoint."""
-    directory = run.output.load
-    if not directory:
-        return Resume()
-    iteration = run.output.ckpt_step or on_root(world, lambda: _latest(directory, run.output.save)) or 0
-    copied = 0 if run.output.ckpt_step else _newest_copy(run, world)
-    if not max(iteration, copied):
-        return Resume()
-    if copied > iteration:
-        checkpoint = open_copy(run.output.save_local, world, copied)
-    else:
-        checkpoint = open_checkpoint(directory, world, iteration)
+    """What --load and --ckpt-step, or else --pretrained-checkpoint, name. Collective; ValueError on every rank for a --load without
+    a checkpoint, and for one that holds weights alone where --finetune is not given."""
+    output, directory = run.output, run.output.load
+    checkpoint = _resumed(run, directory, world) if directory else None
+    if checkpoint is None:
+        return _finetune(open_checkpoint(output.pretrained_checkpoint, world)) if output.pretrained_checkpoint else Resume()
+    if output.finetune:
+        return _finetune(checkpoint)
+    with everywhere():
+        check(not checkpoint.state.get("weights_only"), f"--load {directory} holds weights alone, which fugaku-megatron convert "
+              "wrote: give --finetune to start from them")
     return Resume(checkpoint, checkpoint.state, checkpoint.config)
+
+
+def _finetune(checkpoint: Checkpoint) -> Resume:
+    return Resume(checkpoint, config=checkpoint.config, finetune=True)
+
+
+def _resumed(run: RunConfig, directory: str, world: Comm) -> Checkpoint | None:
+    """The checkpoint that --load, or a newer copy of --save-local, holds; None where --load is to be filled. Collective."""
+    step = run.output.ckpt_step
+    iteration = step if step is not None else on_root(world, lambda: _latest(directory, run.output.save))
+    copied = 0 if step is not None else _newest_copy(run, world)
+    if copied > (iteration or 0):
+        return open_copy(run.output.save_local, world, copied)
+    return None if iteration is None else open_checkpoint(directory, world, iteration)
 
 
 def _newest_copy(run: RunConfig, world: Comm) -> int:
@@ -124,6 +140,8 @@ def differences(run: RunConfig, saved: dict[str, Any]) -> list[str]:
 def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     """Bring the trainer to where the run stands; returns the log's lines. Collective."""
     run = trainer.run
+    if resume.finetune:
+        return _start_from_weights(trainer, resume.checkpoint)
     if resume.iteration is None:
         return [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
     requested = trainer.param_schedule
@@ -133,6 +151,14 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
     lines += _layout_notes(trainer, resume)
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
+
+
+def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Begin with the weights of a checkpoint; returns the log's lines. Collective."""
+    trainer.load(checkpoint, weights_only=True)
+    source = f"{checkpoint.directory}, iteration {checkpoint.iteration}"
+    return [f"starting from the weights of {source}: iteration 0, a fresh optimizer, data from the start",
+            *_vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config)]
 
 
 def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:

@@ -280,19 +280,22 @@ class Trainer:
         shards = self.optimizer.checkpoint_shards(owned=True)
         return SaveBehind(self._save_steps(directory, self._snapshot.take(shards) if self._snapshot else shards, node_first=True))
 
-    def load(self, source: str | Checkpoint) -> dict[str, Any]:
+    def load(self, source: str | Checkpoint, weights_only: bool = False) -> dict[str, Any]:
         """Go on from a checkpoint of any layout, or from the latest one in a directory; returns its `state`. Collective.
 
-        Every shard is read by the rank that saves it; the ranks that hold it too get it from that one. Raises ValueError on every
-        rank for a checkpoint that is damaged, of another model or of another program.
+        weights_only: take its weights, of any dtype, and nothing else. Every shard is read by the rank that saves it; the ranks
+        that hold it too get it from that one. Raises ValueError on every rank for a checkpoint that is damaged, of another model
+        or of another program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
         wanted, state = self.run.optimizer, checkpoint.state
         shards = [shard for shard in self.optimizer.checkpoint_shards(owned=True)
-                  if not wanted.no_load_optim or shard.key.startswith("weight/")]
-        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), PADDED)
+                  if not (weights_only or wanted.no_load_optim) or shard.key.startswith("weight/")]
+        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), PADDED, converts=weights_only)
         self.optimizer.after_load()
+        if weights_only:
+            return {}
         if not wanted.no_load_optim:
             self.optimizer.scaler.load(state["scaler"])
             self.optimizer.steps = state["optimizer_steps"]

@@ -1,0 +1,96 @@
+r"""Weights in and out: of Hugging Face's directories, and of checkpoints.
+
+    fugaku-megatron convert --from-hf gpt2 --save start          then: fugaku-megatron train --load start --finetune ...
+    fugaku-megatron convert --load checkpoints --to-hf exported  then: AutoModelForCausalLM.from_pretrained("exported")
+
+One source and one destination, which is a new directory and appears when it is whole. Tensors pass one by one. docs/models.md has
+the architectures and the limits. Test: pytest tests/test_convert_hf.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ..host import allocator
+from ..run.checks import check, flag
+from .hugging_face import carry, open_hugging_face, save_hugging_face
+from .outputs import check_new, whole
+from .own import CARRIED, open_own, save_own
+from .weights import DTYPES, Weights
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
+
+SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
+    "load": lambda options: open_own(options.load, options.ckpt_step),
+    "from_hf": lambda options: open_hugging_face(options.from_hf),
+}
+
+
+def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
+    save_own(weights, directory)
+    carry(weights.carried, directory / CARRIED)
+
+
+DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
+    "save": _save,
+    "to_hf": lambda weights, directory, options: save_hugging_face(weights, directory, size(options.max_shard_size)),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", help="from: a directory of checkpoints")
+    parser.add_argument("--from-hf", metavar="DIR", help="from: a model's directory, with config.json and safetensors")
+    parser.add_argument("--save", help="to: weights alone as a checkpoint, for train --load DIR --finetune, or generate")
+    parser.add_argument("--to-hf", metavar="DIR", help="to: a directory for Hugging Face's from_pretrained")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights (default: as they were read)")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file with --to-hf (default: %(default)s)")
+    parser.add_argument("--hf-files", metavar="DIR", help="directory of the tokenizer, config.json and generation config of the "
+                        "model (default: those that came with it)")
+
+
+def size(text: str) -> int:
+    """Bytes of "500MB", "2GiB" or a number. ValueError for anything else, and for 0."""
+    match = _SIZE.fullmatch(text.strip())
+    number = int(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0
+    check(number > 0, f"--max-shard-size is {text!r:.40}: give a size such as 5GB or 500MB")
+    return number
+
+
+def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) -> str:
+    given = [name for name in names if getattr(options, name) is not None]
+    check(len(given) == 1, f"{' and '.join(map(flag, given)) or 'nothing'} says what to convert {purpose}: give one of "
+          f"{', '.join(map(flag, names))}")
+    return given[0]
+
+
+def check_options(options: argparse.Namespace) -> tuple[str, str]:
+    """(name of the source, of the destination). ValueError for flags that do not go together, before anything is read."""
+    source, destination = _one(options, SOURCES, "from"), _one(options, DESTINATIONS, "to")
+    check((source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: give --to-hf, or "
+          "leave conversion out, because a checkpoint loads into any layout")
+    check(options.ckpt_step is None or source != "from_hf", "--ckpt-step goes with --load, and --from-hf is given: leave it out")
+    size(options.max_shard_size)
+    check(options.hf_files is None or Path(options.hf_files).is_dir(), f"--hf-files {options.hf_files} is no directory")
+    check_new(flag(destination), getattr(options, destination))
+    return source, destination
+
+
+def main(options: argparse.Namespace) -> int:
+    """Convert; one process."""
+    source, destination = check_options(options)
+    allocator.return_large_blocks()
+    weights = SOURCES[source](options).cast(DTYPES.get(options.dtype))
+    if options.hf_files is not None:
+        weights = replace(weights, carried=Path(options.hf_files))
+    target = getattr(options, destination)
+    with whole(flag(destination), target) as directory:
+        DESTINATIONS[destination](weights, directory, options)
+    parameters = sum(tensor.numel() for tensor in weights.like().values())
+    print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
+    return 0

@@ -1,0 +1,223 @@
+"""A directory of Hugging Face as weights to convert from, and weights as a directory that its from_pretrained loads.
+
+Needs no transformers: config.json and safetensors are enough. Both ways one tensor of ours, and one of theirs, is in memory.
+Left out: the table of architectures (architectures.py). Test: pytest tests/test_convert_hf.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..run.checks import check, check_kind
+from ..run.model_config import ModelConfig
+from ..run.model_config import architecture as shape_values
+from .architectures import ARCHITECTURES, REQUIRED, Architecture
+from .arrangements import Arrangement, Shape, whole
+from .safetensors_files import TensorDirectory, read_json, write
+from .weights import Weights, layer_of, place_of, shapes
+
+CONFIG = "config.json"
+HEAD = "lm_head.weight"
+# What belongs to a model beside its weights, as patterns of names.
+CARRIED = (CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+           "spiece.model", "sentencepiece*", "chat_template*", "LICENSE*", "NOTICE*")
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of theirs: number `number` of those that make the tensor `ours`, and how it lies there."""
+
+    ours: str
+    number: int
+    arranged: Arrangement
+
+
+def theirs_of(architecture: Architecture, name: str) -> list[str]:
+    """The names of the tensors that make our tensor of this global name."""
+    place, kind = place_of(name)
+    check(place in architecture.places, f"{architecture.name} has no place for {name}")
+    names, _ = architecture.places[place]
+    return [f"{architecture.prefix}{their.format(layer_of(name))}.{kind}" if f"{their}.{kind}" != HEAD else HEAD for their in names]
+
+
+def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
+    """Their name -> what it is, for every weight of the model."""
+    return {theirs: Part(name, number, architecture.places[place_of(name)[0]][1])
+            for name in shapes(model) for number, theirs in enumerate(theirs_of(architecture, name))}
+
+
+# From Hugging Face ------------------------------------------------------------------------------------------------------------
+
+
+def open_hugging_face(directory: str) -> Weights:
+    """The weights of a model's directory. ValueError, one line, for what is missing or damaged, and what the block cannot do."""
+    path = Path(directory)
+    check(path.is_dir(), f"--from-hf {directory} is no directory: give one that holds {CONFIG} and safetensors")
+    try:
+        architecture, model = read_config(read_json(path / CONFIG))
+    except ValueError as error:
+        raise ValueError(f"--from-hf {directory}: {error}") from error
+    try:
+        reader = _reader(TensorDirectory.open(path), architecture, model)
+    except ValueError as error:
+        raise ValueError(f"--from-hf {directory}: {error}") from error
+    return Weights(model, {name: reader.dtype(name) for name in reader.ours}, reader, path)
+
+
+def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
+    """What a config.json describes. ValueError naming the field and its value where the block cannot be that."""
+    known = {row.model_type: row for row in ARCHITECTURES}
+    kind = config.get("model_type")
+    check(isinstance(kind, str) and kind in known, f"{CONFIG}: model_type is {kind!r:.60}: it can be {', '.join(known)}")
+    architecture = known[kind]
+    for name, values in architecture.only.items():
+        given = config.get(name, values[0])
+        check(given in values, f"{CONFIG}: {name} is {given!r:.80}, and the block computes {' or '.join(map(repr, values))}")
+    values = {**architecture.block, **_fields(architecture, config)}
+    try:
+        return architecture, ModelConfig(**{"seq_length": values["max_position_embeddings"], **values})
+    except ValueError as error:
+        raise ValueError(f"{CONFIG}: {error}") from error
+
+
+def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+    """ModelConfig's values by name, each of its type."""
+    values, ours = {}, {f.name: f for f in fields(ModelConfig)}
+    for row in architecture.fields:
+        value = config.get(row.theirs, row.default)
+        check(value is not REQUIRED, f"{CONFIG} has no {row.theirs}")
+        try:
+            check_kind(ours[row.ours], value)
+        except ValueError:
+            raise ValueError(f"{CONFIG}: {row.theirs} is {value!r:.60}, not {ours[row.ours].type}") from None
+        values[row.ours] = value
+    return values
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Makes our tensors from theirs. ours: names and shapes. stored: their names, as `parts` has them -> as the files have them."""
+
+    files: TensorDirectory
+    architecture: Architecture
+    model: ModelConfig
+    ours: dict[str, Shape]
+    stored: dict[str, str]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of one of our tensors: that of theirs."""
+        return self.files.tensors[self.stored[theirs_of(self.architecture, name)[0]]][1].dtype
+
+    def __call__(self, name: str) -> Tensor:
+        theirs, arranged = theirs_of(self.architecture, name), self.architecture.places[place_of(name)[0]][1]
+        if arranged is whole:
+            return self.files.read(self.stored[theirs[0]])
+        ours = torch.empty(self.ours[name], dtype=self.dtype(name))
+        for number, their in enumerate(theirs):
+            view, _ = arranged(ours, number, self.model)
+            view.copy_(self.files.read(self.stored[their]).view(view.shape))
+        return ours
+
+
+def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConfig) -> _Reader:
+    """ValueError where a tensor is missing, has another shape, or is none of the architecture's."""
+    ours = shapes(model)
+    stored = _stored_names(files, architecture, list(parts(architecture, model)))
+    for name, shape in ours.items():
+        for number, their in enumerate(theirs_of(architecture, name)):
+            empty = torch.empty(shape, device="meta")
+            _, expected = architecture.places[place_of(name)[0]][1](empty, number, model)
+            found = files.tensors[stored[their]][1].shape
+            check(found == expected, f"{their} has shape {list(found)}, and {CONFIG} says {list(expected)}")
+    return _Reader(files, architecture, model, ours, stored)
+
+
+def _stored_names(files: TensorDirectory, architecture: Architecture, names: list[str]) -> dict[str, str]:
+    """Their names -> those in the files, which may lack the prefix; every tensor there is accounted for."""
+    stored = {name: next((n for n in (name, name.removeprefix(architecture.prefix)) if n in files.tensors), None) for name in names}
+    lacking = next((name for name, found in stored.items() if found is None), None)
+    check(lacking is None, f"{files.path} holds no tensor {lacking}, which {CONFIG} asks for")
+    foreign = set(files.tensors) - set(stored.values())
+    if HEAD in foreign:
+        _check_tied(files, next(iter(stored.values())))
+    rest = sorted(name for name in foreign - {HEAD} if not architecture.unused.fullmatch(name))
+    check(not rest, f"{files.path} holds {len(rest)} tensors that {architecture.name} does not have here, such as {rest[:1]}")
+    return stored
+
+
+def _check_tied(files: TensorDirectory, embedding: str) -> None:
+    """A head that is stored although it is tied must be the embedding, or converting would lose it."""
+    check(torch.equal(files.read(HEAD), files.read(embedding)), f"{HEAD} differs from {embedding}, and {CONFIG} says "
+          "tie_word_embeddings true: correct one of them")
+
+
+# To Hugging Face --------------------------------------------------------------------------------------------------------------
+
+
+def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None:
+    """Write config.json, safetensors and what `weights` carries into a new directory."""
+    model, before = weights.model, _carried_config(weights.carried)
+    architecture = _architecture(model, before)
+    table, like = parts(architecture, model), weights.like()
+    theirs = {name: _in_their_shape(like[part.ours], part, model) for name, part in table.items()}
+    write(directory, theirs, lambda name: _in_their_shape(weights.read(table[name].ours), table[name], model), max_bytes)
+    carry(weights.carried, directory)
+    config = config_of(architecture, model, {*weights.dtypes.values()}, before)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
+    view, shape = part.arranged(ours, part.number, model)
+    return view.reshape(shape).contiguous()
+
+
+def _architecture(model: ModelConfig, before: dict[str, Any]) -> Architecture:
+    """The architecture that the model came as, or else the first one of the table that it is."""
+    fitting = [row for row in ARCHITECTURES if row.fits(model)]
+    check(bool(fitting), f"no architecture of Hugging Face has this block: {', '.join(row.name for row in ARCHITECTURES)} do not")
+    return next((row for row in fitting if row.model_type == before.get("model_type")), fitting[0])
+
+
+def _carried_config(carried: Path | None) -> dict[str, Any]:
+    return read_json(carried / CONFIG) if carried and (carried / CONFIG).exists() else {}
+
+
+def config_of(architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model. before: that it came with, whose other fields stay."""
+    if before.get("model_type") != architecture.model_type:
+        before = {}
+    config = dict(before)
+    if not before or not _same(read_config(before)[1], model):
+        config |= {row.theirs: getattr(model, row.ours) for row in architecture.fields}
+        config |= {name: values[0] for name, values in architecture.only.items() if config.get(name) not in values}
+    config |= {"architectures": [architecture.name], "model_type": architecture.model_type}
+    if len(dtypes) == 1:
+        config |= {name: _DTYPE_NAMES.get(*dtypes) for name in ("torch_dtype", "dtype") if name in before} or {
+            "torch_dtype": _DTYPE_NAMES.get(*dtypes)}
+    return config
+
+
+def _same(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two models have weights of the same shapes and meaning."""
+    return shape_values(one) == shape_values(other)
+
+
+def carry(source: Path | None, directory: Path) -> None:
+    """Copy the files of CARRIED that `source` has."""
+    directory.mkdir(exist_ok=True)
+    for file in _carried_files(source) if source else ():
+        shutil.copyfile(file, directory / file.name)
+
+
+def _carried_files(source: Path) -> Iterator[Path]:
+    for pattern in CARRIED:
+        yield from (file for file in sorted(source.glob(pattern)) if file.is_file())

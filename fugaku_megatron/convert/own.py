@@ -1,0 +1,110 @@
+"""This program's own checkpoints as weights to convert from, and weights alone as a checkpoint that --finetune starts from.
+
+    DIR/iter_0000000/part_00003.safetensors     the weights of a layer (of several in a model of more than 124), or of the rest
+    DIR/hugging_face/                           files that came with the model: tokenizer, configurations
+
+Left out: optimizer state; a converted checkpoint has none. Test: pytest tests/test_convert_hf.py
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.folders import FOLDER_FILES
+from ..checkpoint.manifest import iteration_path, latest_iteration, read_manifest
+from ..checkpoint.save import Description, save_alone
+from ..checkpoint.shards import Search, Shard, read_shards
+from ..checkpoint.tensor_files import write_tensors
+from ..inference.loading import saved_run
+from ..nn.model import OUTPUT, WORD_EMBEDDINGS
+from ..run.checks import check
+from ..run.config import PrecisionConfig
+from ..run.model_config import ModelConfig
+from .weights import DTYPES, Weights, layer_of, shapes
+
+CARRIED = "hugging_face"  # beside the iterations
+_KIND = "weight/"  # of a key in the manifest
+_PADDED = tuple(f"{_KIND}{name}" for name in (WORD_EMBEDDINGS, OUTPUT))
+_LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "zero_shards": 1}
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads whole tensors out of the pieces of a checkpoint. files: those of each key, with the records of that key alone."""
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    files: dict[str, dict[str, dict[str, Any]]]
+
+    def __call__(self, name: str) -> Tensor:
+        key, shape = _KIND + name, self.shapes[name]
+        tensor = torch.zeros(shape, dtype=self.dtypes[name])
+        search = Search([Shard(key, tensor, shape, (0,) * len(shape), shape)], _PADDED)
+        for file, entry in self.files[key].items():
+            search.look(file, entry)
+        for file, work in search.plan(self.path).items():
+            read_shards(self.path / file, work)
+        return tensor
+
+
+def open_own(directory: str, iteration: int | None = None) -> Weights:
+    """The weights of the latest checkpoint in `directory`, or of `iteration`. ValueError where there is none, or one is damaged."""
+    prefix = f"--load {directory}: "
+    try:
+        iteration = latest_iteration(directory) if iteration is None else iteration
+        check(iteration is not None, "holds no checkpoint")
+        manifest = read_manifest(directory, iteration)
+        model = saved_run(manifest, alone=True).model
+        read = _reader(iteration_path(Path(directory), iteration), manifest, model)
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from error
+    carried = Path(directory) / CARRIED
+    return Weights(model, read.dtypes, read, carried if carried.is_dir() else None)
+
+
+def _reader(path: Path, manifest: dict[str, Any], model: ModelConfig) -> _Reader:
+    """The pieces of each weight, from the records of all files."""
+    files, dtypes = defaultdict(lambda: defaultdict(lambda: {"shards": []})), {}
+    for file, entry in manifest["files"].items():
+        for record in entry["shards"]:
+            place = files[record["key"]][file]
+            place.update({**entry, "shards": [*place["shards"], record]})
+            dtypes[record["key"]] = getattr(torch, record["dtype"])
+    wanted = shapes(model)
+    lacking = next((name for name in wanted if _KIND + name not in files), None)
+    check(lacking is None, f"{path} has no {_KIND}{lacking}")
+    return _Reader(path, wanted, {name: dtypes[_KIND + name] for name in wanted}, files)
+
+
+def save_own(weights: Weights, directory: Path) -> None:
+    """Write the weights as a checkpoint of iteration 0 into a new directory that nobody takes for whole yet."""
+    precision = next((name for name, dtype in DTYPES.items() if dtype in weights.dtypes.values() and name != "fp32"), None)
+    config = {"model": {**asdict(weights.model), "make_vocab_size_divisible_by": 1},
+              "precision": asdict(PrecisionConfig(**({precision: True} if precision else {})))}
+    state = {"progress": {"iteration": 0, "consumed_samples": 0}, "scaler": {}, "optimizer_steps": 0, "weights_only": True}
+    layout = {**_LAYOUT, "pipeline_split": str(weights.model.num_layers)}
+    save_alone(directory, lambda path: dict(_write_parts(weights, path)), Description(0, layout, config, state))
+
+
+def _write_parts(weights: Weights, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Write the files; yields names and entries."""
+    parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    layers = weights.model.num_layers
+    for name, tensor in weights.like().items():
+        layer, each = layer_of(name), -(-layers // (FOLDER_FILES - 2))
+        parts[0 if layer is None else 1 + layer // each][name] = tensor
+    for number, part in parts.items():
+        file = f"part_{number:05d}.safetensors"
+        entry = write_tensors(path / file, {_KIND + name: tensor for name, tensor in part.items()},
+                              lambda key: weights.read(key.removeprefix(_KIND)))
+        records = [Shard(_KIND + name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape)).record()
+                   for name, tensor in part.items()]
+        yield file, {**entry, "shards": records}

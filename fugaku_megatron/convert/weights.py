@@ -1,0 +1,67 @@
+"""A model's weights under this program's names and shapes, whatever program wrote them, read one tensor at a time.
+
+Left out: the formats (hugging_face.py, own.py). Test: pytest tests/test_convert_hf.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..comm.dry import DryComm
+from ..comm.grid import Grid
+from ..nn.model import Stage
+from ..nn.ops import Ops
+from ..run.config import BatchConfig, RunConfig
+from ..run.model_config import ModelConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a conversion reads.
+
+    dtypes: by global name, in the model's order. read: the whole tensor of a name, its vocabulary without padding. carried: a
+    directory with files that belong to the model and that nothing here reads, such as Hugging Face's tokenizer.
+    """
+
+    model: ModelConfig
+    dtypes: Mapping[str, torch.dtype]
+    read: Callable[[str], Tensor]
+    carried: Path | None = None
+
+    def cast(self, dtype: torch.dtype | None) -> Weights:
+        """The same in another dtype; None: as they are."""
+        if dtype is None:
+            return self
+        return replace(self, dtypes=dict.fromkeys(self.dtypes, dtype), read=lambda name: self.read(name).to(dtype))
+
+    def like(self) -> dict[str, Tensor]:
+        """Every weight's shape and dtype, by name: tensors of any shape on the meta device."""
+        return {name: torch.empty(shape, dtype=self.dtypes[name], device="meta") for name, shape in shapes(self.model).items()}
+
+
+def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Global name -> global shape of every weight of the model, in its order, the vocabulary without padding."""
+    run = RunConfig(model=replace(model, make_vocab_size_divisible_by=1), batch=BatchConfig(micro_batch_size=1))
+    stage = Stage(run, Grid(1, 1, 1).groups(DryComm()), Ops.build())
+    return {parameter.spec.name: parameter.spec.shape for parameter in stage.parameters()}
+
+
+def layer_of(name: str) -> int | None:
+    """The layer, from 0, of a weight's global name; None for the embeddings, the last norm and the head."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def place_of(name: str) -> tuple[str, str]:
+    """(place with {} for the layer, "weight" or "bias") of a global name: what it is in every layer."""
+    place, kind = _LAYER.sub("decoder.layers.{}.", name).rsplit(".", 1)
+    return place, kind

@@ -1,0 +1,299 @@
+"""Models of Hugging Face become checkpoints and go back: the same bytes, the same logits, and mistakes that leave nothing behind.
+
+Run: pytest tests/test_convert_hf.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fugaku_megatron import cli
+from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.convert import command
+from fugaku_megatron.inference.loading import load_model, saved_run
+from fugaku_megatron.nn.passes import Pass
+from tests.helpers import make_trainer, small_run
+
+transformers = pytest.importorskip("transformers")
+VOCABULARY, LENGTH = 101, 24  # the first divides by nothing, so that rows of the vocabulary are added and taken away
+
+
+def gpt2() -> torch.nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=48, n_layer=3, n_head=4, initializer_range=0.2, bos_token_id=1,
+        eos_token_id=2))
+
+
+MODELS = {"gpt2": gpt2}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A model of Hugging Face, its directory, the checkpoint made of it, and the directory made of that."""
+
+    model: torch.nn.Module
+    theirs: Path
+    ours: Path
+    back: Path
+
+
+def convert(*words: object) -> int:
+    return cli.main(["convert", *map(str, words)])
+
+
+def randomized(build) -> torch.nn.Module:
+    """Biases and norms start at constants: make them random as well."""
+    torch.manual_seed(1)
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def converted(request, tmp_path_factory) -> Converted:
+    directory = tmp_path_factory.mktemp(request.param)
+    theirs, ours, back = (directory / name for name in ("theirs", "ours", "back"))
+    model = randomized(MODELS[request.param])
+    model.save_pretrained(theirs, max_shard_size="60KB")
+    (theirs / "tokenizer.json").write_text("{}")
+    assert convert("--from-hf", theirs, "--save", ours) == 0
+    assert convert("--load", ours, "--to-hf", back, "--max-shard-size", "60KB") == 0
+    return Converted(model, theirs, ours, back)
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a directory, each once."""
+    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    both = ((tensor, other[name]) for name, tensor in one.items() if name in other)
+    return one.keys() == other.keys() and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in both)
+
+
+def test_there_and_back_every_byte_is_the_same(converted):
+    assert same(tensors(converted.theirs), tensors(converted.back))
+    assert len(list(converted.back.glob("model-*-of-*.safetensors"))) > 2
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((converted.theirs / file).read_text()) == json.loads((converted.back / file).read_text())
+    assert (converted.back / "tokenizer.json").read_text() == "{}" == (converted.ours / "hugging_face/tokenizer.json").read_text()
+
+
+def test_transformers_loads_what_is_exported(converted):
+    again = transformers.AutoModelForCausalLM.from_pretrained(converted.back)
+    assert type(again) is type(converted.model) and same(again.state_dict(), converted.model.state_dict())
+
+
+def test_the_same_logits(converted):
+    manifest = read_manifest(converted.ours, 0)
+    loaded = load_model(saved_run(manifest, alone=True), DryComm(), str(converted.ours), 0, manifest)
+    tokens = torch.randint(0, VOCABULARY, (LENGTH, 2), generator=torch.Generator().manual_seed(3))  # (s, b)
+    chunk, at = loaded.stage.last, Pass(first_sample=0, training=False)
+    with torch.no_grad():
+        logits = chunk.logits(chunk.decode(chunk.embedding(tokens, at), at))
+        expected = converted.model(tokens.t()).logits.transpose(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_a_dtype_of_ones_own_and_one_file(converted, tmp_path):
+    assert convert("--load", converted.ours, "--to-hf", tmp_path / "half", "--dtype", "bf16") == 0
+    half, whole = tensors(tmp_path / "half"), tensors(converted.theirs)
+    assert sorted(file.name for file in (tmp_path / "half").glob("model*")) == ["model.safetensors"]
+    assert same(half, {name: tensor.bfloat16() for name, tensor in whole.items()})
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert again.dtype == torch.bfloat16
+    assert convert("--from-hf", tmp_path / "half", "--save", tmp_path / "kept") == 0
+    assert convert("--load", tmp_path / "kept", "--to-hf", tmp_path / "again") == 0
+    assert same(half, tensors(tmp_path / "again")), "BF16 is kept as BF16"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A checkpoint of this program with rows of the vocabulary that are no tokens."""
+    directory = tmp_path_factory.mktemp("trained")
+    trainer = make_trainer(DryComm(), small_run(vocab_size=VOCABULARY))
+    trainer.train_step()
+    trainer.save(str(directory))
+    trainer.close()
+    return directory
+
+
+def test_a_model_trained_here_is_exported(trained, tmp_path):
+    assert convert("--load", trained, "--to-hf", tmp_path / "hf") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(model).__name__ == "GPT2LMHeadModel" and model.config.vocab_size == VOCABULARY
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers refuses files without it"
+
+
+def edit(path: Path, **values: object) -> None:
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in {**config, **values}.items() if value is not REMOVED}))
+
+
+REMOVED = object()
+BAD_CONFIGS = [
+    ("gpt2", {"activation_function": "relu"}, "config.json: activation_function is 'relu', and the block computes 'gelu_new' or "),
+    ("gpt2", {"add_cross_attention": True}, "config.json: add_cross_attention is True, and the block computes False"),
+    ("gpt2", {"model_type": "bloom"}, "config.json: model_type is 'bloom': it can be gpt2"),
+    ("gpt2", {"n_layer": REMOVED}, "config.json has no n_layer"),
+    ("gpt2", {"n_layer": "three"}, "config.json: n_layer is 'three', not int"),
+    ("gpt2", {"n_layer": 4}, "holds no tensor transformer.h.3.ln_1.weight, which config.json asks for"),
+    ("gpt2", {"n_layer": 2}, "holds 12 tensors that GPT2LMHeadModel does not have here, such as ['transformer.h.2."),
+    ("gpt2", {"n_head": 5}, "--num-attention-heads 5"),
+    ("gpt2", {"vocab_size": 102}, "transformer.wte.weight has shape [101, 48], and config.json says [102, 48]"),
+]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    """A directory of every model, in one file."""
+    directory = tmp_path_factory.mktemp("sources")
+    for name, build in MODELS.items():
+        build().save_pretrained(directory / name)
+    return {name: directory / name for name in MODELS}
+
+
+def refused(capsys, *words: object) -> str:
+    """The one line that a refused conversion prints."""
+    assert convert(*words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def named(value: object) -> str:
+    return "-".join(value) if isinstance(value, dict) else value if value in MODELS else ""
+
+
+@pytest.mark.parametrize(("model", "values", "message"), BAD_CONFIGS, ids=named)
+def test_what_the_block_cannot_do_is_named(sources, tmp_path, capsys, model, values, message):
+    shutil.copytree(sources[model], tmp_path / "hf")
+    edit(tmp_path / "hf" / "config.json", **values)
+    assert message in refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    assert not list(tmp_path.glob("ours*"))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def add_tensor(path: Path, name: str, shape: tuple[int, ...]) -> None:
+    save_file({**load_file(path), name: torch.ones(shape)}, path, {"format": "pt"})
+
+
+DAMAGE = [
+    ("model-00002-of-*", Path.unlink, "is missing, and model.safetensors.index.json names it"),
+    ("model-00002-of-*", truncate, "is no safetensors file: its header is damaged (a tensor of shape"),
+    ("model-00002-of-*", lambda path: path.write_bytes(b"\xff" * 64), "is no safetensors file: its header of "),
+    ("model-00002-of-*", lambda path: save_file({"x": torch.ones(1)}, path), "does not hold transformer."),
+    ("model.safetensors.index.json", Path.unlink, "holds neither model.safetensors nor model.safetensors.index.json"),
+    ("model.safetensors.index.json", lambda path: path.write_text('{"weight_map": {"a": "../b"}}'), "has no weight_map of tensors"),
+    ("config.json", lambda path: path.write_text("{"), "config.json is no JSON: Expecting"),
+    ("config.json", lambda path: path.write_text("[]"), "config.json holds list, not an object"),
+    ("config.json", Path.unlink, "config.json is missing"),
+    ("model-00001-of-*", lambda path: add_tensor(path, "score.weight", (2,)), "tensors that GPT2LMHeadModel does not have here"),
+    ("model-00001-of-*", lambda path: add_tensor(path, "lm_head.weight", (VOCABULARY, 48)), "lm_head.weight differs from "),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "message"), DAMAGE, ids=lambda value: value if isinstance(value, str) else "")
+def test_damaged_files_are_named_and_nothing_is_left(tmp_path, capsys, sources, file, damage, message):
+    transformers.GPT2LMHeadModel.from_pretrained(sources["gpt2"]).save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+    capsys.readouterr()
+    damage(next((tmp_path / "hf").glob(file)))
+    line = refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    assert message in line and line.startswith(f"fugaku-megatron convert: --from-hf {tmp_path / 'hf'}: ")
+    assert not list(tmp_path.glob("ours*"))
+
+
+def test_a_disk_that_fails_in_the_middle_leaves_nothing(sources, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "carry", full)
+    line = refused(capsys, "--from-hf", sources["gpt2"], "--save", tmp_path / "ours")
+    assert line.endswith("ours: No space left on device: give another directory") and not list(tmp_path.iterdir())
+
+
+def test_names_of_published_files(sources, tmp_path):
+    """GPT-2's own files have no prefix, and hold causal masks; a tied head may be stored as well."""
+    shutil.copytree(sources["gpt2"], tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    stored = load_file(file)
+    published = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file({**published, **masks, "lm_head.weight": published["wte.weight"].clone()}, file, {"format": "pt"})
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "back") == 0
+    assert same(tensors(tmp_path / "back"), stored)
+
+
+def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    hf, new = ["--from-hf", sources["gpt2"]], ["--save", tmp_path / "new"]
+    for words, message in [
+        (hf, "nothing says what to convert to: give one of --save, --to-hf"),
+        ([*hf, "--load", trained, *new], "--load and --from-hf says what to convert from"),
+        (["--load", trained, *new], "a checkpoint loads into any layout"),
+        ([*hf, "--save", tmp_path / "full"], "is not empty: give a new directory"),
+        ([*hf, "--save", tmp_path / "full" / "thesis.tex"], "is a file: give a directory"),
+        ([*hf, *new, "--max-shard-size", "5 apples"], "--max-shard-size is '5 apples': give a size such as 5GB"),
+        ([*hf, *new, "--ckpt-step", "3"], "--ckpt-step goes with --load"),
+        ([*hf, *new, "--hf-files", tmp_path / "none"], "is no directory"),
+        (["--from-hf", tmp_path / "none", *new], "is no directory: give one that holds config.json"),
+        (["--load", tmp_path / "none", "--to-hf", tmp_path / "new"], "holds no checkpoint"),
+        (["--load", trained, "--ckpt-step", "9", "--to-hf", tmp_path / "new"], "manifest.json is missing"),
+    ]:
+        assert message in refused(capsys, *words)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["full"]
+
+
+# Prints by how many bytes the memory of a conversion exceeded what was there before it.
+MEASURED = """
+import sys
+from pathlib import Path
+from fugaku_megatron import cli
+from fugaku_megatron.convert import command, hugging_face
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+hf, ours, back = sys.argv[1:]
+for words in (["--from-hf", hf, "--save", ours], ["--load", ours, "--to-hf", back]):
+    Path("/proc/self/clear_refs").write_text("5")  # the highest value begins anew
+    before = status("VmRSS")
+    assert cli.main(["convert", *words]) == 0
+    print("PEAK", status("VmHWM") - before)
+"""
+
+
+def test_memory_is_twice_the_largest_tensor(tmp_path):
+    config = transformers.GPT2Config(vocab_size=4096, n_positions=8, n_embd=1024, n_layer=3, n_head=4, n_inner=16384,
+                                     bos_token_id=1, eos_token_id=2)
+    largest = config.n_embd * config.n_inner * 2
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    config.save_pretrained(tmp_path / "hf")
+    save_file({name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()},
+              tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 6 * largest, "the whole model would be seen"
+    done = subprocess.run([sys.executable, "-c", MEASURED, *(tmp_path / name for name in ("hf", "ours", "back"))], check=True,
+                          capture_output=True, text=True)
+    peaks = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("PEAK")]
+    assert len(peaks) == 2 and max(peaks) < 2.2 * largest, [peak / largest for peak in peaks]
