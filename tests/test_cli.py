@@ -75,7 +75,7 @@ def test_a_command_of_a_group_says_when_to_use_it(name, capsys):
     (["--recipe", "demo"], "fugaku-megatron: command --recipe is unknown: give train or "),
     (["train", "--num-layer", "2"], "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?"),
     (["train"], "fugaku-megatron train: --num-layers, --hidden-size, "),
-    (["generate", "--load", "x"], "fugaku-megatron generate: the following arguments are required: --vocab-file"),
+    (["generate", "--load", "x"], "fugaku-megatron generate: nothing to continue: give --prompt TEXT"),
     (["job", "plan", "--recipe", "demo"], "fugaku-megatron job plan: --nodes must be given"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):

@@ -99,7 +99,7 @@ def test_transformers_loads_what_is_exported(converted):
 
 def test_the_same_logits(converted):
     manifest = read_manifest(converted.ours, 0)
-    loaded = load_model(saved_run(manifest, alone=True), DryComm(), str(converted.ours), 0, manifest)
+    loaded = load_model(saved_run(manifest, (1, 1)), DryComm(), str(converted.ours), 0, manifest)
     tokens = torch.randint(0, VOCABULARY, (LENGTH, 2), generator=torch.Generator().manual_seed(3))  # (s, b)
     chunk, at = loaded.stage.last, Pass(first_sample=0, training=False)
     with torch.no_grad():

@@ -194,7 +194,7 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
         parser = Parser()
         generate.add_arguments(parser)
         options = parser.parse_args(["--load", str(tmp_path), "--prompt", "to be", "--tokens", "0", *words])
-        generate.continue_prompt(options, DryComm())
+        generate.continue_prompts(options, DryComm())
         return capsys.readouterr().out
 
     assert write().endswith("\n[to be]\n") and "note" not in write()

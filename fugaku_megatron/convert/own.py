@@ -62,7 +62,7 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
         iteration = latest_iteration(directory) if iteration is None else iteration
         check(iteration is not None, "holds no checkpoint")
         manifest = read_manifest(directory, iteration)
-        model = saved_run(manifest, alone=True).model
+        model = saved_run(manifest, (1, 1)).model
         read = _reader(iteration_path(Path(directory), iteration), manifest, model)
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from error

@@ -15,13 +15,13 @@ from ..checkpoint.shards import Shard
 from ..checkpoint.weights import load_weights
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
-from ..nn.model import WORD_EMBEDDINGS, Stage
+from ..nn.model import OUTPUT, WORD_EMBEDDINGS, Stage
 from ..nn.ops import Ops
 from ..run.config import GROUPS, RunConfig
 from ..run.layout import Layout
 from ..training.optim import PARAMETER_DTYPES
 
-PADDED = (f"weight/{WORD_EMBEDDINGS}",)  # its rows are a multiple that depends on the tensor-parallel size
+PADDED = (f"weight/{WORD_EMBEDDINGS}", f"weight/{OUTPUT}")  # their rows are a multiple that depends on the tensor-parallel size
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,19 @@ class LoadedModel:
         return PARAMETER_DTYPES[self.run.precision.name]
 
 
-def saved_run(manifest: dict[str, Any], alone: bool = False) -> RunConfig:
-    """The run that wrote the checkpoint, one sample at a time; alone: on one rank instead of its own layout."""
+def saved_run(manifest: dict[str, Any], sizes: tuple[int, int] | None = None) -> RunConfig:
+    """The run that wrote the checkpoint, one sample at a time. sizes: (tensor, pipeline) parallel; None: its own layout."""
     groups = {}
     for name, config in GROUPS.items():
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["config"].get(name, {}).items()}
         if name == "batch":
             values = {"micro_batch_size": 1}
+        if name == "training":  # numbers of layers to recompute belong to that layout
+            values["recompute_part_layers"] = None
+        if name == "parallel" and sizes:
+            values = dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), sizes))
         if name == "parallel":  # a prompt of any length is not cut into parts, and the weights are the same
-            values = {} if alone else {**values, "sequence_parallel": False, "tp_comm_overlap": False}
+            values |= {"sequence_parallel": False, "tp_comm_overlap": False}
         groups[name] = config(**values)
     return RunConfig(**groups)
 
@@ -57,10 +61,16 @@ def load_model(run: RunConfig, world: Comm, directory: str, iteration: int, mani
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
     loaded = LoadedModel(run, groups, Stage(run, groups, Ops.build()))
     _give_memory(loaded.stage, loaded.dtype)
-    targets = [Shard(key=f"weight/{p.spec.name}", tensor=p.data, global_shape=p.spec.shape, offset=p.spec.offset,
-                     slice_shape=tuple(p.shape)) for p in loaded.stage.parameters()]
-    load_weights(directory, iteration, manifest, targets, world, PADDED if world.size == 1 else ())
+    load_weights(directory, iteration, manifest, [_target(p) for p in loaded.stage.parameters()], world, PADDED)
     return loaded
+
+
+def _target(parameter: nn.Parameter) -> Shard:
+    """Where a parameter's weights go; a tied copy is not in the checkpoint of every layout, and what it copies is."""
+    spec = parameter.spec
+    copied = f"weight/{spec.init_name}" if spec.init_name != spec.name else None
+    return Shard(key=f"weight/{spec.name}", tensor=parameter.data, global_shape=spec.shape, offset=spec.offset,
+                 slice_shape=tuple(parameter.shape), alias=copied)
 
 
 def _give_memory(stage: Stage, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ rank's part of the sequence where the last dimension is h, and whole elsewhere. 
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -43,7 +44,8 @@ class SelfAttention(nn.Module):
         first_head = self.tp.rank * (self.heads // self.tp.size)
         key = DropoutKey(self.seed, dropout_stream(self.layer, "attention"), at.first_sample, sample_dim=0,
                          row0=first_head * qkv.shape[0])
-        return self.ops.attention(qkv, self.head_size, self.dropout if at.training else 0.0, key)
+        attention = partial(self.ops.attention, head_size=self.head_size, p=self.dropout if at.training else 0.0, key=key)
+        return attention(qkv) if at.rows is None else at.rows.attend(self.ops, self.layer, qkv, attention)
 
     def forward(self, x: Tensor, at: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the projection's bias."""

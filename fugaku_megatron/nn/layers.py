@@ -151,8 +151,10 @@ class PositionEmbedding(nn.Module):
         self.weight = context.parameter(f"{name}.weight", (model.max_position_embeddings, model.hidden_size),
                                         std=model.init_method_std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> x + its positions (s, b, h)."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x (s, b, h) -> x + its positions (s, b, h), which are `positions` (s,) where they are given."""
+        if positions is not None:
+            return self.context.ops.add_position(x, self.weight.index_select(0, positions))
         return self.context.ops.add_position(x, self.weight, self.context.first_position(x))
 
 

@@ -80,7 +80,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, at: Pass) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
-        x, context = self.position_embeddings(self.word_embeddings(tokens)), self.context
+        positions, context = None if at.rows is None else at.rows.positions, self.context
+        x = self.position_embeddings(self.word_embeddings(tokens), positions)
         key = hidden_dropout_key(context.seed, 0, "embedding", at.first_sample, context.first_position(x))
         return context.ops.dropout(x, context.model.hidden_dropout if at.training else 0.0, key)
 

@@ -13,7 +13,7 @@ rank. Test: pytest tests/test_ops.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -145,6 +145,15 @@ class Ops:
                                   weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """(sum, rms_norm(sum)), both (s, b, h), sum being that of `bias_dropout_add`; weight (h)."""
         return self.backends["rowwise"].bias_dropout_add_rms_norm(x, bias, residual, p, key, weight, epsilon)
+
+    def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Sequence[int], positions: Tensor) -> Tensor:
+        """Attention of one new token of each sample, whose key and value are kept. qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
+
+        keys, values (all samples, g, slots, d): of earlier positions, position p in slot p mod slots, so that no more than the
+        last `slots` positions are attended to. samples, positions (r,): each row's place among all samples and in its own. Nothing
+        for backward is kept.
+        """
+        return self.backends["attention"].cached_attention(qkv, keys, values, samples, positions)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """Layer norm over the last dimension. x (..., h), weight and bias (h) -> (..., h)."""

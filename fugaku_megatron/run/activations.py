@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import RunConfig
+from .config import ModelConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -76,3 +76,15 @@ class ProductCollectives:
             return ProductCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
         gather, scatter = Collective("all_gather", "tp", whole // tp), Collective("reduce_scatter", "tp", whole)
         return ProductCollectives((gather,), (gather, scatter), (scatter,), (gather,))
+
+
+def cache_slots(model: ModelConfig, positions: int) -> int:
+    """Positions of a sample whose keys and values are kept while it grows to `positions`: no more than a window has."""
+    return min(positions, model.window or positions)
+
+
+def cache_bytes(run: RunConfig, samples: int, positions: int, layers: int, tp: int) -> int:
+    """Bytes of the keys and values of that many samples on a rank with `layers` layers."""
+    model = run.model
+    elements = samples * cache_slots(model, positions) * model.query_groups // tp * model.kv_channels
+    return 2 * layers * elements * element_bytes(run)

@@ -1,0 +1,75 @@
+"""Greedy continuations of transformers, token by token: prompts of unequal lengths, on one rank and on several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.baselines import in_their_shape, our_name
+from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.inference import decoder, generate
+from fugaku_megatron.inference.generation import steps
+from fugaku_megatron.inference.loading import load_model, saved_run
+from fugaku_megatron.inference.sampling import Sampling
+from tests.helpers import small_run
+from tests.test_generate import LEARNS, save_trained
+
+NEW = 200
+WIDE = {"num_layers": 3, "max_position_embeddings": 224, "init_method_std": 0.2, "micro_batch_size": 2, "global_batch_size": 2}
+PROMPTS = [list(text.encode()) for text in ("a", "to be or not", "qu", "the question is whe")]
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
+
+
+def their_tokens(weights: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Greedy continuations of PROMPTS by transformers, one prompt at a time."""
+    transformers = pytest.importorskip("transformers")
+    model = small_run(**{**LEARNS, **WIDE}).model
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=model.vocab_size, n_positions=model.max_position_embeddings, n_embd=model.hidden_size,
+        n_layer=model.num_layers, n_head=model.num_attention_heads)).eval()
+    with torch.no_grad():
+        for name, tensor in theirs.state_dict().items():
+            if name != "lm_head.weight":  # tied
+                tensor.copy_(in_their_shape(name, weights[our_name(name)], model.num_attention_heads)[: len(tensor)])
+    flags = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    return [theirs.generate(torch.tensor([prompt]), **flags)[0, len(prompt):].tolist() for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """(directory of a checkpoint, transformers' continuations with its weights)."""
+    directory = tmp_path_factory.mktemp("wide")
+    return directory, their_tokens(save_trained(DryComm(), directory, 3, **WIDE))
+
+
+def our_tokens(world, directory, sizes: tuple[int, int], prompts=PROMPTS, ends: dict[int, int] | None = None) -> list[list[int]]:
+    """ends: samples that are finished after so many tokens."""
+    manifest = generate.checkpoint.read_manifest(directory, 3)
+    loaded = load_model(saved_run(manifest, sizes), world, str(directory), 3, manifest)
+    *_, ids = steps(loaded, prompts, NEW, GREEDY, lambda sample, ids: len(ids) == (ends or {}).get(sample))
+    return ids
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+def test_greedy_tokens_are_those_of_transformers(pair, sizes):
+    directory, expected = pair
+    ranks = sizes[0] * sizes[1]
+    assert ThreadWorld(ranks).run(lambda world: our_tokens(world, directory, sizes)) == [expected] * ranks
+    assert len({tuple(ids) for ids in expected}) == len(PROMPTS), "prompts make a difference"
+
+
+def test_finished_samples_are_computed_no_further(pair, monkeypatch):
+    directory, expected = pair
+    rows = []
+    forward = decoder.Decoder._forward
+    monkeypatch.setattr(decoder.Decoder, "_forward", lambda self, new: rows.append(len(new)) or forward(self, new))
+    ids = our_tokens(DryComm(), directory, (1, 1), ends={0: 5, 2: 1, 1: 3, 3: 7})
+    assert ids == [expected[0][:5], expected[1][:3], expected[2][:1], expected[3][:7]]
+    assert rows == [4, 3, 3, 2, 2, 1, 1]
+
+
+def test_prompts_that_do_not_fit_into_one_forward(pair, monkeypatch):
+    directory, expected = pair
+    monkeypatch.setattr(decoder, "PREFILL_ROWS", 14)
+    assert our_tokens(DryComm(), directory, (1, 1), ends=dict.fromkeys(range(4), 9)) == [ids[:9] for ids in expected]
