@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.dry import DryComm
 from ..run import accounting
-from ..run.config import RunConfig
+from ..run.config import ModelConfig, RunConfig
 from .ops import BACKENDS, DropoutKey, Ops
 
 REPEATS = 3
@@ -46,26 +46,38 @@ def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
 
 def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Ops], Tensor]]:
     """One call per family on this run's shapes; each returns a scalar () to differentiate."""
-    model, b = run.model, run.batch.micro_batch_size
-    s, h, d = model.seq_length, model.hidden_size, model.hidden_size // model.num_attention_heads
-    width, heads = model.ffn_hidden_size // tp, model.num_attention_heads // tp
-    b = max(1, min(b, LAYER_TOKENS // s))
+    model = run.model
+    s, h, b = model.seq_length, model.hidden_size, max(1, min(run.batch.micro_batch_size, LAYER_TOKENS // model.seq_length))
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
     residual = x.detach()[: s // accounting.sequence_parts(run, tp)].requires_grad_()
-    qkv = torch.randn(s, b, 3 * heads * d).to(dtype).requires_grad_()
-    fc1, fc2 = _weight(width, h, dtype=dtype), _weight(h, width, dtype=dtype)
-    bias, (add, norm, norm_bias) = _weight(width, dtype=dtype), (_weight(h, dtype=dtype) for _ in range(3))
+    qkv = torch.randn(s, b, model.qkv_width // tp).to(dtype).requires_grad_()
     rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
     table, tokens = _weight(rows, h, dtype=dtype), torch.randint(0, rows, (s, b))
-    hidden, scores = DropoutKey(1, 0, 0, sample_dim=1), DropoutKey(1, 1, 0, sample_dim=0)
+    scores = DropoutKey(1, 1, 0, sample_dim=0)
     return {
-        "gemm": lambda ops: ops.mlp(x, fc1, bias, fc2).sum(),
-        "attention": lambda ops: ops.attention(qkv, d, model.attention_dropout, scores).sum(),
-        "rowwise": lambda ops: ops.bias_dropout_add_layer_norm(residual, add, residual, model.hidden_dropout, hidden, norm,
-                                                               norm_bias, model.layernorm_epsilon)[1].sum(),
+        "gemm": _mlp(model, x, tp),
+        "attention": lambda ops: ops.attention(qkv, model.kv_channels, model.attention_dropout, scores, model.query_groups // tp,
+                                               model.window).sum(),
+        "rowwise": _add_and_normalize(model, residual),
         "loss": lambda ops: ops.head_loss(x, table, tokens, DryComm(), 0, 1.0),
         "embedding": lambda ops: ops.embedding(tokens, table).sum(),
     }
+
+
+def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
+    """The model's MLP of x (s, b, h)."""
+    f, h, dtype, gates = model.ffn_hidden_size // tp, model.hidden_size, x.dtype, [2] * model.swiglu
+    fc1, bias, fc2 = _weight(*gates, f, h, dtype=dtype), _weight(*gates, f, dtype=dtype), _weight(h, f, dtype=dtype)
+    return lambda ops: (ops.gated_mlp if model.swiglu else ops.mlp)(x, fc1, bias, fc2).sum()
+
+
+def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]:
+    """The model's norm of x + dropout(x + bias), x (s, b, h)."""
+    add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
+    more = (model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1), norm)
+    if model.normalization == "RMSNorm":
+        return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, *more, model.layernorm_epsilon)[1].sum()
+    return lambda ops: ops.bias_dropout_add_layer_norm(x, add, x, *more, norm_bias, model.layernorm_epsilon)[1].sum()
 
 
 def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:

@@ -1,7 +1,8 @@
 """The transformer block, assembled from the parts that the config names (`run.block_parts`).
 
-Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size. With sequence parallelism s is this
-rank's part of the sequence where the last dimension is h, and whole elsewhere. Test: pytest tests/test_blocks.py
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g query groups, d head size. With sequence
+parallelism s is this rank's part of the sequence where the last dimension is h, and whole elsewhere.
+Test: pytest tests/test_blocks.py tests/test_llama.py
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from functools import partial
 from torch import Tensor, nn
 
 from ..run.block_parts import MLPS, NORMS
-from .layers import ColumnParallelLinear, Context, Norm, RowParallelLinear, dropout_stream, hidden_dropout_key
+from .layers import (
+    ColumnParallelLinear,
+    Context,
+    GatedColumnParallelLinear,
+    HeadNorm,
+    Norm,
+    RowParallelLinear,
+    dropout_stream,
+    hidden_dropout_key,
+)
 from .ops import DropoutKey, recompute
 from .passes import Pass
 
@@ -29,27 +39,39 @@ def make_norm(name: str, context: Context) -> Norm:
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention with this rank's share of the heads."""
+    """Causal self-attention with this rank's share of the heads, which are whole query groups."""
 
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
-        model, self.tp, self.ops, self.seed, self.layer = context.model, context.tp, context.ops, context.seed, layer
-        h, bias, self.dropout = model.hidden_size, not model.disable_bias_linear, model.attention_dropout
-        self.heads, self.head_size = model.num_attention_heads, h // model.num_attention_heads
-        self.linear_qkv = ColumnParallelLinear(f"{name}.linear_qkv", h, 3 * h, context, bias)
-        self.linear_proj = RowParallelLinear(f"{name}.linear_proj", h, h, context, bias)
+        model, self.context, self.layer = context.model, context, layer
+        self.heads, self.groups = model.num_attention_heads // context.tp.size, model.query_groups // context.tp.size
+        self.linear_qkv = ColumnParallelLinear(f"{name}.linear_qkv", model.hidden_size, model.qkv_width, context, model.qkv_bias)
+        self.q_layernorm = HeadNorm(f"{name}.q_layernorm", context) if model.qk_layernorm else None
+        self.k_layernorm = HeadNorm(f"{name}.k_layernorm", context) if model.qk_layernorm else None
+        self.linear_proj = RowParallelLinear(f"{name}.linear_proj", model.context_width, model.hidden_size, context,
+                                             not model.disable_bias_linear)
+
+    def turn(self, qkv: Tensor, positions: Tensor | None) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned. positions (s,); None: from 0 on."""
+        model, weights = self.context.model, (None, None)
+        if model.qk_layernorm:
+            weights = self.q_layernorm.weight, self.k_layernorm.weight
+        return self.context.ops.rotary(qkv, self.context.angles(positions), self.heads, self.groups, model.kv_channels,
+                                       model.rotary_interleaved, 0, *weights, model.layernorm_epsilon)
 
     def core(self, qkv: Tensor, at: Pass) -> Tensor:
-        """Attention between the two matrices, (s, b, n 3 d) -> (s, b, n d): what selective recompute runs again."""
-        first_head = self.tp.rank * (self.heads // self.tp.size)
-        key = DropoutKey(self.seed, dropout_stream(self.layer, "attention"), at.first_sample, sample_dim=0,
-                         row0=first_head * qkv.shape[0])
-        attention = partial(self.ops.attention, head_size=self.head_size, p=self.dropout if at.training else 0.0, key=key)
-        return attention(qkv) if at.rows is None else at.rows.attend(self.ops, self.layer, qkv, attention)
+        """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
+        model, ops, tp = self.context.model, self.context.ops, self.context.tp
+        key = DropoutKey(self.context.seed, dropout_stream(self.layer, "attention"), at.first_sample, sample_dim=0,
+                         row0=tp.rank * self.heads * qkv.shape[0])
+        attention = partial(ops.attention, head_size=model.kv_channels, p=model.attention_dropout if at.training else 0.0, key=key,
+                            groups=self.groups, window=model.window)
+        qkv = self.turn(qkv, None if at.rows is None else at.rows.positions) if model.turns_queries else qkv
+        return attention(qkv) if at.rows is None else at.rows.attend(ops, self.layer, qkv, attention)
 
     def forward(self, x: Tensor, at: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the projection's bias."""
-        qkv = self.linear_qkv(x)  # (s, b, n 3 d)
+        qkv = self.linear_qkv(x)  # (s, b, g (n/g + 2) d)
         context = recompute(self.core, qkv, at) if at.recompute == "selective" else self.core(qkv, at)
         return self.linear_proj(context)
 
@@ -70,6 +92,26 @@ class MLP(nn.Module):
         if context.blocks is not None:
             return context.ops.mlp_between_parts(x, fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.blocks)
         partial = context.ops.mlp(context.into_product(x), fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.sequence)
+        return context.out_of_product(partial, at.needs_values)
+
+
+class GatedMLP(nn.Module):
+    """h -> f -> h with SwiGLU, as one operation."""
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__()
+        model, self.context = context.model, context
+        h, f, bias = model.hidden_size, model.ffn_hidden_size, not model.disable_bias_linear
+        self.linear_fc1 = GatedColumnParallelLinear(f"{name}.linear_fc1", h, f, context, bias)
+        self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
+
+    def forward(self, x: Tensor, at: Pass) -> Tensor:
+        """As `MLP.forward`; x (s, b, h) -> (s, b, h)."""
+        fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
+        if context.blocks is not None:
+            return context.ops.gated_mlp_between_parts(x, fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.blocks)
+        partial = context.ops.gated_mlp(context.into_product(x), fc1.weight, fc1.bias, fc2.weight, at.needs_values,
+                                        context.sequence)
         return context.out_of_product(partial, at.needs_values)
 
 

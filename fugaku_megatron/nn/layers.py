@@ -1,4 +1,4 @@
-"""Megatron's layers: column- and row-parallel linear, vocab-parallel embedding, learned positions, layer norm.
+"""Megatron's layers: column- and row-parallel linear, vocab-parallel embedding, learned positions, layer norm, RMS norm.
 
 Parameters are born on the meta device with their place in the global tensor (`parameter.spec`);
 `training.flat.FlatParameters` gives them memory inside one flat buffer and fills them. Left out: what a transformer block is made
@@ -11,8 +11,10 @@ Test: pytest tests/test_layers.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
@@ -22,6 +24,8 @@ from ..run import activations
 from ..run.config import ModelConfig
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter
+from .rotary import rotary_angles
+from .torch_blocks import Angles
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
 SITES = ("residual_1", "residual_2", "attention", "embedding")
@@ -59,7 +63,16 @@ class Context:
     def parameter(self, name: str, shape: tuple[int, ...], partition_dim: int | None = None, std: float | None = None,
                   **more: Any) -> nn.Parameter:
         """`make_parameter` over the tensor-parallel ranks."""
-        return make_parameter(name, shape, self.tp, partition_dim, std, sequence_parallel=self.sequence is not None, **more)
+        return make_parameter(name, shape, self.tp, partition_dim, std, **{"sequence_parallel": self.sequence is not None, **more})
+
+    def angles(self, positions: Tensor | None = None) -> Angles | None:
+        """Of rotary positions (s,), or of those of a sample from 0 on; None for a model without."""
+        return self._angles if positions is None else rotary_angles(self.model, positions)
+
+    @cached_property
+    def _angles(self) -> Angles | None:
+        """The same tensors for all layers."""
+        return rotary_angles(self.model, torch.arange(self.model.seq_length))
 
     def into_product(self, x: Tensor) -> Tensor:
         """x (s, b, h) as a column-parallel product takes it: its gradients are summed here, or by the product that gathers x."""
@@ -107,6 +120,18 @@ class ColumnParallelLinear(nn.Module):
         if context.blocks is not None:
             return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
         return context.ops.linear(context.into_product(x), self.weight, self.bias, context.sequence)
+
+
+class GatedColumnParallelLinear(nn.Module):
+    """The parameters of two column-parallel products of one input, the gate's and that of what it multiplies, as one tensor.
+
+    The outputs of both are split, so a rank has the gates of its own values at any tensor-parallel size.
+    """
+
+    def __init__(self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = context.parameter(f"{name}.weight", (2, outputs, inputs), 1, context.model.init_method_std)
+        self.bias = context.parameter(f"{name}.bias", (2, outputs), 1) if bias else None
 
 
 class RowParallelLinear(nn.Module):
@@ -196,3 +221,31 @@ class LayerNorm(Norm):
                           key: DropoutKey) -> tuple[Tensor, Tensor]:
         """As `Norm.add_and_normalize`, in one pass over memory; two of (s, b, h)."""
         return self.ops.bias_dropout_add_layer_norm(x, bias, residual, p, key, self.weight, self.bias, self.epsilon)
+
+
+class RMSNorm(Norm):
+    """RMS norm, with a weight and no bias."""
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__(name, context)
+        self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (s, b, h) -> (s, b, h)."""
+        return self.ops.rms_norm(x, self.weight, self.epsilon)
+
+    def add_and_normalize(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
+                          key: DropoutKey) -> tuple[Tensor, Tensor]:
+        """As `Norm.add_and_normalize`, in one operation; two of (s, b, h)."""
+        return self.ops.bias_dropout_add_rms_norm(x, bias, residual, p, key, self.weight, self.epsilon)
+
+
+class HeadNorm(nn.Module):
+    """The weight of the RMS norm of queries or of keys, over a head's d elements; the same one for all heads.
+
+    Every tensor-parallel rank has it and computes its gradient from its own heads, with or without sequence parallelism.
+    """
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__()
+        self.weight = context.parameter(f"{name}.weight", (context.model.kv_channels,), fill=1.0, sequence_parallel=True)

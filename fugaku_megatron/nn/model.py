@@ -1,7 +1,8 @@
 """A rank's part of the GPT: a stage of one or more chunks, each with some transformer layers.
 
-The first part of the model has the embeddings too, the last one the final norm and the tied head. Left out: parameter memory
-(`training.flat.FlatParameters`), the order of chunks and micro-batches, and which part a chunk is (`schedule`).
+The first part of the model has the embeddings too, the last one the final norm and the head, which is tied or has a weight of its
+own. Left out: parameter memory (`training.flat.FlatParameters`), the order of chunks and micro-batches, and which part a chunk is
+(`schedule`).
 Legend: s sequence (this rank's part of it with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
 Test: pytest tests/test_model.py
 """
@@ -24,7 +25,7 @@ from .ops import Ops, recompute
 from .passes import Pass
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
-OUTPUT = "output_layer.weight"  # of its copy
+OUTPUT = "output_layer.weight"  # of its copy, or of the head's own weight where the two are not tied
 
 
 class Stage(nn.Module):
@@ -37,13 +38,13 @@ class Stage(nn.Module):
     def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
         super().__init__()
         tp, pp, dp = groups.tp, groups.pp, groups.dp
-        self.placement, self.ops = placement(run), ops
+        self.placement, self.ops, self.tied = placement(run), ops, run.model.tied
         parallel = run.parallel
         context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap)
         rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, dp.size))
         self.chunks = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
                                     for chunk in range(self.placement.chunks))
-        if self.first and self.last:
+        if self.first and self.last and run.model.tied:
             self.last.output_weight = self.first.embedding.word_embeddings.weight
 
     @property
@@ -59,7 +60,7 @@ class Stage(nn.Module):
     @property
     def tied_copy(self) -> nn.Parameter | None:
         """The word embedding (v, h) where two stages have a copy of it each and this is one of them; None elsewhere."""
-        if (self.first is None) == (self.last is None):
+        if (self.first is None) == (self.last is None) or not self.tied:
             return None
         return self.first.embedding.word_embeddings.weight if self.first else self.last.output_weight
 
@@ -70,18 +71,20 @@ class Stage(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Words and positions, with dropout."""
+    """Words, and positions where these are learned, with dropout."""
 
     def __init__(self, vocabulary: int, context: Context) -> None:
         super().__init__()
         self.context = context
         self.word_embeddings = VocabParallelEmbedding("embedding.word_embeddings", vocabulary, context)
-        self.position_embeddings = PositionEmbedding("embedding.position_embeddings", context)
+        learned = context.model.learned_positions
+        self.position_embeddings = PositionEmbedding("embedding.position_embeddings", context) if learned else None
 
     def forward(self, tokens: Tensor, at: Pass) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
         positions, context = None if at.rows is None else at.rows.positions, self.context
-        x = self.position_embeddings(self.word_embeddings(tokens), positions)
+        x = self.word_embeddings(tokens)
+        x = self.position_embeddings(x, positions) if self.position_embeddings else x
         key = hidden_dropout_key(context.seed, 0, "embedding", at.first_sample, context.first_position(x))
         return context.ops.dropout(x, context.model.hidden_dropout if at.training else 0.0, key)
 
@@ -90,7 +93,7 @@ class Chunk(nn.Module):
     """Part `part` of the `parts` into which the model is cut: consecutive layers, and what stands before the first or behind the
     last of all. logits_rows: of the logits, computed at once.
 
-    The head's weight is that of the embedding where both are on one stage, which then replaces `output_weight`.
+    Tied, the head's weight is that of the embedding where both are on one stage, which then replaces `output_weight`.
     """
 
     def __init__(self, run: RunConfig, part: int, parts: int, context: Context, logits_rows: int) -> None:
@@ -105,8 +108,8 @@ class Chunk(nn.Module):
                                     for n in accounting.part_layers(run, placement(run), part))
         if self.is_last:
             self.final_layernorm = make_norm("decoder.final_layernorm", context)
-            self.output_weight = context.parameter(OUTPUT, (vocabulary, model.hidden_size), 0,
-                                                   model.init_method_std, init_name=WORD_EMBEDDINGS)
+            self.output_weight = context.parameter(OUTPUT, (vocabulary, model.hidden_size), 0, model.init_method_std,
+                                                   init_name=WORD_EMBEDDINGS if model.tied else None)
 
     def run_layers(self, x: Tensor, at: Pass, first: int, last: int) -> Tensor:
         """Layers [first, last) of this chunk. (s, b, h) -> (s, b, h). Only the last one may leave its values out."""
@@ -125,7 +128,7 @@ class Chunk(nn.Module):
         return self.run_layers(x, at, sum(map(len, groups)), len(self.layers))
 
     def head_input(self, x: Tensor) -> Tensor:
-        """What the tied head multiplies, the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
+        """What the head multiplies, the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
         enter = copy_to_tensor_parallel if self.context.sequence is None else gather_from_sequence_parallel
         return enter(self.final_layernorm(x), self.tp)
 

@@ -116,6 +116,11 @@ class Ops:
         """
         return self.backends["gemm"].gated_mlp(x, weight1, bias1, weight2, needs_values, sequence)
 
+    def gated_mlp_between_parts(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+                                blocks: RowBlocks) -> Tensor:
+        """`gated_mlp` from part to part (s / t, b, h) of the sequence, as `mlp_between_parts`."""
+        return overlapped_ops.gated_mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks)
+
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
                   window: int | None = None) -> Tensor:
         """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, g (n/g + 2) d) -> (s, b, n d).

@@ -2,7 +2,7 @@
 
     column_linear   gathers its input block by block            backward sums its input's gradient block by block
     row_linear      sums its result block by block              backward gathers its gradient block by block
-    mlp             both, with the activation in between
+    mlp, gated_mlp  both, with the activation in between
 
 A weight's gradient needs whole tensors: it is computed behind the last blocks, while these travel. The products are the backend's
 (`native_ops`, `torch_ops`); each row has the same bits as without blocks. Left out: how rows travel (`comm.row_blocks`).
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..comm.row_blocks import Gathering, RowBlocks, Summing
 from .native_ops import NativeOps, add_second_weight_gradient
 from .shared import as_rows
+from .torch_blocks import gate, gate_gradient, matrix
 from .torch_ops import TorchOps, gelu
 
 Backend = NativeOps | TorchOps
@@ -40,6 +41,12 @@ def mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2:
     if isinstance(ops, NativeOps):
         return _NativeMLP.apply(ops, x, weight1, bias1, weight2, needs_values, blocks)
     return row_linear(ops, gelu(column_linear(ops, x, weight1, bias1, blocks)), weight2, blocks)
+
+
+def gated_mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+              blocks: RowBlocks) -> Tensor:
+    """x (s / t, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s / t, b, h). needs_values: as `Ops.mlp`."""
+    return _GatedMLP.apply(ops, x, matrix(weight1), matrix(bias1), weight2, needs_values, blocks)
 
 
 def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
@@ -130,5 +137,38 @@ class _NativeMLP(torch.autograd.Function):
             ops.kernels.linear_data_gradient(gradient.rows[rows], weight2, dpre[rows], pre[rows], packed=packed, fp16_chunk=chunk)
         total = _data_gradient_sum(ops, dpre, weight1, blocks)
         add_second_weight_gradient(ops, _gathered_rows(gradient), pre, weight2, chunk)
+        ops.weight_gradient(dpre, _gathered_rows(inputs), weight1, bias1, chunk)
+        return None, total.wait().view(x.shape), None, None, None, None, None
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+                blocks: RowBlocks) -> Tensor:
+        chunk, gathering = ops.chunk(x), blocks.gather(x)
+        pre = x.new_empty(len(gathering.rows), len(weight1))  # (rows, 2 f): gates and values
+        for rows in gathering:
+            ops.product(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
+        gathering.wait()
+        ctx.save_for_backward(x, pre)
+        ctx.ops, ctx.parameters, ctx.blocks = ops, (weight1, bias1, weight2), blocks
+        if not needs_values:
+            return x.new_empty(1).expand(x.shape)
+        total = blocks.sum(len(pre), len(weight2), x.dtype)
+        for rows, block in total:
+            ops.product(gate(pre[rows]), weight2, block, chunk=chunk)
+        return total.wait().view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, pre), (weight1, bias1, weight2), ops, blocks = ctx.saved_tensors, ctx.parameters, ctx.ops, ctx.blocks
+        chunk, gradient, inputs = ops.chunk(dy), blocks.gather(dy), blocks.gather(x)
+        dpre, inner = torch.empty_like(pre), gate(pre)
+        for rows in gradient:
+            dinner = torch.empty_like(inner[rows])
+            ops.data_gradient(gradient.rows[rows], weight2, dinner, chunk=chunk)
+            dpre[rows] = gate_gradient(dinner, pre[rows])
+        total = _data_gradient_sum(ops, dpre, weight1, blocks)
+        ops.weight_gradient(_gathered_rows(gradient), inner, weight2, None, chunk)
         ops.weight_gradient(dpre, _gathered_rows(inputs), weight1, bias1, chunk)
         return None, total.wait().view(x.shape), None, None, None, None, None

@@ -21,7 +21,8 @@ class ParameterSpec:
     the dimension that tensor-parallel ranks share, None for a replica. init_std: of normal initial values; None: all `init_fill`.
     init_name: the name whose random stream it starts with (the tied head starts like the embedding). owned: this rank saves it.
     counted: this rank's copy counts in norms. sequence_parallel: every tensor-parallel rank holds it and computes its gradient from
-    a part of the sequence, so that the gradient is the sum over those ranks (Megatron's attribute of that name).
+    a part of the sequence, or from its own heads, so that the gradient is the sum over those ranks (Megatron's attribute of that
+    name).
     """
 
     name: str
@@ -34,6 +35,11 @@ class ParameterSpec:
     owned: bool
     counted: bool
     sequence_parallel: bool = False
+
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay is for it: matrices, no biases and no norms."""
+        return len(self.shape) > 1 and not self.name.endswith(".bias")
 
 
 def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, partition_dim: int | None = None,

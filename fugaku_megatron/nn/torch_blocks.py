@@ -197,16 +197,13 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, first: int,
                 weights: tuple[Tensor | None, Tensor | None], epsilon: float) -> Tensor:
-        qkv, statistics = qkv.contiguous(), []
-        out = torch.empty_like(qkv)
-        for x, y, weight in zip(heads.split(qkv), heads.split(out), (*weights, None)):
-            x, rstd = (x, None) if weight is None else _normalized(x, weight, epsilon)
-            statistics.append(rstd)
-            y.copy_(x)
-        for y in heads.split(out)[:2]:
-            y.copy_(turned(y, angles, interleaved, first))
-        ctx.save_for_backward(*([qkv, *statistics[:2]] if weights[0] is not None else []))
-        ctx.angles, ctx.heads, ctx.interleaved, ctx.first, ctx.weights = angles, heads, interleaved, first, weights
+        qkv = qkv.contiguous()
+        out = qkv.clone()
+        for x, weight in zip(heads.split(out), weights):
+            normed = x if weight is None else _normalized(x, weight, epsilon)[0]
+            x.copy_(turned(normed, angles, interleaved, first))
+        ctx.save_for_backward(*([] if weights[0] is None else [qkv]))
+        ctx.angles, ctx.heads, ctx.weights, ctx.epsilon, ctx.how = angles, heads, weights, epsilon, (interleaved, first)
         return out
 
     @staticmethod
@@ -214,13 +211,12 @@ class _Rotary(torch.autograd.Function):
         dqkv = dout.clone(memory_format=torch.contiguous_format)
         gradients = ctx.heads.split(dqkv)[:2]
         for dy in gradients:
-            dy.copy_(turned(dy, ctx.angles, ctx.interleaved, ctx.first, back=True))
-        if ctx.weights[0] is not None:
-            qkv, *statistics = ctx.saved_tensors
-            for dy, x, rstd, weight in zip(gradients, ctx.heads.split(qkv), statistics, ctx.weights):
-                dx, dweight = _norm_gradients(dy, x, rstd, weight)
-                accumulate(weight, dweight)
-                dy.copy_(dx)
+            dy.copy_(turned(dy, ctx.angles, *ctx.how, back=True))
+        for dy, x, weight in zip(gradients, ctx.heads.split(*ctx.saved_tensors), ctx.weights) if ctx.saved_tensors else ():
+            _, rstd = _normalized(x, weight, ctx.epsilon)  # cheaper to compute again than to keep
+            dx, dweight = _norm_gradients(dy, x, rstd, weight)
+            accumulate(weight, dweight)
+            dy.copy_(dx)
         return dqkv, *(None for _ in range(6))
 
 

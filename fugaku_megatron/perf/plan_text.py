@@ -112,7 +112,7 @@ def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
     words = ["--recipe", args.recipe] if args.recipe else []
     for (group, name), default in _base(args.recipe).items():
         value = getattr(getattr(plan.run, group), name)
-        derived = name in ("ffn_hidden_size", "max_position_embeddings") and default is None
+        derived = name in ("ffn_hidden_size", "max_position_embeddings", "kv_channels") and default is None
         if value != default and value is not None and not derived:
             words += _flag(name, value)
     return words

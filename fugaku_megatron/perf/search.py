@@ -111,7 +111,7 @@ def candidates(run: RunConfig, system: System, held: frozenset[str],
     """Every combination of what the software offers, as (run, system with its ranks per node), or why its numbers do not divide."""
     choices, model, parallel = system.software.offers, run.model, run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
-    tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.num_attention_heads),
+    tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.query_groups),
                       "tensor_model_parallel_size" in held)
     cuts = _numbers(model.num_layers) if parallel.pipeline_split == "balanced" else _divisors(model.num_layers)
     stages = _choices(parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held)

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from ..parts import SPLITS_BACKWARD
 from ..run import accounting, activations, memory, offers
 from ..run.accounting import Collective, Record
+from ..run.block_parts import MLPS
 from ..run.config import RunConfig
 from ..run.layout import Layout
 from .software import Software
@@ -66,12 +67,12 @@ class Work:
 
 
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
-    """Bytes of each kind of tensor on one rank."""
+    """Bytes of each kind of tensor on one rank. mlp: the mean of an activation's argument and result."""
     model = run.model
-    rows = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run)
-    hidden = rows * model.hidden_size
-    return {"hidden": hidden, "qkv": 3 * hidden // tp, "context": hidden // tp,
-            "scores": rows * model.seq_length * model.num_attention_heads // tp, "mlp": rows * model.ffn_hidden_size // tp,
+    rows, widths = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run), MLPS[model.activation].fc1_widths
+    return {"hidden": rows * model.hidden_size, "qkv": accounting.qkv_bytes(run, tp), "context": accounting.context_bytes(run, tp),
+            "scores": rows * model.seq_length * model.num_attention_heads // tp,
+            "mlp": rows * model.ffn_hidden_size * (widths + 1) // 2 // tp,
             "logits": rows * accounting.padded_vocab_size(model, tp) // tp}
 
 
@@ -86,6 +87,11 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
     return Work(moved=sum(sizes[name] * moved for name, (moved, _) in counts.items()),
                 allocations=tuple((sizes[name], allocated) for name, (_, allocated) in counts.items() if allocated),
                 calls=software.counts[phase]["calls"])
+
+
+def _turning(run: RunConfig, sizes: Mapping[str, int]) -> Work:
+    """Of queries and keys before attention, or of their gradients after it: qkv read and written once, where the model does it."""
+    return Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),)) if run.model.turns_queries else Work()
 
 
 def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], ...]:
@@ -155,7 +161,8 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
         for phase, record_work in (("forward", _forward), ("backward", _backward)):
             name = f"{place}_{phase}"
             pieces = [record_work(record, chunks) for record in records]
-            pieces = [_in_layer(run, tp, software, piece) for piece in pieces] if place == "layer" else pieces
+            if place == "layer":
+                pieces = [*(_in_layer(run, tp, software, piece) for piece in pieces), _turning(run, sizes)]
             work[name] = sum(pieces, _elementwise(software, name, sizes))
     work["layer_weights"] = sum((_weights(record, chunks) for record in places["layer"]), Work())
     return MappingProxyType(work)
@@ -168,7 +175,7 @@ def layers_again(run: RunConfig, tp: int, groups: list[range], software: Softwar
         return repeat(whole, sum(map(len, groups)))
     records = accounting.recomputed_records(run, tp, last=True)
     sizes = _elementwise_tensors(run, tp, software)
-    pieces = [_in_layer(run, tp, software, _forward(record, 1)) for record in records]
+    pieces = [*(_in_layer(run, tp, software, _forward(record, 1)) for record in records), _turning(run, sizes)]
     last = sum(pieces, _elementwise(software, "layer_forward", sizes))
     return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
 

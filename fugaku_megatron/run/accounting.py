@@ -1,8 +1,8 @@
 """THE formulas: sizes, parameters, FLOPs, saved activations and communicated bytes of a run. Pure integers, no torch.
 
 The trainer, the log, the performance model, the planner and the benchmarks read them here; tests hold them to the trainer.
-Left out: what a rank holds at once (`memory`), time (`perf`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads,
-l layers, v padded vocabulary, t tensor-parallel size. Test: pytest tests/test_accounting.py
+Left out: what a rank holds at once (`memory`), time (`perf`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads
+of d elements in g groups, l layers, v padded vocabulary, t tensor-parallel size. Test: pytest tests/test_accounting.py
 """
 
 from __future__ import annotations
@@ -63,14 +63,16 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 class Record:
     """One operation on one rank for one micro-batch.
 
-    name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. gemm:
-    (M, N, K) of the forward product and how many of them. flops_*: multiply and add counted apart, matrix products only.
+    name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. of_heads:
+    those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward product and how many of them.
+    flops_*: multiply and add counted apart, matrix products only.
     saved_bytes: kept from forward to backward. forward, backward: collectives in order.
     """
 
     name: str
     parameters: int = 0
     replicated: int = 0
+    of_heads: int = 0
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
     flops_forward: int = 0
@@ -104,15 +106,37 @@ def causal_attention_flops(heads: int, s: int, d: int) -> float:
 
 def _attention(run: RunConfig, tp: int) -> Record:
     model, b = run.model, run.batch.micro_batch_size
-    s, heads, d = model.seq_length, model.num_attention_heads // tp, model.hidden_size // model.num_attention_heads
+    s, heads, d = model.seq_length, model.num_attention_heads // tp, model.kv_channels
     flops = 4 * b * heads * s * s * d  # Q K^T and P V over the full square, as Megatron counts it
     # Kept: qkv, the context (which is also the projection's input) and the logarithm of each row's sum.
     return Record(name="attention", gemm=(s, s, d), gemm_count=b * heads, flops_forward=flops, flops_backward=2 * flops,
-                  saved_bytes=4 * activation_bytes(run) // tp + softmax_bytes(run, tp))
+                  saved_bytes=qkv_bytes(run, tp) + context_bytes(run, tp) + softmax_bytes(run, tp))
+
+
+def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
+    """What happens to queries and keys before attention; their norm needs them as they were, turning them back does not."""
+    weights = 2 * run.model.kv_channels * run.model.qk_layernorm
+    return (Record(name="rotary", parameters=weights, replicated=weights, of_heads=weights,
+                   saved_bytes=qkv_bytes(run, tp) * run.model.qk_layernorm),) if run.model.turns_queries else ()
+
+
+def qkv_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes of queries, keys and values of this rank's heads, (s, b, g (n/g + 2) d)."""
+    return tokens_per_microbatch(run) * run.model.qkv_width * element_bytes(run) // tp
+
+
+def context_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes of what attention makes of them, (s, b, n d)."""
+    return tokens_per_microbatch(run) * run.model.context_width * element_bytes(run) // tp
+
+
+def core_bytes(run: RunConfig, tp: int) -> int:
+    """What selective recompute does without: of softmax, and of queries and keys before their norm."""
+    return softmax_bytes(run, tp) + sum(record.saved_bytes for record in _rotary(run, tp))
 
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
-    """What attention keeps of its softmax: one FP32 number per row and head. Selective recompute does without."""
+    """What attention keeps of its softmax: one FP32 number per row and head."""
     return run.batch.micro_batch_size * run.model.num_attention_heads // tp * run.model.seq_length * FP32_BYTES
 
 
@@ -124,12 +148,13 @@ def layer_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     mlp, bias = MLPS[model.activation], not model.disable_bias_linear
     column = {"forward": around.into, "backward": around.into_backward}
     row = {"forward": around.out, "backward": around.out_backward, "replicated": h * bias}
-    fc1 = mlp.fc1_widths * f // tp
+    fc1, qkv, context = mlp.fc1_widths * f // tp, model.qkv_width // tp, model.context_width // tp
     return (
         _norm("input_layernorm", run, tp),
-        _linear("linear_qkv", rows, 3 * h // tp, h, 3 * h // tp * bias, kept, **column),
+        _linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, **column),
+        *_rotary(run, tp),
         _attention(run, tp),
-        _linear("linear_proj", rows, h, h // tp, h * bias, 0, **row),
+        _linear("linear_proj", rows, h, context, h * bias, 0, **row),
         _norm("pre_mlp_layernorm", run, tp),
         _linear("linear_fc1", rows, fc1, h, fc1 * bias, kept, **column),
         Record(name=mlp.activation, saved_bytes=rows * fc1 * width),
@@ -143,22 +168,22 @@ def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
 
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
-    """Word and position embedding (first stage)."""
+    """Word embedding, and positions where they are learned (first stage)."""
     model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, ProductCollectives.from_run(run, tp)
+    words = Record(name="word_embeddings", parameters=vocabulary * model.hidden_size, forward=around.out,
+                   backward=around.out_backward)
     positions = model.max_position_embeddings * model.hidden_size
-    return [Record(name="word_embeddings", parameters=vocabulary * model.hidden_size, forward=around.out,
-                   backward=around.out_backward),
-            Record(name="position_embeddings", parameters=positions, replicated=positions)]
+    return [words, *[Record(name="position_embeddings", parameters=positions, replicated=positions)] * model.learned_positions]
 
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
-    """Final layer norm, logits and loss (last stage); `tied`: the weight is the embedding's own tensor."""
+    """Final norm, logits and loss (last stage). tied: a weight that is tied is the embedding's own tensor, and not counted."""
     model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, ProductCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
     # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
     logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), forward=around.into,
                      backward=around.into_backward[-1:])
-    if tied:
+    if tied and model.tied:
         logits = Record(**{**vars(logits), "parameters": 0})
     return [_norm("final_layernorm", run, tp), logits,
             Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))]
@@ -246,7 +271,7 @@ def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def parameters(run: RunConfig) -> int:
-    """Parameters of the whole model, the tied embedding once, the vocabulary padded for one rank."""
+    """Parameters of the whole model, a tied embedding once, the vocabulary padded for one rank."""
     return stage_parameters(replace(run, parallel=ParallelConfig()), Layout(1, 1, 1, 1), 0)
 
 
@@ -258,17 +283,25 @@ def _recompute_fraction(run: RunConfig) -> float:
     return sum(len(group) for part in parts for group in part_recompute_groups(run, part)) / run.model.num_layers
 
 
+def _layer_flops(run: RunConfig) -> tuple[float, float]:
+    """FLOPs of one sample's forward in one layer: (of linear layers, of attention over the full square)."""
+    flops = {r.name: r.flops_forward / run.batch.micro_batch_size for r in layer_records(run, 1)}
+    return sum(flops.values()) - flops["attention"], flops["attention"]
+
+
 def hardware_flops(run: RunConfig, global_batch_size: int) -> float:
     """FLOPs of one iteration, whole world, as the benchmark tables count them: recompute included, logits in its factor.
 
-    c B s l h^2 (1 + s/(6h) + v/(16 l h)), c = 96 with full recompute, 72 without; selective recompute adds the attention's
-    forward products. Source: Narayanan et al. (2021), equation 3.
+    c B s l h^2 (1 + s/(6h) + v/(16 l h)) for GPT-2's block, c = 96 with full recompute, 72 without; selective recompute adds the
+    attention's forward products. Source: Narayanan et al. (2021), equation 3. Of other blocks the products of a layer's forward
+    stand for 24 s h^2 (1 + s/(6h)).
     """
     model, tp = run.model, run.parallel.tensor_model_parallel_size
-    s, layers, h, v = model.seq_length, model.num_layers, model.hidden_size, padded_vocab_size(model, tp)
+    linear, attention = _layer_flops(run)
     c = 72 + 24 * _recompute_fraction(run)
-    attention_again = 4 * s * s * h * layers if run.training.recompute_granularity == "selective" else 0
-    return global_batch_size * (c * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h)) + attention_again)
+    logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, tp)
+    again = attention if run.training.recompute_granularity == "selective" else 0.0
+    return global_batch_size * (model.num_layers * (c / 24 * (linear + attention) + again) + logits)
 
 
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
@@ -277,18 +310,20 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
     replicas: count as the program behind those tables did, which took what a rank of the last stage holds times TP x PP, so that
     what tensor-parallel ranks hold in common (layer norms, some biases) counts TP times: 0.025 % more at h 13824 and TP 8.
     """
-    layers, h, parallel = run.model.num_layers, run.model.hidden_size, run.parallel
-    counted = layers * (12 * h * h + 13 * h)
-    if replicas:
-        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        final_layernorm = _norm("final_layernorm", run, tp)
-        counted = tp * (layers * sum(r.parameters for r in layer_records(run, tp)) + pp * final_layernorm.parameters)
+    layers, parallel = run.model.num_layers, run.parallel
+    tp, pp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) if replicas else (1, 0)
+    final_layernorm = _norm("final_layernorm", run, tp)
+    counted = tp * (layers * sum(r.parameters for r in layer_records(run, tp)) + pp * final_layernorm.parameters)
     return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
 
 
 def model_flops(run: RunConfig, global_batch_size: int) -> float:
-    """FLOPs an iteration cannot avoid: no recompute, causal attention counted once, logits 6 s h v per sample."""
+    """FLOPs an iteration cannot avoid: no recompute, causal attention counted once, logits 6 s h v per sample.
+
+    With --window-size w attention is of w s - w^2 / 2 pairs of tokens, not s^2 / 2.
+    """
     model, tp = run.model, run.parallel.tensor_model_parallel_size
-    s, h, f, v = model.seq_length, model.hidden_size, model.ffn_hidden_size, padded_vocab_size(model, tp)
-    layer = 6 * s * (4 * h * h + 2 * h * f) + 6 * s * s * h
-    return float(global_batch_size * (model.num_layers * layer + 6 * s * h * v))
+    (linear, attention), s = _layer_flops(run), model.seq_length
+    share = min(model.window or s, s) / s
+    layer = 3 * (linear + attention * (share - share**2 / 2))
+    return float(global_batch_size * (model.num_layers * layer + 6 * s * model.hidden_size * padded_vocab_size(model, tp)))

@@ -1,8 +1,8 @@
 """Gradient buckets: the parts of a stage's parameters whose gradients are reduced, and whose weights are gathered, at once.
 
-A stage's parameters come in units, in the order in which backward finishes them: the final norm, the layers from the last to the
-first, the embeddings. A bucket is a run of whole units. Left out: their memory (`training.flat`), when a bucket is reduced
-(`training.buckets`). Pure integers, no torch. Test: pytest tests/test_buckets.py
+A stage's parameters come in units, in the order in which backward finishes them: the final norm (with the head's weight, where that
+is its own), the layers from the last to the first, the embeddings. A bucket is a run of whole units. Left out: their memory
+(`training.flat`), when a bucket is reduced (`training.buckets`). Pure integers, no torch. Test: pytest tests/test_buckets.py
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cut(units: Sequence[int], minimum: int | None, tied: bool) -> list[range]:
 def holds_tied_copy(run: RunConfig, stage: int) -> bool:
     """Whether this stage's word embedding is one of two copies, whose gradients are summed."""
     first, last = placement(run).owner(0)[0], placement(run).last_stage
-    return first != last and stage in (first, last)
+    return run.model.tied and first != last and stage in (first, last)
 
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
@@ -97,9 +97,9 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
     if holds_tied_copy(run, stage):
         vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
         collectives.append(Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * size))
-    if sequence_parts(run, layout.tp) > 1:  # gradients that every rank computes from its part of the sequence
-        replicated = sum(record.replicated for _, record in stage_records(run, layout, stage))
-        collectives.append(Collective("all_reduce", "tp", replicated * FP32_BYTES))
+    parts = sequence_parts(run, layout.tp) > 1
+    if partial := sum(r.replicated if parts else r.of_heads for _, r in stage_records(run, layout, stage)) * (layout.tp > 1):
+        collectives.append(Collective("all_reduce", "tp", partial * FP32_BYTES))  # every rank's, of its part of sequence or heads
     for elements in bucket_elements(run, layout, stage) if layout.dp > 1 else ():
         if run.parallel.zero_stage:
             collectives += [Collective("reduce_scatter", "dp", elements * size),

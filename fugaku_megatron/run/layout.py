@@ -41,7 +41,10 @@ class Layout:
         tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
         model = run.model
         check_world_size(world_size, tp, pp)
-        for name, value in (("num-attention-heads", model.num_attention_heads), ("ffn-hidden-size", model.ffn_hidden_size)):
+        divided = {"num-attention-heads": model.num_attention_heads, "ffn-hidden-size": model.ffn_hidden_size}
+        if model.group_query_attention:
+            divided["num-query-groups"] = model.query_groups
+        for name, value in divided.items():
             check(value % tp == 0, f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them")
         check(model.seq_length % sequence_parts(run, tp) == 0, f"--seq-length {model.seq_length} is not divisible by "
               f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out")

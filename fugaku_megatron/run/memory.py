@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from ..parts import Held
 from .accounting import (
     FP32_BYTES,
+    context_bytes,
+    core_bytes,
     end_records,
     layer_records,
     padded_vocab_size,
     part_recompute_groups,
     pipeline_split,
+    qkv_bytes,
     residual_bytes,
-    softmax_bytes,
     stage_parts,
     tokens_per_microbatch,
     zero_shards,
 )
 from .activations import activation_bytes
+from .block_parts import MLPS
 from .buckets import BF16_BYTES, flat_elements
 from .config import RunConfig
 from .layout import Layout, placement
@@ -56,7 +59,7 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> int:
     """Bytes that one layer keeps from forward to backward, whole layers not being recomputed."""
-    spared = softmax_bytes(run, tp) if run.training.recompute_granularity == "selective" else 0
+    spared = core_bytes(run, tp) if run.training.recompute_granularity == "selective" else 0
     return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
 
 
@@ -74,10 +77,15 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
     """What one layer keeps between the two halves of a split backward: both operands of its weight gradients.
 
     Four products with whole operands (s, b, h): the inputs of QKV and of the MLP, the gradients of the projection and of the MLP;
-    cut over tensor-parallel ranks: the context, QKV's gradient, and of the MLP the GELU's argument and its gradient.
+    cut over tensor-parallel ranks: the context, QKV's gradient, and of the MLP the activation's argument and its gradient.
     """
-    whole, f = activation_bytes(run), run.model.ffn_hidden_size
-    return 4 * whole + (4 * whole + 2 * whole * f // run.model.hidden_size) // tp
+    mlp = MLPS[run.model.activation].fc1_widths * inner_bytes(run, tp)
+    return 4 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp) + 2 * mlp
+
+
+def inner_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes of this rank's part of one tensor of the MLP's width, (s, b, f)."""
+    return activation_bytes(run) * run.model.ffn_hidden_size // run.model.hidden_size // tp
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> int:
@@ -105,7 +113,7 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     Where the blocks of a sum travel, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
     """
     whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
-    return widths * whole + whole * run.model.ffn_hidden_size // run.model.hidden_size // tp
+    return widths * whole + inner_bytes(run, tp)
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:

@@ -104,7 +104,7 @@ class Checksums:
         """Tell which memory belongs to which weight: call it before the first product."""
         for parameter in flat.parameters:
             name = parameter.spec.name
-            if parameter.dim() == 2 and (self._prefixes is None or name.startswith(self._prefixes)):
+            if parameter.spec.decayed and (self._prefixes is None or name.startswith(self._prefixes)):
                 self._places += [(t.data_ptr(), t.data_ptr() + t.nbytes, name) for t in (parameter.data, parameter.main_grad)]
         self._places.sort()
 

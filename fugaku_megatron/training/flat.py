@@ -42,11 +42,16 @@ def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
     """A stage's parameters in units, in the order in which backward finishes them; `run.buckets.stage_units` has their sizes."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [[p for p in module.parameters() if not any(p is t for t in tied)] for module in unit_modules(stage)]
+    if stage.last and not stage.tied:
+        units[0].append(stage.last.output_weight)
     return [*units, tied] if tied else units
 
 
 def unit_modules(stage: Stage) -> list[nn.Module]:
-    """The modules whose parameters form the stage's units: final norm, layers, embeddings; a tied copy is one more unit."""
+    """The modules whose parameters form the stage's units: final norm, layers, embeddings; a tied copy is one more unit.
+
+    A head's own weight belongs to the final norm's unit, which comes before it in forward and behind it in backward.
+    """
     chunks = list(reversed(stage.chunks))
     head = [stage.last.final_layernorm] if stage.last else []
     embedding = [stage.first.embedding] if stage.first else []
@@ -55,7 +60,8 @@ def unit_modules(stage: Stage) -> list[nn.Module]:
 
 def _order(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
     """The same on all tensor-parallel ranks, so that their ZeRO-1 shards cut a replicated parameter at the same elements."""
-    return parameter.dim() < 2, parameter.spec.partition_dim is None, parameter.spec.init_name != parameter.spec.name
+    spec = parameter.spec
+    return not spec.decayed, spec.partition_dim is None, spec.init_name != spec.name
 
 
 def _merge(ranges: list[Range]) -> list[Range]:
@@ -83,7 +89,7 @@ class FlatParameters:
         self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.grads = torch.zeros(self.numel)
-        self._ranges = _merge([Range(start, start + p.numel(), p.dim() > 1, p.spec.counted)
+        self._ranges = _merge([Range(start, start + p.numel(), p.spec.decayed, p.spec.counted)
                                for start, p in zip(self.starts, self.parameters, strict=True)])
         self._seed, self._kernels = seed, kernels
         self._replace(stage)
@@ -151,7 +157,8 @@ class FlatParameters:
 def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
     """FP32 initial weights of this rank's slice, (parameter's shape): a function of the seed, the name and the global element."""
     spec, values = parameter.spec, torch.full(tuple(parameter.shape), parameter.spec.init_fill, dtype=torch.float32)
-    if spec.init_std is not None:
-        assert parameter.dim() == 2
-        kernels.philox_normal(values, seed, zlib.crc32(spec.init_name.encode()), *spec.offset, spec.shape[1], spec.init_std)
+    rows, columns = spec.shape[-2:] if spec.init_std is not None else (0, 0)
+    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]) if columns else ()):  # of a gated product there are two
+        kernels.philox_normal(matrix, seed, zlib.crc32(spec.init_name.encode()), index * rows + spec.offset[-2], spec.offset[-1],
+                              columns, spec.init_std)
     return values

@@ -33,8 +33,9 @@ from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruct
 from .flat import stage_units
 from .train import Trainer
 
-OPERATIONS = ("linear", "column_linear", "row_linear", "mlp", "mlp_between_parts", "attention", "layer_norm", "bias_dropout_add",
-              "bias_dropout_add_layer_norm", "dropout", "embedding", "add_position", "head_loss")  # of `nn.ops.Ops`
+OPERATIONS = ("linear", "column_linear", "row_linear", "mlp", "mlp_between_parts", "gated_mlp", "gated_mlp_between_parts",
+              "attention", "rotary", "layer_norm", "rms_norm", "bias_dropout_add", "bias_dropout_add_layer_norm",
+              "bias_dropout_add_rms_norm", "dropout", "embedding", "add_position", "head_loss")  # of `nn.ops.Ops`
 KEY_LENGTH = 4
 
 
@@ -79,13 +80,18 @@ def _bad(tensors: Iterable[Any]) -> str | None:
     return None
 
 
-def _name(operation: str, given: dict[str, Any]) -> str:
-    """linear, decoder.layers.0.self_attention.linear_qkv: an operation and what it belongs to, of the arguments that it got."""
+def _name(operation: str, given: dict[str, Any], before: str) -> str:
+    """linear, decoder.layers.0.self_attention.linear_qkv: an operation and what it belongs to, of the arguments that it got.
+
+    before: the name of the operation before it.
+    """
     if operation == "head_loss":
         return f"{operation}, output_layer"
     weight = given.get("weight", given.get("weight1"))
     if weight is not None:
         return f"{operation}, {weight.spec.name.removesuffix('.weight')}"
+    if "key" not in given:  # queries and keys are turned between two operations that have names
+        return f"{operation}, after {before}"
     layer = dropout_layer(given["key"].stream)
     return f"{operation}, {f'decoder.layers.{layer - 1}' if layer else 'embedding'}"  # Megatron's names count from 0
 
@@ -101,7 +107,7 @@ class Search:
         self.trainer, self.consumed = trainer, consumed
         self.made: Finding | None = None
         self.met: Finding | None = None
-        self._looks = 0
+        self._looks, self._before = 0, "the input"  # the name of the operation before
         self._now = Instruction(FORWARD, 0)
         self.stage = self._observed_stage()
 
@@ -139,7 +145,8 @@ class Search:
     def _operation(self, name: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         self._looks += 1
         bound = inspect.signature(function).bind(*args, **kwargs)
-        call, given = _Call(_name(name, bound.arguments)), bound.arguments
+        call, given = _Call(_name(name, bound.arguments, self._before)), bound.arguments
+        self._before = call.name
         inputs = [v for v in given.values() if not isinstance(v, nn.Parameter)]
         valid = given.get("needs_values", True)  # else neither result nor, after an operation of that kind, input must be
         before = _bad(inputs) if valid else None
