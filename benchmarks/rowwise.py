@@ -11,8 +11,7 @@ Left out: GELU with its bias and its derivative, which the trainer computes insi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,16 +20,16 @@ from torch.nn import functional as F
 from fugaku_megatron.run import accounting
 from fugaku_megatron.run.layout import Layout
 
+from . import rowwise_blocks
 from .driver import DTYPES, Call, Case
+from .eager import EPSILON, EagerPass, compare, relative_error
 from .shapes import add_arguments, run_of
 
 __all__ = ["add_arguments", "cases"]
 UPDATE_ELEMENTS = 30_000_000  # 480 MB in AdamW's four buffers: far beyond any cache; a model with fewer parameters has its own
-EPSILON = 1e-5
 DROPOUT = 0.1
 ADAMW = {"lr": 1e-4, "eps": 1e-8, "weight_decay": 0.01}
 BETAS = (0.9, 0.999)
-Eager = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -43,6 +42,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     yield layer_norm(s * b, h, dtype)
     yield residual(s, b, h, dtype)
     yield residual_norm(s, b, h, dtype)
+    yield from rowwise_blocks.cases(model, s, b, tp, dtype)
     yield dropout(s, b, h, dtype)
     yield gelu(s * b, f, dtype)
     yield cross_entropy(s * b, v, split=False)
@@ -54,47 +54,6 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     yield count_zeros(elements)
     yield sum_rows(4, elements // 4, dtype)
     yield adamw(elements)
-
-
-@dataclass(frozen=True)
-class EagerPass:
-    """Torch's forward and backward of the same operation: function(inputs), and the gradients of its results."""
-
-    function: Eager
-    inputs: Sequence[Tensor]
-    grads: Sequence[Tensor]
-
-    def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Copies of the inputs, the floating ones in `dtype` and with gradients."""
-        copies = [t.to(dtype or t.dtype) if t.is_floating_point() else t for t in self.inputs]
-        return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in copies]
-
-    def gradients(self, leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Of all floating leaves, by autograd."""
-        return list(torch.autograd.grad(self.function(leaves), [t for t in leaves if t.requires_grad], grads))
-
-
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """Largest difference, relative to the largest exact value."""
-    return float((ours.double() - exact).abs().max() / exact.abs().max())
-
-
-def compare(op: str, shape: tuple[int, ...], calls: tuple[Call, ...], results: Sequence[Tensor], eager: EagerPass,
-            **details: str) -> Case:
-    """A case whose baseline is `eager` forward and backward; `results`: our gradients, in the order of its floating inputs."""
-    leaves = eager.leaves()
-
-    def error() -> float:
-        for sums in results:
-            if sums.dim() == 1:  # sums over rows are added to
-                sums.zero_()
-        for call in calls:
-            call.run()
-        exact = eager.gradients(eager.leaves(torch.float64), [g.double() for g in eager.grads])
-        return max(relative_error(ours, right) for ours, right in zip(results, exact, strict=True))
-
-    return Case(op=op, shape=shape, calls=calls, baseline="torch", baseline_run=lambda: eager.gradients(leaves, eager.grads),
-                error=error, details=details)
 
 
 def layer_norm(rows: int, h: int, dtype: torch.dtype) -> Case:

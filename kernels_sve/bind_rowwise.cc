@@ -1,4 +1,4 @@
-// Python functions of rowwise.h and rowwise_dropout.h: layer norm and bias_dropout_add, apart and fused.
+// Python functions of rowwise.h and rowwise_dropout.h: norms and bias_dropout_add, apart and fused. RMS norm: no mean, no bias.
 #include <optional>
 
 #include "bind_shared.h"
@@ -7,50 +7,65 @@ namespace fm {
 namespace {
 
 // x (..., h) with h of at least 1, and parameters (h) of its dtype.
-void check_norm(const TensorView& x, const TensorView& weight, const TensorView& mean, const TensorView& rstd) {
+void check_norm(const TensorView& x, const TensorView& weight, const TensorView* mean, const TensorView& rstd) {
   x.floating().rank(1, 8).contiguous();
   if (x.size(-1) < 1) x.fail("at least one column", "none");
   weight.same_dtype(x).shape({x.size(-1)}).contiguous();
-  for (const TensorView* t : {&mean, &rstd}) t->dtype({DType::f32}).shape({rows_of(x)}).contiguous();
+  if (mean) mean->dtype({DType::f32}).shape({rows_of(x)}).contiguous();
+  rstd.dtype({DType::f32}).shape({rows_of(x)}).contiguous();
 }
 
-LayerNormArgs norm_args(const TensorView& x, const TensorView& weight, const TensorView& bias, const TensorView& y,
-                        const TensorView& mean, const TensorView& rstd, double eps) {
+LayerNormArgs norm_args(const TensorView& x, const TensorView& weight, const TensorView* bias, const TensorView& y,
+                        const TensorView* mean, const TensorView& rstd, double eps) {
   check_norm(x, weight, mean, rstd);
-  bias.same_dtype(x).same_shape(weight).contiguous();
-  y.same_dtype(x).same_shape(x).contiguous().disjoint({&weight, &bias});
-  mean.disjoint({&x, &weight, &bias, &y});
-  rstd.disjoint({&x, &weight, &bias, &y, &mean});
-  if (!(eps >= 0)) throw py::value_error("eps: expected 0 or more, got " + std::to_string(eps));
-  return {
-      x.data(),   weight.data(),           bias.data(), y.data(), mean.data<float>(), rstd.data<float>(), rows_of(x),
-      x.size(-1), static_cast<float>(eps), x.dtype()};
+  y.same_dtype(x).same_shape(x).contiguous().disjoint({&weight});
+  rstd.disjoint({&x, &weight, &y});
+  if (bias) {
+    bias->same_dtype(x).same_shape(weight).contiguous();
+    for (const TensorView* t : {&y, mean, &rstd}) t->disjoint({bias});
+    mean->disjoint({&x, &weight, &y});
+    rstd.disjoint({mean});
+  }
+  require(eps >= 0, "eps", "0 or more", std::to_string(eps));
+  return {x.data(),
+          weight.data(),
+          bias ? bias->data() : nullptr,
+          y.data(),
+          mean ? mean->data<float>() : nullptr,
+          rstd.data<float>(),
+          rows_of(x),
+          x.size(-1),
+          static_cast<float>(eps),
+          x.dtype()};
 }
 
 LayerNormGradArgs norm_grad_args(const TensorView& dy, const std::optional<TensorView>& add, const TensorView& x,
-                                 const TensorView& mean, const TensorView& rstd, const TensorView& weight,
-                                 const TensorView& dx, const TensorView& dweight, const TensorView& dbias) {
+                                 const TensorView* mean, const TensorView& rstd, const TensorView& weight,
+                                 const TensorView& dx, const TensorView& dweight, const TensorView* dbias) {
   check_norm(x, weight, mean, rstd);
   dy.same_dtype(x).same_shape(x).contiguous();
-  dx.same_dtype(x).same_shape(x).contiguous().same_or_disjoint({&dy}).disjoint({&x, &weight, &mean, &rstd});
+  dx.same_dtype(x).same_shape(x).contiguous().same_or_disjoint({&dy}).disjoint({&x, &weight, &rstd});
+  if (mean) dx.disjoint({mean});
   if (add) {
     add->same_dtype(x).same_shape(x).contiguous();
     dx.same_or_disjoint({&*add});
   }
-  dweight.disjoint({&dbias});
-  for (const TensorView* sum : {&dweight, &dbias}) {
-    sum->dtype({DType::f32}).same_shape(weight).contiguous().disjoint({&dy, &x, &mean, &rstd, &weight, &dx});
+  if (dbias) dweight.disjoint({dbias});
+  for (const TensorView* sum : {&dweight, dbias}) {
+    if (!sum) continue;
+    sum->dtype({DType::f32}).same_shape(weight).contiguous().disjoint({&dy, &x, &rstd, &weight, &dx});
+    if (mean) sum->disjoint({mean});
     if (add) sum->disjoint({&*add});
   }
   return {dy.data(),
           add ? add->data() : nullptr,
           x.data(),
           weight.data(),
-          mean.data<float>(),
+          mean ? mean->data<float>() : nullptr,
           rstd.data<float>(),
           dx.data(),
           dweight.data<float>(),
-          dbias.data<float>(),
+          dbias ? dbias->data<float>() : nullptr,
           rows_of(x),
           x.size(-1),
           x.dtype()};
@@ -92,7 +107,7 @@ void bind_layer_norm(py::handle x_object, py::handle weight_object, py::handle b
                      py::handle mean_object, py::handle rstd_object, double eps) {
   TensorView x("x", x_object), weight("weight", weight_object), bias("bias", bias_object), y("y", y_object),
       mean("mean", mean_object), rstd("rstd", rstd_object);
-  const LayerNormArgs args = norm_args(x, weight, bias, y, mean, rstd, eps);
+  const LayerNormArgs args = norm_args(x, weight, &bias, y, &mean, rstd, eps);
   y.same_or_disjoint({&x});
   unlocked([&] { kernels().layer_norm(args); });
 }
@@ -103,8 +118,25 @@ void bind_layer_norm_backward(py::handle dy_object, py::handle x_object, py::han
   TensorView dy("dy", dy_object), x("x", x_object), mean("mean", mean_object), rstd("rstd", rstd_object),
       weight("weight", weight_object), dx("dx", dx_object), dweight("dweight", dweight_object),
       dbias("dbias", dbias_object);
-  const auto args = norm_grad_args(dy, optional_view("add", add_object), x, mean, rstd, weight, dx, dweight, dbias);
+  const auto args = norm_grad_args(dy, optional_view("add", add_object), x, &mean, rstd, weight, dx, dweight, &dbias);
   unlocked([&] { kernels().layer_norm_backward(args); });
+}
+
+void bind_rms_norm(py::handle x_object, py::handle weight_object, py::handle y_object, py::handle rstd_object,
+                   double eps) {
+  TensorView x("x", x_object), weight("weight", weight_object), y("y", y_object), rstd("rstd", rstd_object);
+  const LayerNormArgs args = norm_args(x, weight, nullptr, y, nullptr, rstd, eps);
+  y.same_or_disjoint({&x});
+  unlocked([&] { kernels().rms_norm(args); });
+}
+
+void bind_rms_norm_backward(py::handle dy_object, py::handle x_object, py::handle rstd_object, py::handle weight_object,
+                            py::handle dx_object, py::handle dweight_object, py::handle add_object) {
+  TensorView dy("dy", dy_object), x("x", x_object), rstd("rstd", rstd_object), weight("weight", weight_object),
+      dx("dx", dx_object), dweight("dweight", dweight_object);
+  const auto add = optional_view("add", add_object);
+  const auto args = norm_grad_args(dy, add, x, nullptr, rstd, weight, dx, dweight, nullptr);
+  unlocked([&] { kernels().rms_norm_backward(args); });
 }
 
 void bind_bias_dropout_add(py::handle x_object, py::handle bias_object, py::handle residual_object,
@@ -134,10 +166,23 @@ void bind_fused(py::handle x_object, py::handle bias_object, py::handle residual
       mean("mean", mean_object), rstd("rstd", rstd_object);
   const auto bias = optional_view("bias", bias_object);
   const ResidualArgs add = residual_args(x, bias, residual, sum, dropout_args(x, p, seed, stream, first_sample, row0));
-  const LayerNormArgs norm = norm_args(sum, weight, norm_bias, y, mean, rstd, eps);
+  const LayerNormArgs norm = norm_args(sum, weight, &norm_bias, y, &mean, rstd, eps);
   y.disjoint({&x, &residual, &sum});
   sum.disjoint({&weight, &norm_bias, &mean, &rstd});
   if (x.numel()) unlocked([&] { kernels().bias_dropout_add_layer_norm(add, norm); });
+}
+
+void bind_fused_rms(py::handle x_object, py::handle bias_object, py::handle residual_object, py::handle sum_object,
+                    py::handle weight_object, py::handle y_object, py::handle rstd_object, double eps, double p,
+                    uint64_t seed, uint64_t stream, int64_t first_sample, int64_t row0) {
+  TensorView x("x", x_object), residual("residual", residual_object), sum("sum", sum_object),
+      weight("weight", weight_object), y("y", y_object), rstd("rstd", rstd_object);
+  const DropoutArgs dropout = dropout_args(x, p, seed, stream, first_sample, row0);
+  const ResidualArgs add = residual_args(x, optional_view("bias", bias_object), residual, sum, dropout);
+  const LayerNormArgs norm = norm_args(sum, weight, nullptr, y, nullptr, rstd, eps);
+  y.disjoint({&x, &residual, &sum});
+  sum.disjoint({&weight, &rstd});
+  if (x.numel()) unlocked([&] { kernels().bias_dropout_add_rms_norm(add, norm); });
 }
 
 void bind_fused_backward(py::handle dy_object, py::handle dsum_object, py::handle sum_object, py::handle mean_object,
@@ -151,12 +196,29 @@ void bind_fused_backward(py::handle dy_object, py::handle dsum_object, py::handl
   const auto dsum = optional_view("dsum", dsum_object), dx = optional_view("dx", dx_object),
              dbias = optional_view("dbias", dbias_object);
   const DropoutArgs dropout = dropout_args(sum, p, seed, stream, first_sample, row0);
-  const auto norm = norm_grad_args(dy, dsum, sum, mean, rstd, weight, dresidual, dweight, dnorm_bias);
+  const auto norm = norm_grad_args(dy, dsum, sum, &mean, rstd, weight, dresidual, dweight, &dnorm_bias);
   const ResidualGradArgs add = residual_grad_args(dresidual, dx, dbias, dropout);
   if (dx) dx->disjoint({&dresidual, &sum, &mean, &rstd, &weight, &dweight, &dnorm_bias}).same_or_disjoint({&dy});
   if (dx && dsum) dx->same_or_disjoint({&*dsum});
   if (dbias) dbias->disjoint({&dy, &sum, &mean, &rstd, &weight, &dweight, &dnorm_bias});
   if (sum.numel()) unlocked([&] { kernels().bias_dropout_add_layer_norm_backward(norm, add); });
+}
+
+void bind_fused_rms_backward(py::handle dy_object, py::handle dsum_object, py::handle sum_object,
+                             py::handle rstd_object, py::handle weight_object, py::handle dresidual_object,
+                             py::handle dx_object, py::handle dweight_object, py::handle dbias_object, double p,
+                             uint64_t seed, uint64_t stream, int64_t first_sample, int64_t row0) {
+  TensorView dy("dy", dy_object), sum("sum", sum_object), rstd("rstd", rstd_object), weight("weight", weight_object),
+      dresidual("dresidual", dresidual_object), dweight("dweight", dweight_object);
+  const auto dsum = optional_view("dsum", dsum_object), dx = optional_view("dx", dx_object),
+             dbias = optional_view("dbias", dbias_object);
+  const DropoutArgs dropout = dropout_args(sum, p, seed, stream, first_sample, row0);
+  const auto norm = norm_grad_args(dy, dsum, sum, nullptr, rstd, weight, dresidual, dweight, nullptr);
+  const ResidualGradArgs add = residual_grad_args(dresidual, dx, dbias, dropout);
+  if (dx) dx->disjoint({&dresidual, &sum, &rstd, &weight, &dweight}).same_or_disjoint({&dy});
+  if (dx && dsum) dx->same_or_disjoint({&*dsum});
+  if (dbias) dbias->disjoint({&dy, &sum, &rstd, &weight, &dweight});
+  if (sum.numel()) unlocked([&] { kernels().bias_dropout_add_rms_norm_backward(norm, add); });
 }
 
 const char LAYER_NORM_DOC[] = R"(y = (x - mean) rstd weight + bias over the last dimension.
@@ -169,6 +231,14 @@ const char LAYER_NORM_BACKWARD_DOC[] =
 
 add: None or a gradient of x from elsewhere (the residual's). dx may be dy or add. The sums over rows have the same bits for
 any number of threads.)";
+
+const char RMS_NORM_DOC[] = R"(y = x rstd weight over the last dimension, rstd = 1 / sqrt(mean(x^2) + eps), float32 (rows).
+
+x, y, weight: as in layer_norm.)";
+
+const char RMS_NORM_BACKWARD_DOC[] = R"(dx = add + gradient of rms_norm; dweight (float32, (h)) is added to.
+
+add, dx: as in layer_norm_backward.)";
 
 const char ADD_DOC[] = R"(out = residual + dropout(x + bias), the mask being that of dropout(x, sample_dim=1).
 
@@ -190,6 +260,15 @@ const char FUSED_BACKWARD_DOC[] =
 dresidual = dsum + gradient of layer_norm; dx = dropout(dresidual), None when p = 0, where it is dresidual. dweight, dnorm_bias
 and dbias (None without bias) are float32 (h) and added to. dresidual may be dy or dsum, dx may be the other of them.)";
 
+const char FUSED_RMS_DOC[] = R"(sum = residual + dropout(x + bias) as bias_dropout_add, then y = rms_norm(sum), in one pass.
+
+sum may be x or residual; y is apart from them.)";
+
+const char FUSED_RMS_BACKWARD_DOC[] =
+    R"(Gradients of bias_dropout_add_rms_norm in one pass, from dy and from dsum (None: none).
+
+The arguments are those of bias_dropout_add_layer_norm_backward; dweight and dbias (None without bias) are added to.)";
+
 }  // namespace
 
 FM_BIND(rowwise) {
@@ -198,6 +277,9 @@ FM_BIND(rowwise) {
              LAYER_NORM_DOC);
   module.def("layer_norm_backward", &bind_layer_norm_backward, "dy"_a, "x"_a, "mean"_a, "rstd"_a, "weight"_a, "dx"_a,
              "dweight"_a, "dbias"_a, "add"_a = py::none(), LAYER_NORM_BACKWARD_DOC);
+  module.def("rms_norm", &bind_rms_norm, "x"_a, "weight"_a, "y"_a, "rstd"_a, "eps"_a, RMS_NORM_DOC);
+  module.def("rms_norm_backward", &bind_rms_norm_backward, "dy"_a, "x"_a, "rstd"_a, "weight"_a, "dx"_a, "dweight"_a,
+             "add"_a = py::none(), RMS_NORM_BACKWARD_DOC);
   module.def("bias_dropout_add", &bind_bias_dropout_add, "x"_a, "bias"_a, "residual"_a, "out"_a, "p"_a = 0.0,
              "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "row0"_a = 0, ADD_DOC);
   module.def("bias_dropout_add_backward", &bind_bias_dropout_add_backward, "dout"_a, "dx"_a, "dbias"_a, "p"_a = 0.0,
@@ -208,6 +290,12 @@ FM_BIND(rowwise) {
   module.def("bias_dropout_add_layer_norm_backward", &bind_fused_backward, "dy"_a, "dsum"_a, "sum"_a, "mean"_a,
              "rstd"_a, "weight"_a, "dresidual"_a, "dx"_a, "dweight"_a, "dnorm_bias"_a, "dbias"_a, "p"_a = 0.0,
              "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "row0"_a = 0, FUSED_BACKWARD_DOC);
+  module.def("bias_dropout_add_rms_norm", &bind_fused_rms, "x"_a, "bias"_a, "residual"_a, "sum"_a, "weight"_a, "y"_a,
+             "rstd"_a, "eps"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "row0"_a = 0,
+             FUSED_RMS_DOC);
+  module.def("bias_dropout_add_rms_norm_backward", &bind_fused_rms_backward, "dy"_a, "dsum"_a, "sum"_a, "rstd"_a,
+             "weight"_a, "dresidual"_a, "dx"_a, "dweight"_a, "dbias"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0,
+             "first_sample"_a = 0, "row0"_a = 0, FUSED_RMS_BACKWARD_DOC);
 }
 
 }  // namespace fm

@@ -22,6 +22,37 @@ void layer_norm(const LayerNormArgs& a) {
   }
 }
 
+void rms_norm(const LayerNormArgs& a) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    double squares = 0;
+    for (int64_t c = 0; c < a.cols; ++c) squares += std::pow(get(a.x, a.dtype, r * a.cols + c), 2);
+    const double rstd = 1 / std::sqrt(squares / static_cast<double>(a.cols) + a.eps);
+    a.rstd[r] = static_cast<float>(rstd);
+    for (int64_t c = 0; c < a.cols; ++c) {
+      const double normal = get(a.x, a.dtype, r * a.cols + c) * rstd;
+      put(a.y, a.dtype, r * a.cols + c, static_cast<float>(normal * get(a.weight, a.dtype, c)));
+    }
+  }
+}
+
+void rms_norm_backward(const LayerNormGradArgs& a) {
+  std::vector<double> dweight(a.cols);
+  for (int64_t r = 0; r < a.rows; ++r) {
+    auto dy = [&](int64_t c) { return static_cast<double>(get(a.dy, a.dtype, r * a.cols + c)); };
+    auto xhat = [&](int64_t c) { return static_cast<double>(get(a.x, a.dtype, r * a.cols + c)) * a.rstd[r]; };
+    double gx_mean = 0;
+    for (int64_t c = 0; c < a.cols; ++c)
+      gx_mean += dy(c) * get(a.weight, a.dtype, c) * xhat(c) / static_cast<double>(a.cols);
+    for (int64_t c = 0; c < a.cols; ++c) {
+      const int64_t i = r * a.cols + c;
+      dweight[c] += dy(c) * xhat(c);
+      const double through = a.rstd[r] * (dy(c) * get(a.weight, a.dtype, c) - xhat(c) * gx_mean);
+      put(a.dx, a.dtype, i, static_cast<float>(through + (a.add ? get(a.add, a.dtype, i) : 0)));
+    }
+  }
+  for (int64_t c = 0; c < a.cols; ++c) a.dweight[c] += static_cast<float>(dweight[c]);
+}
+
 void layer_norm_backward(const LayerNormGradArgs& a) {
   std::vector<double> dweight(a.cols), dbias(a.cols);
   for (int64_t r = 0; r < a.rows; ++r) {
@@ -77,6 +108,16 @@ void bias_dropout_add_layer_norm(const ResidualArgs& sum, const LayerNormArgs& n
 
 void bias_dropout_add_layer_norm_backward(const LayerNormGradArgs& norm, const ResidualGradArgs& sum) {
   layer_norm_backward(norm);
+  bias_dropout_add_backward(sum);
+}
+
+void bias_dropout_add_rms_norm(const ResidualArgs& sum, const LayerNormArgs& norm) {
+  bias_dropout_add(sum);
+  rms_norm(norm);
+}
+
+void bias_dropout_add_rms_norm_backward(const LayerNormGradArgs& norm, const ResidualGradArgs& sum) {
+  rms_norm_backward(norm);
   bias_dropout_add_backward(sum);
 }
 

@@ -50,10 +50,30 @@ FM_INLINE void add_partials(float* sum, const float* partial, int64_t chunks, in
   });
 }
 
-// Runs body(first row, end row, partial) over fixed chunks of rows, in which body adds its K column sums to
+// sum[r] = horizontal sum over the columns of f(r, i, lanes).
+template <int R, class F>
+FM_INLINE void sum_over_columns(int64_t cols, float (&sum)[R], const F& f) {
+  constexpr int WAYS = 2;  // accumulators per row, against the latency of additions
+  vf total[R][WAYS] = {};
+  int64_t i = 0;
+  for (; i + WAYS * VL <= cols; i += WAYS * VL) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int k = 0; k < WAYS; ++k) total[r][k] += f(r, i + k * VL, VL);
+  }
+  for_vectors(i, cols, [&](int64_t j, int lanes) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) total[r][0] += f(r, j, lanes);
+  });
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sum[r] = hsum(total[r][0] + total[r][1]);
+}
+
+// Runs body(first row, end row, partial, stride) over fixed chunks of rows, in which body adds its K column sums to
 // partial[k * stride + column], and then adds the chunks, in order, to sums[k]. A null sums[k] is not wanted.
 template <int K, class F>
-FM_INLINE void with_column_sums(int64_t rows, int64_t cols, float* const (&sums)[K], const F& body) {
+FM_INLINE void with_column_sums(int64_t rows, int64_t cols, float* const* sums, const F& body) {
   const int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
   const int64_t chunks = blocks < ROW_CHUNKS ? blocks : ROW_CHUNKS;
   const int64_t stride = (cols + COLUMN_BLOCK - 1) / COLUMN_BLOCK * COLUMN_BLOCK;

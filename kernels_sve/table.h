@@ -53,7 +53,8 @@ struct AdamWArgs {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;
 };
 
-// Layer norm of contiguous (rows, cols); weight, bias, x and y have one dtype, mean and rstd are (rows) float32.
+// Layer norm of contiguous (rows, cols); weight, bias, x and y have one dtype, mean and rstd are (rows) float32. RMS norm has
+// neither bias nor mean, and in backward no dbias: null.
 struct LayerNormArgs {
   const void *x, *weight, *bias;
   void* y;
@@ -88,6 +89,39 @@ struct ResidualGradArgs {
   float* dbias;
   DType dtype;
   DropoutArgs dropout;
+};
+
+// swiglu.h: x (rows, 2, cols) whose rows and parts, the gate and what it multiplies, lie x_row and x_part elements apart.
+struct SwiGLUArgs {
+  const void* x;
+  int64_t x_row, x_part, rows, cols;
+  DType dtype;
+};
+
+// Its backward: dy (rows, cols) is contiguous, dx (rows, 2, cols) lies as x does, with distances of its own.
+struct SwiGLUGradArgs {
+  const void* dy;
+  void* dx;
+  int64_t dx_row, dx_part;
+};
+
+// rotary.h: x and y (s, b, heads, d), in whose heads `queries` queries, a key and a value follow one another; cos and sin (s, half)
+// of the positions. q_weight and k_weight (d) in x's dtype, or null: no norm. inverse: turn by the negative angles. In backward y
+// takes the gradient of x.
+struct RotaryArgs {
+  const void *x, *q_weight, *k_weight;
+  const float *cos, *sin;
+  void* y;
+  int64_t s, b, heads, queries, d, half;
+  float eps;
+  bool interleaved, inverse;
+  DType dtype;
+};
+
+// The gradient of the result, and those of the weights (d), which are added to.
+struct RotaryGradArgs {
+  const void* dy;
+  float *dq_weight, *dk_weight;
 };
 
 // Rows of logits whose column 0 is word first_row of the vocabulary. Each kernel uses the members it needs.

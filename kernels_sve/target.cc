@@ -14,7 +14,9 @@
 #include "gemm.h"
 #include "philox.h"
 #include "reduce.h"
+#include "rotary.h"
 #include "rowwise.h"
+#include "swiglu.h"
 
 namespace fm::FM_TARGET {
 extern const KernelTable kernel_table;

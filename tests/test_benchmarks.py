@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROW = {"op", "shape", "dtype", "target", "threads", "seconds", "gflops", "baseline", "baseline_seconds", "ratio", "peak_fraction",
        "gb_per_second", "max_error", "repeat"}
 ROWWISE = {"layer_norm", "residual", "residual_norm", "dropout", "gelu", "cross_entropy", "cross_entropy_tp", "embedding",
-           "position", "squared_norm", "count_zeros", "sum_rows", "adamw"}
+           "position", "squared_norm", "count_zeros", "sum_rows", "adamw",
+           "rms_norm", "residual_rms_norm", "swiglu", "rotary", "rotary_norm"}
 # Kernels that the trainer calls once a run or once a step, outside what the benchmarks time.
 UNTIMED = {"philox_normal", "pack_weight"}
 

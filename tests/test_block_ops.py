@@ -90,6 +90,37 @@ def test_gated_mlp_of_parts_of_the_sequence():
         close(torch.cat(parts, dim), expected.double(), 1e-6)
 
 
+def wide_gated_mlp(ops, dtype, put_off=False):
+    """Gradients of a gated MLP whose width takes several of the parts in which the native backward goes through it."""
+    x, dy = random(S, B, H, dtype=dtype).requires_grad_(), random(S, B, H, seed=9, dtype=dtype)
+    w1, b1, w2 = (parameter(random(*shape, dtype=dtype)) for shape in ((2, 1100, H), (2, 1100), (H, 1100)))
+    y = ops.gated_mlp(x, w1, b1, w2)
+    if put_off:
+        with ops.weight_gradients.put_off() as waiting:
+            y.backward(dy)
+        waiting.run()
+    else:
+        y.backward(dy)
+    return y.detach(), x.grad, w1.main_grad, b1.main_grad, w2.main_grad
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_wide_gated_mlp_by_parts_of_its_columns(dtype, tolerance):
+    """The same bits at once, with weight gradients put off and with packed weights, and torch's numbers."""
+    found = wide_gated_mlp(Ops.build(), dtype)
+    for other in (wide_gated_mlp(Ops.build(), dtype, put_off=True), wide_gated_mlp(Ops.build(keep_packed_weights=True), dtype)):
+        assert all(torch.equal(*pair) for pair in zip(found, other))
+    for ours, theirs in zip(found, wide_gated_mlp(Ops.build("torch"), dtype)):
+        close(ours, theirs.double(), tolerance)
+
+
+def test_a_gated_mlp_keeps_its_input_and_the_products_result(ops):
+    x = random(S, B, H).requires_grad_()
+    y = ops.gated_mlp(x, parameter(random(2, F_WIDTH, H)), None, parameter(random(H, F_WIDTH)))
+    node = y.grad_fn if y.grad_fn.name().endswith("GatedMLPBackward") else y.grad_fn.next_functions[0][0]
+    assert sum(t.numel() for t in node.saved_tensors) == S * B * (H + 2 * F_WIDTH)
+
+
 def angles(size: int) -> tuple[Tensor, Tensor]:
     turns = random(POSITIONS, size // 2, seed=4)
     return torch.cos(turns), torch.sin(turns)

@@ -7,7 +7,6 @@ rank, d head size, v vocabulary of this rank, rows = s b. Test: pytest tests/tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,17 +17,17 @@ from torch import Tensor
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared, torch_blocks
+from .native_blocks import NativeBlockOps
 from .native_loss import HeadLoss
+from .native_shared import column_parts, dropout_arguments, gradient_of, gradient_of_input, row_count
 from .shared import DropoutKey, as_rows
-from .torch_blocks import BlockOps, Heads
+from .torch_blocks import Heads
 from .weight_cache import WeightCache
 from .weight_gradients import WeightGradients
 
-MLP_COLUMNS = 512  # of the MLP's inner tensor that backward holds twice
-
 
 @dataclass(frozen=True)
-class NativeOps(BlockOps):
+class NativeOps(NativeBlockOps):
     """The backend on the C++ kernels.
 
     kernels: the kernel library. fp16_chunk: linear layers with FP16 operands sum this many products in FP16 before they add in
@@ -65,7 +64,7 @@ class NativeOps(BlockOps):
         dy (rows, out) and x (rows, in) stay as they are until that is done.
         """
         x = x.detach()  # what waits must not keep the graph behind x, and the tensors that hang on it
-        self.weight_gradients.add(partial(self.kernels.linear_weight_gradient, dy, x, weight.main_grad, _gradient(bias), chunk))
+        self.weight_gradients.add(partial(self.kernels.linear_weight_gradient, dy, x, weight.main_grad, gradient_of(bias), chunk))
 
     # Operations, as in `ops` ----------------------------------------------------------------------------------------------------
 
@@ -118,25 +117,10 @@ class NativeOps(BlockOps):
         return HeadLoss.apply(self, x, weight, labels, tp, first_row, factor, rows_at_once or labels.numel())
 
 
-def _row_count(x: Tensor, sequence: Comm | None) -> int:
-    """Rows of x (..., h) when it is gathered. What is kept gets its memory before what is gathered, which leaves no holes then."""
-    return x.numel() // x.shape[-1] * (1 if sequence is None else sequence.size)
-
-
-def _gradient(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.main_grad
-
-
-def _dropout_arguments(p: float, key: DropoutKey) -> tuple[float, int, int, int, int]:
-    """The dropout arguments of the row-wise kernels, whose samples are the second dimension."""
-    assert key.sample_dim == 1
-    return p, key.seed, key.stream, key.first_sample, key.row0
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: NativeOps, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Comm | None) -> Tensor:
-        out = x.new_empty(_row_count(x, sequence), weight.shape[0])
+        out = x.new_empty(row_count(x, sequence), weight.shape[0])
         whole = gather_sequence(x, sequence)
         rows = as_rows(whole)
         ctx.save_for_backward(rows if sequence is None else x)
@@ -159,7 +143,7 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: NativeOps, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
                 needs_values: bool, sequence: Comm | None) -> Tensor:
-        pre = x.new_empty(_row_count(x, sequence), weight1.shape[0])  # (rows, f): argument of the GELU
+        pre = x.new_empty(row_count(x, sequence), weight1.shape[0])  # (rows, f): argument of the GELU
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = as_rows(whole)
         if needs_values:
@@ -176,28 +160,14 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, pre), (weight1, bias1, weight2), dy, ops = ctx.saved_tensors, ctx.parameters, as_rows(dy), ctx.ops
-        chunk, later = ops.chunk(dy), ops.weight_gradients.waits
-        if later:
+        (x, pre), weight2, dy, ops = ctx.saved_tensors, ctx.parameters[2], as_rows(dy), ctx.ops
+        chunk = ops.chunk(dy)
+        if ops.weight_gradients.waits:
             dpre = _gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
         else:
             _to_gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
             dpre = pre
-        rows = as_rows(gather_sequence(x, ctx.sequence))
-        ops.weight_gradient(dpre, rows, weight1, bias1, chunk)
-        dx = torch.empty_like(rows) if ctx.keeps_input or later else rows
-        ops.data_gradient(dpre, weight1, dx, chunk)
-        return None, reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence), None, None, None, None, None
-
-
-def _column_parts(pre: Tensor, whole: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Parts of the columns of pre (rows, f): where they are, they themselves, and memory of the same shape for each in turn."""
-    width = pre.shape[1] if whole else min(MLP_COLUMNS, pre.shape[1])
-    buffer = pre.new_empty(len(pre) * width)
-    for first in range(0, pre.shape[1], width):
-        columns = slice(first, first + width)
-        part = pre[:, columns]
-        yield columns, part, buffer[: part.numel()].view(part.shape)
+        return None, gradient_of_input(ctx, x, dpre, chunk), None, None, None, None, None
 
 
 def _second_weight_gradient(ops: NativeOps, dy: Tensor, argument: Tensor, part: Tensor, grad: Tensor, chunk: int) -> None:
@@ -210,7 +180,8 @@ def _second_weight_gradient(ops: NativeOps, dy: Tensor, argument: Tensor, part: 
 def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
     """Overwrite pre (rows, f), the GELU's argument, with its gradient and add the second weight's gradient, by parts of columns."""
     packed = ops.packed(weight2, True, chunk)
-    for columns, argument, part in _column_parts(pre, packed is not None):
+    for columns, part in column_parts(pre, pre.shape[1], packed is not None):
+        argument = pre[:, columns]
         _second_weight_gradient(ops, dy, argument, part, weight2.main_grad[:, columns], chunk)
         ops.kernels.linear_data_gradient(dy, weight2[:, columns], part, argument, packed=packed, fp16_chunk=chunk)
         argument.copy_(part)
@@ -219,8 +190,8 @@ def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weigh
 def add_second_weight_gradient(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
     """Add dy^T gelu(pre) to weight2's gradient (h, f), now or later; dy (rows, h) and pre (rows, f) stay until that is done."""
     def second_weight() -> None:
-        for columns, argument, part in _column_parts(pre, whole=False):
-            _second_weight_gradient(ops, dy, argument, part, weight2.main_grad[:, columns], chunk)
+        for columns, part in column_parts(pre, pre.shape[1], whole=False):
+            _second_weight_gradient(ops, dy, pre[:, columns], part, weight2.main_grad[:, columns], chunk)
 
     ops.weight_gradients.add(second_weight)
 
@@ -261,7 +232,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
             return residual.new_empty(1).expand_as(residual)
         x = x.contiguous()
         out = torch.empty_like(x)
-        ops.kernels.bias_dropout_add(x, bias, residual.contiguous(), out, *_dropout_arguments(p, key))
+        ops.kernels.bias_dropout_add(x, bias, residual.contiguous(), out, *dropout_arguments(p, key))
         return out
 
     @staticmethod
@@ -269,7 +240,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         dout = dout.contiguous()
         dx = torch.empty_like(dout) if ctx.p else None
         if dx is not None or ctx.bias is not None:
-            ctx.ops.kernels.bias_dropout_add_backward(dout, dx, _gradient(ctx.bias), *_dropout_arguments(ctx.p, ctx.key))
+            ctx.ops.kernels.bias_dropout_add_backward(dout, dx, gradient_of(ctx.bias), *dropout_arguments(ctx.p, ctx.key))
         return None, dout if dx is None else dx, None, dout, None, None, None
 
 
@@ -281,7 +252,7 @@ class _BiasDropoutAddLayerNorm(torch.autograd.Function):
         total, y = torch.empty_like(x), torch.empty_like(x)
         mean, rstd = x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
         ops.kernels.bias_dropout_add_layer_norm(x, bias, residual.contiguous(), total, weight, norm_bias, y, mean, rstd, epsilon,
-                                                *_dropout_arguments(p, key))
+                                                *dropout_arguments(p, key))
         ctx.save_for_backward(total, mean, rstd)
         ctx.ops, ctx.parameters, ctx.p, ctx.key = ops, (bias, weight, norm_bias), p, key
         return total, y
@@ -294,7 +265,7 @@ class _BiasDropoutAddLayerNorm(torch.autograd.Function):
         dx = torch.empty_like(total) if ctx.p else None
         ctx.ops.kernels.bias_dropout_add_layer_norm_backward(
             dy.contiguous(), dtotal.contiguous(), total, mean, rstd, weight, dresidual, dx, weight.main_grad, norm_bias.main_grad,
-            _gradient(bias), *_dropout_arguments(ctx.p, ctx.key))
+            gradient_of(bias), *dropout_arguments(ctx.p, ctx.key))
         return None, dresidual if dx is None else dx, None, dresidual, None, None, None, None, None
 
 

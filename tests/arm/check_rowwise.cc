@@ -50,6 +50,60 @@ void check_norms(const std::string& target, DType dtype, float tolerance, int64_
   });
 }
 
+void check_rms_norm(const std::string& target, DType dtype, float tolerance, int64_t cols) {
+  compare(target, "bias_dropout_add_rms_norm", tolerance, tolerance, [&] {
+    const int64_t n = ROWS * cols;
+    Tensor x(dtype, n, 1), residual(dtype, n, 2), dy(dtype, n, 3), weight(dtype, cols, 6), sum(dtype, n, 8),
+        y(dtype, n, 9), dresidual(dtype, n, 10), dx(dtype, n, 11);
+    Floats rstd(ROWS), dweight(cols);
+    const DropoutArgs dropout{S, B, 1, cols, 0.3f, {99, 3, INT64_C(1) << 33, 2, 0}};
+    kernels().bias_dropout_add_rms_norm(
+        {x.data(), nullptr, residual.data(), sum.data(), dtype, dropout},
+        {sum.data(), weight.data(), nullptr, y.data(), nullptr, rstd.data(), ROWS, cols, 1e-2f, dtype});
+    kernels().bias_dropout_add_rms_norm_backward(
+        {dy.data(), nullptr, sum.data(), weight.data(), nullptr, rstd.data(), dresidual.data(), dweight.data(), nullptr,
+         ROWS, cols, dtype},
+        {dresidual.data(), dx.data(), nullptr, dtype, dropout});
+    Floats out = rstd;
+    out.insert(out.end(), dweight.begin(), dweight.end());
+    for (Tensor* t : {&sum, &y, &dresidual, &dx}) t->append_to(out);
+    return out;
+  });
+}
+
+void check_swiglu(const std::string& target, DType dtype, float tolerance, int64_t cols) {
+  compare(target, "swiglu", tolerance, tolerance, [&] {
+    const int64_t n = ROWS * cols;
+    Tensor x(dtype, 2 * n, 15), dy(dtype, n, 16), y(dtype, n, 17), dx(dtype, 2 * n, 18);
+    const SwiGLUArgs args{x.data(), 2 * cols, cols, ROWS, cols, dtype};
+    Floats out;
+    kernels().swiglu(args, y.data());
+    kernels().swiglu_backward(args, {dy.data(), dx.data(), 2 * cols, cols});
+    for (Tensor* t : {&y, &dx}) t->append_to(out);
+    return out;
+  });
+}
+
+// Two groups of two queries; a third of the columns are turned.
+void check_rotary(const std::string& target, DType dtype, float tolerance, int64_t d, bool interleaved) {
+  compare(target, "rotary", tolerance, tolerance, [&] {
+    const int64_t heads = 8, half = d / 3, n = ROWS * heads * d;
+    Tensor x(dtype, n, 1), dy(dtype, n, 2), q_weight(dtype, d, 3), k_weight(dtype, d, 4), y(dtype, n, 5),
+        dx(dtype, n, 6), plain(dtype, n, 7);
+    Floats cos = random_floats(S * half, 8), sin = random_floats(S * half, 9), dq(d), dk(d), out;
+    RotaryArgs args{x.data(), q_weight.data(), k_weight.data(), cos.data(), sin.data(),  y.data(), S,     B,
+                    heads,    2,               d,               half,       1e-2f,       interleaved, false, dtype};
+    kernels().rotary(args);
+    args.y = dx.data();
+    kernels().rotary_norm_backward(args, {dy.data(), dq.data(), dk.data()});
+    args.q_weight = args.k_weight = nullptr, args.inverse = true, args.y = plain.data();
+    kernels().rotary(args);
+    for (const Floats& part : {dq, dk}) out.insert(out.end(), part.begin(), part.end());
+    for (Tensor* t : {&y, &dx, &plain}) t->append_to(out);
+    return out;
+  });
+}
+
 void check_cross_entropy(const std::string& target, DType dtype, float tolerance, int64_t cols) {
   compare(target, "cross_entropy", tolerance, tolerance, [&] {
     Tensor logits(dtype, ROWS * cols, 13);
@@ -107,6 +161,10 @@ void check_all(const std::string& target) {
       check_norms(target, dtype, tolerance, cols, 0.3f);
       check_cross_entropy(target, dtype, tolerance, cols);
       check_gelu(target, dtype, tolerance, cols);
+      check_rms_norm(target, dtype, tolerance, cols);
+      check_swiglu(target, dtype, tolerance, cols);
+      check_rotary(target, dtype, tolerance, cols, false);
+      check_rotary(target, dtype, tolerance, cols, true);
       check_embedding(target, dtype, cols);
     }
   }

@@ -14,7 +14,8 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.run import accounting
 from tests.arm import builds
 
-SIZES = {1: ["1000"], 2: ["17", "130"], 3: ["6", "5", "70"], 4: ["40", "1", "2", "24"]}  # by the number of a shape's numbers
+# By the number of a shape's numbers.
+SIZES = {1: ["1000"], 2: ["17", "130"], 3: ["6", "5", "70"], 4: ["40", "1", "2", "24"], 5: ["6", "2", "5", "9", "24"]}
 HASH_FREE = {"fma_peak"}  # its checksum is the number of operations
 
 

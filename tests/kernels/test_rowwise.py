@@ -1,4 +1,4 @@
-"""Layer norm and bias_dropout_add, apart and fused, on every target this CPU runs, against double precision.
+"""Layer norm, RMS norm and bias_dropout_add, apart and fused, on every target this CPU runs, against double precision.
 
     python -m pytest tests/kernels/test_rowwise.py
 
@@ -91,6 +91,67 @@ def test_layer_norm_backward_is_the_slope(target):
         torch.testing.assert_close((grad.double() * direction.double()).sum(), slope, rtol=3e-3, atol=1e-2)
 
 
+def rms_forward(x, weight, eps=1e-5):
+    y, rstd = torch.empty_like(x), torch.empty(x.numel() // x.shape[-1])
+    kernels.rms_norm(x, weight, y, rstd, eps)
+    return y, rstd
+
+
+def double_rms(x, weight, eps=1e-5):
+    """(y, x, weight) in double, ready for backward()."""
+    leaves = [t.double().detach().requires_grad_() for t in (x, weight)]
+    return leaves[0] * (leaves[0].square().mean(-1, keepdim=True) + eps).rsqrt() * leaves[1], *leaves
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm_and_its_gradient(target, shape, dtype):
+    x, weight = random(*shape, dtype=dtype) * 3 + 1, random(shape[1], dtype=dtype, seed=1)
+    dy, add = random(*shape, dtype=dtype, seed=3), random(*shape, dtype=dtype, seed=4)
+    y, rstd = rms_forward(x, weight)
+    dx, dweight = torch.empty_like(x), torch.full((shape[1],), 2.0)
+    kernels.rms_norm_backward(dy, x, rstd, weight, dx, dweight, add)
+    want, x64, weight64 = double_rms(x, weight)
+    want.backward(dy.double())
+    assert_close(y, want.detach(), dtype)
+    assert_close(rstd, (x.double().square().mean(-1) + 1e-5).rsqrt(), torch.float32)
+    assert_close(dx, x64.grad + add.double(), dtype, 2, [rstd.view(-1, 1) * dy * weight])
+    assert_close(dweight, weight64.grad + 2, torch.float32, 2)
+
+
+def test_rms_norm_backward_is_the_slope(target):
+    x, weight, dy = (random(*shape, seed=i) for i, shape in enumerate([(4, 19), (19,), (4, 19)]))
+    grads = torch.empty_like(x), torch.zeros_like(weight)
+    kernels.rms_norm_backward(dy, x, rms_forward(x, weight)[1], weight, *grads)
+    for leaf, grad in zip((x, weight), grads, strict=True):
+        direction, values = random(*leaf.shape, seed=9), []
+        for step in (1e-2, -1e-2):
+            leaf.add_(direction, alpha=step)
+            values.append((rms_forward(x, weight)[0].double() * dy.double()).sum())
+            leaf.add_(direction, alpha=-step)
+        torch.testing.assert_close((grad.double() * direction.double()).sum(), (values[0] - values[1]) / 2e-2, rtol=3e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_fused_rms_norm_is_its_two_parts(target, p, with_bias):
+    """Bit by bit, forward and backward."""
+    place, shape = {**PLACE, "p": p}, (11, 3, 67)
+    x, residual, dy, dsum = (random(*shape, dtype=torch.bfloat16, seed=i) for i in range(4))
+    bias, weight = (random(67, dtype=torch.bfloat16, seed=i) for i in (4, 5))
+    (total, y, apart, dx), rstd = (torch.empty_like(x) for _ in range(4)), torch.empty(33)
+    kernels.bias_dropout_add_rms_norm(x, bias if with_bias else None, residual, total, weight, y, rstd, 1e-5, **place)
+    kernels.bias_dropout_add(x, bias if with_bias else None, residual, apart, **place)
+    assert torch.equal(total, apart) and torch.equal(y, rms_forward(total, weight)[0])
+    dresidual, fused, parts = torch.empty_like(x), torch.zeros(2, 67), torch.zeros(2, 67)
+    kernels.bias_dropout_add_rms_norm_backward(dy, dsum, total, rstd, weight, dresidual, dx if p else None, fused[0],
+                                               fused[1] if with_bias else None, **place)
+    kernels.rms_norm_backward(dy, total, rstd, weight, apart, parts[0], dsum)
+    assert torch.equal(dresidual, apart)
+    kernels.bias_dropout_add_backward(apart, apart, parts[1] if with_bias else None, **place)
+    assert torch.equal(fused, parts) and torch.equal(dx if p else dresidual, apart)
+
+
 def dropped(x, place):
     """Dropout as the dropout kernel has it, in double; (s, b, h)."""
     ones, out = torch.ones(x.shape), torch.ones(x.shape)
@@ -153,11 +214,13 @@ def everything(threads, target):
             bias, weight, norm_bias = (random(131, seed=i) for i in range(4, 7))
             out = [torch.zeros_like(x) for _ in range(4)] + [torch.zeros(206) for _ in range(2)]
             total, y, dresidual, dx, mean, rstd = out
-            sums = [torch.zeros(131) for _ in range(6)]
+            sums = [torch.zeros(131) for _ in range(9)]
             kernels.bias_dropout_add_layer_norm(x, bias, residual, total, weight, norm_bias, y, mean, rstd, 1e-5, **PLACE)
             kernels.bias_dropout_add_layer_norm_backward(dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums[:3], **PLACE)
             kernels.layer_norm_backward(dy, total, mean, rstd, weight, dx.clone(), *sums[3:5])
             kernels.bias_dropout_add_backward(dy, dx, sums[5], **PLACE)
+            kernels.rms_norm_backward(dy, total, rstd, weight, dx.clone(), sums[6])
+            kernels.bias_dropout_add_rms_norm_backward(dy, dsum, total, rstd, weight, dresidual, dx, *sums[7:], **PLACE)
             return torch.cat([t.flatten() for t in out + sums])
         finally:
             kernels.set_num_threads(before)
@@ -191,6 +254,10 @@ def test_wrong_arguments_leave_everything_untouched():
     ]:
         with pytest.raises(ValueError, match=message):
             kernels.layer_norm(*arguments, 1e-5)
+    with pytest.raises(ValueError, match="rstd: expected memory apart from y"):
+        kernels.rms_norm(x, weight, y, y.view(-1)[:4], 1e-5)
+    with pytest.raises(ValueError, match="eps: expected 0 or more"):
+        kernels.rms_norm(x, weight, y, rows, -1.0)
     cube, out = torch.ones(2, 2, 8), torch.ones(2, 2, 8)
     with pytest.raises(ValueError, match="p: expected a probability"):
         kernels.bias_dropout_add(cube, None, cube, out, p=1.0)

@@ -1,4 +1,4 @@
-// Ops of the families rowwise.h, cross_entropy.h, gelu.h and embedding.h.
+// Ops of the families rowwise.h, swiglu.h, rotary.h, cross_entropy.h, gelu.h and embedding.h.
 #include "driver.h"
 
 namespace fm::driver {
@@ -41,6 +41,33 @@ void layer_norm_backward(Work& w, const Shape& n) {
   w.run = [=] { kernels().layer_norm_backward(args); };
 }
 
+// An RMS norm's arguments; forward: the run writes y and rstd.
+LayerNormArgs rms_of(Work& w, const void* x, int64_t rows, int64_t cols, bool forward) {
+  const void* weight = w.input(cols);
+  void* y = w.output(rows * cols, forward ? ALL : 0);
+  return {x, weight, nullptr, y, nullptr, w.output_f32(rows), rows, cols, EPSILON, w.dtype};
+}
+
+void rms_norm(Work& w, const Shape& n) {
+  const LayerNormArgs args = rms_of(w, w.input(n[0] * n[1]), n[0], n[1], true);
+  w.run = [=] { kernels().rms_norm(args); };
+}
+
+LayerNormGradArgs rms_gradient(Work& w, const LayerNormArgs& norm, const void* add) {
+  const int64_t n = norm.rows * norm.cols;
+  const void* dy = w.input(n);
+  void* dx = w.output(n);
+  float* dweight = w.updated_f32(norm.cols);
+  return {dy, add, norm.x, norm.weight, nullptr, norm.rstd, dx, dweight, nullptr, norm.rows, norm.cols, w.dtype};
+}
+
+void rms_norm_backward(Work& w, const Shape& n) {
+  const LayerNormArgs norm = rms_of(w, w.input(n[0] * n[1]), n[0], n[1], false);
+  kernels().rms_norm(norm);
+  const LayerNormGradArgs args = rms_gradient(w, norm, nullptr);
+  w.run = [=] { kernels().rms_norm_backward(args); };
+}
+
 DropoutArgs dropout_of(const Shape& n) { return {n[0], n[1], 1, n[2], 0.1f, {1234, 5, 0, 0, 0}}; }
 
 // forward: the run reads x, bias and residual.
@@ -79,6 +106,22 @@ void bias_dropout_add_layer_norm_backward(Work& w, const Shape& n) {
   const LayerNormGradArgs grad = norm_gradient(w, norm, w.input(count));
   const ResidualGradArgs residual{grad.dx, w.output(count), w.updated_f32(n[2]), w.dtype, dropout_of(n)};
   w.run = [=] { kernels().bias_dropout_add_layer_norm_backward(grad, residual); };
+}
+
+void bias_dropout_add_rms_norm(Work& w, const Shape& n) {
+  const ResidualArgs sum = residual_of(w, n, true);
+  const LayerNormArgs norm = rms_of(w, sum.out, n[0] * n[1], n[2], true);
+  w.run = [=] { kernels().bias_dropout_add_rms_norm(sum, norm); };
+}
+
+void bias_dropout_add_rms_norm_backward(Work& w, const Shape& n) {
+  const int64_t count = n[0] * n[1] * n[2];
+  const ResidualArgs sum = residual_of(w, n, false);
+  const LayerNormArgs norm = rms_of(w, sum.out, n[0] * n[1], n[2], false);
+  kernels().bias_dropout_add_rms_norm(sum, norm);
+  const LayerNormGradArgs grad = rms_gradient(w, norm, w.input(count));
+  const ResidualGradArgs residual{grad.dx, w.output(count), w.updated_f32(n[2]), w.dtype, dropout_of(n)};
+  w.run = [=] { kernels().bias_dropout_add_rms_norm_backward(grad, residual); };
 }
 
 // Elements per row of what a cross-entropy kernel reads or writes beside the logits: 0 or 1 of each.
@@ -128,6 +171,48 @@ void gelu(Work& w, const Shape& n) {
   w.run = [=, &w] { kernels().gelu(x, bias, y, w.dtype, n[0], n[1]); };
 }
 
+SwiGLUArgs swiglu_of(Work& w, const Shape& n) {
+  return {w.input(2 * n[0] * n[1], 3), 2 * n[1], n[1], n[0], n[1], w.dtype};
+}
+
+void swiglu(Work& w, const Shape& n) {
+  const SwiGLUArgs args = swiglu_of(w, n);
+  void* y = w.output(n[0] * n[1]);
+  w.run = [=] { kernels().swiglu(args, y); };
+}
+
+void swiglu_backward(Work& w, const Shape& n) {
+  const SwiGLUArgs args = swiglu_of(w, n);
+  const SwiGLUGradArgs grad{w.input(n[0] * n[1]), w.output(2 * n[0] * n[1]), args.x_row, args.x_part};
+  w.run = [=] { kernels().swiglu_backward(args, grad); };
+}
+
+// All heads but two are one group's queries. norm: with weights.
+RotaryArgs rotary_of(Work& w, const Shape& n, bool norm) {
+  const int64_t s = n[0], b = n[1], heads = n[2], half = n[3], d = n[4];
+  const void *q_weight = norm ? w.input(d) : nullptr, *k_weight = norm ? w.input(d) : nullptr;
+  const float *cos = w.input_f32(s * half), *sin = w.input_f32(s * half);
+  const void* x = w.input(s * b * heads * d);
+  void* y = w.output(s * b * heads * d);
+  return {x, q_weight, k_weight, cos, sin, y, s, b, heads, heads - 2, d, half, EPSILON, false, false, w.dtype};
+}
+
+void rotary(Work& w, const Shape& n) {
+  const RotaryArgs args = rotary_of(w, n, false);
+  w.run = [=] { kernels().rotary(args); };
+}
+
+void rotary_norm(Work& w, const Shape& n) {
+  const RotaryArgs args = rotary_of(w, n, true);
+  w.run = [=] { kernels().rotary(args); };
+}
+
+void rotary_norm_backward(Work& w, const Shape& n) {
+  const RotaryArgs args = rotary_of(w, n, true);
+  const RotaryGradArgs grad{w.input(n[0] * n[1] * n[2] * n[4]), w.updated_f32(n[4]), w.updated_f32(n[4])};
+  w.run = [=] { kernels().rotary_norm_backward(args, grad); };
+}
+
 void embedding(Work& w, const Shape& n) {
   const EmbeddingArgs args{w.indices(n[0], n[1]), n[0], 0, n[1], n[2]};
   const void* table = w.input(n[1] * n[2], 1, n[0] * n[2]);
@@ -158,6 +243,8 @@ void add_position_backward(Work& w, const Shape& n) {
 const Register all[] = {
     {{"layer_norm", "layer_norm", {256, 768}, layer_norm}},
     {{"layer_norm_backward", "layer_norm_backward", {256, 768}, layer_norm_backward}},
+    {{"rms_norm", "rms_norm", {256, 768}, rms_norm}},
+    {{"rms_norm_backward", "rms_norm_backward", {256, 768}, rms_norm_backward}},
     {{"bias_dropout_add", "bias_dropout_add", {64, 4, 768}, bias_dropout_add}},
     {{"bias_dropout_add_backward", "bias_dropout_add_backward", {64, 4, 768}, bias_dropout_add_backward}},
     {{"bias_dropout_add_layer_norm", "bias_dropout_add_layer_norm", {64, 4, 768}, bias_dropout_add_layer_norm}},
@@ -165,11 +252,21 @@ const Register all[] = {
       "bias_dropout_add_layer_norm_backward",
       {64, 4, 768},
       bias_dropout_add_layer_norm_backward}},
+    {{"bias_dropout_add_rms_norm", "bias_dropout_add_rms_norm", {64, 4, 768}, bias_dropout_add_rms_norm}},
+    {{"bias_dropout_add_rms_norm_backward",
+      "bias_dropout_add_rms_norm_backward",
+      {64, 4, 768},
+      bias_dropout_add_rms_norm_backward}},
     {{"cross_entropy_max", "cross_entropy_max", {16, 8192}, cross_entropy_max}},
     {{"cross_entropy_sum", "cross_entropy_sum", {16, 8192}, cross_entropy_sum}},
     {{"cross_entropy_forward", "cross_entropy_forward", {16, 8192}, cross_entropy_forward}},
     {{"cross_entropy_backward", "cross_entropy_backward", {16, 8192}, cross_entropy_backward}},
     {{"gelu", "gelu", {64, 3072}, gelu}},
+    {{"swiglu", "swiglu", {64, 2048}, swiglu}},
+    {{"swiglu_backward", "swiglu_backward", {64, 2048}, swiglu_backward}},
+    {{"rotary", "rotary", {64, 4, 6, 32, 64}, rotary}},
+    {{"rotary_norm", "rotary_norm", {64, 4, 6, 32, 64}, rotary_norm}},
+    {{"rotary_norm_backward", "rotary_norm_backward", {64, 4, 6, 32, 64}, rotary_norm_backward}},
     {{"embedding", "embedding", {256, 1024, 768}, embedding}},
     {{"embedding_backward", "embedding_backward", {256, 1024, 768}, embedding_backward}},
     {{"add_position", "add_position", {64, 4, 768}, add_position}},

@@ -1,0 +1,113 @@
+"""The kernels of Llama's, Mistral's and Qwen's blocks against torch's eager operations as plain modelling code writes them.
+
+RMS norm alone and behind the residual sum, SwiGLU, and rotary positions with and without a norm of queries and keys; each forward
+and backward. The baseline is the code of Hugging Face's transformers (models/llama, models/qwen3): norms in FP32 with the result
+cast back, the gate and what it multiplies as tensors of their own, queries and keys turned as x cos + rotate_half(x) sin with
+cosines and sines in the precision of x. A part of `python -m benchmarks rowwise`. Test: pytest tests/test_benchmarks.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fugaku_megatron.run.config import ModelConfig
+
+from .driver import Call, Case
+from .eager import EPSILON, EagerPass, compare
+
+ROTARY_BASE = 10000.0
+
+
+def cases(model: ModelConfig, s: int, b: int, tp: int, dtype: torch.dtype) -> Iterator[Case]:
+    """Those of one layer on one of tp tensor-parallel ranks; s sequence, b micro-batch."""
+    h, heads = model.hidden_size, model.num_attention_heads // tp
+    d = h // model.num_attention_heads
+    yield rms_norm(s * b, h, dtype)
+    yield residual_rms_norm(s, b, h, dtype)
+    yield swiglu(s * b, model.ffn_hidden_size // tp, dtype)
+    yield rotary(s, b, heads, d, dtype)
+    yield rotary_norm(s, b, heads, d, dtype)
+
+
+def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., h), weight (h) -> (..., h)."""
+    single = x.float() if x.dtype != torch.float64 else x
+    normed = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPSILON)
+    return weight * normed.to(x.dtype)
+
+
+def rms_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
+    """y = rms_norm(x) and its gradients. x (rows, h)."""
+    x, dy, weight = torch.randn(rows, h).to(dtype), torch.randn(rows, h).to(dtype), torch.randn(h).to(dtype)
+    y, dx, rstd, dw = torch.empty_like(x), torch.empty_like(x), torch.empty(rows), torch.zeros(h)
+    calls = (Call("rms_norm", x, weight, y, rstd, EPSILON), Call("rms_norm_backward", dy, x, rstd, weight, dx, dw))
+    eager = EagerPass(lambda t: (eager_rms_norm(*t),), (x, weight), (dy,))
+    return compare("rms_norm", (rows, h), calls, (dx, dw), eager)
+
+
+def residual_rms_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
+    """sum = residual + x, y = rms_norm(sum), one pass each way, without bias and dropout. x (s, b, h)."""
+    x, residual, dy, dsum = (torch.randn(s, b, h).to(dtype) for _ in range(4))
+    weight, rstd, dw = torch.randn(h).to(dtype), torch.empty(s * b), torch.zeros(h)
+    total, y, dx = (torch.empty_like(x) for _ in range(3))
+    calls = (Call("bias_dropout_add_rms_norm", x, None, residual, total, weight, y, rstd, EPSILON),
+             Call("bias_dropout_add_rms_norm_backward", dy, dsum, total, rstd, weight, dx, None, dw, None))
+
+    def function(t: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        summed = t[1] + t[0]
+        return summed, eager_rms_norm(summed, t[2])
+
+    eager = EagerPass(function, (x, residual, weight), (dsum, dy))
+    return compare("residual_rms_norm", (s * b, h), calls, (dx, dx, dw), eager)
+
+
+def swiglu(rows: int, f: int, dtype: torch.dtype) -> Case:
+    """silu(gate) up and its gradients. gate and up (rows, f)."""
+    x, dy = torch.randn(rows, 2, f).to(dtype), torch.randn(rows, f).to(dtype)
+    y, dx = torch.empty_like(dy), torch.empty_like(x)
+    calls = Call("swiglu", x, y), Call("swiglu_backward", dy, x, dx)
+    eager = EagerPass(lambda t: (F.silu(t[0]) * t[1],), [part.contiguous() for part in x.unbind(1)], (dy,))
+    return compare("swiglu", (rows, f), calls, dx.unbind(1), eager)
+
+
+def angles(s: int, d: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (s, d / 2) of the positions 0 to s - 1."""
+    turns = torch.outer(torch.arange(s), ROTARY_BASE ** (-torch.arange(0, d, 2) / d))
+    return turns.cos(), turns.sin()
+
+
+def eager_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (s, b, n, d) with columns i and i + d / 2 turned by cos and sin (s, 1, 1, d), which hold each angle twice."""
+    first, second = x.chunk(2, -1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), -1) * sin.to(x.dtype)
+
+
+def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of x (s, b, 3 n, d), (s, b, n, d) each."""
+    return x[:, :, 0::3], x[:, :, 1::3]
+
+
+def rotary(s: int, b: int, heads: int, d: int, dtype: torch.dtype) -> Case:
+    """Queries and keys turned, and their gradients. The kernels take them as they lie beside the values and copy these."""
+    x, dy, (cos, sin) = torch.randn(s, b, 3 * heads, d).to(dtype), torch.randn(s, b, 3 * heads, d).to(dtype), angles(s, d)
+    y, dx, turns = torch.empty_like(x), torch.empty_like(x), [t.repeat(1, 2).view(s, 1, 1, d) for t in (cos, sin)]
+    calls = Call("rotary", x, cos, sin, y, 1), Call("rotary", dy, cos, sin, dx, 1, inverse=True)
+    eager = EagerPass(lambda t: tuple(eager_turned(part, *turns) for part in t), [part.contiguous() for part in parts(x)],
+                      [part.contiguous() for part in parts(dy)])
+    return compare("rotary", (s, b, heads, d), calls, parts(dx), eager)
+
+
+def rotary_norm(s: int, b: int, heads: int, d: int, dtype: torch.dtype) -> Case:
+    """The same behind an RMS norm of each query and key (Qwen3)."""
+    x, dy, (cos, sin) = torch.randn(s, b, 3 * heads, d).to(dtype), torch.randn(s, b, 3 * heads, d).to(dtype), angles(s, d)
+    y, dx, turns = torch.empty_like(x), torch.empty_like(x), [t.repeat(1, 2).view(s, 1, 1, d) for t in (cos, sin)]
+    weights, sums = [torch.randn(d).to(dtype) for _ in range(2)], [torch.zeros(d) for _ in range(2)]
+    calls = (Call("rotary_norm", x, *weights, cos, sin, y, 1, EPSILON),
+             Call("rotary_norm_backward", dy, x, *weights, cos, sin, dx, *sums, 1, EPSILON))
+    eager = EagerPass(lambda t: tuple(eager_turned(eager_rms_norm(*pair), *turns) for pair in zip(t[:2], t[2:], strict=True)),
+                      [*(part.contiguous() for part in parts(x)), *weights], [part.contiguous() for part in parts(dy)])
+    return compare("rotary_norm", (s, b, heads, d), calls, (*parts(dx), *sums), eager)

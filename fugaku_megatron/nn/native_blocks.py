@@ -1,0 +1,196 @@
+"""The operations of Llama's, Mistral's and Qwen's blocks on the C++ kernels: RMS norm, gated MLP, rotary positions.
+
+`ops` says what each computes, `torch_blocks` is the readable reference. One crossing into C++ per fused operation; outputs are
+allocated here. Left out: grouped attention (`native_ops`).
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g groups, d head size, rows = s b.
+Test: pytest tests/test_block_ops.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.autograd import gather_sequence
+from ..comm.base import Comm
+from .native_shared import column_parts, dropout_arguments, gradient_of, gradient_of_input, row_count
+from .shared import DropoutKey, as_rows
+from .torch_blocks import Angles, BlockOps, matrix
+
+
+class NativeBlockOps(BlockOps):
+    """These operations, for a backend with `kernels`, `weight_gradients` and products; the others are torch's."""
+
+    def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
+                  sequence: Comm | None = None) -> Tensor:
+        """x (s, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s, b, h)."""
+        return _GatedMLP.apply(self, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
+
+    def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
+               first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
+               epsilon: float = 1e-5) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) -> the same shape."""
+        rows = slice(first_position, first_position + len(qkv))
+        turns = qkv.new_empty(2, len(qkv), 0, dtype=torch.float32) if angles is None else [angle[rows] for angle in angles]
+        if q_weight is None:
+            return _Rotary.apply(self, qkv, turns, heads // groups, head_size, interleaved)
+        return _RotaryNorm.apply(self, qkv, turns, heads // groups, head_size, interleaved, (q_weight, k_weight), epsilon)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x (..., h), weight (h) -> (..., h)."""
+        return _RMSNorm.apply(self, x, weight, epsilon)
+
+    def bias_dropout_add_rms_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
+                                  weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """x and residual (s, b, h), bias and weight (h) -> two of (s, b, h)."""
+        return _BiasDropoutAddRMSNorm.apply(self, x, bias, residual, p, key, weight, epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x = x.contiguous()
+        y, rstd = torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+        ops.kernels.rms_norm(x, weight, y, rstd, epsilon)
+        ctx.save_for_backward(x, rstd)
+        ctx.ops, ctx.weight = ops, weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        x, rstd = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        ctx.ops.kernels.rms_norm_backward(dy.contiguous(), x, rstd, ctx.weight, dx, ctx.weight.main_grad)
+        return None, dx, None, None
+
+
+class _BiasDropoutAddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey, weight: Tensor,
+                epsilon: float) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        total, y, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+        ops.kernels.bias_dropout_add_rms_norm(x, bias, residual.contiguous(), total, weight, y, rstd, epsilon,
+                                              *dropout_arguments(p, key))
+        ctx.save_for_backward(total, rstd)
+        ctx.ops, ctx.bias, ctx.weight, ctx.p, ctx.key = ops, bias, weight, p, key
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        total, rstd = ctx.saved_tensors
+        dresidual = torch.empty_like(total)
+        dx = torch.empty_like(total) if ctx.p else None
+        ctx.ops.kernels.bias_dropout_add_rms_norm_backward(
+            dy.contiguous(), dtotal.contiguous(), total, rstd, ctx.weight, dresidual, dx, ctx.weight.main_grad,
+            gradient_of(ctx.bias), *dropout_arguments(ctx.p, ctx.key))
+        return None, dresidual if dx is None else dx, None, dresidual, None, None, None, None
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+                sequence: Comm | None) -> Tensor:
+        pre = x.new_empty(row_count(x, sequence), len(weight1))  # (rows, 2 f): the gates, then what they multiply
+        whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
+        rows = as_rows(whole)
+        ops.product(rows, weight1, pre, bias1, chunk=chunk)
+        out = (x.new_empty(len(pre), len(weight2)) if needs_values else x.new_empty(1).expand(len(pre), len(weight2)))
+        if needs_values:
+            inner = x.new_empty(len(pre), weight2.shape[1])
+            ops.kernels.swiglu(_gates(pre), inner)
+            ops.product(inner, weight2, out, chunk=chunk)
+        ctx.save_for_backward(rows if sequence is None else x, pre)  # the gated values are cheaper to compute again than to keep
+        ctx.ops, ctx.parameters, ctx.shape, ctx.sequence = ops, (weight1, bias1, weight2), whole.shape, sequence
+        ctx.keeps_input = needs_values and sequence is None
+        return out.view(*whole.shape[:-1], len(weight2))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, pre), weight2, ops, dy = ctx.saved_tensors, ctx.parameters[2], ctx.ops, as_rows(dy)
+        chunk = ops.chunk(dy)
+        if ops.weight_gradients.waits:
+            dpre = _gradient_of_gates(ops, dy, pre, weight2, chunk)
+        else:
+            _to_gradient_of_gates(ops, dy, pre, weight2, chunk)
+            dpre = pre
+        return None, gradient_of_input(ctx, x, dpre, chunk), None, None, None, None, None
+
+
+def _gates(pre: Tensor) -> Tensor:
+    """pre (rows, 2 f) as the kernels take it: (rows, 2, f)."""
+    return pre.view(len(pre), 2, -1)
+
+
+def _second_weight_gradient(ops: Any, dy: Tensor, gates: Tensor, inner: Tensor, grad: Tensor, chunk: int) -> None:
+    """Add dy^T swiglu(gates) to grad (h, columns). dy (rows, h), gates (rows, 2, columns); inner: memory for swiglu(gates)."""
+    ops.kernels.swiglu(gates, inner)
+    ops.kernels.linear_weight_gradient(dy, inner, grad, fp16_chunk=chunk)
+
+
+def _to_gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
+    """Overwrite pre (rows, 2 f) with its gradient and add the second weight's gradient, by parts of columns."""
+    packed = ops.packed(weight2, True, chunk)
+    for columns, inner in column_parts(pre, weight2.shape[1], packed is not None):
+        gates = _gates(pre)[:, :, columns]
+        _second_weight_gradient(ops, dy, gates, inner, weight2.main_grad[:, columns], chunk)
+        ops.kernels.linear_data_gradient(dy, weight2[:, columns], inner, packed=packed, fp16_chunk=chunk)
+        ops.kernels.swiglu_backward(inner, gates, gates)
+
+
+def _gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> Tensor:
+    """The gradient of pre (rows, 2 f), in new memory; the second weight's gradient is put off, and needs pre and dy (rows, h)."""
+    def second_weight() -> None:
+        for columns, inner in column_parts(pre, weight2.shape[1], whole=False):
+            _second_weight_gradient(ops, dy, _gates(pre)[:, :, columns], inner, weight2.main_grad[:, columns], chunk)
+
+    ops.weight_gradients.add(second_weight)
+    dpre, dinner = torch.empty_like(pre), pre.new_empty(len(pre), weight2.shape[1])
+    ops.data_gradient(dy, weight2, dinner, chunk)
+    ops.kernels.swiglu_backward(dinner, _gates(pre), _gates(dpre))
+    return dpre
+
+
+def _heads(qkv: Tensor, head_size: int) -> Tensor:
+    """qkv (s, b, g (n/g + 2) d) as the kernels take it: (s, b, heads of all kinds, d)."""
+    return qkv.view(*qkv.shape[:2], -1, head_size)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, qkv: Tensor, turns: Any, queries: int, head_size: int, interleaved: bool) -> Tensor:
+        qkv = qkv.contiguous()
+        out = torch.empty_like(qkv)
+        ops.kernels.rotary(_heads(qkv, head_size), *turns, _heads(out, head_size), queries, interleaved)
+        ctx.ops, ctx.turns, ctx.queries, ctx.head_size, ctx.interleaved = ops, turns, queries, head_size, interleaved
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        dout, d = dout.contiguous(), ctx.head_size
+        dqkv = torch.empty_like(dout)
+        ctx.ops.kernels.rotary(_heads(dout, d), *ctx.turns, _heads(dqkv, d), ctx.queries, ctx.interleaved, inverse=True)
+        return None, dqkv, None, None, None, None
+
+
+class _RotaryNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, qkv: Tensor, turns: Any, queries: int, head_size: int, interleaved: bool,
+                weights: tuple[Tensor, Tensor], epsilon: float) -> Tensor:
+        qkv = qkv.contiguous()
+        out, ctx.scalars = torch.empty_like(qkv), (queries, epsilon, interleaved)
+        ops.kernels.rotary_norm(_heads(qkv, head_size), *weights, *turns, _heads(out, head_size), *ctx.scalars)
+        ctx.save_for_backward(qkv)  # a head's root mean square is cheaper to compute again than to keep
+        ctx.ops, ctx.turns, ctx.weights, ctx.head_size = ops, turns, weights, head_size
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (qkv,), d = ctx.saved_tensors, ctx.head_size
+        dqkv = torch.empty_like(qkv)
+        ctx.ops.kernels.rotary_norm_backward(
+            _heads(dout.contiguous(), d), _heads(qkv, d), *ctx.weights, *ctx.turns, _heads(dqkv, d),
+            *(weight.main_grad for weight in ctx.weights), *ctx.scalars)
+        return None, dqkv, None, None, None, None, None, None

@@ -1,0 +1,194 @@
+"""Rotary position embedding and the norm of queries and keys on every target this CPU runs, against double precision.
+
+    python -m pytest tests/kernels/test_rotary.py
+
+Legend: s sequence, b micro-batch, d head size, half = pairs of columns that are turned, queries = of a group, which are followed by
+its key and its value.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fugaku_megatron.host import kernels
+from tests.kernels.numbers import random
+
+TARGETS = ["reference", *kernels.runnable_targets()]
+ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+EPSILON = 1e-3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """s, b, groups, queries, d, half."""
+
+    s: int
+    b: int
+    groups: int
+    queries: int
+    d: int
+    half: int
+
+    def x(self, dtype=torch.float32, seed=0):
+        return random(self.s, self.b, self.groups * (self.queries + 2), self.d, dtype=dtype, seed=seed)
+
+    def angles(self):
+        angles = random(self.s, self.half, seed=5) * 3
+        return angles.cos(), angles.sin()
+
+
+SHAPES = [Shape(0, 2, 1, 1, 8, 4), Shape(3, 1, 1, 1, 1, 0), Shape(3, 2, 2, 1, 2, 1), Shape(5, 2, 1, 4, 32, 16),
+          Shape(4, 3, 3, 2, 67, 17), Shape(2, 1, 2, 3, 64, 8), Shape(3, 2, 1, 2, 128, 64)]
+SMALL = SHAPES[4]
+
+
+@pytest.fixture(params=TARGETS)
+def target(request):
+    with kernels.target(request.param):
+        yield request.param
+
+
+def turned(head, cos, sin, interleaved):
+    """head (..., d) with its pairs turned: complex numbers times exp(i angle)."""
+    half = cos.shape[-1]
+    pairs, rest = head[..., : 2 * half], head[..., 2 * half :]
+    pairs = pairs.unflatten(-1, (half, 2) if interleaved else (2, half))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    product = torch.complex(first, second) * torch.complex(cos, sin)
+    together = torch.stack([product.real, product.imag], -1 if interleaved else -2).flatten(-2)
+    return torch.cat([together, rest], -1)
+
+
+def exact(x, cos, sin, queries, interleaved, weights=None):
+    """In double, by groups. x (s, b, heads, d), cos and sin (s, half)."""
+    cos, sin = (t.double()[:, None, None, None] for t in (cos, sin))
+    parts = x.unflatten(2, (-1, queries + 2)).split([queries, 1, 1], 3)
+    done = []
+    for part, weight in zip(parts[:2], weights or (None, None), strict=True):
+        if weight is not None:
+            part = part * (part.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * weight
+        done.append(turned(part, cos, sin, interleaved))
+    return torch.cat([*done, parts[2]], 3).flatten(2, 3)
+
+
+def assert_close(got, want, dtype):
+    top = float(want.abs().max()) if want.numel() else 0.0
+    torch.testing.assert_close(got.double(), want.double(), rtol=ROUNDING[dtype], atol=ROUNDING[dtype] * max(top, 1e-3))
+
+
+each_form = pytest.mark.parametrize("interleaved", [False, True])
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", ROUNDING)
+
+
+@each_form
+@each_shape
+@each_dtype
+def test_rotary_and_its_inverse(target, shape, interleaved, dtype, guarded):
+    x, (cos, sin) = shape.x(dtype), shape.angles()
+    y = guarded(x.shape, dtype)
+    kernels.rotary(x, cos, sin, y, shape.queries, interleaved)
+    assert_close(y, exact(x.double(), cos, sin, shape.queries, interleaved), dtype)
+    kernels.rotary(y, cos, sin, y, shape.queries, interleaved, inverse=True)
+    assert_close(y, x, dtype)
+
+
+@each_form
+@each_shape
+@each_dtype
+def test_rotary_norm_and_its_gradient(target, shape, interleaved, dtype, guarded):
+    x, (cos, sin), dy = shape.x(dtype), shape.angles(), shape.x(dtype, seed=3)
+    weights = [random(shape.d, dtype=dtype, seed=i) for i in (1, 2)]
+    y, dx, sums = guarded(x.shape, dtype), guarded(x.shape, dtype), [torch.ones(shape.d), torch.full((shape.d,), 2.0)]
+    kernels.rotary_norm(x, *weights, cos, sin, y, shape.queries, EPSILON, interleaved)
+    kernels.rotary_norm_backward(dy, x, *weights, cos, sin, dx, *sums, shape.queries, EPSILON, interleaved)
+    leaves = [t.double().requires_grad_() for t in (x, *weights)]
+    want = exact(leaves[0], cos, sin, shape.queries, interleaved, leaves[1:])
+    want.backward(dy.double())
+    assert_close(y, want.detach(), dtype)
+    assert_close(dx, leaves[0].grad, dtype)
+    for got, leaf, begun in zip(sums, leaves[1:], (1, 2), strict=True):
+        assert_close(got, leaf.grad + begun, torch.float32)
+
+
+@each_form
+def test_rotary_is_undone_by_its_gradient(target, interleaved):
+    """A turn keeps lengths, so <dy, R x> = <R^-1 dy, x> holds for the kernel's own results."""
+    x, dy, (cos, sin) = SMALL.x(), SMALL.x(seed=3), SMALL.angles()
+    y, dx = torch.empty_like(x), torch.empty_like(x)
+    kernels.rotary(x, cos, sin, y, SMALL.queries, interleaved)
+    kernels.rotary(dy, cos, sin, dx, SMALL.queries, interleaved, inverse=True)
+    torch.testing.assert_close((y.double() * dy).sum(), (x.double() * dx).sum(), rtol=1e-5, atol=1e-5)
+    assert (y - x).abs().max() > 0.1
+
+
+@each_form
+def test_rotary_norm_backward_is_the_slope(target, interleaved):
+    """Central differences of sum(dy y) of the kernel itself, through x and both weights."""
+    x, dy, (cos, sin) = SMALL.x(), SMALL.x(seed=3), SMALL.angles()
+    leaves = [x, *(random(SMALL.d, seed=i) for i in (1, 2))]
+    grads = [torch.empty_like(x), torch.zeros(SMALL.d), torch.zeros(SMALL.d)]
+    kernels.rotary_norm_backward(dy, *leaves, cos, sin, *grads, SMALL.queries, EPSILON, interleaved)
+    for leaf, grad in zip(leaves, grads, strict=True):
+        direction, values, y = random(*leaf.shape, seed=9), [], torch.empty_like(x)
+        for step in (1e-2, -1e-2):
+            leaf.add_(direction, alpha=step)
+            kernels.rotary_norm(*leaves, cos, sin, y, SMALL.queries, EPSILON, interleaved)
+            values.append((y.double() * dy.double()).sum())
+            leaf.add_(direction, alpha=-step)
+        torch.testing.assert_close((grad.double() * direction.double()).sum(), (values[0] - values[1]) / 2e-2, rtol=3e-3, atol=1e-2)
+
+
+@each_form
+def test_in_place_and_for_any_number_of_threads(target, interleaved, same_for_any_threads):
+    shape = Shape(101, 2, 2, 2, 24, 8)
+    x, dy, (cos, sin) = shape.x(), shape.x(seed=3), shape.angles()
+    weights = random(shape.d, seed=1), random(shape.d, seed=2)
+    arguments = shape.queries, EPSILON, interleaved
+
+    def in_place():
+        plain, normed, dx, dq, dk = x.clone(), x.clone(), dy.clone(), torch.zeros(shape.d), torch.zeros(shape.d)
+        kernels.rotary(plain, cos, sin, plain, shape.queries, interleaved)
+        kernels.rotary_norm(normed, *weights, cos, sin, normed, *arguments)
+        kernels.rotary_norm_backward(dx, x, *weights, cos, sin, dx, dq, dk, *arguments)
+        return plain, normed, dx, dq, dk
+
+    plain, normed, dx, dq, dk = same_for_any_threads(in_place)
+    apart = [torch.empty_like(x) for _ in range(3)]
+    kernels.rotary(x, cos, sin, apart[0], shape.queries, interleaved)
+    kernels.rotary_norm(x, *weights, cos, sin, apart[1], *arguments)
+    kernels.rotary_norm_backward(dy, x, *weights, cos, sin, apart[2], dq, dk, *arguments)
+    assert all(torch.equal(a, b) for a, b in zip((plain, normed, dx), apart, strict=True))
+
+
+def test_nan_travels_within_its_head(target):
+    x, (cos, sin) = SMALL.x(), SMALL.angles()
+    x[1, 2, 0, 5] = float("nan")
+    x[2, 0, SMALL.queries + 1, 3] = float("inf")  # a value
+    weight, y = torch.ones(SMALL.d), torch.empty_like(x)
+    kernels.rotary_norm(x, weight, weight, cos, sin, y, SMALL.queries, EPSILON)
+    assert y[1, 2, 0].isnan().all() and y.isnan().sum() == SMALL.d
+    assert torch.equal(y[:, :, SMALL.queries + 1], x[:, :, SMALL.queries + 1])
+
+
+def test_wrong_arguments_leave_everything_untouched():
+    x, y, c, w = torch.ones(3, 2, 6, 8), torch.ones(3, 2, 6, 8), torch.ones(3, 4), torch.ones(8)
+    for call, message in [
+        (lambda: kernels.rotary(x, c, c, y, 2), "queries: expected groups of queries . 2 heads that make up x's 6, got 2"),
+        (lambda: kernels.rotary(x, c, c, y, 0), "queries: expected groups"),
+        (lambda: kernels.rotary(x, torch.ones(3, 5), torch.ones(3, 5), y, 1), "cos: expected at most half of 8 columns, got 5"),
+        (lambda: kernels.rotary(x, c, c[:2], y, 1), r"sin: expected shape \(3, 4\), got \(2, 4\)"),
+        (lambda: kernels.rotary(x, c.double(), c, y, 1), "cos: expected dtype float32, got float64"),
+        (lambda: kernels.rotary(x.view(6, 6, 8), c, c, y, 1), "x: expected 4 dimensions"),
+        (lambda: kernels.rotary(x, c, c, y.half(), 1), "y: expected dtype float32 as x"),
+        (lambda: kernels.rotary_norm(x, w[:4], w, c, c, y, 1, EPSILON), r"q_weight: expected shape \(8,\), got \(4,\)"),
+        (lambda: kernels.rotary_norm(x, w, w, c, c, y, 1, -1.0), "eps: expected 0 or more"),
+        (lambda: kernels.rotary_norm_backward(x, x, w, w, c, c, y, w.clone(), w, 1, 0.1),
+         "dk_weight: expected memory apart from q_weight"),
+        (lambda: kernels.rotary_norm_backward(y, x, w, w, c, c, x, w.clone(), w.clone(), 1, 0.1),
+         "dx: expected memory apart from x"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert all(bool((t == 1).all()) for t in (x, y, c, w))
