@@ -35,7 +35,26 @@ def gpt2() -> torch.nn.Module:
         eos_token_id=2))
 
 
-MODELS = {"gpt2": gpt2}
+def decoder(kind: str, **changes):
+    """A function that builds a small model of Llama's kin: grouped heads, and a head of its own unless `changes` tie it."""
+    def build() -> torch.nn.Module:
+        config = getattr(transformers, f"{kind}Config")(**{
+            "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "hidden_size": 48, "intermediate_size": 72,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": 1,
+            "eos_token_id": 2, **changes})
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
+    return build
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+FAST = {"rope_type": "default", "rope_theta": 5000.0}
+MODELS = {
+    "gpt2": gpt2, "llama": decoder("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": decoder("Mistral", sliding_window=7, head_dim=16, rope_parameters=FAST),
+    "qwen2": decoder("Qwen2", num_key_value_heads=4),
+    "qwen3": decoder("Qwen3", head_dim=16, tie_word_embeddings=True),
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,20 @@ def test_the_same_logits(converted):
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
+def test_without_the_config_that_it_came_with_one_is_made(converted, tmp_path):
+    """It is written as transformers 4 does, and as published files are."""
+    (tmp_path / "none").mkdir()
+    assert convert("--load", converted.ours, "--to-hf", tmp_path / "hf", "--hf-files", tmp_path / "none") == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(again) is type(converted.model) and same(again.state_dict(), converted.model.state_dict())
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, converted.model(tokens).logits)
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    first, second = (read_manifest(path, 0)["config"]["model"] for path in (converted.ours, tmp_path / "ours"))
+    assert first == second
+
+
 def test_a_dtype_of_ones_own_and_one_file(converted, tmp_path):
     assert convert("--load", converted.ours, "--to-hf", tmp_path / "half", "--dtype", "bf16") == 0
     half, whole = tensors(tmp_path / "half"), tensors(converted.theirs)
@@ -148,7 +181,21 @@ REMOVED = object()
 BAD_CONFIGS = [
     ("gpt2", {"activation_function": "relu"}, "config.json: activation_function is 'relu', and the block computes 'gelu_new' or "),
     ("gpt2", {"add_cross_attention": True}, "config.json: add_cross_attention is True, and the block computes False"),
-    ("gpt2", {"model_type": "bloom"}, "config.json: model_type is 'bloom': it can be gpt2"),
+    ("gpt2", {"model_type": "bloom"}, "config.json: model_type is 'bloom': it can be gpt2, llama, mistral, qwen2, qwen3"),
+    ("gpt2", {"tie_word_embeddings": "yes"}, "config.json: tie_word_embeddings is 'yes', not bool"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling has type 'yarn', and the block"),
+    ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor of rope_scaling is 2.0, and the block"),
+    ("llama", {"attention_bias": True}, "config.json: attention_bias is True, and the block computes False"),
+    ("llama", {"mlp_bias": True}, "config.json: mlp_bias is True, and the block computes False"),
+    ("llama", {"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', and the block computes 'silu' or 'swish'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor is 0.5, and the block"),
+    ("llama", {"num_key_value_heads": "2"}, "config.json: num_key_value_heads is '2', not a number above 0"),
+    ("llama", {"num_key_value_heads": 3}, "config.json: --num-attention-heads 4 is not divisible by --num-query-groups 3"),
+    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has full_attention and sliding_attention"),
+    ("qwen2", {"use_sliding_window": True}, "config.json: use_sliding_window is True, and the block computes False"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has full_attention and sliding_attention"),
+    ("qwen3", {"attention_bias": True}, "config.json: attention_bias is True"),
+    ("qwen3", {"tie_word_embeddings": False}, "holds no tensor lm_head.weight, which config.json asks for"),
     ("gpt2", {"n_layer": REMOVED}, "config.json has no n_layer"),
     ("gpt2", {"n_layer": "three"}, "config.json: n_layer is 'three', not int"),
     ("gpt2", {"n_layer": 4}, "holds no tensor transformer.h.3.ln_1.weight, which config.json asks for"),

@@ -66,7 +66,8 @@ def test_saved_bytes_are_those_that_autograd_keeps(family, changes):
 @pytest.mark.parametrize(("stage", "changes"), [
     (0, {}), (3, {}), (1, {"recompute_granularity": "full"}), (0, {"pipeline_schedule": "zb-h1"})])
 def test_peak(stage, changes):
-    changes = {**QWEN3, **MODEL, "group_query_attention": False, "ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16, **changes}
+    widths = {"group_query_attention": False, "ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
+    changes = {**QWEN3, **MODEL, **widths, **changes}
     run = small_run(**changes)
     predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, schedule.of_run(run, MICROBATCHES).held(stage))
     given = {name: value for name, value in changes.items() if name not in MODEL}
@@ -105,7 +106,8 @@ def test_resumes_to_the_bit_and_in_another_layout(family, tmp_path):
     straight = ThreadWorld(4).run(ranks, path)[0][2:]
     assert ThreadWorld(4).run(ranks, None, path)[0] == straight
     other = small_run(**{**FAMILIES[family], "hidden_dropout": 0.1}, pipeline_model_parallel_size=2)
-    torch.testing.assert_close(torch.tensor(ThreadWorld(2).run(ranks, None, path, other)[0]), torch.tensor(straight), rtol=1e-5, atol=0)
+    elsewhere = ThreadWorld(2).run(ranks, None, path, other)[0]
+    torch.testing.assert_close(torch.tensor(elsewhere), torch.tensor(straight), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

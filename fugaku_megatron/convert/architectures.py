@@ -1,7 +1,7 @@
 """The architectures of Hugging Face that the block can be: a row each, with what config.json and the tensors are called there.
 
-A new architecture is a row of ARCHITECTURES. Left out: reading and writing files (hugging_face.py). Test: pytest
-tests/test_convert_hf.py
+A new architecture is a row of ARCHITECTURES. Left out: reading and writing files (hugging_face.py), fields that are not one of ours
+each (fields.py). Test: pytest tests/test_convert_hf.py
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..run.model_config import ModelConfig
-from .arrangements import Arrangement, conv_query_key_value, transposed, whole
+from ..run.model_config import LEARNED, ROPE, ModelConfig
+from .arrangements import Arrangement, conv_query_key_value, query_key_value, stacked, transposed, whole
+from .fields import FULL_ATTENTION, HEADS, NO_DROPOUT, ROTARY, WINDOW, Rule, tied
 
 REQUIRED = object()
 
@@ -26,28 +27,32 @@ class Field:
     default: Any = REQUIRED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A row.
 
     name, model_type: as config.json has them. prefix: of all tensors but the head's; published files may lack it. fields: those
-    that are one of ours. only: fields of theirs -> the values that the block computes, the first one written, which is what leaving
-    the field out means. block: our values that are what this architecture is. places: our places -> names of theirs, without the
-    prefix, and how they lie in ours. unused: tensors of published files that are no weights.
+    that are one of ours. rules: those that are not. only: fields of theirs -> the values that the block computes, the first one
+    written, which is what leaving the field out means. block: our values that are what this architecture is. places: our places ->
+    names of theirs, without the prefix, and how they lie in ours. unused: tensors of published files that are no weights.
+    own_head_size: heads may be of another size than h / n.
     """
 
     name: str
     model_type: str
     prefix: str
     fields: tuple[Field, ...]
+    rules: tuple[Rule, ...]
     only: Mapping[str, tuple[Any, ...]]
     block: Mapping[str, Any]
     places: Mapping[str, tuple[tuple[str, ...], Arrangement]]
-    unused: re.Pattern = field(default=re.compile("$^"))
+    unused: re.Pattern = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
+    own_head_size: bool = True
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether a model is of this architecture."""
-        return all(getattr(model, name) == value for name, value in self.block.items())
+        divided = model.kv_channels * model.num_attention_heads == model.hidden_size
+        return (divided or self.own_head_size) and all(getattr(model, name) == value for name, value in self.block.items())
 
 
 _LAYER = "decoder.layers.{}."
@@ -58,9 +63,11 @@ GPT2 = Architecture(
             Field("vocab_size", "vocab_size"), Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
             Field("initializer_range", "init_method_std", 0.02), Field("resid_pdrop", "hidden_dropout", 0.1),
             Field("attn_pdrop", "attention_dropout", 0.1)),
+    rules=(tied(True),),
     only={"activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "scale_attn_weights": (True,),
-          "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,), "tie_word_embeddings": (True,)},
-    block={"normalization": "LayerNorm", "disable_bias_linear": False},
+          "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+    block={"normalization": "LayerNorm", "disable_bias_linear": False, "position_embedding_type": LEARNED, "swiglu": False,
+           "group_query_attention": False, "qk_layernorm": False, "window_size": None},
     places={"embedding.word_embeddings": (("wte",), whole), "embedding.position_embeddings": (("wpe",), whole),
             _LAYER + "input_layernorm": (("h.{}.ln_1",), whole),
             _LAYER + "self_attention.linear_qkv": (("h.{}.attn.c_attn",), conv_query_key_value),
@@ -68,7 +75,44 @@ GPT2 = Architecture(
             _LAYER + "pre_mlp_layernorm": (("h.{}.ln_2",), whole),
             _LAYER + "mlp.linear_fc1": (("h.{}.mlp.c_fc",), transposed),
             _LAYER + "mlp.linear_fc2": (("h.{}.mlp.c_proj",), transposed),
-            "decoder.final_layernorm": (("ln_f",), whole)},
-    unused=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"))  # causal masks
+            "decoder.final_layernorm": (("ln_f",), whole), "output_layer": (("lm_head",), whole)},
+    unused=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks
+    own_head_size=False)
 
-ARCHITECTURES = (GPT2,)
+_DECODER_FIELDS = (
+    Field("num_hidden_layers", "num_layers"), Field("hidden_size", "hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"), Field("intermediate_size", "ffn_hidden_size"),
+    Field("max_position_embeddings", "max_position_embeddings"), Field("vocab_size", "vocab_size"),
+    Field("rms_norm_eps", "layernorm_epsilon", 1e-6), Field("initializer_range", "init_method_std", 0.02),
+    Field("attention_dropout", "attention_dropout", 0.0))
+_SILU = {"hidden_act": ("silu", "swish")}
+_NO_WINDOW = {**_SILU, "use_sliding_window": (False,)}
+_DECODER_BLOCK = {"normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": ROPE, "swiglu": True,
+                  "rotary_percent": 1.0, "rotary_interleaved": False, "add_qkv_bias": False, "qk_layernorm": False}
+_DECODER_PLACES = {
+    "embedding.word_embeddings": (("embed_tokens",), whole),
+    _LAYER + "input_layernorm": (("layers.{}.input_layernorm",), whole),
+    _LAYER + "self_attention.linear_qkv": (tuple(f"layers.{{}}.self_attn.{part}_proj" for part in "qkv"), query_key_value),
+    _LAYER + "self_attention.q_layernorm": (("layers.{}.self_attn.q_norm",), whole),
+    _LAYER + "self_attention.k_layernorm": (("layers.{}.self_attn.k_norm",), whole),
+    _LAYER + "self_attention.linear_proj": (("layers.{}.self_attn.o_proj",), whole),
+    _LAYER + "pre_mlp_layernorm": (("layers.{}.post_attention_layernorm",), whole),
+    _LAYER + "mlp.linear_fc1": (("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), stacked),
+    _LAYER + "mlp.linear_fc2": (("layers.{}.mlp.down_proj",), whole),
+    "decoder.final_layernorm": (("norm",), whole), "output_layer": (("lm_head",), whole)}
+_DECODER = {"prefix": "model.", "fields": _DECODER_FIELDS, "places": _DECODER_PLACES}
+
+LLAMA = Architecture(
+    name="LlamaForCausalLM", model_type="llama", **_DECODER, rules=(HEADS, ROTARY, tied(False), NO_DROPOUT),
+    only={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)}, block={**_DECODER_BLOCK, "window_size": None})
+MISTRAL = Architecture(
+    name="MistralForCausalLM", model_type="mistral", **_DECODER, rules=(HEADS, ROTARY, WINDOW, tied(False), NO_DROPOUT),
+    only=_SILU, block=_DECODER_BLOCK)
+QWEN2 = Architecture(
+    name="Qwen2ForCausalLM", model_type="qwen2", **_DECODER, rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
+    only=_NO_WINDOW, block={**_DECODER_BLOCK, "window_size": None, "add_qkv_bias": True})
+QWEN3 = Architecture(
+    name="Qwen3ForCausalLM", model_type="qwen3", **_DECODER, rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
+    only={**_NO_WINDOW, "attention_bias": (False,)}, block={**_DECODER_BLOCK, "window_size": None, "qk_layernorm": True})
+
+ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)

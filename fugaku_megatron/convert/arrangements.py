@@ -33,3 +33,16 @@ def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[T
     heads = ours.view(model.num_attention_heads, 3, -1, *ours.shape[1:]).transpose(0, 1)  # (3, n, d, h) or (3, n, d)
     theirs = heads.movedim(-1, 0) if ours.dim() == 2 else heads
     return theirs, (*ours.shape[1:], len(ours))
+
+
+def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+    """Queries (n d, h), keys (g d, h) or values (g d, h); ours has of each group its queries, its key and its value."""
+    queries = model.num_attention_heads // model.query_groups
+    groups = ours.view(model.query_groups, queries + 2, model.kv_channels, *ours.shape[1:])
+    theirs = groups[:, (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2))[part]]
+    return theirs, (theirs.shape[0] * theirs.shape[1] * theirs.shape[2], *ours.shape[1:])
+
+
+def stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+    """The gate (f, h) and what it multiplies, (f, h); ours is (2, f, h)."""
+    return ours[part], tuple(ours.shape[1:])

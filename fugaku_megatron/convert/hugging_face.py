@@ -21,13 +21,13 @@ from ..run.model_config import ModelConfig
 from ..run.model_config import architecture as shape_values
 from .architectures import ARCHITECTURES, REQUIRED, Architecture
 from .arrangements import Arrangement, Shape, whole
+from .fields import FILE
 from .safetensors_files import TensorDirectory, read_json, write
 from .weights import Weights, layer_of, place_of, shapes
 
-CONFIG = "config.json"
 HEAD = "lm_head.weight"
 # What belongs to a model beside its weights, as patterns of names.
-CARRIED = (CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+CARRIED = (FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
            "spiece.model", "sentencepiece*", "chat_template*", "LICENSE*", "NOTICE*")
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -61,9 +61,9 @@ def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
 def open_hugging_face(directory: str) -> Weights:
     """The weights of a model's directory. ValueError, one line, for what is missing or damaged, and what the block cannot do."""
     path = Path(directory)
-    check(path.is_dir(), f"--from-hf {directory} is no directory: give one that holds {CONFIG} and safetensors")
+    check(path.is_dir(), f"--from-hf {directory} is no directory: give one that holds {FILE} and safetensors")
     try:
-        architecture, model = read_config(read_json(path / CONFIG))
+        architecture, model = read_config(read_json(path / FILE))
     except ValueError as error:
         raise ValueError(f"--from-hf {directory}: {error}") from error
     try:
@@ -77,16 +77,18 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
     """What a config.json describes. ValueError naming the field and its value where the block cannot be that."""
     known = {row.model_type: row for row in ARCHITECTURES}
     kind = config.get("model_type")
-    check(isinstance(kind, str) and kind in known, f"{CONFIG}: model_type is {kind!r:.60}: it can be {', '.join(known)}")
+    check(isinstance(kind, str) and kind in known, f"{FILE}: model_type is {kind!r:.60}: it can be {', '.join(known)}")
     architecture = known[kind]
     for name, values in architecture.only.items():
         given = config.get(name, values[0])
-        check(given in values, f"{CONFIG}: {name} is {given!r:.80}, and the block computes {' or '.join(map(repr, values))}")
+        check(given in values, f"{FILE}: {name} is {given!r:.80}, and the block computes {' or '.join(map(repr, values))}")
     values = {**architecture.block, **_fields(architecture, config)}
+    for rule in architecture.rules:
+        values |= rule.read(config)
     try:
         return architecture, ModelConfig(**{"seq_length": values["max_position_embeddings"], **values})
     except ValueError as error:
-        raise ValueError(f"{CONFIG}: {error}") from error
+        raise ValueError(f"{FILE}: {error}") from error
 
 
 def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
@@ -94,11 +96,11 @@ def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any
     values, ours = {}, {f.name: f for f in fields(ModelConfig)}
     for row in architecture.fields:
         value = config.get(row.theirs, row.default)
-        check(value is not REQUIRED, f"{CONFIG} has no {row.theirs}")
+        check(value is not REQUIRED, f"{FILE} has no {row.theirs}")
         try:
             check_kind(ours[row.ours], value)
         except ValueError:
-            raise ValueError(f"{CONFIG}: {row.theirs} is {value!r:.60}, not {ours[row.ours].type}") from None
+            raise ValueError(f"{FILE}: {row.theirs} is {value!r:.60}, not {ours[row.ours].type}") from None
         values[row.ours] = value
     return values
 
@@ -137,7 +139,7 @@ def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConf
             empty = torch.empty(shape, device="meta")
             _, expected = architecture.places[place_of(name)[0]][1](empty, number, model)
             found = files.tensors[stored[their]][1].shape
-            check(found == expected, f"{their} has shape {list(found)}, and {CONFIG} says {list(expected)}")
+            check(found == expected, f"{their} has shape {list(found)}, and {FILE} says {list(expected)}")
     return _Reader(files, architecture, model, ours, stored)
 
 
@@ -145,7 +147,7 @@ def _stored_names(files: TensorDirectory, architecture: Architecture, names: lis
     """Their names -> those in the files, which may lack the prefix; every tensor there is accounted for."""
     stored = {name: next((n for n in (name, name.removeprefix(architecture.prefix)) if n in files.tensors), None) for name in names}
     lacking = next((name for name, found in stored.items() if found is None), None)
-    check(lacking is None, f"{files.path} holds no tensor {lacking}, which {CONFIG} asks for")
+    check(lacking is None, f"{files.path} holds no tensor {lacking}, which {FILE} asks for")
     foreign = set(files.tensors) - set(stored.values())
     if HEAD in foreign:
         _check_tied(files, next(iter(stored.values())))
@@ -156,7 +158,7 @@ def _stored_names(files: TensorDirectory, architecture: Architecture, names: lis
 
 def _check_tied(files: TensorDirectory, embedding: str) -> None:
     """A head that is stored although it is tied must be the embedding, or converting would lose it."""
-    check(torch.equal(files.read(HEAD), files.read(embedding)), f"{HEAD} differs from {embedding}, and {CONFIG} says "
+    check(torch.equal(files.read(HEAD), files.read(embedding)), f"{HEAD} differs from {embedding}, and {FILE} says "
           "tie_word_embeddings true: correct one of them")
 
 
@@ -172,7 +174,7 @@ def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None
     write(directory, theirs, lambda name: _in_their_shape(weights.read(table[name].ours), table[name], model), max_bytes)
     carry(weights.carried, directory)
     config = config_of(architecture, model, {*weights.dtypes.values()}, before)
-    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (directory / FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
@@ -188,7 +190,7 @@ def _architecture(model: ModelConfig, before: dict[str, Any]) -> Architecture:
 
 
 def _carried_config(carried: Path | None) -> dict[str, Any]:
-    return read_json(carried / CONFIG) if carried and (carried / CONFIG).exists() else {}
+    return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
 
 
 def config_of(architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: dict[str, Any]) -> dict[str, Any]:
@@ -198,6 +200,9 @@ def config_of(architecture: Architecture, model: ModelConfig, dtypes: set[torch.
     config = dict(before)
     if not before or not _same(read_config(before)[1], model):
         config |= {row.theirs: getattr(model, row.ours) for row in architecture.fields}
+        config.pop("rope_parameters", None)  # of transformers 5, which reads what is written as well
+        for rule in architecture.rules:
+            config |= rule.write(model)
         config |= {name: values[0] for name, values in architecture.only.items() if config.get(name) not in values}
     config |= {"architectures": [architecture.name], "model_type": architecture.model_type}
     if len(dtypes) == 1:

@@ -77,7 +77,7 @@ def _of_llamas_kind(num_layers: int, hidden_size: int, ffn_hidden_size: int, hea
 
 
 def llama_32_1b() -> RunConfig:
-    """Llama 3.2 1B (meta-llama/Llama-3.2-1B): 16 layers, h 2048, 32 heads in 8 groups, rope of 8192 positions lengthened 32 times."""
+    """Llama 3.2 1B (meta-llama/Llama-3.2-1B): 16 layers, h 2048, 32 heads in 8 groups, rope lengthened 32 times."""
     return _of_llamas_kind(16, 2048, 8192, 32, 8, 128256, seq_length=8192, lr=2e-4, global_batch_size=128,
                            max_position_embeddings=131072, rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0)
 

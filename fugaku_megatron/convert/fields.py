@@ -1,0 +1,109 @@
+"""Fields of config.json that are not one field of ModelConfig each: heads, rope, the window, the tied head.
+
+A rule reads some fields of theirs as values of ours, and writes them. Test: pytest tests/test_convert_hf.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..nn.rotary import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_POSITIONS
+from ..run.checks import check
+from ..run.model_config import ROPE, ModelConfig
+
+FILE = "config.json"
+# What Llama 3's scaling has beside its factor; the block has these, so others are refused.
+LLAMA3 = {"low_freq_factor": LOW_FREQUENCY_FACTOR, "high_freq_factor": HIGH_FREQUENCY_FACTOR,
+          "original_max_position_embeddings": ORIGINAL_POSITIONS}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """read: config.json's values -> ModelConfig's. write: a model -> config.json's values."""
+
+    read: Callable[[dict[str, Any]], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+def number(config: dict[str, Any], name: str, default: float | None) -> Any:
+    """A number or null of config.json, above 0. ValueError for anything else."""
+    value = config.get(name, default)
+    right = value is None or isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    check(right, f"{FILE}: {name} is {value!r:.60}, not a number above 0")
+    return default if value is None else value
+
+
+def tied(default: bool) -> Rule:
+    """Whether the head is the word embedding. default: what it means to leave the field out."""
+    name = "tie_word_embeddings"
+
+    def read(config: dict[str, Any]) -> dict[str, Any]:
+        value = config.get(name, default)
+        check(isinstance(value, bool), f"{FILE}: {name} is {value!r:.60}, not bool")
+        return {"untie_embeddings_and_output_weights": not value}
+
+    return Rule(read, lambda model: {name: model.tied})
+
+
+def _read_heads(config: dict[str, Any]) -> dict[str, Any]:
+    heads = config.get("num_attention_heads")
+    groups = number(config, "num_key_value_heads", heads)
+    shared = {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
+    return {**shared, "kv_channels": number(config, "head_dim", None)}
+
+
+HEADS = Rule(_read_heads, lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels})
+
+
+def _read_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_parameters of transformers 5, or rope_theta and rope_scaling before it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
+    share = number({**config, **rope}, "partial_rotary_factor", 1.0)
+    check(share == 1.0, f"{FILE}: partial_rotary_factor is {share}, and the block of this architecture rotates whole heads")
+    values = {"position_embedding_type": ROPE, "rotary_base": float(number({**config, **rope}, "rope_theta", 10000.0))}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    check(kind in ("default", "llama3"), f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes "
+          "llama3 or default")
+    if kind == "default":
+        return values
+    for name, value in LLAMA3.items():
+        given = rope.get(name, value)
+        check(given == value, f"{FILE}: {name} of rope_scaling is {given!r:.40}, and the block has {value}")
+    return {**values, "use_rope_scaling": True, "rope_scaling_factor": float(number(rope, "factor", 8.0))}
+
+
+def _write_rope(model: ModelConfig) -> dict[str, Any]:
+    scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3} if model.use_rope_scaling else None
+    return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+
+
+ROTARY = Rule(_read_rope, _write_rope)
+
+
+def _read_window(config: dict[str, Any]) -> dict[str, Any]:
+    """Mistral's sliding_window w: a token sees itself and w - 1 before it; left out it is 4096, null: all."""
+    given = config.get("sliding_window", 4096)
+    window = None if given is None else number(config, "sliding_window", 4096)
+    _check_layers(config, "full_attention" if window is None else "sliding_attention")
+    return {"window_size": None if window is None else f"{window - 1},0"}
+
+
+WINDOW = Rule(_read_window, lambda model: {"sliding_window": model.window})
+
+
+def _check_layers(config: dict[str, Any], kind: str) -> None:
+    """All layers attend alike."""
+    kinds = sorted({*map(str, config.get("layer_types") or [kind])})
+    check(kinds == [kind], f"{FILE}: layer_types has {' and '.join(kinds)}, and the block computes {kind} in all layers")
+
+
+def _read_full(config: dict[str, Any]) -> dict[str, Any]:
+    _check_layers(config, "full_attention")
+    return {}
+
+
+FULL_ATTENTION = Rule(_read_full, lambda model: {})
+NO_DROPOUT = Rule(lambda config: {"hidden_dropout": 0.0}, lambda model: {})  # these architectures have none between layers
