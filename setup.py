@@ -64,6 +64,8 @@ TARGETS = (
     Target("avx512bf16", "x86_64", (*AVX512, "-mavx512bf16"), 64, (*AVX512_FEATURES, "avx512bf16")),
     Target("sve128", "aarch64", (SVE, "-msve-vector-bits=128"), 16, ("sve",)),
     Target("sve256", "aarch64", (SVE, "-msve-vector-bits=256"), 32, ("sve",)),
+    Target("sve128bf16", "aarch64", (f"{SVE}+bf16", "-msve-vector-bits=128"), 16, ("sve", "bf16")),
+    Target("sve256bf16", "aarch64", (f"{SVE}+bf16", "-msve-vector-bits=256"), 32, ("sve", "svebf16")),
     Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, ("sve",)),
 )
 

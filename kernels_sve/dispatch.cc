@@ -63,6 +63,9 @@ bool has_feature(const std::string& feature, int) {
 bool has_feature(const std::string& feature, int vector_bytes) {
   constexpr unsigned long HWCAP_SVE_BIT = 1UL << 22;
   constexpr int PR_SVE_GET_VL_CODE = 51, PR_SVE_VL_LENGTH = 0xffff;
+  constexpr unsigned long HWCAP2_SVEBF16_BIT = 1UL << 12, HWCAP2_BF16_BIT = 1UL << 14;
+  if (feature == "svebf16") return getauxval(AT_HWCAP2) & HWCAP2_SVEBF16_BIT;
+  if (feature == "bf16") return getauxval(AT_HWCAP2) & HWCAP2_BF16_BIT;
   if (feature != "sve" || !(getauxval(AT_HWCAP) & HWCAP_SVE_BIT)) return false;
   return (prctl(PR_SVE_GET_VL_CODE) & PR_SVE_VL_LENGTH) == vector_bytes;
 }

@@ -60,7 +60,7 @@ struct Gemm {
   float *a_panels, *b_panels, *partial;
   int64_t partial_row;
 
-  static int64_t words(int64_t depth) { return ceil_div(depth, Words::STEP); }
+  static int64_t words(int64_t depth) { return words_of<Words>(depth); }
 
   Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(blocks_of<Words>()) {
     const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_UNIT, COLUMNS, g.packed != nullptr);
@@ -146,12 +146,22 @@ struct Gemm {
 
   // out[i] += sum over the panel's k: first in blocks of up to kc, so the error does not grow with all of k.
   static void add_sums(const float* panel, int64_t deep, float* out, int64_t count) {
-    for_vectors(0, count, [&](int64_t i, int lanes) {
-      vf sum[2] = {};
-      for (int64_t k = 0; k < deep; ++k)
-        sum[k & 1] = Words::sum_words(reinterpret_cast<const Word*>(panel) + k * MR + i, lanes, sum[k & 1]);
-      store_lanes(out + i, load_lanes(out + i, lanes) + (sum[0] + sum[1]), lanes);
-    });
+    const Word* words = reinterpret_cast<const Word*>(panel);
+    if constexpr (Words::BESIDE == 2) {
+      float sums[2 * MR] = {};
+      for_vectors(0, 2 * count, [&](int64_t i, int lanes) {
+        vf sum = {};
+        for (int64_t k = 0; k < deep; k += 2) sum = Words::sum_words(words + k * MR + i, lanes, sum);
+        store_lanes(sums + i, sum, lanes);
+      });
+      for (int64_t i = 0; i < count; ++i) out[i] += sums[2 * i] + sums[2 * i + 1];
+    } else {
+      for_vectors(0, count, [&](int64_t i, int lanes) {
+        vf sum[2] = {};
+        for (int64_t k = 0; k < deep; ++k) sum[k & 1] = Words::sum_words(words + k * MR + i, lanes, sum[k & 1]);
+        store_lanes(out + i, load_lanes(out + i, lanes) + (sum[0] + sum[1]), lanes);
+      });
+    }
   }
 
   // While one panel of B is in use the next is fetched into L2, a slice for every tile.
@@ -239,7 +249,7 @@ static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t fp1
   int64_t bytes = 0;
   with_words(dtype, fp16_chunk, [&](auto words, auto) {
     using Words = decltype(words);
-    bytes = ceil_div(k, Words::STEP) * (ceil_div(n, NR * Words::WIDE) * NR) * 4;
+    bytes = words_of<Words>(k) * (ceil_div(n, NR * Words::WIDE) * NR) * 4;
   });
   return bytes;
 }
@@ -252,8 +262,8 @@ static void pack_weight(const GemmPackArgs& args) {
     const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk), width = ceil_div(args.n, COLUMNS) * COLUMNS;
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       for (int64_t p = 0; p < args.k; p += depth) {
-        const int64_t deep = min(depth, args.k - p), deep_words = ceil_div(deep, Words::STEP);
-        float* block = static_cast<float*>(args.packed) + ceil_div(p, Words::STEP) * width / Words::WIDE;
+        const int64_t deep = min(depth, args.k - p), deep_words = words_of<Words>(deep);
+        float* block = static_cast<float*>(args.packed) + words_of<Words>(p) * width / Words::WIDE;
         const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
         pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep,
                              block + begin / Words::WIDE * deep_words);

@@ -12,7 +12,7 @@ namespace fm::FM_TARGET {
 #ifdef FM_HAS_HALF_ARITHMETIC
 struct HalfWords {
   using Word = f16;
-  static constexpr int WIDE = 2, STEP = 1;
+  static constexpr int WIDE = 2, STEP = 1, BESIDE = 1;
   // Pairs of k, for pack_transposed_pairs.
   FM_INLINE vf along_k(const f16* p, int64_t elements) {
     return across_k(p, 0, 0, elements >= 2 * VL ? 2 * VL : static_cast<int>(elements));

@@ -1,7 +1,8 @@
 // The GEMM micro-kernel: a tile of ROWS x NR accumulators that stay in registers over the whole k-loop.
 // Both operands are packed: A as [k][MR] words, read by broadcast; B as [k][NR] words, read as vectors. A word is a
 // float, or a pair of consecutive k in bfloat16 where the target has a dot product of pairs (BF16_DOT). Where sums are
-// in FP16 (gemm_half.h), a word of A is one half and a word of B two neighbouring columns.
+// in FP16 (gemm_half.h), a word of A is one half and a word of B two neighbouring columns. Where the target multiplies
+// 2 x 4 by 4 x 2 (BF16_QUADS), the pairs of four k lie side by side: gemm_quads.h.
 // The tile is tuning.h's; on A64FX a broadcast is one LD1RW. docs/kernels-howto.md
 #pragma once
 #include "simd.h"
@@ -20,6 +21,7 @@ struct FloatWords {
   using Word = float;
   static constexpr int WIDE = 1;  // rows or columns in 32 bits
   static constexpr int STEP = 1;  // k per word
+  static constexpr int BESIDE = 1;  // words of consecutive k that lie side by side in a panel
   template <class T>
   FM_INLINE vf along_k(const T* p, int64_t elements) {
     return elements >= VL ? load(p) : load_n(p, static_cast<int>(elements));
@@ -37,12 +39,18 @@ struct Bf16Pairs {
   using Word = uint32_t;
   static constexpr int WIDE = 1;
   static constexpr int STEP = 2;
+#ifdef FM_HAS_BF16_QUADS
+  static constexpr int BESIDE = 2;
+#else
+  static constexpr int BESIDE = 1;
+#endif
   FM_INLINE vf along_k(const bf16* p, int64_t elements) {
     if (elements >= 2 * VL) return (vf)load_pairs(&p->bits);
     return (vf)load_pairs_n(&p->bits, static_cast<int>(elements));
   }
-  // The pair of row p and, when there is one, the row below it.
+  // The pair of row p and, when there are any, the row below it.
   FM_INLINE vf across_k(const bf16* p, int64_t stride, int64_t rows_left, int lanes) {
+    if (BESIDE > 1 && rows_left < 1) return vf{};
     const vu low = lanes == VL ? load_u16(&p->bits) : load_u16_n(&p->bits, lanes);
     if (rows_left < 2) return (vf)low;
     const uint16_t* next = &(p + stride)->bits;
@@ -55,6 +63,13 @@ struct Bf16Pairs {
   }
 };
 #endif
+
+// Words of a panel for `depth` elements of k, those beyond it zeros.
+template <class Words>
+FM_INLINE int64_t words_of(int64_t depth) {
+  constexpr int STEP = Words::STEP * Words::BESIDE;
+  return (depth + STEP - 1) / STEP * Words::BESIDE;
+}
 
 // C = A B, or C += A B when `add`, for `words` steps of k. C has ROWS full rows of NR. Halves are not added: they are no
 // floats.
@@ -90,6 +105,10 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
   }
 }
 
+#ifdef FM_HAS_BF16_QUADS
+#include "gemm_quads.h"
+#endif
+
 template <class Words>
 using MicroKernel = void (*)(int64_t, const typename Words::Word*, const float*, float*, int64_t, bool);
 
@@ -99,6 +118,9 @@ FM_INLINE MicroKernel<Words> micro_kernel_for(int64_t rows) {
   if constexpr (ROWS > ROW_UNIT) {
     if (rows <= ROWS - ROW_UNIT) return micro_kernel_for<Words, ROWS - ROW_UNIT>(rows);
   }
+#ifdef FM_HAS_BF16_QUADS
+  if constexpr (Words::BESIDE == 2) return &quads_kernel<Words, ROWS>;
+#endif
   return &micro_kernel<Words, ROWS>;
 }
 

@@ -11,7 +11,7 @@ namespace fm::FM_TARGET {
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
   constexpr int GROUPS = (WIDTH + VL - 1) / VL;
-  const int64_t words = (depth + Words::STEP - 1) / Words::STEP;
+  const int64_t words = words_of<Words>(depth);
   for (int64_t k = 0; k < words; k += VL) {
     const int64_t elements = depth - k * Words::STEP;
     const int columns = words - k < VL ? static_cast<int>(words - k) : VL;
@@ -77,10 +77,10 @@ template <class Words, int WIDTH, int PANELS, class T>
 FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
   constexpr int ROW = WIDTH / Words::WIDE, GROUPS = (ROW + VL - 1) / VL, LANES = VL * Words::WIDE;
   constexpr int AHEAD = Tuning::PACK_AHEAD * Words::STEP;
-  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * ROW;
+  const int64_t words = words_of<Words>(depth), panel = words * ROW;
   const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * LANES;
-  for (int64_t k = 0; k < depth; k += Words::STEP, src += Words::STEP * stride, out += ROW) {
-    const bool near_end = (depth - k + Words::STEP - 1) / Words::STEP * ROW < GROUPS * VL;
+  for (int64_t k = 0; k < words * Words::STEP; k += Words::STEP, src += Words::STEP * stride, out += ROW) {
+    const bool near_end = (words - k / Words::STEP) * ROW < GROUPS * VL;
     if (k + AHEAD < depth) prefetch(src + AHEAD * stride);
 #pragma GCC unroll 8
     for (int q = 0; q < PANELS; ++q) {
@@ -128,9 +128,12 @@ static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end, int64_t count,
                     int64_t depth, float* out) {
-  const int64_t panel = (depth + Words::STEP - 1) / Words::STEP * (WIDTH / Words::WIDE);
+  const int64_t words = words_of<Words>(depth), panel = words * (WIDTH / Words::WIDE);
   for (int64_t i = begin; i < end;) {
     const int packed = pack_panels<Words, WIDTH>(src, i_stride, k_stride, end - i, count - i, depth, out);
+#ifdef FM_HAS_BF16_QUADS
+    if constexpr (Words::BESIDE == 2) words_beside<WIDTH>(out, packed * words);
+#endif
     i += packed * WIDTH;
     src += packed * WIDTH * i_stride;
     out += packed * panel;

@@ -14,6 +14,9 @@
 //   exp(v)                                  within 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN stays
 //   dot_pairs(sum, a, b) to_pairs(low, high)   only where FM_HAS_BF16_PAIRS: sum + each lane's pair of bfloat16 products;
 //                                           pairs from two float vectors
+//   multiply_quads(sum, a, b) broadcast_quads(p) even_doublewords(a, b) odd_doublewords(a, b)   only where
+//                                           FM_HAS_BF16_QUADS: sum + a b^T of the 2 x 4 matrices in every 128 bits; 128
+//                                           bits from memory in all of them; every second doubleword of a, then of b
 //   fma_halves(a, b, sum) broadcast_half(h)   only where FM_HAS_HALF_ARITHMETIC: a b + sum on the two binary16 numbers in each
 //                                           lane of vu, rounded once to binary16; h in all of them
 //   exp2_each(v[N])                         2^v in place for v <= 0: 0 below -126, NaN stays; N chains side by side

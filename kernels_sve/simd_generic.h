@@ -60,6 +60,23 @@ FM_INLINE vu fma_halves(vu a, vu b, vu sum) {
 }
 #endif
 
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+// As in simd_sve.h.
+#define FM_HAS_BF16_PAIRS
+#define FM_HAS_BF16_QUADS
+FM_INLINE vf dot_pairs(vf sum, vu a, vu b) { return (vf)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b); }
+FM_INLINE vu to_pairs(vf low, vf high) {
+  const uint16x4_t even = (uint16x4_t)vcvt_bf16_f32((float32x4_t)low), odd = (uint16x4_t)vcvt_bf16_f32((float32x4_t)high);
+  return (vu)vcombine_u16(vzip1_u16(even, odd), vzip2_u16(even, odd));
+}
+FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
+  return (vf)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+FM_INLINE vu broadcast_quads(const uint32_t* p) { return load(p); }
+FM_INLINE vf even_doublewords(vf a, vf b) { return (vf)vzip1q_f64((float64x2_t)a, (float64x2_t)b); }
+FM_INLINE vf odd_doublewords(vf a, vf b) { return (vf)vzip2q_f64((float64x2_t)a, (float64x2_t)b); }
+#endif
+
 FM_INLINE float hsum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 FM_INLINE float hmax(vf v) {
   const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];

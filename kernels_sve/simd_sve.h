@@ -25,6 +25,25 @@ FM_INLINE vu broadcast_half(f16 h) { return (vu)svreinterpret_u32_u16(svdup_n_u1
 FM_INLINE float hsum(vf v) { return svaddv_f32(svptrue_b32(), (svfloat32_t)v); }
 FM_INLINE float hmax(vf v) { return svmaxv_f32(svptrue_b32(), (svfloat32_t)v); }
 
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC  // with SVE: GCC 12 has the intrinsics, but not __ARM_FEATURE_SVE_BF16
+// Pairs of bfloat16 in 32-bit lanes, the even element in the low half; and 2 x 4 matrices of them in 128 bits, row by row.
+#define FM_HAS_BF16_PAIRS
+#define FM_HAS_BF16_QUADS
+FM_INLINE svbfloat16_t bf16_elements(vu v) { return svreinterpret_bf16_u32((svuint32_t)v); }
+FM_INLINE vf dot_pairs(vf sum, vu a, vu b) { return (vf)svbfdot_f32((svfloat32_t)sum, bf16_elements(a), bf16_elements(b)); }
+FM_INLINE vu to_pairs(vf low, vf high) {
+  const svbfloat16_t even = svcvt_bf16_f32_x(svptrue_b32(), (svfloat32_t)low);
+  return (vu)svreinterpret_u32_bf16(svcvtnt_bf16_f32_m(even, svptrue_b32(), (svfloat32_t)high));
+}
+FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
+  return (vf)svbfmmla_f32((svfloat32_t)sum, bf16_elements(a), bf16_elements(b));
+}
+FM_INLINE vu broadcast_quads(const uint32_t* p) { return (vu)svld1rq_u32(svptrue_b32(), p); }
+FM_INLINE svfloat64_t doublewords(vf v) { return svreinterpret_f64_f32((svfloat32_t)v); }
+FM_INLINE vf even_doublewords(vf a, vf b) { return (vf)svreinterpret_f32_f64(svuzp1_f64(doublewords(a), doublewords(b))); }
+FM_INLINE vf odd_doublewords(vf a, vf b) { return (vf)svreinterpret_f32_f64(svuzp2_f64(doublewords(a), doublewords(b))); }
+#endif
+
 // 8-bit estimate, then Newton steps of 16 and 32 bits.
 FM_INLINE vf reciprocal(vf v) {
   vf e = (vf)svrecpe_f32((svfloat32_t)v);

@@ -96,6 +96,10 @@ struct sve128 : sve512 {
   static constexpr int ATTENTION_MR = 4;  // at most the lanes of a vector
 };
 
+// With BFMMLA (Neoverse V1, V2): the tile's registers hold 2 x 2 blocks of sums, as many as in FP32.
+struct sve256bf16 : sve256 {};
+struct sve128bf16 : sve128 {};
+
 #if defined(__aarch64__)
 using Baseline = sve512;
 #else

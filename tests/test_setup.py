@@ -29,7 +29,7 @@ def project(monkeypatch):
 
 def test_table_of_targets_is_consistent(project):
     names = [target.name for target in project.TARGETS]
-    assert names == ["portable", "avx2", "avx512", "avx512bf16", "sve128", "sve256", "sve512"]
+    assert names == ["portable", "avx2", "avx512", "avx512bf16", "sve128", "sve256", "sve128bf16", "sve256bf16", "sve512"]
     for target in project.TARGETS:
         width = re.search(r"-msve-vector-bits=(\d+)", " ".join(target.flags))
         assert (width is not None) == (target.machine == "aarch64")

@@ -1,12 +1,13 @@
-"""Gate on the machine code of the hot loops: cross-compiles target.cc for the A64FX and reads what came out.
+"""Gate on the machine code of the hot loops: cross-compiles for the A64FX and for Neoverse and reads what came out.
 
     make arm-codegen                      (or: python -m tools.arm_codegen)
 
-Prints what share of the FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h). Fails when an
-inner-product loop spills, multiplies by element, brings FMLAs of one accumulator too close together or falls
-below its share of the two-FMA peak in llvm-mca's model; when any loop holds a vector divide, square root or INSR; and when
-a loop that should be there is not found. With GCC 12 and, where installed, Clang 19; without llvm-mca-19 the model is left
-out by name. A model of one core with all data in L1: no caches, no measurement. Tested by tests/arm/test_codegen.py.
+Of target.cc for the A64FX, and of the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). Prints what share of the
+FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h). Fails when an inner-product loop spills,
+multiplies by element, brings FMLAs of one accumulator too close together or falls below its share of the peak in llvm-mca's
+model; when any loop holds a vector divide, square root or INSR; and when a loop that should be there is not found. With GCC 12
+and, where installed, Clang 19; without llvm-mca-19 the model is left out by name. A model of one core with all data in L1: no
+caches, no measurement. Tested by tests/arm/test_codegen.py.
 """
 
 from __future__ import annotations
@@ -25,14 +26,36 @@ from tools import arm_env
 from tools.asm_loops import Loop, faults, innermost_loops, outside_loops, slow_instructions
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = "sve512"
 GCC = arm_env.CXX
 COMPILERS = {"GCC 12": GCC, "Clang 19": "clang++-19 --target=aarch64-linux-gnu"}
-MCA = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu", "-mcpu=a64fx"]
-DISPATCH = 4  # instructions an A64FX decodes per cycle; LLVM's own model says 6
+MCA = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu"]
 ITERATIONS = 400
-FMA_PER_CYCLE = 2
 CHUNKS = (16, 32, 64, 128, 256)  # steps of k summed in FP16
+GEMM_ALONE = """#include "simd.h"
+#include "gemm.h"
+namespace fm::FM_TARGET {
+extern void (*const the_gemm)(const GemmArgs&);
+void (*const the_gemm)(const GemmArgs&) = &gemm;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A core as llvm-mca models it. target: of setup.py. pipes: multiply-adds that it begins in a cycle. source: instead of
+    target.cc."""
+
+    name: str
+    target: str
+    flags: tuple[str, ...]
+    pipes: int
+    source: str = ""
+
+
+# LLVM's own model says that an A64FX decodes 6 instructions a cycle; it decodes 4.
+A64FX = Machine("A64FX", "sve512", ("-mcpu=a64fx", "-dispatch=4"), 2)
+NEOVERSES = (Machine("Neoverse V1", "sve256bf16", ("-mcpu=neoverse-v1",), 2, GEMM_ALONE),
+             Machine("Neoverse V2", "sve128bf16", ("-mcpu=neoverse-v2",), 4, GEMM_ALONE))
 
 
 @dataclass(frozen=True)
@@ -42,7 +65,7 @@ class Kernel:
     name: str
     file: str
     function: str
-    min_share: float  # of two FMLAs a cycle in the model
+    min_share: float  # of a multiply-add a cycle in each pipe of the model
     multiply_adds: int = 16  # fewer than this in a turn: not one of its inner products
 
 
@@ -56,19 +79,31 @@ def hot_kernels(tile: tuple[int, int]) -> list[Kernel]:
     ]
 
 
-def gemm_tile() -> tuple[int, int]:
+def bf16_kernels(tile: tuple[int, int]) -> list[Kernel]:
+    """An instruction multiplies 2 x 4 by 4 x 2, so a tile of `tile` is a multiply-add for each of its registers."""
+    rows, vectors = tile
+    return [Kernel("GEMM BF16 k-loop", r"gemm_quads\.h|simd_\w+\.h|arm_neon\.h", rf"quads_kernel<.*Bf16Pairs, {rows}>", 0.9,
+                   rows * vectors)]
+
+
+def gemm_tile(machine: Machine) -> tuple[int, int]:
     """Rows and vectors of the target's GEMM tile (kernels_sve/tuning.h), which the extension knows of every target."""
     from fugaku_megatron.host import kernels
 
-    return next(row["gemm_tile"] for row in kernels.targets() if row["name"] == TARGET)
+    return next(row["gemm_tile"] for row in kernels.targets() if row["name"] == machine.target)
 
 
-def assembly(cxx: str, name: str) -> str:
-    """target.cc as machine code with line numbers, by setup.py's own flags; made anew only after a change."""
+def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
+    """The machine's code with line numbers, by setup.py's own flags; made anew only after a change."""
     compiler = setup.Compiler(ROOT / "build", {**os.environ, "CXX": GCC, "TARGET_CXX": cxx})
-    target = next(t for t in setup.TARGETS if t.name == TARGET)
-    output = compiler.objects / f"codegen_{name.replace(' ', '')}.s"
-    compiler.compile([*compiler.target_command(target), "-g1", "-S"], setup.SOURCES / "target.cc", output, force=False)
+    target = next(t for t in setup.TARGETS if t.name == machine.target)
+    output = compiler.objects / f"codegen_{name.replace(' ', '')}_{machine.target}.s"
+    source = setup.SOURCES / "target.cc"
+    if machine.source:
+        source = compiler.objects / f"codegen_{machine.target}.cc"
+        if not source.exists() or source.read_text() != machine.source:
+            source.write_text(machine.source)
+    compiler.compile([*compiler.target_command(target), f"-I{setup.SOURCES}", "-g1", "-S"], source, output, force=False)
     return output.read_text()
 
 
@@ -77,28 +112,28 @@ def demangled(names: list[str]) -> list[str]:
     return [re.sub(r"fm::\w+::", "", name) for name in filtered.splitlines()]
 
 
-def cycles(loop: Loop) -> float:
-    """Cycles of one turn in llvm-mca's model of the A64FX."""
-    command = [*MCA, f"-dispatch={DISPATCH}", f"-iterations={ITERATIONS}"]
+def cycles(loop: Loop, machine: Machine = A64FX) -> float:
+    """Cycles of one turn in llvm-mca's model of the machine."""
+    command = [*MCA, *machine.flags, f"-iterations={ITERATIONS}"]
     report = subprocess.run(command, input=loop.text(), capture_output=True, text=True, check=True).stdout
     return int(re.search(r"Total Cycles:\s+(\d+)", report)[1]) / ITERATIONS
 
 
-def row(compiler: str, function: str, kernel: Kernel, loop: Loop) -> tuple[str, list[str]]:
+def row(compiler: str, function: str, kernel: Kernel, loop: Loop, machine: Machine = A64FX) -> tuple[str, list[str]]:
     """(line of the table, faults) of one inner-product loop."""
     reasons, count = faults(loop), len(loop.multiply_adds)
     model = f"{'':7} {'no llvm-mca':>9}"
     if shutil.which(MCA[0]):
-        turn = cycles(loop)
-        share = count / FMA_PER_CYCLE / turn
+        turn = cycles(loop, machine)
+        share = count / machine.pipes / turn
         model = f"{turn:7.2f} {100 * share:8.1f}%"
         if share < kernel.min_share:
-            reasons.append(f"{100 * share:.1f} % of the two-FMA peak in the model, {100 * kernel.min_share:.0f} % needed")
+            reasons.append(f"{100 * share:.1f} % of the peak in the model, {100 * kernel.min_share:.0f} % needed")
     name = f"{kernel.name}: {function.split('(')[0].removeprefix('void ')}"
     return f"{compiler:9} {name:60.60} {count:5} {len(loop.body):6} {model}", [f"{compiler} {name}: {fault}" for fault in reasons]
 
 
-def check(compiler: str, text: str, kernels: list[Kernel]) -> Iterator[tuple[str, list[str]]]:
+def check(compiler: str, text: str, kernels: list[Kernel], machine: Machine = A64FX) -> Iterator[tuple[str, list[str]]]:
     """(line, faults) of every hot loop of one assembly, then of all other vector loops together."""
     loops = innermost_loops(text)
     named = list(zip(demangled([loop.function for loop in loops]), loops, strict=True))
@@ -108,7 +143,7 @@ def check(compiler: str, text: str, kernels: list[Kernel]) -> Iterator[tuple[str
         if not hot:
             yield "", [f"{compiler} {kernel.name}: no loop of {kernel.multiply_adds} or more multiply-adds in {kernel.file}"]
         for name, loop in hot:
-            yield row(compiler, name, kernel, loop)
+            yield row(compiler, name, kernel, loop, machine)
     slow = [f"{compiler} {name}: {text}" for name, loop in named for text in slow_instructions(loop)]
     yield f"{compiler:9} {len(loops)} innermost loops: {len(slow)} slow instructions", slow
 
@@ -129,31 +164,38 @@ def chunk_costs(text: str, tile: tuple[int, int]) -> tuple[float, float]:
 def chunk_line(compiler: str, text: str, tile: tuple[int, int]) -> str:
     """Share of the FP16 peak by the length of a chunk."""
     step, per_chunk = chunk_costs(text, tile)
-    peak = tile[0] * tile[1] / FMA_PER_CYCLE
+    peak = tile[0] * tile[1] / A64FX.pipes
     shares = ", ".join(f"{chunk}: {100 * chunk * peak / (chunk * step + per_chunk):.0f}" for chunk in CHUNKS)
     return f"{compiler:9} GEMM FP16 with {per_chunk:.0f} cycles per chunk, % of the FP16 peak by chunk: {shares}"
+
+
+def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
+    """Prints the loops of a machine's code and returns what is wrong with them."""
+    tile = gemm_tile(machine)
+    wanted = hot_kernels(tile) if machine == A64FX else bf16_kernels(tile)
+    print(f"{machine.name}, {machine.target}: model of LLVM 19 ({' '.join(machine.flags)}), all data in L1; not a measurement")
+    print(f"{'compiler':9} {'loop':60} {'FMAs':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
+    found = []
+    for name, cxx in compilers.items():
+        for line, wrong in check(name, assembly(cxx, name, machine), wanted, machine):
+            found += wrong
+            print(line, flush=True) if line else None
+        if machine == A64FX and not found and shutil.which(MCA[0]):
+            print(chunk_line(name, assembly(cxx, name), tile), flush=True)
+    return found
 
 
 def main() -> int:
     if not shutil.which(GCC):
         print(f"arm-codegen: not run: no {GCC} (make arm-env)")
         return 3
-    tile = gemm_tile()
-    print(f"model: llvm-mca of LLVM 19, A64FX, dispatch {DISPATCH}, all data in L1; not a measurement")
-    print(f"{'compiler':9} {'loop':60} {'FMLAs':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
-    faults_of_all = []
-    for name, cxx in COMPILERS.items():
-        if not shutil.which(cxx.split()[0]):
-            print(f"{name}: not checked: no {cxx.split()[0]} (make arm-env)")
-            continue
-        for line, wrong in check(name, assembly(cxx, name), hot_kernels(tile)):
-            faults_of_all += wrong
-            print(line, flush=True) if line else None
-        if not faults_of_all and shutil.which(MCA[0]):
-            print(chunk_line(name, assembly(cxx, name), tile), flush=True)
-    for fault in faults_of_all:
+    there = {name: cxx for name, cxx in COMPILERS.items() if shutil.which(cxx.split()[0])}
+    for name in COMPILERS.keys() - there.keys():
+        print(f"{name}: not checked: no {COMPILERS[name].split()[0]} (make arm-env)")
+    found = [fault for machine in (A64FX, *NEOVERSES) for fault in machine_faults(machine, there)]
+    for fault in found:
         print(f"FAULT {fault}")
-    return 1 if faults_of_all else 0
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""AArch64 assembly as innermost loops, and what an A64FX cannot afford in them. Pure text, for tools/arm_codegen.py.
+"""AArch64 assembly as innermost loops, and what an A64FX or a Neoverse cannot afford in them. Pure text, for tools/arm_codegen.py.
 
 A loop is known by its function's name and by the source file that the compiler's .loc lines (-g1, which changes no code)
 give its multiply-adds, so nothing in the source marks it and nothing disturbs the scheduler. Left out: loops that end in
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Multiply-add -> which operand is the accumulator; the result is the first. FMAD and its kin overwrite a factor.
-ACCUMULATOR = {"fmla": 0, "fmls": 0, "fnmla": 0, "fnmls": 0, "fmad": 3, "fmsb": 3, "fnmad": 3, "fnmsb": 3}
+ACCUMULATOR = {"bfmmla": 0, "bfdot": 0, "fmla": 0, "fmls": 0, "fnmla": 0, "fnmls": 0, "fmad": 3, "fmsb": 3, "fnmad": 3, "fnmsb": 3}
 MIN_BETWEEN = 18  # other FMLAs between two on one accumulator: latency 9 on two pipes
 BRANCH = re.compile(r"(b|b\.?[a-z]{2,5}|cbn?z|tbn?z)$")
 
@@ -36,7 +36,7 @@ class Instruction:
     @property
     def register(self) -> str:
         """The vector register that it names first, without its element type: its result, or what it stores."""
-        match = re.match(r"\{?\s*(z\d+)\b", (self.operands or [""])[0])
+        match = re.match(r"\{?\s*([zv]\d+)\b", (self.operands or [""])[0])
         return match[1] if match else ""
 
     @property
@@ -140,7 +140,7 @@ def slow_instructions(loop: Loop) -> list[str]:
             reasons.append(f"{i.mnemonic} takes 98 cycles: {i.text}")
         if i.mnemonic == "insr":
             reasons.append(f"lanes filled one by one: {i.text}")
-        if i.multiply_add and re.search(r"z\d+\.[hsd]\s*\[\d+\]", i.text):
+        if i.multiply_add and re.search(r"[zv]\d+\.\w+\s*\[\d+\]", i.text):
             reasons.append(f"multiply-add by element runs at half rate: {i.text}")
     return reasons
 

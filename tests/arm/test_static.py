@@ -12,7 +12,11 @@ from tests.arm import builds
 pytestmark = builds.needs_compiler
 
 CHECKERS = sorted((builds.ROOT / "tests" / "arm").glob("check_*.cc"))
-BUILT_FOR = {"a64fx": "sve512", "a64fx,sve512=off": "sve256", "max,sve128=on,sve256=off": "sve128", "cortex-a57": "portable"}
+# Of a CPU with BF16 the builds without are run too: a user may choose them.
+BUILT_FOR = {
+    "a64fx": {"sve512"}, "a64fx,sve512=off": {"sve256"}, "max,sve128=on,sve256=off": {"sve128", "sve128bf16"},
+    "max,sve-default-vector-length=32": {"sve256", "sve256bf16"}, "cortex-a57": set(),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +37,24 @@ def printed(programs):
     return results
 
 
-@pytest.mark.parametrize(("cpu", "target"), BUILT_FOR.items())
-def test_agrees_with_reference_under_emulation(printed, cpu, target):
+@pytest.mark.parametrize(("cpu", "targets"), BUILT_FOR.items())
+def test_agrees_with_reference_under_emulation(printed, cpu, targets):
     for code, text in printed[cpu]:
         assert code == 0, text
         agreeing = {line.split()[0] for line in text.splitlines() if line.endswith("agrees with the reference")}
         # Exactly the build of this vector length: a longer or shorter one would give wrong numbers silently.
-        assert agreeing == {"reference", "portable", target}, text
+        assert agreeing == {"reference", "portable", *targets}, text
 
 
 @pytest.mark.parametrize(("cpu", "target"), [("a64fx", "sve256"), ("a64fx,sve512=off", "sve512"), ("cortex-a57", "sve512")])
 def test_a_build_for_another_vector_length_is_refused(printed, cpu, target):
     for _, text in printed[cpu]:
         assert f"{target} not run: this CPU has no SVE of {target.removeprefix('sve')} bits" in text.splitlines()
+
+
+def test_a_build_with_bf16_is_refused_without_it(printed):
+    for _, text in printed["a64fx,sve512=off"]:
+        assert "sve256bf16 not run: this CPU has no svebf16" in text.splitlines()
 
 
 def test_no_memory_error_or_undefined_behaviour(tmp_path, monkeypatch):
