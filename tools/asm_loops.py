@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Multiply-add -> which operand is the accumulator; the result is the first. FMAD and its kin overwrite a factor.
-ACCUMULATOR = {"bfmmla": 0, "bfdot": 0, "fmla": 0, "fmls": 0, "fnmla": 0, "fnmls": 0, "fmad": 3, "fmsb": 3, "fnmad": 3, "fnmsb": 3}
+ACCUMULATOR = {"bfmmla": 0, "fmla": 0, "fmls": 0, "fnmla": 0, "fnmls": 0, "fmad": 3, "fmsb": 3, "fnmad": 3, "fnmsb": 3}
 MIN_BETWEEN = 18  # other FMLAs between two on one accumulator: latency 9 on two pipes
 BRANCH = re.compile(r"(b|b\.?[a-z]{2,5}|cbn?z|tbn?z)$")
 
@@ -140,7 +140,7 @@ def slow_instructions(loop: Loop) -> list[str]:
             reasons.append(f"{i.mnemonic} takes 98 cycles: {i.text}")
         if i.mnemonic == "insr":
             reasons.append(f"lanes filled one by one: {i.text}")
-        if i.multiply_add and re.search(r"[zv]\d+\.\w+\s*\[\d+\]", i.text):
+        if i.multiply_add and re.search(r"z\d+\.[hsd]\s*\[\d+\]", i.text):
             reasons.append(f"multiply-add by element runs at half rate: {i.text}")
     return reasons
 
