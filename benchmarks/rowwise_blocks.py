@@ -9,6 +9,7 @@ cosines and sines in the precision of x. A part of `python -m benchmarks rowwise
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,15 +23,36 @@ from .eager import EPSILON, EagerPass, compare
 ROTARY_BASE = 10000.0
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Queries and keys of one rank: n heads in g groups, of d columns each."""
+
+    heads: int
+    groups: int
+    d: int
+
+    @property
+    def queries(self) -> int:
+        """Of a group."""
+        return self.heads // self.groups
+
+    def random(self, s: int, b: int, dtype: torch.dtype) -> Tensor:
+        """(s, b, g (n/g + 2), d), as the kernels take it."""
+        return torch.randn(s, b, self.groups * (self.queries + 2), self.d).to(dtype)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """Views of the queries (s, b, g, n/g, d) and keys (s, b, g, 1, d) of x."""
+        return list(x.unflatten(2, (self.groups, -1)).split((self.queries, 1, 1), 3)[:2])
+
+
 def cases(model: ModelConfig, s: int, b: int, tp: int, dtype: torch.dtype) -> Iterator[Case]:
     """Those of one layer on one of tp tensor-parallel ranks; s sequence, b micro-batch."""
-    h, heads = model.hidden_size, model.num_attention_heads // tp
-    d = h // model.num_attention_heads
+    h, heads = model.hidden_size, Heads(model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels)
     yield rms_norm(s * b, h, dtype)
     yield residual_rms_norm(s, b, h, dtype)
     yield swiglu(s * b, model.ffn_hidden_size // tp, dtype)
-    yield rotary(s, b, heads, d, dtype)
-    yield rotary_norm(s, b, heads, d, dtype)
+    yield rotary(s, b, heads, dtype)
+    yield rotary_norm(s, b, heads, dtype)
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -80,34 +102,29 @@ def angles(s: int, d: int) -> tuple[Tensor, Tensor]:
     return turns.cos(), turns.sin()
 
 
-def eager_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (s, b, n, d) with columns i and i + d / 2 turned by cos and sin (s, 1, 1, d), which hold each angle twice."""
-    first, second = x.chunk(2, -1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), -1) * sin.to(x.dtype)
+def eager_turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """x (s, b, g, k, d) with columns i and i + d / 2 turned by cosines and sines (s, d), which hold each angle twice."""
+    (first, second), (cos, sin) = x.chunk(2, -1), (t.to(x.dtype)[:, None, None, None] for t in turns)
+    return x * cos + torch.cat((-second, first), -1) * sin
 
 
-def parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of x (s, b, 3 n, d), (s, b, n, d) each."""
-    return x[:, :, 0::3], x[:, :, 1::3]
-
-
-def rotary(s: int, b: int, heads: int, d: int, dtype: torch.dtype) -> Case:
+def rotary(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
     """Queries and keys turned, and their gradients. The kernels take them as they lie beside the values and copy these."""
-    x, dy, (cos, sin) = torch.randn(s, b, 3 * heads, d).to(dtype), torch.randn(s, b, 3 * heads, d).to(dtype), angles(s, d)
-    y, dx, turns = torch.empty_like(x), torch.empty_like(x), [t.repeat(1, 2).view(s, 1, 1, d) for t in (cos, sin)]
-    calls = Call("rotary", x, cos, sin, y, 1), Call("rotary", dy, cos, sin, dx, 1, inverse=True)
-    eager = EagerPass(lambda t: tuple(eager_turned(part, *turns) for part in t), [part.contiguous() for part in parts(x)],
-                      [part.contiguous() for part in parts(dy)])
-    return compare("rotary", (s, b, heads, d), calls, parts(dx), eager)
+    x, dy, (cos, sin) = heads.random(s, b, dtype), heads.random(s, b, dtype), angles(s, heads.d)
+    y, dx, turns = torch.empty_like(x), torch.empty_like(x), (cos.repeat(1, 2), sin.repeat(1, 2))
+    calls = Call("rotary", x, cos, sin, y, heads.queries), Call("rotary", dy, cos, sin, dx, heads.queries, inverse=True)
+    eager = EagerPass(lambda t: tuple(eager_turned(part, turns) for part in t), [part.contiguous() for part in heads.parts(x)],
+                      [part.contiguous() for part in heads.parts(dy)])
+    return compare("rotary", (s, b, heads.heads, heads.d), calls, heads.parts(dx), eager)
 
 
-def rotary_norm(s: int, b: int, heads: int, d: int, dtype: torch.dtype) -> Case:
+def rotary_norm(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
     """The same behind an RMS norm of each query and key (Qwen3)."""
-    x, dy, (cos, sin) = torch.randn(s, b, 3 * heads, d).to(dtype), torch.randn(s, b, 3 * heads, d).to(dtype), angles(s, d)
-    y, dx, turns = torch.empty_like(x), torch.empty_like(x), [t.repeat(1, 2).view(s, 1, 1, d) for t in (cos, sin)]
-    weights, sums = [torch.randn(d).to(dtype) for _ in range(2)], [torch.zeros(d) for _ in range(2)]
-    calls = (Call("rotary_norm", x, *weights, cos, sin, y, 1, EPSILON),
-             Call("rotary_norm_backward", dy, x, *weights, cos, sin, dx, *sums, 1, EPSILON))
-    eager = EagerPass(lambda t: tuple(eager_turned(eager_rms_norm(*pair), *turns) for pair in zip(t[:2], t[2:], strict=True)),
-                      [*(part.contiguous() for part in parts(x)), *weights], [part.contiguous() for part in parts(dy)])
-    return compare("rotary_norm", (s, b, heads, d), calls, (*parts(dx), *sums), eager)
+    x, dy, (cos, sin) = heads.random(s, b, dtype), heads.random(s, b, dtype), angles(s, heads.d)
+    y, dx, turns = torch.empty_like(x), torch.empty_like(x), (cos.repeat(1, 2), sin.repeat(1, 2))
+    weights, sums = [torch.randn(heads.d).to(dtype) for _ in range(2)], [torch.zeros(heads.d) for _ in range(2)]
+    calls = (Call("rotary_norm", x, *weights, cos, sin, y, heads.queries, EPSILON),
+             Call("rotary_norm_backward", dy, x, *weights, cos, sin, dx, *sums, heads.queries, EPSILON))
+    eager = EagerPass(lambda t: tuple(eager_turned(eager_rms_norm(*pair), turns) for pair in zip(t[:2], t[2:], strict=True)),
+                      [*(part.contiguous() for part in heads.parts(x)), *weights], [part.contiguous() for part in heads.parts(dy)])
+    return compare("rotary_norm", (s, b, heads.heads, heads.d), calls, (*heads.parts(dx), *sums), eager)

@@ -75,7 +75,7 @@ def losses(ranks: int, backend: str = "native", **changes) -> list[tuple[float, 
 
 @pytest.mark.parametrize("changes", [
     {}, {"bf16": True}, {"backend": "torch"}, {"recompute_granularity": "full", "recompute_num_layers": 2},
-    {"recompute_granularity": "selective"}, {"disable_bias_linear": True, "cache_packed_weights": True},
+    {"recompute_granularity": "selective"}, {"disable_bias_linear": True, "cache_packed_weights": True}, {"swiglu": True},
     {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"},
 ], ids=str)
 def test_training_has_the_same_bits_on_two_ranks(changes):

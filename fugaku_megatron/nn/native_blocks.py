@@ -28,6 +28,24 @@ class NativeBlockOps(BlockOps):
         """x (s, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s, b, h)."""
         return _GatedMLP.apply(self, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
 
+    def gate(self, pre: Tensor) -> Tensor:
+        """pre (rows, 2 f) -> (rows, f)."""
+        inner = pre.new_empty(len(pre), pre.shape[1] // 2)
+        self.kernels.swiglu(_gates(pre), inner)
+        return inner
+
+    def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor) -> None:
+        """dinner (rows, f), pre and dpre (rows, 2 f)."""
+        self.kernels.swiglu_backward(dinner, _gates(pre), _gates(dpre))
+
+    def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, chunk: int) -> None:
+        """dy (rows, h), pre (rows, 2 f), weight (h, f)."""
+        def second_weight() -> None:
+            for columns, inner in column_parts(pre, weight.shape[1], whole=False):
+                _second_weight_gradient(self, dy, _gates(pre)[:, :, columns], inner, weight.main_grad[:, columns], chunk)
+
+        self.weight_gradients.add(second_weight)
+
     def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
                first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
                epsilon: float = 1e-5) -> Tensor:
@@ -97,11 +115,9 @@ class _GatedMLP(torch.autograd.Function):
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = as_rows(whole)
         ops.product(rows, weight1, pre, bias1, chunk=chunk)
-        out = (x.new_empty(len(pre), len(weight2)) if needs_values else x.new_empty(1).expand(len(pre), len(weight2)))
+        out = x.new_empty(len(pre), len(weight2)) if needs_values else x.new_empty(1).expand(len(pre), len(weight2))
         if needs_values:
-            inner = x.new_empty(len(pre), weight2.shape[1])
-            ops.kernels.swiglu(_gates(pre), inner)
-            ops.product(inner, weight2, out, chunk=chunk)
+            ops.product(ops.gate(pre), weight2, out, chunk=chunk)
         ctx.save_for_backward(rows if sequence is None else x, pre)  # the gated values are cheaper to compute again than to keep
         ctx.ops, ctx.parameters, ctx.shape, ctx.sequence = ops, (weight1, bias1, weight2), whole.shape, sequence
         ctx.keeps_input = needs_values and sequence is None
@@ -142,14 +158,10 @@ def _to_gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, ch
 
 def _gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> Tensor:
     """The gradient of pre (rows, 2 f), in new memory; the second weight's gradient is put off, and needs pre and dy (rows, h)."""
-    def second_weight() -> None:
-        for columns, inner in column_parts(pre, weight2.shape[1], whole=False):
-            _second_weight_gradient(ops, dy, _gates(pre)[:, :, columns], inner, weight2.main_grad[:, columns], chunk)
-
-    ops.weight_gradients.add(second_weight)
+    ops.gated_weight_gradient(dy, pre, weight2, chunk)
     dpre, dinner = torch.empty_like(pre), pre.new_empty(len(pre), weight2.shape[1])
     ops.data_gradient(dy, weight2, dinner, chunk)
-    ops.kernels.swiglu_backward(dinner, _gates(pre), _gates(dpre))
+    ops.gate_gradient(dinner, pre, dpre)
     return dpre
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm.row_blocks import Gathering, RowBlocks, Summing
 from .native_ops import NativeOps, add_second_weight_gradient
 from .shared import as_rows
-from .torch_blocks import gate, gate_gradient, matrix
+from .torch_blocks import matrix
 from .torch_ops import TorchOps, gelu
 
 Backend = NativeOps | TorchOps
@@ -156,19 +156,19 @@ class _GatedMLP(torch.autograd.Function):
             return x.new_empty(1).expand(x.shape)
         total = blocks.sum(len(pre), len(weight2), x.dtype)
         for rows, block in total:
-            ops.product(gate(pre[rows]), weight2, block, chunk=chunk)
+            ops.product(ops.gate(pre[rows]), weight2, block, chunk=chunk)
         return total.wait().view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, pre), (weight1, bias1, weight2), ops, blocks = ctx.saved_tensors, ctx.parameters, ctx.ops, ctx.blocks
         chunk, gradient, inputs = ops.chunk(dy), blocks.gather(dy), blocks.gather(x)
-        dpre, inner = torch.empty_like(pre), gate(pre)
+        dpre = torch.empty_like(pre)
         for rows in gradient:
-            dinner = torch.empty_like(inner[rows])
+            dinner = pre.new_empty(len(pre[rows]), weight2.shape[1])
             ops.data_gradient(gradient.rows[rows], weight2, dinner, chunk=chunk)
-            dpre[rows] = gate_gradient(dinner, pre[rows])
+            ops.gate_gradient(dinner, pre[rows], dpre[rows])
         total = _data_gradient_sum(ops, dpre, weight1, blocks)
-        ops.weight_gradient(_gathered_rows(gradient), inner, weight2, None, chunk)
+        ops.gated_weight_gradient(_gathered_rows(gradient), pre, weight2, chunk)
         ops.weight_gradient(dpre, _gathered_rows(inputs), weight1, bias1, chunk)
         return None, total.wait().view(x.shape), None, None, None, None, None

@@ -54,6 +54,18 @@ class BlockOps:
         """x (s, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s, b, h)."""
         return gated_mlp(self, x, weight1, bias1, weight2, needs_values, sequence)
 
+    def gate(self, pre: Tensor) -> Tensor:
+        """silu(gates) * values of pre (rows, 2 f), whose first f columns are the gates -> (rows, f)."""
+        return gate(pre)
+
+    def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor) -> None:
+        """dpre (rows, 2 f), the gradient of pre from that of `gate`, dinner (rows, f)."""
+        dpre.copy_(gate_gradient(dinner, pre))
+
+    def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, chunk: int) -> None:
+        """Add dy^T gate(pre) to the gradient of weight (h, f), now or later; dy (rows, h) and pre (rows, 2 f) stay until then."""
+        self.weight_gradient(dy, gate(pre), weight, None, chunk)
+
     def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
                first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
                epsilon: float = 1e-5) -> Tensor:
