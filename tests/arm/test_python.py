@@ -36,8 +36,8 @@ def run(output, *command, timeout=600, **environment):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The losses on this machine."""
-    return run(tmp_path_factory.mktemp("x86") / "losses.json", sys.executable, [])[0]["losses"]["alone"]
+    """The losses and tokens on this machine."""
+    return run(tmp_path_factory.mktemp("x86") / "losses.json", sys.executable, [])[0]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def emulated(tmp_path_factory):
     return run(output, str(builds.PYTHON), [KERNEL_TESTS, "-k", f"not ({' or '.join(TOO_SLOW)})"])
 
 
-def assert_same(losses, expected):
-    assert len(losses) == len(expected) == 20
+def assert_same(losses, expected, iterations=20):
+    assert len(losses) == len(expected) == iterations
     assert losses == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0], "the model learns nothing, so equal losses say nothing"
 
@@ -62,7 +62,26 @@ def test_kernels_pass_their_tests(emulated):
 
 
 def test_losses_are_those_of_this_machine(emulated, expected):
-    assert_same(emulated[0]["losses"]["alone"], expected)
+    assert_same(emulated[0]["losses"]["alone"], expected["losses"]["alone"])
+
+
+def test_a_small_llama_trains_and_generates_as_on_this_machine(emulated, expected):
+    result = emulated[0]
+    assert_same(result["losses"]["llama"], expected["losses"]["llama"], iterations=3)
+    assert len(result["tokens"]["llama"]) == 5 and result["tokens"]["llama"] == expected["tokens"]["llama"]
+
+
+@pytest.mark.slow
+def test_bf16_of_sve_is_as_near_to_fp32_as_that_of_this_machine(tmp_path, expected):
+    """BFMMLA and BFDOT on an emulated CPU with SVE of 256 bits; x86-64's own, where this machine has it."""
+    cpu = "max,sve-default-vector-length=32"
+    result, _ = run(tmp_path / "losses.json", str(builds.PYTHON), [], QEMU_CPU=cpu)
+    assert result["target"] == "sve256bf16"
+    (ours, exact), theirs = (result["losses"][name] for name in ("bf16", "alone")), expected["losses"]["bf16"]
+    assert ours == pytest.approx(theirs, rel=1e-2) and ours != pytest.approx(theirs, rel=1e-7)
+    distances = [max(abs(a - b) / b for a, b in zip(losses, exact)) for losses in (ours, theirs)]
+    print(f"largest relative distance from FP32: {distances[0]:.1e}, on this machine {distances[1]:.1e}")
+    assert distances[0] <= 1.5 * distances[1] + 1e-3
 
 
 def test_two_ranks_train_over_open_mpi(tmp_path, expected):
@@ -72,4 +91,4 @@ def test_two_ranks_train_over_open_mpi(tmp_path, expected):
     result, _ = run(tmp_path / "losses.json", *command, [], OMP_NUM_THREADS="1", **root)
     assert (result["machine"], result["ranks"]) == ("aarch64", 2)
     for layout in ("dp2", "tp2"):
-        assert_same(result["losses"][layout], expected)
+        assert_same(result["losses"][layout], expected["losses"]["alone"])

@@ -1,11 +1,12 @@
-"""Twenty steps of a tiny GPT with dropout, whose losses every machine and layout must share; a program for either side.
+"""A few steps of tiny models with dropout, whose losses every machine and layout must share; a program for either side.
 
     python tests/arm/train_small.py LOSSES.json                                    this machine
     .arm/python tests/arm/train_small.py LOSSES.json tests/kernels/test_adamw.py    an emulated A64FX, after these tests
     mpirun -n 2 .arm/python tests/arm/train_small.py LOSSES.json                   two ranks: data and tensor parallel
 
 Initial weights and dropout masks are functions of global positions, so only rounding may differ. LOSSES.json gets the losses
-of each layout by name, the kernel target, the number of ranks, and pytest's exit code and counts for the tests named. One
+of each job by name, the tokens that a small Llama goes on with, the kernel target, the number of ranks, and pytest's exit code and
+counts for the tests named. One
 process for all: the emulated import of torch takes as long as everything else. See test_python.py.
 """
 
@@ -24,13 +25,20 @@ from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host import kernels
+from fugaku_megatron.inference.generation import steps
+from fugaku_megatron.inference.loading import LoadedModel
+from fugaku_megatron.inference.sampling import Sampling
 from fugaku_megatron.run.config import RunConfig
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, mock, small_run
+from tests.llama_models import FAMILIES
 
-ITERATIONS = 20
 SMALL = {"num_layers": 2, "global_batch_size": 4, "lr": 5e-3, "kernels": "native", "hidden_dropout": 0.1, "attention_dropout": 0.1}
-LAYOUTS = {1: {"alone": {}}, 2: {"dp2": {}, "tp2": {"tensor_model_parallel_size": 2}}}  # by number of ranks
+LLAMA = {**FAMILIES["llama"], "hidden_dropout": 0.0, "attention_dropout": 0.0}
+# By number of ranks: a job's iterations and what it differs in.
+JOBS = {1: {"alone": (20, {}), "bf16": (10, {"bf16": True}), "llama": (3, LLAMA)},
+        2: {"dp2": (20, {}), "tp2": (20, {"tensor_model_parallel_size": 2})}}
+PROMPT, NEW_TOKENS = (3, 1, 4, 1, 5), 5
 
 
 class Counter:
@@ -51,15 +59,23 @@ class FewTexts(MockDataset):
         return super().__getitem__(index % 4)
 
 
-def train(world: Comm, run: RunConfig) -> list[float]:
-    """The losses of the first iterations."""
+def train(world: Comm, run: RunConfig, iterations: int) -> tuple[list[float], list[int]]:
+    """The losses of the first iterations, and what the model then continues PROMPT with on one rank."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     data = FewTexts(run.model.vocab_size, run.model.seq_length, 4096, seed=7)
-    trainer = Trainer(run, world, grid_groups(world, run), data, mock(run))
+    groups = grid_groups(world, run)
+    trainer = Trainer(run, world, groups, data, mock(run))
     try:
-        return [trainer.train_step().loss for _ in range(ITERATIONS)]
+        losses = [trainer.train_step().loss for _ in range(iterations)]
+        return losses, continued(LoadedModel(run, groups, trainer.stage)) if world.size == 1 else []
     finally:
         trainer.close()
+
+
+def continued(loaded: LoadedModel) -> list[int]:
+    """Tokens drawn after PROMPT: more telling than the likeliest, which hardly trained models repeat."""
+    *_, ids = steps(loaded, [PROMPT], NEW_TOKENS, Sampling(1.0, 0, 0.0, 1), lambda sample, tokens: False)
+    return ids[0]
 
 
 def main(world: Comm) -> None:
@@ -67,9 +83,9 @@ def main(world: Comm) -> None:
     counter = Counter()
     code = int(pytest.main(["-q", "-p", "no:cacheprovider", "--durations=12", *tests], [counter])) if tests else 0
     result = {"machine": platform.machine(), "target": kernels.active(), "ranks": world.size, "pytest": code,
-              "outcomes": counter.outcomes, "losses": {}}
-    for name, layout in LAYOUTS[world.size].items():
-        result["losses"][name] = train(world, small_run(**SMALL, **layout))
+              "outcomes": counter.outcomes, "losses": {}, "tokens": {}}
+    for name, (iterations, changes) in JOBS[world.size].items():
+        result["losses"][name], result["tokens"][name] = train(world, small_run(**{**SMALL, **changes}), iterations)
     if world.rank == 0:
         Path(output).write_text(json.dumps(result))
 
