@@ -47,6 +47,7 @@ COMMANDS = {
     "verify": ModuleCommand("checkpoint.verify", "before a long job or after a fault: check every byte of saved checkpoints"),
     "convert": ModuleCommand("convert.command", "weights in and out: Hugging Face's directories to checkpoints, and back"),
     "generate": ModuleCommand("inference.generate", "after training: continue a text with a checkpoint"),
+    "evaluate": ModuleCommand("inference.evaluate", "after training: perplexity of a text, and multiple choice, with a checkpoint"),
     "log": ModuleCommand("logs.log_table", "during and after a run: its log as a table, CSV and picture"),
     "plan": ModuleCommand("perf.plan", "before asking for nodes: search the fastest parallel layout for a model (modelled)"),
     "predict": ModuleCommand("perf.predict", "the layout is known: seconds, TFLOPs and memory of that run (modelled)"),

@@ -30,6 +30,10 @@ CHANGES = (
     ("README.md", " --follow", "", "the run has ended, and so would not the command"),
     ("docs/data.md", "pip install sentencepiece", ELSEWHERE, "it is installed for the tests"),
     ("docs/data.md", "train --recipe demo", f"train {TINY}", "4 iterations instead of some minutes"),
+    ("docs/evaluation.md", "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "
+     "--tasks lambada_openai", ELSEWHERE, "data from the network"),
+    ("docs/evaluation.md", "mpiexec -n 2 python -m fugaku_megatron.inference.lm_eval", ELSEWHERE,
+     "the harness is not installed; tests/test_harness.py"),
     ("docs/fugaku.md", 'pjsub --interact -g GROUP -L "node=1,rscgrp=int,elapse=3:00:00,freq=2000,eco_state=0" --llio '
      'cn-cache-size=1Gi \\\n    -x PJM_LLIO_GFSCACHE=/vol0004 --sparam "wait-time=600"', ELSEWHERE, "Fugaku"),
     ("docs/fugaku.md", "scripts/build.sh --data my_text_document --vocab vocab.json --merges merges.txt",
@@ -75,6 +79,7 @@ CHANGES = (
 LEAVES = {
     "README.md": ("demo/checkpoint/loss_curve.png", "my_text_document.bin", "my_text_document.idx", "run.csv", "run.png",
                   "checkpoints/latest_checkpointed_iteration.txt"),
+    "docs/evaluation.md": ("my_result.json",),
     "docs/data.md": ("my_pieces_text_document.tokenizer.json", "my_checkpoints/latest_checkpointed_iteration.txt"),
     "docs/fugaku.md": ("my.sh", "try.sh", "run_30b_12288.sh"),
     "docs/models.md": ("small_hf/model.safetensors", "start/latest_checkpointed_iteration.txt", "tuned_hf/config.json"),

@@ -21,8 +21,8 @@ PROMPTS = [list(text.encode()) for text in ("a", "to be or not", "qu", "the ques
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
 
 
-def their_tokens(weights: dict[str, torch.Tensor]) -> list[list[int]]:
-    """Greedy continuations of PROMPTS by transformers, one prompt at a time."""
+def their_model(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """transformers' GPT-2 with our weights of the WIDE model."""
     transformers = pytest.importorskip("transformers")
     model = small_run(**{**LEARNS, **WIDE}).model
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -32,6 +32,12 @@ def their_tokens(weights: dict[str, torch.Tensor]) -> list[list[int]]:
         for name, tensor in theirs.state_dict().items():
             if name != "lm_head.weight":  # tied
                 tensor.copy_(in_their_shape(name, weights[our_name(name)], model.num_attention_heads)[: len(tensor)])
+    return theirs
+
+
+def their_tokens(weights: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Greedy continuations of PROMPTS by transformers, one prompt at a time."""
+    theirs = their_model(weights)
     flags = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
     return [theirs.generate(torch.tensor([prompt]), **flags)[0, len(prompt):].tolist() for prompt in PROMPTS]
 

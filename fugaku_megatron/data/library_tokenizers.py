@@ -73,6 +73,10 @@ class HuggingFaceTokenizer:
         """Text of `ids`, special tokens included."""
         return self._tokenizer.decode(list(map(int, ids)))
 
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        """UTF-8 bytes of the text of `ids`, special tokens left out."""
+        return len(self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=True).encode())
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence, or None where it has none.
@@ -110,6 +114,10 @@ class SentencePieceTokenizer:
         _check_range(ids, self.vocab_size, "is this --tokenizer-model the model's?")
         return self._processor.decode(ids)
 
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        """UTF-8 bytes of the text of `ids`."""
+        return len(self.decode(ids).encode())
+
 
 class NullTokenizer:
     """Numbers as they stand in a text, between spaces; for runs whose data was tokenized elsewhere. `eod` is vocab_size - 1.
@@ -137,6 +145,10 @@ class NullTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The numbers, with spaces between them."""
         return " ".join(str(int(i)) for i in ids)
+
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        """Bytes of the numbers with spaces between them."""
+        return len(self.decode(ids))
 
 
 def _check_range(ids: list[int], vocab_size: int, remedy: str) -> None:

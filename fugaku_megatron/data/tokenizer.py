@@ -137,6 +137,10 @@ class GPT2BPETokenizer:
             )
         return b"".join(map(self._token_bytes.__getitem__, ids))
 
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        """UTF-8 bytes of the text of `ids`."""
+        return len(self.decode_bytes(ids))
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, with U+FFFD where they are not whole UTF-8 characters (as GPT-2's decoder)."""
         return self.decode_bytes(ids).decode("utf-8", "replace")

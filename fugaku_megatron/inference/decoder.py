@@ -17,6 +17,7 @@ from ..nn.cache import LayerCache, Rows
 from ..nn.passes import Pass
 from ..run import activations
 from .loading import LoadedModel
+from .stages import through_stages
 
 PREFILL_ROWS = 4096  # tokens of prompts that go through the model at once, unless one prompt has more
 
@@ -47,25 +48,11 @@ class Decoder:
         for sample, length in zip(new, lengths, strict=True):
             self.lengths[sample] += length
         tokens = torch.tensor([token for tokens in new.values() for token in tokens]).unsqueeze(1)  # (r, 1)
-        logits = self._through_stages(tokens, Pass(first_sample=0, training=False, rows=rows))
-        if logits is None:
+        x = through_stages(self.loaded, tokens, Pass(first_sample=0, training=False, rows=rows))
+        if x is None:
             return None
+        logits = self.loaded.stage.last.logits(x if rows.one_each else x[rows.last]).contiguous()
         return gather_from_tensor_parallel(logits, self.loaded.groups.tp)[:, 0, : self.loaded.run.model.vocab_size].float()
-
-    def _through_stages(self, x: Tensor, at: Pass) -> Tensor | None:
-        """tokens (r, 1) -> this rank's columns of logits (samples, 1, v) on the last stage; None elsewhere."""
-        stage, pp, rows = self.loaded.stage, self.loaded.groups.pp, len(x)
-        logits = None
-        for number, chunk in enumerate(stage.chunks):
-            previous, following = (stage.placement.neighbour(pp.rank, number, step) for step in (-1, 1))  # (stage, chunk) or None
-            if previous and previous[0] != pp.rank:
-                x = pp.recv(torch.empty(rows, 1, self.loaded.run.model.hidden_size, dtype=self.loaded.dtype), previous[0])
-            x = chunk.decode(chunk.embedding(x, at) if chunk.is_first else x, at)
-            if following is None:
-                logits = chunk.logits(x if at.rows.one_each else x[at.rows.last]).contiguous()
-            elif following[0] != pp.rank:
-                pp.send(x.contiguous(), following[0])
-        return logits
 
 
 def _parts(new: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Sequence[int]]]:

@@ -1,0 +1,231 @@
+"""Perplexity of a text, and multiple choice, with a trained checkpoint.
+
+    fugaku-megatron evaluate --load checkpoints --text book.txt --json result.json
+    fugaku-megatron evaluate --load checkpoints --data-path my_text_document --max-windows 100
+    mpiexec -n 4 fugaku-megatron evaluate --load checkpoints --choices questions.json --tensor-model-parallel-size 2
+
+The text is cut into windows of the sequence length, each of which predicts its successors; what does not fill a window is left out.
+Several ranks share the model in the layout of its checkpoint, or as the flags say, and its replicas share the windows.
+Test: pytest tests/test_evaluate.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..comm.agreement import everywhere, on_root
+from ..comm.base import Comm
+from ..comm.launch import run_or_abort
+from ..data.files import read_text
+from ..data.indexed import IndexedDataset
+from ..data.tokenizer import Tokenizer
+from ..run.checks import check, check_positive
+from ..run.config import ModelConfig
+from .choices import Question, accuracies, read_questions
+from .generate import saved_manifest
+from .loading import LoadedModel, load_model, saved_run
+from .scoring import Request, score, windows
+from .tokenizing import add_model_tokenizer_flags, open_tokenizer, tokenizer_note
+
+MODEL_NUMBERS = ("seq_length", "micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+PROGRESS_SECONDS = 10.0
+DECODED = 2**20  # tokens whose bytes are counted at a time
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and in what windows and layout."""
+    add = parser.add_argument
+    add("--load", required=True, help="directory of checkpoints")
+    add("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    add_model_tokenizer_flags(parser)
+    add("--seq-length", type=int, help="tokens of a window (default: the model's)")
+    add("--micro-batch-size", type=int, default=4, help="windows side by side (default: %(default)s)")
+    for kind in ("tensor", "pipeline"):
+        add(f"--{kind}-model-parallel-size", type=int, help="of these ranks (default: the checkpoint's)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--text", metavar="FILE", help="perplexity of this text")
+    add("--data-path", metavar="PREFIX", help="perplexity of a data set, its documents one after another: PREFIX.bin and .idx")
+    add("--choices", metavar="FILE", help='questions: a JSON list of {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}')
+    add("--json", metavar="FILE", help="write the result here")
+    add("--stride", type=int, help="tokens from one window to the next, each scored once (default: a window, without overlap)")
+    add("--max-windows", type=int, help="no more windows than these, from the beginning")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for values out of range, and where nothing is asked for."""
+    check(bool(options.text or options.data_path or options.choices), "nothing to evaluate: give --text, --data-path or --choices")
+    check(not (options.text and options.data_path), "--text and --data-path exclude each other: give one")
+    check_positive(options, *MODEL_NUMBERS, "stride", "max_windows")
+    if options.json:
+        folder = Path(options.json).absolute().parent
+        check(folder.is_dir(), f"--json {options.json}: the folder {folder} is not there: make it, or give another file")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What rank 0 has read, on every rank. tokens of the text (n), bytes of the text of those that are scored."""
+
+    requests: list[Request]
+    tokens: int
+    bytes: int
+    questions: list[Question]
+    note: str
+
+
+@dataclass(frozen=True)
+class Windows:
+    """--seq-length, --stride and --max-windows with their defaults."""
+
+    length: int
+    stride: int
+    limit: int | None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, model: ModelConfig) -> Windows:
+        """Raises ValueError for windows that the model does not take, and for a stride that leaves tokens out."""
+        length = window_of(options, model)
+        stride = options.stride or length
+        check(stride <= length, f"--stride is {stride}, more than the {length} tokens of a window: give at most these")
+        return cls(length, stride, options.max_windows)
+
+    def cut(self, ids: np.ndarray, source: str) -> list[Request]:
+        """Raises ValueError for tokens that do not fill one window."""
+        check(len(ids) > self.length, f"{source} has {len(ids)} tokens, and a window is {self.length} and the one that follows: "
+              "give a longer text, or a smaller --seq-length")
+        return windows(ids, self.length, self.stride)[: self.limit]
+
+
+def window_of(options: argparse.Namespace, model: ModelConfig) -> int:
+    """--seq-length, or the model's. Raises ValueError for more positions than the model has learned."""
+    length, positions = options.seq_length or model.seq_length, model.max_position_embeddings
+    check(length <= positions or not model.learned_positions, f"--seq-length is {length}, and the model of --load "
+          f"{options.load} has {positions} positions: give at most these")
+    return length
+
+
+def sizes_of(options: argparse.Namespace, world: Comm, saved: dict[str, Any]) -> tuple[int, int]:
+    """(tensor, pipeline) parallel size of a replica of the model, of which the ranks make several. saved: the checkpoint's layout.
+
+    Raises ValueError for a number of ranks that is no multiple.
+    """
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    given = [getattr(options, name) for name in names]
+    default = [saved[name] for name in names] if world.size > 1 and not any(given) else [1, 1]
+    tp, pp = (size or other for size, other in zip(given, default))
+    check(world.size % (tp * pp) == 0, f"the model of --load {options.load} over tensor x pipeline parallel size {tp} x {pp} takes "
+          f"a multiple of {tp * pp} ranks, and {world.size} were started: start others, or give --tensor-model-parallel-size and "
+          "--pipeline-model-parallel-size")
+    return tp, pp
+
+
+def read_tokens(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
+    """Tokens of --text or --data-path, and that flag with its value."""
+    if options.data_path:
+        return IndexedDataset(options.data_path).tokens, f"--data-path {options.data_path}"
+    return np.array(tokenizer.encode(read_text(options.text, "--text")), np.int32), f"--text {options.text}"
+
+
+def read_all(options: argparse.Namespace, manifest: dict[str, Any], cut: Windows) -> Texts:
+    """What the flags name, read and tokenized. Raises ValueError for what cannot be read."""
+    tokenizer = open_tokenizer(options, manifest)
+    requests, tokens, size = [], 0, 0
+    if options.text or options.data_path:
+        ids, source = read_tokens(options, tokenizer)
+        requests, tokens = cut.cut(ids, source), len(ids)
+        end = 1 + sum(request.scored for request in requests)
+        size = sum(tokenizer.count_bytes(ids[start : min(start + DECODED, end)]) for start in range(1, end, DECODED))
+    questions = read_questions(options.choices, tokenizer, cut.length) if options.choices else []
+    return Texts(requests, tokens, size, questions, tokenizer_note(tokenizer, manifest))
+
+
+class Progress:
+    """A line on stderr every `PROGRESS_SECONDS`, from rank 0."""
+
+    def __init__(self, world: Comm, what: str, total: int) -> None:
+        self._shown, self._what, self._total = world.rank == 0, what, total
+        self._began = self._last = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if self._shown and now - self._last >= PROGRESS_SECONDS:
+            self._last, left = now, (now - self._began) / done * (self._total - done)
+            print(f"{done} of {self._total} {self._what}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def perplexity(total: float, texts: Texts) -> dict[str, Any]:
+    """From the log-likelihood of all scored tokens; without bytes (of numbers, for example) nothing per byte."""
+    tokens = sum(request.scored for request in texts.requests)
+    result = {"perplexity": _exp(-total / tokens), "loss": -total / tokens, "tokens": tokens, "windows": len(texts.requests),
+              "left_out": texts.tokens - 1 - tokens}
+    if texts.bytes:
+        result |= {"perplexity_per_byte": _exp(-total / texts.bytes), "bits_per_byte": -total / texts.bytes / math.log(2),
+                   "bytes": texts.bytes}
+    return result
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def evaluated(loaded: LoadedModel, texts: Texts, batch: int) -> dict[str, Any]:
+    """The figures, on every rank. Collective."""
+    result: dict[str, Any] = {}
+    world = loaded.groups.world
+    if texts.requests:
+        scores = score(loaded, texts.requests, batch, Progress(world, "windows", len(texts.requests)))
+        result |= perplexity(float(scores[:, 0].sum()), texts)
+    if texts.questions:
+        requests = [request for question in texts.questions for request in question.requests]
+        scores = score(loaded, requests, batch, Progress(world, "choices", len(requests)))
+        result |= accuracies(texts.questions, scores[:, 0].tolist())
+    return result
+
+
+def lines(result: dict[str, Any], cut: Windows) -> list[str]:
+    """The figures for a reader."""
+    shown = []
+    if "perplexity" in result:
+        by_byte = ", {perplexity_per_byte:.4f} per byte ({bits_per_byte:.4f} bits), {bytes} bytes".format_map(result) \
+            if "bytes" in result else ""
+        shown.append("perplexity {perplexity:.4f} per token, {tokens} tokens".format_map(result) + by_byte)
+        words = "{windows} windows of {} tokens, one every {}; {left_out} tokens left out"
+        shown.append(words.format(cut.length, cut.stride, **result))
+    if "accuracy" in result:
+        shown.append("accuracy {accuracy:.4f}, by length {accuracy_norm:.4f}, {questions} questions".format_map(result))
+    return shown
+
+
+def evaluate(options: argparse.Namespace, world: Comm) -> dict[str, Any]:
+    """Load the checkpoint, print the figures on rank 0 and write --json. Collective."""
+    iteration, manifest = saved_manifest(options, world)
+    with everywhere():
+        run = saved_run(manifest, sizes_of(options, world, manifest["layout"]))
+        cut = Windows.of(options, run.model)
+    texts = on_root(world, lambda: read_all(options, manifest, cut))
+    loaded = load_model(run, world, options.load, iteration, manifest)
+    result = {"load": options.load, "iteration": iteration, **evaluated(loaded, texts, options.micro_batch_size)}
+    if world.rank == 0:
+        print(*filter(None, [texts.note, *lines(result, cut)]), sep="\n")
+        if options.json:
+            Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def main(options: argparse.Namespace) -> int:
+    """Evaluate; every rank of mpiexec comes here."""
+    check_options(options)
+    run_or_abort(lambda world: evaluate(options, world))
+    return 0

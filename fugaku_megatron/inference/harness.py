@@ -1,0 +1,137 @@
+"""A checkpoint as the lm-eval harness asks for it: likelihoods of texts, and texts that go on until a word. On all ranks of a job.
+
+The harness runs on the first rank; the others wait for what it asks for (`serve`). Left out: the harness's own class (lm_eval.py).
+Test: pytest tests/test_harness.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..comm.agreement import everywhere, on_root
+from ..comm.base import Comm
+from ..data.tokenizer import Tokenizer
+from ..run.checks import check, check_positive
+from ..run.command_line import Parser
+from .evaluate import MODEL_NUMBERS, Progress, add_model_arguments, sizes_of, window_of
+from .generate import saved_manifest
+from .generation import steps
+from .loading import LoadedModel, load_model, saved_run
+from .prompts import Ending
+from .sampling import Sampling
+from .scoring import Request, encode_after, encode_pair, rolling, score
+from .tokenizing import open_tokenizer
+
+NEW_TOKENS = 256  # where a task does not say; the harness's own default
+
+
+def read_arguments(values: Mapping[str, Any]) -> argparse.Namespace:
+    """The flags of evaluate, without dashes. Raises ValueError for unknown ones and values out of range."""
+    parser = Parser()
+    add_model_arguments(parser)
+    options = parser.parse_args([f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None])
+    check_positive(options, *MODEL_NUMBERS)
+    return options
+
+
+class Model:
+    """The checkpoint that `options` name. All ranks make one together, and call `score` and `go_on` together.
+
+    tokenizer: on the first rank, which alone reads its files.
+    """
+
+    def __init__(self, options: argparse.Namespace, world: Comm) -> None:
+        iteration, manifest = saved_manifest(options, world)
+        with everywhere():
+            run = saved_run(manifest, sizes_of(options, world, manifest["layout"]))
+            self.window = window_of(options, run.model)
+        self.batch, self.tokenizers = options.micro_batch_size, []
+        on_root(world, lambda: self.tokenizers.append(open_tokenizer(options, manifest)))
+        self.loaded: LoadedModel = load_model(run, world, options.load, iteration, manifest)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.tokenizers[0]
+
+    def score(self, requests: Sequence[Request]) -> list[tuple[float, float]]:
+        """As `scoring.score`, a pair for each request. Collective."""
+        if not requests:
+            return []
+        progress = Progress(self.loaded.groups.world, "requests", len(requests))
+        return [tuple(pair) for pair in score(self.loaded, requests, self.batch, progress).tolist()]
+
+    def go_on(self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling,
+              words: Sequence[str]) -> list[list[int]]:
+        """Tokens that each prompt goes on with, until one of the words or the end of a text. Collective."""
+        ending = Ending(self.tokenizer.decode, self.tokenizer.eod, words) if self.tokenizers else None
+        *_, ids = steps(self.loaded, prompts, new_tokens, sampling, lambda sample, ids: ending.reached(ids))
+        return ids
+
+
+def serve(world: Comm) -> None:
+    """What the first rank asks for, on the others, until it is done."""
+    model = None
+    while (order := world.broadcast_object(None)) is not None:
+        name, arguments = order
+        if model is None:
+            model = Model(*arguments, world)
+        else:
+            getattr(model, name)(*arguments)
+
+
+class Asker:
+    """The model on the first rank: every call goes to all ranks. values: of --model_args."""
+
+    def __init__(self, world: Comm, values: Mapping[str, Any]) -> None:
+        options = read_arguments(values)
+        self.world = world
+        world.broadcast_object(("open", (options,)))
+        self.model = Model(options, world)
+
+    def _ask(self, name: str, *arguments: Any) -> list[Any]:
+        self.world.broadcast_object((name, arguments))
+        return getattr(self.model, name)(*arguments)
+
+    def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Of each continuation after its context: log-likelihood, and whether every token of it is the likeliest."""
+        requests = [encode_pair(self.model.tokenizer, *pair, self.model.window) for pair in pairs]
+        scores = self._ask("score", requests)
+        return [(value, hits == request.scored) for (value, hits), request in zip(scores, requests, strict=True)]
+
+    def rolling_likelihoods(self, texts: Sequence[str]) -> list[float]:
+        """Log-likelihood of all tokens of each text, in windows without overlap."""
+        parts = [rolling(encode_after(self.model.tokenizer, text), self.model.window) for text in texts]
+        scores = iter(self._ask("score", [request for part in parts for request in part]))
+        return [sum(next(scores)[0] for _ in part) for part in parts]
+
+    def texts_until(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """The text that goes on after each context; with it stand the harness's settings: until, max_gen_toks, temperature ..."""
+        results, groups = [""] * len(asked), {}
+        for number, (_, settings) in enumerate(asked):
+            groups.setdefault(repr(sorted(settings.items())), []).append(number)
+        for numbers in groups.values():
+            words, new_tokens, sampling = read_settings(asked[numbers[0]][1])
+            for start in range(0, len(numbers), self.model.batch):
+                some = numbers[start : start + self.model.batch]
+                prompts = [self._prompt(asked[number][0], new_tokens) for number in some]
+                for number, ids in zip(some, self._ask("go_on", prompts, new_tokens, sampling, words), strict=True):
+                    results[number] = Ending(self.model.tokenizer.decode, self.model.tokenizer.eod, words).text(ids)
+        return results
+
+    def _prompt(self, context: str, new_tokens: int) -> list[int]:
+        """The last tokens of a context that leave room for what is added."""
+        room = self.model.loaded.run.model.max_position_embeddings - new_tokens
+        check(room > 0, f"{new_tokens} new tokens fill all positions of the model: give fewer, --gen_kwargs max_gen_toks=N")
+        return (self.model.tokenizer.encode(context) or encode_after(self.model.tokenizer, ""))[-room:]
+
+
+def read_settings(settings: Mapping[str, Any]) -> tuple[list[str], int, Sampling]:
+    """Stop words, tokens to add and how they are chosen, of the harness's generation settings."""
+    until = settings.get("until") or []
+    words = [word for word in ([until] if isinstance(until, str) else until) if word]
+    temperature = float(settings.get("temperature") or 0.0) if settings.get("do_sample", True) else 0.0
+    sampling = Sampling(temperature, int(settings.get("top_k") or 0), float(settings.get("top_p") or 0.0),
+                        int(settings.get("seed") or 0))
+    return words, int(settings.get("max_gen_toks") or NEW_TOKENS), sampling

@@ -1,0 +1,130 @@
+"""How likely a model finds given tokens: the sums that perplexity and multiple choice are made of.
+
+Replicas of the model share the requests. Logits are computed for some rows at a time, never for a whole batch.
+Legend: s sequence, b samples side by side, h hidden, r rows, v vocabulary. Test: pytest tests/test_evaluate.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..comm.autograd import gather_from_tensor_parallel
+from ..data.tokenizer import Tokenizer
+from ..nn.passes import Pass
+from ..run.checks import check
+from .loading import LoadedModel
+from .stages import through_stages
+
+EVALUATION = Pass(first_sample=0, training=False)
+LOGITS_BYTES = 2**26  # of the FP32 logits that are held at a time, or one row of them
+
+
+class Request(NamedTuple):
+    """Tokens, of which the last `scored` are asked for, each given all before it. There are more tokens than `scored`."""
+
+    tokens: Sequence[int]
+    scored: int
+
+
+def score(loaded: LoadedModel, requests: Sequence[Request], batch: int, progress: Callable[[int], None] | None = None) -> Tensor:
+    """For each request the log-likelihood (natural logarithm) of its scored tokens, and how many of them are the likeliest.
+
+    A tensor (requests, 2) of FP64, the same on every rank. batch: requests side by side. progress: is called with the number of
+    requests of this replica that are done, in multiples of its share. Collective over the model's world.
+    """
+    dp, last = loaded.groups.dp, loaded.groups.tp.rank == 0 and loaded.stage.last is not None
+    scores = torch.zeros(len(requests), 2, dtype=torch.float64)
+    done = 0
+    for numbers in list(_batches(requests, batch))[dp.rank :: dp.size]:
+        found = _score_batch(loaded, [requests[number] for number in numbers])
+        if last:
+            scores[numbers] = found
+        done += len(numbers)
+        if progress:
+            progress(min(done * dp.size, len(requests)))
+    return loaded.groups.world.all_reduce(scores)
+
+
+def _batches(requests: Sequence[Request], batch: int) -> Iterator[list[int]]:
+    """Numbers of requests, those of like lengths together, the longest first."""
+    order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
+    for start in range(0, len(order), batch):
+        yield order[start : start + batch]
+
+
+def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | None:
+    """(b, 2) of FP64 on the ranks of the last stage; None elsewhere."""
+    longest = max(len(request.tokens) for request in requests) - 1
+    tokens = torch.zeros(longest, len(requests), dtype=torch.int64)  # what follows a sample's end changes nothing before it
+    rows, labels = [], []
+    for column, (ids, scored) in enumerate(requests):
+        ids = torch.from_numpy(np.array(ids, np.int64))
+        tokens[: len(ids) - 1, column] = ids[:-1]
+        rows.append(torch.arange(len(ids) - 1 - scored, len(ids) - 1) * len(requests) + column)
+        labels.append(ids[len(ids) - scored :])
+    x = through_stages(loaded, tokens, EVALUATION)
+    if x is None:
+        return None
+    found = _score_rows(loaded, x.reshape(-1, 1, x.shape[-1]), torch.cat(rows), torch.cat(labels))
+    return torch.stack([part.sum(0) for part in found.split([request.scored for request in requests])])
+
+
+@torch.no_grad()
+def _score_rows(loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
+    """The labels' log-likelihoods, and 1 where the label is the likeliest token. x (s b, 1, h), rows and labels (r) -> (r, 2)."""
+    vocabulary, found = loaded.run.model.vocab_size, []
+    at_once = max(1, LOGITS_BYTES // (4 * vocabulary))
+    for some, wanted in zip(rows.split(at_once), labels.split(at_once), strict=True):
+        logits = gather_from_tensor_parallel(loaded.stage.last.logits(x[some]).contiguous(), loaded.groups.tp)
+        logits = logits[:, 0, :vocabulary].float()
+        likelihood = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(1)
+        found.append(torch.stack([likelihood, logits.argmax(1) == wanted], 1))
+    return torch.cat(found).double()
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: int) -> Request:
+    """A request for `continuation` after `context`, cut on the left to `window` tokens and one.
+
+    Spaces at the context's end are part of the continuation, because tokens begin with them. A context without tokens is the one
+    before a text (`encode_after`). ValueError for a continuation without tokens, or with more than `window`.
+    """
+    before, whole = tokenizer.encode(context.rstrip()), tokenizer.encode(context + continuation)
+    if not before:
+        before, whole = encode_after(tokenizer, ""), encode_after(tokenizer, context + continuation)
+    scored = len(whole) - len(before)
+    check(scored > 0, f"continuation {continuation[:40]!r} has no tokens of its own after {context[-40:]!r}")
+    check(scored <= window, f"continuation {continuation[:40]!r} has {scored} tokens, and the model takes {window}")
+    return Request(whole[-(window + 1) :], scored)
+
+
+def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a text that begin with one before it: what the tokenizer puts there itself, or else what ends a text.
+
+    ValueError where the tokenizer has neither.
+    """
+    if tokenizer.encode(""):  # tokens that stand around every text
+        return tokenizer.encode(text)
+    check(tokenizer.eod is not None, f"the {tokenizer.name} has no token that begins or ends a text, and a text's first token "
+          "needs one before it")
+    return [tokenizer.eod, *tokenizer.encode(text)]
+
+
+def windows(tokens: Sequence[int], length: int, stride: int) -> list[Request]:
+    """Windows of `length` tokens, one every `stride`, that predict their successors; what one before predicted is not scored again.
+
+    What does not fill a window is left out.
+    """
+    starts = range(0, len(tokens) - length, stride)
+    return [Request(tokens[start : start + length + 1], stride if start else length) for start in starts]
+
+
+def rolling(tokens: Sequence[int], length: int) -> list[Request]:
+    """Windows of at most `length` that score every token after the first once, the last window with as much context as fits."""
+    last = len(tokens) - 1
+    ends = [(start, min(start + length, last)) for start in range(0, last, length)]
+    return [Request(tokens[max(0, end - length) : end + 1], end - start) for start, end in ends]
