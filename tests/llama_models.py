@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fugaku_megatron.convert.architectures import ARCHITECTURES
+from fugaku_megatron.convert.weights import layer_of
+from tests.helpers import small_run
+
 COMMON = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": 96, "seq_length": 16,
           "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "disable_bias_linear": True,
           "group_query_attention": True, "num_query_groups": 2, "layernorm_epsilon": 1e-6}
@@ -38,32 +42,23 @@ def theirs(family: str) -> Any:
     return getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
 
 
-_PLACES = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm", "mlp.down_proj": "mlp.linear_fc2",
-           "self_attn.o_proj": "self_attention.linear_proj", "self_attn.q_norm": "self_attention.q_layernorm",
-           "self_attn.k_norm": "self_attention.k_layernorm"}
-_ENDS = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "model.norm.weight": "decoder.final_layernorm.weight",
-         "lm_head.weight": "output_layer.weight"}
-
-
-def in_ours(name: str, ours: dict[str, Tensor], family: str) -> Tensor:
-    """Of our named tensors the one, or the part of one, that is theirs of that name, in their shape."""
-    if name in _ENDS:
-        return ours[_ENDS[name]]
-    layer, place, kind = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name).groups()
-    prefix, part = f"decoder.layers.{layer}.", place.split(".")[-1]
-    if part in ("gate_proj", "up_proj"):
-        return ours[f"{prefix}mlp.linear_fc1.{kind}"][int(part == "up_proj")]
-    if part in ("q_proj", "k_proj", "v_proj"):
-        groups, heads = FAMILIES[family]["num_query_groups"], FAMILIES[family]["num_attention_heads"]
-        each, tensor = heads // groups, ours[f"{prefix}self_attention.linear_qkv.{kind}"]
-        slots = tensor.view(groups, each + 2, -1, *tensor.shape[1:])
-        rows = {"q_proj": slice(0, each), "k_proj": slice(each, each + 1), "v_proj": slice(each + 1, each + 2)}[part]
-        return slots[:, rows].reshape(-1, *tensor.shape[1:])
-    return ours[f"{prefix}{_PLACES[place]}.{kind}"]
+def in_their_shape(ours: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Our named tensors under their names, in their shapes."""
+    row = next(row for row in ARCHITECTURES if row.model_type == family)
+    model, found = small_run(**FAMILIES[family]).model, {}
+    for name, tensor in ours.items():
+        place, kind = re.sub(r"layers\.\d+", "layers.{}", name).rsplit(".", 1)
+        names, arrangement = row.places[place]
+        for part, their_name in enumerate(names):
+            view, shape = arrangement(tensor, part, model)
+            prefix = "" if place == "output_layer" else row.prefix
+            found[f"{prefix}{their_name.format(layer_of(name))}.{kind}"] = view.reshape(shape)
+    return found
 
 
 def copy_to(model: Any, ours: dict[str, Tensor], family: str) -> None:
     """Give the model of transformers our weights."""
+    converted = in_their_shape(ours, family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(in_ours(name, ours, family))
+            parameter.copy_(converted[name])

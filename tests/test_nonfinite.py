@@ -76,6 +76,19 @@ def test_rank_layer_operation_and_samples_are_named(name, kernel):
     assert f"{way} of attention, {where}: its inputs are finite, its result is not (" in texts[0]
 
 
+def test_what_turns_queries_and_keys_is_named_by_what_comes_before_it():
+    def call(name, function, args, kwargs):
+        function(*args, **kwargs)
+        args[3].view(-1)[7] = float("nan")
+
+    run = small_run(num_layers=2, position_embedding_type="rope", hidden_dropout=0.1)
+    trainer = make_trainer(DryComm(), run, Ops.build(kernels=Observed(kernels, ("rotary",), call)))
+    assert trainer.train_step().skipped
+    text = find_nonfinite(trainer, 0, 1.0)
+    trainer.close()
+    assert "forward of rotary, after linear, decoder.layers.0.self_attention.linear_qkv, micro-batch 0" in text
+
+
 def test_the_first_of_several_in_the_order_of_samples():
     run = small_run(num_layers=2)
     texts = ThreadWorld(2).run(
