@@ -8,6 +8,7 @@ import torch
 from fugaku_megatron import schedule
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.perf import software, work
 from fugaku_megatron.run import accounting, memory
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.run.layout import Layout
@@ -84,6 +85,8 @@ def test_flops_of_an_iteration():
     whole = make_run("mistral-7b", {"window_size": None})
     assert accounting.model_flops(whole, 1) - accounting.model_flops(mistral, 1) == pytest.approx(
         32 * 12 * 4096 * 8192**2 / 8, rel=1e-9)
+    products = [work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"].products for run in (whole, mistral)]
+    assert [{p.seen for p in each if p.attention} for each in products] == [{0.5}, {0.375}]
 
 
 @each_family

@@ -126,12 +126,12 @@ class Rank:
         return flops / (self._peak * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p)))
 
     def _attention(self, p: Product, flops: float) -> float:
-        """Seconds of a fused kernel, which computes the products below the diagonal only and, backward, the scores again."""
+        """Seconds of a fused kernel, which computes the products of what is seen only and, backward, the scores again."""
         name = "attention_backward" if p.backward else "attention_forward"
         length = max(p.m, p.n, p.k)  # the sequence length: heads are narrower, and its position depends on the product
         share = getattr(self.parameters, name) / (1 + getattr(self.parameters, f"{name}_half") / length)
         if self.software.counts["causal"]:
-            flops *= 0.5 * (accounting.ATTENTION_BACKWARD_SHARE / 2 if p.backward else 1.0)
+            flops *= p.seen * (accounting.ATTENTION_BACKWARD_SHARE / 2 if p.backward else 1.0)
         return flops / (self._peak * share)
 
     def _cpu(self, p: Product) -> float:

@@ -23,13 +23,17 @@ from .software import Software
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A call that computes `count` products (m, k) x (k, n), made `times` times. attention: the products are Q K^T or P V."""
+    """A call that computes `count` products (m, k) x (k, n), made `times` times.
+
+    attention: the products are Q K^T or P V, of which a kernel that skips what is masked computes the share `seen`.
+    """
 
     m: int
     n: int
     k: int
     count: int = 1
     attention: bool = False
+    seen: float = 0.5
     backward: bool = False
     times: int = 1
 
@@ -109,8 +113,8 @@ def _forward(record: Record, chunks: int) -> Work:
         return Work(collectives=_once(record.forward))
     m, n, k = record.gemm
     if record.name == "attention":
-        count = record.gemm_count
-        products = (Product(m=m, n=n, k=k, count=count, attention=True), Product(m=m, n=k, k=n, count=count, attention=True))
+        product = Product(m=m, n=n, k=k, count=record.gemm_count, attention=True, seen=record.seen)
+        products = (product, replace(product, n=k, k=n))
     elif record.name == "logits":
         products = (Product(m=m // chunks, n=n, k=k, times=chunks),)
     else:

@@ -65,7 +65,8 @@ class Record:
 
     name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. of_heads:
     those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward product and how many of them.
-    flops_*: multiply and add counted apart, matrix products only.
+    flops_*: multiply and add counted apart, matrix products only, attention's over the full square. seen: the share of that square
+    that a kernel needs.
     saved_bytes: kept from forward to backward. forward, backward: collectives in order.
     """
 
@@ -75,6 +76,7 @@ class Record:
     of_heads: int = 0
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
+    seen: float = 1.0
     flops_forward: int = 0
     flops_backward: int = 0
     saved_bytes: int = 0
@@ -104,13 +106,20 @@ def causal_attention_flops(heads: int, s: int, d: int) -> float:
     return 2.0 * heads * s * s * d
 
 
+def seen_share(s: int, window: int | None) -> float:
+    """Share of the pairs of s tokens in which one sees the other: below the diagonal, and inside the window, as areas."""
+    share = min(window or s, s) / s
+    return share - share**2 / 2
+
+
 def _attention(run: RunConfig, tp: int) -> Record:
     model, b = run.model, run.batch.micro_batch_size
     s, heads, d = model.seq_length, model.num_attention_heads // tp, model.kv_channels
     flops = 4 * b * heads * s * s * d  # Q K^T and P V over the full square, as Megatron counts it
     # Kept: qkv, the context (which is also the projection's input) and the logarithm of each row's sum.
+    saved = qkv_bytes(run, tp) + context_bytes(run, tp) + softmax_bytes(run, tp)
     return Record(name="attention", gemm=(s, s, d), gemm_count=b * heads, flops_forward=flops, flops_backward=2 * flops,
-                  saved_bytes=qkv_bytes(run, tp) + context_bytes(run, tp) + softmax_bytes(run, tp))
+                  seen=seen_share(s, model.window), saved_bytes=saved)
 
 
 def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
@@ -286,7 +295,8 @@ def _recompute_fraction(run: RunConfig) -> float:
 def _layer_flops(run: RunConfig) -> tuple[float, float]:
     """FLOPs of one sample's forward in one layer: (of linear layers, of attention over the full square)."""
     flops = {r.name: r.flops_forward / run.batch.micro_batch_size for r in layer_records(run, 1)}
-    return sum(flops.values()) - flops["attention"], flops["attention"]
+    attention = flops.pop("attention")
+    return sum(flops.values()), attention
 
 
 def hardware_flops(run: RunConfig, global_batch_size: int) -> float:
@@ -318,12 +328,8 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
 
 
 def model_flops(run: RunConfig, global_batch_size: int) -> float:
-    """FLOPs an iteration cannot avoid: no recompute, causal attention counted once, logits 6 s h v per sample.
-
-    With --window-size w attention is of w s - w^2 / 2 pairs of tokens, not s^2 / 2.
-    """
-    model, tp = run.model, run.parallel.tensor_model_parallel_size
-    (linear, attention), s = _layer_flops(run), model.seq_length
-    share = min(model.window or s, s) / s
-    layer = 3 * (linear + attention * (share - share**2 / 2))
-    return float(global_batch_size * (model.num_layers * layer + 6 * s * model.hidden_size * padded_vocab_size(model, tp)))
+    """FLOPs an iteration cannot avoid: no recompute, attention of the pairs that see each other, logits 6 s h v per sample."""
+    model, (linear, attention) = run.model, _layer_flops(run)
+    layer = 3 * (linear + attention * seen_share(model.seq_length, model.window))
+    logits = 6 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.parallel.tensor_model_parallel_size)
+    return float(global_batch_size * (model.num_layers * layer + logits))
