@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from fugaku_megatron.run.command_line import Parser
 from fugaku_megatron.run.outputs import check_file, check_picture
 
-from . import driver
+from . import driver, mkl
 
 FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc", "tables", "comm", "two_hosts", "schedule", "save", "watch")
 
@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = parser.parse_args(argv)
         family, module = f" {options.family}", modules[options.family]
         check_outputs(options)
+        if argv is None and hasattr(module, "cases"):  # torch's products run in this process
+            mkl.start_again(options.mkl)
         if hasattr(module, "cases"):
             driver.run(options, module.cases)
         else:

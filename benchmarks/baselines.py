@@ -1,4 +1,4 @@
-"""Other programs that train the same model: plain PyTorch (plain_gpt.py) and Hugging Face's GPT2LMHeadModel.
+"""Other programs that train the same model: plain PyTorch (plain_gpt.py), of GPT-2's block, and Hugging Face's, of any.
 
 A baseline starts from our trainer's initial weights, reads the same tokens and makes the same update: its losses equal ours. BF16
 uses autocast, as torch's users do. Left out: the timing (contestant.py). Test: pytest tests/test_benchmarks.py
@@ -10,6 +10,8 @@ import importlib.util
 import itertools
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -17,54 +19,39 @@ from torch.nn import functional as F
 
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.grid import Grid
+from fugaku_megatron.convert import hugging_face
+from fugaku_megatron.convert.architectures import GPT2
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.nn.model import Stage
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.run import accounting
 from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.config import RunConfig
+from fugaku_megatron.run.config import ModelConfig, RunConfig
 from fugaku_megatron.training.flat import initial_values
 
 from .plain_gpt import PlainGPT
 
-_FIXED = {"transformer.wte.weight": "embedding.word_embeddings.weight",
-          "transformer.wpe.weight": "embedding.position_embeddings.weight",
-          "transformer.ln_f.weight": "decoder.final_layernorm.weight", "transformer.ln_f.bias": "decoder.final_layernorm.bias"}
-_PLACES = {"ln_1": "input_layernorm", "attn.c_attn": "self_attention.linear_qkv", "attn.c_proj": "self_attention.linear_proj",
-           "ln_2": "pre_mlp_layernorm", "mlp.c_fc": "mlp.linear_fc1", "mlp.c_proj": "mlp.linear_fc2"}
-
-
-def our_name(theirs: str) -> str:
-    """Our global name of a parameter of GPT2LMHeadModel."""
-    if theirs in _FIXED:
-        return _FIXED[theirs]
-    _, _, layer, rest = theirs.split(".", 3)
-    place, kind = rest.rsplit(".", 1)
-    return f"decoder.layers.{layer}.{_PLACES[place]}.{kind}"
-
-
-def in_their_shape(theirs: str, ours: Tensor, heads: int) -> Tensor:
-    """Our tensor in GPT2LMHeadModel's layout: Conv1D holds (in, out), and all of q, all of k, all of v instead of head by head."""
-    if theirs in _FIXED:
-        return ours
-    if ".attn.c_attn." in theirs:
-        ours = ours.view(heads, 3, -1, *ours.shape[1:]).transpose(0, 1).reshape(ours.shape)
-    return ours.t() if ours.dim() == 2 else ours
-
 
 class _HuggingFace(nn.Module):
-    """GPT2LMHeadModel with our loss: every position has a label; its own loss would leave out the last one."""
+    """The model of transformers that has the run's block, with our loss: its own would leave out the last label."""
 
     def __init__(self, run: RunConfig, vocabulary: int) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__()
-        model = run.model
-        self.gpt = GPT2LMHeadModel(GPT2Config(
-            vocab_size=vocabulary, n_positions=model.max_position_embeddings, n_embd=model.hidden_size, n_layer=model.num_layers,
-            n_head=model.num_attention_heads, n_inner=model.ffn_hidden_size, layer_norm_epsilon=model.layernorm_epsilon,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+        self.model = replace(run.model, vocab_size=vocabulary)
+        self.architecture = hugging_face.architecture_of(self.model, {})
+        fields = hugging_face.config_of(self.architecture, self.model, {torch.float32}, {})
+        fields |= {name: 0.0 for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop") if self.architecture.model_type == "gpt2"}
+        self.gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, use_cache=False))
+
+    def take(self, ours: Callable[[str], Tensor]) -> None:
+        """Copy our weights, by global name, into its parameters."""
+        parts = hugging_face.parts(self.architecture, self.model)
+        for name, parameter in self.gpt.named_parameters():
+            part = parts[name]
+            parameter.copy_(hugging_face.in_their_shape(ours(part.ours), part, self.model))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy. tokens, labels (b, s) -> ()."""
@@ -80,8 +67,9 @@ def _plain(run: RunConfig, vocabulary: int) -> nn.Module:
 BASELINES: dict[str, Callable[[RunConfig, int], nn.Module]] = {"plain": _plain, "hf": _HuggingFace}
 
 
-def check_baseline(name: str, compiled: bool) -> None:
-    """ValueError when a package or compiler is missing."""
+def check_baseline(name: str, compiled: bool, model: ModelConfig) -> None:
+    """ValueError when a package or compiler is missing, and for a block that the baseline has not."""
+    check(name != "plain" or GPT2.fits(model), "--baseline plain has GPT-2's block, and this model another: give --baseline hf")
     check(name != "hf" or importlib.util.find_spec("transformers") is not None,
           "--baseline hf: a package is missing: pip install transformers")
     check(not compiled or shutil.which("g++") is not None or shutil.which("clang++") is not None,
@@ -92,13 +80,14 @@ def build(name: str, run: RunConfig) -> nn.Module:
     """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
     model = BASELINES[name](run, accounting.padded_vocab_size(run.model, 1))
     ops = Ops.build()
-    ours = {p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(DryComm()), ops).parameters()}  # on the meta device
+    meta = {p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(DryComm()), ops).parameters()}  # on the meta device
+
+    @lru_cache(maxsize=1)  # several parameters of theirs are parts of one of ours, one after another
+    def ours(name: str) -> Tensor:
+        return initial_values(meta[name], run.training.seed, ops.kernels).view(meta[name].shape)
+
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            theirs = parameter_name.removeprefix("gpt.")
-            source = ours[our_name(theirs) if name == "hf" else theirs]
-            values = initial_values(source, run.training.seed, ops.kernels)
-            parameter.copy_(in_their_shape(theirs, values, run.model.num_attention_heads) if name == "hf" else values)
+        model.take(ours)
     return model
 
 

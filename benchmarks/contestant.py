@@ -30,7 +30,8 @@ SIDES = ("ours", "baseline")
 class Task:
     """What a contestant trains. values: fields of the run that replace the recipe's.
 
-    baseline, compiled: which baseline, and whether torch.compile is applied to it; without meaning for our side.
+    baseline, compiled: which baseline, and whether torch.compile is applied to it; without meaning for our side. preload:
+    libraries.
     """
 
     side: str
@@ -39,7 +40,7 @@ class Task:
     threads: int
     baseline: str = "plain"
     compiled: bool = False
-    preload: str | None = None
+    preload: tuple[str, ...] = ()
 
 
 class Contestant:
@@ -47,7 +48,7 @@ class Contestant:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        environment = {**preloads.environment(Path(task.preload) if task.preload else None), "OMP_NUM_THREADS": str(task.threads)}
+        environment = {**preloads.environment(*map(Path, task.preload)), "OMP_NUM_THREADS": str(task.threads)}
         self.process = subprocess.Popen([sys.executable, "-m", f"{__package__}.contestant", json.dumps(asdict(task))], cwd=ROOT,
                                         env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.usage = psutil.Process(self.process.pid)
@@ -87,6 +88,26 @@ class Contestant:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Apart:
+    """A contestant whose process ends after every step, so that the other has the memory; a step is the second of its process."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.ready, self._spent = task, {}, 0.0
+
+    def step(self) -> dict[str, float]:
+        """As `Contestant.step`; peak memory is that of both steps."""
+        with Contestant(self.task) as contestant:
+            self.ready = contestant.ready
+            contestant.step()  # the first one makes the optimizer's state and warms up
+            result = contestant.step()
+            self._spent += contestant.cpu_seconds()
+        return result
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the processes so far."""
+        return self._spent
 
 
 def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
@@ -130,8 +151,9 @@ def main(task: Task) -> None:
     from fugaku_megatron.logs.metrics import peak_memory_mib
 
     loaded = Path("/proc/self/maps").read_text() if task.preload else ""
-    if task.preload and os.path.realpath(task.preload) not in loaded:
-        raise SystemExit(f"{task.preload} was to be preloaded and is not: is it a library of this machine?")
+    for library in task.preload:
+        if os.path.realpath(library) not in loaded:
+            raise SystemExit(f"{library} was to be preloaded and is not: is it a library of this machine?")
     print(json.dumps({"allocator": allocator.allocator_name(), **facts}), file=answers, flush=True)
     idle_since = time.process_time()
     for _ in sys.stdin:

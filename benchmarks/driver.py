@@ -29,7 +29,7 @@ from fugaku_megatron.host import allocator, kernels, runtime
 from fugaku_megatron.host.fma_peak import fma_gflops, fma_peak_gflops
 from fugaku_megatron.run.checks import check
 
-from . import shapes
+from . import mkl, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLOCK_STEPS = 50_000_000
@@ -83,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=kernels.active(), help="kernel target, or all (default: %(default)s)")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--mkl", default="full", choices=mkl.WIDTHS, help="torch's MKL: with the CPU's full vectors, also where it "
+                        "is not Intel's, or as torch ships it (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name holds TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
@@ -188,7 +190,8 @@ def run(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Itera
     shapes.run_of(options)  # refuses sizes that do not fit, before anything is measured
     torch.set_num_threads(options.threads)
     memory, limits, done = allocator.tune("tuned"), machine(), []
-    print(f"{runtime.cpu_model()}, {options.threads} threads, torch {torch.__version__}, allocator of both sides: {memory}")
+    print(f"{runtime.cpu_model()}, {options.threads} threads, torch {torch.__version__} with MKL {mkl.width()}, allocator of both "
+          f"sides: {memory}")
     print("machine: " + ", ".join(f"{name} {value:.4g}" for name, value in limits.items()), flush=True)
     for row in rows(options, cases, limits):
         done.append(row)
@@ -197,6 +200,6 @@ def run(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Itera
     check(done != [], f"--only {options.only!r}: no row has this in its name")
     print(totals(done), flush=True)
     if options.json:
-        report = {"command": sys.argv[1:], "torch": torch.__version__, "cpu": runtime.cpu_model(), "allocator": memory,
-                  "machine": limits, "rows": done}
+        report = {"command": sys.argv[1:], "torch": torch.__version__, "mkl": mkl.width(), "cpu": runtime.cpu_model(),
+                  "allocator": memory, "machine": limits, "rows": done}
         options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -10,6 +10,8 @@ Test: pytest tests/test_benchmarks.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -71,6 +73,11 @@ class PlainGPT(nn.Module):
                                         "position_embeddings": nn.Embedding(model.max_position_embeddings, model.hidden_size)})
         self.decoder = nn.ModuleDict({"layers": nn.ModuleList(Block(model) for _ in range(model.num_layers)),
                                       "final_layernorm": nn.LayerNorm(model.hidden_size, model.layernorm_epsilon)})
+
+    def take(self, ours: Callable[[str], Tensor]) -> None:
+        """Copy our weights, by global name, into its parameters."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(ours(name))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy. tokens, labels (b, s) -> ()."""

@@ -60,7 +60,8 @@ def resolve(name: str) -> Path:
     return Path(name).resolve()
 
 
-def environment(preload: Path | None) -> dict[str, str]:
-    """This process's environment with exactly that library preloaded."""
+def environment(*preload: Path | None) -> dict[str, str]:
+    """This process's environment with exactly those libraries preloaded; None: none."""
     variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    return variables if preload is None else {**variables, "LD_PRELOAD": str(preload)}
+    libraries = ":".join(str(path) for path in preload if path is not None)
+    return {**variables, "LD_PRELOAD": libraries} if libraries else variables

@@ -6,9 +6,9 @@
 
 Both sides start from the same weights and use the same tokens, batch, AdamW and clipping, without dropout; their losses are
 compared, so both do the same work. Ours runs as pretrain_gpt.py does, the baseline with the system's allocator or
---baseline-preload. The two never compute at the same time. Figures are medians over the rounds that other processes did not
-disturb; the peak of multiply-adds is measured between rounds. Left out: the sides themselves (contestant.py), layouts (layouts.py).
-Test: pytest tests/test_benchmarks.py
+--baseline-preload, and with torch's MKL at full width (mkl.py). The two never compute at the same time. Figures are medians over
+the rounds that other processes did not disturb; the peak of multiply-adds is measured between rounds. Left out: the sides
+themselves (contestant.py), layouts (layouts.py). Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fugaku_megatron.run import accounting
 from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.config import RunConfig
 
-from . import baselines, driver, layouts, noise, preloads, shapes
-from .contestant import SIDES, Contestant, Task
+from . import baselines, driver, layouts, mkl, noise, preloads, shapes
+from .contestant import SIDES, Apart, Contestant, Task
 
 PRECISIONS = ("fp32", "bf16")
 PAUSE = 0.1  # s; libgomp's threads spin for some milliseconds after a parallel region, then they sleep
@@ -43,6 +43,7 @@ SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative; BF16 rounds weights in our
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     shapes.add_arguments(parser)
+    parser.add_argument("--seq-length", type=int, help="tokens of a sample (default: the recipe's)")
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="with --ranks")
     parser.add_argument("--global-batch-size", type=int, help="samples per step (default: a micro-batch; with --ranks 16)")
     parser.add_argument("--dtype", default="fp32", choices=PRECISIONS)
@@ -51,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline-compile", action="store_true", help="torch.compile the baseline")
     parser.add_argument("--baseline-preload", metavar="LIB",
                         help=f"the baseline's allocator: a path, or {', '.join(preloads.LIBRARIES)}")
+    parser.add_argument("--mkl", default="full", choices=mkl.WIDTHS, help="the baseline's MKL: with the CPU's full vectors, also "
+                        "where it is not Intel's, or as torch ships it (default: %(default)s)")
+    parser.add_argument("--apart", action="store_true", help="one process at a time, for two that do not fit into memory")
     parser.add_argument("--schedules", action="store_true", help="with --ranks: pipelines over all ranks, under every schedule")
     parser.add_argument("--ranks", type=int, help="compare layouts of that many ranks with one rank, instead of a baseline")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
@@ -60,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_values(options: argparse.Namespace) -> dict[str, Any]:
     """Fields of the run that replace the recipe's: mock tokens, no dropout, no evaluation, a constant learning rate."""
-    return {"vocab_size": shapes.vocabulary(options.recipe), "micro_batch_size": options.micro_batch_size,
+    length = {} if options.seq_length is None else {"seq_length": options.seq_length}
+    return {**length, "vocab_size": shapes.vocabulary(options.recipe), "micro_batch_size": options.micro_batch_size,
             "global_batch_size": options.global_batch_size or options.micro_batch_size, "mock_data": True, "hidden_dropout": 0.0,
             "attention_dropout": 0.0, "bf16": options.dtype == "bf16", "eval_iters": 0, "lr_decay_style": "constant",
             "lr_warmup_iters": 0, "train_iters": 1 + (1 + PATIENCE) * options.rounds, "kernels": options.kernels}
@@ -75,22 +80,23 @@ def run(options: argparse.Namespace) -> None:
     check(not options.schedules, "--schedules needs --ranks, the stages of the pipelines: give it")
     check(options.tensor_model_parallel_size == options.pipeline_model_parallel_size == 1,
           "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank")
-    baselines.check_baseline(options.baseline, options.baseline_compile)
     config = shapes.run_of(options, **run_values(options))
-    preload = preloads.resolve(options.baseline_preload) if options.baseline_preload else None
+    baselines.check_baseline(options.baseline, options.baseline_compile, config.model)
+    preload = mkl.preload(options.mkl) + ([preloads.resolve(options.baseline_preload)] if options.baseline_preload else [])
     torch.set_num_threads(options.threads)
     print(f"{runtime.cpu_model()}, {options.threads} threads; building both sides", flush=True)
     with ExitStack() as stack:
-        sides = {side: stack.enter_context(Contestant(task(options, side, preload))) for side in SIDES}
+        made = {side: task(options, side, preload) for side in SIDES}
+        sides = {side: Apart(one) if options.apart else stack.enter_context(Contestant(one)) for side, one in made.items()}
         result = report(options, config, sides, *measure(options, sides))
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def task(options: argparse.Namespace, side: str, preload: Path | None) -> Task:
-    """The task of the process of `side`. preload: the baseline's allocator."""
-    baseline = {"baseline": options.baseline, "compiled": options.baseline_compile, "preload": str(preload) if preload else None}
+def task(options: argparse.Namespace, side: str, preload: list[Path]) -> Task:
+    """The task of the process of `side`. preload: the baseline's libraries."""
+    baseline = {"baseline": options.baseline, "compiled": options.baseline_compile, "preload": tuple(map(str, preload))}
     return Task(side=side, recipe=options.recipe, values=run_values(options), threads=options.threads,
                 **(baseline if side == "baseline" else {}))
 
@@ -134,7 +140,8 @@ def report(options: argparse.Namespace, config: RunConfig, sides: dict[str, Cont
     flops = accounting.model_flops(config, size)
     both = {side: {**summary([r[side] for r in rounds], flops, size * config.model.seq_length), **sides[side].ready}
             for side in SIDES}
-    both["baseline"] |= {"name": options.baseline, "compiled": options.baseline_compile, "preload": options.baseline_preload}
+    both["baseline"] |= {"name": options.baseline, "compiled": options.baseline_compile, "preload": options.baseline_preload,
+                         "mkl": options.mkl if mkl.narrowed() else "full"}
     peak = statistics.median(r["peak_gflops"] for r in rounds)
     return {**both, "ratio": both["baseline"]["seconds"] / both["ours"]["seconds"], "peak_gflops": peak,
             "ceiling_fraction": flops / both["ours"]["seconds"] / peak / 1e9 if options.dtype == "fp32" else None,
@@ -159,7 +166,7 @@ def show(result: dict[str, Any]) -> None:
     """Print the table."""
     print(f"{'':<24} {'tokens/s':>9} {'s/step':>8} {'TFLOPs':>7} {'peak MiB':>9} {'faults/step':>12} {'system s':>9}  allocator")
     baseline = result["baseline"]
-    name = baseline["name"] + (" compiled" if baseline["compiled"] else "")
+    name = baseline["name"] + (" compiled" if baseline["compiled"] else "") + f", MKL {baseline['mkl']}"
     for label, side in (("ours", result["ours"]), (name, baseline)):
         print(f"{label:<24} {side['tokens_per_s']:>9.1f} {side['seconds']:>8.3f} {side['tflops']:>7.4f} "
               f"{side['peak_rss_mib']:>9.0f} {side['minor_faults_per_step']:>12.0f} "

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import json
 import math
 import os
+import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +20,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import alloc, attention, baselines, contestant, driver, gemm, jobs, layouts, noise, preloads, rowwise, shapes, step
+from benchmarks import (
+    alloc,
+    attention,
+    baselines,
+    contestant,
+    driver,
+    gemm,
+    jobs,
+    layouts,
+    mkl,
+    noise,
+    preloads,
+    rowwise,
+    shapes,
+    step,
+)
 from benchmarks.__main__ import FAMILIES, main
 from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.comm.dry import DryComm
@@ -25,6 +43,7 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.run import accounting
 from tests.helpers import OUR_LOG, make_trainer, small_run
+from tests.llama_models import FAMILIES as BLOCKS
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = {"op", "shape", "dtype", "target", "threads", "seconds", "gflops", "baseline", "baseline_seconds", "ratio", "peak_fraction",
@@ -157,11 +176,13 @@ def test_plain_gpt_has_the_same_loss_and_gradients():
                                    msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("baseline", baselines.BASELINES)
-def test_a_baseline_trains_with_our_losses(baseline):
+@pytest.mark.parametrize("baseline, block", [("plain", {}), ("hf", {}), *(("hf", block) for block in BLOCKS.values())],
+                         ids=["plain", "hf", *BLOCKS])
+def test_a_baseline_trains_with_our_losses(baseline, block):
     if baseline == "hf":
         pytest.importorskip("transformers")
-    run = small_run(lr_decay_style="constant", lr=3e-3, train_iters=6, weight_decay=0.1, clip_grad=0.5, global_batch_size=8)
+    run = small_run(lr_decay_style="constant", lr=3e-3, train_iters=6, weight_decay=0.1, clip_grad=0.5, global_batch_size=8,
+                    **block)
     theirs = baselines.BaselineTrainer(baseline, run, compiled=False)
     trainer = make_trainer(DryComm(), run)
     trainer.train = baselines.MockDataset(run.model.vocab_size, run.model.seq_length, 48, run.training.seed)
@@ -196,10 +217,31 @@ def test_the_step(tmp_path, arguments):
 
 def test_a_compiled_baseline_is_the_same_model():
     """The whole command would spend minutes in the compiler; this holds the flag to its meaning."""
-    task = step.task(options("step", "--baseline-compile"), "baseline", Path("/lib/libx.so"))
-    assert task.compiled and task.preload == "/lib/libx.so"
-    ours = step.task(options("step", "--baseline-compile"), "ours", Path("/lib/libx.so"))
-    assert not ours.compiled and ours.preload is None
+    task = step.task(options("step", "--baseline-compile"), "baseline", [Path("/lib/libx.so")])
+    assert task.compiled and task.preload == ("/lib/libx.so",)
+    ours = step.task(options("step", "--baseline-compile"), "ours", [Path("/lib/libx.so")])
+    assert not ours.compiled and ours.preload == ()
+
+
+@pytest.mark.parametrize("maker, narrower", [("AuthenticAMD", True), ("GenuineIntel", False)])
+def test_mkl_is_narrower_where_the_cpu_is_not_intels(tmp_path, maker, narrower):
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {maker}\n")
+    assert mkl.narrowed(tmp_path / "cpuinfo") == (narrower and platform.machine() == "x86_64")
+
+
+def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    built = mkl.library()
+    assert ctypes.CDLL(str(built)).mkl_serv_intel_cpu_true() == 1
+    begin = built.stat().st_mtime_ns
+    assert mkl.library() == built and built.stat().st_mtime_ns == begin
+
+
+def test_sides_that_do_not_fit_together_take_turns_apart():
+    values = {"vocab_size": 64, "train_iters": 3, "mock_data": True, "num_layers": 1}
+    side = contestant.Apart(contestant.Task(side="ours", recipe="demo", values=values, threads=1))
+    losses = [side.step()["loss"] for _ in range(2)]
+    assert losses[0] == losses[1] and "tuned" in side.ready["allocator"] and side.cpu_seconds() > 0
 
 
 def test_others_on_the_machine_are_seen():
@@ -244,6 +286,7 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
     (("--rounds", "0"), "--rounds 0: give 1 or more"),
     (("--tensor-model-parallel-size", "2"), "need --ranks"),
     (("--schedules",), "--schedules needs --ranks"),
+    (("--recipe", "tinyllama-1.1b"), "--baseline plain has GPT-2's block, and this model another: give --baseline hf"),
     (("--micro-batch-size", "3", "--global-batch-size", "4"), "--global-batch-size 4 is not divisible by --micro-batch-size 3"),
     (("--ranks", "1"), "--ranks 1: give 2 or more"),
     (("--ranks", "4", "--threads", "2"), "--ranks 4 needs 4 cores, one thread each; this run has 2"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.baselines import in_their_shape, our_name
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.inference import decoder, generate
@@ -14,6 +13,7 @@ from fugaku_megatron.inference.loading import load_model, saved_run
 from fugaku_megatron.inference.sampling import Sampling
 from tests.helpers import small_run
 from tests.test_generate import LEARNS, save_trained
+from tests.test_model import to_theirs
 
 NEW = 200
 WIDE = {"num_layers": 3, "max_position_embeddings": 224, "init_method_std": 0.2, "micro_batch_size": 2, "global_batch_size": 2}
@@ -31,7 +31,7 @@ def their_model(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
     with torch.no_grad():
         for name, tensor in theirs.state_dict().items():
             if name != "lm_head.weight":  # tied
-                tensor.copy_(in_their_shape(name, weights[our_name(name)], model.num_attention_heads)[: len(tensor)])
+                tensor.copy_(to_theirs(name, weights, model)[: len(tensor)])
     return theirs
 
 

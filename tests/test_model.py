@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.baselines import in_their_shape, our_name
 from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.convert.architectures import GPT2
+from fugaku_megatron.convert.hugging_face import in_their_shape, parts
 from fugaku_megatron.nn.passes import Pass
+from fugaku_megatron.run.config import ModelConfig
 from tests.helpers import make_trainer, small_run
 
 transformers = pytest.importorskip("transformers")
@@ -28,13 +30,14 @@ def pair():
     with torch.no_grad():
         for name, tensor in theirs.state_dict().items():
             if name != "lm_head.weight":
-                tensor.copy_(to_theirs(name, {p.spec.name: p for p in trainer.optimizer.flat.parameters}))
+                tensor.copy_(to_theirs(name, {p.spec.name: p for p in trainer.optimizer.flat.parameters}, run.model))
     return trainer, theirs
 
 
-def to_theirs(name: str, ours: dict[str, torch.Tensor]) -> torch.Tensor:
+def to_theirs(name: str, ours: dict[str, torch.Tensor], model: ModelConfig) -> torch.Tensor:
     """Our tensor that is theirs of that name, in their shape."""
-    return in_their_shape(name, ours[our_name(name)], HEADS)
+    part = parts(GPT2, model)[name]
+    return in_their_shape(ours[part.ours], part, model)
 
 
 def test_logits_loss_and_gradients(pair):
@@ -54,5 +57,5 @@ def test_logits_loss_and_gradients(pair):
     grads = {p.spec.name: p.main_grad for p in trainer.optimizer.flat.parameters}
     for name, parameter in theirs.named_parameters():
         scale = parameter.grad.abs().max()
-        torch.testing.assert_close(to_theirs(name, grads) / scale, parameter.grad / scale, rtol=0, atol=1e-5,
+        torch.testing.assert_close(to_theirs(name, grads, trainer.run.model) / scale, parameter.grad / scale, rtol=0, atol=1e-5,
                                    msg=lambda m, n=name: f"{n}: {m}")

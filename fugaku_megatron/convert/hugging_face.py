@@ -168,21 +168,21 @@ def _check_tied(files: TensorDirectory, embedding: str) -> None:
 def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None:
     """Write config.json, safetensors and what `weights` carries into a new directory."""
     model, before = weights.model, _carried_config(weights.carried)
-    architecture = _architecture(model, before)
+    architecture = architecture_of(model, before)
     table, like = parts(architecture, model), weights.like()
-    theirs = {name: _in_their_shape(like[part.ours], part, model) for name, part in table.items()}
-    write(directory, theirs, lambda name: _in_their_shape(weights.read(table[name].ours), table[name], model), max_bytes)
+    theirs = {name: in_their_shape(like[part.ours], part, model) for name, part in table.items()}
+    write(directory, theirs, lambda name: in_their_shape(weights.read(table[name].ours), table[name], model), max_bytes)
     carry(weights.carried, directory)
     config = config_of(architecture, model, {*weights.dtypes.values()}, before)
     (directory / FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
+def in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
     view, shape = part.arranged(ours, part.number, model)
     return view.reshape(shape).contiguous()
 
 
-def _architecture(model: ModelConfig, before: dict[str, Any]) -> Architecture:
+def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
     """The architecture that the model came as, or else the first one of the table that it is."""
     fitting = [row for row in ARCHITECTURES if row.fits(model)]
     check(bool(fitting), f"no architecture of Hugging Face has this block: {', '.join(row.name for row in ARCHITECTURES)} do not")
