@@ -45,7 +45,7 @@ COMMANDS = {
     "vocabulary": ModuleCommand("data.vocabulary", "before preprocess: train vocab.json and merges.txt on your own text"),
     "preprocess": ModuleCommand("data.preprocess", "before training: turn text into Megatron's .bin/.idx files of tokens"),
     "verify": ModuleCommand("checkpoint.verify", "before a long job or after a fault: check every byte of saved checkpoints"),
-    "convert": ModuleCommand("convert.command", "weights in and out: Hugging Face's directories to checkpoints, and back"),
+    "convert": ModuleCommand("convert.command", "weights in and out: of Hugging Face's directories and Megatron-LM's checkpoints"),
     "generate": ModuleCommand("inference.generate", "after training: continue a text with a checkpoint"),
     "evaluate": ModuleCommand("inference.evaluate", "after training: perplexity of a text, and multiple choice, with a checkpoint"),
     "log": ModuleCommand("logs.log_table", "during and after a run: its log as a table, CSV and picture"),

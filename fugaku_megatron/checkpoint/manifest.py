@@ -130,8 +130,8 @@ def _refuse_megatron(path: Path) -> None:
     """Raises ValueError for an iteration that Megatron-LM saved."""
     found = next((file.name for name in MEGATRON_FILES for file in path.glob(name)), None)
     if found and not (path / MANIFEST).exists():
-        raise ValueError(f"{path} is a checkpoint of Megatron-LM (it holds {found}), whose files this program does not read: give "
-                         "a directory that it saved itself, or leave --load out to start anew")
+        raise ValueError(f"{path} is a checkpoint of Megatron-LM (it holds {found}), whose files are converted first: "
+                         f"fugaku-megatron convert --from-megatron {path.parent} --save DIR")
 
 
 def _read_json(path: Path) -> Any:

@@ -1,7 +1,9 @@
-r"""Weights in and out: of Hugging Face's directories, and of checkpoints.
+"""Weights in and out: of Hugging Face's directories, of Megatron-LM's checkpoints, and of this program's own.
 
     fugaku-megatron convert --from-hf gpt2 --save start          then: fugaku-megatron train --load start --finetune ...
     fugaku-megatron convert --load checkpoints --to-hf exported  then: AutoModelForCausalLM.from_pretrained("exported")
+    fugaku-megatron convert --from-megatron other --save start
+    fugaku-megatron convert --load checkpoints --to-megatron other --tensor-model-parallel-size 2
 
 One source and one destination, which is a new directory and appears when it is whole. Tensors pass one by one. docs/models.md has
 the architectures and the limits. Test: pytest tests/test_convert_hf.py
@@ -18,16 +20,20 @@ from pathlib import Path
 from ..host import allocator
 from ..run.checks import check, flag
 from .hugging_face import carry, open_hugging_face, save_hugging_face
+from .megatron import open_megatron
+from .megatron_legacy import save_legacy
 from .outputs import check_new, whole
 from .own import CARRIED, open_own, save_own
 from .weights import DTYPES, Weights
 
+TRANSFORMER_ENGINE = "transformer_engine"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
 
 SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
     "load": lambda options: open_own(options.load, options.ckpt_step),
     "from_hf": lambda options: open_hugging_face(options.from_hf),
+    "from_megatron": lambda options: open_megatron(options.from_megatron, options.ckpt_step, options.vocab_size),
 }
 
 
@@ -39,19 +45,31 @@ def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> Non
 DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
     "save": _save,
     "to_hf": lambda weights, directory, options: save_hugging_face(weights, directory, size(options.max_shard_size)),
+    "to_megatron": lambda weights, directory, options: save_legacy(
+        weights, directory, options.tensor_model_parallel_size, options.pipeline_model_parallel_size,
+        options.transformer_impl == TRANSFORMER_ENGINE, options.make_vocab_size_divisible_by),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", help="from: a directory of checkpoints")
     parser.add_argument("--from-hf", metavar="DIR", help="from: a model's directory, with config.json and safetensors")
+    parser.add_argument("--from-megatron", metavar="DIR", help="from: Megatron-LM's checkpoints, legacy or torch_dist")
     parser.add_argument("--save", help="to: weights alone as a checkpoint, for train --load DIR --finetune, or generate")
     parser.add_argument("--to-hf", metavar="DIR", help="to: a directory for Hugging Face's from_pretrained")
+    parser.add_argument("--to-megatron", metavar="DIR", help="to: a legacy checkpoint for Megatron-LM's --load")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights (default: as they were read)")
     parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file with --to-hf (default: %(default)s)")
     parser.add_argument("--hf-files", metavar="DIR", help="directory of the tokenizer, config.json and generation config of the "
                         "model (default: those that came with it)")
+    parser.add_argument("--vocab-size", type=int, help="tokens, where a checkpoint of Megatron-LM only says the padded number")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="rows of the vocabulary that --to-megatron "
+                        "writes are a multiple of this x tensor-parallel size (default: %(default)s)")
+    parser.add_argument("--transformer-impl", choices=(TRANSFORMER_ENGINE, "local"), default=TRANSFORMER_ENGINE,
+                        help="that Megatron-LM runs --to-megatron's checkpoint with: names differ (default: %(default)s)")
 
 
 def size(text: str) -> int:
@@ -74,8 +92,13 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     source, destination = _one(options, SOURCES, "from"), _one(options, DESTINATIONS, "to")
     check((source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: give --to-hf, or "
           "leave conversion out, because a checkpoint loads into any layout")
-    check(options.ckpt_step is None or source != "from_hf", "--ckpt-step goes with --load, and --from-hf is given: leave it out")
+    check(options.ckpt_step is None or source != "from_hf", "--ckpt-step goes with --load and --from-megatron, and "
+          "--from-hf is given: leave it out")
+    check(options.vocab_size is None or source == "from_megatron", f"--vocab-size {options.vocab_size} goes with --from-megatron, "
+          f"and {flag(source)} is given: leave it out")
     size(options.max_shard_size)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"):
+        check(getattr(options, name) > 0, f"{flag(name)} is {getattr(options, name)}: give a number above 0")
     check(options.hf_files is None or Path(options.hf_files).is_dir(), f"--hf-files {options.hf_files} is no directory")
     check_new(flag(destination), getattr(options, destination))
     return source, destination

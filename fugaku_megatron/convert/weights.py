@@ -15,12 +15,15 @@ from torch import Tensor
 
 from ..comm.dry import DryComm
 from ..comm.grid import Grid
-from ..nn.model import Stage
+from ..nn.model import OUTPUT, WORD_EMBEDDINGS, Stage
 from ..nn.ops import Ops
+from ..nn.parameter import ParameterSpec
+from ..run.checks import check
 from ..run.config import BatchConfig, RunConfig
 from ..run.model_config import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # whose rows other programs, and layouts, pad to a multiple
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -50,9 +53,26 @@ class Weights:
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Global name -> global shape of every weight of the model, in its order, the vocabulary without padding."""
+    return {name: spec.shape for name, spec in specs(model).items()}
+
+
+def specs(model: ModelConfig) -> dict[str, ParameterSpec]:
+    """What every weight of the model is, by global name, in its order, the vocabulary without padding."""
     run = RunConfig(model=replace(model, make_vocab_size_divisible_by=1), batch=BatchConfig(micro_batch_size=1))
     stage = Stage(run, Grid(1, 1, 1).groups(DryComm()), Ops.build())
-    return {parameter.spec.name: parameter.spec.shape for parameter in stage.parameters()}
+    return {parameter.spec.name: parameter.spec for parameter in stage.parameters()}
+
+
+def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:
+    """ValueError unless a checkpoint in `path` has as many elements of a weight as it needs; a vocabulary may be padded."""
+    needed = torch.Size(spec.shape).numel()
+    check(found == needed or spec.name in VOCABULARY and found > needed, f"{path}: {spec.name} has {found} elements, and its shape "
+          f"{list(spec.shape)} has {needed}")
+
+
+def check_rest(path: Path, rest: set[str]) -> None:
+    """ValueError where tensors of a checkpoint are left that no weight is made of."""
+    check(not rest, f"{path} holds {len(rest)} tensors that the block does not have, such as {sorted(rest)[:1]}")
 
 
 def layer_of(name: str) -> int | None:

@@ -1,0 +1,190 @@
+"""Legacy checkpoints of Megatron-LM: a pickled file of torch for each tensor- and pipeline-parallel rank.
+
+    DIR/latest_checkpointed_iteration.txt                       an iteration, or "release"
+    DIR/iter_0000100/mp_rank_01/model_optim_rng.pt              tensor-parallel rank 1
+    DIR/iter_0000100/mp_rank_01_002/model_optim_rng.pt          and pipeline stage 2
+
+A file has "args", "checkpoint_version" and "model" (or "model0", "model1" ... of several chunks of a stage), whose layers are
+numbered from 0 in each. Left out: optimizer states; experts. Test: pytest tests/test_convert_megatron.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.manifest import TRACKER, write_text
+from ..nn.model import OUTPUT, WORD_EMBEDDINGS
+from ..nn.parameter import ParameterSpec
+from ..run.accounting import round_up
+from ..run.checks import check
+from ..run.model_config import ModelConfig
+from . import pickled
+from .megatron_names import VERSION, arguments_of, model_of, our_name, transformer_engine_name
+from .weights import VOCABULARY, Weights, check_elements, check_rest, layer_of, specs
+
+FILE = "model_optim_rng.pt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_LAYER = "decoder.layers."
+
+Names = dict[str, Tensor]  # our names, of a rank's part of a chunk
+
+
+def open_legacy(path: Path, vocab_size: int | None) -> Weights:
+    """The weights of one iteration's directory. ValueError, one line, for what is missing, damaged or not built here."""
+    stages = _stages(path)
+    first = stages[0][0]
+    check("args" in first, f"{path} holds no arguments of Megatron-LM: it was saved before version 2")
+    version = float(first.get("checkpoint_version", 0))
+    chunks = list(_chunks(path, stages))
+    rows = sum(len(rank[WORD_EMBEDDINGS]) for rank in chunks[0]) if WORD_EMBEDDINGS in chunks[0][0] else 0
+    try:
+        model = model_of(first["args"], rows, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    reader = _Reader(path, model, version, specs(model), _numbered(chunks))
+    reader.check()
+    return Weights(model, {name: reader.ranks[name][0].dtype for name in reader.specs}, reader)
+
+
+def _stages(path: Path) -> list[list[dict[str, Any]]]:
+    """The contents of every file, by pipeline stage and tensor-parallel rank."""
+    found = {}
+    for folder in sorted(path.glob("mp_rank_*")):
+        match = _RANK.fullmatch(folder.name)
+        check(match is not None, f"{folder} is none of a dense model's: experts are not built here")
+        found[int(match[2] or 0), int(match[1])] = folder / FILE
+    pp, tp = (1 + max(numbers) for numbers in zip(*found))
+    lacking = next(((p, t) for p in range(pp) for t in range(tp) if (p, t) not in found), None)
+    check(lacking is None, f"{path} has no file of pipeline stage and tensor-parallel rank {lacking}, of {pp} x {tp}")
+    return [[pickled.load(found[p, t]) for t in range(tp)] for p in range(pp)]
+
+
+def _chunks(path: Path, stages: list[list[dict[str, Any]]]) -> Iterator[list[Names]]:
+    """The chunks of the model in its order, each as the parts of the tensor-parallel ranks."""
+    keys = [key for key in stages[0][0] if re.fullmatch(r"model\d*", key)]
+    check(bool(keys), f"{path} holds no model")
+    for key in sorted(keys, key=lambda key: int(key[5:] or 0)):
+        for ranks in stages:
+            check(all(isinstance(rank.get(key), dict) for rank in ranks), f"{path}: a rank holds no {key}")
+            yield [dict(_named(rank[key])) for rank in ranks]
+
+
+def _named(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dictionaries, under our names."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _named(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor) and (name := our_name(prefix + key)):
+            yield name, value
+
+
+def _numbered(chunks: list[list[Names]]) -> dict[str, list[Tensor]]:
+    """Global name -> the parts of the tensor-parallel ranks; layers are numbered over all chunks."""
+    ranks: dict[str, list[Tensor]] = {}
+    before = 0
+    for chunk in chunks:
+        for name in chunk[0]:
+            local = layer_of(name)
+            number = name if local is None else name.replace(f"{_LAYER}{local}.", f"{_LAYER}{before + local}.", 1)
+            ranks.setdefault(number, [rank[name] for rank in chunk if name in rank])
+        before += 1 + max((layer for layer in map(layer_of, chunk[0]) if layer is not None), default=-1)
+    return ranks
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Puts global tensors together. ranks: the parts of each, as the files have them."""
+
+    path: Path
+    model: ModelConfig
+    version: float
+    specs: dict[str, ParameterSpec]
+    ranks: dict[str, list[Tensor]]
+
+    def check(self) -> None:
+        """ValueError for a weight that is missing or of another size, and for a tensor that is none of the model's."""
+        for name, spec in self.specs.items():
+            check(name in self.ranks, f"{self.path} holds no {name}")
+            parts = self.ranks[name]
+            check_elements(self.path, spec, sum(part.numel() for part in (parts if spec.partition_dim is not None else parts[:1])))
+        check_rest(self.path, set(self.ranks) - set(self.specs) - ({OUTPUT} if self.model.tied else set()))
+
+    def __call__(self, name: str) -> Tensor:
+        spec, parts = self.specs[name], self.ranks[name]
+        if spec.partition_dim is None:
+            return parts[0].contiguous()
+        if name in VOCABULARY:
+            return torch.cat(parts)[: spec.shape[0]].contiguous()
+        shape = list(spec.shape)
+        shape[spec.partition_dim] //= len(parts)
+        if ".linear_qkv." in name:
+            parts = [self._by_head(part) for part in parts]
+        return torch.cat([part.reshape(shape) for part in parts], spec.partition_dim)
+
+    def _by_head(self, part: Tensor) -> Tensor:
+        """A rank's queries, keys and values, a head's together: before version 2 they were in another order."""
+        heads, d = part.shape[0] // (3 * self.model.kv_channels), self.model.kv_channels
+        if self.version >= 2:
+            return part
+        if self.version >= 1:
+            return part.view(heads, d, 3, -1).transpose(1, 2).reshape(part.shape)
+        return part.view(3, heads, d, -1).transpose(0, 1).reshape(part.shape)
+
+
+def save_legacy(weights: Weights, directory: Path, tp: int, pp: int, fused: bool, multiple: int) -> None:
+    """Write the weights as a release checkpoint of tp x pp ranks. fused: under the names of transformer engine. multiple: the
+    vocabulary's rows are padded to one of this x tp.
+
+    A rank's part is in memory at a time. ValueError where sizes do not divide.
+    """
+    model = replace(weights.model, make_vocab_size_divisible_by=multiple)
+    weights = replace(weights, model=model)
+    for name, value, size in (("attention heads", model.num_attention_heads, tp), ("query groups", model.query_groups, tp),
+                              ("MLP width", model.ffn_hidden_size, tp), ("layers", model.num_layers, pp)):
+        check(value % size == 0, f"{value} {name} are not divisible by {size} ranks: change --tensor-model-parallel-size or "
+              "--pipeline-model-parallel-size")
+    for stage in range(pp):
+        for rank in range(tp):
+            folder = directory / "release" / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pp > 1))
+            folder.mkdir(parents=True)
+            torch.save(_rank_contents(weights, rank, tp, stage, pp, fused), folder / FILE)
+    write_text(directory / TRACKER, "release")
+
+
+def _rank_contents(weights: Weights, rank: int, tp: int, stage: int, pp: int, fused: bool) -> dict[str, Any]:
+    model, each = weights.model, weights.model.num_layers // pp
+    rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
+    state = {}
+    for name, spec in specs(model).items():
+        if (theirs := _name_on_stage(name, stage, pp, each, model.tied)) is not None:
+            part = _part(weights.read(name), spec, rank, tp, rows if name in VOCABULARY else None)
+            state[transformer_engine_name(theirs) if fused else theirs] = part
+    if model.tied and stage == pp - 1 > 0:
+        spec = specs(model)[WORD_EMBEDDINGS]
+        state[OUTPUT] = _part(weights.read(WORD_EMBEDDINGS), spec, rank, tp, rows)
+    dtype = next(iter(weights.dtypes.values()))
+    return {"args": arguments_of(model, rows, dtype, tp, pp), "checkpoint_version": VERSION, "iteration": 0, "model": state}
+
+
+def _name_on_stage(name: str, stage: int, pp: int, each: int, tied: bool) -> str | None:
+    """What a stage of `each` layers calls a weight; None where another one has it."""
+    layer = layer_of(name)
+    if layer is None:
+        return name if stage == (0 if name.startswith("embedding.") else pp - 1) else None
+    return name.replace(f"{_LAYER}{layer}.", f"{_LAYER}{layer % each}.", 1) if layer // each == stage else None
+
+
+def _part(whole: Tensor, spec: ParameterSpec, rank: int, tp: int, rows: int | None) -> Tensor:
+    """A rank's part of a global tensor, in memory of its own. rows: of a vocabulary, which its last one pads as in Megatron-LM."""
+    if rows is not None:
+        whole = torch.cat([whole, whole[-1:].expand(rows - len(whole), -1)])
+    part = whole if spec.partition_dim is None else whole.chunk(tp, spec.partition_dim)[rank]
+    gated = ".linear_fc1." in spec.name and spec.partition_dim == 1
+    return (part.flatten(0, 1) if gated else part).clone(memory_format=torch.contiguous_format)

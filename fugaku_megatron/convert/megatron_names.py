@@ -1,0 +1,104 @@
+"""What Megatron-LM calls the model: its arguments as ModelConfig, and its tensors' names as ours, of old and new versions.
+
+Facts: megatron/training/arguments.py, megatron/training/checkpointing.py, megatron/core/models/gpt, megatron/legacy/model.
+Test: pytest tests/test_convert_megatron.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ..run.checks import check, check_kind
+from ..run.model_config import LEARNED, NO_POSITIONS, ROPE, ModelConfig
+
+VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
+# (their argument, its value where the block can do it, and what leaving it out means)
+_ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("num_experts", (None,)), ("multi_latent_attention", (False, None)), ("apply_layernorm_1p", (False, None)),
+    ("squared_relu", (False, None)), ("rotary_seq_len_interpolation_factor", (None, 1)), ("quick_geglu", (False, None)),
+    ("hybrid_override_pattern", (None,)), ("window_attn_skip_freq", (None,)), ("softmax_type", ("vanilla", None)))
+# Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
+_ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
+_OWN = ("disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "make_vocab_size_divisible_by")
+
+# In this order: what a name of theirs has, and what it is here.
+_RENAMES = tuple((re.compile(pattern), ours) for pattern, ours in (
+    (r"^(module\.|model\.)+", ""), (r"^language_model\.", ""), (r"^(encoder|transformer)\.", "decoder."),
+    (r"\.attention\.", ".self_attention."),
+    (r"\.query_key_value\.", ".linear_qkv."), (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.dense_h_to_4h\.", ".linear_fc1."), (r"\.dense_4h_to_h\.", ".linear_fc2."), (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."), (r"\.final_norm\.", ".final_layernorm."),
+    (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+    (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm.")))
+_UNUSED = re.compile(r".*(_extra_state|inv_freq).*|word_embeddings_for_head\..*|word_embeddings\..*")  # no weights, or copies
+_FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def our_name(theirs: str) -> str | None:
+    """Our name of a tensor of theirs, numbered as there; None for what is no weight, or is one that stands elsewhere as well."""
+    name = theirs
+    for pattern, ours in _RENAMES:
+        name = pattern.sub(ours, name)
+    return None if _UNUSED.fullmatch(name) else name
+
+
+def transformer_engine_name(ours: str) -> str:
+    """What Megatron-LM calls it where transformer engine has a norm together with the product behind it."""
+    for norm, fused in _FUSED.items():
+        if ours.startswith("decoder.layers."):
+            ours = ours.replace(norm, fused)
+    return ours
+
+
+def model_of(args: argparse.Namespace, rows: int, vocab_size: int | None) -> ModelConfig:
+    """The model that Megatron-LM's arguments describe. rows: of its embedding. vocab_size: as given by the user, or None.
+
+    ValueError naming the argument and its value where the block cannot be that.
+    """
+    given = vars(args)
+    for name, values in _ONLY:
+        check(given.get(name, values[0]) in values, f"{name} is {given.get(name)!r:.60}, and the block computes {values[0]}")
+    values = {**dict(_values(given)), "vocab_size": vocab_size or given.get("vocab_size") or rows,
+              "position_embedding_type": _positions(given), "disable_bias_linear": not given.get("add_bias_linear", True)}
+    check(0 < values["vocab_size"] <= rows, f"the vocabulary has {values['vocab_size']} tokens, its embedding {rows} rows")
+    if window := given.get("window_size"):
+        values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
+    tanh = values.get("swiglu") or given.get("bias_gelu_fusion", True) or given.get("openai_gelu")
+    check(tanh, "bias_gelu_fusion is False, which is exact GELU there, and the block computes its tanh form")
+    return ModelConfig(**values)
+
+
+def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """ModelConfig's fields that are arguments of theirs of the same meaning."""
+    for f in fields(ModelConfig):
+        name = next((name for name in _ALSO.get(f.name, (f.name,)) if given.get(name) is not None), None)
+        if name and f.name not in _OWN:
+            check_kind(f, given[name])
+            yield f.name, given[name]
+
+
+def _positions(given: dict[str, Any]) -> str:
+    if given.get("use_rotary_position_embeddings"):
+        return ROPE
+    kind = given.get("position_embedding_type", LEARNED)
+    return NO_POSITIONS if kind == LEARNED and not given.get("add_position_embedding", True) else kind
+
+
+def arguments_of(model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int) -> argparse.Namespace:
+    """The arguments that Megatron-LM keeps in a checkpoint, as far as they say what the model is. rows: of its embedding."""
+    same = {f.name: getattr(model, f.name) for f in fields(ModelConfig) if f.name not in _OWN}
+    same["num_query_groups"] = model.num_query_groups or 1  # its default, which counts with group_query_attention
+    window = None if model.window is None else (model.window - 1, 0)
+    return argparse.Namespace(
+        **same, norm_epsilon=model.layernorm_epsilon, add_bias_linear=not model.disable_bias_linear,
+        position_embedding_type=model.position_embedding_type, add_position_embedding=model.learned_positions, window_size=window,
+        vocab_size=model.vocab_size, padded_vocab_size=rows, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+        bias_gelu_fusion=True, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=None, params_dtype=dtype, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16,
+        tokenizer_type="GPT2BPETokenizer", iteration=0, consumed_train_samples=0, consumed_valid_samples=0)
