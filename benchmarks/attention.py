@@ -1,56 +1,93 @@
 """Causal attention between its two projections: forward alone, forward and backward, against torch's scaled_dot_product_attention.
 
-Shapes are those of fugaku_megatron.run.accounting: sequence s, this rank's heads, head size d. Both sides read and write Megatron's
-fused (s, b, heads * 3 * d) tensor; torch's side works on (b, heads, s, d) views of it. FLOPs are those of
-kernels_sve/kernels.inc: forward's two products below the diagonal, and 2.5 times as many in backward, which computes S and dP
-again. Left out: dropout, the projections.
+Shapes are those of fugaku_megatron.run.accounting: sequence s, this rank's heads and groups, head size d. Both sides read and write
+Megatron's fused (s, b, (heads + 2 groups) d) tensor; torch's side works on (b, heads, s, d) and (b, groups, s, d) views of it, with
+enable_gqa or, with --rival repeated, on keys and values that are repeated for every query head, as transformers does. A window is a
+mask there. FLOPs are those of kernels_sve/kernels.inc: forward's two products below the diagonal and inside the window, and 2.5
+times as many in backward, which computes S and dP again. Left out: dropout, the projections.
 
     python -m benchmarks attention --recipe 124m                                        12 heads, s 1024, d 64
+    python -m benchmarks attention --recipe 124m --num-query-groups 3                   4 of them to a key and a value
     python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4          14 heads, s 2048, d 128
+    python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4 --window-size 511,0
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.run import accounting
-
+from . import shapes
 from .driver import DTYPES, Call, Case
-from .shapes import add_arguments, run_of
 
 __all__ = ["add_arguments", "cases"]
+RIVALS = {"gqa": "torch sdpa", "repeated": "torch sdpa of repeated keys"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model's shapes, and what torch does with groups."""
+    shapes.add_arguments(parser)
+    shapes.add_attention_arguments(parser)
+    parser.add_argument("--rival", default="gqa", choices=RIVALS, help="torch's way with groups: enable_gqa, or keys and values "
+                        "repeated (default: %(default)s)")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one rank computes: heads in groups over s tokens, d elements each; a window of tokens, None for all."""
+
+    heads: int
+    groups: int
+    s: int
+    d: int
+    window: int | None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Heads, s and d; the groups after the heads and the window at the end where they say something."""
+        groups, window = (self.groups,) * (self.groups < self.heads), (self.window or 0,) * (self.window is not None)
+        return self.heads, *groups, self.s, self.d, *window
+
+    @property
+    def slots(self) -> tuple[int, int, int]:
+        """Queries, keys and values of a group."""
+        return self.heads // self.groups, 1, 1
+
+
+def shape_of(options: argparse.Namespace) -> Shape:
+    """A rank's shape in the run of `options`."""
+    run, tp = shapes.run_of(options), options.tensor_model_parallel_size
+    model = run.model
+    return Shape(model.num_attention_heads // tp, model.query_groups // tp, model.seq_length, model.kv_channels, model.window)
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Forward, and forward with backward."""
-    run, tp, b = run_of(options), options.tensor_model_parallel_size, options.micro_batch_size
-    record = next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
-    s, _, d = record.gemm
-    heads = record.gemm_count // b
+    shape, b = shape_of(options), options.micro_batch_size
     torch.manual_seed(0)
-    qkv = torch.randn(s, b, heads * 3 * d).to(DTYPES[options.dtype])
-    dout = torch.randn(s, b, heads * d).to(qkv.dtype)
-    out, dqkv, lse = torch.empty_like(dout), torch.empty_like(qkv), torch.empty(b, heads, s)
-    forward, both = torch_calls(qkv, dout, heads)
-    call = Call("attention_forward", qkv, out, lse)
-    common = {"shape": (heads, s, d), "baseline": "torch sdpa", "details": {"micro_batch_size": b}}
-    yield Case(op="attention_forward", calls=(call,), baseline_run=forward, error=lambda: error(qkv, dout, heads, out, None),
+    qkv = torch.randn(shape.s, b, (shape.heads + 2 * shape.groups) * shape.d).to(DTYPES[options.dtype])
+    dout = torch.randn(shape.s, b, shape.heads * shape.d).to(qkv.dtype)
+    out, dqkv, lse = torch.empty_like(dout), torch.empty_like(qkv), torch.empty(b, shape.heads, shape.s)
+    forward, both = torch_calls(qkv, dout, shape, options.rival)
+    call = Call("attention_forward", qkv, out, lse, window=shape.window)
+    back = Call("attention_backward", qkv, out, lse, dout, dqkv, window=shape.window)
+    common = {"shape": shape.numbers, "baseline": RIVALS[options.rival], "details": {"micro_batch_size": b}}
+    yield Case(op="attention_forward", calls=(call,), baseline_run=forward, error=lambda: error(qkv, dout, shape, out, None),
                **common)
-    yield Case(op="attention", calls=(call, Call("attention_backward", qkv, out, lse, dout, dqkv)), baseline_run=both,
-               error=lambda: error(qkv, dout, heads, out, dqkv), **common)
+    yield Case(op="attention", calls=(call, back), baseline_run=both, error=lambda: error(qkv, dout, shape, out, dqkv), **common)
 
 
-def torch_calls(qkv: Tensor, dout: Tensor, heads: int) -> tuple[Callable[[], object], Callable[[], None]]:
+def torch_calls(qkv: Tensor, dout: Tensor, shape: Shape, rival: str) -> tuple[Callable[[], object], Callable[[], None]]:
     """(forward, forward and backward) of torch on the same tensor."""
-    leaf = qkv.detach().clone().requires_grad_()
+    leaf, mask = qkv.detach().clone().requires_grad_(), mask_of(shape)
 
     def forward() -> Tensor:
-        return sdpa(leaf, heads)
+        return sdpa(leaf, shape, mask, rival)
 
     def both() -> None:
         leaf.grad = None
@@ -59,20 +96,34 @@ def torch_calls(qkv: Tensor, dout: Tensor, heads: int) -> tuple[Callable[[], obj
     return torch.no_grad()(forward), both
 
 
-def sdpa(qkv: Tensor, heads: int) -> Tensor:
-    """(s, b, heads 3 d) -> (s, b, heads d)."""
+def mask_of(shape: Shape) -> Tensor | None:
+    """(s, s), true where a query sees a key; None without a window, for which torch has a flag."""
+    if shape.window is None:
+        return None
+    return torch.ones(shape.s, shape.s, dtype=torch.bool).tril().triu(1 - shape.window)
+
+
+def sdpa(qkv: Tensor, shape: Shape, mask: Tensor | None, rival: str) -> Tensor:
+    """(s, b, (heads + 2 groups) d) -> (s, b, heads d), of as many groups as qkv has."""
     s, b, _ = qkv.shape
-    q, k, v = qkv.view(s, b, heads, 3, -1).permute(3, 1, 2, 0, 4)  # (b, heads, s, d) each
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).reshape(s, b, -1)
+    slots = qkv.view(s, b, -1, sum(shape.slots), shape.d).permute(1, 2, 3, 0, 4)  # (b, groups, heads / groups + 2, s, d)
+    q, k, v = slots.split(shape.slots, dim=2)
+    if rival == "repeated":
+        k, v = (x.expand_as(q).reshape(b, -1, s, shape.d) for x in (k, v))
+    else:
+        k, v = k.flatten(1, 2), v.flatten(1, 2)
+    context = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=mask, is_causal=mask is None,
+                                             enable_gqa=rival == "gqa" and shape.groups < shape.heads)
+    return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
-def error(qkv: Tensor, dout: Tensor, heads: int, out: Tensor, dqkv: Tensor | None) -> float:
-    """Largest difference of the last sample's last head from double precision, relative to the largest value there."""
-    d = dout.shape[-1] // heads
-    one = qkv[:, -1:, -3 * d:].double().requires_grad_()  # (s, 1, 3 d)
-    exact = sdpa(one, 1)
-    pairs = [(out[:, -1:, -d:], exact.detach())]
+def error(qkv: Tensor, dout: Tensor, shape: Shape, out: Tensor, dqkv: Tensor | None) -> float:
+    """Largest difference of the last sample's last group from double precision, relative to the largest value there."""
+    one_in, one_out = sum(shape.slots) * shape.d, shape.slots[0] * shape.d
+    one = qkv[:, -1:, -one_in:].double().requires_grad_()  # (s, 1, (heads / groups + 2) d)
+    exact = sdpa(one, shape, mask_of(shape), "repeated")
+    pairs = [(out[:, -1:, -one_out:], exact.detach())]
     if dqkv is not None:
-        exact.backward(dout[:, -1:, -d:].double())
-        pairs.append((dqkv[:, -1:, -3 * d:], one.grad))
+        exact.backward(dout[:, -1:, -one_out:].double())
+        pairs.append((dqkv[:, -1:, -one_in:], one.grad))
     return max(float((got.double() - right).abs().max() / right.abs().max()) for got, right in pairs)

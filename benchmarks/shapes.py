@@ -26,10 +26,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_of(options: argparse.Namespace, **fields: Any) -> RunConfig:
     """The run of `options`, with other `fields`. ValueError for sizes that do not fit together."""
     values = {"micro_batch_size": options.micro_batch_size, "tensor_model_parallel_size": options.tensor_model_parallel_size,
-              "global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe), **fields}
+              "global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe),
+              **attention_fields(options), **fields}
     run = make_run(options.recipe, values)
     Layout.from_run(run, run.parallel.tensor_model_parallel_size * run.parallel.pipeline_model_parallel_size)
     return run
+
+
+def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
+    """Groups and window, where the recipe has others."""
+    parser.add_argument("--num-query-groups", type=int, metavar="N", help="groups of heads that share a key and a value")
+    parser.add_argument("--window-size", metavar="LEFT,0", help="a token sees itself and LEFT tokens before it")
+
+
+def attention_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """What the options of `add_attention_arguments` say; nothing in families without them."""
+    groups, window = (getattr(options, name, None) for name in ("num_query_groups", "window_size"))
+    return ({"group_query_attention": True, "num_query_groups": groups} if groups is not None else {}) | (
+        {"window_size": window} if window is not None else {})
 
 
 def vocabulary(recipe: str) -> int:

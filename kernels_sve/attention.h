@@ -1,11 +1,16 @@
 // Causal self-attention, forward and backward, on Megatron's fused layout, without ever holding an s x s matrix.
 //
-//   qkv, dqkv   (s, b, heads * 3 * d)    per position and sample: for each head its query, key and value
-//   out, dout   (s, b, heads * d)        lse (b, heads, s) FP32: natural log of the sum of exp(scores / sqrt(d))
+//   qkv, dqkv   (s, b, (heads + 2 groups) d)    per position and sample: for each group its heads / groups queries, its key and
+//                                               its value
+//   out, dout   (s, b, heads * d)               lse (b, heads, s) FP32: natural log of the sum of exp(scores / sqrt(d))
+//
+// Query heads of a group share its key and value (Ainslie et al., GQA, 2023), which are packed once for all of them and never
+// repeated. With a window, query i sees the keys i - window < j <= i (Beltagy et al., Longformer, 2020): tiles that lie outside
+// are left out, those at its two edges masked.
 //
 // Products are FP32, or BF16 with FP32 sums where tensors are BF16 and the target has a dot product of pairs. Dropout
 // of the probabilities is that of the kernel `dropout` on (b, heads, s, s), recomputed in both passes. Results have the
-// same bits for any number of threads. Left out: masks other than causal, fewer key heads than query heads.
+// same bits for any number of threads. Left out: masks other than these.
 // Reference: reference_attention.cc. Tested by tests/kernels/test_attention.py; timed by benchmarks/attention.py.
 #pragma once
 #include "attention_backward.h"

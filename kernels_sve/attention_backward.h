@@ -1,61 +1,133 @@
-// Backward pass: one task is every `groups`-th block of keys of one head; lanes are keys. Per block of keys and of
-// queries, with delta = sum of dO O over d:
+// Backward pass: one task is every `partials`-th block of keys against one query head; lanes are keys. Per block of keys and
+// of queries, with delta = sum of dO O over d:
 //
 //   P = 2^(c Q K^T - c lse)    dS = P (dO V^T - delta)    dV += P^T dO    dK += dS^T Q    dQ += dS K
 //
 // (Dao et al., FlashAttention, 2022, algorithm 4; the factor 1 / sqrt(d) comes in where gradients leave). dK and dV
-// belong to one task. dQ is summed per task into a partial of its own, and the partials in order at the end: their
-// number follows from s alone, so results depend neither on threads nor on the heads and samples that a call holds.
+// belong to one task, and where query heads share a key and a value, their parts are summed in the order of heads at the end.
+// So is dQ, which every task sums into a partial of its own: their number follows from s alone, so results depend neither on
+// threads nor on the groups and samples that a call holds.
 // Included by attention.h.
 #pragma once
 #include "attention_block.h"
 
 namespace fm::FM_TARGET {
 
+// A call, and the heads that are worked on at once: `count` from `first` on, whole groups or a part of one. Members count
+// heads and groups from the first of these.
+template <class P, class T>
+struct BackwardRun {
+  const AttentionShape& shape;
+  const AttentionArgs& args;
+  const T *qkv, *out, *dout;
+  const float* lse;
+  T* dqkv;
+  float* memory;
+  int64_t first, count;
+
+  float scale() const { return 1.0f / __builtin_sqrtf(static_cast<float>(args.d)); }
+  int64_t groups() const { return max(1, count / shape.share); }
+  // Packed keys of a group, then its sums of dK and dV.
+  float* group_memory(int64_t group) const {
+    return memory + shape.heads_at_once * shape.head_floats(P::STEP) + group * shape.group_floats(P::STEP);
+  }
+  BackwardHead<P> head(int64_t local) const {
+    const int64_t operand = shape.matrix() / P::STEP;
+    float *const at = memory + local * shape.head_floats(P::STEP), *const rows = at + 4 * operand;
+    float *const dquery = rows + 2 * shape.s_padded, *const dkey = dquery + shape.dquery_partials() * shape.matrix();
+    const auto words = [](float* floats) { return reinterpret_cast<typename P::Word*>(floats); };
+    return {words(at), words(at + operand), words(at + 2 * operand), words(at + 3 * operand),
+            words(group_memory(local / shape.share)),
+            rows, rows + shape.s_padded,
+            dquery, dkey, dkey + shape.matrix()};
+  }
+};
+
+// Packs the keys and values of the block that begins at m.k0; dK and dV of a head that shares them go to its own memory.
+template <class P, class T>
+static void begin_keys(const BackwardRun<P, T>& run, const BackwardHead<P>& head, BackwardBlock<P>& m, int64_t group) {
+  const AttentionShape& shape = run.shape;
+  const int64_t words = shape.d_padded / P::STEP;
+  for (int64_t g = 0; g < LANE_GROUPS; ++g) {
+    pack_lanewise<P>(shape.key_value(run.qkv, group, 0), m.k0 + g * LANES, m.key + g * words * LANES, words);
+    pack_lanewise<P>(shape.key_value(run.qkv, group, 1), m.k0 + g * LANES, m.value + g * words * LANES, words);
+  }
+  if (shape.share > 1) m.dkey = head.dkey + m.k0 * shape.d_padded, m.dvalue = head.dvalue + m.k0 * shape.d_padded;
+  for (int64_t i = 0; i < BLOCK * shape.d_padded; i += VL) {
+    store_aligned(m.dkey + i, vf{});
+    store_aligned(m.dvalue + i, vf{});
+  }
+}
+
+// Rows [first, first + LANES) of `to` = factor * sum.
+template <class T>
+static void write_rows(const float* sum, const Rows<T>& to, int64_t first, float factor) {
+  for (int64_t r = 0; r < LANES && first + r < to.s; r += VL) unpack_rows(sum + r, first + r, to, broadcast(factor));
+}
+
 template <class P, bool DROPOUT, class T>
-static void backward_task(const AttentionShape& shape, const AttentionArgs& a, const BackwardHead<P>& head,
-                          const T* qkv, T* dqkv, int64_t index, int64_t group, int64_t groups) {
-  BackwardBlock<P> m = backward_memory<P>(shape.d_padded);
-  const int64_t words = shape.d_padded / P::STEP, matrix = BLOCK * shape.d_padded;
-  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(a.d));
-  m.c = LOG2_E * scale, m.keep_scale = keep_scale(a);
-  const HeadDropout dropout(a, index);
-  float* dquery = head.dquery + group * shape.s_padded * shape.d_padded;
-  for (int64_t i = group * matrix; i < shape.s_padded * shape.d_padded; i += VL) store_aligned(dquery + i, vf{});
-  for (m.k0 = group * BLOCK; m.k0 < a.s; m.k0 += groups * BLOCK) {
-    for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-      pack_lanewise<P>(shape.qkv(qkv, index, 1), m.k0 + g * LANES, m.key + g * words * LANES, words);
-      pack_lanewise<P>(shape.qkv(qkv, index, 2), m.k0 + g * LANES, m.value + g * words * LANES, words);
-    }
-    for (int64_t i = 0; i < 2 * matrix; i += VL) store_aligned(m.dkey + i, vf{});
-    for (m.q0 = m.k0; m.q0 < a.s; m.q0 += BLOCK) {
+static void backward_task(const BackwardRun<P, T>& run, int64_t local, int64_t partial) {
+  const AttentionShape& shape = run.shape;
+  const int64_t d = shape.d_padded, index = run.first + local, group = index / shape.share;
+  const BackwardHead<P> head = run.head(local);
+  BackwardBlock<P> m = backward_memory<P>(d);
+  m.c = LOG2_E * run.scale(), m.keep_scale = keep_scale(run.args), m.window = shape.window;
+  const HeadDropout dropout(run.args, index);
+  float* dquery = head.dquery + partial * shape.matrix();
+  int64_t zeroed = 0;  // rows of dquery
+  for (m.k0 = partial * BLOCK; m.k0 < shape.s; m.k0 += shape.dquery_partials() * BLOCK) {
+    const int64_t end = min(shape.s_padded, round_up(m.k0 + BLOCK - 1 + shape.window, BLOCK));  // of its queries
+    for (int64_t i = max(zeroed, m.k0) * d; i < end * d; i += VL) store_aligned(dquery + i, vf{});
+    zeroed = end;
+    begin_keys(run, head, m, group);
+    for (m.q0 = m.k0; m.q0 < min(shape.s, end); m.q0 += BLOCK) {
       if (DROPOUT) block_dropout(dropout, m);
-      block_scores<P, DROPOUT>(head, m, words);
+      block_scores<P, DROPOUT>(head, m, d / P::STEP);
       typename P::Word* prob = DROPOUT || P::STEP == 2 ? m.prob_words : reinterpret_cast<typename P::Word*>(m.prob);
       block_gradients(head, m, shape, prob, dquery);
     }
-    for (int64_t r = 0; r < BLOCK && m.k0 + r < a.s; r += VL) {
-      const int64_t from = r / LANES * LANES * shape.d_padded + r % LANES;
-      unpack_rows(m.dkey + from, m.k0 + r, shape.qkv(dqkv, index, 1), broadcast(scale));
-      unpack_rows(m.dvalue + from, m.k0 + r, shape.qkv(dqkv, index, 2), broadcast(m.keep_scale));
+    for (int64_t r = 0; shape.share == 1 && r < BLOCK; r += LANES) {
+      write_rows(m.dkey + r * d, shape.key_value(run.dqkv, group, 0), m.k0 + r, run.scale());
+      write_rows(m.dvalue + r * d, shape.key_value(run.dqkv, group, 1), m.k0 + r, m.keep_scale);
     }
   }
 }
 
-// Sums the partials of queries [first, first + LANES) in order and writes the rows.
-template <class P, class T>
-static void reduce_dquery(const AttentionShape& shape, const BackwardHead<P>& head, const Rows<T>& to, int64_t first,
-                          int64_t groups) {
-  const int64_t whole = shape.s_padded * shape.d_padded, matrix = LANES * shape.d_padded;
-  const int64_t partials = min(groups, first / BLOCK + 1);
-  float* sum = static_cast<float*>(scratch(0, matrix * sizeof(float)));
-  for (int64_t i = 0; i < matrix; i += VL) {
-    vf total = load_aligned(head.dquery + first * shape.d_padded + i);
-    for (int64_t g = 1; g < partials; ++g) total += load_aligned(head.dquery + g * whole + first * shape.d_padded + i);
+// sum = `count` parts, part(i) for i < count, in order; onto what sum holds if `goes_on`.
+template <class F>
+FM_INLINE void add_parts(float* sum, const F& part, int64_t count, int64_t floats, bool goes_on) {
+  for (int64_t i = 0; i < floats; i += VL) {
+    vf total = load_aligned((goes_on ? sum : part(0)) + i);
+    for (int64_t p = goes_on ? 0 : 1; p < count; ++p) total += load_aligned(part(p) + i);
     store_aligned(sum + i, total);
   }
-  const vf scale = broadcast(1.0f / __builtin_sqrtf(static_cast<float>(shape.d)));
-  for (int64_t r = 0; r < LANES && first + r < shape.s; r += VL) unpack_rows(sum + r, first + r, to, scale);
+}
+
+// Rows [row, row + LANES) of dQ: the partials of the blocks of keys that these queries see.
+template <class P, class T>
+static void reduce_dquery(const BackwardRun<P, T>& run, int64_t local, int64_t row) {
+  const AttentionShape& shape = run.shape;
+  const int64_t partials = shape.dquery_partials(), floats = LANES * shape.d_padded;
+  const int64_t last = row / BLOCK, first = max(0, last * BLOCK + 1 - shape.window) / BLOCK;
+  float *sum = static_cast<float*>(scratch(0, floats * sizeof(float))), *dquery = run.head(local).dquery;
+  const auto part = [&](int64_t i) { return dquery + (first + i) % partials * shape.matrix() + row * shape.d_padded; };
+  add_parts(sum, part, min(partials, last - first + 1), floats, false);
+  write_rows(sum, shape.query(run.dqkv, run.first + local), row, run.scale());
+}
+
+// Rows [row, row + LANES) of dK (part 0) or dV (1): the group's heads at hand, after those of it that came before.
+template <class P, class T>
+static void reduce_dkey_dvalue(const BackwardRun<P, T>& run, int64_t group, int part, int64_t row) {
+  const AttentionShape& shape = run.shape;
+  const int64_t heads = run.count / run.groups(), at = row * shape.d_padded, end = run.first + (group + 1) * heads;
+  const BackwardHead<P> head = run.head(group * heads);
+  float* sum = run.group_memory(group) + shape.matrix() / P::STEP + part * shape.matrix() + at;
+  const float* first = (part == 0 ? head.dkey : head.dvalue) + at;
+  const auto of_head = [&](int64_t i) { return first + i * shape.head_floats(P::STEP); };
+  add_parts(sum, of_head, heads, LANES * shape.d_padded, run.first % shape.share != 0);
+  if (end % shape.share) return;
+  write_rows(sum, shape.key_value(run.dqkv, end / shape.share - 1, part), row,
+             part == 0 ? run.scale() : keep_scale(run.args));
 }
 
 // lse and delta of rows [begin, end).
@@ -72,54 +144,42 @@ static void row_statistics(const BackwardHead<P>& head, const Rows<const T>& out
   }
 }
 
-template <class P>
-static BackwardHead<P> backward_head(const AttentionShape& shape, void* memory, int64_t index, int64_t groups) {
-  using Word = typename P::Word;
-  const int64_t matrix = shape.s_padded * shape.d_padded, operand = matrix / P::STEP;
-  float* at = static_cast<float*>(memory) + index * (5 * operand + 2 * shape.s_padded + groups * matrix);
-  Word* words = reinterpret_cast<Word*>(at);
-  float* rows = at + 5 * operand;
-  return {words, words + operand,       words + 2 * operand,      words + 3 * operand, words + 4 * operand,
-          rows,  rows + shape.s_padded, rows + 2 * shape.s_padded};
-}
-
+// Rows [row, row + BLOCK) of a head, and of its group's keys if it is the group's first.
 template <class P, class T>
-static void pack_backward(const AttentionShape& shape, const BackwardHead<P>& to, const T* qkv, const T* out,
-                          const float* lse, const T* dout, int64_t index, int64_t row) {
+static void pack_backward(const BackwardRun<P, T>& run, int64_t local, int64_t row) {
+  const AttentionShape& shape = run.shape;
+  const BackwardHead<P> to = run.head(local);
   const int64_t words = shape.d_padded / P::STEP, panel = shape.s_padded / P::STEP * ATTENTION_MR, end = row + BLOCK;
-  const Rows<const T> query = shape.qkv(qkv, index, 0), key = shape.qkv(qkv, index, 1),
-                      grad = shape.context(dout, index);
+  const int64_t index = run.first + local;
+  const Rows<const T> query = shape.query(run.qkv, index), grad = shape.context(run.dout, index);
   pack_crosswise<P>(query, row, end, to.query_rows, words);
   pack_crosswise<P>(grad, row, end, to.dout_rows, words);
   pack_columnwise<P>(query, row, end, to.query_columns, shape.d_padded, panel);
   pack_columnwise<P>(grad, row, end, to.dout_columns, shape.d_padded, panel);
-  pack_columnwise<P>(key, row, end, to.keys, shape.d_padded, panel);
-  row_statistics(to, shape.context(out, index), grad, lse + index * shape.s, row, end);
+  if (index % shape.share == 0) {
+    pack_columnwise<P>(shape.key_value(run.qkv, index / shape.share, 0), row, end, to.keys, shape.d_padded, panel);
+  }
+  row_statistics(to, shape.context(run.out, index), grad, run.lse + index * shape.s, row, end);
 }
 
 template <class P, class T>
-static void backward_heads(const T* qkv, const T* out, const float* lse, const T* dout, T* dqkv, const AttentionArgs& a,
-                           const AttentionShape& shape, int64_t first_head, int64_t heads) {
-  const int64_t blocks = shape.s_padded / BLOCK, groups = shape.dquery_partials();
-  const int64_t lane_groups = shape.s_padded / LANES;
-  void* memory = scratch(1, heads * shape.packed_bytes(P::STEP));
-  const auto head_of = [&](int64_t index) { return backward_head<P>(shape, memory, index, groups); };
-  TaskQueue packing{heads * blocks}, keys{heads * groups}, queries{heads * lane_groups};
+static void backward_run(const BackwardRun<P, T>& run) {
+  const AttentionShape& shape = run.shape;
+  const int64_t blocks = shape.s_padded / BLOCK, rows = (shape.s + LANES - 1) / LANES;
+  const int64_t partials = shape.dquery_partials();
+  TaskQueue packing{run.count * blocks}, keys{run.count * partials}, queries{run.count * rows};
+  TaskQueue sums{shape.share > 1 ? run.groups() * 2 * rows : 0};
   parallel_run([&](int, int) {
     for (int64_t task; (task = packing.take()) < packing.tasks;) {
-      pack_backward(shape, head_of(task / blocks), qkv, out, lse, dout, first_head + task / blocks,
-                    task % blocks * BLOCK);
+      pack_backward(run, task / blocks, task % blocks * BLOCK);
     }
     barrier();
-    for (int64_t task; (task = keys.take()) < keys.tasks;) {
-      const int64_t group = task % groups;
-      const auto run = a.p > 0 ? &backward_task<P, true, T> : &backward_task<P, false, T>;
-      run(shape, a, head_of(task / groups), qkv, dqkv, first_head + task / groups, group, groups);
-    }
+    const auto work = run.args.p > 0 ? &backward_task<P, true, T> : &backward_task<P, false, T>;
+    for (int64_t task; (task = keys.take()) < keys.tasks;) work(run, task / partials, task % partials);
     barrier();
-    for (int64_t task; (task = queries.take()) < queries.tasks;) {
-      const int64_t head = first_head + task / lane_groups, first = task % lane_groups * LANES;
-      if (first < a.s) reduce_dquery(shape, head_of(task / lane_groups), shape.qkv(dqkv, head, 0), first, groups);
+    for (int64_t task; (task = queries.take()) < queries.tasks;) reduce_dquery(run, task / rows, task % rows * LANES);
+    for (int64_t task; (task = sums.take()) < sums.tasks;) {
+      reduce_dkey_dvalue(run, task / rows / 2, static_cast<int>(task / rows % 2), task % rows * LANES);
     }
   });
 }
@@ -127,9 +187,14 @@ static void backward_heads(const T* qkv, const T* out, const float* lse, const T
 template <class P, class T>
 static void backward_of(const T* qkv, const T* out, const float* lse, const T* dout, T* dqkv, const AttentionArgs& a) {
   const AttentionShape shape(a);
-  for_heads(shape, [&](int64_t first, int64_t count) {
-    backward_heads<P>(qkv, out, lse, dout, dqkv, a, shape, first, count);
-  });
+  BackwardRun<P, T> run{shape, a, qkv, out, dout, lse, dqkv, nullptr, 0, 0};
+  run.memory = static_cast<float*>(scratch(1, shape.packed_bytes(P::STEP)));
+  for (; run.first < shape.all_heads(); run.first += run.count) {
+    const int64_t left = shape.share > shape.heads_at_once ? shape.share - run.first % shape.share
+                                                           : shape.all_heads() - run.first;
+    run.count = min(shape.heads_at_once, left);
+    backward_run(run);
+  }
 }
 
 }  // namespace fm::FM_TARGET

@@ -8,13 +8,15 @@ namespace fm::FM_TARGET {
 
 constexpr int64_t LANE_GROUPS = BLOCK / LANES;
 
-// What all tasks of a head read, packed once, and where they leave their part of dQ.
+// What all tasks of a query head read, packed once, and where they leave their part of dQ, dK and dV. The keys are those of
+// its group; a head that shares them with others has sums of its own, (s_padded / LANES, d_padded, LANES).
 template <class P>
 struct BackwardHead {
   typename P::Word *query_rows, *dout_rows;               // crosswise
   typename P::Word *query_columns, *dout_columns, *keys;  // columnwise
   float *lse, *delta;                                     // (s_padded): lse times log2(e); +inf and 0 beyond s
-  float* dquery;                                          // (groups, s_padded / LANES, d_padded, LANES)
+  float* dquery;                                          // (partials, s_padded / LANES, d_padded, LANES)
+  float *dkey, *dvalue;
 };
 
 // Memory of one task. For one block of keys: key, value, dkey, dvalue (LANE_GROUPS, d, LANES). For one block of queries
@@ -26,7 +28,7 @@ struct BackwardBlock {
   float *dkey, *dvalue;
   float *prob, *dscore;  // prob: negative where dropped
   int32_t* keep;         // dropout mask
-  int64_t k0, q0;
+  int64_t k0, q0, window;
   float c, keep_scale;
 };
 
@@ -78,11 +80,11 @@ FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m,
       x[v] = load_aligned(m.prob + at + i * LANES + v * VL) * m.c - broadcast(head.lse[q0 + i + v / ATTENTION_NV]);
     }
     exp2_each(x);
-    if (q0 < k0 + LANES) {
+    if (q0 < k0 + LANES || k0 + m.window < q0 + ATTENTION_MR) {
 #pragma GCC unroll 6
       for (int v = 0; v < 2 * ATTENTION_NV; ++v) {
         const vi key = (vi)lane_index() + static_cast<int32_t>(k0 + v % ATTENTION_NV * VL);
-        x[v] = key > static_cast<int32_t>(q0 + i + v / ATTENTION_NV) ? vf{} : x[v];
+        x[v] = hidden(static_cast<int32_t>(q0 + i + v / ATTENTION_NV) - key, m.window) ? vf{} : x[v];
       }
     }
     if constexpr (DROPOUT || P::STEP == 2) {
@@ -148,33 +150,44 @@ FM_INLINE int64_t first_query(const BackwardBlock<P>& m, int64_t g) {
   return max(0, m.k0 + g * LANES - m.q0);
 }
 
+// Where those queries end, by whole groups of lanes.
+template <class P>
+FM_INLINE int64_t end_query(const BackwardBlock<P>& m, int64_t g) {
+  return min(BLOCK, round_up(max(0, m.k0 + (g + 1) * LANES - 1 + m.window - m.q0), LANES));
+}
+
 // P and dS of one block of queries against one block of keys.
 template <class P, bool DROPOUT>
 static void block_scores(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words) {
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    for (int64_t r = first_query(m, g); r < BLOCK; r += ATTENTION_MR) prob_tile<P, DROPOUT>(head, m, words, g, r);
+    const int64_t end = end_query(m, g);
+    for (int64_t r = first_query(m, g); r < end; r += ATTENTION_MR) prob_tile<P, DROPOUT>(head, m, words, g, r);
   }
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    for (int64_t r = first_query(m, g); r < BLOCK; r += ATTENTION_MR) dscore_tile<P, DROPOUT>(head, m, words, g, r);
-    for (int64_t r = first_query(m, g); r < BLOCK; r += VL) cross_dscore(m, g, r);
+    const int64_t end = end_query(m, g);
+    for (int64_t r = first_query(m, g); r < end; r += ATTENTION_MR) dscore_tile<P, DROPOUT>(head, m, words, g, r);
+    for (int64_t r = first_query(m, g); r < end; r += VL) cross_dscore(m, g, r);
   }
 }
 
-// The three sums that follow.
+// The three sums that follow, each over the groups of lanes that have been written.
 template <class P>
 static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>& m, const AttentionShape& shape,
                             typename P::Word* prob_words, float* dquery) {
   const int64_t panel = shape.s_padded / P::STEP * ATTENTION_MR, rows = shape.d_padded;
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    const int64_t r = first_query(m, g), steps = (BLOCK - r) / P::STEP;
+    const int64_t r = first_query(m, g), steps = (end_query(m, g) - r) / P::STEP;
+    if (steps <= 0) continue;
     const int64_t a = (m.q0 + r) / P::STEP * ATTENTION_MR, b = (g * BLOCK + r) / P::STEP * LANES;
     accumulate<P>(m.dvalue + g * rows * LANES, rows, head.dout_columns + a, panel, prob_words + b, steps);
     accumulate<P>(m.dkey + g * rows * LANES, rows, head.query_columns + a, panel, m.dscore_words + b, steps);
   }
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    const int64_t q0 = m.q0 + g * LANES, keys = min(BLOCK, q0 + LANES - m.k0);
-    accumulate<P>(dquery + q0 * rows, rows, head.keys + m.k0 / P::STEP * ATTENTION_MR, panel,
-                  m.dscore_crossed + g * BLOCK / P::STEP * LANES, keys / P::STEP);
+    const int64_t q0 = m.q0 + g * LANES, end = min(BLOCK, q0 + LANES - m.k0);
+    const int64_t k = max(0, q0 + 1 - m.window - m.k0) / LANES * LANES, steps = (end - k) / P::STEP;
+    if (steps <= 0) continue;
+    accumulate<P>(dquery + q0 * rows, rows, head.keys + (m.k0 + k) / P::STEP * ATTENTION_MR, panel,
+                  m.dscore_crossed + (g * BLOCK + k) / P::STEP * LANES, steps);
   }
 }
 

@@ -1,6 +1,6 @@
 // Forward pass: one task is LANES queries of one head, lanes are queries, so a softmax needs no operation across lanes.
 //
-//   for blocks of keys up to the diagonal:
+//   for blocks of keys from the window's first up to the diagonal:
 //     S = K Q^T (keys, LANES)    P = 2^(c S - c m)    O^T = O^T 2^(c m_old - c m) + V^T P
 //
 // with c = log2(e) / sqrt(d), m the running maximum of a query and l the running sum of P (online softmax: Milakov and
@@ -15,29 +15,58 @@ constexpr int64_t BLOCK = Tuning::ATTENTION_BLOCK, KEY_BLOCK = Tuning::KEY_BLOCK
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
+static_assert(KEY_BLOCK >= LANES + ATTENTION_MR, "in the first round every query sees a key of its window");
 
-// The sizes of a call, and where each head's matrices lie.
+// The sizes of a call, where each head's matrices lie, and how many heads are worked on at once: that bounds the packed copies
+// whatever the batch, and keeps them in cache, with work enough for all threads. `head` counts (sample, query head) pairs,
+// `group` counts (sample, group) pairs; share: query heads of a group.
 struct AttentionShape {
-  int64_t s, b, heads, d, s_padded, d_padded;
+  int64_t s, b, heads, d, window, share, s_padded, d_padded, groups_at_once, heads_at_once;
   explicit AttentionShape(const AttentionArgs& a)
-      : s(a.s), b(a.b), heads(a.heads), d(a.d), s_padded(round_up(a.s, BLOCK)), d_padded(round_up(a.d, ATTENTION_MR)) {}
-  int64_t all_heads() const { return b * heads; }
-  int64_t dquery_partials() const { return min(s_padded / BLOCK, Tuning::DQUERY_PARTIALS); }
-  // Bytes per head of what backward packs and sums, `step` elements to a packed word. Forward packs less, but takes as much:
-  // a buffer that grew later would leave its old place empty.
-  size_t packed_bytes(int64_t step) const {
-    return static_cast<size_t>(s_padded * ((5 / step + 1 + dquery_partials()) * d_padded + 2)) * sizeof(float);
+      : s(a.s),
+        b(a.b),
+        heads(a.heads),
+        d(a.d),
+        window(a.window < a.s ? a.window : NO_WINDOW),
+        share(a.heads / a.groups),
+        s_padded(round_up(a.s, BLOCK)),
+        d_padded(round_up(a.d, ATTENTION_MR)) {
+    const int64_t threads = max(2, min(16, num_threads()));
+    groups_at_once = min((threads + share - 1) / share, all_heads() / share);
+    heads_at_once = share > threads ? threads : groups_at_once * share;  // parts of one group, or whole groups
   }
-  // part: 0 query, 1 key, 2 value. head counts (sample, head) pairs.
+  int64_t all_heads() const { return b * heads; }
+  int64_t matrix() const { return s_padded * d_padded; }
+  int64_t dquery_partials() const { return min(s_padded / BLOCK, Tuning::DQUERY_PARTIALS); }
+  // Floats of what backward packs and sums for a query head and for a group (attention_block.h), `step` elements to a packed
+  // word; the sums of dK and dV only where heads share them.
+  int64_t head_floats(int64_t step) const {
+    return (4 / step + dquery_partials() + (share > 1 ? 2 : 0)) * matrix() + 2 * s_padded;
+  }
+  int64_t group_floats(int64_t step) const { return matrix() / step + (share > 1 ? 2 * matrix() : 0); }
+  // Bytes of all that is held at once. Forward packs less, but takes as much: a buffer that grew later would leave its old
+  // place empty.
+  size_t packed_bytes(int64_t step) const {
+    return static_cast<size_t>(heads_at_once * head_floats(step) + groups_at_once * group_floats(step)) * sizeof(float);
+  }
+  int64_t row_stride() const { return all_heads() / share * (share + 2) * d; }
   template <class T>
-  Rows<T> qkv(T* data, int64_t head, int part) const {
-    return {data + (head * 3 + part) * d, all_heads() * 3 * d, s, d};
+  Rows<T> query(T* qkv, int64_t head) const {
+    return {qkv + (head / share * (share + 2) + head % share) * d, row_stride(), s, d};
+  }
+  // part: 0 key, 1 value.
+  template <class T>
+  Rows<T> key_value(T* qkv, int64_t group, int part) const {
+    return {qkv + (group * (share + 2) + share + part) * d, row_stride(), s, d};
   }
   template <class T>
   Rows<T> context(T* data, int64_t head) const {
     return {data + head * d, all_heads() * d, s, d};
   }
 };
+
+// Lanes whose query does not see its key: `distance` is query - key, negative for a later key.
+FM_INLINE vi hidden(vi distance, int64_t window) { return (vi)((vu)distance >= static_cast<uint32_t>(window)); }
 
 // What the dropout mask of one head depends on.
 struct HeadDropout {
@@ -66,17 +95,18 @@ struct QueryBlock {
   float *score, *out;              // (KEY_BLOCK, LANES), (d_padded, LANES)
   vf maximum[ATTENTION_NV], sum[ATTENTION_NV];
   vi position[ATTENTION_NV];
-  int64_t first;
+  int64_t first, window;
 };
 
-// Scores of keys [k0, k0 + MR) into score rows, -inf where the key is later than the query; raises the maximum.
+// Scores of keys [k0, k0 + MR) into score rows, -inf where the query does not see the key; raises the maximum.
 template <class P>
 FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, float* score) {
   Tile t = {};
   multiply<P, VL>(t, head.keys + k0 / VL * VL * head.words + k0 % VL, q.query, head.words);
-  if (k0 + ATTENTION_MR > q.first) {
+  if (k0 + ATTENTION_MR > q.first || k0 + q.window < q.first + LANES) {
     for_tile([&](int i, int v) {
-      t.v[i][v] = q.position[v] < static_cast<int32_t>(k0 + i) ? broadcast(-__builtin_inff()) : t.v[i][v];
+      const vi distance = q.position[v] - static_cast<int32_t>(k0 + i);
+      t.v[i][v] = hidden(distance, q.window) ? broadcast(-__builtin_inff()) : t.v[i][v];
     });
   }
   store_tile(score, t);
@@ -108,8 +138,11 @@ FM_INLINE void exponentiate(QueryBlock<P>& q, int64_t rows, float c) {
 // Zeroes the dropped of P: lanes are rows of the mask here, so one Philox call gives keys 16 apart.
 template <class P>
 static void drop_scores(const HeadDropout& dropout, QueryBlock<P>& q, int64_t k0, int64_t rows) {
-  for (int64_t r = 0; r < rows; r += r % PHILOX_BLOCK == PHILOX_CALLS - 1 ? PHILOX_BLOCK - PHILOX_CALLS + 1 : 1) {
-    const int64_t column = k0 + r;
+  const auto next = [](int64_t c) {
+    return c + (c % PHILOX_BLOCK == PHILOX_CALLS - 1 ? PHILOX_BLOCK - PHILOX_CALLS + 1 : 1);
+  };
+  for (int64_t column = k0 / PHILOX_BLOCK * PHILOX_BLOCK; column < k0 + rows; column = next(column)) {
+    const int64_t r = column - k0;  // below 0 where a window begins inside a block
 #pragma GCC unroll 3
     for (int v = 0; v < ATTENTION_NV; ++v) {
       const vu mask_row = (vu)q.position[v] + dropout.row0;
@@ -117,9 +150,11 @@ static void drop_scores(const HeadDropout& dropout, QueryBlock<P>& q, int64_t k0
       vu word[4] = {broadcast(call), mask_row, broadcast(static_cast<uint32_t>(dropout.sample)),
                     broadcast(static_cast<uint32_t>(dropout.sample >> 32))};
       philox(word, dropout.key);
-      for (int w = 0; w < 4 && r + w * PHILOX_CALLS < rows; ++w) {
-        float* p = q.score + (r + w * PHILOX_CALLS) * LANES + v * VL;
-        store_aligned(p, word[w] >= dropout.threshold ? load_aligned(p) : vf{});
+#pragma GCC unroll 4
+      for (int w = 0; w < 4; ++w) {
+        const int64_t row = r + w * PHILOX_CALLS;
+        float* p = q.score + row * LANES + v * VL;
+        if (row >= 0 && row < rows) store_aligned(p, word[w] >= dropout.threshold ? load_aligned(p) : vf{});
       }
     }
   }
@@ -173,7 +208,8 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
   const int64_t matrix = shape.d_padded * LANES;
   float* memory = static_cast<float*>(scratch(0, (2 * matrix + 2 * KEY_BLOCK * LANES) * sizeof(float)));
   QueryBlock<P> q;
-  q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = memory + 2 * matrix, q.first = first;
+  q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = memory + 2 * matrix;
+  q.first = first, q.window = shape.window;
   q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? q.score : q.score + KEY_BLOCK * LANES);
   pack_lanewise<P>(query, first, q.query, head.words);
   for (int64_t i = 0; i < matrix; i += VL) store_aligned(q.out + i, vf{});
@@ -181,7 +217,8 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
     q.maximum[v] = broadcast(-__builtin_inff()), q.sum[v] = vf{};
     q.position[v] = (vi)lane_index() + static_cast<int32_t>(first + v * VL);
   }
-  for (int64_t k0 = 0; k0 < first + LANES; k0 += KEY_BLOCK) {
+  const int64_t begin = max(0, first + 1 - shape.window) / ATTENTION_MR * ATTENTION_MR;
+  for (int64_t k0 = begin; k0 < first + LANES; k0 += KEY_BLOCK) {
     attend(head, q, k0, min(KEY_BLOCK, first + LANES - k0), shape.d_padded, c, dropout);
   }
   for (int v = 0; v < ATTENTION_NV && first + v * VL < a.s; ++v) {
@@ -198,42 +235,31 @@ struct TaskQueue {
   int64_t take() { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
 };
 
-// Calls body(first, count) for runs of (sample, head) pairs: bounds the packed copies whatever the batch, and keeps them
-// in cache, with work enough for all threads.
-template <class F>
-FM_INLINE void for_heads(const AttentionShape& shape, const F& body) {
-  const int64_t at_once = min(16, num_threads() < 2 ? 2 : num_threads());
-  for (int64_t first = 0; first < shape.all_heads(); first += at_once) {
-    body(first, min(at_once, shape.all_heads() - first));
-  }
-}
-
+// Groups [first_group, first_group + groups), all query heads of them.
 template <class P, class T>
-static void forward_heads(const T* qkv, T* out, float* lse, const AttentionArgs& a, const AttentionShape& shape,
-                          int64_t first_head, int64_t heads) {
-  using Word = typename P::Word;
+static void forward_groups(const T* qkv, T* out, float* lse, const AttentionArgs& a, const AttentionShape& shape,
+                           typename P::Word* packed, int64_t first_group, int64_t groups) {
   const int64_t words = shape.d_padded / P::STEP, matrix = shape.s_padded * words;
-  Word* packed = static_cast<Word*>(scratch(1, heads * shape.packed_bytes(P::STEP)));
-  const auto head_of = [&](int64_t head) {
-    Word* keys = packed + 2 * head * matrix;
+  const auto group_of = [&](int64_t group) {
+    typename P::Word* keys = packed + 2 * group * matrix;
     return PackedKeysValues<P>{keys, keys + matrix, words, shape.s_padded / P::STEP * ATTENTION_MR};
   };
   const int64_t blocks = shape.s_padded / BLOCK, query_blocks = (a.s + LANES - 1) / LANES;
-  TaskQueue packing{heads * blocks}, queries{heads * query_blocks};
+  TaskQueue packing{groups * blocks}, queries{groups * shape.share * query_blocks};
   parallel_run([&](int, int) {
     for (int64_t task; (task = packing.take()) < packing.tasks;) {
-      const int64_t head = first_head + task / blocks, row = task % blocks * BLOCK;
-      const PackedKeysValues<P> to = head_of(task / blocks);
-      pack_crosswise<P>(shape.qkv(qkv, head, 1), row, row + BLOCK, to.keys, words);
-      pack_columnwise<P>(shape.qkv(qkv, head, 2), row, row + BLOCK, to.values, shape.d_padded, to.panel);
+      const int64_t group = first_group + task / blocks, row = task % blocks * BLOCK;
+      const PackedKeysValues<P> to = group_of(task / blocks);
+      pack_crosswise<P>(shape.key_value(qkv, group, 0), row, row + BLOCK, to.keys, words);
+      pack_columnwise<P>(shape.key_value(qkv, group, 1), row, row + BLOCK, to.values, shape.d_padded, to.panel);
     }
     barrier();
     for (int64_t task; (task = queries.take()) < queries.tasks;) {
-      const int64_t head = first_head + task / query_blocks;
+      const int64_t head = first_group * shape.share + task / query_blocks;
       const HeadDropout dropout(a, head);
       const int64_t first = (query_blocks - 1 - task % query_blocks) * LANES;  // the longest first
-      forward_task<P>(shape, a, head_of(task / query_blocks), shape.qkv(qkv, head, 0), shape.context(out, head),
-                      lse + head * a.s, first, a.p > 0 ? &dropout : nullptr);
+      forward_task<P>(shape, a, group_of(task / query_blocks / shape.share), shape.query(qkv, head),
+                      shape.context(out, head), lse + head * a.s, first, a.p > 0 ? &dropout : nullptr);
     }
   });
 }
@@ -241,7 +267,11 @@ static void forward_heads(const T* qkv, T* out, float* lse, const AttentionArgs&
 template <class P, class T>
 static void forward_of(const T* qkv, T* out, float* lse, const AttentionArgs& a) {
   const AttentionShape shape(a);
-  for_heads(shape, [&](int64_t first, int64_t count) { forward_heads<P>(qkv, out, lse, a, shape, first, count); });
+  const int64_t groups = shape.all_heads() / shape.share;
+  auto* packed = static_cast<typename P::Word*>(scratch(1, shape.packed_bytes(P::STEP)));
+  for (int64_t first = 0; first < groups; first += shape.groups_at_once) {
+    forward_groups<P>(qkv, out, lse, a, shape, packed, first, min(shape.groups_at_once, groups - first));
+  }
 }
 
 }  // namespace fm::FM_TARGET

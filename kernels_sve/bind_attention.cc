@@ -1,5 +1,5 @@
 // Python functions of attention.h: attention_forward, attention_backward.
-#include "tensor_view.h"
+#include "bind_shared.h"
 
 namespace fm {
 namespace {
@@ -10,15 +10,29 @@ struct Dropout {
   int64_t first_sample, first_head;
 };
 
-// Sizes from qkv (s, b, heads * 3 * d) and lse (b, heads, s).
-AttentionArgs check(const TensorView& qkv, const TensorView& lse, const Dropout& dropout) {
+// Groups of qkv (s, b, (heads + 2 groups) d), from its width.
+int64_t groups_of(const TensorView& qkv, int64_t heads, int64_t d) {
+  const int64_t width = qkv.size(2), groups = (width / d - heads) / 2;
+  require(groups > 0 && (heads + 2 * groups) * d == width && heads % groups == 0, "qkv",
+          "(heads + 2 groups) * d columns with " + std::to_string(heads) + " heads (dimension 1 of lse), d " +
+              std::to_string(d) + " (from out) and groups that divide the heads",
+          std::to_string(width) + " columns");
+  return groups;
+}
+
+// Sizes from qkv (s, b, (heads + 2 groups) d), out (s, b, heads d) and lse (b, heads, s).
+AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorView& lse, const Dropout& dropout,
+                    std::optional<int64_t> window) {
   qkv.floating().rank(3).contiguous();
   lse.dtype({DType::f32}).rank(3).shape({qkv.size(1), -1, qkv.size(0)}).contiguous().aligned(4);
-  const int64_t heads = lse.size(1), width = qkv.size(2);
+  out.same_dtype(qkv).rank(3).shape({qkv.size(0), qkv.size(1), -1}).contiguous();
+  const int64_t heads = lse.size(1), width = out.size(2);
   require(heads > 0, "lse", "one head or more in dimension 1", "0");
-  require(width > 0 && width % (12 * heads) == 0, "qkv",
-          "heads * 3 * d columns with " + std::to_string(heads) + " heads (dimension 1 of lse) and d a multiple of 4",
+  require(width > 0 && width % (4 * heads) == 0, "out",
+          "heads * d columns with " + std::to_string(heads) + " heads (dimension 1 of lse) and d a multiple of 4",
           std::to_string(width) + " columns");
+  const int64_t groups = groups_of(qkv, heads, width / heads);
+  require(window.value_or(1) > 0, "window", "1 or more, or None", std::to_string(window.value_or(1)));
   require(dropout.p >= 0 && dropout.p < 1, "p", "a probability in [0, 1)", std::to_string(dropout.p));
   require(dropout.first_sample >= 0, "first_sample", "0 or more", std::to_string(dropout.first_sample));
   require(dropout.first_head >= 0, "first_head", "0 or more", std::to_string(dropout.first_head));
@@ -29,7 +43,9 @@ AttentionArgs check(const TensorView& qkv, const TensorView& lse, const Dropout&
   return {s,
           qkv.size(1),
           heads,
-          width / (3 * heads),
+          groups,
+          width / heads,
+          window.value_or(NO_WINDOW),
           static_cast<float>(dropout.p),
           dropout.seed,
           dropout.stream,
@@ -37,15 +53,10 @@ AttentionArgs check(const TensorView& qkv, const TensorView& lse, const Dropout&
           dropout.first_head};
 }
 
-void check_context(const TensorView& context, const TensorView& qkv) {
-  context.same_dtype(qkv).shape({qkv.size(0), qkv.size(1), qkv.size(2) / 3}).contiguous();
-}
-
 void bind_forward(py::handle qkv_object, py::handle out_object, py::handle lse_object, double p, uint64_t seed,
-                  uint64_t stream, int64_t first_sample, int64_t first_head) {
+                  uint64_t stream, int64_t first_sample, int64_t first_head, std::optional<int64_t> window) {
   TensorView qkv("qkv", qkv_object), out("out", out_object), lse("lse", lse_object);
-  const AttentionArgs args = check(qkv, lse, {p, seed, stream, first_sample, first_head});
-  check_context(out, qkv);
+  const AttentionArgs args = check(qkv, out, lse, {p, seed, stream, first_sample, first_head}, window);
   out.disjoint({&qkv});
   lse.disjoint({&qkv, &out});
   if (!qkv.numel()) return;
@@ -54,12 +65,11 @@ void bind_forward(py::handle qkv_object, py::handle out_object, py::handle lse_o
 
 void bind_backward(py::handle qkv_object, py::handle out_object, py::handle lse_object, py::handle dout_object,
                    py::handle dqkv_object, double p, uint64_t seed, uint64_t stream, int64_t first_sample,
-                   int64_t first_head) {
+                   int64_t first_head, std::optional<int64_t> window) {
   TensorView qkv("qkv", qkv_object), out("out", out_object), lse("lse", lse_object), dout("dout", dout_object);
   TensorView dqkv("dqkv", dqkv_object);
-  const AttentionArgs args = check(qkv, lse, {p, seed, stream, first_sample, first_head});
-  check_context(out, qkv);
-  check_context(dout, qkv);
+  const AttentionArgs args = check(qkv, out, lse, {p, seed, stream, first_sample, first_head}, window);
+  dout.same_dtype(qkv).same_shape(out).contiguous();
   dqkv.same_dtype(qkv).same_shape(qkv).contiguous().disjoint({&qkv, &out, &lse, &dout});
   if (!qkv.numel()) return;
   unlocked([&] {
@@ -73,19 +83,20 @@ void bind_backward(py::handle qkv_object, py::handle out_object, py::handle lse_
 FM_BIND(attention) {
   using namespace py::literals;
   module.def("attention_forward", &bind_forward, "qkv"_a, "out"_a, "lse"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0,
-             "first_sample"_a = 0, "first_head"_a = 0,
+             "first_sample"_a = 0, "first_head"_a = 0, "window"_a = py::none(),
              "out = dropout(softmax(Q K^T / sqrt(d), causal), p) V for every head, and lse = log(sum(exp(scores))) for "
              "the backward.\n"
-             "qkv: float32, bfloat16 or float16 (s, b, heads * 3 * d), for each head its query, key and value, d a "
-             "multiple of 4.\n"
+             "qkv: float32, bfloat16 or float16 (s, b, (heads + 2 groups) d), for each group its heads / groups queries, its\n"
+             "key and its value, d a multiple of 4; there are as many groups as the width says.\n"
              "out: (s, b, heads * d). lse: float32 (b, heads, s). All contiguous. Sums are float32.\n"
+             "window: query i sees the keys i - window < j <= i; None: all keys j <= i.\n"
              "Dropout is that of dropout() on probabilities (b, heads, s, s) with sample_dim=0, row0=first_head * s.\n"
-             "A NaN or infinity in a value reaches the queries after it and those within a tile before it.");
+             "A NaN or infinity in a value reaches the queries that see it and those within a tile of them.");
   module.def("attention_backward", &bind_backward, "qkv"_a, "out"_a, "lse"_a, "dout"_a, "dqkv"_a, "p"_a = 0.0,
-             "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "first_head"_a = 0,
+             "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "first_head"_a = 0, "window"_a = py::none(),
              "Writes dqkv, the gradient with respect to qkv, from dout and what attention_forward was given and gave. "
              "Shapes as\n"
-             "there; dqkv as qkv, dout as out. The dropout arguments must be those of the forward.");
+             "there; dqkv as qkv, dout as out. The arguments from p on must be those of the forward.");
 }
 
 }  // namespace fm

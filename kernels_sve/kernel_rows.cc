@@ -1,5 +1,6 @@
 // The rows of kernels.inc, and the matching of a call's shapes with a row's operands.
 #include "kernel_rows.h"
+#include "table.h"
 
 #include <algorithm>
 #include <sstream>
@@ -10,6 +11,7 @@ namespace {
 
 // The formulas as functions: inside a member function a symbol is the member of that name.
 struct Formulas : Sizes {
+  static double min(double x, double y) { return std::min(x, y); }
 #define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) \
   double name##_flops() const { return flops; }                                    \
   double name##_bytes() const { return bytes; }
@@ -50,11 +52,25 @@ std::vector<KernelRow> make_rows() {
   return rows;
 }
 
+// A factor of a dimension: "heads+2groups" is plus + times * symbol; a symbol or a number alone has no plus.
+struct Factor {
+  std::string plus, symbol;
+  int64_t times = 1;
+};
+
+Factor parse_factor(const std::string& text) {
+  const size_t sum = text.find('+');
+  if (sum == std::string::npos) return {"", text};
+  size_t digits = 0;
+  const int64_t times = std::stoll(text.substr(sum + 1), &digits);
+  return {text.substr(0, sum), text.substr(sum + 1 + digits), times};
+}
+
 // An operand of kernels.inc: "x (rows.., cols)" or, when it is no tensor, "sweeps".
 struct Operand {
   std::string name;
-  bool tensor = false, folds = false;          // folds: the first dimension stands for all that are left over
-  std::vector<std::vector<std::string>> dims;  // factors of each dimension: symbols and numbers
+  bool tensor = false, folds = false;     // folds: the first dimension stands for all that are left over
+  std::vector<std::vector<Factor>> dims;  // factors of each dimension
 };
 
 // Pieces between the commas outside parentheses, or between all commas.
@@ -79,8 +95,9 @@ Operand parse_operand(const std::string& text) {
   if (open == std::string::npos) return operand;
   operand.tensor = true;
   for (const std::string& dim : split_commas(text.substr(open + 1, text.rfind(')') - open - 1), false)) {
-    operand.dims.push_back(split_words(dim));
-    std::string& last = operand.dims.back().back();
+    operand.dims.emplace_back();
+    for (const std::string& factor : split_words(dim)) operand.dims.back().push_back(parse_factor(factor));
+    std::string& last = operand.dims.back().back().symbol;
     if (last.size() > 2 && last.substr(last.size() - 2) == "..") operand.folds = true, last.resize(last.size() - 2);
   }
   return operand;
@@ -104,7 +121,7 @@ const std::vector<Operand>& operands_of(const KernelRow& row) {
 
 // A dimension of a call: its factors in the row and its size.
 struct Dimension {
-  const std::vector<std::string>* factors;
+  const std::vector<Factor>* factors;
   int64_t size;
 };
 
@@ -122,35 +139,40 @@ void add_dimensions(const KernelRow& row, const Operand& operand, std::vector<in
   if (shape.size() != operand.dims.size())
     fail(row, operand.name + " with " + std::to_string(shape.size()) + " dimensions");
   for (size_t i = 0; i < shape.size(); ++i) {
-    if (operand.dims[i] != std::vector<std::string>{"_"}) all.push_back({&operand.dims[i], shape[i]});
+    if (operand.dims[i].front().symbol != "_") all.push_back({&operand.dims[i], shape[i]});
   }
 }
 
-bool is_number(const std::string& factor) { return factor[0] >= '0' && factor[0] <= '9'; }
+// The value of a symbol that is known, of a number, or 0 of an empty word.
+int64_t value_of(const std::string& word, Sizes& sizes) {
+  if (word.empty()) return 0;
+  return word[0] >= '0' && word[0] <= '9' ? std::stoll(word) : static_cast<int64_t>(*sizes.find(word));
+}
 
 // Solves for the dimension's one open symbol; false when it has more than one.
 bool solve(const KernelRow& row, const Dimension& dimension, Sizes& sizes, std::vector<std::string>& open) {
+  const auto is_open = [&](const std::string& word) { return std::find(open.begin(), open.end(), word) != open.end(); };
   int64_t product = 1;
-  std::string unknown;
-  for (const std::string& factor : *dimension.factors) {
-    const bool is_open = std::find(open.begin(), open.end(), factor) != open.end();
-    if (is_open && !unknown.empty()) return false;
-    if (is_open) {
-      unknown = factor;
+  const Factor* unknown = nullptr;
+  for (const Factor& factor : *dimension.factors) {
+    if (is_open(factor.plus) || (is_open(factor.symbol) && unknown)) return false;
+    if (is_open(factor.symbol)) {
+      unknown = &factor;
     } else {
-      product *= is_number(factor) ? std::stoll(factor) : static_cast<int64_t>(*sizes.find(factor));
+      product *= value_of(factor.plus, sizes) + factor.times * value_of(factor.symbol, sizes);
     }
   }
-  if (unknown.empty() ? product != dimension.size : product && dimension.size % product)
+  if (unknown ? product && dimension.size % product : product != dimension.size)
     fail(row, "a dimension of " + std::to_string(dimension.size) + " beside a factor of " + std::to_string(product));
-  if (!unknown.empty() && product) {
-    *sizes.find(unknown) = static_cast<double>(dimension.size / product);
-    open.erase(std::find(open.begin(), open.end(), unknown));
+  if (unknown && product) {
+    const int64_t quotient = dimension.size / product - value_of(unknown->plus, sizes);
+    *sizes.find(unknown->symbol) = static_cast<double>(quotient / unknown->times);
+    open.erase(std::find(open.begin(), open.end(), unknown->symbol));
   }
   return true;
 }
 
-// e, e_out and dx, and the sizes that are whole numbers of the call.
+// e, e_out, dx and window, and the sizes that are whole numbers of the call.
 Sizes plain_sizes(const std::vector<Operand>& operands, const std::vector<Argument>& arguments,
                   std::vector<std::string>& open) {
   Sizes sizes;
@@ -160,8 +182,9 @@ Sizes plain_sizes(const std::vector<Operand>& operands, const std::vector<Argume
     if (operands[i].name == "dx") sizes.dx = argument.shape ? 1 : 0;
     if (operands[i].tensor) sizes.e_out = static_cast<double>(argument.element_bytes);
     const auto symbol = std::find(open.begin(), open.end(), operands[i].name);
-    if (operands[i].tensor || !argument.number || symbol == open.end()) continue;
-    *sizes.find(*symbol) = static_cast<double>(*argument.number);
+    const bool known = argument.number || operands[i].name == "window";
+    if (operands[i].tensor || !known || symbol == open.end()) continue;
+    *sizes.find(*symbol) = static_cast<double>(argument.number.value_or(NO_WINDOW));
     open.erase(symbol);
   }
   return sizes;

@@ -1,4 +1,5 @@
 // Scalar references of attention.h: the formulas in double, one query at a time.
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -13,10 +14,14 @@ struct Head {
   DType dtype;
   int64_t sample, head;
 
+  int64_t share() const { return a.heads / a.groups; }
+  int64_t group() const { return head / share(); }
   // Element of qkv: part 0 query, 1 key, 2 value.
   int64_t at(int64_t row, int part, int64_t column) const {
-    return (((row * a.b + sample) * a.heads + head) * 3 + part) * a.d + column;
+    const int64_t place = part == 0 ? head % share() : share() + part - 1;
+    return (((row * a.b + sample) * a.groups + group()) * (share() + 2) + place) * a.d + column;
   }
+  int64_t first_key(int64_t q) const { return std::max<int64_t>(0, q - a.window + 1); }
   int64_t context(int64_t row, int64_t column) const { return ((row * a.b + sample) * a.heads + head) * a.d + column; }
   int64_t row(int64_t q) const { return (sample * a.heads + head) * a.s + q; }
 
@@ -45,16 +50,16 @@ void for_heads(const AttentionArgs& a, DType dtype, const F& f) {
 void forward_query(const Head& h, const void* qkv, void* out, float* lse, int64_t q) {
   std::vector<double> p(q + 1), context(h.a.d);
   double maximum = -HUGE_VAL, sum = 0;
-  for (int64_t k = 0; k <= q; ++k) maximum = std::fmax(maximum, p[k] = h.score(qkv, q, k));
-  for (int64_t k = 0; k <= q; ++k) sum += p[k] = std::exp(p[k] - maximum);
+  for (int64_t k = h.first_key(q); k <= q; ++k) maximum = std::fmax(maximum, p[k] = h.score(qkv, q, k));
+  for (int64_t k = h.first_key(q); k <= q; ++k) sum += p[k] = std::exp(p[k] - maximum);
   const std::vector<double> keep = h.dropout(q);
-  for (int64_t k = 0; k <= q; ++k)
+  for (int64_t k = h.first_key(q); k <= q; ++k)
     for (int64_t c = 0; c < h.a.d; ++c) context[c] += p[k] / sum * keep[k] * get(qkv, h.dtype, h.at(k, 2, c));
   for (int64_t c = 0; c < h.a.d; ++c) put(out, h.dtype, h.context(q, c), static_cast<float>(context[c]));
   lse[h.row(q)] = static_cast<float>(maximum + std::log(sum));
 }
 
-// Adds one query's part to grad (3, s, d).
+// Adds one query's part to grad (3, s, d): the query head's dQ, and the dK and dV of its group.
 void backward_query(const Head& h, const void* qkv, const void* out, const float* lse, const void* dout, double* grad,
                     int64_t q) {
   const int64_t d = h.a.d, matrix = h.a.s * d;
@@ -63,7 +68,7 @@ void backward_query(const Head& h, const void* qkv, const void* out, const float
   for (int64_t c = 0; c < d; ++c) {
     delta += double(get(dout, h.dtype, h.context(q, c))) * get(out, h.dtype, h.context(q, c));
   }
-  for (int64_t k = 0; k <= q; ++k) {
+  for (int64_t k = h.first_key(q); k <= q; ++k) {
     const double p = std::exp(h.score(qkv, q, k) - lse[h.row(q)]);
     double dp = 0;
     for (int64_t c = 0; c < d; ++c) {
@@ -88,10 +93,12 @@ void attention_forward(const void* qkv, void* out, float* lse, DType dtype, cons
 
 void attention_backward(const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv, DType dtype,
                         const AttentionArgs& args) {
+  std::vector<double> grad;
   for_heads(args, dtype, [&](const Head& h) {
-    std::vector<double> grad(3 * args.s * args.d);
+    if (h.head % h.share() == 0) grad.assign(3 * args.s * args.d, 0);
+    std::fill_n(grad.begin(), args.s * args.d, 0);
     for (int64_t q = 0; q < args.s; ++q) backward_query(h, qkv, out, lse, dout, grad.data(), q);
-    for (int part = 0; part < 3; ++part)
+    for (int part = 0; part < 3; ++part)  // dK and dV are whole with the group's last head
       for (int64_t r = 0; r < args.s; ++r)
         for (int64_t c = 0; c < args.d; ++c) {
           put(dqkv, dtype, h.at(r, part, c), static_cast<float>(grad[(part * args.s + r) * args.d + c]));

@@ -39,10 +39,14 @@ struct NormalArgs {
   float std, mean;
 };
 
-// attention.h: causal self-attention of heads of d columns over sequences of s positions; p = 0 for no dropout.
-// The DropoutKey of the probabilities (b, heads, s, s) has row0 = first_head * s.
+// Of attention without a window: more than there are positions.
+constexpr int64_t NO_WINDOW = INT64_C(1) << 31;
+
+// attention.h: causal self-attention of query heads of d columns over sequences of s positions, heads / groups of them to a key
+// and a value; query i sees the keys i - window < j <= i. p = 0 for no dropout, whose DropoutKey of the probabilities
+// (b, heads, s, s) has row0 = first_head * s.
 struct AttentionArgs {
-  int64_t s, b, heads, d;
+  int64_t s, b, heads, groups, d, window;
   float p;
   uint64_t seed, stream;
   int64_t first_sample, first_head;

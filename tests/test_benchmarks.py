@@ -106,7 +106,7 @@ def kernels_called(folder: Path) -> set[str]:
 def family_options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     driver.add_arguments(parser)
-    shapes.add_arguments(parser)
+    attention.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -123,6 +123,20 @@ def test_attention_counts_as_accounting_does():
     heads, s, d = forward.shape
     flops = accounting.causal_attention_flops(2 * heads, s, d)
     assert [call.flops for call in both.calls] == [flops, accounting.ATTENTION_BACKWARD_SHARE * flops]
+
+
+@pytest.mark.parametrize("rival", ["gqa", "repeated"])
+def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
+    """Torch's side computes the same, and the FLOPs are those inside the window."""
+    torch.manual_seed(0)
+    options = family_options("--recipe", "demo", "--num-query-groups", "2", "--window-size", "29,0", "--rival", rival)
+    forward, both = attention.cases(options)
+    heads, groups, s, d, window = both.shape
+    assert (groups, window) == (2, 30)
+    both.run()
+    assert both.error() < 1e-5
+    torch.testing.assert_close(forward.baseline_run(), both.calls[0].args[1], rtol=1e-4, atol=1e-5)
+    assert both.calls[0].flops == accounting.causal_attention_flops(heads, s, d, window)
 
 
 def test_attention_shapes_are_those_of_the_published_aims():

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.local import ThreadWorld
-from fugaku_megatron.nn.ops import DropoutKey, Ops
+from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
 from tests.test_ops import DTYPES, KEY, B, H, S, check, close, each_dtype, ops, parameter, random
 
 __all__ = ["ops"]  # the fixture
@@ -179,6 +179,30 @@ def test_attention_of_groups_and_windows(ops, name, p, heads, groups, window):
     keep = ops.dropout(torch.ones(B, heads, 6, 6), p, key).double()
     check(lambda x: ops.attention(x, D, p, key, groups, window), lambda x: plain_attention(x, groups, window, keep),
           [random(6, B, (heads + 2 * groups) * D, dtype=dtype)], [], 4 * tolerance)
+
+
+@pytest.mark.parametrize(("heads", "groups", "window", "d"), [(6, 2, None, 16), (4, 1, 70, 64), (3, 3, 20, 80), (7, 1, 300, 8)])
+def test_native_attention_equals_torchs_over_many_tiles(heads, groups, window, d):
+    """With dropout, and recomputed in backward; a tensor-parallel rank's heads begin at row0."""
+    s, key = 210, DropoutKey(5, 9, 40, sample_dim=0, row0=210 * heads)
+    qkv, dout, found = random(s, 2, (heads + 2 * groups) * d), random(s, 2, heads * d, seed=3), []
+    for backend in BACKENDS:
+        ops, leaf = Ops.build(backend), qkv.clone().requires_grad_()
+        out = recompute(lambda x, ops=ops: ops.attention(x, d, 0.2, key, groups, window), leaf)
+        out.backward(dout)
+        found.append((out.detach(), leaf.grad))
+    for native, other in zip(*found):
+        close(native, other.double(), 1e-5)
+
+
+def test_attention_of_a_ranks_groups_is_that_of_all():
+    """Half of the heads with their groups, as tensor-parallel ranks hold them: the same bits and the same dropout."""
+    s, d, ops = 50, 8, Ops.build()
+    qkv = random(s, 2, (6 + 2 * 2) * d)
+    whole = ops.attention(qkv, d, 0.3, DropoutKey(5, 9, 40, sample_dim=0), 2, 20)
+    halves = [ops.attention(half, d, 0.3, DropoutKey(5, 9, 40, sample_dim=0, row0=s * 3 * rank), 1, 20)
+              for rank, half in enumerate(qkv.chunk(2, -1))]
+    assert torch.equal(torch.cat(halves, -1), whole)
 
 
 def test_packed_copies_of_a_gated_weight_are_kept():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from . import shared, torch_blocks
+from . import shared
 from .native_blocks import NativeBlockOps
 from .native_loss import HeadLoss
 from .native_shared import column_parts, dropout_arguments, gradient_of, gradient_of_input, row_count
@@ -80,10 +80,7 @@ class NativeOps(NativeBlockOps):
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
                   window: int | None = None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) -> (s, b, n d)."""
-        heads = Heads.of(qkv, head_size, groups)
-        if heads.groups == heads.heads and (window is None or window >= len(qkv)):
-            return _Attention.apply(self, qkv, head_size, p, key)
-        return torch_blocks.attention(qkv, heads, window, partial(self.dropout, p=p, key=key) if p else None)
+        return _Attention.apply(self, qkv, Heads.of(qkv, head_size, groups), p, key, window)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """x (..., h), weight and bias (h) -> (..., h)."""
@@ -271,22 +268,22 @@ class _BiasDropoutAddLayerNorm(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: NativeOps, qkv: Tensor, head_size: int, p: float, key: DropoutKey) -> Tensor:
+    def forward(ctx: Any, ops: NativeOps, qkv: Tensor, heads: Heads, p: float, key: DropoutKey, window: int | None) -> Tensor:
         qkv = qkv.contiguous()
-        s, b, width = qkv.shape
-        heads = width // (3 * head_size)
-        out, lse = qkv.new_empty(s, b, heads * head_size), qkv.new_empty(b, heads, s, dtype=torch.float32)
-        ctx.ops, ctx.dropout = ops, (p, key.seed, key.stream, key.first_sample, key.row0 // s)
-        ops.kernels.attention_forward(qkv, out, lse, *ctx.dropout)
+        s, b, _ = qkv.shape
+        out = qkv.new_empty(s, b, heads.heads * heads.head_size)
+        lse = qkv.new_empty(b, heads.heads, s, dtype=torch.float32)
+        ctx.ops, ctx.window, ctx.dropout = ops, window, (p, key.seed, key.stream, key.first_sample, key.row0 // s)
+        ops.kernels.attention_forward(qkv, out, lse, *ctx.dropout, window=window)
         ctx.save_for_backward(qkv, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None, None, None]:
         qkv, out, lse = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
-        ctx.ops.kernels.attention_backward(qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropout)
-        return None, dqkv, None, None, None
+        ctx.ops.kernels.attention_backward(qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropout, window=ctx.window)
+        return None, dqkv, None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):

@@ -101,15 +101,20 @@ def _norm(name: str, run: RunConfig, tp: int) -> Record:
 ATTENTION_BACKWARD_SHARE = 2.5  # of forward's products: S and dP are computed again, dQ, dK and dV are new
 
 
-def causal_attention_flops(heads: int, s: int, d: int) -> float:
-    """Q K^T and P V of `heads` (times samples) heads, below the diagonal only: what a kernel that skips masked tiles does."""
-    return 2.0 * heads * s * s * d
+def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
+    """Q K^T and P V of `heads` query heads (times samples), of the pairs that see each other: what kernels compute."""
+    return 4.0 * heads * d * seen_pairs(s, window)
+
+
+def seen_pairs(s: int, window: int | None) -> float:
+    """Pairs of s tokens of which one sees the other, below the diagonal and inside the window: s^2 / 2 - (s - window)^2 / 2."""
+    seen = min(window or s, s)
+    return seen * (2 * s - seen) / 2
 
 
 def seen_share(s: int, window: int | None) -> float:
-    """Share of the pairs of s tokens in which one sees the other: below the diagonal, and inside the window, as areas."""
-    share = min(window or s, s) / s
-    return share - share**2 / 2
+    """Share of `seen_pairs` in all pairs of s tokens."""
+    return seen_pairs(s, window) / s**2
 
 
 def _attention(run: RunConfig, tp: int) -> Record:

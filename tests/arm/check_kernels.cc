@@ -74,24 +74,25 @@ void check_adamw(const std::string& target, int64_t n) {
   });
 }
 
-// Output, log-sum-exp and gradients of s positions, with dropout and a head size that ends in the middle of a vector.
-void check_attention(const std::string& target, int64_t s) {
+// Output, log-sum-exp and gradients of s positions, with dropout and a head size that ends in the middle of a vector: 6 heads,
+// of which 6 / groups share a key and a value.
+void check_attention(const std::string& target, int64_t s, int64_t groups, int64_t window) {
   for (DType dtype : {DType::f32, DType::f16}) {
     const float tolerance = dtype == DType::f32 ? 4e-6f : 4e-3f;
     compare(target, "attention", tolerance, tolerance, [&] {
-      const AttentionArgs args{s, 2, 2, 36, 0.3f, 99, 3, 5, 1};
-      const int64_t n = s * 2 * 2 * 36;
-      Floats qkv = random_floats(3 * n, 9), dout = random_floats(n, 10), out(n), lse(4 * s), dqkv(3 * n);
-      std::vector<uint16_t> half_qkv(3 * n), half_dout(n), half_out(n), half_dqkv(3 * n);
+      const AttentionArgs args{s, 1, 6, groups, 36, window, 0.3f, 99, 3, 5, 1};
+      const int64_t n = s * 6 * 36, inputs = s * (6 + 2 * groups) * 36;
+      Floats qkv = random_floats(inputs, 9), dout = random_floats(n, 10), out(n), lse(6 * s), dqkv(inputs);
+      std::vector<uint16_t> half_qkv(inputs), half_dout(n), half_out(n), half_dqkv(inputs);
       const bool whole = dtype == DType::f32;
-      if (!whole) kernels().convert(qkv.data(), DType::f32, half_qkv.data(), dtype, 3 * n);
+      if (!whole) kernels().convert(qkv.data(), DType::f32, half_qkv.data(), dtype, inputs);
       if (!whole) kernels().convert(dout.data(), DType::f32, half_dout.data(), dtype, n);
       const auto pick = [&](Floats& f, std::vector<uint16_t>& h) { return whole ? (void*)f.data() : (void*)h.data(); };
       kernels().attention_forward(pick(qkv, half_qkv), pick(out, half_out), lse.data(), dtype, args);
       kernels().attention_backward(pick(qkv, half_qkv), pick(out, half_out), lse.data(), pick(dout, half_dout),
                                    pick(dqkv, half_dqkv), dtype, args);
       if (!whole) kernels().convert(half_out.data(), dtype, out.data(), DType::f32, n);
-      if (!whole) kernels().convert(half_dqkv.data(), dtype, dqkv.data(), DType::f32, 3 * n);
+      if (!whole) kernels().convert(half_dqkv.data(), dtype, dqkv.data(), DType::f32, inputs);
       out.insert(out.end(), lse.begin(), lse.end());
       out.insert(out.end(), dqkv.begin(), dqkv.end());
       return out;
@@ -131,7 +132,9 @@ int main() {
       check_philox(target.name, n);
       check_adamw(target.name, n);
     }
-    for (int64_t s : {1, 17, 61, 131}) check_attention(target.name, s);
+    for (int64_t s : {1, 17, 131}) check_attention(target.name, s, 6, NO_WINDOW);
+    check_attention(target.name, 61, 2, NO_WINDOW);
+    check_attention(target.name, 131, 1, 21);
     check_gemm(target.name);
     std::printf("%s agrees with the reference\n", target.name.c_str());
   }

@@ -15,7 +15,8 @@ from fugaku_megatron.run import accounting
 from tests.arm import builds
 
 # By the number of a shape's numbers.
-SIZES = {1: ["1000"], 2: ["17", "130"], 3: ["6", "5", "70"], 4: ["40", "1", "2", "24"], 5: ["6", "2", "5", "9", "24"]}
+SIZES = {1: ["1000"], 2: ["17", "130"], 3: ["6", "5", "70"], 4: ["40", "1", "2", "24"], 5: ["6", "2", "5", "9", "24"],
+         6: ["40", "1", "4", "2", "24", "21"]}
 HASH_FREE = {"fma_peak"}  # its checksum is the number of operations
 
 
@@ -83,12 +84,13 @@ def test_bytes_of_the_table_are_those_of_the_tensors(native, dtype):
         assert moved == tensors, printed
 
 
-@pytest.mark.parametrize(("op", "sizes", "share"), [("attention_forward", [64, 2, 3, 16], 1.0),
-                                                    ("attention_backward", [64, 2, 3, 16], accounting.ATTENTION_BACKWARD_SHARE)])
+@pytest.mark.parametrize(("op", "sizes", "share"), [
+    ("attention_forward", [64, 2, 6, 3, 16, 20], 1.0),
+    ("attention_backward", [64, 2, 3, 3, 16, 64], accounting.ATTENTION_BACKWARD_SHARE)])
 def test_flops_of_attention_are_accountings(native, op, sizes, share):
-    s, b, heads, d = sizes
+    s, b, heads, _, d, window = sizes
     flops = float(re.search(r"flops (\d+)$", run(native, op, *map(str, sizes)).stdout, re.MULTILINE)[1])
-    assert flops == share * accounting.causal_attention_flops(b * heads, s, d)
+    assert flops == share * accounting.causal_attention_flops(b * heads, s, d, window)
 
 
 def test_every_op_agrees_with_the_reference(native):

@@ -1,6 +1,6 @@
 """Causal attention against a double-precision softmax(Q K^T) V and its autograd. python -m pytest tests/kernels/test_attention.py
 
-Shapes: qkv (s, b, heads * 3 * d), out (s, b, heads * d), lse (b, heads, s).
+Shapes: qkv (s, b, (heads + 2 groups) d), out (s, b, heads d), lse (b, heads, s). Query heads of a group share its key and value.
 """
 
 import functools
@@ -18,31 +18,40 @@ LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 47, 48, 49, 61, 97, 101, 129]
 HEAD_SIZES = [4, 8, 64, 80, 92, 96, 128, 12, 20, 64, 4, 36, 64, 8, 128, 80, 92, 64, 96]
 SHAPES = [(s, 1 + s % 3, 1 + s % 5, d) for s, d in zip(LENGTHS, HEAD_SIZES, strict=True)]
 SHAPES += [(257, 1, 2, 64), (193, 2, 1, 128), (13, 6, 3, 8)]
+# ((s, b, heads, d), groups, window): windows of one key, within a tile, across tiles of every target, and larger than s
+GROUPED = [
+    ((17, 2, 6, 8), 3, None), ((49, 1, 4, 64), 2, 1), ((97, 2, 3, 20), 1, 5), ((131, 1, 6, 12), 2, 13), ((193, 1, 2, 80), 1, 96),
+    ((300, 1, 7, 4), 1, 100), ((257, 1, 3, 16), 3, 49), ((129, 3, 4, 36), 4, 48), ((61, 1, 9, 8), 3, 400), ((210, 1, 2, 96), 2, 5),
+    ((30, 1, 2, 256), 1, 7), ((700, 1, 2, 4), 1, 1), ((1000, 1, 1, 4), 1, 150), ((2, 1, 4, 128), 2, 2), ((640, 1, 20, 4), 1, 70),
+]
 
 
-def make(s, b, heads, d, dtype=torch.float32, seed=0):
+def make(s, b, heads, d, dtype=torch.float32, seed=0, groups=None):
     generator = torch.Generator().manual_seed(seed)
-    qkv = torch.randn(s, b, heads * 3 * d, generator=generator).to(dtype)
+    qkv = torch.randn(s, b, (heads + 2 * (groups or heads)) * d, generator=generator).to(dtype)
     return qkv, torch.randn(s, b, heads * d, generator=generator).to(dtype)
 
 
-def attention(qkv, dout, heads, **dropout):
+def attention(qkv, dout, heads, **options):
     """(out, lse, dqkv) of the kernels, every output full of NaN before."""
-    s, b, width = qkv.shape
-    out = torch.full((s, b, width // 3), math.nan, dtype=qkv.dtype)
-    lse, dqkv = torch.full((b, heads, s), math.nan), torch.full_like(qkv, math.nan)
-    kernels.attention_forward(qkv, out, lse, **dropout)
-    kernels.attention_backward(qkv, out, lse, dout, dqkv, **dropout)
+    s, b, _ = dout.shape
+    out, lse, dqkv = torch.full_like(dout, math.nan), torch.full((b, heads, s), math.nan), torch.full_like(qkv, math.nan)
+    kernels.attention_forward(qkv, out, lse, **options)
+    kernels.attention_backward(qkv, out, lse, dout, dqkv, **options)
     return out, lse, dqkv
 
 
-def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_head=0):
-    """The same from the formula in double, with the mask of kernels.dropout on (b, heads, s, s)."""
-    s, b, _ = qkv.shape
+def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_head=0, window=None):
+    """The same from the formula in double, with the mask of kernels.dropout on (b, heads, s, s) and keys and values repeated."""
+    s, b, width = qkv.shape
+    d = dout.shape[2] // heads
+    groups = (width // d - heads) // 2
     x = qkv.double().requires_grad_()
-    q, k, v = x.view(s, b, heads, 3, -1).permute(3, 1, 2, 0, 4)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -math.inf)
+    q, k, v = x.view(s, b, groups, -1, d).permute(1, 2, 3, 0, 4).split([heads // groups, 1, 1], dim=2)  # (b, groups, _, s, d)
+    q, k, v = (part.expand(b, groups, heads // groups, s, d).flatten(1, 2) for part in (q, k, v))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(d)
+    seen = torch.ones(s, s, dtype=torch.bool).tril()
+    scores = scores.masked_fill(~(seen if window is None else seen.triu(1 - window)), -math.inf)
     mask = torch.ones(b, heads, s, s)
     if p:
         kernels.dropout(mask, mask, p, seed, stream, first_sample, sample_dim=0, row0=first_head * s)
@@ -52,10 +61,10 @@ def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_he
 
 
 @functools.cache
-def exact(shape, dtype, dropout):
+def exact(shape, dtype, dropout, groups=None, window=None):
     """explicit() of make(), the same for every target."""
-    qkv, dout = make(*shape, dtype)
-    return explicit(qkv, dout, shape[2], **(DROPOUT if dropout else {}))
+    qkv, dout = make(*shape, dtype, groups=groups)
+    return explicit(qkv, dout, shape[2], window=window, **(DROPOUT if dropout else {}))
 
 
 def assert_close(got, want, tolerance):
@@ -82,34 +91,80 @@ def test_halves_agree_with_formula(target, dtype, dropout):
         assert_close(attention(qkv, dout, heads, **dropout), want, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_groups_and_windows_agree_with_formula(target, dtype, dropout):
+    for shape, groups, window in GROUPED if dtype == torch.float32 else GROUPED[1::3]:
+        qkv, dout = make(*shape, dtype, groups=groups)
+        want = exact(shape, dtype, bool(dropout), groups, window)
+        assert_close(attention(qkv, dout, shape[2], window=window, **dropout), want, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_reference_agrees_with_formula(reference, dtype):
-    for s, b, heads, d in [(1, 1, 1, 4), (17, 2, 3, 8), (33, 1, 2, 20)]:
-        qkv, dout = make(s, b, heads, d, dtype)
-        got = reference(lambda args=(qkv, dout, heads): attention(*args, **DROPOUT))
-        assert_close(got, explicit(qkv, dout, heads, **DROPOUT), TOLERANCE[dtype])
+    for (s, b, heads, d), groups, window in [((1, 1, 1, 4), 1, 1), ((17, 2, 3, 8), 3, None), ((33, 1, 4, 20), 2, 9)]:
+        qkv, dout = make(s, b, heads, d, dtype, groups=groups)
+        got = reference(lambda args=(qkv, dout, heads), window=window: attention(*args, window=window, **DROPOUT))
+        assert_close(got, explicit(qkv, dout, heads, window=window, **DROPOUT), TOLERANCE[dtype])
 
 
-def test_gradient_is_the_slope_of_the_forward(target):
-    heads, d, step = 2, 8, 1e-2
-    qkv, dout = make(19, 2, heads, d)
-    direction = make(19, 2, heads, d, seed=1)[0]
+@pytest.mark.parametrize(("heads", "groups", "window"), [(2, 2, None), (6, 2, 9)])
+def test_gradient_is_the_slope_of_the_forward(target, heads, groups, window):
+    d, step, options = 8, 1e-2, {**DROPOUT, "window": window}
+    qkv, dout = make(19, 2, heads, d, groups=groups)
+    direction = make(19, 2, heads, d, seed=1, groups=groups)[0]
 
     def value(x):
         out, lse = torch.empty_like(dout), torch.empty(2, heads, 19)
-        kernels.attention_forward(x.contiguous(), out, lse, **DROPOUT)
+        kernels.attention_forward(x.contiguous(), out, lse, **options)
         return (out.double() * dout.double()).sum().item()
 
     slope = (value(qkv + step * direction) - value(qkv - step * direction)) / (2 * step)
-    gradient = attention(qkv, dout, heads, **DROPOUT)[2]
+    gradient = attention(qkv, dout, heads, **options)[2]
     assert slope == pytest.approx((gradient.double() * direction.double()).sum().item(), rel=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_for_any_threads(target, same_for_any_threads, dtype):
-    for s, b, heads, d in [(300, 1, 1, 64), (130, 2, 3, 20)]:
-        qkv, dout = make(s, b, heads, d, dtype)
-        same_for_any_threads(lambda qkv=qkv, dout=dout, heads=heads: attention(qkv, dout, heads, **DROPOUT))
+    """With 2 to 4 threads 7 heads of a group are worked on in turns, in a different number of them."""
+    for (s, b, heads, d), groups, window in [((300, 1, 1, 64), 1, None), ((130, 2, 3, 20), 3, None), ((200, 2, 7, 8), 1, 90)]:
+        qkv, dout = make(s, b, heads, d, dtype, groups=groups)
+        same_for_any_threads(lambda args=(qkv, dout, heads), window=window: attention(*args, window=window, **DROPOUT))
+
+
+def repeated(qkv, heads, groups):
+    """qkv (s, b, (heads + 2 groups) d) with the keys and values of each group repeated for all its query heads."""
+    s, b, width = qkv.shape
+    d = width // (heads + 2 * groups)
+    q, k, v = qkv.view(s, b, groups, -1, d).split([heads // groups, 1, 1], dim=3)
+    return torch.stack((q, k.expand_as(q), v.expand_as(q)), dim=4).reshape(s, b, -1)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_groups_do_not_change_the_bits_of_a_head(target, window):
+    """What depends on a query head alone has the bits of heads that have each a key of their own; dropout's mask included."""
+    heads, groups, d = 6, 2, 16
+    qkv, dout = make(150, 2, heads, d, groups=groups)
+    one = attention(qkv, dout, heads, window=window, **DROPOUT)
+    many = attention(repeated(qkv, heads, groups), dout, heads, window=window, **DROPOUT)
+    assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
+    queries = one[2].view(150, 2, groups, -1, d)[:, :, :, : heads // groups].flatten(2, 3)
+    assert torch.equal(queries, many[2].view(150, 2, heads, 3, d)[:, :, :, 0])
+
+
+@pytest.mark.parametrize("window", [100, 101, 2**40])
+def test_a_window_of_the_whole_sequence_is_none(target, window):
+    qkv, dout = make(100, 1, 2, 8)
+    for got, want in zip(attention(qkv, dout, 2, window=window), attention(qkv, dout, 2), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_keys_outside_the_window_are_not_read(target):
+    """NaN in them reaches a query only within a tile of the window's edge."""
+    qkv, dout = make(400, 1, 2, 8, groups=1)
+    qkv[:100] = math.nan
+    out, _, dqkv = attention(qkv, dout, 2, window=20)
+    assert torch.isfinite(out[168:]).all() and torch.isfinite(dqkv[192:]).all() and out[:100].isnan().all()
 
 
 def test_dropout_follows_the_global_head_and_sample(target):
@@ -123,10 +178,11 @@ def test_dropout_follows_the_global_head_and_sample(target):
     assert torch.equal(got[2].view(70, 2, 2, 24), whole[2].view(70, 3, 4, 24)[:, 1:, 2:])
 
 
-def test_large_scores_do_not_overflow(target):
+@pytest.mark.parametrize("window", [None, 11])
+def test_large_scores_do_not_overflow(target, window):
     qkv, dout = make(129, 1, 2, 16)
     qkv.view(129, 1, 2, 3, 16)[:, :, :, :2] *= 60
-    assert_close(attention(qkv, dout, 2), explicit(qkv, dout, 2), 1e-3)
+    assert_close(attention(qkv, dout, 2, window=window), explicit(qkv, dout, 2, window=window), 1e-3)
 
 
 @pytest.mark.parametrize("part", [0, 1, 2], ids=["query", "key", "value"])
@@ -156,17 +212,19 @@ def test_bad_arguments_are_value_errors_before_a_byte_is_written():
     good = {"qkv": qkv, "out": torch.full_like(dout, 7.0), "lse": torch.full((2, 3, 5), 7.0), "dout": dout}
     good["dqkv"] = torch.full_like(qkv, 7.0)
     bad = [
-        ("qkv", make(5, 2, 3, 6)[0], "multiple of 4"),
+        ("qkv", make(5, 2, 3, 6)[0], "54 columns"),
+        ("qkv", make(5, 2, 3, 8, groups=2)[0], "groups that divide the heads, got 56 columns"),
         ("qkv", qkv.double(), "dtype"),
         ("qkv", qkv.transpose(0, 1).contiguous().transpose(0, 1), "contiguous"),
         ("qkv", qkv[0], "dimensions"),
         ("out", good["out"].bfloat16(), "dtype float32 as qkv"),
-        ("out", torch.full((5, 2, 20), 7.0), "shape"),
+        ("out", torch.full((5, 2, 30), 7.0), "multiple of 4"),
         ("out", qkv.view(-1)[: dout.numel()].view(5, 2, 24), "apart from qkv"),
         ("lse", torch.full((3, 2, 5), 7.0), "shape"),
         ("lse", torch.full((2, 0, 5), 7.0), "one head or more"),
         ("lse", torch.full((2, 5, 5), 7.0), "5 heads"),
         ("p", 1.0, "probability"),
+        ("window", 0, "window: expected 1 or more, or None, got 0"),
         ("first_head", -1, "0 or more"),
         ("first_sample", -1, "0 or more"),
         ("first_head", 2**31, "2\\*\\*32"),

@@ -21,7 +21,7 @@ from tests.helpers import small_run
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {row["name"]: row for row in kernels.table.rows()}
 TARGET_PARAMETERS = {"target", "target_name", "name"}  # of a test that runs on every vector target
-PRIMES = [3, 5, 7, 11, 13]
+PRIMES = [3, 5, 7, 11, 13, 17]
 
 
 def test_every_row_is_listed_and_bound():
@@ -89,7 +89,9 @@ def test_operands_are_the_leading_arguments(name):
 
 
 def size_of(dimension, sizes):
-    return math.prod(9 if f == "_" else int(f) if f.isdigit() else sizes[f] for f in dimension.replace("..", "").split())
+    """The product of a dimension's factors, of which heads+2groups is one."""
+    factors = [re.sub(r"(\d)([a-z])", r"\1*\2", factor) for factor in dimension.replace("..", "").split()]
+    return math.prod(eval(factor, {"_": 9}, sizes) for factor in factors)
 
 
 def example(row, sizes, dtype):
@@ -136,11 +138,19 @@ def test_operands_that_are_not_given_cost_nothing():
     assert (plain, copied) == (28 * 16, 30 * 16)
 
 
-@pytest.mark.parametrize("b, heads, s, d", [(1, 12, 1024, 64), (3, 14, 2048, 128)])
-def test_attention_is_counted_as_accounting_counts_it(b, heads, s, d):
-    forward = accounting.causal_attention_flops(b * heads, s, d)
-    assert kernels.table.cost("attention_forward", s=s, b=b, heads=heads, d=d)[0] == forward
-    assert kernels.table.cost("attention_backward", s=s, b=b, heads=heads, d=d)[0] == accounting.ATTENTION_BACKWARD_SHARE * forward
+@pytest.mark.parametrize("b, heads, groups, s, d, window", [(1, 12, 12, 1024, 64, None), (3, 14, 2, 2048, 128, 300),
+                                                            (1, 4, 1, 128, 64, 4096)])
+def test_attention_is_counted_as_accounting_counts_it(b, heads, groups, s, d, window):
+    """The count by hand: pairs of a query and a key, those on the diagonal half."""
+    qkv, out, lse = torch.empty(s, b, (heads + 2 * groups) * d), torch.empty(s, b, heads * d), torch.empty(b, heads, s)
+    distance = torch.arange(s).unsqueeze(1) - torch.arange(s)
+    seen = (distance >= 0) & (distance <= (window or s))
+    edges = (distance == 0).sum() + (distance == (window or s)).sum()
+    forward = accounting.causal_attention_flops(b * heads, s, d, window)
+    assert forward == 4 * b * heads * d * (seen.sum() - edges / 2)
+    assert kernels.table.flops("attention_forward", qkv, out, lse, window=window) == forward
+    backward = kernels.table.flops("attention_backward", qkv, out, lse, out, qkv, window=window)
+    assert backward == accounting.ATTENTION_BACKWARD_SHARE * forward
 
 
 def test_linear_layers_are_counted_as_accounting_counts_them():

@@ -1,4 +1,4 @@
-// Ops of the family attention.h, on Megatron's fused layout (S, B, HEADS * 3 * D).
+// Ops of the family attention.h, on Megatron's fused layout (S, B, (HEADS + 2 GROUPS) D).
 #include "driver.h"
 
 namespace fm::driver {
@@ -11,11 +11,13 @@ struct Tensors {
   float* lse;
 };
 
+int64_t qkv_elements(const Shape& n) { return n[0] * n[1] * (n[2] + 2 * n[3]) * n[4]; }
+int64_t context_elements(const Shape& n) { return n[0] * n[1] * n[2] * n[4]; }
+
 Tensors prepare(Work& w, const Shape& n) {
-  const int64_t context = n[0] * n[1] * n[2] * n[3];
-  return {{n[0], n[1], n[2], n[3], 0.1f, 1234, 5, 0, 0},
-          w.input(3 * context, 2),
-          w.output(context),
+  return {{n[0], n[1], n[2], n[3], n[4], n[5], 0.1f, 1234, 5, 0, 0},
+          w.input(qkv_elements(n), 2),
+          w.output(context_elements(n)),
           w.output_f32(n[0] * n[1] * n[2])};
 }
 
@@ -26,16 +28,15 @@ void attention_forward(Work& w, const Shape& n) {
 
 void attention_backward(Work& w, const Shape& n) {
   const Tensors t = prepare(w, n);
-  const int64_t context = n[0] * n[1] * n[2] * n[3];
-  const void* dout = w.input(context);
-  void* dqkv = w.output(3 * context);
+  const void* dout = w.input(context_elements(n));
+  void* dqkv = w.output(qkv_elements(n));
   kernels().attention_forward(t.qkv, t.out, t.lse, w.dtype, t.args);
   w.run = [=, &w] { kernels().attention_backward(t.qkv, t.out, t.lse, dout, dqkv, w.dtype, t.args); };
 }
 
 const Register all[] = {
-    {{"attention_forward", "attention_forward", {192, 1, 2, 64}, attention_forward}},
-    {{"attention_backward", "attention_backward", {192, 1, 2, 64}, attention_backward}},
+    {{"attention_forward", "attention_forward", {192, 1, 4, 2, 64, 128}, attention_forward}},
+    {{"attention_backward", "attention_backward", {192, 1, 4, 2, 64, 128}, attention_backward}},
 };
 
 }  // namespace
