@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from fugaku_megatron.run.accounting import parameters
-from fugaku_megatron.run.arguments import build_parser, make_run, parse
+from fugaku_megatron.run.arguments import build_parser, make_run, model_flags, parse
 from fugaku_megatron.run.block_parts import NORMS
 from fugaku_megatron.run.compatibility import COMPATIBILITY_FLAGS
 from fugaku_megatron.run.config import GROUPS, RunConfig
@@ -245,3 +245,10 @@ def test_a_flag_drops_what_the_recipe_derived_from_the_old_value():
         assert run.optimizer.lr_warmup_fraction or run.optimizer.lr_warmup_samples, "the warm-up of the recipe stays"
     run = make_run("124m", {"lr_warmup_iters": 3})
     assert run.optimizer.lr_warmup_iters == 3 and run.optimizer.lr_warmup_fraction is None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_models_flags_make_it_again(name):
+    model = RECIPES[name]().model
+    words = [*model_flags(model), "--seq-length", str(model.seq_length), "--micro-batch-size", "1", "--train-iters", "1"]
+    assert parse(words).run.model == model

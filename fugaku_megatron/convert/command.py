@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..host import allocator
+from ..run.arguments import model_flags
 from ..run.checks import check, flag
 from .hugging_face import carry, open_hugging_face, save_hugging_face
 from .megatron import open_megatron
@@ -27,6 +28,7 @@ from .own import CARRIED, open_own, save_own
 from .weights import DTYPES, Weights
 
 TRANSFORMER_ENGINE = "transformer_engine"
+FLAGS = "model.flags"  # beside the iterations: words of train's command line
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
 
@@ -40,6 +42,7 @@ SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
 def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
     save_own(weights, directory)
     carry(weights.carried, directory / CARRIED)
+    (directory / FLAGS).write_text(" ".join(model_flags(weights.model)) + "\n", encoding="utf-8")
 
 
 DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
@@ -116,4 +119,6 @@ def main(options: argparse.Namespace) -> int:
         DESTINATIONS[destination](weights, directory, options)
     parameters = sum(tensor.numel() for tensor in weights.like().values())
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
+    if destination == "save":
+        print(f"the model's flags for train are in {Path(target) / FLAGS}: {' '.join(model_flags(weights.model))}")
     return 0

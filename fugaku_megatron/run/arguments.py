@@ -17,7 +17,7 @@ from .checks import check, flag
 from .command_line import Parser, nearest
 from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
 from .config import GROUPS, RunConfig
-from .model_config import ROPE
+from .model_config import ROPE, ModelConfig
 from .recipes import RECIPES
 
 _COMPATIBILITY, _REFUSED = "compatibility ", "refused "  # prefixes of such flags among the parsed values
@@ -185,6 +185,17 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
                if f.default is MISSING and f.name not in groups[group]]
     check(not missing, f"{', '.join(missing)} must be given (or start from a --recipe: {', '.join(RECIPES)})")
     return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+
+
+def model_flags(model: ModelConfig) -> list[str]:
+    """The words of a command line that make this model; --seq-length, which is a run's choice, is not among them."""
+    words = []
+    for field in fields(ModelConfig):
+        value = getattr(model, field.name)
+        if field.name == "seq_length" or value is None or value == field.default:
+            continue
+        words += [flag(field.name)] if value is True else [flag(field.name), str(value)]
+    return words
 
 
 def parse(argv: Sequence[str]) -> Arguments:
