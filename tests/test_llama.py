@@ -75,3 +75,12 @@ def test_layouts_equal_one_rank(family, name):
     alone = losses(family, 1, backend, tuple({"num_layers": changes.get("num_layers", 2)}.items()))
     result = losses(family, ranks, backend, tuple(changes.items()))
     torch.testing.assert_close(torch.tensor(result), torch.tensor(alone), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_stays_close(precision):
+    changes = ((precision, True), ("initial_loss_scale", 1024.0))
+    alone = torch.tensor(losses("qwen3", 1, "native", changes))
+    result = torch.tensor(losses("qwen3", 4, "native", (*changes, *TP2PP2.items(), ("sequence_parallel", True))))
+    torch.testing.assert_close(result, alone, rtol=0.02, atol=0)
+    torch.testing.assert_close(alone, torch.tensor(losses("qwen3", 1, "native", (("num_layers", 2),))), rtol=0.02, atol=0)

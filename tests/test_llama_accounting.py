@@ -8,7 +8,8 @@ import torch
 from fugaku_megatron import schedule
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
-from fugaku_megatron.perf import software, work
+from fugaku_megatron.perf import search, software, work
+from fugaku_megatron.perf.model import System
 from fugaku_megatron.run import accounting, memory
 from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.run.layout import Layout
@@ -127,6 +128,12 @@ def test_groups_that_ranks_cannot_share_are_refused():
     run = small_run(**{**FAMILIES["llama"], "tensor_model_parallel_size": 4})
     with pytest.raises(ValueError, match="^--num-query-groups 2 is not divisible by --tensor-model-parallel-size 4: change one of"):
         Layout.from_run(run, 4)
+
+
+def test_the_planner_leaves_groups_whole():
+    """14 heads in 2 groups: TP is 1 or 2."""
+    found = search.candidates(make_run("qwen2.5-0.5b", {}), System.from_names("a64fx", "fugaku_megatron", 28), frozenset())
+    assert {run.parallel.tensor_model_parallel_size for run, _ in (each for each in found if not isinstance(each, str))} == {1, 2}
 
 
 def test_biases_are_not_decayed():
