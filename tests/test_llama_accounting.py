@@ -57,7 +57,7 @@ TP2 = {"tensor_model_parallel_size": 2}
                                      TP2, {**TP2, "sequence_parallel": True}])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_saved_bytes_are_those_that_autograd_keeps(family, changes):
-    run = small_run(**{**FAMILIES[family], "group_query_attention": False}, **changes)
+    run = small_run(**FAMILIES[family], **changes)
     tp = run.parallel.tensor_model_parallel_size
     kept = memory.part_kept_bytes(run, tp, 2, accounting.part_recompute_groups(run, 0))[0]
     outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, Layout.from_run(run, tp), 0) if place != "layer")
@@ -68,7 +68,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(family, changes):
 @pytest.mark.parametrize(("stage", "changes"), [
     (0, {}), (3, {}), (1, {"recompute_granularity": "full"}), (0, {"pipeline_schedule": "zb-h1"})])
 def test_peak(stage, changes):
-    widths = {"group_query_attention": False, "ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
+    widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
     changes = {**QWEN3, **MODEL, **widths, **changes}
     run = small_run(**changes)
     predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, schedule.of_run(run, MICROBATCHES).held(stage))
