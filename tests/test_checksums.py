@@ -14,6 +14,7 @@ from fugaku_megatron.run.arguments import make_run
 from fugaku_megatron.training.checksums import ALL, PRODUCTS, Checksums, compare
 from fugaku_megatron.training.session import Session
 from tests.helpers import SMALL, make_trainer, small_run, train
+from tests.llama_models import FAMILIES
 from tests.test_session import Writer
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "lr": 1e-2}
@@ -80,6 +81,21 @@ def test_a_wrong_product_is_named(kernel, call, named):
     assert reports[1] is None
     same = losses == [step.loss for step in train(DryComm(), run, 2)]
     assert same or kernel == PRODUCTS[2], "the second result stays"
+
+
+@pytest.mark.parametrize(("kernel", "call", "named"), [
+    ("linear_forward", 2, "result of decoder.layers.0.mlp.linear_fc1.weight"),
+    ("linear_data_gradient", 1, "gradient of the input of decoder.layers.0.mlp.linear_fc2.weight"),
+    ("linear_weight_gradient", 0, "gradient of the weight of output_layer.weight")])
+def test_a_wrong_product_of_other_blocks_is_named(kernel, call, named):
+    """A gated MLP has one product for its gates and what they multiply, and no derivative in another product's epilogue."""
+    reports, _ = checked(DryComm(), small_run(**{**FAMILIES["qwen3"], "num_layers": 1}), flipped(kernel, call, 29))
+    assert f", {named}: row 1 sums to " in reports[0] and reports[1] is None
+
+
+def test_right_products_of_other_blocks_are_let_pass():
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert ThreadWorld(2).run(lambda world: checked(world, small_run(**FAMILIES["qwen3"], **layout))[0]) == [[None] * 2] * 2
 
 
 def test_a_product_that_is_wrong_again():

@@ -60,14 +60,23 @@ LAYOUTS = {
 }
 
 
+# What no published family mixes: every bias, interleaved rope of half a head, and norms of queries and keys without positions.
+OTHERS = {
+    "biases": {"num_layers": 2, "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 0.5,
+               "rotary_interleaved": True},
+    "none": {"num_layers": 2, "normalization": "RMSNorm", "position_embedding_type": "none", "qk_layernorm": True,
+             "group_query_attention": True, "num_query_groups": 4, "kv_channels": 12, "window_size": "2,0"},
+}
+
+
 @functools.cache
 def losses(family: str, ranks: int, backend: str, changes: tuple) -> list[tuple[float, float]]:
-    run = small_run(**{**FAMILIES[family], **DROPOUT, **dict(changes)})
+    run = small_run(**{**(FAMILIES | OTHERS)[family], **DROPOUT, **dict(changes)})
     return ThreadWorld(ranks).run(lambda world: [(r.loss, r.grad_norm) for r in train(world, run, 4, Ops.build(backend))])[0]
 
 
 @pytest.mark.parametrize(("family", "name"), [
-    *((family, "tp2pp2dp2") for family in FAMILIES), *(("qwen3", name) for name in LAYOUTS if name != "tp2pp2dp2"),
+    *((family, "tp2pp2dp2") for family in FAMILIES | OTHERS), *(("qwen3", name) for name in LAYOUTS if name != "tp2pp2dp2"),
     ("llama", "tp2pp2 sequence"), ("llama", "pp2 zbv")])
 def test_layouts_equal_one_rank(family, name):
     """Losses and gradient norms, with dropout; the fourth iteration has felt every gradient of those before it."""
