@@ -10,8 +10,11 @@ import math
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+import transformers
 
+from fugaku_megatron import cli
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
@@ -21,6 +24,7 @@ from fugaku_megatron.inference.choices import Question, accuracies
 from fugaku_megatron.run.command_line import Parser
 from tests.test_decoding import WIDE, their_model
 from tests.test_generate import LEARNS, TEXT, save_trained, write_tokenizer
+from tests.test_library_tokenizers import TOKENS, write_hugging_face
 
 LENGTH = LEARNS["seq_length"]
 PROSE = TEXT * 6 + "that is the question: whether 'tis nobler é"
@@ -157,13 +161,33 @@ def test_accuracy_by_length():
     assert accuracies(questions, [-5.0, -6.0]) == {"accuracy": 0.0, "accuracy_norm": 1.0, "questions": 1}
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
+def test_a_converted_model_with_the_tokenizer_that_came_with_it(tmp_path, kind):
+    torch.manual_seed(3)
+    config = {"vocab_size": TOKENS, "max_position_embeddings": LENGTH, "n_positions": LENGTH, "hidden_size": 48, "n_embd": 48,
+              "n_layer": 2, "num_hidden_layers": 2, "n_head": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "intermediate_size": 96, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "sliding_window": 5}
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **config)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    write_hugging_face(tmp_path / "theirs")
+    assert cli.main(["convert", "--from-hf", str(tmp_path / "theirs"), "--save", str(tmp_path / "ours")]) == 0
+    (tmp_path / "text.txt").write_text(PROSE, encoding="utf-8")
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")(PROSE).input_ids
+    count = (len(ids) - 1) // LENGTH
+    total = sum(float(their_likelihoods(theirs, ids[i * LENGTH : (i + 1) * LENGTH + 1]).sum()) for i in range(count))
+    found = result(["--load", str(tmp_path / "ours"), "--text", str(tmp_path / "text.txt")])
+    assert found["perplexity"] == pytest.approx(math.exp(-total / (count * LENGTH)), rel=1e-5) and count > 1
+    text = tokenizers.Tokenizer.from_file(str(tmp_path / "theirs" / "tokenizer.json")).decode(ids[1 : count * LENGTH + 1])
+    assert found["bytes"] == len(text.encode())
+
+
 @pytest.mark.parametrize(("more", "message"), [
     ([], "nothing to evaluate: give --text"), (["--text", "a", "--data-path", "b"], "--text and --data-path exclude each other"),
     (["--text", "short.txt"], r"--text short.txt has 5 tokens, and a window is 24 and the one that follows: give a longer"),
     (["--text", "absent"], "--text absent: cannot be read"),
     (["--text", "t", "--stride", "25"], "--stride is 25, more than the 24"),
     (["--text", "t", "--stride", "0"], "--stride is 0: give a number above 0"),
-    (["--text", "t", "--json", "no/where.json"], "--json no/where.json: the folder .*no is not there"),
+    (["--text", "t", "--json", "no/where.json"], "--json no/where.json: .*no is not a directory"),
     (["--text", "t", "--seq-length", "225"], "--seq-length is 225, and the model of --load .* has 224 positions"),
     (["--choices", "none.json"], "--choices none.json: not JSON"), (["--choices", "empty.json"], "empty.json: expected a list"),
     (["--choices", "answer.json"], "answer.json: question 0: answer is 2: give the number of a choice, 0 to 1"),

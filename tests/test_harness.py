@@ -42,7 +42,7 @@ def model(tmp_path_factory):
 
 def likelihood(theirs, context: str, continuation: str) -> tuple[float, bool]:
     before = len(context.rstrip()) if context else 1
-    ids = [256] * (not context) + list((context + continuation).encode())
+    ids = [256] * (not context) + list((context + continuation).encode("utf-8", "surrogateescape"))
     scored = len(ids) - before
     ids = ids[-LENGTH - 1:]
     greedy = theirs(torch.tensor([ids[:-1]])).logits[0].argmax(1)[-scored:].tolist() == ids[-scored:]
@@ -53,17 +53,21 @@ def likelihood(theirs, context: str, continuation: str) -> tuple[float, bool]:
 def test_likelihoods_are_those_of_transformers(model, ranks):
     values, theirs = model
 
+    likeliest = theirs(torch.tensor([[ord(letter)] for letter in "abcdefgh"])).logits[:, -1, :256].argmax(1).tolist()
+    asked = [*PAIRS, *((letter, bytes([i]).decode("utf-8", "surrogateescape")) for letter, i in zip("abcdefgh", likeliest))]
+
     def work(world):
         if world.rank:
             return serve(world)
         asker = Asker(world, {**values, "tensor_model_parallel_size": ranks})
-        found = asker.likelihoods(PAIRS), asker.rolling_likelihoods([TEXT * 3, "x", ""])
+        found = asker.likelihoods(asked), asker.rolling_likelihoods([TEXT * 3, "x", ""])
         world.broadcast_object(None)
         return found
 
     pairs, texts = ThreadWorld(ranks).run(work)[0]
-    for pair, (value, greedy) in zip(PAIRS, pairs):
+    for pair, (value, greedy) in zip(asked, pairs):
         assert value == pytest.approx(likelihood(theirs, *pair)[0], rel=1e-5) and greedy == likelihood(theirs, *pair)[1]
+    assert {greedy for _, greedy in pairs} == {False, True}
     ids = [256, *(TEXT * 3).encode()]
     whole = (len(ids) - 1) // LENGTH * LENGTH
     total = sum(float(their_likelihoods(theirs, ids[i : i + LENGTH + 1]).sum()) for i in range(0, whole, LENGTH))

@@ -181,6 +181,7 @@ def test_other_tokenizers_are_told(models, tmp_path):
     assert f"trained with SentencePieceTokenizer of {PIECES - 1} tokens" in second
     assert f"not SentencePieceTokenizer of {PIECES}" in second
     assert mismatch(identity(NullTokenizer(5)), other) is None
+    assert mismatch(ours, {**ours, "crc32": "0"}).count(f"{PIECES} tokens, CRC-32") == 2
     (tmp_path / f"d{SUFFIX}").write_text("{")
     assert read_identity(str(tmp_path / "d")) is None
 
@@ -197,6 +198,7 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
         generate.continue_prompts(options, DryComm())
         return capsys.readouterr().out
 
+    write_hugging_face(tmp_path / "hugging_face")  # what came with a model counts where its run named none
     assert write().endswith("\n[to be]\n") and "note" not in write()
     other = write_sentencepiece(tmp_path / "other.model", PIECES - 1)
     assert f"note: the model was trained with SentencePieceTokenizer of {PIECES} tokens" in write(

@@ -23,12 +23,12 @@ from ..checkpoint.save import Description, save_alone
 from ..checkpoint.shards import Search, Shard, read_shards
 from ..checkpoint.tensor_files import write_tensors
 from ..inference.loading import saved_run
+from ..inference.tokenizing import CARRIED
 from ..run.checks import check
 from ..run.config import PrecisionConfig
 from ..run.model_config import ModelConfig
 from .weights import DTYPES, VOCABULARY, Weights, layer_of, shapes
 
-CARRIED = "hugging_face"  # beside the iterations
 _KIND = "weight/"  # of a key in the manifest
 _PADDED = tuple(f"{_KIND}{name}" for name in VOCABULARY)
 _LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "zero_shards": 1}

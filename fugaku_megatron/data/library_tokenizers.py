@@ -18,7 +18,7 @@ from types import ModuleType
 
 from .files import unreadable
 
-HUGGING_FACE_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")  # one of them names the kind of tokenizer
+HUGGING_FACE_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def _library(name: str, extra: str, tokenizer_type: str) -> ModuleType:
@@ -38,6 +38,11 @@ def clean(text: str | bytes) -> str:
     return text.decode("utf-8", "replace")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is one in Hugging Face's form."""
+    return any((folder / name).is_file() for name in HUGGING_FACE_FILES)
+
+
 class HuggingFaceTokenizer:
     """What `AutoTokenizer` makes of a folder, special tokens around a text included, as in Megatron-LM. The network is never asked.
 
@@ -50,7 +55,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | Path):
         path = Path(folder)
-        if not any((path / name).is_file() for name in HUGGING_FACE_FILES):
+        if not has_tokenizer(path):
             raise ValueError(f"--tokenizer-model {folder}: no folder with {' or '.join(HUGGING_FACE_FILES)} in it: give the folder "
                              "of a model or tokenizer in Hugging Face's form")
         transformers = _library("transformers", "huggingface", self.name)

@@ -30,6 +30,7 @@ from ..data.indexed import IndexedDataset
 from ..data.tokenizer import Tokenizer
 from ..run.checks import check, check_positive
 from ..run.config import ModelConfig
+from ..run.outputs import check_file, writing
 from .choices import Question, accuracies, read_questions
 from .generate import saved_manifest
 from .loading import LoadedModel, load_model, saved_run
@@ -69,9 +70,7 @@ def check_options(options: argparse.Namespace) -> None:
     check(bool(options.text or options.data_path or options.choices), "nothing to evaluate: give --text, --data-path or --choices")
     check(not (options.text and options.data_path), "--text and --data-path exclude each other: give one")
     check_positive(options, *MODEL_NUMBERS, "stride", "max_windows")
-    if options.json:
-        folder = Path(options.json).absolute().parent
-        check(folder.is_dir(), f"--json {options.json}: the folder {folder} is not there: make it, or give another file")
+    check_file("--json", options.json)
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,8 @@ def evaluate(options: argparse.Namespace, world: Comm) -> dict[str, Any]:
     if world.rank == 0:
         print(*filter(None, [texts.note, *lines(result, cut)]), sep="\n")
         if options.json:
-            Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            with writing("--json", options.json):
+                Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
 
 

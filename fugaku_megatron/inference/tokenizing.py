@@ -1,4 +1,4 @@
-"""The tokenizer of a loaded model: the one that the command line names, or else the one it was trained with.
+"""The tokenizer of a loaded model: the one that the command line names, or else the one it was trained with or came with.
 
 Test: pytest tests/test_generate.py tests/test_library_tokenizers.py
 """
@@ -6,12 +6,16 @@ Test: pytest tests/test_generate.py tests/test_library_tokenizers.py
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ..data.library_tokenizers import HuggingFaceTokenizer, has_tokenizer
 from ..data.tokenizer import Tokenizer, build_tokenizer
 from ..data.tokenizer_flags import TokenizerFlags, add_tokenizer_flags, identity, mismatch
 from ..run.checks import check
+
+CARRIED = "hugging_face"  # beside the iterations of a converted model: the files that came with it
 
 
 def add_model_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +24,7 @@ def add_model_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def open_tokenizer(options: argparse.Namespace, manifest: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of parsed flags, or where they name none, of the checkpoint with this manifest.
+    """The tokenizer of parsed flags, or where they name none, the checkpoint's: of the run that wrote it, or one that came along.
 
     Raises ValueError when neither names one, for unreadable files, and for more tokens than the model has.
     """
@@ -28,6 +32,8 @@ def open_tokenizer(options: argparse.Namespace, manifest: dict[str, Any]) -> Tok
     flags = TokenizerFlags.of(options, size)
     if not flags.name_one:
         flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
+    if not flags.name_one and has_tokenizer(Path(options.load) / CARRIED):
+        flags = TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(Path(options.load) / CARRIED))
     check(flags.name_one, f"the tokenizer is unknown, the checkpoint in --load {options.load} was trained without one: give "
           "--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model")
     tokenizer = build_tokenizer(*flags)
