@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
 from tests.test_ops import DTYPES, KEY, B, H, S, check, close, each_dtype, ops, parameter, random
 
@@ -112,6 +113,16 @@ def test_a_wide_gated_mlp_by_parts_of_its_columns(dtype, tolerance):
         assert all(torch.equal(*pair) for pair in zip(found, other))
     for ours, theirs in zip(found, wide_gated_mlp(Ops.build("torch"), dtype)):
         close(ours, theirs.double(), tolerance)
+
+
+def test_a_gated_mlp_sums_in_fp16_on_request():
+    """Eight products at a time, in all of its products; only the bias's gradient is a sum of something else, of what they left."""
+    with kernels.target("portable"):
+        chunked, again, exact = (wide_gated_mlp(Ops.build(fp16_chunk=chunk), torch.float16, put_off)
+                                 for chunk, put_off in ((8, False), (8, True), (0, False)))
+    for ours, same, other in zip(chunked, again, exact, strict=True):
+        close(ours, other.double(), 1e-2)
+        assert torch.equal(ours, same) and not torch.equal(ours, other)
 
 
 def test_a_gated_mlp_keeps_its_input_and_the_products_result(ops):
