@@ -14,17 +14,20 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+from ..checkpoint.manifest import CARRIED
+from ..comm import launcher
 from ..host import allocator
 from ..run.arguments import model_flags
 from ..run.checks import check, flag
+from ..run.model_config import ModelConfig, architecture
 from .hugging_face import carry, open_hugging_face, save_hugging_face
 from .megatron import open_megatron
 from .megatron_legacy import save_legacy
 from .outputs import check_new, whole
-from .own import CARRIED, open_own, save_own
+from .own import open_own, save_own
 from .weights import DTYPES, Weights
 
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -90,8 +93,19 @@ def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) 
     return given[0]
 
 
+def flags_of(model: ModelConfig) -> list[str]:
+    """The flags of train that say what a model is, where they are not what leaving them out means."""
+    defaults = {f.name: f.default for f in fields(ModelConfig)}
+    values = {name: value for name, value in architecture(model).items() if value is not None and value != defaults[name]}
+    if model.kv_channels * model.num_attention_heads == model.hidden_size:
+        values.pop("kv_channels")
+    return [word for name, value in values.items() for word in ((flag(name),) if value is True else (flag(name), str(value)))]
+
+
 def check_options(options: argparse.Namespace) -> tuple[str, str]:
     """(name of the source, of the destination). ValueError for flags that do not go together, before anything is read."""
+    variable, processes = launcher.processes()
+    check(processes == 1, f"convert is one process, and {variable} says that {processes} were started: leave the launcher out")
     source, destination = _one(options, SOURCES, "from"), _one(options, DESTINATIONS, "to")
     check((source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: give --to-hf, or "
           "leave conversion out, because a checkpoint loads into any layout")
@@ -119,6 +133,8 @@ def main(options: argparse.Namespace) -> int:
         DESTINATIONS[destination](weights, directory, options)
     parameters = sum(tensor.numel() for tensor in weights.like().values())
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
+    if destination == "save":
+        print(f"train --load {target} --finetune needs the flags of this model: {' '.join(flags_of(weights.model))}")
     if destination == "save":
         print(f"the model's flags for train are in {Path(target) / FLAGS}: {' '.join(model_flags(weights.model))}")
     return 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.folders import FOLDER_FILES
-from ..checkpoint.manifest import iteration_path, latest_iteration, read_manifest
+from ..checkpoint.manifest import CARRIED, iteration_path, latest_iteration, read_manifest
 from ..checkpoint.save import Description, save_alone
 from ..checkpoint.shards import Search, Shard, read_shards
 from ..checkpoint.tensor_files import write_tensors
