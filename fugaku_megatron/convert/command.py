@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.manifest import CARRIED
@@ -22,7 +22,6 @@ from ..comm import launcher
 from ..host import allocator
 from ..run.arguments import model_flags
 from ..run.checks import check, flag
-from ..run.model_config import ModelConfig, architecture
 from .hugging_face import carry, open_hugging_face, save_hugging_face
 from .megatron import open_megatron
 from .megatron_legacy import save_legacy
@@ -93,15 +92,6 @@ def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) 
     return given[0]
 
 
-def flags_of(model: ModelConfig) -> list[str]:
-    """The flags of train that say what a model is, where they are not what leaving them out means."""
-    defaults = {f.name: f.default for f in fields(ModelConfig)}
-    values = {name: value for name, value in architecture(model).items() if value is not None and value != defaults[name]}
-    if model.kv_channels * model.num_attention_heads == model.hidden_size:
-        values.pop("kv_channels")
-    return [word for name, value in values.items() for word in ((flag(name),) if value is True else (flag(name), str(value)))]
-
-
 def check_options(options: argparse.Namespace) -> tuple[str, str]:
     """(name of the source, of the destination). ValueError for flags that do not go together, before anything is read."""
     variable, processes = launcher.processes()
@@ -133,8 +123,6 @@ def main(options: argparse.Namespace) -> int:
         DESTINATIONS[destination](weights, directory, options)
     parameters = sum(tensor.numel() for tensor in weights.like().values())
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
-    if destination == "save":
-        print(f"train --load {target} --finetune needs the flags of this model: {' '.join(flags_of(weights.model))}")
     if destination == "save":
         print(f"the model's flags for train are in {Path(target) / FLAGS}: {' '.join(model_flags(weights.model))}")
     return 0
