@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,7 @@ class Candidate:
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank": 2}, "zb-h1": {"pipeline_schedule": "zb-h1"},
     "zbv": {"pipeline_schedule": "zbv"}}
+MORE_PENDING = 1.5  # micro-batches for each stage that the last pipeline may hold
 
 
 def candidates(options: argparse.Namespace) -> list[Candidate]:
@@ -50,8 +52,10 @@ def candidates(options: argparse.Namespace) -> list[Candidate]:
           f"--pipeline-model-parallel-size {pp}: change one of them")
     if options.schedules:
         check(tp * pp == 1, "--schedules compares pipelines over all --ranks: leave the parallel sizes out")
+        more = math.ceil(MORE_PENDING * ranks)
+        orders = {**SCHEDULES, f"zbv of {more}": {**SCHEDULES["zbv"], "zero_bubble_max_pending_backward": more}}
         pipelines = [Candidate(name=f"PP{ranks} {name}", ranks=ranks, pp=ranks, schedule=tuple(fields.items()))
-                     for name, fields in SCHEDULES.items()]
+                     for name, fields in orders.items()]
         return [Candidate(name="one rank", ranks=1), *pipelines]
     if tp * pp > 1:
         named = Candidate(name="", ranks=ranks, tp=tp, pp=pp)

@@ -20,6 +20,7 @@ import torch
 from fugaku_megatron import schedule
 from fugaku_megatron.comm.base import Comm, Handle
 from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.parts import receives_ahead
 from fugaku_megatron.schedule import Instruction, Schedule
 from fugaku_megatron.timeline import Costs, Span, walk
 
@@ -29,7 +30,7 @@ ELEMENTS = 1024  # of a message: sleeping stages measure the order of messages, 
 
 
 class Sleeper:
-    """A `schedule.Executor` of one stage; the next receive of each tag is posted ahead."""
+    """A `schedule.Executor` of one stage; the next receives of each tag are posted ahead."""
 
     def __init__(self, pp: Comm, plan: Schedule, costs: Costs) -> None:
         self.pp, self.plan, self.costs = pp, plan, costs
@@ -40,7 +41,7 @@ class Sleeper:
         self.begin = pp.broadcast(torch.tensor(time.perf_counter(), dtype=torch.float64)).item()  # one clock: that of the node
         self.posted: dict[Instruction, Handle] = {}
         self.waiting = {tag: iter(receives) for tag, receives in schedule.receives(self.instructions).items()}
-        for tag in self.waiting:
+        for tag in [*self.waiting] * receives_ahead(plan.name):
             self._post(tag)
 
     def run(self) -> None:

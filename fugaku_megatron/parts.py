@@ -20,7 +20,16 @@ SPLITS_BACKWARD = ZB_H1, ZBV  # into gradients of inputs and gradients of weight
 
 
 SplitCosts = tuple[int, int, int]  # of a forward, of the gradients of its input and of its weights, beside one another
+PartCosts = tuple[SplitCosts, ...]  # of each part of the model
 ALIKE: SplitCosts = (1, 1, 1)
+
+
+def receives_ahead(name: str) -> int:
+    """How many receives of each kind a stage has posted before it comes to them in its list, so that even blocking sends go on.
+
+    One is enough for every list but those with more freedom: made for parts that cost different amounts.
+    """
+    return 2 if name in SPLITS_BACKWARD else 1
 
 
 @dataclass(frozen=True)

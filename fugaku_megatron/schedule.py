@@ -17,7 +17,6 @@ from typing import Protocol
 
 from . import zero_bubble
 from .parts import (
-    ALIKE,
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -36,8 +35,8 @@ from .parts import (
     ZBV,
     Held,
     Instruction,
+    PartCosts,
     Placement,
-    SplitCosts,
     V,
     placement_of,
 )
@@ -46,7 +45,7 @@ from .run.layout import placement
 from .run.recompute import split_costs
 
 FORWARD_ONLY = "forward-only"
-STEADY_ROUNDS = 3  # micro-batches for each part of the model after which a list repeats itself
+STEADY_ROUNDS = 3  # micro-batches for each that all chunks of a stage may hold, after which a list repeats itself
 
 
 class Executor(Protocol):
@@ -89,23 +88,28 @@ def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list
     return with_messages(placement, stage, [i for i in both if i.microbatch < microbatches])
 
 
-def zb_h1(stage: int, stages: int, microbatches: int) -> list[Instruction]:
+def zb_h1(stage: int, stages: int, microbatches: int, costs: PartCosts = (), compared: PartCosts = (),
+          pending: int | None = None) -> list[Instruction]:
     """Zero Bubble H1 for one stage: a third of 1F1B's bubble; every stage holds as much as the first does in 1F1B.
 
+    costs: of F, I and W of each part; none: all alike. compared: see `zero_bubble.lists`. pending: micro-batches that a stage may
+    hold between F and W, by default one for each stage; with twice as many this is ZB-H2, whose steady state has no bubble.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2 (2023).
     """
     placement = Placement(stages)
-    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, stages)[stage])
+    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, pending or stages, costs, compared)[stage])
 
 
-def zbv(stage: int, stages: int, microbatches: int, costs: SplitCosts = ALIKE) -> list[Instruction]:
+def zbv(stage: int, stages: int, microbatches: int, costs: PartCosts = (), compared: PartCosts = (),
+        pending: int | None = None) -> list[Instruction]:
     """ZB-V for one stage: two chunks in a V, almost no bubble; no stage holds more than the first does in 1F1B.
 
-    costs: of F, I and W, whatever the part.
+    costs, compared, pending: see `zb_h1`; a stage may hold so many micro-batches of both of its chunks.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 6 (2023).
     """
     placement = Placement(stages, 2, V)
-    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, 2 * stages, costs)[stage])
+    limit = 2 * (pending or stages)
+    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, limit, costs, compared)[stage])
 
 
 def forward_only(stage: int, stages: int, microbatches: int, chunks: int = 1, kind: str = LOOP) -> list[Instruction]:
@@ -150,13 +154,15 @@ def with_messages(placement: Placement, stage: int, computations: Iterable[Instr
 class Schedule:
     """The lists of all stages for an iteration. name: one of `parts.NAMES`, or FORWARD_ONLY.
 
-    costs: what a ZB-V list is made for, see `zbv`; other lists do not depend on them (ZB-H1's gain nothing from them).
+    costs, compared, pending: what zero-bubble lists are made for, see `zb_h1`; other lists do not depend on them.
     """
 
     name: str
     placement: Placement
     microbatches: int
-    costs: SplitCosts = ALIKE
+    costs: PartCosts = ()
+    compared: PartCosts = ()
+    pending: int | None = None
 
     @property
     def splits_backward(self) -> bool:
@@ -170,10 +176,18 @@ class Schedule:
     def instructions(self, stage: int) -> list[Instruction]:
         """The list of one stage."""
         p, v, m = self.placement.stages, self.placement.chunks, self.microbatches
+        made_for = self.costs, self.compared, self.pending
         lists = {ONE_F_ONE_B: lambda: one_f_one_b(stage, p, m), INTERLEAVED: lambda: interleaved(stage, p, v, m),
-                 ZB_H1: lambda: zb_h1(stage, p, m), ZBV: lambda: zbv(stage, p, m, self.costs),
+                 ZB_H1: lambda: zb_h1(stage, p, m, *made_for), ZBV: lambda: zbv(stage, p, m, *made_for),
                  FORWARD_ONLY: lambda: forward_only(stage, p, m, v, self.placement.kind)}
         return lists[self.name]()
+
+    def shortened(self) -> Schedule:
+        """The schedule of as many micro-batches as it takes to reach the steady state, so that more are only more rounds of it."""
+        stages, few = self.placement.stages, zero_bubble.few_of(self.placement.stages, self.microbatches)
+        enough = STEADY_ROUNDS * self.placement.chunks * max(stages, self.pending or 0)
+        rounds = max(0, -(-(enough - few) // stages))
+        return replace(self, microbatches=min(self.microbatches, few + rounds * stages))
 
     def held(self, stage: int) -> tuple[Held, ...]:
         """What a stage holds at the moments that may need most memory, as `held` of its list.
@@ -182,8 +196,7 @@ class Schedule:
         """
         if self.name == ONE_F_ONE_B:  # without its list: planners ask for thousands
             return (Held((min(self.placement.stages - stage, self.microbatches),), (0,)),)
-        enough = replace(self, microbatches=min(self.microbatches, STEADY_ROUNDS * self.placement.parts))
-        return held(enough.instructions(stage), self.placement.chunks)
+        return held(self.shortened().instructions(stage), self.placement.chunks)
 
     def send_queue(self, stage: int) -> int:
         """How many sends a stage has under way at most: when it starts one more, the oldest is finished.
@@ -229,7 +242,10 @@ def build(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
 def of_run(run: RunConfig, microbatches: int) -> Schedule:
     """The schedule that a run's flags ask for."""
     name = run.parallel.schedule
-    return Schedule(name, placement(run), microbatches, split_costs(run) if name == ZBV else ALIKE)
+    if name not in SPLITS_BACKWARD:
+        return Schedule(name, placement(run), microbatches)
+    return Schedule(name, placement(run), microbatches, split_costs(run), split_costs(run, summed=True),
+                    run.parallel.zero_bubble_max_pending_backward)
 
 
 def _is_message(instruction: Instruction) -> bool:
@@ -239,8 +255,8 @@ def _is_message(instruction: Instruction) -> bool:
 def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[Instruction]]:
     """(op, chunk), which is to say tag -> the receives of a list in their order.
 
-    A stage that has the next receive of each tag posted ahead, before it comes to it in its list, stops nobody: then every list can
-    be walked even where a send blocks until its receive is posted.
+    A stage that has the next receives of each tag posted ahead (`parts.receives_ahead`), before it comes to them in its list, stops
+    nobody: then every list can be walked even where a send blocks until its receive is posted.
     """
     result: dict[tuple[str, int], list[Instruction]] = {}
     for i in instructions:

@@ -9,82 +9,130 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
-from .parts import ALIKE, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction, Placement, SplitCosts
+from .parts import ALIKE, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ZBV, Instruction, PartCosts, Placement, receives_ahead
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+RECEIVES_AHEAD = receives_ahead(ZBV)
+ROUNDS, LONG = 4, 32  # of `stages` micro-batches, and micro-batches: more than both are so many that lists must be periodic
 Lists = tuple[tuple[Instruction, ...], ...]
 
 
-@lru_cache(maxsize=8)  # every stage's list comes from the same walk
-def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[int, int, int] = ALIKE) -> Lists:
-    """The computations of every stage.
+class Way(NamedTuple):
+    """How stages choose what they do next.
 
-    limit: the (micro-batch, chunk)s that a stage may hold between F and W. costs: the same for all parts of the model, which keeps
-    the lists periodic. Where F, I and W differ, the fastest of three lists is taken: with or without a W before the next F when a
-    stage is nearly full, and the one for equal costs.
+    costs: of each part. newest: of several I a stage prefers that of its last chunk, the nearest to the loss, instead of that of
+    its first; such lists need not become periodic. empties: a stage that could hold no more than one F more prefers W.
     """
-    equal = _Stages(placement, microbatches, limit, ALIKE, empties=False).lists
-    if costs == ALIKE:
-        return equal
-    own = (_Stages(placement, microbatches, limit, costs, empties).lists for empties in (False, True))
-    return min((*own, equal), key=lambda found: end(placement, found, costs))
+
+    costs: PartCosts
+    newest: bool = False
+    empties: bool = False
 
 
-def end(placement: Placement, lists: Lists, costs: SplitCosts) -> float:
+@lru_cache(maxsize=8)  # every stage's list comes from the same walk
+def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tuple[int, int, int], ...] = (),
+          compared: tuple[tuple[int, int, int], ...] = ()) -> Lists:
+    """The computations of every stage: of the lists that the ways to choose make, the fastest that blocking sends do not stop.
+
+    limit: the (micro-batch, chunk)s that a stage may hold between F and W. costs: of each part of the model, which lists are made
+    for; none: all alike. compared: those at which the fastest is sought, by default the same. The list for equal costs is among
+    them, and one for parts that all cost what a middle one does. Of many micro-batches few are compared, and only ways whose lists
+    become periodic.
+    """
+    alike = Way((ALIKE,) * placement.parts)
+    if costs in ((), alike.costs):
+        return _Stages(placement, microbatches, limit, alike).lists
+    middle = (sorted(costs)[placement.parts // 2],) * placement.parts
+    ways = [alike, *(Way(*each, empties) for each in ((middle, False), (costs, True)) for empties in (False, True))]
+    few, many = few_of(placement.stages, microbatches), max(ROUNDS * placement.stages, LONG)
+    short = {way: _Stages(placement, few, limit, way).lists for way in ways if microbatches <= many or not way.newest}
+    ends = {way: end(placement, made, compared or costs) for way, made in short.items()}
+    fastest = sorted(ends, key=lambda way: ends[way])
+    if few == microbatches:
+        return short[fastest[0]]
+    long = (_Stages(placement, microbatches, limit, way).lists for way in fastest)
+    return next(made for made in long if end(placement, made, costs) < math.inf)
+
+
+def few_of(stages: int, microbatches: int) -> int:
+    """Micro-batches whose lists are of the same kind as those of `microbatches`, and can be extended by rounds of `stages`."""
+    many = max(ROUNDS * stages, LONG)
+    return min(microbatches, many + 1 + (microbatches - many - 1) % stages)
+
+
+def end(placement: Placement, lists: Lists, costs: PartCosts) -> float:
     """When the last stage has finished, in the unit of the costs; infinity for lists that blocking sends would stop.
 
-    A send blocks until its receive is posted. The next receive of each kind is posted ahead (`schedule.receives`), so a result is
-    sent once its receiver has begun to work on the one before.
+    A send blocks until its receive is posted. Some receives of each kind are posted ahead (`parts.receives_ahead`), so a result is
+    sent once its receiver has begun to work on the one that is so many before it.
     """
-    finished: dict[str, list[list[int]]] = {op: [[] for _ in range(placement.parts)] for op in OPERATIONS}
-    clock, places, moved = [0] * placement.stages, [0] * placement.stages, True
-    cost = dict(zip(OPERATIONS, costs, strict=True))
+    finished: dict[tuple[str, int], list[int]] = {(op, part): [] for op in OPERATIONS for part in range(placement.parts)}
+    clock, places, moved, routes = [0] * placement.stages, [0] * placement.stages, True, _routes(placement)
     while moved:
         moved = False
         for stage, mine in enumerate(lists):
-            while places[stage] < len(mine):
-                place = places[stage]
-                i = mine[place]
-                source = _beside(placement, stage, i, -1)
-                given = finished[i.op][source][i.microbatch:i.microbatch + 1] if source is not None else [0]
-                if not given or _sends(placement, stage, mine[max(0, place - 1):place], finished):
+            for i in mine[places[stage]:]:
+                route, last = routes[stage][i.op, i.chunk], mine[places[stage] - 1] if places[stage] else None
+                given = finished[i.op, route.source] if route.source is not None else None
+                if (given is not None and len(given) <= i.microbatch) or (last and _sends(routes[stage], last, finished)):
                     break
-                clock[stage] = max(clock[stage], *given) + cost[i.op]
-                finished[i.op][placement.part(stage, i.chunk)].append(clock[stage])
+                ready = max(clock[stage], given[i.microbatch] if given is not None else 0)
+                clock[stage] = ready + costs[route.part][OPERATIONS.index(i.op)]
+                finished[i.op, route.part].append(clock[stage])
                 places[stage] += 1
                 moved = True
     return max(clock) if places == [*map(len, lists)] else math.inf
 
 
-def _sends(placement: Placement, stage: int, last: Sequence[Instruction], finished: dict[str, list[list[int]]]) -> bool:
-    """Whether the last result of a stage (none or one) is still being sent."""
-    to = [(i, _beside(placement, stage, i, 1)) for i in last]
-    return any(part is not None and len(finished[i.op][part]) < i.microbatch for i, part in to)
+def _sends(routes: Mapping[tuple[str, int], Route], last: Instruction, finished: Mapping[tuple[str, int], list[int]]) -> bool:
+    """Whether the last result of a stage is still being sent to another stage."""
+    to = routes[last.op, last.chunk]
+    return to.message and len(finished[last.op, to.target]) <= last.microbatch - RECEIVES_AHEAD
 
 
-def _beside(placement: Placement, stage: int, i: Instruction, step: int) -> int | None:
-    """The part to which an instruction's result goes (step 1), or from which its input comes (-1); None where it is no message."""
-    part = placement.part(stage, i.chunk)
-    other = part + (step if i.op == FORWARD else -step)
-    return other if i.op != BACKWARD_WEIGHT and 0 <= other < placement.parts else None
+class Route(NamedTuple):
+    """The part that a computation is for, the parts from which its input comes and to which its result goes, if there are any.
+
+    message: whether the result goes to another stage.
+    """
+
+    part: int
+    source: int | None
+    target: int | None
+    message: bool
+
+
+@lru_cache(maxsize=64)
+def _routes(placement: Placement) -> tuple[Mapping[tuple[str, int], Route], ...]:
+    """(operation, chunk) -> route, for each stage."""
+    return tuple({(op, chunk): _route(placement, stage, op, chunk) for op in OPERATIONS for chunk in range(placement.chunks)}
+                 for stage in range(placement.stages))
+
+
+def _route(placement: Placement, stage: int, op: str, chunk: int) -> Route:
+    part, step = placement.part(stage, chunk), 1 if op == FORWARD else -1
+    source, target = (beside if op != BACKWARD_WEIGHT and 0 <= beside < placement.parts else None
+                      for beside in (part - step, part + step))
+    return Route(part, source, target, target is not None and placement.owner(target)[0] != stage)
 
 
 class _Stages:
     """All stages at work. A stage prefers I after an F and F after anything else, since others wait for both, and fills with W.
 
-    empties: it prefers W where it could hold no more than one F more. end: when the last has finished, in the unit of the costs.
+    end: when the last has finished, in the unit of the costs.
     """
 
-    def __init__(self, placement: Placement, microbatches: int, limit: int, costs: SplitCosts, empties: bool) -> None:
-        self.placement, self.microbatches, self.limit, self.empties, self.end = placement, microbatches, limit, empties, 0
+    def __init__(self, placement: Placement, microbatches: int, limit: int, way: Way) -> None:
+        self.placement, self.microbatches, self.limit, self.way, self.end = placement, microbatches, limit, way, 0
         chunks, stages = range(placement.chunks), range(placement.stages)
         self.own = [[(chunk, placement.part(stage, chunk)) for chunk in chunks] for stage in stages]
-        self.costs = dict(zip(OPERATIONS, costs, strict=True))
         self.done = {op: [0] * placement.parts for op in OPERATIONS}
-        self.did: list[list[Instruction]] = [[] for _ in self.own]
+        self.held = [0 for _ in stages]  # (micro-batch, chunk)s between F and W
+        self.did: list[list[Instruction]] = [[] for _ in stages]
         self._run()
         still = f"{placement} with {microbatches} micro-batches stands still when a stage may hold {limit}"
         assert min(self.done[BACKWARD_WEIGHT]) == microbatches, still
@@ -94,49 +142,59 @@ class _Stages:
         return tuple(map(tuple, self.did))
 
     def _run(self) -> None:
-        idle, finishing = set(range(self.placement.stages)), []
+        idle, woken, finishing = set(range(self.placement.stages)), set(range(self.placement.stages)), []
         while True:
-            for stage in sorted(idle):
-                if chosen := self._choose(stage):
-                    self.did[stage].append(chosen)
+            for stage in sorted(woken & idle):
+                if (cost := self._begin(stage)) is not None:
                     idle.discard(stage)
-                    heapq.heappush(finishing, (self.end + self.costs[chosen.op], stage))
+                    heapq.heappush(finishing, (self.end + cost, stage))
             if not finishing:
                 return
-            self.end = finishing[0][0]
+            self.end, woken = finishing[0][0], set()
             while finishing and finishing[0][0] == self.end:
                 _, stage = heapq.heappop(finishing)
-                last = self.did[stage][-1]
-                self.done[last.op][self.placement.part(stage, last.chunk)] += 1
                 idle.add(stage)
+                woken |= {stage, self._finish(stage)}
 
-    def _choose(self, stage: int) -> Instruction | None:
-        """What an idle stage runs now; None where it has to wait."""
-        held = sum(self.done[FORWARD][part] - self.done[BACKWARD_WEIGHT][part] for _, part in self.own[stage])
-        ready, mine = self._ready(stage, held), self.did[stage]
-        if mine and mine[-1].op == FORWARD:
+    def _finish(self, stage: int) -> int:
+        """The last computation of a stage is done; returns the stage that its result goes to, or this one."""
+        last = self.did[stage][-1]
+        route = _routes(self.placement)[stage][last.op, last.chunk]
+        self.done[last.op][route.part] += 1
+        self.held[stage] += (last.op == FORWARD) - (last.op == BACKWARD_WEIGHT)
+        return self.placement.owner(route.target)[0] if route.message else stage
+
+    def _begin(self, stage: int) -> int | None:
+        """Begin what an idle stage runs now; returns what it costs, None where the stage has to wait."""
+        ready, mine = self._ready(stage), self.did[stage]
+        last = mine[-1].op if mine else None
+        if last == FORWARD:
             order: Sequence[str] = (BACKWARD_INPUT, FORWARD, BACKWARD_WEIGHT)
-        elif self.empties and mine and mine[-1].op == BACKWARD_INPUT and held >= self.limit - 1:
+        elif self.way.empties and last == BACKWARD_INPUT and self.held[stage] >= self.limit - 1:
             order = (BACKWARD_WEIGHT, FORWARD, BACKWARD_INPUT)
         else:
             order = OPERATIONS
-        return next((ready[op] for op in order if op in ready), None)
+        for op in order:
+            if op in ready:
+                chunk, part = ready[op]
+                mine.append(Instruction(op, self.done[op][part], chunk))
+                return self.way.costs[part][OPERATIONS.index(op)]
+        return None
 
-    def _ready(self, stage: int, held: int) -> dict[str, Instruction]:
-        """What a stage could run, by operation: the F of its last chunk that has one, the I and the W of its first.
+    def _ready(self, stage: int) -> dict[str, tuple[int, int]]:
+        """The (chunk, part)s whose next operations a stage could run: the F of its last chunk, the W of its first, and an I.
 
-        held: (micro-batch, chunk)s between F and W. A place in memory stays free for every later chunk, without which the forwards
-        of an earlier one could lock the stages.
+        A place in memory stays free for every later chunk, without which the forwards of an earlier one could lock the stages.
         """
         forward, backward, weight = (self.done[op] for op in OPERATIONS)
         chunks, last, ready = self.placement.chunks, self.placement.parts - 1, {}
         for chunk, part in self.own[stage]:
             given = self.microbatches if part == 0 else forward[part - 1]
-            if forward[part] < given and held + chunks - 1 - chunk < self.limit:
-                ready[FORWARD] = Instruction(FORWARD, forward[part], chunk)
-        for chunk, part in reversed(self.own[stage]):
-            if backward[part] < (forward[part] if part == last else backward[part + 1]):
-                ready[BACKWARD_INPUT] = Instruction(BACKWARD_INPUT, backward[part], chunk)
-            if weight[part] < backward[part]:
-                ready[BACKWARD_WEIGHT] = Instruction(BACKWARD_WEIGHT, weight[part], chunk)
+            if forward[part] < given and self.held[stage] + chunks - 1 - chunk < self.limit:
+                ready[FORWARD] = chunk, part
+            given = forward[part] if part == last else backward[part + 1]
+            if backward[part] < given and (self.way.newest or BACKWARD_INPUT not in ready):
+                ready[BACKWARD_INPUT] = chunk, part
+            if weight[part] < backward[part] and BACKWARD_WEIGHT not in ready:
+                ready[BACKWARD_WEIGHT] = chunk, part
         return ready

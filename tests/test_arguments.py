@@ -216,6 +216,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
     companions |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
                                  "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"), pipeline)
     companions |= {"lr_warmup_samples": {"train_samples": 9}, "lr_wsd_decay_samples": {"train_samples": 9}}
+    companions["zero_bubble_max_pending_backward"] = {"pipeline_schedule": "zb-h1"}
     companions["wandb_project"] = {"wandb_exp_name": "n"}
     companions["valid_data_path"] = {"train_data_path": ("a",)}
     companions["recompute_part_layers"] = {"recompute_granularity": "full"}

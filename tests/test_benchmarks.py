@@ -320,8 +320,9 @@ def test_layouts_of_four_ranks():
     sizes = "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
     two = options("step", "--ranks", "2", "--threads", "2", "--schedules")
     pipelines = layouts.candidates(two)
-    assert [c.name for c in pipelines] == ["one rank", "PP2 1f1b", "PP2 interleaved", "PP2 zb-h1", "PP2 zbv"]
-    assert layouts.job(two, pipelines[-1]).flags[-2:] == ("--pipeline-schedule", "zbv")
+    assert [c.name for c in pipelines] == ["one rank", "PP2 1f1b", "PP2 interleaved", "PP2 zb-h1", "PP2 zbv", "PP2 zbv of 3"]
+    assert layouts.job(two, pipelines[-2]).flags[-2:] == ("--pipeline-schedule", "zbv")
+    assert layouts.job(two, pipelines[-1]).flags[-4:] == ("--pipeline-schedule", "zbv", "--zero-bubble-max-pending-backward", "3")
     both = layouts.candidates(options("step", "--ranks", "4", *sizes))
     assert [(c.name, c.dp) for c in both] == [("one rank", 1), ("TP2 x PP2", 1)]
 

@@ -72,3 +72,13 @@ def test_one_stage_has_nothing_to_choose():
 def test_chunks_are_not_given_beside_it():
     with pytest.raises(ValueError, match="rank 2 is for --pipeline-schedule interleaved, not auto"):
         small_run(pipeline_model_parallel_size=2, pipeline_schedule=AUTO, num_virtual_stages_per_pipeline_rank=2)
+    with pytest.raises(ValueError, match="--zero-bubble-max-pending-backward 3 is for --pipeline-schedule zb-h1 and zbv, not auto"):
+        small_run(pipeline_model_parallel_size=2, pipeline_schedule=AUTO, zero_bubble_max_pending_backward=3)
+
+
+def test_more_memory_is_used_where_there_are_micro_batches_for_it():
+    assert choice.pendings("zbv", 4, 4) == choice.pendings("1f1b", 2, 8) == (None,)
+    assert choice.pendings("zbv", 5, 6) == (None, 8, 10)
+    run, layout = medium(global_batch_size=36 * 24)
+    chosen, lines = choice.settled(run, layout, SYSTEM)
+    assert (best := chosen.parallel).schedule == "zbv" and f"zbv holding {best.zero_bubble_max_pending_backward} " in lines[0]

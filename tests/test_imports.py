@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "published": {"run"},
     "logs": {"parts", "timeline", "run", "published"},
     "nn": {"run", "comm", "host"},
-    "perf": {"parts", "schedule", "timeline", "run", "published", "logs"},
+    "perf": {"parts", "zero_bubble", "schedule", "timeline", "run", "published", "logs"},
     "jobs": {"run", "comm", "checkpoint", "schedule", "perf"},
     "training": {"parts", "run", "comm", "schedule", "timeline", "data", "checkpoint", "host", "logs", "nn", "perf", "watchdog"},
     "inference": {"run", "comm", "data", "checkpoint", "nn", "training"},

@@ -16,7 +16,7 @@ KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb
 
 @pytest.mark.parametrize("costs", [(6, 7, 5), (6, 9, 5), (6, 12, 5)])
 def test_long_lists_for_unequal_costs_are_extended(costs):
-    schedule = replace(build("zbv", 5, 2, 64), costs=costs)
+    schedule = replace(build("zbv", 5, 2, 64), costs=(costs,) * 10)
     seconds = drawn(schedule, np.random.default_rng(1))
     assert makespan(schedule, seconds) == pytest.approx(walk(schedule, seconds), rel=1e-2)
 

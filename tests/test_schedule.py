@@ -19,9 +19,13 @@ from fugaku_megatron.parts import (
     SEND_BACKWARD,
     SEND_FORWARD,
     SENDS,
+    SPLITS_BACKWARD,
     Held,
     Instruction,
+    PartCosts,
     Placement,
+    SplitCosts,
+    receives_ahead,
 )
 from fugaku_megatron.schedule import (
     Schedule,
@@ -40,7 +44,7 @@ from fugaku_megatron.schedule import (
 CASES = [(stages, microbatches) for stages in (1, 2, 3, 4, 5, 8, 16) for microbatches in (0, 1, 2, 3, 4, 5, 7, 8, 16, 33)]
 KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 5), ("zb-h1", 1), ("zbv", 2)]
 FAMILIES = [(name, chunks, stages) for name, chunks in KINDS for stages in (1, 2, 3, 4, 8)]
-COSTS = [(6, 7, 5), (6, 12, 5), (3, 1, 1)]  # that a list is made for
+COSTS = [((6, 7, 5), 0), ((6, 12, 5), 0), ((3, 1, 1), 0), ((6, 7, 5), 50)]  # that lists are made for, and more of the last part's F
 SHORT = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT, "rf": RECV_FORWARD, "sf": SEND_FORWARD,
          "rb": RECV_BACKWARD, "sb": SEND_BACKWARD}
 LONG = {op: name for name, op in SHORT.items()}
@@ -59,8 +63,14 @@ def work(instructions: Sequence[Instruction]) -> str:
 def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
     """For numbers of micro-batches below, at and above the stages, that divide and that do not; then the same of an evaluation."""
     training = [build(name, stages, chunks, microbatches) for microbatches in (0, 1, 2, 3, 5, 7, 8, 13)]
-    training += [replace(schedule, costs=costs) for schedule in training if name == "zbv" for costs in COSTS]
+    if name in SPLITS_BACKWARD:
+        training += [replace(schedule, costs=part_costs(schedule.placement.parts, each, head), pending=pending)
+                     for schedule in training for each, head in COSTS for pending in {None, stages + 1 if head else None}]
     return [*training, *(schedule.forward_only() for schedule in training)]
+
+
+def part_costs(parts: int, each: SplitCosts, head: int) -> PartCosts:
+    return *(each,) * (parts - 1), (each[0] + head, *each[1:])
 
 
 def lists_of(schedule: Schedule) -> list[list[Instruction]]:
@@ -188,7 +198,7 @@ def simulate(placement: Placement, lists: list[list[Instruction]], ahead: int | 
 def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stages):
     for schedule in schedules(name, chunks, stages):
         simulate(schedule.placement, lists_of(schedule))
-        simulate(schedule.placement, lists_of(schedule), ahead=1)
+        simulate(schedule.placement, lists_of(schedule), ahead=receives_ahead(name))
 
 
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)

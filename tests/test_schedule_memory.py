@@ -39,10 +39,14 @@ def allocated_peak(changes: dict, stage: int) -> int:
     return peak
 
 
+def test_peak_of_stages_that_hold_more():
+    test_peak("zbv", 0, None, 6)
+
+
 @pytest.mark.parametrize(("stage", "recompute"), [*((n, kind) for n in range(STAGES) for kind in (None, "full")), (0, "some")])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_peak(name, stage, recompute):
-    changes = {**SCHEDULES[name], "recompute_granularity": recompute and "full"}
+def test_peak(name, stage, recompute, pending=None):
+    changes = {**SCHEDULES[name], "recompute_granularity": recompute and "full", "zero_bubble_max_pending_backward": pending}
     if recompute == "some":
         changes["recompute_part_layers"] = (1, 3, 2, 0, 2, 0, 1, 1)[:placement(small_run(**MODEL, **changes)).parts]
     run = small_run(**MODEL, **changes)

@@ -55,9 +55,16 @@ def test_losses_are_those_of_one_rank(alone, name, layout):
     assert len(set(alone)) == len(alone), "weights move"
 
 
-def test_halves_of_backward_keep_the_bits_of_1f1b():
-    one, halves = (ThreadWorld(4).run(curve, {**LAYOUTS["pp4"][1], **SCHEDULES[name]}, 6)[0] for name in ("1f1b", "zb-h1"))
-    assert one == halves
+def test_halves_of_backward_keep_the_bits_of_1f1b_however_many_are_pending():
+    kinds = [{}, {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "zb-h1", "zero_bubble_max_pending_backward": 6}]
+    one, *halves = (ThreadWorld(4).run(curve, {**LAYOUTS["pp4"][1], **kind}, 6)[0] for kind in kinds)
+    assert halves == [one, one]
+
+
+def test_a_v_that_holds_more_has_the_same_losses(alone):
+    ranks, changes = LAYOUTS["pp2"]
+    losses = ThreadWorld(ranks).run(curve, {**changes, **SCHEDULES["zbv"], "zero_bubble_max_pending_backward": 3}, 5)
+    assert losses[0][:5] == pytest.approx(alone[:5], rel=1e-6)
 
 
 @pytest.mark.parametrize("recompute", list(RECOMPUTE)[1:])

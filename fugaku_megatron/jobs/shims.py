@@ -18,7 +18,8 @@ PROGRAM = "pretrain_gpt.py"
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --make-vocab-size-divisible-by 8 "
         "--micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         "--pipeline-split even --eval-iters 0 --kernels native")
-NOT_HERE = ("--cpu-frequency", "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank")  # Fugaku's clock; one stage
+NOT_HERE = ("--cpu-frequency", "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank",
+            "--zero-bubble-max-pending-backward")  # Fugaku's clock; one stage
 VALUED = {"-n": 1, "-mca": 2, "--vcoordfile": 1, "-stdout-proc": 1, "-stderr-proc": 1, "-x": 1}
 
 

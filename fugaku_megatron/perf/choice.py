@@ -8,10 +8,12 @@ Left out: other layouts (`search`), what memory there is (`training.choices`). T
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .. import schedule
-from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV
+from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1, ZBV
 from ..run import recompute
 from ..run.config import RunConfig
 from ..run.layout import Layout, check_split, placement
@@ -21,6 +23,15 @@ from .model import System, step
 from .software import Offers, with_schedule
 
 CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
+PENDING = (1.5, 2)  # micro-batches for each stage, tried for zero-bubble schedules beside one
+
+
+class Order(NamedTuple):
+    """A schedule to try. chunks: of a stage. pending: see --zero-bubble-max-pending-backward."""
+
+    name: str
+    chunks: int
+    pending: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +44,31 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """With the number of chunks where the schedule does not say it."""
+        """With the number of chunks where the schedule does not say it, and with what stages hold beyond the least."""
         parallel, chunks = self.run.parallel, placement(self.run).chunks
-        return f"{parallel.schedule} with {chunks} chunks" if parallel.schedule == INTERLEAVED else parallel.schedule
+        pending = parallel.zero_bubble_max_pending_backward
+        return (parallel.schedule + f" with {chunks} chunks" * (parallel.schedule == INTERLEAVED)
+                + f" holding {pending} micro-batches" * bool(pending))
 
 
-def schedules(offered: Offers) -> list[tuple[str, int]]:
-    """(name, chunks of a stage) of the schedules that software offers."""
+def schedules(offered: Offers, stages: int, microbatches: int) -> list[Order]:
+    """The schedules that software offers."""
     chunks = {ONE_F_ONE_B: (1,), ZB_H1: (1,), ZBV: (2,), INTERLEAVED: CHUNKS}
-    return [(name, count) for name in offered.schedules for count in chunks[name]]
+    return [Order(name, count, pending) for name in offered.schedules for count in chunks[name]
+            for pending in pendings(name, stages, microbatches)]
+
+
+def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
+    """What stages may hold of a schedule: as little as they can, and more where there are micro-batches for it."""
+    more = PENDING if name in SPLITS_BACKWARD and microbatches > stages else ()
+    return None, *(math.ceil(each * stages) for each in more)
 
 
 def candidates(run: RunConfig, layout: Layout, system: System, room: float) -> list[Candidate]:
     """The run in every schedule that its layers can be cut for, best first. room: bytes of a rank's tensors."""
-    found = []
-    for name, chunks in schedules(system.software.offers):
-        asked = with_schedule(run, name, chunks)
+    found, microbatches = [], layout.microbatches(run, layout.global_batch_size(run))
+    for order in schedules(system.software.offers, layout.pp, microbatches):
+        asked = with_schedule(run, *order)
         try:
             check_split(asked)
         except ValueError:  # too few layers, or layers given for another number of parts

@@ -17,8 +17,7 @@ import numpy as np
 from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B, Instruction, Placement
 from ..schedule import Schedule
 from ..timeline import COMPUTATIONS, Costs
-
-STEADY = 4  # rounds of `stages` micro-batches after which every further round takes the same time
+from ..zero_bubble import few_of
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:
@@ -27,13 +26,13 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
     if schedule.name == ONE_F_ONE_B:
         forward, backward = ([seconds for seconds, in costs.of[op]] for op in (FORWARD, BACKWARD))
         return one_f_one_b(forward, backward, costs.transfer, m)
-    if m <= (STEADY + 1) * p + p:
+    first = few_of(p, m)
+    if m <= first + p:
         return _walk_levels(_levels(schedule), costs)
-    first = STEADY * p + m % p
     short, longer = (_walk_levels(_levels(replace(schedule, microbatches=n)), costs) for n in (first, first + p))
     operations = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if schedule.splits_backward else (FORWARD, BACKWARD)
     busiest = max(sum(sum(costs.of[op][stage]) for op in operations) for stage in range(p))
-    return short + (m - first) // p * max(longer - short, p * busiest)  # two lengths may have lists of different kinds
+    return short + (m - first) // p * max(longer - short, p * busiest)
 
 
 # Any list, level by level --------------------------------------------------------------------------------------------------------

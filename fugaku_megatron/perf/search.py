@@ -17,7 +17,7 @@ from ..run.config import BatchConfig, RunConfig, TrainingConfig
 from ..run.layout import Layout
 from ..run.layout import chunks as chunks_of
 from . import memory
-from .choice import schedules
+from .choice import Order, pendings, schedules
 from .model import Prediction, System, predict, step
 from .software import with_schedule
 
@@ -67,24 +67,31 @@ def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible:
             dropped[outcome] += 1
         else:
             plans.append(outcome)
-    scheduled = _schedules(run, system, held)
-    others = _rescheduled(plans, scheduled)
-    plans = [*(plans if (ONE_F_ONE_B, 1) in scheduled else ()), *others]
+    asked = _asked(run, held)
+    plans = [*(plans if asked in (None, ONE_F_ONE_B) else ()), *_rescheduled(plans, run, held)]
     return Search(plans=tuple(sorted(plans, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped)
 
 
 WANTED, TRIED = 10, 60  # plans that are to be the best of all schedules, and layouts that are tried with each of these at most
 
 
-def _schedules(run: RunConfig, system: System, held: frozenset[str]) -> list[tuple[str, int]]:
-    """(name, chunks of a stage) of the schedules that are tried."""
+def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
+    """The schedule that the flags ask for; None where the search chooses."""
     given = {"pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"} & held
-    if given and run.parallel.pipeline_schedule != AUTO:
-        return [(run.parallel.schedule, chunks_of(run))]
-    return schedules(system.software.offers)
+    return run.parallel.schedule if given and run.parallel.pipeline_schedule != AUTO else None
 
 
-def _rescheduled(plans: Sequence[Plan], wanted: Sequence[tuple[str, int]]) -> list[Plan]:
+def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
+    """The schedules that are tried for a layout. run: as it was asked for."""
+    stages, microbatches = plan.layout.pp, plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
+    if (name := _asked(run, held)) is None:
+        return [order for order in schedules(plan.system.software.offers, stages, microbatches) if order.name != ONE_F_ONE_B]
+    given = "zero_bubble_max_pending_backward" in held
+    chosen = (run.parallel.zero_bubble_max_pending_backward,) if given else pendings(name, stages, microbatches)
+    return [Order(name, chunks_of(run), pending) for pending in chosen if name != ONE_F_ONE_B]
+
+
+def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) -> list[Plan]:
     """The plans in other schedules than 1F1B.
 
     Layouts follow one another by the least time that any schedule could give them; once that is beyond the WANTED best plans, the
@@ -92,14 +99,15 @@ def _rescheduled(plans: Sequence[Plan], wanted: Sequence[tuple[str, int]]) -> li
     """
     found: list[Plan] = []
     ordered = sorted((plan for plan in plans if plan.layout.pp > 1), key=lambda plan: plan.least_seconds)
-    best = sorted(plan.seconds for plan in plans)[:WANTED] if (ONE_F_ONE_B, 1) in wanted else []
-    for plan in ordered if len(wanted) == 1 else ordered[:TRIED]:
+    asked = _asked(run, held)
+    best = sorted(plan.seconds for plan in plans)[:WANTED] if asked in (None, ONE_F_ONE_B) else []
+    for plan in ordered[:TRIED] if asked is None else ordered:
         if len(best) == WANTED and plan.least_seconds >= best[-1]:
             break
-        for name, chunks in wanted:
-            if name == ONE_F_ONE_B or plan.layout.pp * chunks > plan.run.model.num_layers:
+        for order in _orders(run, plan, held):
+            if plan.layout.pp * order.chunks > plan.run.model.num_layers:
                 continue
-            outcome = _judge(with_schedule(plan.asked, name, chunks), plan.system)
+            outcome = _judge(with_schedule(plan.asked, *order), plan.system)
             if isinstance(outcome, Plan):
                 found.append(outcome)
                 best = sorted([*best, outcome.seconds])[:WANTED]

@@ -136,11 +136,12 @@ class Software:
         return replace(self.fitted.memory, base_mib=machine.process_mib) if measured else self.fitted.memory
 
 
-def with_schedule(run: RunConfig, name: str, chunks: int) -> RunConfig:
-    """The run with another pipeline schedule. chunks: of each stage."""
+def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
+    """The run with another pipeline schedule. chunks: of each stage. pending: see --zero-bubble-max-pending-backward."""
     virtual = chunks if name == INTERLEAVED else None
     return replace(run, parallel=replace(run.parallel, pipeline_schedule=None if name == ONE_F_ONE_B else name,
-                                         num_virtual_stages_per_pipeline_rank=virtual, num_layers_per_virtual_pipeline_stage=None))
+                                         num_virtual_stages_per_pipeline_rank=virtual, num_layers_per_virtual_pipeline_stage=None,
+                                         zero_bubble_max_pending_backward=pending))
 
 
 def names() -> list[str]:

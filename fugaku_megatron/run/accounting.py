@@ -203,15 +203,20 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
             Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))]
 
 
+def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
+    """FLOPs of a layer's forward and of the logits on one rank, attention below the diagonal only."""
+    tp = run.parallel.tensor_model_parallel_size
+    layer = sum(r.flops_forward / (2 if r.name == "attention" else 1) for r in layer_records(run, tp))
+    return layer, sum(r.flops_forward for r in head_records(run, tp, tied=True))
+
+
 @lru_cache(maxsize=64)  # every stage asks for it
 def part_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
     """Layers of each part of the model, as --pipeline-split says; balanced counts multiply-adds. A part has at least one layer."""
     layers, split = run.model.num_layers, run.parallel.pipeline_split
     if (split == "even" and stage_sizes(run) is None) or placement.parts == 1:
         return cuts.even(layers, placement)
-    tp = run.parallel.tensor_model_parallel_size
-    layer = sum(r.flops_forward for r in layer_records(run, tp))
-    head = sum(r.flops_forward for r in head_records(run, tp, tied=True))
+    layer, head = layer_and_head_flops(run)
     sizes = stage_sizes(run)
     return cuts.balanced(layers, placement, layer, head) if sizes is None else cuts.of_stages(sizes, placement, layer, head)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..parts import Held
+from ..parts import Held, receives_ahead
 from .accounting import (
     FP32_BYTES,
     context_bytes,
@@ -117,10 +117,10 @@ def working_bytes(run: RunConfig, tp: int) -> int:
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
-    """Memory of the receives that a stage has posted ahead: one from each neighbour of each of its chunks."""
-    where = placement(run)
+    """Memory of the receives that a stage has posted ahead, from each neighbour of each of its chunks."""
+    where, ahead = placement(run), receives_ahead(run.parallel.schedule)
     neighbours = [where.neighbour(stage, chunk, step) for chunk in range(where.chunks) for step in (-1, 1)]
-    return sum(n is not None and n[0] != stage for n in neighbours) * residual_bytes(run, tp)
+    return ahead * sum(n is not None and n[0] != stage for n in neighbours) * residual_bytes(run, tp)
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:

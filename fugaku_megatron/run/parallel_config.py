@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B
+from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
 from ..parts import NAMES as SCHEDULES
 from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, opt
 
@@ -28,6 +28,9 @@ class ParallelConfig:
                                         type=str, choices=(*SCHEDULES, AUTO))
     num_virtual_stages_per_pipeline_rank: int | None = opt(None, "chunks of layers per stage of an interleaved schedule", type=int)
     num_layers_per_virtual_pipeline_stage: int | None = opt(None, "layers of a chunk of an interleaved schedule", type=int)
+    zero_bubble_max_pending_backward: int | None = opt(None, "micro-batches that a stage of zb-h1 or zbv may hold whose weight "
+                                                       "gradients are not there: more of them leave less idle time and take more "
+                                                       "memory (default: the number of stages, as 1f1b)", type=int)
     sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
     tp_comm_overlap: bool = opt(False, "with --sequence-parallel: activations travel in blocks behind the products that read or "
                                 "make them")
@@ -43,7 +46,8 @@ class ParallelConfig:
         check_numbers(self)
         check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size", "ddp_bucket_size",
                        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-                       "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+                       "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+                       "zero_bubble_max_pending_backward")
         check_choices(self)
         self._check_schedule()
         check(self.sequence_parallel or not self.tp_comm_overlap, "--tp-comm-overlap needs --sequence-parallel: give both")
@@ -72,6 +76,9 @@ class ParallelConfig:
         check(len(given) < 2, f"{' and '.join(given)} exclude each other: give one")
         check(schedule != INTERLEAVED or given, "--pipeline-schedule interleaved needs --num-virtual-stages-per-pipeline-rank, the "
               "chunks of layers of each stage: give it, or another schedule")
+        pending = self.zero_bubble_max_pending_backward
+        check(pending is None or schedule in SPLITS_BACKWARD, f"--zero-bubble-max-pending-backward {pending} is for "
+              f"--pipeline-schedule {' and '.join(SPLITS_BACKWARD)}, not {schedule or self.schedule}: leave one out")
 
     @property
     def schedule(self) -> str:

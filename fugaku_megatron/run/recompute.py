@@ -11,18 +11,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
-from ..parts import Held, SplitCosts
-from .accounting import part_recompute_groups, pipeline_split, stage_parts
+from ..parts import Held, PartCosts
+from .accounting import layer_and_head_flops, part_recompute_groups, pipeline_split, stage_parts
 from .config import RunConfig
 from .layout import Layout, placement
 from .memory import chunks_live_bytes, live_bytes, stage_memory
 
 MIB = 2**20
-# Of a part's F, I and W, beside one another: F and I have norms and attention, W has products alone. With tensor parallelism W is
-# less, but lists made for less come out longer. What full recompute of all layers adds to I: F without its last product.
-SPLIT_COSTS: SplitCosts = (6, 7, 5)
+# F, I and W of a layer, beside one another: F and I have norms and attention, W has products alone. What full recompute adds to I:
+# F without its last product. W where tensor-parallel ranks add up in F and I: lists are compared for it, but those made for it come
+# out longer.
+LAYER_COSTS = 6, 7, 5
 AGAIN_COST = 5
+WEIGHTS_BESIDE_SUMS = 2
 StageHolds = Callable[[int], Sequence[Held]]
 
 
@@ -51,16 +54,25 @@ def layers_again(run: RunConfig, stage: int) -> list[int]:
     return [sum(map(len, part_recompute_groups(run, part))) for part in stage_parts(run, stage)]
 
 
-def split_costs(run: RunConfig) -> SplitCosts:
-    """What the halves of a backward cost beside a forward, as schedules take it: the same on all ranks, nothing is measured.
+@lru_cache(maxsize=1024)  # a search asks for the same again and again
+def split_costs(run: RunConfig, summed: bool = False) -> PartCosts:
+    """What F, I and W of each part of the model cost beside one another, as schedules take it: the same on all ranks.
 
-    What --recompute-auto chooses does not count: with another list sums would be taken in another order, and bits would differ.
+    summed: with the sums of tensor-parallel ranks, if there are any.
+
+    Nothing is measured, and what --recompute-auto chooses does not count: with another list sums would be taken in another order,
+    and bits would differ. The head computes its gradients while it holds the logits, in F.
     """
-    forward, inputs, weights = SPLIT_COSTS
-    if run.training.recompute_part_layers is not None:
-        return SPLIT_COSTS
-    again = sum(len(group) for part in range(placement(run).parts) for group in part_recompute_groups(run, part))
-    return forward, inputs + round(AGAIN_COST * again / run.model.num_layers), weights
+    forward, inputs, weights = LAYER_COSTS
+    if summed and run.parallel.tensor_model_parallel_size > 1:
+        weights = WEIGHTS_BESIDE_SUMS
+    layer, head = layer_and_head_flops(run)
+    chosen, costs = run.training.recompute_part_layers is not None, []
+    for part, layers in enumerate(pipeline_split(run)):
+        again = 0 if chosen else sum(map(len, part_recompute_groups(run, part)))
+        costs.append((forward * layers, inputs * layers + AGAIN_COST * again, weights * layers))
+    last, *rest = costs.pop()
+    return (*costs, (last + round(3 * forward * head / layer), *rest))
 
 
 def without_choice(run: RunConfig) -> RunConfig:

@@ -99,7 +99,7 @@ def _bubble(lists: schedule.Schedule) -> float:
     stages, busy = lists.placement.stages, SLOTS * lists.microbatches
     if lists.name == ONE_F_ONE_B:  # whatever the number of micro-batches
         return (stages - 1) * SLOTS / (busy + (stages - 1) * SLOTS)
-    few = replace(lists, microbatches=min(lists.microbatches, schedule.STEADY_ROUNDS * lists.placement.parts))
+    few = lists.shortened()
     idle = walk(few, Costs.alike(few)) - SLOTS * few.microbatches
     return idle / (busy + idle)
 
@@ -129,6 +129,7 @@ def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
         f"{iterations} iterations, {samples} samples",
         *chosen,
         f"schedule {lists.name}" + f", {lists.placement.chunks} chunks of layers per stage" * (lists.placement.chunks > 1)
+        + f", {lists.pending or layout.pp} micro-batches held between F and W" * lists.splits_backward
         + f", bubble {_bubble(lists):.1%} of the step's slots (model)",
         *_picture(lists),
         "memory of one rank per stage; recompute: layers of each chunk:",

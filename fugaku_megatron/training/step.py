@@ -19,7 +19,7 @@ from ..nn.model import Stage
 from ..nn.ops import backward
 from ..nn.passes import Pass
 from ..nn.weight_gradients import Waiting
-from ..parts import Instruction
+from ..parts import Instruction, receives_ahead
 from ..schedule import Schedule
 from .microbatches import MicroBatchWindow
 
@@ -68,7 +68,7 @@ class StepExecutor:
         instructions = lists.instructions(self.pp.rank)
         self._sends_under_way = lists.send_queue(self.pp.rank)
         self._to_receive = {tag: deque(waiting) for tag, waiting in schedule.receives(instructions).items()}
-        for tag in self._to_receive:
+        for tag in [*self._to_receive] * receives_ahead(lists.name):
             self._receive_ahead(tag)
         schedule.run(instructions, self.watched)
         while self._sending:
