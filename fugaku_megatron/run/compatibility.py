@@ -40,6 +40,9 @@ COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
     "--distributed-timeout-minutes": (1, "ignored: MPI has no time-out"),
     "--log-throughput": (0, "TFLOPs are in every log line"),
     "--bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
+    "--no-bias-swiglu-fusion": (0, "which kernels are fused is not a flag here"),
+    "--no-rope-fusion": (0, "which kernels are fused is not a flag here"),
+    "--no-persist-layer-norm": (0, "which kernels are fused is not a flag here"),
     "--transformer-impl": (1, "there is one implementation of the layers"),
     "--use-mcore-models": (0, "there is one implementation of the model"),
     "--attention-backend": (1, "attention is always one kernel that keeps no scores"),
@@ -81,6 +84,12 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
 REFUSED_FLAGS: dict[str, tuple[int, str]] = {
     "--no-bias-gelu-fusion": (0, "it asks Megatron-LM for the exact GELU, and the blocks compute its tanh form, as the fused "
                                  "kernel there: leave it out"),
+    "--squared-relu": (0, "the MLP has GELU, or --swiglu"),
+    "--num-experts": (1, "mixtures of experts are not built"),
+    "--multi-latent-attention": (0, "keys and values are whole: --group-query-attention makes them fewer"),
+    "--window-attn-skip-freq": (1, "--window-size holds for all layers"),
+    "--no-position-embedding": (0, "give --position-embedding-type rope or none"),
+    "--rotary-seq-len-interpolation-factor": (1, "rope is stretched by --use-rope-scaling only, as Llama 3.1 does it"),
     "--apply-layernorm-1p": (0, "weights of norms begin at 1, not at 0: leave it out"),
     "--decoupled-lr": (1, "all weights have one learning rate: leave it out"),
     "--decoupled-min-lr": (1, "all weights have one learning rate: leave it out"),
