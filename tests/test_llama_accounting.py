@@ -66,7 +66,8 @@ def test_saved_bytes_are_those_that_autograd_keeps(family, changes):
 
 
 @pytest.mark.parametrize(("stage", "changes"), [
-    (0, {}), (3, {}), (1, {"recompute_granularity": "full"}), (0, {"pipeline_schedule": "zb-h1"})])
+    (0, {}), (3, {}), (3, {"recompute_granularity": "selective"}), (1, {"recompute_granularity": "full"}),
+    (0, {"pipeline_schedule": "zb-h1"})])
 def test_peak(stage, changes):
     widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
     changes = {**QWEN3, **MODEL, **widths, **changes}
