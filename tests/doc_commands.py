@@ -82,8 +82,8 @@ LEAVES = {
     "docs/evaluation.md": ("my_result.json",),
     "docs/data.md": ("my_pieces_text_document.tokenizer.json", "my_checkpoints/latest_checkpointed_iteration.txt"),
     "docs/fugaku.md": ("my.sh", "try.sh", "run_30b_12288.sh"),
-    "docs/models.md": ("small_hf/model.safetensors", "start/latest_checkpointed_iteration.txt", "tuned_hf/config.json",
-                       "from_megatron/iter_0000000/manifest.json"),
+    "docs/models.md": ("my_hf/model.safetensors", "my_start/latest_checkpointed_iteration.txt", "my_tuned_hf/config.json",
+                       "my_from_megatron/iter_0000000/manifest.json"),
     "docs/performance.md": ("all.csv", "all.png"),
 }
 

@@ -20,7 +20,12 @@ from safetensors.torch import load_file, save_file
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.convert import command
+from fugaku_megatron.convert.hugging_face import read_config
+from fugaku_megatron.run.arguments import parse
+from fugaku_megatron.run.model_config import architecture
+from fugaku_megatron.run.recipes import RECIPES
 from tests.helpers import make_trainer, small_run
+from tests.published_configs import PUBLISHED
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,6 +97,18 @@ def test_without_the_config_that_it_came_with_one_is_made(converted, tmp_path):
     assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
     first, second = (read_manifest(path, 0)["config"]["model"] for path in (converted.ours, tmp_path / "ours"))
     assert first == second
+
+
+def test_the_flags_beside_a_checkpoint_make_its_model(converted):
+    words = (converted.ours / "model.flags").read_text().split()
+    run = parse([*words, "--seq-length", "8", "--micro-batch-size", "1", "--mock-data"]).run
+    saved = read_manifest(converted.ours, 0)["config"]["model"]
+    assert all(saved[name] == value for name, value in architecture(run.model).items()) and run.model.num_layers in (2, 3)
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_a_recipe_is_the_published_model(recipe):
+    assert architecture(read_config(PUBLISHED[recipe])[1]) == architecture(RECIPES[recipe]().model)
 
 
 def test_a_dtype_of_ones_own_and_one_file(converted, tmp_path):
@@ -240,6 +257,12 @@ def test_names_of_published_files(sources, tmp_path):
     assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
     assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "back") == 0
     assert same(tensors(tmp_path / "back"), stored)
+
+
+def test_it_is_one_process(sources, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    line = refused(capsys, "--from-hf", sources["gpt2"], "--save", tmp_path)
+    assert "convert is one process, and PMI_SIZE says that 2 were started" in line
 
 
 def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys):

@@ -5,6 +5,8 @@ Run: pytest tests/test_finetune.py
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -63,6 +65,15 @@ def test_weights_alone_of_another_dtype_load_into_any_layout(trained, changes):
     for name, tensor in ThreadWorld(8).run(loaded)[0].items() if changes else loaded(DryComm()).items():
         expected = weights[name if name in weights else "embedding.word_embeddings.weight"].bfloat16().float()
         assert torch.equal(tensor, expected), name
+
+
+def test_files_that_came_with_the_model_go_on_with_it(trained, tmp_path):
+    source, own = shutil.copytree(trained[2], tmp_path / "source"), tmp_path / "own"
+    (source / "hugging_face").mkdir()
+    (source / "hugging_face" / "tokenizer.json").write_text("{}")
+    trainer, _ = started(DryComm(), load=str(source), save=str(own), finetune=True)
+    trainer.close()
+    assert (own / "hugging_face" / "tokenizer.json").read_text() == "{}"
 
 
 def test_weights_alone_are_no_run_to_go_on_with(trained):

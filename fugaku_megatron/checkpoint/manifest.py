@@ -4,6 +4,7 @@
     DIR/iter_0000100/manifest.json            layout, config, state, and every shard's place in its global tensor
     DIR/iter_0000100/rank_00003.safetensors   the shards that rank 3 owns
     DIR/iter_0000100/ranks_000127/...         files of ranks 127 to 253 with a manifest of their shards (folders.py)
+    DIR/hugging_face/                         files that came with a converted model: tokenizer, configurations
     DIR/iter_0000100.tmp                      a save (or a removal) under way or interrupted: never read
     DIR/iter_0000100.old                      the checkpoint that a save of the same iteration is replacing
 
@@ -24,6 +25,7 @@ from .crc import crc32, verify_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+CARRIED = "hugging_face"
 FORMAT = "fugaku_megatron checkpoint"
 FORMAT_VERSION = 2
 FOLDERS_VERSION = 3  # shards are recorded in a manifest of each folder, the manifest itself names the folders

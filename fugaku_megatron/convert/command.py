@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.manifest import CARRIED
+from ..comm import launcher
 from ..host import allocator
 from ..run.arguments import model_flags
 from ..run.checks import check, flag
@@ -24,7 +26,7 @@ from .hugging_face import carry, open_hugging_face, save_hugging_face
 from .megatron import open_megatron
 from .megatron_legacy import save_legacy
 from .outputs import check_new, whole
-from .own import CARRIED, open_own, save_own
+from .own import open_own, save_own
 from .weights import DTYPES, Weights
 
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -92,6 +94,8 @@ def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) 
 
 def check_options(options: argparse.Namespace) -> tuple[str, str]:
     """(name of the source, of the destination). ValueError for flags that do not go together, before anything is read."""
+    variable, processes = launcher.processes()
+    check(processes == 1, f"convert is one process, and {variable} says that {processes} were started: leave the launcher out")
     source, destination = _one(options, SOURCES, "from"), _one(options, DESTINATIONS, "to")
     check((source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: give --to-hf, or "
           "leave conversion out, because a checkpoint loads into any layout")

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.folders import FOLDER_FILES
-from ..checkpoint.manifest import iteration_path, latest_iteration, read_manifest
+from ..checkpoint.manifest import CARRIED, iteration_path, latest_iteration, read_manifest
 from ..checkpoint.save import Description, save_alone
 from ..checkpoint.shards import Search, Shard, read_shards
 from ..checkpoint.tensor_files import write_tensors
 from ..inference.loading import saved_run
-from ..inference.tokenizing import CARRIED
 from ..run.checks import check
 from ..run.config import PrecisionConfig
 from ..run.model_config import ModelConfig

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ..checkpoint.manifest import CARRIED
 from ..data.library_tokenizers import HuggingFaceTokenizer, has_tokenizer
 from ..data.tokenizer import Tokenizer, build_tokenizer
 from ..data.tokenizer_flags import TokenizerFlags, add_tokenizer_flags, identity, mismatch
 from ..run.checks import check
-
-CARRIED = "hugging_face"  # beside the iterations of a converted model: the files that came with it
 
 
 def add_model_tokenizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,12 +6,13 @@ Left out: reading the tensors (`checkpoint.load`). Test: pytest tests/test_resum
 from __future__ import annotations
 
 import errno
+import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import Checkpoint, open_checkpoint
-from ..checkpoint.manifest import TRACKER, latest_iteration
+from ..checkpoint.manifest import CARRIED, TRACKER, latest_iteration
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
@@ -146,6 +147,7 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
         return [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
     requested = trainer.param_schedule
     trainer.load(resume.checkpoint)
+    _carry(trainer, resume.checkpoint)
     source = resume.checkpoint.node or run.output.load
     lines = [f"resumed from {source} at iteration {trainer.progress.iteration}"]
     lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
@@ -153,9 +155,21 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
 
 
+def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Copy the files that came with a converted model to --save, so that they are there when its checkpoints are converted."""
+    source, save = checkpoint.directory / CARRIED, trainer.run.output.save
+
+    def copy() -> None:
+        if save and source.is_dir() and not (Path(save) / CARRIED).exists():
+            shutil.copytree(source, Path(save) / CARRIED)
+
+    on_root(trainer.world, copy, f"--save {save}: ")
+
+
 def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """Begin with the weights of a checkpoint; returns the log's lines. Collective."""
     trainer.load(checkpoint, weights_only=True)
+    _carry(trainer, checkpoint)
     source = f"{checkpoint.directory}, iteration {checkpoint.iteration}"
     return [f"starting from the weights of {source}: iteration 0, a fresh optimizer, data from the start",
             *_vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config)]
