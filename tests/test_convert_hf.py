@@ -201,7 +201,7 @@ def test_what_the_block_cannot_do_is_named(sources, tmp_path, capsys, model, val
     shutil.copytree(sources[model], tmp_path / "hf")
     edit(tmp_path / "hf" / "config.json", **values)
     assert message in refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
-    assert not list(tmp_path.glob("ours*"))
+    assert not list(tmp_path.glob("*ours*"))
 
 
 def truncate(path: Path) -> None:
@@ -234,7 +234,7 @@ def test_damaged_files_are_named_and_nothing_is_left(tmp_path, capsys, sources, 
     damage(next((tmp_path / "hf").glob(file)))
     line = refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
     assert message in line and line.startswith(f"fugaku-megatron convert: --from-hf {tmp_path / 'hf'}: ")
-    assert not list(tmp_path.glob("ours*"))
+    assert not list(tmp_path.glob("*ours*"))
 
 
 def test_a_disk_that_fails_in_the_middle_leaves_nothing(sources, tmp_path, monkeypatch, capsys):
@@ -244,6 +244,13 @@ def test_a_disk_that_fails_in_the_middle_leaves_nothing(sources, tmp_path, monke
     monkeypatch.setattr(command, "carry", full)
     line = refused(capsys, "--from-hf", sources["gpt2"], "--save", tmp_path / "ours")
     assert line.endswith("ours: No space left on device: give another directory") and not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_conversion_left_is_no_obstacle_and_other_directories_are(sources, tmp_path):
+    (tmp_path / ".ours.converting").mkdir()
+    (tmp_path / "ours.tmp").mkdir()
+    assert convert("--from-hf", sources["gpt2"], "--save", tmp_path / "ours") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "ours.tmp"]
 
 
 def test_names_of_published_files(sources, tmp_path):

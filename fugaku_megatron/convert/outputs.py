@@ -29,7 +29,7 @@ def whole(flag: str, directory: str) -> Iterator[Path]:
     """
     check_new(flag, directory)
     final = Path(directory).absolute()
-    aside = final.with_name(final.name + ".tmp")
+    aside = final.with_name(f".{final.name}.converting")
     try:
         shutil.rmtree(aside, ignore_errors=True)  # of a conversion that was killed
         aside.mkdir(parents=True)
