@@ -160,7 +160,7 @@ def preprocess(args: argparse.Namespace) -> None:
     check_numbers(args)
     files = input_files(args.input, args.json_keys)
     flags = TokenizerFlags.of(args)
-    if not flags.name_one and flags.merge_file is None and flags.tokenizer_type == GPT2BPETokenizer.name:
+    if not flags.named and flags.merge_file is None and flags.tokenizer_type == GPT2BPETokenizer.name:
         flags = flags._replace(**dict(zip(("vocab_file", "merge_file"), map(str, gpt2_files()))))
     tokenizer = build_tokenizer(*flags)  # fails before any work
     if args.append_eod and tokenizer.eod is None:

@@ -35,7 +35,7 @@ class TokenizerFlags(NamedTuple):
         return cls(**{"vocab_size": vocab_size, **values})
 
     @property
-    def name_one(self) -> bool:
+    def named(self) -> bool:
         """Whether they say which tokenizer it is, and not only of which kind."""
         return bool(self.vocab_file or self.tokenizer_model or self.tokenizer_type == NullTokenizer.name)
 

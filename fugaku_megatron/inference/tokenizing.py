@@ -29,11 +29,11 @@ def open_tokenizer(options: argparse.Namespace, manifest: dict[str, Any]) -> Tok
     """
     saved, size = manifest["config"].get("data", {}), manifest["config"]["model"]["vocab_size"]
     flags = TokenizerFlags.of(options, size)
-    if not flags.name_one:
+    if not flags.named:
         flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
-    if not flags.name_one and has_tokenizer(Path(options.load) / CARRIED):
+    if not flags.named and has_tokenizer(Path(options.load) / CARRIED):
         flags = TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(Path(options.load) / CARRIED))
-    check(flags.name_one, f"the tokenizer is unknown, the checkpoint in --load {options.load} was trained without one: give "
+    check(flags.named, f"the tokenizer is unknown, the checkpoint in --load {options.load} was trained without one: give "
           "--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model")
     tokenizer = build_tokenizer(*flags)
     named = f"--tokenizer-model {flags.tokenizer_model}" if flags.tokenizer_model else f"--vocab-file {flags.vocab_file}"

@@ -25,7 +25,7 @@ def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
     Collective: one rank reads the files. ValueError on every rank where that fails.
     """
     flags = TokenizerFlags.of(run.data, run.model.vocab_size)
-    return on_root(world, lambda: identity(build_tokenizer(*flags))) if flags.name_one else None
+    return on_root(world, lambda: identity(build_tokenizer(*flags))) if flags.named else None
 
 
 def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConfig:
