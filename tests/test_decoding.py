@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 import torch
 
@@ -9,15 +11,18 @@ from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.inference import decoder, generate
 from fugaku_megatron.inference.generation import steps
-from fugaku_megatron.inference.loading import load_model, saved_run
+from fugaku_megatron.inference.loading import LoadedModel, load_model, saved_run
 from fugaku_megatron.inference.sampling import Sampling
-from tests.helpers import small_run
+from fugaku_megatron.nn.ops import Ops
+from tests.helpers import grid_groups, make_trainer, small_run
+from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.test_generate import LEARNS, save_trained
 from tests.test_model import to_theirs
 
 NEW = 200
 WIDE = {"num_layers": 3, "max_position_embeddings": 224, "init_method_std": 0.2, "micro_batch_size": 2, "global_batch_size": 2}
 PROMPTS = [list(text.encode()) for text in ("a", "to be or not", "qu", "the question is whe")]
+SHORT = [[5], [3, 80, 21, 7, 7, 64, 90, 12, 33], [17, 2], [9, 8, 7, 6, 5, 4]]  # of a vocabulary of 96
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
 
 
@@ -63,6 +68,42 @@ def test_greedy_tokens_are_those_of_transformers(pair, sizes):
     ranks = sizes[0] * sizes[1]
     assert ThreadWorld(ranks).run(lambda world: our_tokens(world, directory, sizes)) == [expected] * ranks
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS), "prompts make a difference"
+
+
+def random_model(world, family: str, tp: int, pp: int) -> LoadedModel:
+    """A model of the family whose weights, those of norms and biases as well, do not depend on the layout."""
+    run = small_run(**FAMILIES[family], init_method_std=0.3, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    trainer = make_trainer(world, run, Ops.build())
+    for p in trainer.optimizer.flat.parameters:
+        noise = torch.randn(p.spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(p.spec.init_name.encode())))
+        p.data.add_(0.1 * noise[tuple(slice(o, o + n) for o, n in zip(p.spec.offset, p.shape))])
+    trainer.close()
+    return LoadedModel(run, grid_groups(world, run), trainer.stage)
+
+
+def family_tokens(world, family: str, tp: int, pp: int, count: int) -> list[list[int]]:
+    *_, ids = steps(random_model(world, family, tp, pp), SHORT, count, GREEDY, lambda sample, ids: False)
+    return ids
+
+
+def likeliest(family: str, ids: list[list[int]]) -> list[list[int]]:
+    """What transformers takes for the likeliest token after each prefix of SHORT with `ids`, in one forward of a sequence."""
+    pytest.importorskip("transformers")
+    model, trained = theirs(family), random_model(DryComm(), family, 1, 1)
+    copy_to(model, {p.spec.name: p.data for p in trained.stage.parameters()}, family)
+    with torch.no_grad():
+        return [model(torch.tensor([prompt + own])).logits[0, len(prompt) - 1: -1].argmax(-1).tolist()
+                for prompt, own in zip(SHORT, ids, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_families_that_people_train(family):
+    """Each token is the likeliest for transformers after those before it, so the text is the one that it would write."""
+    ids = family_tokens(DryComm(), family, 1, 1, NEW)
+    assert ids == likeliest(family, ids) and len({tuple(own) for own in ids}) == len(SHORT)
+    for tp, pp in ((2, 1), (1, 2)):
+        shared = ThreadWorld(2).run(lambda world, tp=tp, pp=pp: family_tokens(world, family, tp, pp, 40))
+        assert shared == [[own[:40] for own in ids]] * 2
 
 
 def test_finished_samples_are_computed_no_further(pair, monkeypatch):

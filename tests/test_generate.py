@@ -12,9 +12,11 @@ from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data.tokenizer import gpt2_files
 from fugaku_megatron.inference import generate
+from fugaku_megatron.inference.decoder import Decoder
 from fugaku_megatron.inference.generation import steps
 from fugaku_megatron.inference.loading import load_model, saved_run
 from fugaku_megatron.inference.sampling import Sampling
+from fugaku_megatron.run import activations
 from fugaku_megatron.run.command_line import Parser
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, small_run, whole_tensors
@@ -210,6 +212,20 @@ def test_a_batch(write, tmp_path):
         ["--prompt", "to be or", "--prompt", ", t"], ["--prompts", str(tmp_path / "lines")],
         ["--prompts", str(tmp_path / "list.json")])]
     assert answers == [["[to be or] not to be, to", "[, t]o be "]] * 3
+
+
+def test_what_a_rank_would_hold(write, alone_directory):
+    flags = ["--prompt", "to be", "--prompt", "q", "--tokens", "7", "--dry-run"]
+    printed = write(*flags, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    cache = 2 * 1 * 2 * 12 * 32 // 2 * 4  # keys and values, layers, samples, positions, half of the width, bytes
+    assert f"{cache / 2**20:.1f} MiB of keys and values: 1 layers, 2 samples, 12 positions\n" in printed
+    manifest = generate.checkpoint.read_manifest(alone_directory, 12)
+    loaded = load_model(saved_run(manifest, (1, 1)), DryComm(), str(alone_directory), 12, manifest)
+    weights = sum(p.nbytes for p in loaded.stage.parameters())
+    assert f"holds at most {weights / 2**20:.1f} MiB of weights" in write(*flags)
+    decoder = Decoder(loaded, [12, 8])
+    kept = sum(cache.keys.nbytes + cache.values.nbytes for cache in decoder.cache.values())
+    assert kept == activations.cache_bytes(loaded.run, 2, 12, 2, 1)
 
 
 def test_files_of_prompts_that_are_none(write, tmp_path):

@@ -44,7 +44,7 @@ class Decoder:
 
     def _forward(self, new: dict[int, Sequence[int]]) -> Tensor | None:
         lengths = [len(tokens) for tokens in new.values()]
-        rows = Rows.of(self.cache, list(new), [self.lengths[sample] for sample in new], lengths)
+        rows = Rows.of(self.loaded.run.model, self.cache, list(new), [self.lengths[sample] for sample in new], lengths)
         for sample, length in zip(new, lengths, strict=True):
             self.lengths[sample] += length
         tokens = torch.tensor([token for tokens in new.values() for token in tokens]).unsqueeze(1)  # (r, 1)

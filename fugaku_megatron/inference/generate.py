@@ -25,6 +25,7 @@ from ..data.tokenizer import Tokenizer
 from ..run.checks import check
 from ..run.config import ModelConfig
 from . import sampling
+from .dry_run import describe
 from .generation import check_lengths, steps
 from .interactive import converse
 from .loading import LoadedModel, load_model, saved_run
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="an answer ends before this text; may be "
                         "repeated")
     sampling.add_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print what a rank would hold, in any layout, and stop")
     for kind in ("tensor", "pipeline"):
         parser.add_argument(f"--{kind}-model-parallel-size", type=int, help="of these ranks (default: the checkpoint's)")
 
@@ -55,6 +57,7 @@ def check_options(options: argparse.Namespace) -> None:
     check(all(options.stop), "--stop is empty: give a text")
     given = options.prompt is not None or options.prompts is not None
     check(given or options.interactive, "nothing to continue: give --prompt TEXT, --prompts FILE or --interactive")
+    check(not options.dry_run or given, "--dry-run needs prompts, whose lengths count: give --prompt TEXT or --prompts FILE")
     check(not given or not options.interactive, "--interactive asks for prompts: leave out --prompt and --prompts")
     Sampling.of(options)
 
@@ -75,7 +78,8 @@ def layout_of(options: argparse.Namespace, world: Comm, saved: dict[str, Any]) -
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     if tp is not None or pp is not None:
         tp, pp = tp or 1, pp or 1
-        check(world.size == tp * pp, f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp}, but "
+        fits = options.dry_run or world.size == tp * pp
+        check(fits, f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp}, but "
               f"{world.size} ranks were started: start {tp * pp}, or change the sizes")
         return tp, pp
     if world.size == 1:
@@ -119,6 +123,9 @@ def continue_prompts(options: argparse.Namespace, world: Comm) -> None:
         return [] if options.interactive else texts[0].encode(*read_prompts(options))
 
     prompts = on_root(world, open_and_encode)
+    if options.dry_run:
+        print(*(describe(run, prompts, options.max_new_tokens) for _ in texts), sep="")
+        return None
     loaded = load_model(run, world, options.load, iteration, manifest)
     for text in texts:
         heading = f"--- iteration {iteration}" + ", prompt in brackets" * (not options.interactive) + " ---"

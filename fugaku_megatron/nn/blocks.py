@@ -25,6 +25,7 @@ from .layers import (
 )
 from .ops import DropoutKey, recompute
 from .passes import Pass
+from .torch_blocks import Angles
 
 
 def _layer_class(path: str) -> type[nn.Module]:
@@ -51,12 +52,12 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(f"{name}.linear_proj", model.context_width, model.hidden_size, context,
                                              not model.disable_bias_linear)
 
-    def turn(self, qkv: Tensor, positions: Tensor | None) -> Tensor:
-        """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned. positions (s,); None: from 0 on."""
+    def turn(self, qkv: Tensor, angles: Angles | None) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2)."""
         model, weights = self.context.model, (None, None)
         if model.qk_layernorm:
             weights = self.q_layernorm.weight, self.k_layernorm.weight
-        return self.context.ops.rotary(qkv, self.context.angles(positions), self.heads, self.groups, model.kv_channels,
+        return self.context.ops.rotary(qkv, angles, self.heads, self.groups, model.kv_channels,
                                        model.rotary_interleaved, 0, *weights, model.layernorm_epsilon)
 
     def core(self, qkv: Tensor, at: Pass) -> Tensor:
@@ -66,7 +67,8 @@ class SelfAttention(nn.Module):
                          row0=tp.rank * self.heads * qkv.shape[0])
         attention = partial(ops.attention, head_size=model.kv_channels, p=model.attention_dropout if at.training else 0.0, key=key,
                             groups=self.groups, window=model.window)
-        qkv = self.turn(qkv, None if at.rows is None else at.rows.positions) if model.turns_queries else qkv
+        if model.turns_queries:
+            qkv = self.turn(qkv, self.context.angles if at.rows is None else at.rows.angles)
         return attention(qkv) if at.rows is None else at.rows.attend(ops, self.layer, qkv, attention)
 
     def forward(self, x: Tensor, at: Pass) -> Tensor:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..run.config import ModelConfig
 from .ops import Ops
+from .rotary import rotary_angles
+from .torch_blocks import Angles
 
 
 @dataclass(frozen=True)
@@ -49,20 +52,21 @@ KeyValueCache = dict[int, LayerCache]  # by the number of the layer, from 1 on
 class Rows:
     """What the rows of a forward are, and the cache of what came before.
 
-    lengths: rows of each sample that has any. samples: these samples' places in the cache. positions (r,): of every row in its
-    sample.
+    lengths: rows of each sample that has any. samples (that many,): these samples' places in the cache. positions (r,): of every
+    row in its sample; angles: of rotary positions, two of (r, rotated elements / 2), None for a model without.
     """
 
     cache: KeyValueCache
-    samples: tuple[int, ...]
+    samples: Tensor
     lengths: tuple[int, ...]
     positions: Tensor
+    angles: Angles | None
 
     @staticmethod
-    def of(cache: KeyValueCache, samples: Sequence[int], first: Sequence[int], lengths: Sequence[int]) -> Rows:
+    def of(model: ModelConfig, cache: KeyValueCache, samples: Sequence[int], first: Sequence[int], lengths: Sequence[int]) -> Rows:
         """Rows of samples whose next positions are `first`."""
-        positions = [p for begin, length in zip(first, lengths, strict=True) for p in range(begin, begin + length)]
-        return Rows(cache, tuple(samples), tuple(lengths), torch.tensor(positions))
+        positions = torch.tensor([p for begin, length in zip(first, lengths, strict=True) for p in range(begin, begin + length)])
+        return Rows(cache, torch.tensor(samples), tuple(lengths), positions, rotary_angles(model, positions))
 
     @property
     def last(self) -> Tensor:
@@ -83,7 +87,7 @@ class Rows:
         if self.one_each:
             return ops.cached_attention(qkv, cache.keys, cache.values, self.samples, self.positions)
         context = []
-        for sample, part in zip(self.samples, qkv.split(self.lengths), strict=True):
+        for sample, part in zip(self.samples.tolist(), qkv.split(self.lengths), strict=True):
             groups = part.view(len(part), cache.keys.shape[1], -1, cache.keys.shape[3])  # (s, g, n/g + 2, d)
             cache.store(sample, groups[:, :, -2], groups[:, :, -1])
             context.append(whole(part))

@@ -65,13 +65,9 @@ class Context:
         """`make_parameter` over the tensor-parallel ranks."""
         return make_parameter(name, shape, self.tp, partition_dim, std, **{"sequence_parallel": self.sequence is not None, **more})
 
-    def angles(self, positions: Tensor | None = None) -> Angles | None:
-        """Of rotary positions (s,), or of those of a sample from 0 on; None for a model without."""
-        return self._angles if positions is None else rotary_angles(self.model, positions)
-
     @cached_property
-    def _angles(self) -> Angles | None:
-        """The same tensors for all layers."""
+    def angles(self) -> Angles | None:
+        """Of a sample's rotary positions, the same tensors for all layers; None for a model without."""
         return rotary_angles(self.model, torch.arange(self.model.seq_length))
 
     def into_product(self, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ rank. Test: pytest tests/test_ops.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -151,7 +151,7 @@ class Ops:
         """(sum, rms_norm(sum)), both (s, b, h), sum being that of `bias_dropout_add`; weight (h)."""
         return self.backends["rowwise"].bias_dropout_add_rms_norm(x, bias, residual, p, key, weight, epsilon)
 
-    def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Sequence[int], positions: Tensor) -> Tensor:
+    def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
         """Attention of one new token of each sample, whose key and value are kept. qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
 
         keys, values (all samples, g, slots, d): of earlier positions, position p in slot p mod slots, so that no more than the

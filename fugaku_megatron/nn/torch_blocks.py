@@ -8,7 +8,7 @@ Test: pytest tests/test_block_ops.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,8 @@ class BlockOps:
         """qkv (s, b, g (n/g + 2) d) -> the same shape."""
         return rotary(qkv, angles, Heads(heads, groups, head_size), interleaved, first_position, q_weight, k_weight, epsilon)
 
-    def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Sequence[int], positions: Tensor) -> Tensor:
-        """qkv (r, 1, g (n/g + 2) d), keys and values (all samples, g, slots, d), positions (r,) -> (r, 1, n d)."""
+    def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+        """qkv (r, 1, g (n/g + 2) d), keys and values (all samples, g, slots, d), samples, positions (r,) -> (r, 1, n d)."""
         return cached_attention(qkv, keys, values, samples, positions)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -251,14 +251,16 @@ def attention(qkv: Tensor, heads: Heads, window: int | None, dropout: Callable[[
     return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
-def cached_attention(qkv: Tensor, keys: Tensor, values: Tensor, samples: Sequence[int], positions: Tensor) -> Tensor:
+def cached_attention(qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
     """One new token (r, 1, g (n/g + 2) d) of each sample -> (r, 1, n d); see `Ops.cached_attention`.
 
-    keys, values (all samples, g, slots, d), positions (r,). The queries of a group are attention's rows, so nothing is repeated.
+    keys, values (all samples, g, slots, d), samples, positions (r,). The queries of a group are attention's rows: nothing is
+    repeated.
     """
     _, groups, slots, d = keys.shape
     context = []
-    for row, sample, position in zip(qkv.view(len(qkv), groups, -1, d), samples, positions.tolist(), strict=True):
+    rows = qkv.view(len(qkv), groups, -1, d)
+    for row, sample, position in zip(rows, samples.tolist(), positions.tolist(), strict=True):
         keys[sample, :, position % slots], values[sample, :, position % slots] = row[:, -2], row[:, -1]
         known = slice(sample, sample + 1), slice(None), slice(min(position + 1, slots))
         context.append(F.scaled_dot_product_attention(row[None, :, :-2], keys[known], values[known]))  # (1, g, n / g, d)
