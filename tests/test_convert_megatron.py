@@ -27,9 +27,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.dry import DryComm
-from fugaku_megatron.training.resume import find_checkpoint
-from tests.helpers import small_run
+from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.inference.loading import saved_run
+from fugaku_megatron.run.model_config import architecture
+from fugaku_megatron.training.resume import find_checkpoint, resume_training
+from tests.helpers import make_trainer, mock, small_run
 
 transformers = pytest.importorskip("transformers")
 
@@ -290,6 +294,31 @@ def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, imp
         assert torch.equal(contents["model"].pop("output_layer.weight")[: len(vocabulary)], vocabulary)
         assert same(contents["model"], last)
     assert same(there(tmp_path / "megatron", tmp_path), theirs)
+
+
+def test_what_it_is_trained_from_in_another_layout_has_transformers_loss(tmp_path):
+    """From Megatron-LM's TP2 x PP2 into TP2 x PP2 x DP2 with ZeRO-1; the vocabulary has no padding, which would count."""
+    model = randomized(decoder("Llama", vocab_size=96, num_hidden_layers=LAYERS, head_dim=16))
+    model.save_pretrained(tmp_path / "hf")
+    assert convert("--from-hf", tmp_path / "hf", "--to-megatron", tmp_path / "megatron", "--tensor-model-parallel-size", TP,
+                   "--pipeline-model-parallel-size", PP, "--make-vocab-size-divisible-by", 8) == 0
+    assert convert("--from-megatron", tmp_path / "megatron", "--save", tmp_path / "ours") == 0
+    saved = architecture(saved_run(read_manifest(tmp_path / "ours", 0), (1, 1)).model)
+    run = small_run(**saved, load=str(tmp_path / "ours"), finetune=True, tensor_model_parallel_size=TP,
+                    pipeline_model_parallel_size=PP, zero_stage=1)
+
+    def first_loss(world) -> float:
+        torch.set_num_threads(1)
+        trainer = make_trainer(world, run)
+        resume_training(trainer, find_checkpoint(run, world))
+        loss = trainer.train_step().loss
+        trainer.close()
+        return loss
+
+    samples = torch.stack([mock(run)[index] for index in range(run.batch.global_batch_size)])
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten())
+    assert ThreadWorld(8).run(first_loss)[0] == pytest.approx(expected.item(), rel=1e-6)
 
 
 class Attack:
