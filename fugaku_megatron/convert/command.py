@@ -23,8 +23,6 @@ from ..host import allocator
 from ..run.arguments import model_flags
 from ..run.checks import check, flag
 from .hugging_face import carry, open_hugging_face, save_hugging_face
-from .megatron import open_megatron
-from .megatron_legacy import save_legacy
 from .outputs import check_new, whole
 from .own import open_own, save_own
 from .weights import DTYPES, Weights
@@ -34,10 +32,17 @@ FLAGS = "model.flags"  # beside the iterations: words of train's command line
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
 
+
+def _open_megatron(options: argparse.Namespace) -> Weights:
+    from .megatron import open_megatron  # with torch.distributed, which no other format needs
+
+    return open_megatron(options.from_megatron, options.ckpt_step, options.vocab_size)
+
+
 SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
     "load": lambda options: open_own(options.load, options.ckpt_step),
     "from_hf": lambda options: open_hugging_face(options.from_hf),
-    "from_megatron": lambda options: open_megatron(options.from_megatron, options.ckpt_step, options.vocab_size),
+    "from_megatron": _open_megatron,
 }
 
 
@@ -47,12 +52,17 @@ def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> Non
     (directory / FLAGS).write_text(" ".join(model_flags(weights.model)) + "\n", encoding="utf-8")
 
 
+def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
+    from .megatron_legacy import save_legacy
+
+    save_legacy(weights, directory, options.tensor_model_parallel_size, options.pipeline_model_parallel_size,
+                options.transformer_impl == TRANSFORMER_ENGINE, options.make_vocab_size_divisible_by)
+
+
 DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
     "save": _save,
     "to_hf": lambda weights, directory, options: save_hugging_face(weights, directory, size(options.max_shard_size)),
-    "to_megatron": lambda weights, directory, options: save_legacy(
-        weights, directory, options.tensor_model_parallel_size, options.pipeline_model_parallel_size,
-        options.transformer_impl == TRANSFORMER_ENGINE, options.make_vocab_size_divisible_by),
+    "to_megatron": _save_megatron,
 }
 
 
