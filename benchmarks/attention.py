@@ -1,4 +1,7 @@
-"""Causal attention between its two projections: forward alone, forward and backward, against torch's scaled_dot_product_attention.
+"""Causal attention between its two projections: forward, with backward, of one new token; against torch's own.
+
+torch's is scaled_dot_product_attention. attention_decode is generation: one token of each sample against s keys and values of
+earlier ones (or as many as a window has), which memory bounds.
 
 Shapes are those of fugaku_megatron.run.accounting: sequence s, this rank's heads and groups, head size d. Both sides read and write
 Megatron's fused (s, b, (heads + 2 groups) d) tensor; torch's side works on (b, heads, s, d) and (b, groups, s, d) views of it, with
@@ -67,7 +70,7 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Forward, and forward with backward."""
+    """Forward, forward with backward, and the next token of sequences."""
     shape, b = shape_of(options), options.micro_batch_size
     torch.manual_seed(0)
     qkv = torch.randn(shape.s, b, (shape.heads + 2 * shape.groups) * shape.d).to(DTYPES[options.dtype])
@@ -80,6 +83,29 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     yield Case(op="attention_forward", calls=(call,), baseline_run=forward, error=lambda: error(qkv, dout, shape, out, None),
                **common)
     yield Case(op="attention", calls=(call, back), baseline_run=both, error=lambda: error(qkv, dout, shape, out, dqkv), **common)
+    yield decoding(shape, b, qkv.dtype, common)
+
+
+def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
+    """One token of each of `rows` samples, whose caches are full."""
+    slots = min(shape.window or shape.s, shape.s)
+    qkv = torch.randn(rows, (shape.heads + 2 * shape.groups) * shape.d).to(dtype)
+    keys, values = (torch.randn(rows, shape.groups, slots, shape.d).to(dtype) for _ in range(2))
+    out, places = qkv.new_empty(rows, shape.heads * shape.d), torch.arange(rows)
+    call = Call("attention_decode", qkv, keys, values, places, places + slots - 1, out)
+
+    def baseline(at: torch.dtype = dtype) -> Tensor:
+        queries, key, value = qkv.to(at).view(rows, shape.groups, -1, shape.d).split(shape.slots, dim=2)
+        last = torch.arange(slots - 1, slots - 1 + rows) % slots
+        for cache, new in ((keys, key), (values, value)):
+            cache[places, :, last] = new[:, :, 0].to(dtype)
+        return F.scaled_dot_product_attention(queries, keys.to(at), values.to(at)).reshape(rows, -1)  # a group's queries as rows
+
+    def error() -> float:
+        exact = baseline(torch.float64)
+        return float((out.double() - exact).abs().max() / exact.abs().max())
+
+    return Case(op="attention_decode", calls=(call,), baseline_run=baseline, error=error, **{**common, "baseline": "torch sdpa"})
 
 
 def torch_calls(qkv: Tensor, dout: Tensor, shape: Shape, rival: str) -> tuple[Callable[[], object], Callable[[], None]]:

@@ -78,16 +78,63 @@ void bind_backward(py::handle qkv_object, py::handle out_object, py::handle lse_
   });
 }
 
+// Sizes from qkv (rows, (heads + 2 groups) d) and keys (samples, groups, slots, d); places and positions inside them.
+DecodeArgs check_decode(const TensorView& qkv, const TensorView& keys, const TensorView& samples,
+                        const TensorView& positions) {
+  qkv.floating().rank(2).contiguous();
+  keys.same_dtype(qkv).rank(4).contiguous();
+  const int64_t rows = qkv.size(0), groups = keys.size(1), slots = keys.size(2), d = keys.size(3);
+  for (const TensorView* numbers : {&samples, &positions}) {
+    numbers->dtype({DType::i64}).shape({rows}).contiguous().aligned(8);
+  }
+  require(groups > 0 && slots > 0 && d > 0 && d % 4 == 0, "keys", "(samples, groups, slots, d), d a multiple of 4",
+          std::to_string(groups) + " groups, " + std::to_string(slots) + " slots, d " + std::to_string(d));
+  const int64_t heads = qkv.size(1) / d - 2 * groups;
+  require(heads > 0 && heads % groups == 0 && qkv.size(1) % d == 0, "qkv",
+          "(heads + 2 groups) * d columns with d " + std::to_string(d) + " and " + std::to_string(groups) +
+              " groups (of keys) that divide the heads",
+          std::to_string(qkv.size(1)) + " columns");
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t sample = samples.data<int64_t>()[row], position = positions.data<int64_t>()[row];
+    require(sample >= 0 && sample < keys.size(0), "samples", "numbers below " + std::to_string(keys.size(0)),
+            std::to_string(sample));
+    require(position >= 0, "positions", "0 or more", std::to_string(position));
+  }
+  return {rows, heads, groups, d, slots, samples.data<int64_t>(), positions.data<int64_t>()};
+}
+
+void bind_decode(py::handle qkv_object, py::handle keys_object, py::handle values_object, py::handle samples_object,
+                 py::handle positions_object, py::handle out_object) {
+  TensorView qkv("qkv", qkv_object), keys("keys", keys_object), values("values", values_object), out("out", out_object);
+  TensorView samples("samples", samples_object), positions("positions", positions_object);
+  const DecodeArgs args = check_decode(qkv, keys, samples, positions);
+  values.same_dtype(qkv).same_shape(keys).contiguous().disjoint({&keys, &qkv});
+  keys.disjoint({&qkv});
+  out.same_dtype(qkv).shape({args.rows, args.heads * args.d}).contiguous();
+  out.disjoint({&qkv, &keys, &values, &samples, &positions});
+  if (!qkv.numel()) return;
+  unlocked([&] { kernels().attention_decode(qkv.data(), keys.data(), values.data(), out.data(), qkv.dtype(), args); });
+}
+
 }  // namespace
 
 FM_BIND(attention) {
   using namespace py::literals;
+  module.def("attention_decode", &bind_decode, "qkv"_a, "keys"_a, "values"_a, "samples"_a, "positions"_a, "out"_a,
+             "Attention of one new token of each of `rows` samples, whose key and value are kept.\n"
+             "qkv: float32, bfloat16 or float16 (rows, (heads + 2 groups) d), as in attention_forward. "
+             "out: (rows, heads * d).\n"
+             "keys, values: (all samples, groups, slots, d), position p in slot p mod slots: no more than the last "
+             "`slots`\n"
+             "positions are attended to. samples, positions: int64 (rows), each row's place among all samples, no two "
+             "of them\n"
+             "the same, and its position in its own. Sums are float32.");
   module.def("attention_forward", &bind_forward, "qkv"_a, "out"_a, "lse"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0,
              "first_sample"_a = 0, "first_head"_a = 0, "window"_a = py::none(),
              "out = dropout(softmax(Q K^T / sqrt(d), causal), p) V for every head, and lse = log(sum(exp(scores))) for "
              "the backward.\n"
-             "qkv: float32, bfloat16 or float16 (s, b, (heads + 2 groups) d), for each group its heads / groups queries, its\n"
-             "key and its value, d a multiple of 4; there are as many groups as the width says.\n"
+             "qkv: float32, bfloat16 or float16 (s, b, (heads + 2 groups) d), for each group its heads / groups queries,\n"
+             "its key and its value, d a multiple of 4; there are as many groups as the width says.\n"
              "out: (s, b, heads * d). lse: float32 (b, heads, s). All contiguous. Sums are float32.\n"
              "window: query i sees the keys i - window < j <= i; None: all keys j <= i.\n"
              "Dropout is that of dropout() on probabilities (b, heads, s, s) with sample_dim=0, row0=first_head * s.\n"

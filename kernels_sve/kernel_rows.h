@@ -11,7 +11,7 @@ namespace fm {
 // The symbols of kernels.inc's formulas.
 #define FM_SIZES(X) \
   X(m)              \
-  X(n) X(k) X(rows) X(cols) X(s) X(b) X(heads) X(groups) X(d) X(window) X(half) X(tokens) X(words) X(calls) X(steps) \
+  X(n) X(k) X(rows) X(cols) X(s) X(b) X(heads) X(groups) X(d) X(window) X(half) X(tokens) X(words) X(calls) X(slots) X(steps) \
   X(sweeps) X(e) X(e_out) X(dx)
 
 struct Sizes {

@@ -83,7 +83,42 @@ void backward_query(const Head& h, const void* qkv, const void* out, const float
   }
 }
 
+// Attention of one query, `query` elements into qkv, to `known` slots from `cached` elements on, to `to` elements into out.
+void decode_query(const DecodeArgs& a, DType dtype, const void* qkv, const void* keys, const void* values, void* out,
+                  int64_t query, int64_t cached, int64_t known, int64_t to) {
+  std::vector<double> p(known), context(a.d);
+  double maximum = -HUGE_VAL, sum = 0;
+  for (int64_t k = 0; k < known; ++k) {
+    for (int64_t c = 0; c < a.d; ++c) {
+      p[k] += double(get(qkv, dtype, query + c)) * get(keys, dtype, cached + k * a.d + c) / std::sqrt(double(a.d));
+    }
+    maximum = std::fmax(maximum, p[k]);
+  }
+  for (int64_t k = 0; k < known; ++k) sum += p[k] = std::exp(p[k] - maximum);
+  for (int64_t k = 0; k < known; ++k)
+    for (int64_t c = 0; c < a.d; ++c) context[c] += p[k] / sum * get(values, dtype, cached + k * a.d + c);
+  for (int64_t c = 0; c < a.d; ++c) put(out, dtype, to + c, static_cast<float>(context[c]));
+}
+
 }  // namespace
+
+void attention_decode(const void* qkv, void* keys, void* values, void* out, DType dtype, const DecodeArgs& a) {
+  const int64_t share = a.heads / a.groups;
+  for (int64_t row = 0; row < a.rows; ++row)
+    for (int64_t group = 0; group < a.groups; ++group) {
+      const int64_t query = (row * a.groups + group) * (share + 2) * a.d, key = query + share * a.d;
+      const int64_t cached = (a.samples[row] * a.groups + group) * a.slots * a.d;
+      const int64_t slot = cached + a.positions[row] % a.slots * a.d, known = std::min(a.positions[row] + 1, a.slots);
+      for (int64_t c = 0; c < a.d; ++c) {
+        put(keys, dtype, slot + c, get(qkv, dtype, key + c));
+        put(values, dtype, slot + c, get(qkv, dtype, key + a.d + c));
+      }
+      for (int64_t h = 0; h < share; ++h) {
+        decode_query(a, dtype, qkv, keys, values, out, query + h * a.d, cached, known,
+                     (row * a.heads + group * share + h) * a.d);
+      }
+    }
+}
 
 void attention_forward(const void* qkv, void* out, float* lse, DType dtype, const AttentionArgs& args) {
   for_heads(args, dtype, [&](const Head& h) {

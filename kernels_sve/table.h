@@ -52,6 +52,13 @@ struct AttentionArgs {
   int64_t first_sample, first_head;
 };
 
+// attention_decode.h: one token of each of `rows` samples, heads / groups query heads to a key and a value, against caches of
+// `slots` positions. Row r is position positions[r] of the sample at place samples[r] of the caches.
+struct DecodeArgs {
+  int64_t rows, heads, groups, d, slots;
+  const int64_t *samples, *positions;
+};
+
 // adamw.h: the scalars of one AdamW step, made in double from the options by bind_adamw.cc.
 struct AdamWArgs {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;

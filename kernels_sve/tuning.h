@@ -44,6 +44,9 @@ struct Common {
   // head keeps four threads busy in backward, two heads twelve (bits).
   static constexpr int ATTENTION_NV = 3;
   static constexpr int64_t ATTENTION_BLOCK = 96, KEY_BLOCK = 128, DQUERY_PARTIALS = 6;
+  // Slots of a cache that one task of decoding reads (bits): at 1024 positions one group is work for 8 threads, and 64 columns of
+  // values stay in L1.
+  static constexpr int64_t DECODE_SLOTS = 128;
 
   // Kernels on rows. Rows worked on together (bits): their horizontal sums overlap, and a column sum is loaded and stored once
   // for all of them. Longer rows than SHORT_ROW fill L1 alone.

@@ -79,8 +79,8 @@ def options(family: str, *arguments: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize("family, dtype, ops", [
     ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}),
-    ("attention", "fp32", {"attention_forward", "attention"}),
-    ("attention", "bf16", {"attention_forward", "attention"}),
+    ("attention", "fp32", {"attention_forward", "attention", "attention_decode"}),
+    ("attention", "bf16", {"attention_forward", "attention", "attention_decode"}),
     ("rowwise", "fp32", ROWWISE),
     ("rowwise", "bf16", ROWWISE),
 ])
@@ -92,7 +92,8 @@ def test_a_family_of_kernels(tmp_path, family, dtype, ops):
         assert row.keys() >= ROW and row["seconds"] > 0 and row["target"] == kernels.active() and row["threads"] == 1
         assert row["ratio"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
         assert row["max_error"] < (2e-5 if row["dtype"] == "fp32" else 2e-2), row["op"]
-        assert (row["gflops"] is None) == (row["peak_fraction"] is None) == (family == "rowwise") and row["gb_per_second"] > 0
+        in_memory = family == "rowwise" or row["op"] == "attention_decode"
+        assert (row["gflops"] is None) == (row["peak_fraction"] is None) == in_memory and row["gb_per_second"] > 0
         assert f"--only={row['op']} " in row["repeat"].replace("'", "") and row["repeat"] in printed
 
 
@@ -119,7 +120,7 @@ def test_the_benchmarks_time_the_kernels_that_the_trainer_calls():
 
 
 def test_attention_counts_as_accounting_does():
-    forward, both = attention.cases(family_options("--recipe", "demo", "--micro-batch-size", "2"))
+    forward, both, _ = attention.cases(family_options("--recipe", "demo", "--micro-batch-size", "2"))
     heads, s, d = forward.shape
     flops = accounting.causal_attention_flops(2 * heads, s, d)
     assert [call.flops for call in both.calls] == [flops, accounting.ATTENTION_BACKWARD_SHARE * flops]
@@ -130,13 +131,15 @@ def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
     """Torch's side computes the same, and the FLOPs are those inside the window."""
     torch.manual_seed(0)
     options = family_options("--recipe", "demo", "--num-query-groups", "2", "--window-size", "29,0", "--rival", rival)
-    forward, both = attention.cases(options)
+    forward, both, decode = attention.cases(options)
     heads, groups, s, d, window = both.shape
     assert (groups, window) == (2, 30)
     both.run()
     assert both.error() < 1e-5
     torch.testing.assert_close(forward.baseline_run(), both.calls[0].args[1], rtol=1e-4, atol=1e-5)
     assert both.calls[0].flops == accounting.causal_attention_flops(heads, s, d, window)
+    decode.run()
+    assert decode.error() < 1e-5
 
 
 def test_attention_shapes_are_those_of_the_published_aims():

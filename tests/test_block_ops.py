@@ -206,6 +206,19 @@ def test_native_attention_equals_torchs_over_many_tiles(heads, groups, window, d
         close(native, other.double(), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_attention_to_kept_keys_equals_torchs(dtype):
+    """Three steps of two of three samples; the caches go round."""
+    heads, groups, d, slots = 6, 2, 16, 3
+    caches = [[random(3, groups, slots, d, seed=i, dtype=dtype) for i in range(2)] for _ in BACKENDS]
+    for position in range(4, 7):
+        qkv, positions = random(2, 1, (heads + 2 * groups) * d, seed=position, dtype=dtype), torch.tensor([position, position - 4])
+        native, other = (Ops.build(backend).cached_attention(qkv, *cache, torch.tensor([2, 0]), positions)
+                         for backend, cache in zip(BACKENDS, caches))
+        close(native, other.double(), 1e-5 if dtype == torch.float32 else 2e-2)
+        assert all(torch.equal(*pair) for pair in zip(*caches))
+
+
 def test_attention_of_a_ranks_groups_is_that_of_all():
     """Half of the heads with their groups, as tensor-parallel ranks hold them: the same bits and the same dropout."""
     s, d, ops = 50, 8, Ops.build()

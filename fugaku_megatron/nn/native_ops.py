@@ -82,6 +82,13 @@ class NativeOps(NativeBlockOps):
         """qkv (s, b, g (n/g + 2) d) -> (s, b, n d)."""
         return _Attention.apply(self, qkv, Heads.of(qkv, head_size, groups), p, key, window)
 
+    def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+        """qkv (r, 1, g (n/g + 2) d), keys and values (all samples, g, slots, d), positions (r,) -> (r, 1, n d)."""
+        _, groups, _, d = keys.shape
+        out = qkv.new_empty(len(qkv), qkv.shape[-1] - 2 * groups * d)
+        self.kernels.attention_decode(as_rows(qkv), keys, values, samples, positions, out)
+        return out.unsqueeze(1)
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """x (..., h), weight and bias (h) -> (..., h)."""
         return _LayerNorm.apply(self, x, weight, bias, epsilon)

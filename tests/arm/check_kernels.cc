@@ -100,6 +100,20 @@ void check_attention(const std::string& target, int64_t s, int64_t groups, int64
   }
 }
 
+// One token of two samples, of which one has seen 11 and one more than its cache holds: output and both caches.
+void check_decode(const std::string& target, int64_t slots) {
+  compare(target, "decode", 4e-6f, 4e-6f, [&] {
+    const int64_t samples[2] = {2, 0}, positions[2] = {11, 1000}, cache = 3 * 2 * slots * 36;
+    const Floats qkv = random_floats(2 * (6 + 2 * 2) * 36, 11);
+    Floats keys = random_floats(cache, 12), values = random_floats(cache, 13), out(2 * 6 * 36);
+    const DecodeArgs args{2, 6, 2, 36, slots, samples, positions};
+    kernels().attention_decode(qkv.data(), keys.data(), values.data(), out.data(), DType::f32, args);
+    out.insert(out.end(), keys.begin(), keys.end());
+    out.insert(out.end(), values.begin(), values.end());
+    return out;
+  });
+}
+
 // Philox4x32-10 known answers of Random123.
 void check_known_answers() {
   const uint32_t counters[8] = {0, 0, 0, 0, ~0u, ~0u, ~0u, ~0u};
@@ -135,6 +149,7 @@ int main() {
     for (int64_t s : {1, 17, 131}) check_attention(target.name, s, 6, NO_WINDOW);
     check_attention(target.name, 61, 2, NO_WINDOW);
     check_attention(target.name, 131, 1, 21);
+    for (int64_t slots : {20, 150}) check_decode(target.name, slots);
     check_gemm(target.name);
     std::printf("%s agrees with the reference\n", target.name.c_str());
   }

@@ -34,7 +34,19 @@ void attention_backward(Work& w, const Shape& n) {
   w.run = [=, &w] { kernels().attention_backward(t.qkv, t.out, t.lse, dout, dqkv, w.dtype, t.args); };
 }
 
+void attention_decode(Work& w, const Shape& n) {
+  const int64_t cache = n[0] * n[2] * n[4] * n[3];
+  const void* qkv = w.input(n[0] * (n[1] + 2 * n[2]) * n[3], 2);
+  void *keys = w.input(cache), *values = w.input(cache);
+  int64_t *samples = const_cast<int64_t*>(w.indices(n[0], 1)), *positions = const_cast<int64_t*>(w.indices(n[0], 1));
+  for (int64_t row = 0; row < n[0]; ++row) samples[row] = row, positions[row] = n[4] + row;  // full caches
+  const DecodeArgs args{n[0], n[1], n[2], n[3], n[4], samples, positions};
+  void* out = w.output(n[0] * n[1] * n[3]);
+  w.run = [=, &w] { kernels().attention_decode(qkv, keys, values, out, w.dtype, args); };
+}
+
 const Register all[] = {
+    {{"attention_decode", "attention_decode", {2, 8, 2, 64, 512}, attention_decode}},
     {{"attention_forward", "attention_forward", {192, 1, 4, 2, 64, 128}, attention_forward}},
     {{"attention_backward", "attention_backward", {192, 1, 4, 2, 64, 128}, attention_backward}},
 };
