@@ -1,10 +1,10 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,attention,rowwise,step,alloc,tables,comm,two_hosts,schedule,save,watch} [options]
+    python -m benchmarks {gemm,attention,rowwise,step,alloc,tables,comm,two_hosts,schedule,save,watch,decode} [options]
 
 A family is a module of this package with a docstring, add_arguments(parser), and either run(options), or cases(options), which
-yields driver.Case (kernels against torch, with the options of driver.add_arguments). Left out: the timing itself (driver.py,
-step.py, alloc.py, tables.py, comm.py, two_hosts.py, schedule.py, save.py, watch.py). Test: pytest tests/test_benchmarks.py
+yields driver.Case (kernels against torch, with the options of driver.add_arguments). Left out: the timing itself (driver.py and the
+families' modules). Test: pytest tests/test_benchmarks.py
 """
 
 import argparse
@@ -16,7 +16,8 @@ from fugaku_megatron.run.outputs import check_file, check_picture
 
 from . import driver, mkl
 
-FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc", "tables", "comm", "two_hosts", "schedule", "save", "watch")
+FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc", "tables", "comm", "two_hosts", "schedule", "save", "watch",
+            "decode")
 
 
 def check_outputs(options: argparse.Namespace) -> None:
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = parser.parse_args(argv)
         family, module = f" {options.family}", modules[options.family]
         check_outputs(options)
-        if argv is None and hasattr(module, "cases"):  # torch's products run in this process
+        if argv is None and (hasattr(module, "cases") or module is modules["decode"]):  # torch's products run in this process
             mkl.start_again(options.mkl)
         if hasattr(module, "cases"):
             driver.run(options, module.cases)

@@ -135,6 +135,20 @@ struct RotaryGradArgs {
   float *dq_weight, *dk_weight;
 };
 
+// decode.h: out (m, n) = f(x (m, k) weight (n, k)^T + bias (n)) of one dtype, f the GELU or nothing; bias may be null.
+struct FewRowsArgs {
+  int64_t m, n, k;
+  DType dtype;
+  const void* x;
+  int64_t x_row;
+  const void* weight;
+  int64_t weight_row;
+  const void* bias;
+  void* out;
+  int64_t out_row;
+  bool gelu;
+};
+
 // Rows of logits whose column 0 is word first_row of the vocabulary. Each kernel uses the members it needs.
 struct CrossEntropyArgs {
   const void* logits;

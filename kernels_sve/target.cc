@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "bench.h"
 #include "cross_entropy.h"
+#include "decode.h"
 #include "elementwise.h"
 #include "embedding.h"
 #include "gelu.h"

@@ -57,12 +57,16 @@ struct Common {
   // Logits that are read twice while they are in L1 (bits), and independent exponentials in flight (bits).
   static constexpr int64_t VOCABULARY_BLOCK = 2048;
   static constexpr int EXP_WAYS = 4;
+  // Rows of a weight whose dot products with up to 4 tokens are formed together: 16 accumulators, 4 vectors and one more in 32
+  // registers. Four chains are enough where memory bounds the kernel.
+  static constexpr int DOT_ROWS = 4;
   // Rows of an embedding table are at random places: they are prefetched this many tokens early.
   static constexpr int64_t TOKENS_AHEAD = 4;
 };
 
 // Any CPU with vectors of 16 bytes. Registers: 8 accumulators, 2 vectors of B and a broadcast of A in 16.
 struct portable : Common {
+  static constexpr int DOT_ROWS = 2;  // 16 registers
   static constexpr int GEMM_MR = 4, GEMM_NR_VECTORS = 2;
   static constexpr int ATTENTION_MR = 4;  // 4 x 3 accumulators, 3 vectors and a broadcast in 16 registers
   static constexpr int FMA_CHAINS = 12;
@@ -70,6 +74,7 @@ struct portable : Common {
 
 // x86-64 with AVX2. Registers: 12 accumulators, 2 vectors and a broadcast in 16; an FMA of latency 4 or 5 on two pipes needs 10.
 struct avx2 : Common {
+  static constexpr int DOT_ROWS = 2;  // 16 registers
   static constexpr int GEMM_MR = 6, GEMM_NR_VECTORS = 2;
   static constexpr int ATTENTION_MR = 4;
   static constexpr int FMA_CHAINS = 12;

@@ -52,7 +52,7 @@ ROWWISE = {"layer_norm", "residual", "residual_norm", "dropout", "gelu", "cross_
            "position", "squared_norm", "count_zeros", "sum_rows", "adamw",
            "rms_norm", "residual_rms_norm", "swiglu", "rotary", "rotary_norm"}
 # Kernels that the trainer calls once a run or once a step, outside what the benchmarks time.
-UNTIMED = {"philox_normal", "pack_weight"}
+UNTIMED = {"philox_normal", "pack_weight", "linear_few_rows"}  # the last by decode
 
 
 def benchmark(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -465,3 +465,13 @@ def test_what_watching_costs(tmp_path):
     assert result["signs"] >= 6 and 50 < result["nanoseconds"] < 50_000 and result["watched"] > 0 < result["unwatched"]
     assert result["counted"] == pytest.approx(result["signs"] * result["nanoseconds"] * 1e-9 / result["unwatched"])
     assert f"{result['signs']:.0f} signs of life of {result['nanoseconds']:.0f} ns" in shown.stdout
+
+
+def test_decoding_against_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    measured, printed = result(tmp_path / "a.json", "decode", "--model", "tiny", "--prompt-length", "9", "--new-tokens", "6",
+                               "--rounds", "2", "--mkl", "shipped")
+    assert measured["same_tokens"] and len(measured["rounds"]) == 2 and measured["ratio"] > 0 and measured["repeat"] in printed
+    for arguments, message in ((("--new-tokens", "1"), "--new-tokens 1: give 2 or more"), (("--rounds", "0"), "--rounds 0: give")):
+        with pytest.raises(SystemExit, match=message):
+            main(["decode", *arguments])

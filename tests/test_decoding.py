@@ -11,7 +11,7 @@ from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.inference import decoder, generate
 from fugaku_megatron.inference.generation import steps
-from fugaku_megatron.inference.loading import LoadedModel, load_model, saved_run
+from fugaku_megatron.inference.loading import FEW_ROWS, LoadedModel, load_model, saved_run
 from fugaku_megatron.inference.sampling import Sampling
 from fugaku_megatron.nn.ops import Ops
 from tests.helpers import grid_groups, make_trainer, small_run
@@ -73,7 +73,7 @@ def test_greedy_tokens_are_those_of_transformers(pair, sizes):
 def random_model(world, family: str, tp: int, pp: int) -> LoadedModel:
     """A model of the family whose weights, those of norms and biases as well, do not depend on the layout."""
     run = small_run(**FAMILIES[family], init_method_std=0.3, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    trainer = make_trainer(world, run, Ops.build())
+    trainer = make_trainer(world, run, Ops.build(few_rows=FEW_ROWS))
     for p in trainer.optimizer.flat.parameters:
         noise = torch.randn(p.spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(p.spec.init_name.encode())))
         p.data.add_(0.1 * noise[tuple(slice(o, o + n) for o, n in zip(p.spec.offset, p.shape))])

@@ -33,12 +33,14 @@ class NativeOps(NativeBlockOps):
     kernels: the kernel library. fp16_chunk: linear layers with FP16 operands sum this many products in FP16 before they add in
     FP32 (0: always in FP32); a product then raises ValueError where the kernels' target has no FP16 arithmetic. weight_cache:
     packed weights that are kept, None for none. weight_gradients: where linear layers bring the work for their weights' gradients.
+    few_rows: products of no more rows than this read the weight as it lies, and keep nothing for a backward.
     """
 
     kernels: Any
     fp16_chunk: int = 0
     weight_cache: WeightCache | None = None
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    few_rows: int = 0
 
     # Products; `chunk` is 0 or the FP16 chunk of a linear layer. The logits are always summed in FP32. --------------------------
 
@@ -52,6 +54,8 @@ class NativeOps(NativeBlockOps):
 
     def product(self, x: Tensor, weight: Tensor, out: Tensor, *epilogue: Any, chunk: int = 0) -> None:
         """out (rows, out) = x (rows, in) weight^T, weight (out, in), with the epilogue of `linear_forward`."""
+        if len(x) <= self.few_rows and not chunk:
+            return self.kernels.linear_few_rows(x, weight, out, *epilogue[:2])  # bias and GELU
         self.kernels.linear_forward(x, weight, out, *epilogue, packed=self.packed(weight, False, chunk), fp16_chunk=chunk)
 
     def data_gradient(self, dy: Tensor, weight: Tensor, dx: Tensor, chunk: int = 0) -> None:

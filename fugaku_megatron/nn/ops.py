@@ -54,10 +54,11 @@ class Ops:
 
     @staticmethod
     def build(choice: str | Mapping[str, str] = "native", *, fp16_chunk: int = 0, keep_packed_weights: bool = False,
-              kernels: Any = native_kernels) -> Ops:
+              kernels: Any = native_kernels, few_rows: int = 0) -> Ops:
         """Ops on "native" or "torch" kernels, or with a backend for each family; families that are not named run on "native".
 
-        fp16_chunk: see `NativeOps`. keep_packed_weights: see `weight_cache`. Raises ValueError for unknown families or backends.
+        fp16_chunk, few_rows: see `NativeOps`. keep_packed_weights: see `weight_cache`. Raises ValueError for unknown families or
+        backends.
         """
         names = dict.fromkeys(FAMILIES, "native") | (dict.fromkeys(FAMILIES, choice) if isinstance(choice, str) else dict(choice))
         for family, name in names.items():
@@ -65,7 +66,8 @@ class Ops:
                 raise ValueError(f"kernels {name} for {family}: give {' or '.join(BACKENDS)}, for {', '.join(FAMILIES)}")
         cache = WeightCache(kernels) if keep_packed_weights else None
         gradients = WeightGradients()
-        backends = {"native": NativeOps(kernels, fp16_chunk, cache, gradients), "torch": TorchOps(kernels, gradients)}
+        native = NativeOps(kernels, fp16_chunk, cache, gradients, few_rows)
+        backends = {"native": native, "torch": TorchOps(kernels, gradients)}
         return Ops(MappingProxyType({family: backends[names[family]] for family in FAMILIES}), kernels, cache, gradients)
 
     @property

@@ -136,6 +136,17 @@ void check_gelu(const std::string& target, DType dtype, float tolerance, int64_t
   });
 }
 
+void check_few_rows(const std::string& target, DType dtype, float tolerance, int64_t cols) {
+  compare(target, "linear_few_rows", tolerance, tolerance, [&] {
+    Tensor x(dtype, S * cols, 25), weight(dtype, 7 * cols, 26), bias(dtype, 7, 27), y(dtype, S * 7, 28);
+    Floats out;
+    kernels().linear_few_rows(
+        {S, 7, cols, dtype, x.data(), cols, weight.data(), cols, bias.data(), y.data(), 7, cols % 2 == 0});
+    y.append_to(out);
+    return out;
+  });
+}
+
 void check_embedding(const std::string& target, DType dtype, int64_t cols) {
   compare(target, "embedding", 1e-6f, 1e-6f, [&] {
     Tensor table(dtype, 9 * cols, 22), out_rows(dtype, ROWS * cols, 23), dout(dtype, ROWS * cols, 24);
@@ -165,6 +176,7 @@ void check_all(const std::string& target) {
       check_swiglu(target, dtype, tolerance, cols);
       check_rotary(target, dtype, tolerance, cols, false);
       check_rotary(target, dtype, tolerance, cols, true);
+      check_few_rows(target, dtype, tolerance, cols);
       check_embedding(target, dtype, cols);
     }
   }

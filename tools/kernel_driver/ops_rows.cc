@@ -1,4 +1,4 @@
-// Ops of the families rowwise.h, swiglu.h, rotary.h, cross_entropy.h, gelu.h and embedding.h.
+// Ops of the families rowwise.h, swiglu.h, rotary.h, cross_entropy.h, gelu.h, embedding.h and decode.h.
 #include "driver.h"
 
 namespace fm::driver {
@@ -240,6 +240,15 @@ void add_position_backward(Work& w, const Shape& n) {
   w.run = [=, &w] { kernels().add_position_backward(dout, w.dtype, dtable, n[0], n[1], n[2]); };
 }
 
+void linear_few_rows(Work& w, const Shape& n) {
+  FewRowsArgs a{n[0], n[1], n[2], w.dtype};
+  a.x = w.input(a.m * a.k), a.x_row = a.k;
+  a.weight = w.input(a.n * a.k), a.weight_row = a.k;
+  a.bias = w.input(a.n);
+  a.out = w.output(a.m * a.n), a.out_row = a.n;
+  w.run = [=] { kernels().linear_few_rows(a); };
+}
+
 const Register all[] = {
     {{"layer_norm", "layer_norm", {256, 768}, layer_norm}},
     {{"layer_norm_backward", "layer_norm_backward", {256, 768}, layer_norm_backward}},
@@ -271,6 +280,7 @@ const Register all[] = {
     {{"embedding_backward", "embedding_backward", {256, 1024, 768}, embedding_backward}},
     {{"add_position", "add_position", {64, 4, 768}, add_position}},
     {{"add_position_backward", "add_position_backward", {64, 4, 768}, add_position_backward}},
+    {{"linear_few_rows", "linear_few_rows", {1, 256, 768}, linear_few_rows}},
 };
 
 }  // namespace

@@ -1,0 +1,70 @@
+"""Products of a few rows on every target this CPU runs, against double precision.
+
+    python -m pytest tests/kernels/test_decode.py
+"""
+
+import pytest
+import torch
+
+from fugaku_megatron.host import kernels
+from tests.kernels.numbers import DTYPES, random
+
+TARGETS = ["reference", *kernels.runnable_targets()]
+ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+SHAPES = [(0, 3, 5), (1, 1, 1), (1, 67, 33), (2, 5, 768), (3, 16, 15), (4, 7, 64), (5, 131, 17), (9, 33, 131), (1, 0, 4), (2, 3, 0)]
+
+
+@pytest.fixture(params=TARGETS)
+def target(request):
+    with kernels.target(request.param):
+        yield request.param
+
+
+def close(got, exact, dtype):
+    top = float(exact.abs().max()) if exact.numel() else 0.0
+    torch.testing.assert_close(got.double(), exact, rtol=ROUNDING[dtype], atol=ROUNDING[dtype] * max(top, 1e-3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_few_rows(target, shape, dtype, guarded):
+    m, n, k = shape
+    x, weight, bias = random(m, k, dtype=dtype), random(n, k + 3, dtype=dtype, seed=1)[:, :k], random(n, dtype=dtype, seed=2)
+    exact = x.double() @ weight.double().t()
+    out = guarded((m, n), dtype)
+    kernels.linear_few_rows(x, weight, out)
+    close(out, exact, dtype)
+    kernels.linear_few_rows(x, weight, out, bias, True)
+    close(out, torch.nn.functional.gelu(exact + bias.double(), approximate="tanh"), dtype)
+
+
+def test_a_row_has_the_same_bits_whatever_the_others_and_the_threads_are(target, same_for_any_threads):
+    x, weight, bias = random(9, 257), random(1031, 257, seed=1), random(1031, seed=2)
+
+    def product(rows):
+        out = torch.empty(len(rows), 1031)
+        kernels.linear_few_rows(rows, weight, out, bias, True)
+        return out
+
+    whole = same_for_any_threads(lambda: product(x))
+    assert torch.equal(whole, torch.cat([product(x[:1]), product(x[1:4]), product(x[4:])]))
+
+
+def test_nan_and_inf_reach_the_products_they_belong_to(target):
+    x, weight, out = torch.ones(1, 70), torch.ones(9, 70), torch.empty(1, 9)
+    weight[2, 69], weight[5, 0] = float("nan"), float("inf")
+    kernels.linear_few_rows(x, weight, out)
+    assert torch.isnan(out[0]).tolist() == [i == 2 for i in range(9)] and out[0, 5] == float("inf") and out[0, 0] == 70
+
+
+def test_wrong_arguments_leave_everything_untouched():
+    x, weight, out, bias = torch.ones(2, 8), torch.ones(3, 8), torch.ones(2, 3), torch.ones(3)
+    for call, message in [
+        (lambda: kernels.linear_few_rows(x, weight[:, :7], out), r"x: expected shape \(\*, 7\), got \(2, 8\)"),
+        (lambda: kernels.linear_few_rows(x, weight, out[:1]), r"out: expected shape \(2, 3\)"),
+        (lambda: kernels.linear_few_rows(x, weight, out, bias[:2]), r"bias: expected shape \(3,\), got \(2,\)"),
+        (lambda: kernels.linear_few_rows(x, weight.half(), out), "x: expected dtype float16 as weight"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert all((t == 1).all() for t in (x, weight, out, bias))
