@@ -241,7 +241,8 @@ void add_position_backward(Work& w, const Shape& n) {
 }
 
 void linear_few_rows(Work& w, const Shape& n) {
-  FewRowsArgs a{n[0], n[1], n[2], w.dtype};
+  FewRowsArgs a{};
+  a.m = n[0], a.n = n[1], a.k = n[2], a.dtype = w.dtype;
   a.x = w.input(a.m * a.k), a.x_row = a.k;
   a.weight = w.input(a.n * a.k), a.weight_row = a.k;
   a.bias = w.input(a.n);
