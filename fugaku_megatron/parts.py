@@ -107,8 +107,8 @@ class Placement:
 
 
 def placement_of(name: str, stages: int, chunks: int) -> Placement:
-    """The placement that the schedule of that name needs. chunks: of each stage; 1 for 1F1B and ZB-H1, 2 for ZBV."""
-    assert chunks == {ONE_F_ONE_B: 1, INTERLEAVED: chunks, ZB_H1: 1, ZBV: 2}[name], (name, chunks)
+    """The placement that the schedule of that name needs. chunks: of each stage; 1 for 1F1B, 2 for ZBV."""
+    assert chunks == {ONE_F_ONE_B: 1, INTERLEAVED: chunks, ZB_H1: chunks, ZBV: 2}[name], (name, chunks)
     return Placement(stages, chunks, V if name == ZBV else LOOP)
 
 

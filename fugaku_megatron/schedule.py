@@ -89,15 +89,15 @@ def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list
 
 
 def zb_h1(stage: int, stages: int, microbatches: int, costs: PartCosts = (), compared: PartCosts = (),
-          pending: int | None = None) -> list[Instruction]:
+          pending: int | None = None, chunks: int = 1) -> list[Instruction]:
     """Zero Bubble H1 for one stage: a third of 1F1B's bubble; every stage holds as much as the first does in 1F1B.
 
     costs: of F, I and W of each part; none: all alike. compared: see `zero_bubble.lists`. pending: micro-batches that a stage may
     hold between F and W, by default one for each stage; with twice as many this is ZB-H2, whose steady state has no bubble.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2 (2023).
     """
-    placement = Placement(stages)
-    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, pending or stages, costs, compared)[stage])
+    placement, limit = Placement(stages, chunks), chunks * (pending or stages)
+    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, limit, costs, compared)[stage])
 
 
 def zbv(stage: int, stages: int, microbatches: int, costs: PartCosts = (), compared: PartCosts = (),
@@ -178,7 +178,7 @@ class Schedule:
         p, v, m = self.placement.stages, self.placement.chunks, self.microbatches
         made_for = self.costs, self.compared, self.pending
         lists = {ONE_F_ONE_B: lambda: one_f_one_b(stage, p, m), INTERLEAVED: lambda: interleaved(stage, p, v, m),
-                 ZB_H1: lambda: zb_h1(stage, p, m, *made_for), ZBV: lambda: zbv(stage, p, m, *made_for),
+                 ZB_H1: lambda: zb_h1(stage, p, m, *made_for, v), ZBV: lambda: zbv(stage, p, m, *made_for),
                  FORWARD_ONLY: lambda: forward_only(stage, p, m, v, self.placement.kind)}
         return lists[self.name]()
 

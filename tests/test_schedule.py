@@ -42,7 +42,7 @@ from fugaku_megatron.schedule import (
 )
 
 CASES = [(stages, microbatches) for stages in (1, 2, 3, 4, 5, 8, 16) for microbatches in (0, 1, 2, 3, 4, 5, 7, 8, 16, 33)]
-KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 5), ("zb-h1", 1), ("zbv", 2)]
+KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 5), ("zb-h1", 1), ("zb-h1", 3), ("zbv", 2)]
 FAMILIES = [(name, chunks, stages) for name, chunks in KINDS for stages in (1, 2, 3, 4, 8)]
 COSTS = [((6, 7, 5), 0), ((6, 12, 5), 0), ((3, 1, 1), 0), ((6, 7, 5), 50)]  # that lists are made for, and more of the last part's F
 SHORT = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT, "rf": RECV_FORWARD, "sf": SEND_FORWARD,

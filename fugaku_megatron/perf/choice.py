@@ -53,7 +53,7 @@ class Candidate:
 
 def schedules(offered: Offers, stages: int, microbatches: int) -> list[Order]:
     """The schedules that software offers."""
-    chunks = {ONE_F_ONE_B: (1,), ZB_H1: (1,), ZBV: (2,), INTERLEAVED: CHUNKS}
+    chunks = {ONE_F_ONE_B: (1,), ZB_H1: (1, *CHUNKS), ZBV: (2,), INTERLEAVED: CHUNKS}
     return [Order(name, count, pending) for name in offered.schedules for count in chunks[name]
             for pending in pendings(name, stages, microbatches)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
+from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1
 from ..parts import NAMES as SCHEDULES
 from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, opt
 
@@ -71,7 +71,7 @@ class ParallelConfig:
                                                               "num_layers_per_virtual_pipeline_stage") if getattr(self, name)}
         for name, value in given.items():
             check(pp > 1, f"{name} {value} needs --pipeline-model-parallel-size above 1, and it is {pp}: raise it, or leave it out")
-            check(schedule in (None, INTERLEAVED), f"{name} {value} is for --pipeline-schedule interleaved, not {schedule}: "
+            check(schedule in (None, INTERLEAVED, ZB_H1), f"{name} {value} is for --pipeline-schedule interleaved or zb-h1, not {schedule}: "
                   "leave one out")
         check(len(given) < 2, f"{' and '.join(given)} exclude each other: give one")
         check(schedule != INTERLEAVED or given, "--pipeline-schedule interleaved needs --num-virtual-stages-per-pipeline-rank, the "
