@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, default=8, help="ranks, one for each stage (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=7, help="of an iteration (default: %(default)s)")
     parser.add_argument("--slot-ms", type=float, default=100.0, help="milliseconds of a stage's forward (default: %(default)s)")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 5], help="of interleaved schedules (default: 2 5)")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 5], help="of interleaved and ZB-H1 schedules (default: 2 5)")
     parser.add_argument("--rounds", type=int, default=1, help="timed turns of each schedule (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
     parser.add_argument("--png", type=Path, metavar="FILE", help="picture of each schedule, its list beside the last measured turn "
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def schedules(stages: int, microbatches: int, chunks: list[int]) -> list[Schedule]:
     """What is compared; 1F1B, with which the others are compared, first."""
-    kinds = [("1f1b", 1), *(("interleaved", v) for v in chunks), ("zb-h1", 1), ("zbv", 2)]
+    kinds = [("1f1b", 1), *(("interleaved", v) for v in chunks), ("zb-h1", 1), *(("zb-h1", v) for v in chunks), ("zbv", 2)]
     return [build(name, stages, v, microbatches) for name, v in kinds]
 
 

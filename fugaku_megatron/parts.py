@@ -16,6 +16,7 @@ SENDS, RECEIVES = (SEND_FORWARD, SEND_BACKWARD), (RECV_FORWARD, RECV_BACKWARD)
 LOOP, V = "loop", "v"
 ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV = NAMES = ("1f1b", "interleaved", "zb-h1", "zbv")  # of schedules
 AUTO = "auto"  # the schedule is chosen when the run starts
+CHUNKED = INTERLEAVED, ZB_H1  # schedules whose stages may have any number of chunks
 SPLITS_BACKWARD = ZB_H1, ZBV  # into gradients of inputs and gradients of weights
 
 

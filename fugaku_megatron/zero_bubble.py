@@ -21,6 +21,10 @@ ROUNDS, LONG = 4, 32  # of `stages` micro-batches, and micro-batches: more than 
 Lists = tuple[tuple[Instruction, ...], ...]
 
 
+class NoList(ValueError):
+    """None of the lists that were made can be walked with sends that block."""
+
+
 class Way(NamedTuple):
     """How stages choose what they do next.
 
@@ -33,7 +37,6 @@ class Way(NamedTuple):
     empties: bool = False
 
 
-@lru_cache(maxsize=8)  # every stage's list comes from the same walk
 def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tuple[int, int, int], ...] = (),
           compared: tuple[tuple[int, int, int], ...] = ()) -> Lists:
     """The computations of every stage: of the lists that the ways to choose make, the fastest that blocking sends do not stop.
@@ -41,8 +44,18 @@ def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tupl
     limit: the (micro-batch, chunk)s that a stage may hold between F and W. costs: of each part of the model, which lists are made
     for; none: all alike. compared: those at which the fastest is sought, by default the same. The list for equal costs is among
     them, and one for parts that all cost what a middle one does. Of many micro-batches few are compared, and only ways whose lists
-    become periodic.
+    become periodic. Raises NoList where blocking sends would stop them all.
     """
+    found = _lists(placement, microbatches, limit, costs, compared)
+    if found is None:
+        raise NoList(f"{placement.stages} stages of {placement.chunks} chunks that hold {limit} of them have no zero-bubble list "
+                     f"for {microbatches} micro-batches that blocking sends could not stop: give another number of chunks "
+                     "(--num-virtual-stages-per-pipeline-rank) or --zero-bubble-max-pending-backward")
+    return found
+
+
+@lru_cache(maxsize=16)  # every stage's list comes from the same walk
+def _lists(placement: Placement, microbatches: int, limit: int, costs: PartCosts, compared: PartCosts) -> Lists | None:
     alike = Way((ALIKE,) * placement.parts)
     if costs in ((), alike.costs):
         return _Stages(placement, microbatches, limit, alike).lists
@@ -53,9 +66,9 @@ def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tupl
     ends = {way: end(placement, made, compared or costs) for way, made in short.items()}
     fastest = sorted(ends, key=lambda way: ends[way])
     if few == microbatches:
-        return short[fastest[0]]
+        return next((short[way] for way in fastest if ends[way] < math.inf), None)
     long = (_Stages(placement, microbatches, limit, way).lists for way in fastest)
-    return next(made for made in long if end(placement, made, costs) < math.inf)
+    return next((made for made in long if end(placement, made, costs) < math.inf), None)
 
 
 def few_of(stages: int, microbatches: int) -> int:

@@ -70,7 +70,7 @@ def test_one_stage_has_nothing_to_choose():
 
 
 def test_chunks_are_not_given_beside_it():
-    with pytest.raises(ValueError, match="rank 2 is for --pipeline-schedule interleaved, not auto"):
+    with pytest.raises(ValueError, match="rank 2 is for --pipeline-schedule interleaved and zb-h1, not auto"):
         small_run(pipeline_model_parallel_size=2, pipeline_schedule=AUTO, num_virtual_stages_per_pipeline_rank=2)
     with pytest.raises(ValueError, match="--zero-bubble-max-pending-backward 3 is for --pipeline-schedule zb-h1 and zbv, not auto"):
         small_run(pipeline_model_parallel_size=2, pipeline_schedule=AUTO, zero_bubble_max_pending_backward=3)

@@ -19,7 +19,7 @@ from fugaku_megatron.timeline import walk
 SYSTEM = System.from_names("a64fx", "fugaku_megatron", 13824, 1)
 LAYOUT = Layout(13824, 6, 8, 288)
 RUN = replace(gpt_13b(), parallel=ParallelConfig(tensor_model_parallel_size=6, pipeline_model_parallel_size=8, zero_stage=1))
-KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 5), ("zb-h1", 1), ("zbv", 2)]
+KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 5), ("zb-h1", 1), ("zb-h1", 5), ("zbv", 2)]
 HELD = frozenset({"tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "ranks_per_node",
                   "recompute_granularity", "zero_stage", "sequence_parallel"})
 
@@ -46,7 +46,8 @@ def test_the_halves_of_a_backward_are_the_whole():
 def test_chunks_and_split_backwards_shrink_the_bubble():
     bubbles = {kind: stepped(*kind).bubble_fraction for kind in KINDS}
     assert bubbles["1f1b", 1] > bubbles["interleaved", 2] > bubbles["interleaved", 5]
-    assert bubbles["1f1b", 1] > bubbles["zb-h1", 1] > bubbles["zbv", 2]
+    assert bubbles["1f1b", 1] > bubbles["zb-h1", 1] > bubbles["zbv", 2] > bubbles["zb-h1", 5]
+    assert bubbles["interleaved", 5] > bubbles["zb-h1", 5]
 
 
 def found(held: frozenset[str] = HELD, run=RUN, system: System = SYSTEM) -> search.Search:
@@ -56,9 +57,10 @@ def found(held: frozenset[str] = HELD, run=RUN, system: System = SYSTEM) -> sear
 def test_the_search_tries_every_schedule_that_fits_in_memory():
     plans = found().plans
     tried = {(p.run.parallel.schedule, p.run.parallel.num_virtual_stages_per_pipeline_rank) for p in plans}
-    assert tried == {("1f1b", None), ("zb-h1", None), ("zbv", None), *(("interleaved", v) for v in (2, 3, 4, 5))}
-    assert plans[0].seconds == min(p.seconds for p in plans) and plans[0].run.parallel.schedule == "interleaved"
-    assert plan_text.schedule_name(plans[0].run) == f"il {plans[0].run.parallel.num_virtual_stages_per_pipeline_rank}"
+    chunked = {(name, v) for name in ("interleaved", "zb-h1") for v in (2, 3, 4, 5)}
+    assert tried == {("1f1b", None), ("zb-h1", None), ("zbv", None)} | chunked
+    assert plans[0].seconds == min(p.seconds for p in plans) and plans[0].run.parallel.schedule == "zb-h1"
+    assert plan_text.schedule_name(plans[0].run) == f"zb-h1 {plans[0].run.parallel.num_virtual_stages_per_pipeline_rank}"
 
 
 def test_a_schedule_of_the_command_line_is_kept():

@@ -16,6 +16,7 @@ SCHEDULES = {
     "interleaved 2": {"num_virtual_stages_per_pipeline_rank": 2},
     "interleaved 1 layer": {"num_layers_per_virtual_pipeline_stage": 1},
     "zb-h1": {"pipeline_schedule": "zb-h1"},
+    "zb-h1 2": {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2},
     "zbv": {"pipeline_schedule": "zbv"},
 }
 LAYOUTS = {  # ranks, changes
@@ -68,7 +69,7 @@ def test_a_v_that_holds_more_has_the_same_losses(alone):
 
 
 @pytest.mark.parametrize("recompute", list(RECOMPUTE)[1:])
-@pytest.mark.parametrize("name", ["interleaved 2", "zb-h1", "zbv"])
+@pytest.mark.parametrize("name", ["interleaved 2", "zb-h1 2", "zbv"])
 def test_recompute_changes_no_loss(alone, name, recompute):
     ranks, changes = LAYOUTS["pp2"]
     losses = ThreadWorld(ranks).run(curve, {**changes, **SCHEDULES[name], **RECOMPUTE[recompute]}, 5)

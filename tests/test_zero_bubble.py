@@ -115,3 +115,9 @@ def test_sums_of_tensor_parallel_ranks_make_weight_gradients_a_smaller_share():
                     zero_bubble_max_pending_backward=3)
     lists = of_run(run, 4)
     assert lists.pending == 3 and [w for _, _, w in lists.costs] == [10, 10] and [w for _, _, w in lists.compared] == [4, 4]
+
+
+def test_where_blocking_sends_stop_every_list_there_is_none():
+    placement = Placement(12, 3)
+    with pytest.raises(zero_bubble.NoList, match="12 stages of 3 chunks that hold 54 of them have no zero-bubble list"):
+        zero_bubble.lists(placement, 168, 54, ((6, 7, 5),) * placement.parts, ((6, 7, 2),) * placement.parts)

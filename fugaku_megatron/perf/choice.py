@@ -8,6 +8,7 @@ Left out: other layouts (`search`), what memory there is (`training.choices`). T
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from ..run import recompute
 from ..run.config import RunConfig
 from ..run.layout import Layout, check_split, placement
 from ..run.memory import stage_memory
+from ..zero_bubble import NoList
 from . import memory
 from .model import System, step
 from .software import Offers, with_schedule
@@ -47,15 +49,15 @@ class Candidate:
         """With the number of chunks where the schedule does not say it, and with what stages hold beyond the least."""
         parallel, chunks = self.run.parallel, placement(self.run).chunks
         pending = parallel.zero_bubble_max_pending_backward
-        return (parallel.schedule + f" with {chunks} chunks" * (parallel.schedule == INTERLEAVED)
+        return (parallel.schedule + f" with {chunks} chunks" * (chunks > 1 and parallel.schedule != ZBV)
                 + f" holding {pending} micro-batches" * bool(pending))
 
 
 def schedules(offered: Offers, stages: int, microbatches: int) -> list[Order]:
-    """The schedules that software offers."""
+    """The schedules that software offers. With chunks ZB-H1 idles so little that holding more is not tried."""
     chunks = {ONE_F_ONE_B: (1,), ZB_H1: (1, *CHUNKS), ZBV: (2,), INTERLEAVED: CHUNKS}
     return [Order(name, count, pending) for name in offered.schedules for count in chunks[name]
-            for pending in pendings(name, stages, microbatches)]
+            for pending in (pendings(name, stages, microbatches) if name == ZBV or count == 1 else (None,))]
 
 
 def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
@@ -73,7 +75,8 @@ def candidates(run: RunConfig, layout: Layout, system: System, room: float) -> l
             check_split(asked)
         except ValueError:  # too few layers, or layers given for another number of parts
             continue
-        found.append(_judged(asked, layout, system, room))
+        with contextlib.suppress(NoList):
+            found.append(_judged(asked, layout, system, room))
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds))
 
 

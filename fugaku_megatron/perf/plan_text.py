@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED
+from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED, ZBV
 from ..run import batches
 from ..run.checks import flag
 from ..run.config import GROUPS, RunConfig
@@ -29,8 +29,10 @@ LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W
 
 
 def schedule_name(run: RunConfig) -> str:
-    """The schedule as the table shows it: 1f1b, zb-h1, zbv, or "il N" for an interleaved one with N chunks of layers per stage."""
-    return f"il {chunks(run)}" if run.parallel.schedule == INTERLEAVED else run.parallel.schedule
+    """The schedule as the table shows it: 1f1b, zb-h1, zbv, with N chunks of layers per stage "il N" or "zb-h1 N"."""
+    name, count = run.parallel.schedule, chunks(run)
+    short = "il" if name == INTERLEAVED else name
+    return f"{short} {count}" if count > 1 and name != ZBV else name
 
 
 def iterations(plan: Plan) -> int | None:

@@ -16,6 +16,7 @@ from ..run import offers
 from ..run.config import BatchConfig, RunConfig, TrainingConfig
 from ..run.layout import Layout
 from ..run.layout import chunks as chunks_of
+from ..zero_bubble import NoList
 from . import memory
 from .choice import Order, pendings, schedules
 from .model import Prediction, System, predict, step
@@ -222,8 +223,11 @@ def _judge(asked: RunConfig, system: System) -> Plan | str:
         layout = Layout.from_run(asked, system.world_size)
     except ValueError:
         return "heads, MLP or layers do not divide"
-    run = memory.with_recompute(asked, layout, system.machine, system.software, system.nodes)
-    used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
+    try:
+        run = memory.with_recompute(asked, layout, system.machine, system.software, system.nodes)
+        used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
+    except NoList:
+        return "no list for the schedule"
     if used > memory.limit_mib(system.machine, system.software, system.ranks_per_node):
         return "out of memory"
     modelled = step(run, layout, system, system.parameters)

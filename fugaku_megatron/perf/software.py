@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..parts import INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1
+from ..parts import CHUNKED, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
 from ..run import offers
 from ..run.checks import check
 from ..run.config import RunConfig
@@ -138,7 +138,7 @@ class Software:
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
     """The run with another pipeline schedule. chunks: of each stage. pending: see --zero-bubble-max-pending-backward."""
-    virtual = chunks if name == INTERLEAVED or (name == ZB_H1 and chunks > 1) else None
+    virtual = chunks if name in CHUNKED and chunks > 1 else None
     return replace(run, parallel=replace(run.parallel, pipeline_schedule=None if name == ONE_F_ONE_B else name,
                                          num_virtual_stages_per_pipeline_rank=virtual, num_layers_per_virtual_pipeline_stage=None,
                                          zero_bubble_max_pending_backward=pending))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1
+from ..parts import AUTO, CHUNKED, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
 from ..parts import NAMES as SCHEDULES
 from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, opt
 
@@ -26,8 +26,10 @@ class ParallelConfig:
                                         "two chunks per stage in a V; auto: the one with the least modelled time that fits "
                                         "into memory (default: interleaved with virtual stages, else 1f1b)",
                                         type=str, choices=(*SCHEDULES, AUTO))
-    num_virtual_stages_per_pipeline_rank: int | None = opt(None, "chunks of layers per stage of an interleaved schedule", type=int)
-    num_layers_per_virtual_pipeline_stage: int | None = opt(None, "layers of a chunk of an interleaved schedule", type=int)
+    num_virtual_stages_per_pipeline_rank: int | None = opt(None, "chunks of layers per stage of an interleaved or zb-h1 "
+                                                           "schedule", type=int)
+    num_layers_per_virtual_pipeline_stage: int | None = opt(None, "layers of a chunk of an interleaved or zb-h1 schedule",
+                                                            type=int)
     zero_bubble_max_pending_backward: int | None = opt(None, "micro-batches that a stage of zb-h1 or zbv may hold whose weight "
                                                        "gradients are not there: more of them leave less idle time and take more "
                                                        "memory (default: the number of stages, as 1f1b)", type=int)
@@ -71,8 +73,8 @@ class ParallelConfig:
                                                               "num_layers_per_virtual_pipeline_stage") if getattr(self, name)}
         for name, value in given.items():
             check(pp > 1, f"{name} {value} needs --pipeline-model-parallel-size above 1, and it is {pp}: raise it, or leave it out")
-            check(schedule in (None, INTERLEAVED, ZB_H1), f"{name} {value} is for --pipeline-schedule interleaved or zb-h1, not {schedule}: "
-                  "leave one out")
+            check(schedule in (None, *CHUNKED), f"{name} {value} is for --pipeline-schedule {' and '.join(CHUNKED)}, not "
+                  f"{schedule}: leave one out")
         check(len(given) < 2, f"{' and '.join(given)} exclude each other: give one")
         check(schedule != INTERLEAVED or given, "--pipeline-schedule interleaved needs --num-virtual-stages-per-pipeline-rank, the "
               "chunks of layers of each stage: give it, or another schedule")

@@ -26,7 +26,8 @@ EXCHANGED = {**ALL_AT_ONCE, "tp_comm_overlap": True}
 VARIANTS = ({}, {"node": 8, **ALL_AT_ONCE})
 NODES = {"dp4": ({"node": 2}, {"node": 2, **ALL_AT_ONCE})}  # variants of a layout whose groups span nodes
 SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in (
-    {"num_virtual_stages_per_pipeline_rank": 2}, {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "zbv"}))
+    {"num_virtual_stages_per_pipeline_rank": 2}, {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2},
+    {"pipeline_schedule": "zbv"}))
 
 
 def variants(name: str) -> tuple[dict, ...]:
