@@ -55,7 +55,8 @@ def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tupl
 
 
 @lru_cache(maxsize=16)  # every stage's list comes from the same walk
-def _lists(placement: Placement, microbatches: int, limit: int, costs: PartCosts, compared: PartCosts) -> Lists | None:
+def _lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tuple[int, int, int], ...],
+           compared: tuple[tuple[int, int, int], ...]) -> Lists | None:
     alike = Way((ALIKE,) * placement.parts)
     if costs in ((), alike.costs):
         return _Stages(placement, microbatches, limit, alike).lists

@@ -57,7 +57,7 @@ def found(held: frozenset[str] = HELD, run=RUN, system: System = SYSTEM) -> sear
 def test_the_search_tries_every_schedule_that_fits_in_memory():
     plans = found().plans
     tried = {(p.run.parallel.schedule, p.run.parallel.num_virtual_stages_per_pipeline_rank) for p in plans}
-    chunked = {(name, v) for name in ("interleaved", "zb-h1") for v in (2, 3, 4, 5)}
+    chunked = {*(("interleaved", v) for v in (2, 3, 4, 5)), *(("zb-h1", v) for v in (3, 4))}
     assert tried == {("1f1b", None), ("zb-h1", None), ("zbv", None)} | chunked
     assert plans[0].seconds == min(p.seconds for p in plans) and plans[0].run.parallel.schedule == "zb-h1"
     assert plan_text.schedule_name(plans[0].run) == f"zb-h1 {plans[0].run.parallel.num_virtual_stages_per_pipeline_rank}"

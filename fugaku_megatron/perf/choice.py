@@ -25,6 +25,8 @@ from .model import System, step
 from .software import Offers, with_schedule
 
 CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
+ZB_CHUNKS = (3, 4, 6)  # for ZB-H1
+LONGEST = 512  # stages x micro-batches of zero-bubble lists that are tried in more than one way: each takes long to make
 PENDING = (1.5, 2)  # micro-batches for each stage, tried for zero-bubble schedules beside one
 
 
@@ -54,15 +56,20 @@ class Candidate:
 
 
 def schedules(offered: Offers, stages: int, microbatches: int) -> list[Order]:
-    """The schedules that software offers. With chunks ZB-H1 idles so little that holding more is not tried."""
-    chunks = {ONE_F_ONE_B: (1,), ZB_H1: (1, *CHUNKS), ZBV: (2,), INTERLEAVED: CHUNKS}
+    """The schedules that software offers, and that are worth the search.
+
+    ZB-H1 has chunks where micro-batches are few: elsewhere a bubble is small in any schedule. With chunks it idles so little that
+    holding more is not tried.
+    """
+    few = microbatches <= min(2 * stages, LONGEST // stages)
+    chunks = {ONE_F_ONE_B: (1,), ZB_H1: (1, *(ZB_CHUNKS if few else ())), ZBV: (2,), INTERLEAVED: CHUNKS}
     return [Order(name, count, pending) for name in offered.schedules for count in chunks[name]
             for pending in (pendings(name, stages, microbatches) if name == ZBV or count == 1 else (None,))]
 
 
 def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
     """What stages may hold of a schedule: as little as they can, and more where there are micro-batches for it."""
-    more = PENDING if name in SPLITS_BACKWARD and microbatches > stages else ()
+    more = PENDING if name in SPLITS_BACKWARD and stages < microbatches <= LONGEST // stages else ()
     return None, *(math.ceil(each * stages) for each in more)
 
 
