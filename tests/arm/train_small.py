@@ -85,6 +85,8 @@ def main(world: Comm) -> None:
     result = {"machine": platform.machine(), "target": kernels.active(), "ranks": world.size, "pytest": code,
               "outcomes": counter.outcomes, "losses": {}, "tokens": {}}
     for name, (iterations, changes) in JOBS[world.size].items():
+        if name == "bf16" and kernels.active() == "sve512":  # an A64FX widens BF16 to FP32: nothing new
+            continue
         result["losses"][name], result["tokens"][name] = train(world, small_run(**{**SMALL, **changes}), iterations)
     if world.rank == 0:
         Path(output).write_text(json.dumps(result))

@@ -23,6 +23,7 @@ SIZES = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "pp4": (4, 1, 4), "dp2": (2, 1, 1),
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000}
 ALL_AT_ONCE = {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP}
 EXCHANGED = {**ALL_AT_ONCE, "tp_comm_overlap": True}
+FEW = 4  # iterations of two ranks, whose groups are parts of larger layouts
 VARIANTS = ({}, {"node": 8, **ALL_AT_ONCE})
 NODES = {"dp4": ({"node": 2}, {"node": 2, **ALL_AT_ONCE})}  # variants of a layout whose groups span nodes
 SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in (
@@ -69,8 +70,9 @@ def main(world: Comm) -> None:
     for name, (ranks, tp, pp) in SIZES.items():
         part = world.split(0 if world.rank < ranks else 1, world.rank)
         for variant in variants(name) if world.rank < ranks <= world.size else ():
-            result = train(part, iterations, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
-            difference = compare(result, alone)
+            count = iterations if ranks >= 4 else min(iterations, FEW)
+            result = train(part, count, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
+            difference = compare(result, (alone[0][:count], alone[1]))
             if world.rank == 0:
                 print(f"ok {name} {variant} {difference:.1e}", flush=True)
     world.barrier()
