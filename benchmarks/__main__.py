@@ -3,8 +3,9 @@
     python -m benchmarks {gemm,attention,rowwise,step,alloc,tables,comm,two_hosts,schedule,save,watch,decode} [options]
 
 A family is a module of this package with a docstring, add_arguments(parser), and either run(options), or cases(options), which
-yields driver.Case (kernels against torch, with the options of driver.add_arguments). Left out: the timing itself (driver.py and the
-families' modules). Test: pytest tests/test_benchmarks.py
+yields driver.Case (kernels against torch, with the options of driver.add_arguments). Where torch is measured in this process, as in
+cases and in a family with TORCH_HERE, the process starts again with the MKL of --mkl. Left out: the timing itself (driver.py and
+the families' modules). Test: pytest tests/test_benchmarks.py
 """
 
 import argparse
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = parser.parse_args(argv)
         family, module = f" {options.family}", modules[options.family]
         check_outputs(options)
-        if argv is None and (hasattr(module, "cases") or module is modules["decode"]):  # torch's products run in this process
+        if argv is None and (hasattr(module, "cases") or hasattr(module, "TORCH_HERE")):
             mkl.start_again(options.mkl)
         if hasattr(module, "cases"):
             driver.run(options, module.cases)

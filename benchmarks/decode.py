@@ -38,6 +38,7 @@ from . import driver, mkl, noise
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
 SIDES = ("ours", "transformers")
+TORCH_HERE = True  # its products run in this process
 # Configurations of transformers: class, values. "tiny" is for tests.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("GPT2", {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
@@ -56,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-length", type=int, default=32, help="tokens (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=65, help="tokens of a text (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--mkl", default="full", choices=mkl.WIDTHS, help="torch's MKL: with the CPU's full vectors, or as shipped "
-                        "(default: %(default)s)")
+    mkl.add_argument(parser, "torch's")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 

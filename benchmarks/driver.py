@@ -83,8 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=kernels.active(), help="kernel target, or all (default: %(default)s)")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--mkl", default="full", choices=mkl.WIDTHS, help="torch's MKL: with the CPU's full vectors, also where it "
-                        "is not Intel's, or as torch ships it (default: %(default)s)")
+    mkl.add_argument(parser, "torch's")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name holds TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")

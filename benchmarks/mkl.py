@@ -8,6 +8,7 @@ features alone. Test: pytest tests/test_benchmarks.py
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
@@ -20,6 +21,12 @@ from fugaku_megatron.run.checks import check
 
 SOURCE = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 WIDTHS, NAME = ("full", "shipped"), "mkl_full_width.so"
+
+
+def add_argument(parser: argparse.ArgumentParser, whose: str) -> None:
+    """The option that chooses. whose: "torch's", or of which of two programs."""
+    parser.add_argument("--mkl", default="full", choices=WIDTHS, help=f"{whose} MKL: with the CPU's full vectors, also where it "
+                        "is not Intel's, or as torch ships it (default: %(default)s)")
 
 
 def narrowed(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

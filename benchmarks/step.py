@@ -52,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline-compile", action="store_true", help="torch.compile the baseline")
     parser.add_argument("--baseline-preload", metavar="LIB",
                         help=f"the baseline's allocator: a path, or {', '.join(preloads.LIBRARIES)}")
-    parser.add_argument("--mkl", default="full", choices=mkl.WIDTHS, help="the baseline's MKL: with the CPU's full vectors, also "
-                        "where it is not Intel's, or as torch ships it (default: %(default)s)")
+    mkl.add_argument(parser, "the baseline's")
     parser.add_argument("--apart", action="store_true", help="one process at a time, for two that do not fit into memory")
     parser.add_argument("--schedules", action="store_true", help="with --ranks: pipelines over all ranks, under every schedule")
     parser.add_argument("--ranks", type=int, help="compare layouts of that many ranks with one rank, instead of a baseline")

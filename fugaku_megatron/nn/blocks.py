@@ -8,6 +8,7 @@ Test: pytest tests/test_blocks.py tests/test_llama.py
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -79,42 +80,38 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """h -> f -> h with GELU, as one operation."""
+    """h -> f -> h with GELU, as one operation. column: the layer of its first product."""
+
+    column: type[nn.Module] = ColumnParallelLinear
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         model, self.context = context.model, context
         h, f, bias = model.hidden_size, model.ffn_hidden_size, not model.disable_bias_linear
-        self.linear_fc1 = ColumnParallelLinear(f"{name}.linear_fc1", h, f, context, bias)
+        self.linear_fc1 = self.column(f"{name}.linear_fc1", h, f, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
+
+    def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """The operation of the whole sequence (s, b, h), and the one from part to part of it."""
+        return self.context.ops.mlp, self.context.ops.mlp_between_parts
 
     def forward(self, x: Tensor, at: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `at` needs none."""
-        fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
+        fc1, fc2, context, (whole, between_parts) = self.linear_fc1, self.linear_fc2, self.context, self.operations()
         if context.blocks is not None:
-            return context.ops.mlp_between_parts(x, fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.blocks)
-        partial = context.ops.mlp(context.into_product(x), fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.sequence)
+            return between_parts(x, fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.blocks)
+        partial = whole(context.into_product(x), fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.sequence)
         return context.out_of_product(partial, at.needs_values)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(MLP):
     """h -> f -> h with SwiGLU, as one operation."""
 
-    def __init__(self, name: str, context: Context) -> None:
-        super().__init__()
-        model, self.context = context.model, context
-        h, f, bias = model.hidden_size, model.ffn_hidden_size, not model.disable_bias_linear
-        self.linear_fc1 = GatedColumnParallelLinear(f"{name}.linear_fc1", h, f, context, bias)
-        self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
+    column = GatedColumnParallelLinear
 
-    def forward(self, x: Tensor, at: Pass) -> Tensor:
-        """As `MLP.forward`; x (s, b, h) -> (s, b, h)."""
-        fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
-        if context.blocks is not None:
-            return context.ops.gated_mlp_between_parts(x, fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.blocks)
-        partial = context.ops.gated_mlp(context.into_product(x), fc1.weight, fc1.bias, fc2.weight, at.needs_values,
-                                        context.sequence)
-        return context.out_of_product(partial, at.needs_values)
+    def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """As `MLP.operations`, of (s, b, h)."""
+        return self.context.ops.gated_mlp, self.context.ops.gated_mlp_between_parts
 
 
 class TransformerLayer(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED, ZBV
 from ..run import batches
-from ..run.checks import flag
+from ..run.checks import flag_words
 from ..run.config import GROUPS, RunConfig
 from ..run.layout import chunks
 from ..run.recipes import RECIPES
@@ -103,12 +103,6 @@ def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
     return {(group, f.name): None if f.default is MISSING else f.default for group, f in places}
 
 
-def _flag(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag(name) if value else flag("no_" + name)]
-    return [flag(name), *map(str, value if isinstance(value, tuple) else (value,))]
-
-
 def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
     """The words of a training command line for this plan: the recipe and a flag for each value that differs from it."""
     words = ["--recipe", args.recipe] if args.recipe else []
@@ -116,7 +110,7 @@ def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
         value = getattr(getattr(plan.run, group), name)
         derived = name in ("ffn_hidden_size", "max_position_embeddings", "kv_channels") and default is None
         if value != default and value is not None and not derived:
-            words += _flag(name, value)
+            words += flag_words(name, value)
     return words
 
 

@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from ..parts import AUTO
-from .checks import check, flag
+from .checks import check, flag, flag_words
 from .command_line import Parser, nearest
 from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
 from .config import GROUPS, RunConfig
@@ -194,7 +194,7 @@ def model_flags(model: ModelConfig) -> list[str]:
         value = getattr(model, field.name)
         if field.name == "seq_length" or value is None or value == field.default:
             continue
-        words += [flag(field.name)] if value is True else [flag(field.name), str(value)]
+        words += flag_words(field.name, value)
     return words
 
 

@@ -42,6 +42,13 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def flag_words(name: str, value: Any) -> list[str]:
+    """The words of a command line that give a field its value, which is not None."""
+    if isinstance(value, bool):
+        return [flag(name) if value else flag("no_" + name)]
+    return [flag(name), *map(str, value if isinstance(value, tuple) else (value,))]
+
+
 def check(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition` holds: for values that a user gave."""
     if not condition:
