@@ -43,7 +43,7 @@ def test_the_tables_winner_on_48_a100_nodes_is_within_the_first_five(capsys):
 def test_12288_nodes(capsys):
     profile = cProfile.Profile()
     text = profile.runcall(printed, "plan --recipe 30b --nodes 12288 --train-tokens 300e9", capsys)
-    assert pstats.Stats(profile).total_calls < 20e6  # 14 million, some 4 seconds; seconds would depend on who else is there
+    assert pstats.Stats(profile).total_calls < 30e6  # 20 million, some 5 seconds; seconds would depend on who else is there
     assert "12288 nodes of a64fx" in text and "dropped:" in text and "stage   0 |F" in text
 
 
