@@ -24,7 +24,7 @@ from tests.mpi import launch
 
 ROOT = launch.TESTS.parent
 PROGRAM = str(ROOT / "pretrain_gpt.py")
-WITHOUT_PICTURES = Path(__file__).with_name("without_pictures")
+FIRST = Path(__file__).with_name("first")
 VOCABULARY, ITERATIONS, SAVE_INTERVAL = 96, 20, 3
 MODEL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --make-vocab-size-divisible-by 8 "
          "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --hidden-dropout 0.1 --log-interval 1 --eval-iters 0 "
@@ -166,7 +166,7 @@ def command(layout: Layout, folder: Path, data: Path, *flags: str) -> list[str]:
 def start(words: Sequence[str], **variables: str) -> Job:
     """Start a command with both streams in one pipe."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables,
-                   "PYTHONPATH": os.pathsep.join([str(WITHOUT_PICTURES), str(ROOT)])}
+                   "PYTHONPATH": os.pathsep.join([str(FIRST), str(ROOT)])}
     process = subprocess.Popen(list(words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                errors="replace", env=environment)
     return Job(process)

@@ -123,6 +123,18 @@ def disk(kind: str, low: int, high: int) -> Callable[[Trial], bool]:
     return disturb
 
 
+def bad_gradient(trial: Trial) -> bool:
+    """One result of one rank's attention backward has a NaN; the iteration is repeated, and the rank named."""
+    rank, mark = trial.rng.randrange(trial.layout.ranks), trial.folder / "mark"
+    call, element = trial.rng.randint(1, 2 * ITERATIONS), trial.rng.randrange(1 << 20)
+    code = trial.run("--rerun-on-spike", FAULT_GRADIENT=f"{rank},{call},{element},{mark}")
+    if code == 0 and not mark.exists():
+        raise TooLate
+    first = rank // 2 * 2  # of the two tensor-parallel ranks that share layers
+    trial.named = rf"other bits: a broken machine.* on (rank {rank} |ranks {first} to {first + 1},)"
+    return code == 0 and jobs.ended(trial.save)
+
+
 def compiler() -> str:
     return "" if shutil.which("cc") else "a disk that fails needs a C compiler"
 
@@ -240,6 +252,7 @@ KINDS = {
     "data-bit": Kind("a flipped bit in .idx, or in .bin beyond the vocabulary", ANY, damaged_data(cut=False)),
     "data-cut": Kind("a cut .idx or .bin", ANY, damaged_data(cut=True)),
     "memory": Kind("a limit on a rank's memory", ANY, memory_limit),
+    "nan": Kind("a NaN in a gradient of a rank", "", bad_gradient),
     "two-jobs": Kind("a second job on the same --save", r"is in use by another job", two_jobs),
 }
 assert VOCABULARY < 256
