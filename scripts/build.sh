@@ -2,6 +2,7 @@
 # Builds what a job needs and packs it into one archive: interpreter, packages, kernels, program and, if given, data.
 #
 #   scripts/build.sh [--data PREFIX --vocab vocab.json --merges merges.txt] [-o fugaku_megatron.tar]
+#   scripts/build.sh --data PREFIX --tokenizer-model MODEL    a folder of Hugging Face's tokenizer or a .model file of SentencePiece
 #
 # On Fugaku on a compute node, because packages must be built for it:
 #   pjsub --interact -g GROUP -L "node=1,rscgrp=int,elapse=3:00:00,freq=2000,eco_state=0" --llio cn-cache-size=1Gi \
@@ -11,7 +12,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-OUTPUT=$PWD/fugaku_megatron.tar DATA='' VOCAB='' MERGES=''
+OUTPUT=$PWD/fugaku_megatron.tar DATA='' VOCAB='' MERGES='' MODEL=''
 fail() { echo "build.sh: $*" >&2; exit 2; }
 while (($#)); do
     (($# > 1)) || fail "$1 needs a value: see the top of this file"
@@ -19,16 +20,36 @@ while (($#)); do
         --data) DATA=$2 ;;
         --vocab) VOCAB=$2 ;;
         --merges) MERGES=$2 ;;
+        --tokenizer-model) MODEL=$2 ;;
         -o) OUTPUT=$(realpath -m "$2") ;;
-        *) fail "unknown option $1: give --data, --vocab, --merges or -o" ;;
+        *) fail "unknown option $1: give --data, --vocab, --merges, --tokenizer-model or -o" ;;
     esac
     shift 2
 done
 if [ -n "$DATA" ]; then
-    for file in "$DATA.bin" "$DATA.idx" "$VOCAB" "$MERGES"; do
-        [ -f "$file" ] || fail "--data $DATA: '$file' is no file: give --data PREFIX of .bin and .idx, --vocab and --merges"
+    files=("$DATA.bin" "$DATA.idx")
+    if [ -z "$MODEL" ]; then files+=("$VOCAB" "$MERGES"); fi
+    for file in "${files[@]}"; do
+        [ -f "$file" ] || fail "--data $DATA: '$file' is no file: give --data PREFIX of .bin and .idx, --vocab and --merges, or --tokenizer-model"
     done
+    [ -z "$MODEL" ] || [ -e "$MODEL" ] || fail "--tokenizer-model $MODEL: no such file or folder: give the one that preprocess took"
 fi
+
+pack_data() {  # into data/ of the tree: tokens, what they say of their tokenizer, and the tokenizer without a model's weights
+    local name
+    cp "$DATA.bin" "$DATA.idx" "$TREE/data/"
+    if [ -f "$DATA.tokenizer.json" ]; then cp "$DATA.tokenizer.json" "$TREE/data/"; fi
+    name=$(basename "$MODEL")
+    if [ -d "$MODEL" ]; then
+        PYTHONPATH=$TREE/app "$WORK/venv/bin/python" -c 'import pathlib, sys; from fugaku_megatron.convert.hugging_face import carry
+carry(*map(pathlib.Path, sys.argv[1:]))' "$MODEL" "$TREE/data/$name"
+    elif [ -n "$MODEL" ]; then
+        cp "$MODEL" "$TREE/data/$name"
+    else
+        cp "$VOCAB" "$TREE/data/vocab.json"
+        cp "$MERGES" "$TREE/data/merges.txt"
+    fi
+}
 
 SPACK=/vol0004/apps/oss/spack/share/spack/setup-env.sh
 if [ -f "$SPACK" ]; then
@@ -52,6 +73,9 @@ echo "1/5 packages ($PYTHON, $CXX, MPI $MPI)"
 "$PYTHON" -m venv "$WORK/venv"
 pip=("$WORK/venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" -r "$ROOT/requirements.txt"
+if [ -n "$MODEL" ]; then  # what reads it; the constraints are the versions that are tested
+    "${pip[@]}" --constraint "$ROOT/requirements-test.txt" "$([ -d "$MODEL" ] && echo transformers || echo sentencepiece)"
+fi
 if [ "$MPI" = system ]; then
     "$ROOT/scripts/system_mpi.sh" "$WORK/venv/bin/python"
 else
@@ -87,11 +111,7 @@ find "$TREE" -name __pycache__ -type d -prune -exec rm -rf {} +
 "$PYTHON" -m compileall -q "$TREE/site" "$TREE/app" "$TREE"/lib/python3* >/dev/null || true  # nodes do not write bytecode
 
 echo "5/5 archive"
-if [ -n "$DATA" ]; then
-    cp "$DATA.bin" "$DATA.idx" "$TREE/data/"
-    cp "$VOCAB" "$TREE/data/vocab.json"
-    cp "$MERGES" "$TREE/data/merges.txt"
-fi
+if [ -n "$DATA" ]; then pack_data; fi
 cd "$TREE"  # from elsewhere -c would find another fugaku_megatron first
 PYTHONHOME=$TREE PYTHONPATH=$TREE/app:$TREE/site PYTHONDONTWRITEBYTECODE=1 LD_LIBRARY_PATH=$TREE/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
     bin/python3 -c 'import mpi4py, torch, numpy, regex, psutil; from fugaku_megatron.host import kernels; print("  kernels:", kernels.active())

@@ -81,6 +81,8 @@ MISTAKES = [
     ("small", "--cpu-frequency 2.0", "--cpu-frequency=2.2", "write --cpu-frequency 2.0"),
     ("small", "MARGIN:-900", "MARGIN:-soon", "MARGIN=soon: give whole seconds"),
     ("small", "DATA:-mock", "DATA:-data/my_text_document", "DATA=data/my_text_document: "),
+    ("small", "TOKENIZER:-}", "TOKENIZER:-models/llama}", "TOKENIZER=models/llama: the archive holds"),
+    ("small", "TOKENIZER:-}", "TOKENIZER:-llama}", "TOKENIZER=llama needs --tokenizer-type"),
     ("small", "RANKS_PER_NODE=4\n", "\n", "RANKS_PER_NODE is used and not set: write RANKS_PER_NODE=4"),
     ("small", "NODES=256\n", "\n", "NODES is used and not set: write NODES=256"),
     ("large", ":torus:strict-io", ":toruss", "node=16x24x16:toruss: give"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.jobs import check, limits, options, scripts, torus
+from fugaku_megatron.jobs import check, limits, options, scripts, slurm, torus
 from fugaku_megatron.jobs.job import MARGIN, start_up
 from fugaku_megatron.perf import search
 
@@ -87,6 +88,7 @@ def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
     ("plan --recipe 124m --nodes 48 --cpu-frequency 1.8", "--cpu-frequency 1.8, but --mode normal-2.0 is 2.0 GHz"),
     ("plan --recipe 124m --nodes 48 --save here", "--save here: the script says it: give SAVE"),
     ("plan --recipe 124m --nodes 48 --data-path text", "--data-path text: the script says it: give DATA"),
+    ("plan --recipe 124m --nodes 48 --tokenizer-model a.model", "--tokenizer-model a.model: the script says it: give TOKENIZER"),
     ("plan --recipe 124m --nodes 48 --name a}b", "--name 'a}b': "),
     ("render --recipe 124m --nodes 48 -o nowhere/a.sh", "-o nowhere/a.sh: No such file or directory"),
     ("render --recipe 124m --nodes 48 -o .", "-o .: Is a directory"),
@@ -104,6 +106,44 @@ def test_mistakes_are_one_line(words, answer, capsys):
     assert main(words.split()) == 2
     message = capsys.readouterr().err
     assert answer in message and message.count("\n") == 1
+
+
+def data_flags(text: str, **variables: str) -> list[str]:
+    """What a script that bash reads with these variables gives the run as data."""
+    choice = re.search(r'^if \[ "\$DATA" = mock \]; then$.*?^fi$', text, re.MULTILINE | re.DOTALL)[0]
+    done = subprocess.run(["bash", "-euc", f"{choice}\nprintf '%s\\n' \"${{DATA_FLAGS[@]}}\""], capture_output=True, text=True,
+                          env={**os.environ, "LOCAL": "/local", "TOKENIZER": "", **variables}, check=True)
+    return done.stdout.splitlines()
+
+
+def test_a_script_names_the_tokenizer_that_was_packed():
+    text, slurm_text = scripts.text("run_124m.sh"), next(iter(slurm.scripts().values()))
+    assert data_flags(text, DATA="mock", TOKENIZER="llama") == ["--mock-data"]
+    assert data_flags(text, DATA="d") == ["--data-path", "/local/data/d", "--vocab-file", "/local/data/vocab.json",
+                                          "--merge-file", "/local/data/merges.txt"]
+    packed = ["--data-path", "/local/data/d", "--tokenizer-model", "/local/data/llama"]
+    assert data_flags(text, DATA="d", TOKENIZER="llama") == packed
+    assert data_flags(slurm_text, DATA="/d", TOKENIZER="/llama") == ["--data-path", "/d", "--tokenizer-model", "/llama"]
+
+
+@pytest.mark.parametrize("model", ["llama", "pieces.model", ""])
+def test_the_archive_holds_the_tokenizer_and_no_weights(model, tmp_path):
+    """The function of build.sh that packs, without the build around it."""
+    tree, python = tmp_path / "tree", tmp_path / "venv" / "bin" / "python"
+    for folder in (tree / "data", python.parent, tmp_path / "llama"):
+        folder.mkdir(parents=True)
+    (tree / "app").symlink_to(ROOT)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for name in ("d.bin", "d.idx", "d.tokenizer.json", "pieces.model", "v.json", "m.txt", "llama/tokenizer.json",
+                 "llama/config.json", "llama/model.safetensors"):
+        (tmp_path / name).write_text(name)
+    function = re.search(r"^pack_data\(\) \{.*?^\}$", (ROOT / "scripts" / "build.sh").read_text(), re.MULTILINE | re.DOTALL)[0]
+    subprocess.run(["bash", "-euc", f"{function}\npack_data"], check=True, cwd=tmp_path, env={
+        **os.environ, "WORK": str(tmp_path), "TREE": str(tree), "DATA": "d", "MODEL": model, "VOCAB": "v.json", "MERGES": "m.txt"})
+    packed = {str(path.relative_to(tree / "data")) for path in (tree / "data").rglob("*") if path.is_file()}
+    tokenizer = {"llama": {"llama/tokenizer.json", "llama/config.json"}, "": {"vocab.json", "merges.txt"}}
+    assert packed == {"d.bin", "d.idx", "d.tokenizer.json", *tokenizer.get(model, {model})}
 
 
 def test_a_chain_counts_what_each_job_spends_on_start_and_end(capsys):

@@ -12,7 +12,7 @@ import pytest
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.topology import Nodes, find_nodes
-from fugaku_megatron.host.memory_use import free_bytes, usage
+from fugaku_megatron.host.memory_use import free_bytes, node_bytes, usage
 from fugaku_megatron.logs.growth import SPAN, steady_growth
 from fugaku_megatron.training import memory_watch
 from fugaku_megatron.training.memory_watch import FIRST_ITERATIONS, MemoryWatch
@@ -78,11 +78,14 @@ def test_the_limit_of_a_job(tmp_path, line, folder, files):
     (tmp_path / "cgroup").write_text(line + "\n")
     (tmp_path / folder).mkdir(parents=True)
     assert free_bytes(tmp_path / "cgroup", tmp_path) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    assert node_bytes(tmp_path / "cgroup", tmp_path) == psutil.virtual_memory().total
     for name, text in files.items():
         (tmp_path / folder / name).write_text(text)
     assert free_bytes(tmp_path / "cgroup", tmp_path) == 1300000
+    assert node_bytes(tmp_path / "cgroup", tmp_path) == 5000000
     (tmp_path / folder / next(iter(files))).write_text("max")
     assert free_bytes(tmp_path / "cgroup", tmp_path) > 1300000
+    assert node_bytes(tmp_path / "cgroup", tmp_path) == psutil.virtual_memory().total
 
 
 # Together ---------------------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ READ_BYTES = 4 << 20  # of a tensor at once
 class Shard:
     """A local piece of a global tensor.
 
-    `key` names the global tensor (ranks that hold different pieces of it use the same key), such as
-    "decoder.layers.3.mlp.linear_fc1.weight/exp_avg". The tensor-parallel slice has the shape `slice_shape` and begins at
+    `key` is kind/name of the global tensor (ranks that hold different pieces of it use the same key), such as
+    "exp_avg/decoder.layers.3.mlp.linear_fc1.weight". The tensor-parallel slice has the shape `slice_shape` and begins at
     `offset` in the tensor of shape `global_shape`. `tensor` (any shape, contiguous) holds the row-major range [flat_start,
     flat_start + numel) of that slice: all of it (flat_start 0), or this rank's part of it under ZeRO-1. `alias`: the key whose
     values it takes from a checkpoint without its own: a copy of that tensor, which the run that saved did not need.
@@ -93,8 +93,8 @@ class _Found:
 class Search:
     """Collects, from the records that pass by, those that this rank's shards need; it keeps no others.
 
-    padded: keys whose first dimension is rounded up to a multiple that depends on the layout; rows that the checkpoint does not
-    have stay as they are. converts: the shards may have another dtype than the checkpoint.
+    padded: names, of tensors of any kind, whose first dimension is rounded up to a multiple that depends on the layout; rows that
+    the checkpoint does not have stay as they are. converts: the shards may have another dtype than the checkpoint.
     """
 
     def __init__(self, shards: list[Shard], padded: Collection[str] = (), converts: bool = False) -> None:
@@ -139,7 +139,7 @@ class Search:
         found = self._of(shard)
         if found is None:
             raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that was saved")
-        needed, first = shard.record(), 1 if shard.key in self.padded else 0
+        needed, first = shard.record(), 1 if shard.key.partition("/")[2] in self.padded else 0
         shape, own = tuple(found.global_shape), tuple(shard.global_shape)
         if len(shape) != len(own) or shape[first:] != own[first:]:
             raise ValueError(f"{shard.key}: global shape is {list(shape)} in {path}, {list(own)} in this run")

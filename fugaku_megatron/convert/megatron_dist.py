@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from ..nn.model import OUTPUT, WORD_EMBEDDINGS
+from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
 from ..run.checks import check
 from . import pickled
 from .megatron_names import model_of, our_name
-from .weights import VOCABULARY, Weights, check_elements, check_rest, layer_of, place_of, specs
+from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs
 
 METADATA, COMMON = ".metadata", "common.pt"
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.manifest import TRACKER, write_text
-from ..nn.model import OUTPUT, WORD_EMBEDDINGS
+from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
 from ..run.accounting import round_up
 from ..run.checks import check
 from ..run.model_config import ModelConfig
 from . import pickled
 from .megatron_names import VERSION, arguments_of, model_of, our_name, transformer_engine_name
-from .weights import VOCABULARY, Weights, check_elements, check_rest, layer_of, specs
+from .weights import Weights, check_elements, check_rest, layer_of, specs
 
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")

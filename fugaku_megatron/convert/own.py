@@ -23,13 +23,13 @@ from ..checkpoint.save import Description, save_alone
 from ..checkpoint.shards import Search, Shard, read_shards
 from ..checkpoint.tensor_files import write_tensors
 from ..inference.loading import saved_run
+from ..nn.model import VOCABULARY
 from ..run.checks import check
 from ..run.config import PrecisionConfig
 from ..run.model_config import ModelConfig
-from .weights import DTYPES, VOCABULARY, Weights, layer_of, shapes
+from .weights import DTYPES, Weights, layer_of, shapes
 
 _KIND = "weight/"  # of a key in the manifest
-_PADDED = tuple(f"{_KIND}{name}" for name in VOCABULARY)
 _LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "zero_shards": 1}
 
 
@@ -45,7 +45,7 @@ class _Reader:
     def __call__(self, name: str) -> Tensor:
         key, shape = _KIND + name, self.shapes[name]
         tensor = torch.zeros(shape, dtype=self.dtypes[name])
-        search = Search([Shard(key, tensor, shape, (0,) * len(shape), shape)], _PADDED)
+        search = Search([Shard(key, tensor, shape, (0,) * len(shape), shape)], VOCABULARY)
         for file, entry in self.files[key].items():
             search.look(file, entry)
         for file, work in search.plan(self.path).items():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.dry import DryComm
 from ..comm.grid import Grid
-from ..nn.model import OUTPUT, WORD_EMBEDDINGS, Stage
+from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import ParameterSpec
 from ..run.checks import check
@@ -23,7 +23,6 @@ from ..run.config import BatchConfig, RunConfig
 from ..run.model_config import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # whose rows other programs, and layouts, pad to a multiple
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 

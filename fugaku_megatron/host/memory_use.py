@@ -1,4 +1,4 @@
-"""What memory this process holds, and what its node or job has left. Linux; elsewhere less is known.
+"""What memory this process holds, and what its node or job has and has left. Linux; elsewhere less is known.
 
 Left out: the peak (`logs.metrics`), what a run will need (`training.forecast`). Test: pytest tests/test_memory_watch.py
 """
@@ -42,6 +42,12 @@ def usage(status: str | os.PathLike = "/proc/self/status") -> Usage:
     return Usage(resident, fields.get(b"RssShmem", 0), resident - fields.get(b"RssFile", 0))
 
 
+def node_bytes(proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup") -> int:
+    """What the processes of this node or job may hold in all: the machine's memory, or a control group's limit if that is less."""
+    limits = [_number(folder / _FILES[version][0]) for version, folder in cgroup_folders("memory", proc_cgroup, root)]
+    return min([psutil.virtual_memory().total, *(n for n in limits if n is not None)])
+
+
 def free_bytes(proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup") -> int:
     """What the processes of this node or job may still take: of the machine, or of a control group's limit if that is less."""
     left = [_left(folder, *_FILES[version]) for version, folder in cgroup_folders("memory", proc_cgroup, root)]
@@ -50,9 +56,16 @@ def free_bytes(proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str |
 
 def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
     """Bytes below the limit of one control group; None where it has none."""
-    try:
-        most, now = int((folder / limit).read_text()), int((folder / used).read_text())
-        stat = re.search(rf"^{reclaimable} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # absent, or "max"
+    most, now = _number(folder / limit), _number(folder / used)
+    if most is None or now is None:
         return None
+    stat = re.search(rf"^{reclaimable} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
     return max(0, most - now + (int(stat[1]) if stat else 0))
+
+
+def _number(file: Path) -> int | None:
+    """The number that a control group's file holds; None where it is absent or says "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None

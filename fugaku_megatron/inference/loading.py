@@ -15,13 +15,12 @@ from ..checkpoint.shards import Shard
 from ..checkpoint.weights import load_weights
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
-from ..nn.model import OUTPUT, WORD_EMBEDDINGS, Stage
+from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..run.config import GROUPS, RunConfig
 from ..run.layout import Layout
 from ..training.optim import PARAMETER_DTYPES
 
-PADDED = (f"weight/{WORD_EMBEDDINGS}", f"weight/{OUTPUT}")  # their rows are a multiple that depends on the tensor-parallel size
 FEW_ROWS = 4  # of a product that is faster without packing its weight (measured)
 
 
@@ -62,7 +61,7 @@ def load_model(run: RunConfig, world: Comm, directory: str, iteration: int, mani
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
     loaded = LoadedModel(run, groups, Stage(run, groups, Ops.build(few_rows=FEW_ROWS)))
     _give_memory(loaded.stage, loaded.dtype)
-    load_weights(directory, iteration, manifest, [_target(p) for p in loaded.stage.parameters()], world, PADDED)
+    load_weights(directory, iteration, manifest, [_target(p) for p in loaded.stage.parameters()], world, VOCABULARY)
     return loaded
 
 

@@ -323,9 +323,12 @@ def _files(request: Request) -> Iterator[Problem]:
                       f"give 1Gi to {limits.LOCAL_TMP_GIB}Gi")
     elif request.files and Path(path).is_file() and Path(path).stat().st_size > int(amount[1]) << 30:
         yield Problem(size.line, f"localtmp-size={size.text} is less than {path} holds: raise it")
-    data = script.value("DATA")
-    if data and "/" in data.text:
-        yield Problem(data.line, f"DATA={data.text}: the archive holds files without folders: write DATA={Path(data.text).name}")
+    for name in ("DATA", "TOKENIZER"):
+        if (packed := script.value(name)) and "/" in packed.text:
+            yield Problem(packed.line, f"{name}={packed.text}: the archive holds names without folders: write "
+                          f"{name}={Path(packed.text).name}")
+    if (model := script.value("TOKENIZER")) and model.text and "--tokenizer-type" not in script.flag_lines:
+        yield Problem(model.line, f"TOKENIZER={model.text} needs --tokenizer-type HuggingFaceTokenizer or SentencePieceTokenizer")
     for name in PRELOADED if request.files else ():
         library = script.value(name)
         for path in library.text.split(":") if library else ():

@@ -17,7 +17,7 @@ OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resourc
 GROUP_VARIABLE = "FUGAKU_GROUP"
 # a flag that the script gives itself -> the variable at its top
 SCRIPTS_OWN = {"save": "SAVE", "load": "SAVE", "data_path": "DATA", "train_data_path": "DATA", "vocab_file": "DATA",
-               "merge_file": "DATA", "exit_duration_in_mins": "MARGIN"}
+               "merge_file": "DATA", "tokenizer_model": "TOKENIZER", "exit_duration_in_mins": "MARGIN"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

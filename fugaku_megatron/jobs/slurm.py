@@ -95,7 +95,8 @@ HERE=${FUGAKU_MEGATRON:-$SLURM_SUBMIT_DIR}    # the program's folder, on a share
 PYTHON=${PYTHON:-$HERE/.venv/bin/python}
 LAUNCHER=${LAUNCHER:-srun}                    # srun, or mpiexec of an MPI that was built with Slurm's support
 PMI=${PMI:-}                                  # of srun: pmix for Open MPI, pmi2 for MPICH; empty: the site's default
-DATA=${DATA:-mock}                            # prefix of .bin/.idx, with VOCAB and MERGES; mock: random tokens
+DATA=${DATA:-mock}                            # prefix of .bin/.idx, with VOCAB and MERGES or TOKENIZER; mock: random tokens
+TOKENIZER=${TOKENIZER:-}                      # file or folder of --tokenizer-model, with --tokenizer-type among the flags
 SAVE=${SAVE:-$SLURM_SUBMIT_DIR/checkpoints/$SLURM_JOB_NAME}
 SPARE_NODES=${SPARE_NODES:-0}                 # of --nodes, unused until another one fails
 MAX_RESTARTS=${MAX_RESTARTS:-5}               # after a fault, inside this job
@@ -114,6 +115,8 @@ case $LAUNCHER in
 esac
 if [ "$DATA" = mock ]; then
     DATA_FLAGS=(--mock-data)
+elif [ -n "$TOKENIZER" ]; then
+    DATA_FLAGS=(--data-path "$DATA" --tokenizer-model "$TOKENIZER")
 else
     DATA_FLAGS=(--data-path "$DATA" --vocab-file "${VOCAB:?give VOCAB, the vocab.json of DATA}"
         --merge-file "${MERGES:?give MERGES, the merges.txt of DATA}")

@@ -26,6 +26,7 @@ from .passes import Pass
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
 OUTPUT = "output_layer.weight"  # of its copy, or of the head's own weight where the two are not tied
+VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # whose rows are a multiple that depends on the layout, and in other programs on their own
 
 
 class Stage(nn.Module):

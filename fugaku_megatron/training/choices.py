@@ -10,6 +10,7 @@ import torch
 from ..comm.agreement import on_root
 from ..comm.base import Comm
 from ..comm.topology import Nodes, find_nodes
+from ..host.memory_use import node_bytes
 from ..parts import AUTO
 from ..perf import choice
 from ..perf.model import System
@@ -17,7 +18,7 @@ from ..perf.software import THIS_PROJECT
 from ..run import batches, memory
 from ..run.config import RunConfig
 from ..run.layout import Layout
-from .forecast import PROCESS_BYTES, node_bytes
+from .forecast import PROCESS_BYTES
 
 MIB = 1 << 20
 FIT = 0.9  # of a node's memory may be used by what is chosen; the system and the error of the model need the rest

@@ -6,10 +6,8 @@ Left out: other machines and communication (`fugaku-megatron predict`). Test: py
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from .. import schedule
@@ -18,6 +16,7 @@ from ..comm.base import Comm
 from ..comm.grid import Grid
 from ..comm.topology import Nodes, find_nodes
 from ..host.fma_peak import fma_peak_gflops
+from ..host.memory_use import node_bytes
 from ..run import accounting, batches, memory
 from ..run.checks import check
 from ..run.config import RunConfig
@@ -27,18 +26,6 @@ PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, M
 BEYOND_DOUBT = 1.1  # a run that needs this many times the memory of its node is refused
 FMA_SHARE = (0.8, 0.3)  # of the FP32 peak of multiply-adds: what a step reaches at best and where little fits the caches
 PEAK_ROUNDS = 3
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def node_bytes() -> int:
-    """Memory that the processes of this node may use: the machine's, or less where a control group says so."""
-    limits = [psutil.virtual_memory().total]
-    for path in CGROUP_LIMITS:
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return min(limits)
 
 
 def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:

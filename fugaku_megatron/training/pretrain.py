@@ -25,6 +25,7 @@ from ..data.dataset import Dataset, MockDataset
 from ..data.feed import Feed, build_feed
 from ..data.index_cache import IndexCache
 from ..host import allocator, kernels, placement, runtime
+from ..host.memory_use import node_bytes
 from ..host.phases import Phases
 from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib
 from ..logs.run_log import format_run
@@ -40,7 +41,7 @@ from ..run.recompute import recompute_name
 from ..watchdog.watch import Watchdog
 from .checksums import Checksums
 from .choices import settle
-from .forecast import check_memory, data_line, iteration_line, node_bytes, skip_line
+from .forecast import check_memory, data_line, iteration_line, skip_line
 from .kernel_choice import build_ops, choose_kernels
 from .memory_watch import MemoryWatch
 from .observers import Heartbeats, Observers

@@ -27,7 +27,7 @@ from ..comm.grid import Grid, Groups
 from ..data.dataset import Dataset
 from ..data.feed import Feed, Handout
 from ..data.sampler import Prefetcher, consecutive, first_sample, micro_batches
-from ..nn.model import OUTPUT, WORD_EMBEDDINGS, Stage
+from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..run.accounting import pipeline_split, sequence_parts, zero_shards
 from ..run.batches import sizes_of
@@ -40,9 +40,6 @@ from .microbatches import Batch, MicroBatch, MicroBatchWindow
 from .optim import PARAMETER_DTYPES, Optimizer
 from .param_schedule import ParamSchedule
 from .step import StepExecutor, StepShape
-
-# Rows of the vocabulary are a multiple that depends on the layout. New rows begin as those of a new run.
-PADDED = tuple(f"{kind}/{name}" for kind in ("weight", "exp_avg", "exp_avg_sq") for name in (WORD_EMBEDDINGS, OUTPUT))
 
 Watch = Callable[[StepExecutor], schedule.Executor]
 
@@ -292,7 +289,8 @@ class Trainer:
         wanted, state = self.run.optimizer, checkpoint.state
         shards = [shard for shard in self.optimizer.checkpoint_shards(owned=True)
                   if not (weights_only or wanted.no_load_optim) or shard.key.startswith("weight/")]
-        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), PADDED, converts=weights_only)
+        # New rows of the vocabulary begin as those of a new run.
+        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), VOCABULARY, converts=weights_only)
         self.optimizer.after_load()
         if weights_only:
             return {}

@@ -76,6 +76,7 @@ supervise() {  # supervise LABEL COMMAND: the same, started again after a fault,
 # Paths; each can be given from outside (pjsub -x NAME=value)
 ARCHIVE=${ARCHIVE:-$PWD/fugaku_megatron.tar}    # scripts/build.sh writes it: interpreter, packages, program and data
 DATA=${DATA:-mock}                              # prefix of .bin/.idx under data/ of the archive; mock: random tokens
+TOKENIZER=${TOKENIZER:-}                        # file or folder of --tokenizer-model under data/; empty: vocab.json and merges.txt
 SAVE=${SAVE:-$PWD/checkpoints/gpt_124m}
 OUT=${OUT:-$PWD/output/gpt_124m.$JOB}
 TCMALLOC=${TCMALLOC:-}                          # a libtcmalloc.so to preload; without one the trainer keeps its memory itself
@@ -127,6 +128,8 @@ export LOCAL ARCHIVE TCMALLOC RANKS_PER_NODE
 
 if [ "$DATA" = mock ]; then
     DATA_FLAGS=(--mock-data)
+elif [ -n "$TOKENIZER" ]; then
+    DATA_FLAGS=(--data-path "$LOCAL/data/$DATA" --tokenizer-model "$LOCAL/data/$TOKENIZER")
 else
     DATA_FLAGS=(--data-path "$LOCAL/data/$DATA" --vocab-file "$LOCAL/data/vocab.json" --merge-file "$LOCAL/data/merges.txt")
 fi
