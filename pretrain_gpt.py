@@ -11,6 +11,8 @@ from fugaku_megatron.comm import interrupt
 
 if __name__ == "__main__":
     interrupt.install("pretrain_gpt.py")
+    if "--dry-run" not in sys.argv:
+        interrupt.keep_stops()
     from fugaku_megatron import environment
 
     environment.use("numpy", "torch")

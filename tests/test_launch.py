@@ -57,7 +57,7 @@ def test_codes_and_single_lines(error, code, text, capsys, monkeypatch):
 
 @pytest.mark.parametrize("error", [
     MemoryError(), MemoryError("std::bad_alloc"), OSError(12, "Cannot allocate memory"), RuntimeError("can't start new thread"),
-    ImportError("libtorch.so: failed to map segment from shared object"),
+    ImportError("libtorch.so: failed to map segment from shared object"), RuntimeError("std::bad_alloc"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:116] . DefaultCPUAllocator: can't allocate memory: you tried to get 8"),
 ])
 def test_memory_that_is_refused_is_one_line(error, capsys):

@@ -52,6 +52,12 @@ def test_what_a_launcher_says_counts_before_its_code(returncode, said, code, num
     assert ending.restarts == (code in (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK, ExitCode.STORAGE))
 
 
+def test_signals_of_several_ranks_are_not_read_as_another_one():
+    killed = MPICH_KILL.replace("6", "9").replace("Aborted (signal 9)", "Segmentation fault (signal 11)")
+    assert endings.read(9, killed).text() == "a rank is lost (signal 9, SIGKILL, and others in other ranks) on node c12.site"
+    assert endings.read(6, MPICH_KILL).text() == "a rank is lost (signal 6, SIGABRT) on node c12.site"
+
+
 def allocation(hosts: int, spares: int, ranks_per_node: int = 1, *flags: str) -> nodes.Nodes:
     run = nodes.run_of(["fugaku-megatron", "train", *MODEL, "--save", "x", "--load", "x", *flags])
     return nodes.Nodes([f"c{i}" for i in range(hosts)], ranks_per_node, spares, run)

@@ -25,7 +25,8 @@ GRACE_EVERYWHERE = 10.0  # s that other ranks leave to rank 0 where it is known 
 GRACE_START = 2.0  # s, the same where processes have just started: rank 0 may still be loading Python
 
 
-_NO_MEMORY = ("failed to map segment", "llocate memory", "can't start new thread")  # words of the loader, torch, C and Python
+# Words of the loader, torch, C, C++ and Python.
+_NO_MEMORY = ("failed to map segment", "llocate memory", "bad_alloc", "can't start new thread")
 MAX_PROCESSES = 10**7
 MAX_THREADS_PER_CPU, MAX_THREADS = 8, 64  # OMP_NUM_THREADS above both hangs or ends without a word
 

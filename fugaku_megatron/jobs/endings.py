@@ -8,6 +8,7 @@ What launchers tell of the first rank that fails (MPICH 4.3, Open MPI 5.0 and Sl
     srun       code 137 or 143, "N: task 1: Killed"      code 137 or 143, "N: task 1: Exited with exit code 7"
                                                                          code 137, "MPI_Abort(..., 7)" from MPICH
 
+MPICH's words give the bits of all ranks' signals together: 9 and 10 are "Segmentation fault (signal 11)" with code 9 or 10.
 So a code alone may be a signal's number or belong to a rank that was ended for another's sake: the words count first.
 Left out: what is done about it (supervise.py). Test: pytest tests/test_supervise.py
 """
@@ -28,6 +29,7 @@ WHAT = {
     ExitCode.INTERRUPTED: "interrupted",
 }
 _SIGNALS = (r"EXIT STRING: .*\(signal (\d+)\)", r"exited on\s+signal (\d+)")  # MPICH, Open MPI
+_JOINED = r"EXIT CODE: (\d+)\n(?:=.*\n)*.*EXIT STRING: .*\(signal (\d+)\)"  # MPICH: one rank's, and all ranks' bits
 _CODES = (r"srun: error: \S+: tasks? \S+ Exited with exit code (\d+)", r"application called MPI_Abort\([^,()]*, (\d+)\)",
           r"MPI_ABORT was invoked[^\0]*?Errorcode: (\d+)")
 _KILLED = r"srun: error: \S+: tasks? \S+ (?!Exited)\S"
@@ -45,13 +47,15 @@ _NODES = (
 class Ending:
     """code: the job's, in the terms of ExitCode. signal: that ended a rank, 0 for none. node: that was named, or "".
 
-    other: a code that is none of ours, such as MPICH's for a signal that it did not put into words.
+    several: other ranks were ended by other signals. other: a code that is none of ours, such as MPICH's for a signal that it did not
+    put into words.
     """
 
     code: ExitCode
     signal: int = 0
     node: str = ""
     other: int = 0
+    several: bool = False
 
     @property
     def restarts(self) -> bool:
@@ -60,7 +64,8 @@ class Ending:
 
     def text(self) -> str:
         """What happened, for one line of the log."""
-        how = f" (signal {self.signal}, {_signal_name(self.signal)})" if self.signal else ""
+        more = ", and others in other ranks" * self.several
+        how = f" (signal {self.signal}, {_signal_name(self.signal)}{more})" if self.signal else ""
         how = f" (exit code {self.other})" if self.code == ExitCode.FAILED else how
         return f"{WHAT[self.code]}{how}{f' on node {self.node}' if self.node else ''}"
 
@@ -84,7 +89,9 @@ def read(returncode: int, said: str) -> Ending:
         return Ending(ExitCode.FINISHED)
     node = (_first(_NODES, said) or "").rstrip(",.:")
     if number := _first(_SIGNALS, said):
-        return Ending(ExitCode.LOST_RANK, int(number), node)
+        one, joined = map(int, found.groups()) if (found := re.search(_JOINED, said)) else (int(number), int(number))
+        several = one != joined and one | joined == joined
+        return Ending(ExitCode.LOST_RANK, one if several else int(number), node, several=several)
     if (code := _first(_CODES, said)) is not None:
         return _of_code(int(code), node)
     if re.search(_KILLED, said):

@@ -21,7 +21,8 @@ from . import jobs
 from .jobs import ITERATIONS, VOCABULARY, Layout, on_two_hosts
 from .trial import TooLate, Trial
 
-ORDERLY = r"a signal asked to stop|supervise: asked to leave"
+# A signal before Python has come to its first line ends the rank.
+ORDERLY = r"a signal asked to stop|supervise: asked to leave|a rank is lost \(signal (9|10|15),"
 
 
 @dataclass(frozen=True)
