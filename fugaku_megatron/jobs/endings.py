@@ -47,8 +47,8 @@ _NODES = (
 class Ending:
     """code: the job's, in the terms of ExitCode. signal: that ended a rank, 0 for none. node: that was named, or "".
 
-    several: other ranks were ended by other signals. other: a code that is none of ours, such as MPICH's for a signal that it did not
-    put into words.
+    several: other ranks were ended by other signals. other: a code that is none of ours, such as MPICH's for a signal that it did
+    not put into words.
     """
 
     code: ExitCode
