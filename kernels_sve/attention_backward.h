@@ -53,10 +53,6 @@ static void begin_keys(const BackwardRun<P, T>& run, const BackwardHead<P>& head
     pack_lanewise<P>(shape.key_value(run.qkv, group, 1), m.k0 + g * LANES, m.value + g * words * LANES, words);
   }
   if (shape.share > 1) m.dkey = head.dkey + m.k0 * shape.d_padded, m.dvalue = head.dvalue + m.k0 * shape.d_padded;
-  for (int64_t i = 0; i < BLOCK * shape.d_padded; i += VL) {
-    store_aligned(m.dkey + i, vf{});
-    store_aligned(m.dvalue + i, vf{});
-  }
 }
 
 // Rows [first, first + LANES) of `to` = factor * sum.
@@ -71,21 +67,20 @@ static void backward_task(const BackwardRun<P, T>& run, int64_t local, int64_t p
   const int64_t d = shape.d_padded, index = run.first + local, group = index / shape.share;
   const BackwardHead<P> head = run.head(local);
   BackwardBlock<P> m = backward_memory<P>(d);
-  m.c = LOG2_E * run.scale(), m.keep_scale = keep_scale(run.args), m.window = shape.window;
+  m.c = LOG2_E * run.scale(), m.keep_scale = keep_scale(run.args), m.window = shape.window, m.s = shape.s;
   const HeadDropout dropout(run.args, index);
   float* dquery = head.dquery + partial * shape.matrix();
-  int64_t zeroed = 0;  // rows of dquery
+  int64_t written = 0;  // rows of dquery
   for (m.k0 = partial * BLOCK; m.k0 < shape.s; m.k0 += shape.dquery_partials() * BLOCK) {
     const int64_t end = min(shape.s_padded, round_up(m.k0 + BLOCK - 1 + shape.window, BLOCK));  // of its queries
-    for (int64_t i = max(zeroed, m.k0) * d; i < end * d; i += VL) store_aligned(dquery + i, vf{});
-    zeroed = end;
     begin_keys(run, head, m, group);
     for (m.q0 = m.k0; m.q0 < min(shape.s, end); m.q0 += BLOCK) {
       if (DROPOUT) block_dropout(dropout, m);
       block_scores<P, DROPOUT>(head, m, d / P::STEP);
       typename P::Word* prob = DROPOUT || P::STEP == 2 ? m.prob_words : reinterpret_cast<typename P::Word*>(m.prob);
-      block_gradients(head, m, shape, prob, dquery);
+      block_gradients(head, m, shape, prob, dquery, m.q0 >= written);
     }
+    written = end;
     for (int64_t r = 0; shape.share == 1 && r < BLOCK; r += LANES) {
       write_rows(m.dkey + r * d, shape.key_value(run.dqkv, group, 0), m.k0 + r, run.scale());
       write_rows(m.dvalue + r * d, shape.key_value(run.dqkv, group, 1), m.k0 + r, m.keep_scale);
@@ -135,6 +130,7 @@ template <class P, class T>
 static void row_statistics(const BackwardHead<P>& head, const Rows<const T>& out, const Rows<const T>& dout,
                            const float* lse, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
+    for (int64_t i = 0; r + VL < out.s && i < out.d; i += VL) prefetch(out.row(r + VL) + i);
     head.lse[r] = r < out.s ? lse[r] * LOG2_E : __builtin_inff();
     vf sum = {};
     for_vectors(0, r < out.s ? out.d : 0, [&](int64_t i, int lanes) {

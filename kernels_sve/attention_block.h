@@ -28,7 +28,7 @@ struct BackwardBlock {
   float *dkey, *dvalue;
   float *prob, *dscore;  // prob: negative where dropped
   int32_t* keep;         // dropout mask
-  int64_t k0, q0, window;
+  int64_t k0, q0, window, s;
   float c, keep_scale;
 };
 
@@ -48,85 +48,89 @@ static BackwardBlock<P> backward_memory(int64_t d_padded) {
   return m;
 }
 
-// Rows r and r + 1 of group g of a block array, as operand words of the sums over queries.
-template <class P>
-FM_INLINE void store_words(typename P::Word* to, int64_t g, int64_t r, const vf (&x)[2 * ATTENTION_NV]) {
+// The first N vectors of rows r and r + 1 of group g of a block array, as operand words of the sums over queries.
+template <class P, int N>
+FM_INLINE void store_words(typename P::Word* to, int64_t g, int64_t r, const vf (&x)[2][N]) {
   to += (g * BLOCK + r) / P::STEP * LANES;
 #pragma GCC unroll 3
-  for (int v = 0; v < ATTENTION_NV; ++v) {
+  for (int v = 0; v < N; ++v) {
     if constexpr (P::STEP == 1) {
-      store_aligned(to + v * VL, x[v]);
-      store_aligned(to + LANES + v * VL, x[v + ATTENTION_NV]);
+      store_aligned(to + v * VL, x[0][v]);
+      store_aligned(to + LANES + v * VL, x[1][v]);
     } else {
 #ifdef FM_HAS_BF16_PAIRS
-      store(to + v * VL, to_pairs(x[v], x[v + ATTENTION_NV]));
+      store(to + v * VL, to_pairs(x[0][v], x[1][v]));
 #endif
     }
   }
 }
 
+// body(i, v) for two rows of N vectors, unrolled.
+template <int N, class F>
+FM_INLINE void for_two_rows(const F& body) {
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+#pragma GCC unroll 3
+    for (int v = 0; v < N; ++v) body(i, v);
+  }
+}
+
 // P of queries [r, r + MR) of the block against key group g.
-template <class P, bool DROPOUT>
-FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g, int64_t r) {
+template <class P, bool DROPOUT, class V>
+FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g, int64_t r, V vectors) {
   const int64_t q0 = m.q0 + r, at = (g * BLOCK + r) * LANES, k0 = m.k0 + g * LANES;
   Tile t = {};
-  multiply<P, VL>(t, head.query_rows + q0 / VL * VL * words + q0 % VL, m.key + g * words * LANES, words);
-  store_tile(m.prob + at, t);  // 24 accumulators leave no registers for the chains of 2^x
+  multiply<P, VL>(t, head.query_rows + q0 / VL * VL * words + q0 % VL, m.key + g * words * LANES, words, vectors);
+  store_tile(m.prob + at, t, vectors);  // 24 accumulators leave no registers for the chains of 2^x
 #pragma GCC unroll 1
-  for (int i = 0; i < ATTENTION_MR; i += 2) {
-    vf x[2 * ATTENTION_NV];
-#pragma GCC unroll 6
-    for (int v = 0; v < 2 * ATTENTION_NV; ++v) {
-      x[v] = load_aligned(m.prob + at + i * LANES + v * VL) * m.c - broadcast(head.lse[q0 + i + v / ATTENTION_NV]);
-    }
-    exp2_each(x);
-    if (q0 < k0 + LANES || k0 + m.window < q0 + ATTENTION_MR) {
-#pragma GCC unroll 6
-      for (int v = 0; v < 2 * ATTENTION_NV; ++v) {
-        const vi key = (vi)lane_index() + static_cast<int32_t>(k0 + v % ATTENTION_NV * VL);
-        x[v] = hidden(static_cast<int32_t>(q0 + i + v / ATTENTION_NV) - key, m.window) ? vf{} : x[v];
-      }
+  for (int row = 0; row < ATTENTION_MR; row += 2) {
+    vf x[2][V::end];
+    const auto place = [&](int i, int v) { return at + (row + i) * LANES + v * VL; };
+    for_two_rows<V::end>([&](int i, int v) {
+      x[i][v] = load_aligned(m.prob + place(i, v)) * m.c - broadcast(head.lse[q0 + row + i]);
+    });
+    exp2_each(reinterpret_cast<vf(&)[2 * V::end]>(x));
+    if (q0 < k0 + V::end * VL || k0 + m.window < q0 + ATTENTION_MR) {
+      for_two_rows<V::end>([&](int i, int v) {
+        const vi key = (vi)lane_index() + static_cast<int32_t>(k0 + v * VL);
+        x[i][v] = hidden(static_cast<int32_t>(q0 + row + i) - key, m.window) ? vf{} : x[i][v];
+      });
     }
     if constexpr (DROPOUT || P::STEP == 2) {
-#pragma GCC unroll 6
-      for (int v = 0; v < 2 * ATTENTION_NV; ++v) {
-        const int64_t to = at + i * LANES + v * VL;
-        const vi keep = DROPOUT ? (vi)load(reinterpret_cast<uint32_t*>(m.keep) + to) : vi{} - 1;
-        store_aligned(m.prob + to, keep ? x[v] : -x[v]);
-        x[v] = keep ? x[v] : vf{};
-      }
+      for_two_rows<V::end>([&](int i, int v) {
+        const vi keep = DROPOUT ? (vi)load(reinterpret_cast<uint32_t*>(m.keep) + place(i, v)) : vi{} - 1;
+        store_aligned(m.prob + place(i, v), keep ? x[i][v] : -x[i][v]);
+        x[i][v] = keep ? x[i][v] : vf{};
+      });
     }
-    store_words<P>(DROPOUT || P::STEP == 2 ? m.prob_words : reinterpret_cast<typename P::Word*>(m.prob), g, r + i, x);
+    store_words<P>(DROPOUT || P::STEP == 2 ? m.prob_words : reinterpret_cast<typename P::Word*>(m.prob), g, r + row, x);
   }
 }
 
 // dS of the same tile.
-template <class P, bool DROPOUT>
-FM_INLINE void dscore_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g,
-                           int64_t r) {
+template <class P, bool DROPOUT, class V>
+FM_INLINE void dscore_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g, int64_t r, V vectors) {
   const int64_t q0 = m.q0 + r, at = (g * BLOCK + r) * LANES;
   Tile t = {};
-  multiply<P, VL>(t, head.dout_rows + q0 / VL * VL * words + q0 % VL, m.value + g * words * LANES, words);
+  multiply<P, VL>(t, head.dout_rows + q0 / VL * VL * words + q0 % VL, m.value + g * words * LANES, words, vectors);
 #pragma GCC unroll 4
-  for (int i = 0; i < ATTENTION_MR; i += 2) {
-    vf x[2 * ATTENTION_NV];
-#pragma GCC unroll 6
-    for (int v = 0; v < 2 * ATTENTION_NV; ++v) {
-      const vf delta = broadcast(head.delta[q0 + i + v / ATTENTION_NV]);
-      const vf prob = load_aligned(m.prob + at + i * LANES + v * VL);
-      const vf dprob = t.v[i + v / ATTENTION_NV][v % ATTENTION_NV];
-      x[v] = DROPOUT ? abs(prob) * ((prob > 0.0f ? dprob * m.keep_scale : vf{}) - delta) : prob * (dprob - delta);
-      store_aligned(m.dscore + at + i * LANES + v * VL, x[v]);
-    }
-    if constexpr (P::STEP == 2) store_words<P>(m.dscore_words, g, r + i, x);
+  for (int row = 0; row < ATTENTION_MR; row += 2) {
+    vf x[2][V::end];
+    for_two_rows<V::end>([&](int i, int v) {
+      const int64_t place = at + (row + i) * LANES + v * VL;
+      const vf delta = broadcast(head.delta[q0 + row + i]), prob = load_aligned(m.prob + place), dprob = t.v[row + i][v];
+      x[i][v] = DROPOUT ? abs(prob) * ((prob > 0.0f ? dprob * m.keep_scale : vf{}) - delta) : prob * (dprob - delta);
+      store_aligned(m.dscore + place, x[i][v]);
+    });
+    if constexpr (P::STEP == 2) store_words<P>(m.dscore_words, g, r + row, x);
   }
 }
 
-// dS of key group g, queries [r, r + VL), to dscore_crossed.
-template <class P>
-FM_INLINE void cross_dscore(const BackwardBlock<P>& m, int64_t g, int64_t r) {
+// dS of the first vectors of key group g, queries [r, r + VL), to dscore_crossed.
+template <class P, class V>
+FM_INLINE void cross_dscore(const BackwardBlock<P>& m, int64_t g, int64_t r, V) {
   typename P::Word* to = m.dscore_crossed + (r / LANES * BLOCK + g * LANES) / P::STEP * LANES + r % LANES;
-  for (int v = 0; v < ATTENTION_NV; ++v, to += VL / P::STEP * LANES) {
+  for (int v = 0; v < V::end; ++v, to += VL / P::STEP * LANES) {
     vf tile[VL];
 #pragma GCC unroll 16
     for (int i = 0; i < VL; ++i) tile[i] = load_aligned(m.dscore + (g * BLOCK + r + i) * LANES + v * VL);
@@ -150,44 +154,57 @@ FM_INLINE int64_t first_query(const BackwardBlock<P>& m, int64_t g) {
   return max(0, m.k0 + g * LANES - m.q0);
 }
 
-// Where those queries end, by whole groups of lanes.
+// Where those queries end: by whole groups of lanes at the window's edge, by whole vectors at the end of s.
 template <class P>
 FM_INLINE int64_t end_query(const BackwardBlock<P>& m, int64_t g) {
-  return min(BLOCK, round_up(max(0, m.k0 + (g + 1) * LANES - 1 + m.window - m.q0), LANES));
+  const int64_t seeing = round_up(max(0, m.k0 + (g + 1) * LANES - 1 + m.window - m.q0), LANES);
+  return min(min(BLOCK, seeing), round_up(max(0, m.s - m.q0), VL));
+}
+
+// f(vectors, begin, end) for the runs of queries that see the same vectors of key group g.
+template <class P, class F>
+FM_INLINE void for_queries(const BackwardBlock<P>& m, int64_t g, const F& f) {
+  for_seeing_queries(m.k0 + g * LANES - m.q0, first_query(m, g), end_query(m, g), f);
 }
 
 // P and dS of one block of queries against one block of keys.
 template <class P, bool DROPOUT>
 static void block_scores(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words) {
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    const int64_t end = end_query(m, g);
-    for (int64_t r = first_query(m, g); r < end; r += ATTENTION_MR) prob_tile<P, DROPOUT>(head, m, words, g, r);
-  }
-  for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    const int64_t end = end_query(m, g);
-    for (int64_t r = first_query(m, g); r < end; r += ATTENTION_MR) dscore_tile<P, DROPOUT>(head, m, words, g, r);
-    for (int64_t r = first_query(m, g); r < end; r += VL) cross_dscore(m, g, r);
+    for_queries(m, g, [&](auto vectors, int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r += ATTENTION_MR) prob_tile<P, DROPOUT>(head, m, words, g, r, vectors);
+    });
+    for_queries(m, g, [&](auto vectors, int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r += ATTENTION_MR) dscore_tile<P, DROPOUT>(head, m, words, g, r, vectors);
+      for (int64_t r = begin; r < end; r += VL) cross_dscore(m, g, r, vectors);
+    });
   }
 }
 
-// The three sums that follow, each over the groups of lanes that have been written.
+// The three sums that follow, each over the groups of lanes that have been written. fresh_queries: no block of keys has added to
+// dQ of these queries.
 template <class P>
 static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>& m, const AttentionShape& shape,
-                            typename P::Word* prob_words, float* dquery) {
+                            typename P::Word* prob_words, float* dquery, bool fresh_queries) {
   const int64_t panel = shape.s_padded / P::STEP * ATTENTION_MR, rows = shape.d_padded;
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    const int64_t r = first_query(m, g), steps = (end_query(m, g) - r) / P::STEP;
-    if (steps <= 0) continue;
-    const int64_t a = (m.q0 + r) / P::STEP * ATTENTION_MR, b = (g * BLOCK + r) / P::STEP * LANES;
-    accumulate<P>(m.dvalue + g * rows * LANES, rows, head.dout_columns + a, panel, prob_words + b, steps);
-    accumulate<P>(m.dkey + g * rows * LANES, rows, head.query_columns + a, panel, m.dscore_words + b, steps);
+    const bool fresh = m.q0 == m.k0;
+    if (!fresh && end_query(m, g) <= first_query(m, g)) continue;
+    const int64_t a = m.q0 / P::STEP * ATTENTION_MR, b = g * BLOCK / P::STEP * LANES;
+    const auto queries = [&](const auto& f) { for_queries(m, g, f); };
+    accumulate<P>(m.dvalue + g * rows * LANES, fresh, rows, head.dout_columns + a, panel, prob_words + b, queries);
+    accumulate<P>(m.dkey + g * rows * LANES, fresh, rows, head.query_columns + a, panel, m.dscore_words + b, queries);
   }
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    const int64_t q0 = m.q0 + g * LANES, end = min(BLOCK, q0 + LANES - m.k0);
-    const int64_t k = max(0, q0 + 1 - m.window - m.k0) / LANES * LANES, steps = (end - k) / P::STEP;
-    if (steps <= 0) continue;
-    accumulate<P>(dquery + q0 * rows, rows, head.keys + (m.k0 + k) / P::STEP * ATTENTION_MR, panel,
-                  m.dscore_crossed + (g * BLOCK + k) / P::STEP * LANES, steps);
+    const int64_t q0 = m.q0 + g * LANES, begin = max(0, q0 + 1 - m.window - m.k0) / LANES * LANES;
+    if (q0 >= m.s) continue;
+    with_vectors((m.s - q0 + VL - 1) / VL, [&](auto vectors) {
+      const int64_t end = min(BLOCK, q0 + vectors.end * VL - m.k0);
+      if (end <= begin && !fresh_queries) return;
+      accumulate<P>(dquery + q0 * rows, fresh_queries, rows, head.keys + m.k0 / P::STEP * ATTENTION_MR, panel,
+                    m.dscore_crossed + g * BLOCK / P::STEP * LANES,
+                    [&](const auto& f) { for_seen_keys<vectors.end>(q0 - m.k0, begin, end, f); });
+    });
   }
 }
 

@@ -99,40 +99,39 @@ struct QueryBlock {
 };
 
 // Scores of keys [k0, k0 + MR) into score rows, -inf where the query does not see the key; raises the maximum.
-template <class P>
-FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, float* score) {
+template <class P, class V>
+FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, float* score, V vectors) {
   Tile t = {};
-  multiply<P, VL>(t, head.keys + k0 / VL * VL * head.words + k0 % VL, q.query, head.words);
-  if (k0 + ATTENTION_MR > q.first || k0 + q.window < q.first + LANES) {
+  multiply<P, VL>(t, head.keys + k0 / VL * VL * head.words + k0 % VL, q.query, head.words, vectors);
+  if (k0 + ATTENTION_MR > q.first + V::first * VL || k0 + q.window < q.first + LANES) {
     for_tile([&](int i, int v) {
       const vi distance = q.position[v] - static_cast<int32_t>(k0 + i);
       t.v[i][v] = hidden(distance, q.window) ? broadcast(-__builtin_inff()) : t.v[i][v];
-    });
+    }, vectors);
   }
-  store_tile(score, t);
-  for_tile([&](int i, int v) { q.maximum[v] = fast_max(q.maximum[v], t.v[i][v]); });
+  store_tile(score, t, vectors);
+  for_tile([&](int i, int v) { q.maximum[v] = fast_max(q.maximum[v], t.v[i][v]); }, vectors);
 }
 
-// score -> P in place, for `rows` rows; adds to the sums.
-template <class P>
-FM_INLINE void exponentiate(QueryBlock<P>& q, int64_t rows, float c) {
-  vf shift[ATTENTION_NV], sum[2 * ATTENTION_NV] = {};
-#pragma GCC unroll 3
-  for (int v = 0; v < ATTENTION_NV; ++v) shift[v] = q.maximum[v] * c;
-  for (int64_t r = 0; r < rows; r += 2) {
-    float* row = q.score + r * LANES;
-    vf x[2 * ATTENTION_NV];
+// score -> P in place, for rows [begin, end); adds even and odd rows to sums of their own.
+template <class P, class V>
+FM_INLINE void exponentiate(const QueryBlock<P>& q, int64_t begin, int64_t end, float c, vf (&sum)[2][ATTENTION_NV], V) {
+  constexpr int N = V::end - V::first;
+  for (int64_t r = begin; r < end; r += 2) {
+    vf x[2 * N];
 #pragma GCC unroll 6
-    for (int v = 0; v < 2 * ATTENTION_NV; ++v) x[v] = load_aligned(row + v * VL) * c - shift[v % ATTENTION_NV];
+    for (int i = 0; i < 2 * N; ++i) {
+      const int v = V::first + i % N;
+      x[i] = load_aligned(q.score + (r + i / N) * LANES + v * VL) * c - q.maximum[v] * c;
+    }
     exp2_each(x);
 #pragma GCC unroll 6
-    for (int v = 0; v < 2 * ATTENTION_NV; ++v) {
-      store_aligned(row + v * VL, x[v]);
-      sum[v] += x[v];
+    for (int i = 0; i < 2 * N; ++i) {
+      const int v = V::first + i % N;
+      store_aligned(q.score + (r + i / N) * LANES + v * VL, x[i]);
+      sum[i / N][v] += x[i];
     }
   }
-#pragma GCC unroll 3
-  for (int v = 0; v < ATTENTION_NV; ++v) q.sum[v] += sum[v] + sum[v + ATTENTION_NV];
 }
 
 // Zeroes the dropped of P: lanes are rows of the mask here, so one Philox call gives keys 16 apart.
@@ -143,8 +142,8 @@ static void drop_scores(const HeadDropout& dropout, QueryBlock<P>& q, int64_t k0
   };
   for (int64_t column = k0 / PHILOX_BLOCK * PHILOX_BLOCK; column < k0 + rows; column = next(column)) {
     const int64_t r = column - k0;  // below 0 where a window begins inside a block
-#pragma GCC unroll 3
     for (int v = 0; v < ATTENTION_NV; ++v) {
+      if (column >= q.first + (v + 1) * VL) continue;  // hidden from all queries of this vector
       const vu mask_row = (vu)q.position[v] + dropout.row0;
       const uint32_t call = static_cast<uint32_t>(column / PHILOX_BLOCK * PHILOX_CALLS + column % PHILOX_BLOCK);
       vu word[4] = {broadcast(call), mask_row, broadcast(static_cast<uint32_t>(dropout.sample)),
@@ -172,20 +171,25 @@ FM_INLINE void make_pairs(const float* rows, uint32_t* pairs, int64_t count) {
 }
 #endif
 
-// One round of the online softmax over keys [k0, k0 + rows).
-template <class P>
+// One round of the online softmax over keys [k0, k0 + rows), for the first END vectors of queries.
+template <class P, int END>
 static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, int64_t rows, int64_t d_padded,
                    float c, const HeadDropout* dropout) {
-  vf alpha[ATTENTION_NV];
+  const auto seen_keys = [&](const auto& f) { for_seen_keys<END>(q.first - k0, 0, rows, f); };
+  vf alpha[END], sum[2][ATTENTION_NV] = {};
 #pragma GCC unroll 3
-  for (int v = 0; v < ATTENTION_NV; ++v) alpha[v] = q.maximum[v];
-  for (int64_t r = 0; r < rows; r += ATTENTION_MR) score_tile(head, q, k0 + r, q.score + r * LANES);
+  for (int v = 0; v < END; ++v) alpha[v] = q.maximum[v];
+  seen_keys([&](auto vectors, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r += ATTENTION_MR) score_tile(head, q, k0 + r, q.score + r * LANES, vectors);
+  });
 #pragma GCC unroll 3
-  for (int v = 0; v < ATTENTION_NV; ++v) alpha[v] = (alpha[v] - q.maximum[v]) * c;
+  for (int v = 0; v < END; ++v) alpha[v] = (alpha[v] - q.maximum[v]) * c;
   exp2_each(alpha);
 #pragma GCC unroll 3
-  for (int v = 0; v < ATTENTION_NV; ++v) q.sum[v] *= alpha[v];
-  exponentiate(q, rows, c);
+  for (int v = 0; v < END; ++v) q.sum[v] *= alpha[v];
+  seen_keys([&](auto vectors, int64_t begin, int64_t end) { exponentiate(q, begin, end, c, sum, vectors); });
+#pragma GCC unroll 3
+  for (int v = 0; v < END; ++v) q.sum[v] += sum[0][v] + sum[1][v];
   if (dropout) drop_scores(*dropout, q, k0, rows);
 #ifdef FM_HAS_BF16_PAIRS
   if constexpr (P::STEP == 2) make_pairs(q.score, q.prob, rows);
@@ -193,9 +197,9 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
   const typename P::Word* values = head.values + k0 / P::STEP * ATTENTION_MR;
   for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += head.panel) {
     Tile t = load_tile(q.out + row * LANES);
-    for_tile([&](int i, int v) { t.v[i][v] *= alpha[v]; });
-    multiply<P, ATTENTION_MR>(t, values, q.prob, rows / P::STEP);
-    store_tile(q.out + row * LANES, t);
+    for_tile([&](int i, int v) { t.v[i][v] *= alpha[v]; }, Vectors<0, END>());
+    seen_keys([&](auto vectors, int64_t begin, int64_t end) { multiply_rows<P>(t, values, q.prob, begin, end, vectors); });
+    store_tile(q.out + row * LANES, t, Vectors<0, END>());
   }
 }
 
@@ -218,9 +222,12 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
     q.position[v] = (vi)lane_index() + static_cast<int32_t>(first + v * VL);
   }
   const int64_t begin = max(0, first + 1 - shape.window) / ATTENTION_MR * ATTENTION_MR;
-  for (int64_t k0 = begin; k0 < first + LANES; k0 += KEY_BLOCK) {
-    attend(head, q, k0, min(KEY_BLOCK, first + LANES - k0), shape.d_padded, c, dropout);
-  }
+  with_vectors((a.s - first + VL - 1) / VL, [&](auto vectors) {
+    const int64_t end = first + vectors.end * VL;
+    for (int64_t k0 = begin; k0 < end; k0 += KEY_BLOCK) {
+      attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, end - k0), shape.d_padded, c, dropout);
+    }
+  });
   for (int v = 0; v < ATTENTION_NV && first + v * VL < a.s; ++v) {
     const int64_t row = first + v * VL;
     unpack_rows(q.out + v * VL, row, out, keep_scale(a) * reciprocal(q.sum[v]));

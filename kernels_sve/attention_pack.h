@@ -39,7 +39,10 @@ FM_INLINE void pack_rows(const Rows<const T>& x, int64_t first, float* out, int6
   for (int64_t w = 0; w < words; w += VL) {
     vf tile[VL];
 #pragma GCC unroll 16
-    for (int r = 0; r < VL; ++r) tile[r] = first + r < x.s ? row_words<P>(x.row(first + r), w, x.d) : vf{};
+    for (int r = 0; r < VL; ++r) {
+      if (first + r + VL < x.s) prefetch(x.row(first + r + VL) + w * P::STEP);
+      tile[r] = first + r < x.s ? row_words<P>(x.row(first + r), w, x.d) : vf{};
+    }
     transpose(tile);
     float* to = out + w * ld;
     if (w + VL <= words) {
@@ -84,6 +87,9 @@ static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, 
                             int64_t panel) {
   for (int64_t r = begin; r < end; r += P::STEP) {
     for (int64_t c = 0; c < d_padded; c += VL) {
+      for (int i = 0; i < P::STEP; ++i) {
+        if (r + i + VL < x.s) prefetch(x.row(r + i + VL) + c);
+      }
       alignas(FM_VECTOR_BYTES) float words[VL];
       store_aligned(words, column_words<P>(x, r, c));
       for (int64_t i = 0; i < VL && c + i < d_padded; i += ATTENTION_MR) {
@@ -101,7 +107,10 @@ FM_INLINE void unpack_rows(const float* in, int64_t first, const Rows<T>& x, vf 
     const int lanes = static_cast<int>(min(VL, x.d - c));
     vf tile[VL];
 #pragma GCC unroll 16
-    for (int r = 0; r < VL; ++r) tile[r] = r < lanes ? load(in + (c + r) * LANES) * factor : vf{};
+    for (int r = 0; r < VL; ++r) {
+      if (first + r + VL < x.s) prefetch_write(x.row(first + r + VL) + c);
+      tile[r] = r < lanes ? load(in + (c + r) * LANES) * factor : vf{};
+    }
     transpose(tile);
     const int rows = static_cast<int>(min(VL, x.s - first));
 #pragma GCC unroll 16

@@ -33,13 +33,49 @@ struct Tile {
   vf v[ATTENTION_MR][ATTENTION_NV];
 };
 
-// body(i, v) for every vector of a tile, unrolled.
-template <class F>
-FM_INLINE void for_tile(const F& body) {
+// The vectors [FIRST, END) of a tile that are worked on: beside the diagonal, the others are pairs of a query and a key that do
+// not see each other.
+template <int FIRST, int END>
+struct Vectors {
+  static constexpr int first = FIRST, end = END;
+};
+using AllVectors = Vectors<0, ATTENTION_NV>;
+
+// f(Vectors<0, end>()) for 1 <= end <= NV.
+template <int END = ATTENTION_NV, class F>
+FM_INLINE void with_vectors(int64_t end, const F& f) {
+  if constexpr (END > 1) {
+    if (end < END) return with_vectors<END - 1>(end, f);
+  }
+  f(Vectors<0, END>());
+}
+
+FM_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return max(low, min(high, x)); }
+
+// Lanes are queries, rows [begin, end) are keys, and query 0 is key `diagonal`: f(vectors, begin, end) for each run of keys that
+// the same of the first END vectors see.
+template <int END, int FIRST = 0, class F>
+FM_INLINE void for_seen_keys(int64_t diagonal, int64_t begin, int64_t end, const F& f) {
+  const int64_t last = FIRST + 1 < END ? clamp(diagonal + (FIRST + 1) * VL, begin, end) : end;
+  if (begin < last) f(Vectors<FIRST, END>(), begin, last);
+  if constexpr (FIRST + 1 < END) for_seen_keys<END, FIRST + 1>(diagonal, last, end, f);
+}
+
+// The same with lanes of keys and rows of queries, where key 0 is query `diagonal`; begin >= diagonal.
+template <int END = 1, class F>
+FM_INLINE void for_seeing_queries(int64_t diagonal, int64_t begin, int64_t end, const F& f) {
+  const int64_t last = END < ATTENTION_NV ? clamp(diagonal + END * VL, begin, end) : end;
+  if (begin < last) f(Vectors<0, END>(), begin, last);
+  if constexpr (END < ATTENTION_NV) for_seeing_queries<END + 1>(diagonal, last, end, f);
+}
+
+// body(i, v) for each of a tile's vectors, unrolled.
+template <class V = AllVectors, class F>
+FM_INLINE void for_tile(const F& body, V = {}) {
 #pragma GCC unroll 8
   for (int i = 0; i < ATTENTION_MR; ++i) {
 #pragma GCC unroll 3
-    for (int v = 0; v < ATTENTION_NV; ++v) body(i, v);
+    for (int v = V::first; v < V::end; ++v) body(i, v);
   }
 }
 
@@ -49,27 +85,36 @@ FM_INLINE Tile load_tile(const float* c) {
   return t;
 }
 
-FM_INLINE void store_tile(float* c, const Tile& t) {
-  for_tile([&](int i, int v) { store_aligned(c + i * LANES + v * VL, t.v[i][v]); });
+template <class V = AllVectors>
+FM_INLINE void store_tile(float* c, const Tile& t, V vectors = {}) {
+  for_tile([&](int i, int v) { store_aligned(c + i * LANES + v * VL, t.v[i][v]); }, vectors);
 }
 
-template <class P, int LDA>
-FM_INLINE void multiply(Tile& t, const typename P::Word* a, const typename P::Word* b, int64_t steps) {
+template <class P, int LDA, class V>
+FM_INLINE void multiply(Tile& t, const typename P::Word* a, const typename P::Word* b, int64_t steps, V vectors) {
   for (int64_t step = 0; step < steps; ++step, a += LDA, b += LANES) {
     decltype(load(b)) bv[ATTENTION_NV];
 #pragma GCC unroll 3
-    for (int v = 0; v < ATTENTION_NV; ++v) bv[v] = load(b + v * VL);
-    for_tile([&](int i, int v) { t.v[i][v] = multiply_add(t.v[i][v], a[i], bv[v]); });
+    for (int v = V::first; v < V::end; ++v) bv[v] = load(b + v * VL);
+    for_tile([&](int i, int v) { t.v[i][v] = multiply_add(t.v[i][v], a[i], bv[v]); }, vectors);
   }
 }
 
-// C[rows][LANES] += a b in memory, rows a multiple of MR; panel = words from one panel of a to the next.
-template <class P>
-FM_INLINE void accumulate(float* c, int64_t rows, const typename P::Word* a, int64_t panel, const typename P::Word* b,
-                          int64_t steps) {
+// Steps [begin, end) of a sum over s, onto what the tile holds.
+template <class P, class V>
+FM_INLINE void multiply_rows(Tile& t, const typename P::Word* a, const typename P::Word* b, int64_t begin, int64_t end, V vectors) {
+  multiply<P, ATTENTION_MR>(t, a + begin / P::STEP * ATTENTION_MR, b + begin / P::STEP * LANES, (end - begin) / P::STEP, vectors);
+}
+
+// C[rows][LANES] += a b in memory, or = a b where `fresh`, rows a multiple of MR; panel = words from one panel of a to the next.
+// runs(f) calls f(vectors, begin, end) for the runs of rows of a and b that the sum goes over.
+template <class P, class Runs>
+FM_INLINE void accumulate(float* c, bool fresh, int64_t rows, const typename P::Word* a, int64_t panel, const typename P::Word* b,
+                          const Runs& runs) {
   for (int64_t row = 0; row < rows; row += ATTENTION_MR, a += panel) {
-    Tile t = load_tile(c + row * LANES);
-    multiply<P, ATTENTION_MR>(t, a, b, steps);
+    Tile t = {};
+    if (!fresh) t = load_tile(c + row * LANES);
+    runs([&](auto vectors, int64_t begin, int64_t end) { multiply_rows<P>(t, a, b, begin, end, vectors); });
     store_tile(c + row * LANES, t);
   }
 }
