@@ -1,7 +1,6 @@
 // Every vector target that this CPU can run against the scalar reference, without Python: a static program for an
-// emulator. Exit code 0 and one line per target; the first difference is printed and ends it with 1. Built and run by
-// test_static.py.
-#include <algorithm>
+// emulator. Exit code 0 and one line per target; the first difference is printed and ends it with 1. Arguments are targets
+// to leave out. Built and run by test_static.py.
 #include <cstring>
 
 #include "compare.h"
@@ -10,10 +9,10 @@ namespace {
 
 const int64_t SIZES[] = {0, 1, 7, 15, 16, 17, 31, 33, 61, 64, 65, 257, 1031};
 
-void check_elementwise(const std::string& target, int64_t n) {
+void check_elementwise(int64_t n) {
   const Floats x = random_floats(n, 1);
   for (Function function : {Function::exp, Function::log, Function::sqrt, Function::rsqrt, Function::reciprocal}) {
-    compare(target, "elementwise", 4e-7f, 2e-7f, [&] {
+    compare("elementwise", 4e-7f, 2e-7f, [&] {
       Floats in = x, out(n);
       for (float& v : in) v = function == Function::exp ? v * 40 : std::fabs(v) + 1e-6f;
       kernels().elementwise(function, in.data(), out.data(), n);
@@ -22,9 +21,9 @@ void check_elementwise(const std::string& target, int64_t n) {
   }
 }
 
-void check_convert(const std::string& target, int64_t n) {
+void check_convert(int64_t n) {
   for (DType half : {DType::bf16, DType::f16}) {
-    compare(target, "convert", 0, 0, [&] {
+    compare("convert", 0, 0, [&] {
       Floats x = random_floats(n, 2), out(n);
       for (size_t i = 0; i < x.size(); ++i) x[i] = std::ldexp(x[i], static_cast<int>(i % 44) - 26);
       if (n > 3) x[0] = INFINITY, x[1] = -INFINITY, x[2] = NAN, x[3] = -0.0f;
@@ -37,8 +36,8 @@ void check_convert(const std::string& target, int64_t n) {
   }
 }
 
-void check_reduce(const std::string& target, int64_t n) {
-  compare(target, "reduce", 1e-6f, 0, [&] {
+void check_reduce(int64_t n) {
+  compare("reduce", 1e-6f, 0, [&] {
     Floats x = random_floats(n, 3);
     for (int64_t i = 0; i < n; i += 5) x[i] = 0;
     return Floats{static_cast<float>(kernels().squared_norm(x.data(), DType::f32, n)),
@@ -46,14 +45,14 @@ void check_reduce(const std::string& target, int64_t n) {
   });
 }
 
-void check_philox(const std::string& target, int64_t n) {
+void check_philox(int64_t n) {
   for (int64_t col0 : {0, 5, 64}) {
-    compare(target, "philox_normal", 1e-5f, 1e-5f, [&] {
+    compare("philox_normal", 1e-5f, 1e-5f, [&] {
       Floats out(3 * n);
       kernels().philox_normal(out.data(), {3, n, 7, col0, 1234, 5, 0.02f, 1.0f});
       return out;
     });
-    compare(target, "dropout", 0, 0, [&] {
+    compare("dropout", 0, 0, [&] {
       const Floats x = random_floats(6 * n, 4);
       Floats out(6 * n);
       kernels().dropout(x.data(), out.data(), DType::f32, {3, 2, 1, n, 0.3f, {99, 3, INT64_C(1) << 33, 2, col0}});
@@ -62,8 +61,8 @@ void check_philox(const std::string& target, int64_t n) {
   }
 }
 
-void check_adamw(const std::string& target, int64_t n) {
-  compare(target, "adamw", 2e-6f, 1e-7f, [&] {
+void check_adamw(int64_t n) {
+  compare("adamw", 2e-6f, 1e-7f, [&] {
     Floats param = random_floats(n, 5), grad = random_floats(n, 6), m = random_floats(n, 7), v = random_floats(n, 8);
     for (float& value : v) value = std::fabs(value);
     kernels().adamw(param.data(), grad.data(), m.data(), v.data(), nullptr, DType::f32, n,
@@ -76,10 +75,10 @@ void check_adamw(const std::string& target, int64_t n) {
 
 // Output, log-sum-exp and gradients of s positions, with dropout and a head size that ends in the middle of a vector: 6 heads,
 // of which 6 / groups share a key and a value.
-void check_attention(const std::string& target, int64_t s, int64_t groups, int64_t window) {
+void check_attention(int64_t s, int64_t groups, int64_t window) {
   for (DType dtype : {DType::f32, DType::f16}) {
     const float tolerance = dtype == DType::f32 ? 4e-6f : 4e-3f;
-    compare(target, "attention", tolerance, tolerance, [&] {
+    compare("attention", tolerance, tolerance, [&] {
       const AttentionArgs args{s, 1, 6, groups, 36, window, 0.3f, 99, 3, 5, 1};
       const int64_t n = s * 6 * 36, inputs = s * (6 + 2 * groups) * 36;
       Floats qkv = random_floats(inputs, 9), dout = random_floats(n, 10), out(n), lse(6 * s), dqkv(inputs);
@@ -101,8 +100,8 @@ void check_attention(const std::string& target, int64_t s, int64_t groups, int64
 }
 
 // One token of two samples, of which one has seen 11 and one more than its cache holds: output and both caches.
-void check_decode(const std::string& target, int64_t slots) {
-  compare(target, "decode", 4e-6f, 4e-6f, [&] {
+void check_decode(int64_t slots) {
+  compare("decode", 4e-6f, 4e-6f, [&] {
     const int64_t samples[2] = {2, 0}, positions[2] = {11, 1000}, cache = 3 * 2 * slots * 36;
     const Floats qkv = random_floats(2 * (6 + 2 * 2) * 36, 11);
     Floats keys = random_floats(cache, 12), values = random_floats(cache, 13), out(2 * 6 * 36);
@@ -115,7 +114,8 @@ void check_decode(const std::string& target, int64_t slots) {
 }
 
 // Philox4x32-10 known answers of Random123.
-void check_known_answers() {
+void check_known_answers(const std::string& target) {
+  use(target);
   const uint32_t counters[8] = {0, 0, 0, 0, ~0u, ~0u, ~0u, ~0u};
   const uint32_t zeros[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
   const uint32_t ones[4] = {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd};
@@ -124,33 +124,28 @@ void check_known_answers() {
   bool good = std::memcmp(out, zeros, sizeof zeros) == 0;
   kernels().philox4x32(counters, out, 2, ~0u, ~0u);
   good = good && std::memcmp(out + 4, ones, sizeof ones) == 0;
-  if (!good) std::printf("%s: Philox4x32-10 misses its known answers\n", active()), std::exit(1);
+  if (!good) std::printf("%s: Philox4x32-10 misses its known answers\n", target.c_str()), std::exit(1);
 }
 
 #include "check_gemm.h"
 
+void check_all() {
+  check_known_answers("reference");
+  for (const std::string& target : compared()) check_known_answers(target);
+  for (int64_t n : SIZES) {
+    check_elementwise(n);
+    check_convert(n);
+    check_reduce(n);
+    check_philox(n);
+    check_adamw(n);
+  }
+  for (int64_t s : {1, 17, 131}) check_attention(s, 6, NO_WINDOW);
+  check_attention(61, 2, NO_WINDOW);
+  check_attention(131, 1, 21);
+  for (int64_t slots : {20, 150}) check_decode(slots);
+  check_gemm();
+}
+
 }  // namespace
 
-int main() {
-  for (const TargetInfo& target : targets()) {
-    if (!target.runnable) {
-      std::printf("%s not run: %s\n", target.name.c_str(), target.reason.c_str());
-      continue;
-    }
-    use(target.name);
-    check_known_answers();
-    for (int64_t n : SIZES) {
-      check_elementwise(target.name, n);
-      check_convert(target.name, n);
-      check_reduce(target.name, n);
-      check_philox(target.name, n);
-      check_adamw(target.name, n);
-    }
-    for (int64_t s : {1, 17, 131}) check_attention(target.name, s, 6, NO_WINDOW);
-    check_attention(target.name, 61, 2, NO_WINDOW);
-    check_attention(target.name, 131, 1, 21);
-    for (int64_t slots : {20, 150}) check_decode(target.name, slots);
-    check_gemm(target.name);
-    std::printf("%s agrees with the reference\n", target.name.c_str());
-  }
-}
+int main(int argc, char** argv) { return compare_targets(argc, argv, check_all); }

@@ -25,8 +25,8 @@ struct Tensor {
   }
 };
 
-void check_norms(const std::string& target, DType dtype, float tolerance, int64_t cols, float p) {
-  compare(target, "bias_dropout_add_layer_norm", tolerance, tolerance, [&] {
+void check_norms(DType dtype, float tolerance, int64_t cols, float p) {
+  compare("bias_dropout_add_layer_norm", tolerance, tolerance, [&] {
     const int64_t n = ROWS * cols;
     Tensor x(dtype, n, 1), residual(dtype, n, 2), dy(dtype, n, 3), dsum(dtype, n, 4), bias(dtype, cols, 5),
         weight(dtype, cols, 6), norm_bias(dtype, cols, 7), sum(dtype, n, 8), y(dtype, n, 9), dresidual(dtype, n, 10),
@@ -50,8 +50,8 @@ void check_norms(const std::string& target, DType dtype, float tolerance, int64_
   });
 }
 
-void check_rms_norm(const std::string& target, DType dtype, float tolerance, int64_t cols) {
-  compare(target, "bias_dropout_add_rms_norm", tolerance, tolerance, [&] {
+void check_rms_norm(DType dtype, float tolerance, int64_t cols) {
+  compare("bias_dropout_add_rms_norm", tolerance, tolerance, [&] {
     const int64_t n = ROWS * cols;
     Tensor x(dtype, n, 1), residual(dtype, n, 2), dy(dtype, n, 3), weight(dtype, cols, 6), sum(dtype, n, 8),
         y(dtype, n, 9), dresidual(dtype, n, 10), dx(dtype, n, 11);
@@ -71,8 +71,8 @@ void check_rms_norm(const std::string& target, DType dtype, float tolerance, int
   });
 }
 
-void check_swiglu(const std::string& target, DType dtype, float tolerance, int64_t cols) {
-  compare(target, "swiglu", tolerance, tolerance, [&] {
+void check_swiglu(DType dtype, float tolerance, int64_t cols) {
+  compare("swiglu", tolerance, tolerance, [&] {
     const int64_t n = ROWS * cols;
     Tensor x(dtype, 2 * n, 15), dy(dtype, n, 16), y(dtype, n, 17), dx(dtype, 2 * n, 18);
     const SwiGLUArgs args{x.data(), 2 * cols, cols, ROWS, cols, dtype};
@@ -85,8 +85,8 @@ void check_swiglu(const std::string& target, DType dtype, float tolerance, int64
 }
 
 // Two groups of two queries; a third of the columns are turned.
-void check_rotary(const std::string& target, DType dtype, float tolerance, int64_t d, bool interleaved) {
-  compare(target, "rotary", tolerance, tolerance, [&] {
+void check_rotary(DType dtype, float tolerance, int64_t d, bool interleaved) {
+  compare("rotary", tolerance, tolerance, [&] {
     const int64_t heads = 8, half = d / 3, n = ROWS * heads * d;
     Tensor x(dtype, n, 1), dy(dtype, n, 2), q_weight(dtype, d, 3), k_weight(dtype, d, 4), y(dtype, n, 5),
         dx(dtype, n, 6), plain(dtype, n, 7);
@@ -104,8 +104,8 @@ void check_rotary(const std::string& target, DType dtype, float tolerance, int64
   });
 }
 
-void check_cross_entropy(const std::string& target, DType dtype, float tolerance, int64_t cols) {
-  compare(target, "cross_entropy", tolerance, tolerance, [&] {
+void check_cross_entropy(DType dtype, float tolerance, int64_t cols) {
+  compare("cross_entropy", tolerance, tolerance, [&] {
     Tensor logits(dtype, ROWS * cols, 13);
     std::vector<int64_t> labels(ROWS);
     for (int64_t i = 0; i < ROWS; ++i) labels[i] = i * 7 % (cols + 3);  // some of them another rank's
@@ -126,8 +126,8 @@ void check_cross_entropy(const std::string& target, DType dtype, float tolerance
   });
 }
 
-void check_gelu(const std::string& target, DType dtype, float tolerance, int64_t cols) {
-  compare(target, "gelu", tolerance, tolerance, [&] {
+void check_gelu(DType dtype, float tolerance, int64_t cols) {
+  compare("gelu", tolerance, tolerance, [&] {
     Tensor x(dtype, ROWS * cols, 15), bias(dtype, cols, 17), y(dtype, ROWS * cols, 18);
     Floats out;
     kernels().gelu(x.data(), bias.data(), y.data(), dtype, ROWS, cols);
@@ -136,8 +136,8 @@ void check_gelu(const std::string& target, DType dtype, float tolerance, int64_t
   });
 }
 
-void check_few_rows(const std::string& target, DType dtype, float tolerance, int64_t cols) {
-  compare(target, "linear_few_rows", tolerance, tolerance, [&] {
+void check_few_rows(DType dtype, float tolerance, int64_t cols) {
+  compare("linear_few_rows", tolerance, tolerance, [&] {
     Tensor x(dtype, S * cols, 25), weight(dtype, 7 * cols, 26), bias(dtype, 7, 27), y(dtype, S * 7, 28);
     Floats out;
     kernels().linear_few_rows(
@@ -147,8 +147,8 @@ void check_few_rows(const std::string& target, DType dtype, float tolerance, int
   });
 }
 
-void check_embedding(const std::string& target, DType dtype, int64_t cols) {
-  compare(target, "embedding", 1e-6f, 1e-6f, [&] {
+void check_embedding(DType dtype, int64_t cols) {
+  compare("embedding", 1e-6f, 1e-6f, [&] {
     Tensor table(dtype, 9 * cols, 22), out_rows(dtype, ROWS * cols, 23), dout(dtype, ROWS * cols, 24);
     std::vector<int64_t> tokens(ROWS);
     for (int64_t i = 0; i < ROWS; ++i) tokens[i] = i * 5 % 13;
@@ -164,34 +164,25 @@ void check_embedding(const std::string& target, DType dtype, int64_t cols) {
   });
 }
 
-void check_all(const std::string& target) {
+void check_all() {
   for (DType dtype : {DType::f32, DType::bf16}) {
     const float tolerance = dtype == DType::f32 ? 2e-5f : 5e-2f;
     for (int64_t cols : COLUMNS) {
-      check_norms(target, dtype, tolerance, cols, 0.0f);
-      check_norms(target, dtype, tolerance, cols, 0.3f);
-      check_cross_entropy(target, dtype, tolerance, cols);
-      check_gelu(target, dtype, tolerance, cols);
-      check_rms_norm(target, dtype, tolerance, cols);
-      check_swiglu(target, dtype, tolerance, cols);
-      check_rotary(target, dtype, tolerance, cols, false);
-      check_rotary(target, dtype, tolerance, cols, true);
-      check_few_rows(target, dtype, tolerance, cols);
-      check_embedding(target, dtype, cols);
+      check_norms(dtype, tolerance, cols, 0.0f);
+      check_norms(dtype, tolerance, cols, 0.3f);
+      check_cross_entropy(dtype, tolerance, cols);
+      check_gelu(dtype, tolerance, cols);
+      check_rms_norm(dtype, tolerance, cols);
+      check_swiglu(dtype, tolerance, cols);
+      check_rotary(dtype, tolerance, cols, false);
+      check_rotary(dtype, tolerance, cols, true);
+      check_few_rows(dtype, tolerance, cols);
+      check_embedding(dtype, cols);
     }
   }
-  check_cross_entropy(target, DType::f32, 2e-5f, 4133);
+  check_cross_entropy(DType::f32, 2e-5f, 4133);
 }
 
 }  // namespace
 
-int main() {
-  for (const TargetInfo& target : targets()) {
-    if (!target.runnable) {
-      std::printf("%s not run: %s\n", target.name.c_str(), target.reason.c_str());
-      continue;
-    }
-    check_all(target.name);
-    std::printf("%s agrees with the reference\n", target.name.c_str());
-  }
-}
+int main(int argc, char** argv) { return compare_targets(argc, argv, check_all); }

@@ -1,5 +1,6 @@
-// What the static checkers share: numbers from a hash, and a comparison of one target with the scalar reference.
+// What the static checkers share: numbers from a hash, a comparison of targets with the scalar reference, the main function.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -32,11 +33,34 @@ inline void close(const char* what, const Floats& got, const Floats& want, float
   }
 }
 
-// Runs f for the target and for the reference, and compares what the two return.
+// The targets under test, set by compare_targets().
+inline std::vector<std::string>& compared() {
+  static std::vector<std::string> names;
+  return names;
+}
+
+// Runs f once for the reference, then for every target, and compares what they return.
 template <class F>
-inline void compare(const std::string& target, const char* what, float relative, float absolute, const F& f) {
+inline void compare(const char* what, float relative, float absolute, const F& f) {
   use("reference");
   const Floats want = f();
-  use(target);
-  close(what, f(), want, relative, absolute);
+  for (const std::string& target : compared()) {
+    use(target);
+    close(what, f(), want, relative, absolute);
+  }
+}
+
+// The main function of a checker: `check` compares every target that this CPU can run and that is no argument. One line per
+// target says that it agrees, or why it is not run.
+inline int compare_targets(int argc, char** argv, void (*check)()) {
+  const std::vector<std::string> left_out(argv + 1, argv + argc);
+  for (const TargetInfo& target : targets()) {
+    if (!target.runnable)
+      std::printf("%s not run: %s\n", target.name.c_str(), target.reason.c_str());
+    else if (target.name != "reference" && std::find(left_out.begin(), left_out.end(), target.name) == left_out.end())
+      compared().push_back(target.name);
+  }
+  check();
+  for (const std::string& target : compared()) std::printf("%s agrees with the reference\n", target.c_str());
+  return 0;
 }
