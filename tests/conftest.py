@@ -1,13 +1,29 @@
 """Options of the test suite, and what every test file must leave as it was. A file's tests run in one process, in order."""
 
 import os
+from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).resolve().parent
+
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=4, help="how many times the kill-and-restart test kills a job")
+    parser.addoption("--kills", type=int, default=3, help="how many times the kill-and-restart test kills a job")
     parser.addoption("--faults", type=int, default=2, help="how many faults of the campaign are drawn")
+
+
+# Files of a minute and more, the longest first: begun last, one of them would run while the other worker has nothing left to do.
+LONGEST = ("arm/test_python.py", "mpi/test_pretrain.py", "mpi/test_layouts.py", "test_perf_plan.py", "arm/test_static.py",
+           "test_benchmarks.py", "test_jobs_submit.py", "arm/test_codegen.py", "mpi/test_jobs_local.py", "test_schedules.py",
+           "test_parallel.py", "mpi/test_hangs.py", "test_perf_fit.py", "mpi/test_calibrate.py", "mpi/test_shared_files.py",
+           "mpi/test_faults.py", "mpi/test_stragglers.py", "mpi/test_two_hosts.py", "test_benchmark_tables.py")
+
+
+def pytest_collection_modifyitems(items):
+    """LONGEST, then the other files as they were collected; the tests of a file keep their order."""
+    place = {TESTS / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
