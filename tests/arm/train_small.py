@@ -36,8 +36,8 @@ from tests.llama_models import FAMILIES
 SMALL = {"num_layers": 2, "global_batch_size": 4, "lr": 5e-3, "kernels": "native", "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA = {**FAMILIES["llama"], "hidden_dropout": 0.0, "attention_dropout": 0.0}
 # By number of ranks: a job's iterations and what it differs in.
-JOBS = {1: {"alone": (20, {}), "bf16": (10, {"bf16": True}), "llama": (3, LLAMA)},
-        2: {"dp2": (20, {}), "tp2": (20, {"tensor_model_parallel_size": 2})}}
+JOBS = {1: {"alone": (10, {}), "bf16": (10, {"bf16": True}), "llama": (3, LLAMA)},
+        2: {"dp2": (10, {}), "tp2": (10, {"tensor_model_parallel_size": 2})}}
 PROMPT, NEW_TOKENS = (3, 1, 4, 1, 5), 5
 
 
