@@ -18,6 +18,7 @@ LAYOUTS = {
     "tp2pp2dp2": (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
 }
 ITERATIONS = 20
+FEW = 6  # where an option is tried: an iteration has felt every gradient of those before it
 
 
 def losses(ranks: int, iterations: int = ITERATIONS, backend: str = "native", **changes) -> list[tuple[float, float]]:
@@ -39,8 +40,9 @@ def test_layout_equals_one_rank(name, zero_stage, recompute, reference):
     ranks, layout = LAYOUTS[name]
     if zero_stage and ranks // 4 == 0 and layout:
         pytest.skip("ZeRO-1 shards over data-parallel ranks, of which this layout has one")
-    result = losses(ranks, zero_stage=zero_stage, recompute_granularity=recompute, **layout)
-    torch.testing.assert_close(torch.tensor(result), torch.tensor(reference), rtol=1e-5, atol=0)
+    count = FEW if zero_stage or recompute else ITERATIONS
+    result = losses(ranks, count, zero_stage=zero_stage, recompute_granularity=recompute, **layout)
+    torch.testing.assert_close(torch.tensor(result), torch.tensor(reference[:count]), rtol=1e-5, atol=0)
 
 
 def test_dropout_masks_do_not_depend_on_the_layout():
@@ -57,7 +59,7 @@ TP2PP2DP2 = LAYOUTS["tp2pp2dp2"][1]
 
 @pytest.fixture(scope="module")
 def reference_with_dropout() -> list[tuple[float, float]]:
-    return losses(1, **DROPOUT)
+    return losses(1, FEW, **DROPOUT)
 
 
 @pytest.mark.parametrize(("ranks", "changes"), [
@@ -72,12 +74,12 @@ def reference_with_dropout() -> list[tuple[float, float]]:
 ])
 def test_parts_of_the_sequence_train_as_one_rank(ranks, changes, reference_with_dropout):
     """Sequence parallelism: the same masks, losses and norms, with dropout."""
-    result = losses(ranks, sequence_parallel=True, **changes, **DROPOUT)
+    result = losses(ranks, FEW, sequence_parallel=True, **changes, **DROPOUT)
     torch.testing.assert_close(torch.tensor(result), torch.tensor(reference_with_dropout), rtol=1e-5, atol=0)
 
 
 def test_sequence_parallelism_means_nothing_on_one_rank(reference_with_dropout):
-    assert losses(1, sequence_parallel=True, **DROPOUT) == reference_with_dropout
+    assert losses(1, FEW, sequence_parallel=True, **DROPOUT) == reference_with_dropout
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])

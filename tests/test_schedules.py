@@ -31,7 +31,7 @@ RECOMPUTE = {"none": {}, "selective": {"recompute_granularity": "selective"}, "f
              "block": {"recompute_granularity": "full", "recompute_method": "block"}}
 
 
-def curve(world: Comm, changes: dict, iterations: int = 20) -> list[float]:
+def curve(world: Comm, changes: dict, iterations: int = 6) -> list[float]:
     """Training losses and then one of an evaluation."""
     torch.set_num_threads(1)
     trainer = make_trainer(world, small_run(**MODEL, **changes))
@@ -58,7 +58,7 @@ def test_losses_are_those_of_one_rank(alone, name, layout):
 
 def test_halves_of_backward_keep_the_bits_of_1f1b_however_many_are_pending():
     kinds = [{}, {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "zb-h1", "zero_bubble_max_pending_backward": 6}]
-    one, *halves = (ThreadWorld(4).run(curve, {**LAYOUTS["pp4"][1], **kind}, 6)[0] for kind in kinds)
+    one, *halves = (ThreadWorld(4).run(curve, {**LAYOUTS["pp4"][1], **kind})[0] for kind in kinds)
     assert halves == [one, one]
 
 

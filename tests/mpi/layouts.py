@@ -1,7 +1,8 @@
 """Train a small model in every parallel layout that fits the world, as a program: mpiexec -n 8 python tests/mpi/layouts.py 20
 
-The number is that of iterations. All ranks first train alone, which gives the expected losses and gradients; then parts of the
-world train together. Prints one line per layout; fails on the first difference. See test_layouts.py.
+The number is that of iterations of a layout of eight ranks; smaller ones take FEW at most. All ranks first train alone, which gives
+the expected losses and gradients; then parts of the world train together. Prints one line per layout; fails on the first
+difference. See test_layouts.py.
 """
 
 import sys
@@ -23,7 +24,7 @@ SIZES = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "pp4": (4, 1, 4), "dp2": (2, 1, 1),
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000}
 ALL_AT_ONCE = {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP}
 EXCHANGED = {**ALL_AT_ONCE, "tp_comm_overlap": True}
-FEW = 4  # iterations of two ranks, whose groups are parts of larger layouts
+FEW = 4  # iterations of a layout of fewer than eight ranks: the fourth has felt every gradient of those before it
 VARIANTS = ({}, {"node": 8, **ALL_AT_ONCE})
 NODES = {"dp4": ({"node": 2}, {"node": 2, **ALL_AT_ONCE})}  # variants of a layout whose groups span nodes
 SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in (
@@ -70,7 +71,7 @@ def main(world: Comm) -> None:
     for name, (ranks, tp, pp) in SIZES.items():
         part = world.split(0 if world.rank < ranks else 1, world.rank)
         for variant in variants(name) if world.rank < ranks <= world.size else ():
-            count = iterations if ranks >= 4 else min(iterations, FEW)
+            count = iterations if ranks == 8 else min(iterations, FEW)
             result = train(part, count, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
             difference = compare(result, (alone[0][:count], alone[1]))
             if world.rank == 0:

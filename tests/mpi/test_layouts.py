@@ -11,7 +11,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.mark.parametrize("level", ["serialized", "funneled"])
 def test_layouts_equal_one_rank(mpi, level):
-    iterations = 20 if (mpi.name, level) == ("mpich", "serialized") else 4  # what an MPI or a level breaks, it breaks in the first
+    iterations = 20 if (mpi.name, level) == ("mpich", "serialized") else 3  # what an MPI or a level breaks, it breaks in the first
     job = mpi.run(8, str(Path(layouts.__file__)), str(iterations), timeout=500, FUGAKU_MEGATRON_MPI_THREAD_LEVEL=level)
     assert job.returncode == 0, job.stderr
     assert f"MPI_THREAD_{level.upper()}" in job.stdout
