@@ -30,17 +30,17 @@ FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
 // A result in half precision keeps partial sums beside C, so pairs take longer blocks of k, in L2, and often need no
 // such sums.
 template <class Words>
-FM_INLINE GemmBlocks blocks_of() {
-  GemmBlocks blocks = gemm_blocks(MR, NR, Words::STEP);
+FM_INLINE GemmBlocks blocks_of(bool adds) {
+  GemmBlocks blocks = gemm_blocks(MR, NR, Words::STEP, adds);
   blocks.mc *= Words::WIDE, blocks.nc *= Words::WIDE;
   return blocks;
 }
 
 // Blocks of k of about equal size: a function of k, the chunk and the machine's caches alone. Whole chunks of FP16 sums.
 template <class Words>
-FM_INLINE int64_t block_depth(int64_t k, int64_t fp16_chunk) {
+FM_INLINE int64_t block_depth(int64_t k, int64_t fp16_chunk, bool adds) {
   const int64_t unit = fp16_chunk ? fp16_chunk : 8;
-  const int64_t max_depth = max(blocks_of<Words>().kc * Words::STEP / unit, 1) * unit;
+  const int64_t max_depth = max(blocks_of<Words>(adds).kc * Words::STEP / unit, 1) * unit;
   const int64_t count = ceil_div(k, max_depth);
   return count ? ceil_div(ceil_div(k, count), unit) * unit : 0;
 }
@@ -62,13 +62,15 @@ struct Gemm {
 
   static int64_t words(int64_t depth) { return words_of<Words>(depth); }
 
-  Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(blocks_of<Words>()) {
+  static bool adds(const GemmArgs& args) { return args.accumulate && !args.packed; }  // packed blocks are as deep as ever
+
+  Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(blocks_of<Words>(adds(args))) {
     const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_UNIT, COLUMNS, g.packed != nullptr);
     rows = part(g.m, ROW_UNIT, thread % grid.rows_parts, grid.rows_parts);
     cols = part(g.n, COLUMNS, thread / grid.rows_parts, grid.cols_parts);
     first_cols = thread < grid.rows_parts;
-    depth = block_depth<Words>(g.k, g.fp16_chunk);
-    const int64_t sweeps = ceil_div(rows.size(), blocks.mc);
+    depth = block_depth<Words>(g.k, g.fp16_chunk, adds(g));
+    const int64_t sweeps = ceil_div(rows.size() * words(depth), blocks.mc * blocks.kc);  // shorter blocks of k hold more rows
     blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), MR) * MR : MR;
     a_panels = buffer(0, words(depth) * blocks.mc / Words::WIDE + VL);
     const bool in_place = g.out_dtype == DType::f32, whole = in_place || depth >= g.k;
@@ -259,7 +261,7 @@ static void pack_weight(const GemmPackArgs& args) {
     using Words = decltype(words);
     using T = decltype(element);
     constexpr int COLUMNS = NR * Words::WIDE;
-    const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk), width = ceil_div(args.n, COLUMNS) * COLUMNS;
+    const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk, false), width = ceil_div(args.n, COLUMNS) * COLUMNS;
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       for (int64_t p = 0; p < args.k; p += depth) {
         const int64_t deep = min(depth, args.k - p), deep_words = words_of<Words>(deep);

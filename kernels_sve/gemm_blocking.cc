@@ -58,14 +58,15 @@ const CacheGeometry& cache_geometry() {
 }
 
 // kc: a panel of B; mc: the block of A; nc: the block of B. The shares of the caches are tuning.h's.
-GemmBlocks gemm_blocks(int mr, int nr, int step) {
+GemmBlocks gemm_blocks(int mr, int nr, int step, bool adds) {
   constexpr int WORD = 4;
   const CacheGeometry& cache = cache_geometry();
-  const int stretch = cache.l3 ? Baseline::KC_DEPTH_BEFORE_L3 / step : step;
+  const double before_l3 = adds ? Baseline::KC_L1_SHARE_ADDING_BEFORE_L3 : Baseline::KC_L1_SHARE_BEFORE_L3;
+  const double b_panel = cache.l1 * (cache.l3 ? before_l3 : Baseline::KC_L1_SHARE * step);
   const double a_block = (cache.l3 ? Baseline::MC_L2_SHARE_BEFORE_L3 : Baseline::MC_L2_SHARE) * cache.l2;
   const double b_block = cache.l3 ? Baseline::NC_L3_SHARE * cache.l3 : Baseline::NC_L2_SHARE * cache.l2;
   GemmBlocks blocks;
-  blocks.kc = stretch * multiple(Baseline::KC_L1_SHARE * cache.l1 / (nr * WORD), 64, 64);
+  blocks.kc = multiple(b_panel / (nr * WORD), 64, 64);
   blocks.mc = multiple(a_block / (blocks.kc * WORD), mr, mr);
   blocks.nc = multiple(b_block / (blocks.kc * WORD), nr, 8 * nr);
   return blocks;
