@@ -103,9 +103,33 @@ def test_every_op_agrees_with_the_reference_on_an_a64fx(arm):
 
 
 @builds.needs_compiler
+@pytest.mark.parametrize("rows", ["2", "16"])
+def test_norms_of_one_row_and_of_blocks_of_rows_take_the_whole_precision(arm, rows):
+    """A block of rows shares one reciprocal square root: an estimate of 8 bits, which alone is 0.2 % off, and two Newton steps."""
+    for norm in ("layer_norm", "rms_norm"):
+        exact = checksum(arm, norm, rows, "768", "--target", "reference")
+        assert checksum(arm, norm, rows, "768") == pytest.approx(exact, rel=1e-6, abs=2e-5)
+
+
+@builds.needs_compiler
 def test_both_machines_generate_the_same_data(native, arm):
     for shape in (["gemm_nt", "12", "64", "33"], ["gelu", "5", "70"]):
         assert checksum(native, *shape, "--target", "reference") == checksum(arm, *shape, "--target", "reference")
+
+
+@builds.needs_compiler
+@pytest.mark.parametrize("cpu", ["cortex-a57", "max,sve-default-vector-length=256"])
+def test_a_fall_back_to_the_baseline_is_said(arm, cpu):
+    done = run([arm[0], "-cpu", cpu, arm[-1]], "exp", "100")
+    assert "target portable" in done.stdout
+    assert done.stderr == "kernel_driver: runs target portable, the slowest, for want of sve512: this CPU has no SVE of 512 bits\n"
+    assert run([arm[0], "-cpu", cpu, arm[-1]], "exp", "100", "--target", "portable").stderr == ""
+
+
+@builds.needs_compiler
+def test_the_cpus_own_target_needs_no_word(arm):
+    done = run(arm, "exp", "100")
+    assert "target sve512" in done.stdout and done.stderr == ""
 
 
 def test_half_precision_is_a_choice(native):

@@ -228,12 +228,26 @@ void report_call(const Options& options, const Shape& shape) {
               static_cast<long long>(options.fp16_chunk), active(), options.threads);
 }
 
+// Says when nothing but the baseline can run here, as where a simulator does not tell the length of SVE vectors: times of it would
+// pass for those of the CPU's own target.
+void choose_target(const std::string& name) {
+  if (!name.empty()) return use(name);
+  use_default();
+  if (std::strcmp(active(), "portable") || std::getenv("FUGAKU_MEGATRON_TARGET")) return;
+  std::string reason;
+  for (const TargetInfo& target : targets()) {
+    if (target.compiled && !target.runnable) reason = target.name + ": " + target.reason;
+  }
+  if (!reason.empty())
+    std::fprintf(stderr, "kernel_driver: runs target portable, the slowest, for want of %s\n", reason.c_str());
+}
+
 int run(const Options& options) {
   const Op& op = find(options.op);
   const KernelRow& row = row_of(op);
   const Shape shape = checked_shape(options, op, row);
   set_num_threads(options.threads);
-  options.target.empty() ? use_default() : use(options.target);
+  choose_target(options.target);
   const DType dtype = dtype_of(options.dtype);
   Work work(dtype, checked_chunk(options, dtype), sizes_of(row, shape, dtype));
   op.prepare(work, shape);
