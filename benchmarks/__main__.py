@@ -11,6 +11,7 @@ the families' modules). Test: pytest tests/test_benchmarks.py
 import argparse
 import importlib
 from collections.abc import Sequence
+from types import ModuleType
 
 from fugaku_megatron.run.command_line import Parser
 from fugaku_megatron.run.outputs import check_file, check_picture
@@ -28,21 +29,31 @@ def check_outputs(options: argparse.Namespace) -> None:
     check_picture(getattr(options, "png", None))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line and runs the family."""
+def family(options: argparse.Namespace) -> ModuleType:
+    """The module of parsed options."""
+    return importlib.import_module(f"{__package__}.{options.family}")
+
+
+def make_parser() -> Parser:
+    """Of all families."""
     parser = Parser(prog="python -m benchmarks", description="Measured comparisons, in turn in one run.")
     names = parser.add_subparsers(dest="family", required=True)
-    modules = {name: importlib.import_module(f"{__package__}.{name}") for name in FAMILIES}
-    for name, module in modules.items():
+    for name in FAMILIES:
+        module = importlib.import_module(f"{__package__}.{name}")
         sub = names.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__)
         if hasattr(module, "cases"):
             driver.add_arguments(sub)
         module.add_arguments(sub)
         sub.set_defaults(defaults={a: sub.get_default(a) for a in vars(sub.parse_args([]))})
-    family = ""
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs the family."""
+    name = ""
     try:
-        options = parser.parse_args(argv)
-        family, module = f" {options.family}", modules[options.family]
+        options = make_parser().parse_args(argv)
+        name, module = f" {options.family}", family(options)
         check_outputs(options)
         if argv is None and (hasattr(module, "cases") or hasattr(module, "TORCH_HERE")):
             mkl.start_again(options.mkl)
@@ -51,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             module.run(options)
     except (ValueError, RuntimeError) as error:
-        raise SystemExit(f"python -m benchmarks{family}: {error}") from None
+        raise SystemExit(f"python -m benchmarks{name}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import shapes
+from . import mkl, shapes
 from .driver import DTYPES, Call, Case
 
 __all__ = ["add_arguments", "cases"]
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model's shapes, and what torch does with groups."""
     shapes.add_arguments(parser)
     shapes.add_attention_arguments(parser)
+    parser.set_defaults(mkl=mkl.BOTH)
     parser.add_argument("--rival", default="gqa", choices=RIVALS, help="torch's way with groups: enable_gqa, or keys and values "
                         "repeated (default: %(default)s)")
 

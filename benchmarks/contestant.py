@@ -2,8 +2,8 @@
 
     python -m benchmarks.contestant '{"side": "ours", ...}'        started by Contestant, see `Task`
 
-Protocol: one JSON object per line on standard output, first {"allocator": ...}, then one for every line on standard input. Between
-steps the process sleeps in a read. Left out: the order of the sides' turns (step.py). Test: pytest tests/test_benchmarks.py
+Its first answer is {"allocator": ...}. Left out: the pipes (child.py), the order of the sides' turns (step.py).
+Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from . import jobs, preloads
+from .child import Child, answer, answers
 
-ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("ours", "baseline")
 
 
@@ -43,51 +40,17 @@ class Task:
     preload: tuple[str, ...] = ()
 
 
-class Contestant:
-    """The parent's end of the pipe. RuntimeError when the process ends before it answers; its message is on standard error."""
+class Contestant(Child):
+    """The parent's end of the pipes."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         environment = {**preloads.environment(*map(Path, task.preload)), "OMP_NUM_THREADS": str(task.threads)}
-        self.process = subprocess.Popen([sys.executable, "-m", f"{__package__}.contestant", json.dumps(asdict(task))], cwd=ROOT,
-                                        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.usage = psutil.Process(self.process.pid)
-        self.ready = self._answer()
+        super().__init__("contestant", [json.dumps(asdict(task))], environment, task.side)
 
     def step(self) -> dict[str, float]:
         """Train one step. {"seconds", "loss", "minor_faults", "system_seconds", "peak_rss_mib", "idle_cpu_seconds"}."""
-        with contextlib.suppress(BrokenPipeError):  # it ended; _answer says so
-            self.process.stdin.write("step\n")
-            self.process.stdin.flush()
-        return self._answer()
-
-    def cpu_seconds(self) -> float:
-        """CPU time of the process so far."""
-        times = self.usage.cpu_times()
-        return times.user + times.system
-
-    def close(self) -> None:
-        """End the process."""
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process of {self.task.side} ended with exit code {self.process.wait()}; its message is above")
-        return json.loads(line)
-
-    def __enter__(self) -> Contestant:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return self.ask("step")
 
 
 class Apart:
@@ -143,8 +106,7 @@ def _baseline(task: Task) -> tuple[Any, dict[str, Any]]:
 
 def main(task: Task) -> None:
     """The process's own end of the pipe."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not be taken for an answer
+    stream = answers()
     step, facts = (_ours if task.side == "ours" else _baseline)(task)
 
     from fugaku_megatron.host import allocator
@@ -154,15 +116,15 @@ def main(task: Task) -> None:
     for library in task.preload:
         if os.path.realpath(library) not in loaded:
             raise SystemExit(f"{library} was to be preloaded and is not: is it a library of this machine?")
-    print(json.dumps({"allocator": allocator.allocator_name(), **facts}), file=answers, flush=True)
+    answer(stream, {"allocator": allocator.allocator_name(), **facts})
     idle_since = time.process_time()
     for _ in sys.stdin:
         begin, faults, idle = time.perf_counter(), allocator.page_faults(), time.process_time() - idle_since
         loss = step()
         seconds = time.perf_counter() - begin
         after, idle_since = allocator.page_faults(), time.process_time()
-        print(json.dumps({"seconds": seconds, "loss": loss, "minor_faults": after[0] - faults[0], "idle_cpu_seconds": idle,
-                          "system_seconds": after[1] - faults[1], "peak_rss_mib": peak_memory_mib()}), file=answers, flush=True)
+        answer(stream, {"seconds": seconds, "loss": loss, "minor_faults": after[0] - faults[0], "idle_cpu_seconds": idle,
+                        "system_seconds": after[1] - faults[1], "peak_rss_mib": peak_memory_mib()})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Times cases in turn with their baselines, beside the machine's own limits measured in the same run; prints rows, writes JSON.
 
-Every round runs the kernels, the baseline and a loop of independent multiply-adds once, so that all three meet the same clock and
-the same neighbours; figures are medians over the rounds. FLOPs and bytes of a case are those of its kernels' rows
-(kernels_sve/kernels.inc). Memory is set up as the trainer sets it up (allocator.tune), for both sides. A round in which other
-processes took our cores (this one had less than QUIET of its threads' time) is run again, up to PATIENCE times as many rounds; a
-row that never saw enough quiet says so.
+Every round runs the kernels, the baseline and a loop of independent multiply-adds once, and then the same work in the processes of
+rivals (rivals.py), so that all of them meet the same clock and the same neighbours; figures are medians over the rounds. FLOPs and
+bytes of a case are those of its kernels' rows (kernels_sve/kernels.inc). Memory is set up as the trainer sets it up
+(allocator.tune), for all sides. A round in which other processes took our cores (this one had less than QUIET of its threads' time)
+is run again, up to PATIENCE times as many rounds; a row that never saw enough quiet says so.
 Left out: what is compared (gemm.py and the other families). Test: python -m benchmarks gemm --recipe demo
 """
 
@@ -18,7 +18,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from fugaku_megatron.host import allocator, kernels, runtime
 from fugaku_megatron.host.fma_peak import fma_gflops, fma_peak_gflops
 from fugaku_megatron.run.checks import check
 
-from . import mkl, shapes
+from . import mkl, rivals, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLOCK_STEPS = 50_000_000
@@ -57,7 +58,9 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison. `run` and `baseline_run` do the same work once; `error` compares what `run` left with double precision."""
+    """One comparison. `run`, `baseline_run` and `openblas_run` do the same work once, the last where OpenBLAS has it; `error`
+    compares what `run` left with double precision.
+    """
 
     op: str
     shape: tuple[int, ...]
@@ -65,6 +68,7 @@ class Case:
     baseline: str
     baseline_run: Callable[[], object]
     error: Callable[[], float]
+    openblas_run: Callable[[], object] | None = None
     details: dict = field(default_factory=dict)
 
     def run(self) -> None:
@@ -83,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=kernels.active(), help="kernel target, or all (default: %(default)s)")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    mkl.add_argument(parser, "torch's")
+    mkl.add_argument(parser, "torch's", both=True)
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name holds TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
@@ -105,40 +109,58 @@ def machine() -> dict:
             "triad_gb_per_second": 12 * TRIAD_ELEMENTS / triad / 1e9}
 
 
-def measure(case: Case, options: argparse.Namespace, target: str, limits: dict) -> dict:
-    """The row of one case; the rate of operations is None where memory bounds it."""
+def measure(case: Case, options: argparse.Namespace, target: str, limits: dict, others: Sequence[rivals.Rival] = ()) -> dict:
+    """The row of one case; the rate of operations is None where memory bounds it. others: rivals, which are at the case before."""
     case.run()
     max_error = case.error()
     case.baseline_run()
-    rounds, busy = timed_rounds(case, options)
-    ours, baseline, peak = (statistics.median(column) for column in zip(*rounds, strict=True))
+    for rival in others:
+        rival.ask("next")
+    rounds, busy = timed_rounds(case, options, others)
+    ours, baseline, peak, *theirs = (statistics.median(column) for column in zip(*rounds, strict=True))
     flops, rate = sum(call.flops for call in case.calls), sum(call.bytes for call in case.calls) / ours / 1e9
     gflops = flops / ours / 1e9 if flops else None
     return {"op": case.op, "shape": list(case.shape), "dtype": options.dtype, "target": target, "threads": options.threads,
             "seconds": ours, "gflops": gflops, "baseline": case.baseline, "baseline_seconds": baseline, "ratio": baseline / ours,
             "peak_gflops": peak, "peak_fraction": gflops and gflops / peak, "gb_per_second": rate,
             "bandwidth_fraction": rate / limits["triad_gb_per_second"],
+            "rivals": {rival.name: {"seconds": one, "ratio": one / ours} for rival, one in zip(others, theirs, strict=True)},
             "max_error": max_error, "busy": busy, "repeat": repeat_line(case, options, target), **case.details}
 
 
-def timed_rounds(case: Case, options: argparse.Namespace) -> tuple[list[tuple[float, float, float]], bool]:
-    """Rounds of (seconds, the baseline's, GFLOP/s of multiply-adds), and whether the machine was too busy to find quiet ones."""
+def timed_rounds(case: Case, options: argparse.Namespace,
+                 others: Sequence[rivals.Rival]) -> tuple[list[tuple[float, ...]], bool]:
+    """Rounds as `one_round` has them, and whether the machine was too busy to find quiet ones."""
     everything, quiet = [], []
     while len(quiet) < options.rounds and len(everything) < PATIENCE * options.rounds:
-        wall, cpu = time.perf_counter(), time.process_time()
-        everything.append((seconds(case.run), seconds(case.baseline_run), fma_gflops()))
-        if time.process_time() - cpu >= QUIET * options.threads * (time.perf_counter() - wall):
-            quiet.append(everything[-1])
+        columns, alone = one_round(case, options.threads, others)
+        everything.append(columns)
+        quiet += [columns] * alone
     busy = len(quiet) < options.rounds
     return (everything if busy else quiet), busy
 
 
+def one_round(case: Case, threads: int, others: Sequence[rivals.Rival]) -> tuple[tuple[float, ...], bool]:
+    """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores)."""
+    if others:
+        rivals.wake()
+    wall, cpu = time.perf_counter(), time.process_time()
+    own = seconds(case.run), seconds(case.baseline_run), fma_gflops()
+    quiet = time.process_time() - cpu >= QUIET * threads * (time.perf_counter() - wall)
+    turns = [rival.take_turn() for rival in others]
+    return (*own, *(each for each, _ in turns)), quiet and all(alone for _, alone in turns)
+
+
 def repeat_line(case: Case, options: argparse.Namespace, target: str) -> str:
     """The command that measures this row again."""
+    return shlex.join(["python", "-m", "benchmarks", *words(options), f"--target={target}", f"--only={case.name}"])
+
+
+def words(options: argparse.Namespace) -> list[str]:
+    """The family and the options that are not at their defaults, without those that say which rows, and where to."""
     changed = {name: value for name, value in vars(options).items() if value != options.defaults.get(name, value)}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in changed.items() if name not in ("json", "only", "target")]
-    command = ["python", "-m", "benchmarks", options.family, *words, f"--target={target}", f"--only={case.name}"]
-    return shlex.join(command)
+    return [options.family, *(f"--{name.replace('_', '-')}={value}" for name, value in changed.items()
+                              if name not in ("json", "only", "target"))]
 
 
 def command_line() -> str:
@@ -151,13 +173,20 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
+def selected(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iterator[Case]]) -> Iterator[Case]:
+    """The cases that --only leaves."""
+    return (case for case in cases(options) if options.only in case.name)
+
+
 def rows(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iterator[Case]], limits: dict) -> Iterator[dict]:
     """Measures every selected case on every selected target."""
     for target in kernels.runnable_targets() if options.target == "all" else [options.target]:
-        with kernels.target(target):
-            for case in cases(options):
-                if options.only in case.name:
-                    yield measure(case, options, target, limits)
+        with kernels.target(target), ExitStack() as stack:
+            others: list[rivals.Rival] | None = None
+            for case in selected(options, cases):
+                if others is None:
+                    others = rivals.start(stack, options, case, [*words(options), f"--only={options.only}"])
+                yield measure(case, options, target, limits, others)
 
 
 def line(row: dict) -> str:
@@ -167,15 +196,25 @@ def line(row: dict) -> str:
     limit = "FMA peak" if fraction == "peak_fraction" else "triad   "
     shape = "x".join(map(str, row["shape"]))
     return (f"{row['op']:>17} {shape:>16} {row['dtype']} {row['target']:>10} {row['seconds'] * 1e3:9.3f} ms "
-            f"{rate} {100 * row[fraction]:5.1f} % of {limit}  {row['ratio']:.3f} x {row['baseline']}  error {row['max_error']:.1e}"
+            f"{rate} {100 * row[fraction]:5.1f} % of {limit}  {ratios(row)}  error {row['max_error']:.1e}"
             + ("  BUSY MACHINE" if row["busy"] else ""))
+
+
+def ratios(row: dict) -> str:
+    """Of the baseline and the rivals."""
+    all_ratios = {row["baseline"]: row["ratio"], **{name: rival["ratio"] for name, rival in row["rivals"].items()}}
+    return "  ".join(f"{ratio:.3f} x {name}" for name, ratio in all_ratios.items())
 
 
 def totals(done: list[dict]) -> str:
     """Geometric means of all rows."""
-    ratios, busy = [r["ratio"] for r in done], sum(row["busy"] for row in done)
+    of_each = {"the baseline": [row["ratio"] for row in done]}
+    for name in done[0]["rivals"]:
+        of_each[name] = [row["rivals"][name]["ratio"] for row in done]
+    means = ", ".join(f"{geometric_mean(some):.3f} x {name} (min {min(some):.3f})" for name, some in of_each.items())
+    busy = sum(row["busy"] for row in done)
     fractions = [r["peak_fraction"] for r in done if r["peak_fraction"] is not None]
-    return (f"geometric mean of {len(done)} rows: {geometric_mean(ratios):.3f} x the baseline (min {min(ratios):.3f})"
+    return (f"geometric mean of {len(done)} rows: {means}"
             + (f", {100 * geometric_mean(fractions):.1f} % of FMA peak" if fractions else "")
             + (f"; {busy} rows on a busy machine" if busy else ""))
 

@@ -1,8 +1,9 @@
-"""Matrix products of a model's linear layers: forward, data gradient and weight gradient against torch.
+"""Matrix products of a model's linear layers: forward, data gradient and weight gradient against torch and OpenBLAS.
 
 Shapes are those of fugaku_megatron.run.accounting: M tokens of a micro-batch, N output and K input features on one tensor-parallel
 rank; a weight is (N, K). Weights are packed once, outside the timing, as the trainer packs them once per step; the weight gradient
-packs both operands inside it. Left out: bias and GELU, so that both sides do exactly the product.
+packs both operands inside it. torch runs with its MKL at full width and, with --mkl both, as shipped; in FP32 numpy's OpenBLAS is a
+rival, too, with kernels of the CPU's full width. Left out: bias and GELU, so that all sides do exactly the product.
 
     python -m benchmarks gemm --recipe 124m --micro-batch-size 4
     python -m benchmarks gemm --recipe 30b --tensor-model-parallel-size 4
@@ -18,16 +19,21 @@ import torch
 from fugaku_megatron.host import kernels
 from fugaku_megatron.run import accounting
 
+from . import mkl, openblas, shapes
 from .driver import DTYPES, Call, Case
-from .shapes import add_arguments, run_of
 
-__all__ = ["add_arguments", "cases"]
 SAMPLE_ROWS = 16
 
 
-def shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model's shapes; both widths of torch's MKL by default."""
+    shapes.add_arguments(parser)
+    parser.set_defaults(mkl=mkl.BOTH)
+
+
+def product_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(M, N, K) of every linear layer and the logits, each once."""
-    run, tp = run_of(options), options.tensor_model_parallel_size
+    run, tp = shapes.run_of(options), options.tensor_model_parallel_size
     records = [*accounting.layer_records(run, tp), *accounting.head_records(run, tp, tied=True)]
     return list(dict.fromkeys(r.gemm for r in records if r.gemm and r.name != "attention"))
 
@@ -48,7 +54,7 @@ def sampled_error(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Three products of each layer."""
-    for m, n, k in shapes(options):
+    for m, n, k in product_shapes(options):
         yield from layer_cases(m, n, k, DTYPES[options.dtype])
 
 
@@ -58,14 +64,23 @@ def layer_cases(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Case]:
     x, weight, grad = (torch.randn(shape, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k), (m, n)))
     common = {"shape": (m, n, k), "baseline": "torch"}
     out, torch_out = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
+    in_openblas = openblas_product if dtype == torch.float32 else lambda *_: None
     yield Case(op="forward", calls=(Call("linear_forward", x, weight, out, packed=pack(weight, False)),),
-               baseline_run=lambda: torch.mm(x, weight.T, out=torch_out), error=lambda: sampled_error(out, x, weight.T), **common)
+               baseline_run=lambda: torch.mm(x, weight.T, out=torch_out), error=lambda: sampled_error(out, x, weight.T),
+               openblas_run=in_openblas(x, weight.T, torch_out), **common)
     dx, torch_dx = torch.empty(m, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
     yield Case(op="data_grad", calls=(Call("linear_data_gradient", grad, weight, dx, packed=pack(weight, True)),),
-               baseline_run=lambda: torch.mm(grad, weight, out=torch_dx), error=lambda: sampled_error(dx, grad, weight), **common)
+               baseline_run=lambda: torch.mm(grad, weight, out=torch_dx), error=lambda: sampled_error(dx, grad, weight),
+               openblas_run=in_openblas(grad, weight, torch_dx), **common)
     main = torch.zeros(n, k)
     yield Case(op="weight_grad", calls=(Call("linear_weight_gradient", grad, x, main),),
-               baseline_run=torch_weight_gradient(grad, x), error=lambda: sampled_error(main, grad.T, x), **common)
+               baseline_run=torch_weight_gradient(grad, x), error=lambda: sampled_error(main, grad.T, x),
+               openblas_run=in_openblas(grad.T, x, torch.zeros(n, k), True), **common)
+
+
+def openblas_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False) -> Callable[[], None]:
+    """What writes the product of left (m, k) and right (k, n) into out (m, n), or adds it."""
+    return lambda: openblas.sgemm(left, right, out, add)
 
 
 def torch_weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> Callable[[], None]:

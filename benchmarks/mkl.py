@@ -19,14 +19,17 @@ from pathlib import Path
 
 from fugaku_megatron.run.checks import check
 
+from . import preloads
+
 SOURCE = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
-WIDTHS, NAME = ("full", "shipped"), "mkl_full_width.so"
+WIDTHS, BOTH, NAME = ("full", "shipped"), "both", "mkl_full_width.so"
 
 
-def add_argument(parser: argparse.ArgumentParser, whose: str) -> None:
-    """The option that chooses. whose: "torch's", or of which of two programs."""
-    parser.add_argument("--mkl", default="full", choices=WIDTHS, help=f"{whose} MKL: with the CPU's full vectors, also where it "
-                        "is not Intel's, or as torch ships it (default: %(default)s)")
+def add_argument(parser: argparse.ArgumentParser, whose: str, both: bool = False) -> None:
+    """The option that chooses. whose: "torch's", or of which of two programs. both: the family can measure both in one run."""
+    parser.add_argument("--mkl", default="full", choices=(*WIDTHS, *[BOTH] * both), help=f"{whose} MKL: with the CPU's full "
+                        "vectors, also where it is not Intel's, or as torch ships it" + (", or both in turn" if both else "")
+                        + " (default: %(default)s)")
 
 
 def narrowed(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -48,8 +51,14 @@ def library() -> Path:
 
 
 def preload(width: str) -> list[Path]:
-    """What a process preloads for that width of WIDTHS."""
-    return [library()] if width == "full" and narrowed() else []
+    """What a process preloads for that width of WIDTHS; BOTH: the full one."""
+    return [library()] if width != "shipped" and narrowed() else []
+
+
+def environment(width: str) -> dict[str, str]:
+    """This process's environment with MKL at that width; what else is preloaded stays."""
+    others = [Path(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path and not path.endswith(NAME)]
+    return preloads.environment(*others, *preload(width))
 
 
 def width() -> str:
@@ -59,6 +68,5 @@ def width() -> str:
 
 def start_again(wanted: str) -> None:
     """Start this process again with the library preloaded, where it is not and the width asks for it."""
-    if wanted == "full" and width() == "shipped":
-        os.environ["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD", ""), str(library())]))
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if wanted != "shipped" and width() == "shipped":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment(wanted))

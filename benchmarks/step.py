@@ -6,9 +6,9 @@
 
 Both sides start from the same weights and use the same tokens, batch, AdamW and clipping, without dropout; their losses are
 compared, so both do the same work. Ours runs as pretrain_gpt.py does, the baseline with the system's allocator or
---baseline-preload, and with torch's MKL at full width (mkl.py). The two never compute at the same time. Figures are medians over
-the rounds that other processes did not disturb; the peak of multiply-adds is measured between rounds. Left out: the sides
-themselves (contestant.py), layouts (layouts.py). Test: pytest tests/test_benchmarks.py
+--baseline-preload, and with torch's MKL at full width (mkl.py); with --mkl both a third process has it as shipped. No two of them
+compute at the same time. Figures are medians over the rounds that other processes did not disturb; the peak of multiply-adds is
+measured between rounds. Left out: the sides themselves (contestant.py), layouts (layouts.py). Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fugaku_megatron.run.config import RunConfig
 from . import baselines, driver, layouts, mkl, noise, preloads, shapes
 from .contestant import SIDES, Apart, Contestant, Task
 
+SHIPPED = "shipped"  # the side that --mkl both adds
 PRECISIONS = ("fp32", "bf16")
 PAUSE = 0.1  # s; libgomp's threads spin for some milliseconds after a parallel region, then they sleep
 PEAK_ROUNDS = 10  # measurements of the FMA peak; the first wakes this process's threads
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline-compile", action="store_true", help="torch.compile the baseline")
     parser.add_argument("--baseline-preload", metavar="LIB",
                         help=f"the baseline's allocator: a path, or {', '.join(preloads.LIBRARIES)}")
-    mkl.add_argument(parser, "the baseline's")
+    mkl.add_argument(parser, "the baseline's", both=True)
     parser.add_argument("--apart", action="store_true", help="one process at a time, for two that do not fit into memory")
     parser.add_argument("--schedules", action="store_true", help="with --ranks: pipelines over all ranks, under every schedule")
     parser.add_argument("--ranks", type=int, help="compare layouts of that many ranks with one rank, instead of a baseline")
@@ -81,11 +82,13 @@ def run(options: argparse.Namespace) -> None:
           "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank")
     config = shapes.run_of(options, **run_values(options))
     baselines.check_baseline(options.baseline, options.baseline_compile, config.model)
-    preload = mkl.preload(options.mkl) + ([preloads.resolve(options.baseline_preload)] if options.baseline_preload else [])
+    preload = [preloads.resolve(options.baseline_preload)] if options.baseline_preload else []
     torch.set_num_threads(options.threads)
     print(f"{runtime.cpu_model()}, {options.threads} threads; building both sides", flush=True)
     with ExitStack() as stack:
-        made = {side: task(options, side, preload) for side in SIDES}
+        made = {side: task(options, side, mkl.preload(options.mkl) + preload) for side in SIDES}
+        if options.mkl == mkl.BOTH and mkl.narrowed():
+            made[SHIPPED] = task(options, "baseline", preload)
         sides = {side: Apart(one) if options.apart else stack.enter_context(Contestant(one)) for side, one in made.items()}
         result = report(options, config, sides, *measure(options, sides))
     show(result)
@@ -114,7 +117,7 @@ def measure(options: argparse.Namespace, sides: dict[str, Contestant]) -> tuple[
     while len(quiet) < options.rounds and len(rounds) < (1 + PATIENCE) * options.rounds:
         rounds.append(one_round(options.threads, sides))
         quiet += rounds[-1:] if rounds[-1]["others"] <= noise.OTHERS else []
-        steps = ", ".join(f"{side} {rounds[-1][side]['seconds']:.3f} s" for side in SIDES)
+        steps = ", ".join(f"{side} {rounds[-1][side]['seconds']:.3f} s" for side in sides)
         print(f"  round {len(rounds)}: {steps}" + ("" if rounds[-1]["others"] <= noise.OTHERS else "  BUSY MACHINE"), flush=True)
     return (quiet, len(rounds) - len(quiet)) if len(quiet) == options.rounds else (rounds, 0)
 
@@ -137,13 +140,15 @@ def report(options: argparse.Namespace, config: RunConfig, sides: dict[str, Cont
     """The result as JSON."""
     size = config.batch.global_batch_size
     flops = accounting.model_flops(config, size)
-    both = {side: {**summary([r[side] for r in rounds], flops, size * config.model.seq_length), **sides[side].ready}
-            for side in SIDES}
-    both["baseline"] |= {"name": options.baseline, "compiled": options.baseline_compile, "preload": options.baseline_preload,
-                         "mkl": options.mkl if mkl.narrowed() else "full"}
+    every = {side: {**summary([r[side] for r in rounds], flops, size * config.model.seq_length), **contestant.ready}
+             for side, contestant in sides.items()}
+    for side in sides.keys() - {"ours"}:
+        full = not mkl.narrowed() or side == "baseline" and options.mkl != "shipped"
+        every[side] |= {"name": options.baseline, "compiled": options.baseline_compile, "preload": options.baseline_preload,
+                        "mkl": "full" if full else "shipped", "ratio": every[side]["seconds"] / every["ours"]["seconds"]}
     peak = statistics.median(r["peak_gflops"] for r in rounds)
-    return {**both, "ratio": both["baseline"]["seconds"] / both["ours"]["seconds"], "peak_gflops": peak,
-            "ceiling_fraction": flops / both["ours"]["seconds"] / peak / 1e9 if options.dtype == "fp32" else None,
+    return {**every, "ratio": every["baseline"]["ratio"], "peak_gflops": peak,
+            "ceiling_fraction": flops / every["ours"]["seconds"] / peak / 1e9 if options.dtype == "fp32" else None,
             "clock_ghz": statistics.median(r["clock_ghz"] for r in rounds), "threads": options.threads,
             "cpu": runtime.cpu_model(), "recipe": options.recipe, "dtype": options.dtype,
             "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "model_flops": flops,
@@ -161,17 +166,22 @@ def summary(steps: list[dict[str, float]], flops: float, tokens: int) -> dict[st
             "idle_cpu_seconds_per_turn": statistics.median(step["idle_cpu_seconds"] for step in steps)}
 
 
+def label_of(side: dict[str, Any]) -> str:
+    """A baseline as the table names it."""
+    return side["name"] + (" compiled" if side["compiled"] else "") + f", MKL {side['mkl']}"
+
+
 def show(result: dict[str, Any]) -> None:
     """Print the table."""
-    print(f"{'':<24} {'tokens/s':>9} {'s/step':>8} {'TFLOPs':>7} {'peak MiB':>9} {'faults/step':>12} {'system s':>9}  allocator")
-    baseline = result["baseline"]
-    name = baseline["name"] + (" compiled" if baseline["compiled"] else "") + f", MKL {baseline['mkl']}"
-    for label, side in (("ours", result["ours"]), (name, baseline)):
-        print(f"{label:<24} {side['tokens_per_s']:>9.1f} {side['seconds']:>8.3f} {side['tflops']:>7.4f} "
+    print(f"{'':<28} {'tokens/s':>9} {'s/step':>8} {'TFLOPs':>7} {'peak MiB':>9} {'faults/step':>12} {'system s':>9}  allocator")
+    others = {label_of(result[side]): result[side] for side in ("baseline", SHIPPED) if side in result}
+    for label, side in {"ours": result["ours"], **others}.items():
+        print(f"{label:<28} {side['tokens_per_s']:>9.1f} {side['seconds']:>8.3f} {side['tflops']:>7.4f} "
               f"{side['peak_rss_mib']:>9.0f} {side['minor_faults_per_step']:>12.0f} "
               f"{side['system_seconds_per_step']:>9.3f}  {side['allocator']}")
     ceiling = f", {100 * result['ceiling_fraction']:.1f} % of the FMA peak" if result["ceiling_fraction"] is not None else ""
-    print(f"ours is {result['ratio']:.3f} x as fast{ceiling} ({result['peak_gflops']:.0f} GFLOP/s at "
+    ratios = ", ".join(f"{side['ratio']:.3f} x as fast as {label}" for label, side in others.items())
+    print(f"ours is {ratios}{ceiling} ({result['peak_gflops']:.0f} GFLOP/s at "
           f"{result['clock_ghz']:.2f} GHz, {result['threads']} threads, "
           f"{result['cpu']}, measured)" + ("  BUSY MACHINE" if result["busy"] else ""))
     print(result["repeat"])

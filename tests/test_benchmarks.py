@@ -31,6 +31,7 @@ from benchmarks import (
     layouts,
     mkl,
     noise,
+    openblas,
     preloads,
     rowwise,
     shapes,
@@ -77,24 +78,45 @@ def options(family: str, *arguments: str) -> argparse.Namespace:
 
 # Kernels against torch -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family, dtype, ops", [
-    ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}),
-    ("attention", "fp32", {"attention_forward", "attention", "attention_decode"}),
-    ("attention", "bf16", {"attention_forward", "attention", "attention_decode"}),
-    ("rowwise", "fp32", ROWWISE),
-    ("rowwise", "bf16", ROWWISE),
+@pytest.mark.parametrize("family, dtype, ops, options", [
+    ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}, ("--only", "128x128x128")),  # of one shape, with all rivals
+    ("attention", "fp32", {"attention_forward", "attention", "attention_decode"}, ("--mkl", "full")),
+    ("attention", "bf16", {"attention_forward", "attention", "attention_decode"}, ("--mkl", "shipped")),
+    ("rowwise", "fp32", ROWWISE, ()),
+    ("rowwise", "bf16", ROWWISE, ()),
 ])
-def test_a_family_of_kernels(tmp_path, family, dtype, ops):
-    measured, printed = result(tmp_path / "rows.json", family, "--recipe", "demo", "--rounds", "1", "--dtype", dtype)
+def test_a_family_of_kernels(tmp_path, family, dtype, ops, options):
+    measured, printed = result(tmp_path / "rows.json", family, "--recipe", "demo", "--rounds", "1", "--dtype", dtype, *options)
+    rivals = [r"MKL shipped"] * mkl.narrowed() + [r"OpenBLAS \w+"] if family == "gemm" else []
     assert {row["op"] for row in measured["rows"]} == ops
     assert "tuned" in measured["allocator"] and measured["allocator"] in printed.splitlines()[0]
     for row in measured["rows"]:
         assert row.keys() >= ROW and row["seconds"] > 0 and row["target"] == kernels.active() and row["threads"] == 1
         assert row["ratio"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
+        assert len(row["rivals"]) == len(rivals) and all(map(re.fullmatch, rivals, row["rivals"]))
+        for name, rival in row["rivals"].items():
+            assert rival["ratio"] == pytest.approx(rival["seconds"] / row["seconds"]) and f" x {name}" in printed.splitlines()[-1]
         assert row["max_error"] < (2e-5 if row["dtype"] == "fp32" else 2e-2), row["op"]
         in_memory = family == "rowwise" or row["op"] == "attention_decode"
         assert (row["gflops"] is None) == (row["peak_fraction"] is None) == in_memory and row["gb_per_second"] > 0
         assert f"--only={row['op']} " in row["repeat"].replace("'", "") and row["repeat"] in printed
+
+
+def test_openblas_makes_the_same_products():
+    torch.manual_seed(0)
+    left, right, out = torch.randn(5, 7), torch.randn(7, 3), torch.empty(5, 3)
+    for one, other in ((left, right), (left.T.contiguous().T, right), (left, right.T.contiguous().T)):
+        openblas.sgemm(one, other, out)
+        torch.testing.assert_close(out, left @ right)
+    openblas.sgemm(left, right, out, add=True)
+    torch.testing.assert_close(out, 2 * left @ right)
+
+
+@pytest.mark.parametrize("targets, core", [(["portable", "avx2", "avx512"], "SKYLAKEX"), (["portable", "avx2"], "HASWELL"),
+                                           (["portable", "sve128"], None)])
+def test_openblas_takes_the_full_width_of_the_cpu(monkeypatch, targets, core):
+    monkeypatch.setattr(kernels, "runnable_targets", lambda: targets)
+    assert openblas.environment(3) == {"OPENBLAS_NUM_THREADS": "3", **({"OPENBLAS_CORETYPE": core} if core else {})}
 
 
 def kernels_called(folder: Path) -> set[str]:
@@ -232,6 +254,40 @@ def test_the_step(tmp_path, arguments):
     assert measured["ours"]["losses"] == pytest.approx(measured["baseline"]["losses"], rel=step.SAME_LOSS[measured["dtype"]])
 
 
+class Timed:
+    """A contestant without a process: ours takes a second, torch at full width two, as shipped four."""
+
+    def __init__(self, task):
+        self.seconds = 1.0 if task.side == "ours" else 2.0 if any(mkl.NAME in path for path in task.preload) else 4.0
+        self.ready = {"allocator": "any"}
+
+    def step(self):
+        return {"seconds": self.seconds, "loss": 1.0, "minor_faults": 0, "system_seconds": 0.0, "peak_rss_mib": 1.0,
+                "idle_cpu_seconds": 0.0}
+
+    def cpu_seconds(self):
+        return time.process_time()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("width, said", [("both", "2.000 x as fast as plain, MKL full, 4.000 x as fast as plain, MKL shipped"),
+                                         ("full", "2.000 x as fast as plain, MKL full,"),
+                                         ("shipped", "4.000 x as fast as plain, MKL shipped,")])
+def test_the_step_against_either_mkl(monkeypatch, tmp_path, capsys, width, said):
+    for name, value in (("narrowed", lambda: True), ("library", lambda: tmp_path / mkl.NAME)):
+        monkeypatch.setattr(mkl, name, value)
+    monkeypatch.setattr(step, "Contestant", Timed)
+    step.run(options("step", "--recipe", "demo", "--rounds", "1", "--mkl", width, "--json", str(tmp_path / "a.json")))
+    measured, printed = json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
+    assert f"ours is {said}" in printed and measured["ratio"] == measured["baseline"]["ratio"]
+    assert measured.get("shipped", {}).get("ratio") == (4.0 if width == "both" else None)
+
+
 def test_a_compiled_baseline_is_the_same_model():
     """The whole command would spend minutes in the compiler; this holds the flag to its meaning."""
     task = step.task(options("step", "--baseline-compile"), "baseline", [Path("/lib/libx.so")])
@@ -244,6 +300,14 @@ def test_a_compiled_baseline_is_the_same_model():
 def test_mkl_is_narrower_where_the_cpu_is_not_intels(tmp_path, maker, narrower):
     (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {maker}\n")
     assert mkl.narrowed(tmp_path / "cpuinfo") == (narrower and platform.machine() == "x86_64")
+
+
+def test_what_else_is_preloaded_stays_beside_either_mkl(tmp_path, monkeypatch):
+    monkeypatch.setattr(mkl, "library", lambda: tmp_path / mkl.NAME)
+    monkeypatch.setattr(mkl, "narrowed", lambda: True)
+    monkeypatch.setenv("LD_PRELOAD", f"/lib/libtcmalloc.so:/elsewhere/{mkl.NAME}")
+    assert mkl.environment("shipped")["LD_PRELOAD"] == "/lib/libtcmalloc.so"
+    assert mkl.environment(mkl.BOTH)["LD_PRELOAD"] == f"/lib/libtcmalloc.so:{tmp_path / mkl.NAME}"
 
 
 def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeypatch):

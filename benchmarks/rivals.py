@@ -1,0 +1,113 @@
+"""Rivals of a family's kernels that need processes of their own: torch with its MKL as shipped, and OpenBLAS.
+
+Which of their kernels these libraries use is settled when a process starts, so one process cannot show two. A rival is this program
+with the same options: it makes the same cases and runs its own side of one when it is asked to, on threads that have just worked,
+as ours have. It sleeps while others compute. Left out: the cases (gemm.py and the other families), medians and rows (driver.py).
+Test: pytest tests/test_benchmarks.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from fugaku_megatron.host import allocator
+from fugaku_megatron.host.fma_peak import fma_gflops
+
+from . import mkl, openblas
+from .child import Child, answer, answers
+
+if TYPE_CHECKING:
+    from .driver import Case
+
+SHIPPED, OPENBLAS = "MKL shipped", "OpenBLAS"
+PAUSE = 0.05  # s; threads of OpenMP and OpenBLAS spin for some tens of milliseconds after their work, then they sleep
+WAKE_STEPS = 50_000  # of the loop of multiply-adds: some milliseconds
+QUIET = 0.9  # share of a call's wall time for which its first thread had a core; below that others disturbed it
+
+
+class Rival(Child):
+    """The parent's end. `name` says which library it is, and which of its kernels run."""
+
+    def __init__(self, kind: str, words: Sequence[str], environment: dict[str, str]) -> None:
+        super().__init__("rivals", [kind, *words], environment, kind)
+        self.name = self.ready["name"]
+
+    def take_turn(self) -> tuple[float, bool]:
+        """(seconds of the case that `ask("next")` went to, whether nobody disturbed it)."""
+        time.sleep(PAUSE)
+        done = self.ask("run")
+        time.sleep(PAUSE)
+        return done["seconds"], done["quiet"]
+
+
+def start(stack: ExitStack, options: argparse.Namespace, case: Case, words: Sequence[str]) -> list[Rival]:
+    """Those that differ from what this process measures; they end with the stack.
+
+    case: the family's first one. words: a command line with these options. Where numpy has no OpenBLAS, a line says so.
+    """
+    environments = {}
+    if options.mkl == mkl.BOTH and mkl.narrowed():
+        environments[SHIPPED] = mkl.environment("shipped")
+    if case.openblas_run is not None:
+        environments[OPENBLAS] = {**mkl.environment("shipped"), **openblas.environment(options.threads)}
+    threads = {"OMP_NUM_THREADS": str(options.threads)}
+    started = [stack.enter_context(Rival(kind, words, {**environment, **threads})) for kind, environment in environments.items()]
+    for rival in started:
+        if "missing" in rival.ready:
+            print(f"no {rival.name}: {rival.ready['missing']}", flush=True)
+    return [rival for rival in started if "missing" not in rival.ready]
+
+
+def first_answer(kind: str) -> dict[str, str]:
+    """The name of this process's library, and what is missing for it."""
+    if kind == SHIPPED:
+        return {"name": SHIPPED}
+    try:
+        return {"name": f"{OPENBLAS} {openblas.core()}"}
+    except ValueError as error:
+        return {"name": OPENBLAS, "missing": str(error)}
+
+
+def wake() -> None:
+    """Let this process's OpenMP threads, which slept while others computed, work again."""
+    fma_gflops(WAKE_STEPS)
+
+
+def timed(run: Callable[[], object]) -> dict[str, float | bool]:
+    """The answer to "run"."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    run()
+    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    return {"seconds": wall, "quiet": cpu >= QUIET * wall}
+
+
+def main(kind: str, words: Sequence[str]) -> None:
+    """The process's own end of the pipes: the lines "next" and "run"."""
+    from .__main__ import family, make_parser
+    from .driver import selected
+
+    stream, options = answers(), make_parser().parse_args(words)
+    torch.set_num_threads(options.threads)
+    allocator.tune("tuned")
+    answer(stream, first_answer(kind))
+    cases, run = selected(options, family(options).cases), None
+    for line in sys.stdin:
+        if line == "next\n":
+            case = next(cases)
+            run = case.openblas_run if kind == OPENBLAS else case.baseline_run
+            run()
+            answer(stream, {})
+        else:
+            openblas.wake() if kind == OPENBLAS else wake()
+            answer(stream, timed(run))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
