@@ -13,11 +13,11 @@ def pytest_addoption(parser):
     parser.addoption("--faults", type=int, default=2, help="how many faults of the campaign are drawn")
 
 
-# Files of a minute and more, the longest first: begun last, one of them would run while the other worker has nothing left to do.
+# Files of half a minute and more, about the longest first: begun last, one would run while the other worker has nothing to do.
 LONGEST = ("arm/test_python.py", "mpi/test_pretrain.py", "mpi/test_layouts.py", "test_perf_plan.py", "arm/test_static.py",
            "test_benchmarks.py", "test_jobs_submit.py", "arm/test_codegen.py", "mpi/test_jobs_local.py", "test_schedules.py",
-           "test_parallel.py", "mpi/test_hangs.py", "test_perf_fit.py", "mpi/test_calibrate.py", "mpi/test_shared_files.py",
-           "mpi/test_faults.py", "mpi/test_stragglers.py", "mpi/test_two_hosts.py", "test_benchmark_tables.py")
+           "test_parallel.py", "mpi/test_hangs.py", "test_perf_fit.py", "mpi/test_shared_files.py", "mpi/test_faults.py",
+           "mpi/test_stragglers.py", "mpi/test_two_hosts.py", "test_benchmark_tables.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -25,6 +25,22 @@ SEEDS_124M = ("plan --recipe 124m --nodes 1 --checkpoint-activations --software 
               "--explain")
 
 
+SEARCH, FOUND = search.search, {}
+
+
+@pytest.fixture
+def each_search_once(monkeypatch):
+    """Some tests search the same layouts, which takes seconds."""
+    def once(run, system, held, ramp_divisible=False):
+        key = repr((run, system, sorted(held), ramp_divisible))
+        if key not in FOUND:
+            FOUND[key] = SEARCH(run, system, held, ramp_divisible)
+        return FOUND[key]
+
+    for module in (plan, explain, search):
+        monkeypatch.setattr(module, "search", once)
+
+
 def printed(command: str, capsys) -> str:
     assert cli.main(shlex.split(command)) == 0
     return capsys.readouterr().out
@@ -47,7 +63,7 @@ def test_12288_nodes(capsys):
     assert "12288 nodes of a64fx" in text and "dropped:" in text and "stage   0 |F" in text
 
 
-def test_the_command_line_is_the_trainers_own(capsys):
+def test_the_command_line_is_the_trainers_own(each_search_once, capsys):
     best = json.loads(printed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --json", capsys))["plans"][0]
     words = shlex.split(best["command"])
     run = arguments.parse(words[words.index("train") + 1:]).run
@@ -70,7 +86,8 @@ def test_words_of_the_command_line_survive_the_shell(capsys):
 
 
 def test_flags_that_are_given_hold(capsys):
-    command = "plan --recipe 30b --nodes 384 --tensor-model-parallel-size 8 --checkpoint-activations --json"
+    command = ("plan --recipe 30b --nodes 384 --tensor-model-parallel-size 8 --checkpoint-activations --micro-batch-size 1 "
+               "--json")
     plans = json.loads(printed(command, capsys))["plans"]
     assert {p["tp"] for p in plans} == {8} and {p["recompute"] for p in plans} == {"full"}
     assert len({p["pp"] for p in plans}) > 1
@@ -81,7 +98,7 @@ def test_only_what_the_software_offers(capsys):
     assert {p["zero_stage"] for p in plans} == {0} and {p["ranks_per_node"] for p in plans} == {1}
 
 
-def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
+def test_no_plan_runs_out_of_memory_and_reasons_are_counted(each_search_once):
     args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1")
     system = system_of(args)
     held = search.held_fields(args)
@@ -99,7 +116,7 @@ def _parsed(command: str):
 
 
 @pytest.mark.parametrize("command, start", [(SEEDS_30B, 252.05), (SEEDS_124M, 1020.3)])
-def test_explain_names_every_change_from_the_tables_software(command, start, capsys):
+def test_explain_names_every_change_from_the_tables_software(command, start, each_search_once, capsys):
     text = printed(command, capsys)
     named = ("fewer faults", "native kernels", "ranks per CMG", "schedule and layout", "model")
     assert "not in the trainer" not in text

@@ -131,12 +131,12 @@ def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, how):
     behind = ["--async-save", *again]
     ways = ([], behind, [*behind, "--save-local", str(tmp_path / "local")])
     length = 40 * kills  # long enough that no start comes to the end before its rank is found and killed
-    flags = ["--train-iters", str(length), "--save-interval", "2", "--hidden-dropout", "0.1", *how]
+    flags = ["--train-iters", str(length), "--hidden-dropout", "0.1", *how]
     whole = mpich.run(2, PROGRAM, *TINY, *flags, "--save", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
     chance, killed = random.Random(kills), 0
     while killed < kills:
-        job = start(mpich, tmp_path / "killed", *flags, *ways[killed % len(ways)])
+        job = start(mpich, tmp_path / "killed", *flags, "--save-interval", "2", *ways[killed % len(ways)])
         if wait_for_lines(job, chance.randint(1, 4)):
             time.sleep(chance.random() * 0.03)
             victims = ranks(job)
