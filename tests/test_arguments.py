@@ -139,6 +139,8 @@ def test_the_launch_line_of_a_cpu_fork_parses():
     ("--num-layers", "argument --num-layers: expected one argument"),
     ("--lr-decay-style stepwise", "argument --lr-decay-style: invalid choice: 'stepwise'"),
     ("--num-attention-heads 5", "--hidden-size 32 is not divisible by --num-attention-heads 5"),
+    ("--kv-channels 6", "--kv-channels is 6, .* kernels take multiples of 4: give one, or --kernels torch"),
+    ("--hidden-size 24", "--kv-channels is 6, by default hidden size / attention heads"),
     ("--sequence-paralel", "unknown flag --sequence-paralel: did you mean --sequence-parallel?"),
     ("--deepspeed-config x", "unknown flag --deepspeed-config: see --help"),
     ("--position-embedding-type alibi", "argument --position-embedding-type: invalid choice: 'alibi'"),

@@ -536,6 +536,9 @@ def test_decoding_against_transformers(tmp_path):
     measured, printed = result(tmp_path / "a.json", "decode", "--model", "tiny", "--prompt-length", "9", "--new-tokens", "6",
                                "--rounds", "2", "--mkl", "shipped")
     assert measured["same_tokens"] and len(measured["rounds"]) == 2 and measured["ratio"] > 0 and measured["repeat"] in printed
+    reading = measured["weight_bytes"] / measured["read_gb_per_s"] / 1e9
+    assert measured["bound"] == pytest.approx(measured["seconds"]["transformers"] / reading)
+    assert f"only read the weights would be {measured['bound']:.2f} x" in printed
     for arguments, message in ((("--new-tokens", "1"), "--new-tokens 1: give 2 or more"), (("--rounds", "0"), "--rounds 0: give")):
         with pytest.raises(SystemExit, match=message):
             main(["decode", *arguments])

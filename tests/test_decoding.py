@@ -11,9 +11,8 @@ from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.inference import decoder, generate
 from fugaku_megatron.inference.generation import steps
-from fugaku_megatron.inference.loading import FEW_ROWS, LoadedModel, load_model, saved_run
+from fugaku_megatron.inference.loading import LoadedModel, load_model, operations, saved_run
 from fugaku_megatron.inference.sampling import Sampling
-from fugaku_megatron.nn.ops import Ops
 from tests.helpers import grid_groups, make_trainer, small_run
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.test_generate import LEARNS, save_trained
@@ -70,10 +69,11 @@ def test_greedy_tokens_are_those_of_transformers(pair, sizes):
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS), "prompts make a difference"
 
 
-def random_model(world, family: str, tp: int, pp: int) -> LoadedModel:
-    """A model of the family whose weights, those of norms and biases as well, do not depend on the layout."""
-    run = small_run(**FAMILIES[family], init_method_std=0.3, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    trainer = make_trainer(world, run, Ops.build(few_rows=FEW_ROWS))
+def random_model(world, family: str, tp: int, pp: int, **changes) -> LoadedModel:
+    """A model of the family, or of GPT-2, whose weights, those of norms and biases as well, do not depend on the layout."""
+    values = {**FAMILIES.get(family, {}), "init_method_std": 0.3, **changes}
+    run = small_run(**values, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    trainer = make_trainer(world, run, operations(run.model))
     for p in trainer.optimizer.flat.parameters:
         noise = torch.randn(p.spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(p.spec.init_name.encode())))
         p.data.add_(0.1 * noise[tuple(slice(o, o + n) for o, n in zip(p.spec.offset, p.shape))])
@@ -102,8 +102,8 @@ def test_greedy_tokens_of_families_that_people_train(family):
     ids = family_tokens(DryComm(), family, 1, 1, NEW)
     assert ids == likeliest(family, ids) and len({tuple(own) for own in ids}) == len(SHORT)
     for tp, pp in ((2, 1), (1, 2)):
-        shared = ThreadWorld(2).run(lambda world, tp=tp, pp=pp: family_tokens(world, family, tp, pp, 40))
-        assert shared == [[own[:40] for own in ids]] * 2
+        shared = ThreadWorld(2).run(lambda world, tp=tp, pp=pp: family_tokens(world, family, tp, pp, NEW))
+        assert shared == [ids] * 2
 
 
 def test_finished_samples_are_computed_no_further(pair, monkeypatch):

@@ -1,7 +1,8 @@
 """Logits of the next token, for samples that grow: this rank's stage with the keys and values of what came before.
 
-Prompts of any lengths go through the model side by side, without padding; then every sample adds one token at a time. Left out: the
-choice of tokens (`sampling`), and when a sample is finished (`generation`).
+Prompts of any lengths go through the model side by side, without padding; then every sample adds one token at a time. Where one
+rank has the whole model and samples are few, such a step repeats the recorded kernel calls of an earlier one. Left out: the choice
+of tokens (`sampling`), and when a sample is finished (`generation`).
 Legend: v vocabulary, h hidden. Test: pytest tests/test_generate.py
 """
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from ..comm.autograd import gather_from_tensor_parallel
 from ..nn.cache import LayerCache, Rows
 from ..nn.passes import Pass
+from ..nn.replay import RecordedStep, RecordingKernels
 from ..run import activations
-from .loading import LoadedModel
+from .loading import FEW_ROWS, LoadedModel
 from .stages import through_stages
 
 PREFILL_ROWS = 4096  # tokens of prompts that go through the model at once, unless one prompt has more
@@ -32,15 +34,18 @@ class Decoder:
         groups = model.query_groups // loaded.groups.tp.size
         self.cache = {layer.layer: LayerCache.empty(len(positions), groups, slots, model.kv_channels, loaded.dtype)
                       for layer in loaded.stage.layers}
+        alone = loaded.groups.tp.size == loaded.groups.pp.size == 1
+        self._recorder = loaded.stage.ops.kernels if alone and isinstance(loaded.stage.ops.kernels, RecordingKernels) else None
+        self._recorded: dict[int, RecordedStep] = {}  # by the number of samples
 
     @torch.no_grad()
     def logits(self, new: Mapping[int, Sequence[int]]) -> Tensor | None:
         """FP32 logits (samples, v) after the tokens that `new` adds to each of its samples: the prompt, or one token.
 
-        On the ranks of the last stage; None elsewhere.
+        On the ranks of the last stage, until the next call; None elsewhere.
         """
         results = [self._forward(part) for part in _parts(new)]
-        return None if results[0] is None else torch.cat(results)
+        return results[0] if results[0] is None or len(results) == 1 else torch.cat(results)
 
     def _forward(self, new: dict[int, Sequence[int]]) -> Tensor | None:
         lengths = [len(tokens) for tokens in new.values()]
@@ -48,11 +53,24 @@ class Decoder:
         for sample, length in zip(new, lengths, strict=True):
             self.lengths[sample] += length
         tokens = torch.tensor([token for tokens in new.values() for token in tokens]).unsqueeze(1)  # (r, 1)
-        x = through_stages(self.loaded, tokens, Pass(first_sample=0, training=False, rows=rows))
-        if x is None:
+        repeats = self._recorder is not None and rows.one_each and len(tokens) <= FEW_ROWS
+        logits = (self._repeated if repeats else self._computed)(tokens, rows)
+        if logits is None:
             return None
-        logits = self.loaded.stage.last.logits(x if rows.one_each else x[rows.last]).contiguous()
         return gather_from_tensor_parallel(logits, self.loaded.groups.tp)[:, 0, : self.loaded.run.model.vocab_size].float()
+
+    def _computed(self, tokens: Tensor, rows: Rows) -> Tensor | None:
+        """This rank's columns of the logits (samples, 1, v) after tokens (r, 1); None on ranks of other stages."""
+        x = through_stages(self.loaded, tokens, Pass(first_sample=0, training=False, rows=rows))
+        return None if x is None else self.loaded.stage.last.logits(x if rows.one_each else x[rows.last]).contiguous()
+
+    def _repeated(self, tokens: Tensor, rows: Rows) -> Tensor:
+        """What `_computed` gives for one token (r, 1) of each sample, from recorded calls; the first time they are recorded."""
+        inputs, known = (tokens, *rows.tensors), self._recorded.get(len(tokens))
+        if known:
+            return known(inputs)
+        step = self._recorded[len(tokens)] = self._recorder.record(lambda: self._computed(tokens, rows), inputs)
+        return step.result
 
 
 def _parts(new: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Sequence[int]]]:

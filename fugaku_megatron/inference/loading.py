@@ -17,7 +17,8 @@ from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
-from ..run.config import GROUPS, RunConfig
+from ..nn.replay import RecordingKernels
+from ..run.config import GROUPS, ModelConfig, RunConfig
 from ..run.layout import Layout
 from ..training.optim import PARAMETER_DTYPES
 
@@ -55,11 +56,18 @@ def saved_run(manifest: dict[str, Any], sizes: tuple[int, int] | None = None) ->
     return RunConfig(**groups)
 
 
+def operations(model: ModelConfig) -> Ops:
+    """What a model without a backward runs on: recorded kernels, or torch's attention for heads that the kernels do not take."""
+    if model.kernels_take_heads:
+        return Ops.build(kernels=RecordingKernels(), few_rows=FEW_ROWS)
+    return Ops.build({"attention": "torch"}, few_rows=FEW_ROWS)
+
+
 def load_model(run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]) -> LoadedModel:
     """The model of `run` with the weights of the checkpoint. Collective; ValueError on every rank where one cannot read."""
     layout = Layout.from_run(run, world.size)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
-    loaded = LoadedModel(run, groups, Stage(run, groups, Ops.build(few_rows=FEW_ROWS)))
+    loaded = LoadedModel(run, groups, Stage(run, groups, operations(run.model)))
     _give_memory(loaded.stage, loaded.dtype)
     load_weights(directory, iteration, manifest, [_target(p) for p in loaded.stage.parameters()], world, VOCABULARY)
     return loaded

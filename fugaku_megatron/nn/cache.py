@@ -69,6 +69,11 @@ class Rows:
         return Rows(cache, torch.tensor(samples), tuple(lengths), positions, rotary_angles(model, positions))
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What differs from a token to the next: samples, positions and angles."""
+        return self.samples, self.positions, *(self.angles or ())
+
+    @property
     def last(self) -> Tensor:
         """The last row of each sample, (samples,)."""
         return torch.tensor(self.lengths).cumsum(0) - 1

@@ -175,7 +175,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """x (s, b, h) -> x + its positions (s, b, h), which are `positions` (s,) where they are given."""
         if positions is not None:
-            return self.context.ops.add_position(x, self.weight.index_select(0, positions))
+            return self.context.ops.add_position(x, self.context.ops.embedding(positions.unsqueeze(1), self.weight).squeeze(1))
         return self.context.ops.add_position(x, self.weight, self.context.first_position(x))
 
 

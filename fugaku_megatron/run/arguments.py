@@ -17,7 +17,7 @@ from .checks import check, flag, flag_words
 from .command_line import Parser, nearest
 from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
 from .config import GROUPS, RunConfig
-from .model_config import ROPE, ModelConfig
+from .model_config import HEAD_MULTIPLE, ROPE, ModelConfig
 from .recipes import RECIPES
 
 _COMPATIBILITY, _REFUSED = "compatibility ", "refused "  # prefixes of such flags among the parsed values
@@ -235,6 +235,8 @@ def interpret(values: Mapping[str, Any]) -> Arguments:
           f"--world-size {flags.world_size} goes with --dry-run; a real run takes it from mpiexec -n")
     check(flags.world_size is None or flags.world_size > 0, f"--world-size is {flags.world_size}: give a number above 0")
     run = make_run(flags.recipe, flags.fields)
+    check(run.model.kernels_take_heads or run.system.kernels == "torch", f"--kv-channels is {run.model.kv_channels}, by default "
+          f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: give one, or --kernels torch")
     without_effect = tuple(f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
                            for name in names if name in flags.fields)
     return Arguments(run=run, recipe=flags.recipe, dry_run=flags.dry_run, world_size=flags.world_size,

@@ -13,6 +13,7 @@ from .checks import check, check_choices, check_fraction, check_numbers, check_p
 
 LEARNED, ROPE, NO_POSITIONS = POSITION_TYPES = ("learned_absolute", "rope", "none")
 FFN_MULTIPLE = 64  # of the width that --swiglu has by default, as in Megatron-LM
+HEAD_MULTIPLE = 4  # elements: the C++ kernels of attention take heads of so many, or a multiple
 
 
 @hashed_once
@@ -113,6 +114,11 @@ class ModelConfig:
     def context_width(self) -> int:
         """n d: elements of a token's attention over all heads."""
         return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kernels_take_heads(self) -> bool:
+        """Whether the C++ kernels of attention take heads of this size."""
+        return self.kv_channels % HEAD_MULTIPLE == 0
 
     @property
     def qkv_bias(self) -> bool:
