@@ -1,41 +1,78 @@
-// AdamW over flat FP32 buffers in one pass over memory (Loshchilov and Hutter, ICLR 2019; the order of operations of
+// AdamW over flat buffers in one pass over memory (Loshchilov and Hutter, ICLR 2019; the order of operations of
 // torch.optim.AdamW):
 //   g = grad * grad_scale
 //   m += (g - m) (1 - beta1)
 //   v = beta2 v + (1 - beta2) g^2
 //   param = param (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
-// and, when asked for, a low-precision copy of param.
+// and, when asked for, a low-precision copy of param. All in FP32; m and v are stored in FP32 or BF16, the update uses them before
+// they are rounded: m to nearest even, v as adamw_rounding.h says.
 // Reference: reference_adamw.cc. Tested by tests/kernels/test_adamw.py.
 #pragma once
+#include "adamw_rounding.h"
 #include "simd.h"
 
 namespace fm::FM_TARGET {
 
-template <class T>
-static void adamw_of(float* param, const float* grad, float* exp_avg, float* exp_avg_sq, T* copy, int64_t n,
+// Runs body(i, stop, number of element i) for the parts of [begin, end) in which the elements' numbers follow one another.
+template <class F>
+FM_INLINE void for_consecutive(int64_t begin, int64_t end, const RoundingArgs& a, const F& body) {
+  for (int64_t i = begin; i < end;) {
+    const int64_t row = (a.first + i) / a.columns, column = (a.first + i) % a.columns;
+    const int64_t stop = min(end, i + a.columns - column);
+    body(i, stop, a.offset + row * a.row + column);
+    i = stop;
+  }
+}
+
+// element: the number of the first lane's.
+FM_INLINE void store_square(float* p, vf v, int lanes, int64_t, const RoundingArgs&) { store_lanes(p, v, lanes); }
+FM_INLINE void store_square(bf16* p, vf v, int lanes, int64_t element, const RoundingArgs& a) {
+  const vu words = rounding_word(lane_index() + static_cast<uint32_t>(element), {a.k0, a.k1});
+  const vu bits = float_to_bf16_by(v, words);
+  lanes == VL ? store_u16(&p->bits, bits) : store_u16_n(&p->bits, bits, lanes);
+}
+
+// M, V: float or bf16.
+template <class M, class V, class T>
+static void adamw_of(float* param, const float* grad, M* exp_avg, V* exp_avg_sq, T* copy, int64_t n,
                      const AdamWArgs& f) {
-  parallel_for(n, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
-    for_vectors(begin, end, [&](int64_t i, int lanes) {
-      const vf g = load_lanes(grad + i, lanes) * f.grad_scale;
-      const vf m_old = load_lanes(exp_avg + i, lanes);
-      const vf m = m_old + (g - m_old) * f.one_minus_beta1;
-      const vf v = load_lanes(exp_avg_sq + i, lanes) * f.beta2 + g * g * f.one_minus_beta2;
-      const vf p = load_lanes(param + i, lanes) * f.decay -
-                   m * f.step_size * reciprocal(sqrt(v) * f.inverse_sqrt_correction + f.eps);
-      store_lanes(exp_avg + i, m, lanes);
-      store_lanes(exp_avg_sq + i, v, lanes);
-      store_lanes(param + i, p, lanes);
-      if (copy) store_lanes(copy + i, p, lanes);
+  parallel_for(n, Tuning::GRAIN, [&](int64_t first, int64_t last) {
+    for_consecutive(first, last, f.rounding, [&](int64_t begin, int64_t end, int64_t element) {
+      for_vectors(begin, end, [&](int64_t i, int lanes) {
+        const vf g = load_lanes(grad + i, lanes) * f.grad_scale;
+        const vf m_old = load_lanes(exp_avg + i, lanes);
+        const vf m = m_old + (g - m_old) * f.one_minus_beta1;
+        const vf v = load_lanes(exp_avg_sq + i, lanes) * f.beta2 + g * g * f.one_minus_beta2;
+        const vf p = load_lanes(param + i, lanes) * f.decay -
+                     m * f.step_size * reciprocal(sqrt(v) * f.inverse_sqrt_correction + f.eps);
+        store_lanes(exp_avg + i, m, lanes);
+        store_square(exp_avg_sq + i, v, lanes, element + i - begin, f.rounding);
+        store_lanes(param + i, p, lanes);
+        if (copy) store_lanes(copy + i, p, lanes);
+      });
     });
   });
 }
 
+// Calls f with a value of a moment's element type.
+template <class F>
+FM_INLINE void with_moment(DType dtype, const F& f) {
+  dtype == DType::f32 ? f(float()) : f(bf16());
+}
+
 // copy may be null.
-static void adamw(float* param, const float* grad, float* exp_avg, float* exp_avg_sq, void* copy, DType copy_dtype,
+static void adamw(float* param, const float* grad, Moment exp_avg, Moment exp_avg_sq, void* copy, DType copy_dtype,
                   int64_t n, const AdamWArgs& args) {
-  with_dtype(copy_dtype, [&](auto element) {
-    using T = decltype(element);
-    adamw_of(param, grad, exp_avg, exp_avg_sq, static_cast<T*>(copy), n, args);
+  with_moment(exp_avg.dtype, [&](auto first) {
+    with_moment(exp_avg_sq.dtype, [&](auto second) {
+      with_dtype(copy_dtype, [&](auto element) {
+        using M = decltype(first);
+        using V = decltype(second);
+        using T = decltype(element);
+        adamw_of(param, grad, static_cast<M*>(exp_avg.data), static_cast<V*>(exp_avg_sq.data), static_cast<T*>(copy), n,
+                 args);
+      });
+    });
   });
 }
 

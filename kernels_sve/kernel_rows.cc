@@ -172,13 +172,15 @@ bool solve(const KernelRow& row, const Dimension& dimension, Sizes& sizes, std::
   return true;
 }
 
-// e, e_out, dx and window, and the sizes that are whole numbers of the call.
+// e, e_out, e_avg, e_sq, dx and window, and the sizes that are whole numbers of the call.
 Sizes plain_sizes(const std::vector<Operand>& operands, const std::vector<Argument>& arguments,
                   std::vector<std::string>& open) {
   Sizes sizes;
   for (size_t i = 0; i < operands.size(); ++i) {
     const Argument& argument = arguments[i];
     if (argument.floating && sizes.e == 0) sizes.e = static_cast<double>(argument.element_bytes);
+    if (operands[i].name == "exp_avg") sizes.e_avg = static_cast<double>(argument.element_bytes);
+    if (operands[i].name == "exp_avg_sq") sizes.e_sq = static_cast<double>(argument.element_bytes);
     if (operands[i].name == "dx") sizes.dx = argument.shape ? 1 : 0;
     if (operands[i].tensor) sizes.e_out = static_cast<double>(argument.element_bytes);
     const auto symbol = std::find(open.begin(), open.end(), operands[i].name);

@@ -14,6 +14,11 @@ FM_INLINE vu float_to_bf16(vf v) {
   const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return v == v ? rounded : (bits >> 16) | 0x40u;
 }
+// Up when what is cut off, in units of 2^-16 of the last place, and the word in [0, 2^16) reach 2^16 together. Of numbers >= 0.
+FM_INLINE vu float_to_bf16_by(vf v, vu words) {
+  const vu bits = (vu)v;
+  return v == v ? (bits + words) >> 16 : (bits >> 16) | 0x40u;
+}
 
 FM_INLINE vf load(const bf16* p) { return bf16_to_float(load_u16(&p->bits)); }
 FM_INLINE vf load(const f16* p) { return half_to_float(load_u16(&p->bits)); }

@@ -59,9 +59,23 @@ struct DecodeArgs {
   const int64_t *samples, *positions;
 };
 
-// adamw.h: the scalars of one AdamW step, made in double from the options by bind_adamw.cc.
+// adamw_rounding.h: the key, and which element of the global tensor each of a call's elements is. Element i has the number offset +
+// (first + i) / columns * row + (first + i) % columns. Without values: offset + i.
+struct RoundingArgs {
+  uint32_t k0 = 0, k1 = 0;
+  int64_t offset = 0, first = 0, columns = INT64_C(1) << 62, row = 0;
+};
+
+// adamw.h: the scalars of one AdamW step, made in double from the options by bind_adamw.cc. rounding: of exp_avg_sq in BF16.
 struct AdamWArgs {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;
+  RoundingArgs rounding = {};
+};
+
+// A moment of AdamW: n float32 or bfloat16 elements.
+struct Moment {
+  void* data;
+  DType dtype;
 };
 
 // Layer norm of contiguous (rows, cols); weight, bias, x and y have one dtype, mean and rstd are (rows) float32. RMS norm has

@@ -164,7 +164,9 @@ def whole_and_parts(world, directory: str, run) -> None:
 @pytest.mark.parametrize(("name", "changes"), [
     ("one", {}), ("tp2pp2", {}), ("tp2pp2", {"bf16": True}), ("tp2pp2", FP16), ("dp2", {"bf16": True}), ("dp2zero", {}),
     ("dp2zero", {"bf16": True}), ("dp2zero", FP16), ("tp2dp2zero", {"bf16": True}), ("tp2pp2dp2zero", {}),
-    ("tp2pp2dp2zero", {"sequence_parallel": True}), ("one", {"rampup_batch_size": (2, 2, 8)}),
+    ("tp2pp2dp2zero", {"sequence_parallel": True}),
+    ("tp2pp2dp2zero", {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
+    ("one", {"rampup_batch_size": (2, 2, 8)}),
 ], ids=lambda value: value if isinstance(value, str) else "-".join(value) or "fp32")
 def test_resuming_goes_on_with_the_same_bits(name, changes, tmp_path):
     ranks, layout = LAYOUTS[name]

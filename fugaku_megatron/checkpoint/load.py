@@ -94,7 +94,7 @@ def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Com
 
 
 def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, model: dict[str, Any] | None = None,
-                padded: Collection[str] = (), converts: bool = False) -> int:
+                padded: Collection[str] = (), converts: Collection[str] = ()) -> int:
     """Fill the tensors of `shards` in place; returns how many bytes this rank has read of files of tensors. Collective.
 
     `model`: values that the saved config's "model" must have too. padded, converts: see `Search`. Raises ValueError on all ranks,

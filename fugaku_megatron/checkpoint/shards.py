@@ -94,11 +94,12 @@ class Search:
     """Collects, from the records that pass by, those that this rank's shards need; it keeps no others.
 
     padded: names, of tensors of any kind, whose first dimension is rounded up to a multiple that depends on the layout; rows that
-    the checkpoint does not have stay as they are. converts: the shards may have another dtype than the checkpoint.
+    the checkpoint does not have stay as they are. converts: beginnings of keys whose shards may have another dtype than the
+    checkpoint.
     """
 
-    def __init__(self, shards: list[Shard], padded: Collection[str] = (), converts: bool = False) -> None:
-        self.shards, self.padded, self.converts = shards, frozenset(padded), converts
+    def __init__(self, shards: list[Shard], padded: Collection[str] = (), converts: Collection[str] = ()) -> None:
+        self.shards, self.padded, self.converts = shards, frozenset(padded), tuple(converts)
         self._found: dict[str, _Found] = {}
         self._pieces: dict[str, list[Piece]] = {}
         for shard in shards:
@@ -143,7 +144,7 @@ class Search:
         shape, own = tuple(found.global_shape), tuple(shard.global_shape)
         if len(shape) != len(own) or shape[first:] != own[first:]:
             raise ValueError(f"{shard.key}: global shape is {list(shape)} in {path}, {list(own)} in this run")
-        if found.dtype != needed["dtype"] and not self.converts:
+        if found.dtype != needed["dtype"] and not shard.key.startswith(self.converts):
             raise ValueError(f"{shard.key}: dtype is {found.dtype} in {path}, {needed['dtype']} in this run")
         held, wanted = _held(shard, found), _needed(shard, found)
         if held != wanted:

@@ -26,7 +26,7 @@ def load_weights(directory: str | os.PathLike, iteration: int, manifest: dict[st
     path, prefix = iteration_path(Path(directory), iteration), f"--load {directory}: "
     if comm.rank == 0 and (note := unsigned_note(manifest, path)):
         print(note)
-    search = Search(targets, padded, converts=True)
+    search = Search(targets, padded, converts=("",))
     for name, entry in manifest["files"].items():
         search.look(name, entry)
     plan = agree(comm, lambda: search.plan(path), prefix)

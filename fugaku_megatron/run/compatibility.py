@@ -25,6 +25,8 @@ COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
     "--dataloader-type": (1, "samples are read in their one order ('single')"),
     "--num-workers": (1, "one thread reads ahead"),
     "--optimizer": (1, "AdamW is the one optimizer"),
+    "--main-params-dtype": (1, "master weights are always in FP32"),
+    "--main-grads-dtype": (1, "gradients are always accumulated in FP32"),
     "--use-flash-attn": (0, "attention is always one kernel that keeps no scores"),
     "--attention-softmax-in-fp32": (0, "softmax is always in FP32"),
     "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer's number"),
@@ -75,6 +77,8 @@ COMPATIBILITY_CHOICES = {"--optimizer": ("adam",)}  # others are another run
 
 # flag -> (the values that change nothing here, why others are refused)
 ONLY: dict[str, tuple[tuple[str, ...], str]] = {
+    "--main-params-dtype": (("fp32",), "master weights are in FP32: give fp32"),
+    "--main-grads-dtype": (("fp32",), "gradients are accumulated in FP32: give fp32; --grad-reduce-in-bf16 halves what travels"),
     "--context-parallel-size": (("1",), "context parallelism is not built: give 1, and --sequence-parallel for long sequences"),
     "--dataloader-type": (("single",), "it draws another order, epoch by epoch, from torch's generator; here a sample's place is a "
                                        "function of the seed: give single"),

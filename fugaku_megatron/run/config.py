@@ -66,7 +66,7 @@ class BatchConfig:
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Number format of weights and activations; optimizer state and gradients are always FP32."""
+    """Number format of weights and activations; master weights and gradients are always FP32."""
 
     bf16: bool = opt(False, "weights and activations in BF16, FP32 master weights")
     fp16: bool = opt(False, "weights and activations in FP16, FP32 master weights, loss scaling")

@@ -148,8 +148,9 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     beside = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
     posted = posted_bytes(run, layout.tp, stage)
     travelling = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
-    saving = elements * FP32_BYTES * 3 // shards if run.output.save and run.output.async_save else 0  # weights and both moments
+    moments = run.optimizer.moment_bytes
+    saving = elements * (FP32_BYTES + moments) // shards if run.output.save and run.output.async_save else 0
     copies = 3 if run.system.cache_packed_weights else 1
     return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + travelling),
-                  optimizer=elements * FP32_BYTES * (3 if low else 2) // shards,
+                  optimizer=elements * (moments + (FP32_BYTES if low else 0)) // shards,
                   activations=live_bytes(run, layout, stage, held) + posted + beside, logits=logits, saving=saving)

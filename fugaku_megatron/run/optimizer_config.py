@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, hashed_once, opt
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+MOMENT_BYTES = {"fp32": 4, "bf16": 2}  # of an element, by the formats that are built
+MOMENT_DTYPES = (*MOMENT_BYTES, "fp16", "fp8")  # Megatron-LM's
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 
@@ -37,6 +39,12 @@ class OptimizerConfig:
     adam_beta1: float = opt(0.9, "decay of the first moment")
     adam_beta2: float = opt(0.999, "decay of the second moment")
     adam_eps: float = opt(1e-8, "added to the root of the second moment")
+    use_precision_aware_optimizer: bool = opt(False, "store AdamW's moments in the formats of --exp-avg-dtype and "
+                                              "--exp-avg-sq-dtype")
+    exp_avg_dtype: str = opt("fp32", "with --use-precision-aware-optimizer, the format in which the first moment is stored: fp32, "
+                             "or bf16, rounded to nearest; AdamW computes in FP32", choices=MOMENT_DTYPES)
+    exp_avg_sq_dtype: str = opt("fp32", "the same of the second moment: fp32, or bf16, rounded up or down at random so that its "
+                                "mean is right, the same in every layout", choices=MOMENT_DTYPES)
     override_opt_param_scheduler: bool = opt(False, "on resuming, learning rate and weight decay follow this command line; the "
                                              "default, too, which notes what differs from the checkpoint",
                                              aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"))
@@ -58,6 +66,7 @@ class OptimizerConfig:
         check_choices(self)
         self._check_learning_rate()
         self._check_weight_decay()
+        self._check_moments()
         keeps, anew = self.use_checkpoint_opt_param_scheduler, self.no_load_lr_state or self.no_load_optim
         check(not (self.override_opt_param_scheduler and keeps),
               "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: give one")
@@ -74,6 +83,19 @@ class OptimizerConfig:
               f"--lr-warmup-fraction is {self.lr_warmup_fraction}: give a number from 0 to 1")
         check(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters or self.lr_wsd_decay_samples,
               "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its decay: give one")
+
+    def _check_moments(self) -> None:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            value = getattr(self, name)
+            check(value in MOMENT_BYTES, f"{flag(name)} {value}: moments lie below the range of {value.upper()}, and the scale of "
+                  "each tensor that it needs is not built: give bf16 or fp32")
+            check(value == "fp32" or self.use_precision_aware_optimizer, f"{flag(name)} {value} needs "
+                  "--use-precision-aware-optimizer, as in Megatron-LM: give it, or fp32")
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of both of AdamW's moments of one parameter."""
+        return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
 
     def _check_one(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name)]

@@ -6,6 +6,7 @@ of each bucket. Left out: the update (`optim`), reductions (`buckets`), files (`
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,20 @@ class Range:
     end: int
     decayed: bool
     counted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which elements of its global tensor a piece of one parameter holds, whatever the layout, and that tensor's random numbers.
+
+    Element i of the piece is number offset + (first + i) // columns * row + (first + i) % columns. stream: see `random_stream`.
+    """
+
+    stream: int
+    offset: int
+    first: int
+    columns: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -112,6 +127,16 @@ class FlatParameters:
         inside = [(r, max(r.start, start), min(r.end, end)) for r in self._ranges]
         return [Range(a - start, b - start, r.decayed, r.counted) for r, a, b in inside if a < b]
 
+    def pieces(self, start: int, end: int) -> list[tuple[Range, Place]]:
+        """`ranges` cut where one parameter ends and the next begins."""
+        pieces = []
+        for parameter, begin in zip(self.parameters, self.starts, strict=True):
+            a, b = max(start, begin), min(end, begin + parameter.numel())
+            if a < b:
+                spec = parameter.spec
+                pieces.append((Range(a - start, b - start, spec.decayed, spec.counted), _place(parameter, a - begin)))
+        return pieces
+
     def _view(self, flat: Tensor, index: int) -> Tensor:
         parameter, start = self.parameters[index], self.starts[index]
         return flat[start : start + parameter.numel()].view(parameter.shape)
@@ -154,11 +179,24 @@ class FlatParameters:
         return shards
 
 
+def random_stream(parameter: nn.Parameter) -> int:
+    """The stream of a parameter's random numbers, one for both copies of a tied weight."""
+    return zlib.crc32(parameter.spec.init_name.encode())
+
+
+def _place(parameter: nn.Parameter, first: int) -> Place:
+    """That of a piece which begins at element `first` of this rank's slice."""
+    spec, split = parameter.spec, parameter.spec.partition_dim or 0
+    inside = math.prod(spec.shape[split + 1 :])
+    return Place(stream=random_stream(parameter), offset=spec.offset[split] * inside, first=first,
+                 columns=parameter.shape[split] * inside, row=spec.shape[split] * inside)
+
+
 def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
     """FP32 initial weights of this rank's slice, (parameter's shape): a function of the seed, the name and the global element."""
     spec, values = parameter.spec, torch.full(tuple(parameter.shape), parameter.spec.init_fill, dtype=torch.float32)
     rows, columns = spec.shape[-2:] if spec.init_std is not None else (0, 0)
     for index, matrix in enumerate(values.view(-1, *values.shape[-2:]) if columns else ()):  # of a gated product there are two
-        kernels.philox_normal(matrix, seed, zlib.crc32(spec.init_name.encode()), index * rows + spec.offset[-2], spec.offset[-1],
-                              columns, spec.init_std)
+        kernels.philox_normal(matrix, seed, random_stream(parameter), index * rows + spec.offset[-2], spec.offset[-1], columns,
+                              spec.init_std)
     return values

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +40,9 @@ class StepResult:
 class Part:
     """What this rank updates of a bucket: all of it, or its ZeRO-1 shard, n elements from `start` of the flat buffer.
 
-    master, exp_avg, exp_avg_sq: (n,) in FP32. low: the same elements of the model's weights, None where `master` is a view of them.
-    ranges: what lies in them, counted from `start`.
+    master: (n,) in FP32. exp_avg, exp_avg_sq: (n,) in the formats of --exp-avg-dtype and --exp-avg-sq-dtype. low: the same elements
+    of the model's weights, None where `master` is a view of them. ranges: what lies in them, counted from `start`. updates: what
+    each call of the kernel updates, and the arguments that tell it which elements these are, where exp_avg_sq is rounded.
     """
 
     start: int
@@ -49,6 +51,7 @@ class Part:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     ranges: list[Range]
+    updates: list[tuple[Range, dict[str, Any]]]
 
 
 class Optimizer:
@@ -70,8 +73,18 @@ class Optimizer:
 
     def _part(self, start: int, end: int) -> Part:
         own, fp32 = self.flat.values[start:end], self.run.precision.name == "fp32"
-        return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own,
-                     torch.zeros(end - start), torch.zeros(end - start), self.flat.ranges(start, end))
+        moments = [torch.zeros(end - start, dtype=PARAMETER_DTYPES[name])
+                   for name in (self.config.exp_avg_dtype, self.config.exp_avg_sq_dtype)]
+        ranges = self.flat.ranges(start, end)
+        return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own, *moments, ranges,
+                    self._updates(start, end, ranges))
+
+    def _updates(self, start: int, end: int, ranges: list[Range]) -> list[tuple[Range, dict[str, Any]]]:
+        """Long ranges, or single parameters where the rounding of exp_avg_sq depends on an element's place."""
+        if self.config.exp_avg_sq_dtype == "fp32":
+            return [(r, {}) for r in ranges]
+        seed = self.run.training.seed
+        return [(r, {"seed": seed, **asdict(place)}) for r, place in self.flat.pieces(start, end)]
 
     def zero_grad(self, microbatches: int = 1) -> None:
         """Before the first of an iteration's micro-batches."""
@@ -121,11 +134,11 @@ class Optimizer:
 
     def _adamw(self, part: Part, grads: Tensor, lr: float, weight_decay: float, grad_scale: float) -> None:
         config, adamw = self.config, self.ops.kernels.adamw
-        for r in part.ranges:
+        for r, place in part.updates:
             at = slice(r.start, r.end)
             adamw(part.master[at], grads[at], part.exp_avg[at], part.exp_avg_sq[at], lr=lr, beta1=config.adam_beta1,
                   beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0, step=self.steps,
-                  grad_scale=grad_scale, copy=None if part.low is None else part.low[at])
+                  grad_scale=grad_scale, copy=None if part.low is None else part.low[at], **place)
 
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
         """The records of weights and moments that this rank holds; `owned`: that this rank saves, so that each is saved once."""

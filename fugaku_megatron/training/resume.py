@@ -151,7 +151,7 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     source = resume.checkpoint.node or run.output.load
     lines = [f"resumed from {source} at iteration {trainer.progress.iteration}"]
     lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
-    lines += _layout_notes(trainer, resume)
+    lines += _layout_notes(trainer, resume) + _moment_notes(run, resume)
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
 
 
@@ -197,6 +197,16 @@ def _layout_notes(trainer: Trainer, resume: Resume) -> list[str]:
     before, after = (" x ".join(f"{LAYOUT_SIZES[name]} {sizes[name]}" for name in names) for sizes in (saved, now))
     notes = [f"note: saved with {before}, goes on with {after}"] if before != after else []
     return [*notes, *_batch_note(trainer, saved, resume.config), *_vocabulary_note(trainer, saved, resume.config)]
+
+
+def _moment_notes(run: RunConfig, resume: Resume) -> list[str]:
+    """Moments that the checkpoint holds in another format than this run; without a word of it there, in FP32."""
+    saved, notes = resume.config.get("optimizer", {}), []
+    for name in () if run.optimizer.no_load_optim else ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        now, before = getattr(run.optimizer, name), saved.get(name, "fp32")
+        change = "rounded to nearest" if now == "bf16" else "taken as they are"
+        notes += [f"note: {flag(name)} is {now}, was {before}: the checkpoint's values are {change}"] if now != before else []
+    return notes
 
 
 def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:

@@ -41,6 +41,7 @@ from .optim import PARAMETER_DTYPES, Optimizer
 from .param_schedule import ParamSchedule
 from .step import StepExecutor, StepShape
 
+WEIGHTS, MOMENTS = ("weight/",), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
 Watch = Callable[[StepExecutor], schedule.Executor]
 
 
@@ -280,17 +281,18 @@ class Trainer:
     def load(self, source: str | Checkpoint, weights_only: bool = False) -> dict[str, Any]:
         """Go on from a checkpoint of any layout, or from the latest one in a directory; returns its `state`. Collective.
 
-        weights_only: take its weights, of any dtype, and nothing else. Every shard is read by the rank that saves it; the ranks
-        that hold it too get it from that one. Raises ValueError on every rank for a checkpoint that is damaged, of another model
-        or of another program.
+        weights_only: take its weights, of any dtype, and nothing else. Moments may have another dtype as well. Every shard is read
+        by the rank that saves it; the ranks that hold it too get it from that one. Raises ValueError on every rank for a checkpoint
+        that is damaged, of another model or of another program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
         wanted, state = self.run.optimizer, checkpoint.state
         shards = [shard for shard in self.optimizer.checkpoint_shards(owned=True)
-                  if not (weights_only or wanted.no_load_optim) or shard.key.startswith("weight/")]
+                  if not (weights_only or wanted.no_load_optim) or shard.key.startswith(WEIGHTS)]
         # New rows of the vocabulary begin as those of a new run.
-        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), VOCABULARY, converts=weights_only)
+        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), VOCABULARY,
+                    converts=WEIGHTS if weights_only else MOMENTS)
         self.optimizer.after_load()
         if weights_only:
             return {}

@@ -61,12 +61,32 @@ void check_philox(int64_t n) {
   }
 }
 
+const AdamWArgs ADAMW{0.5f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f, {1234, 5, 7, 3, 11, 29}};
+
 void check_adamw(int64_t n) {
   compare("adamw", 2e-6f, 1e-7f, [&] {
     Floats param = random_floats(n, 5), grad = random_floats(n, 6), m = random_floats(n, 7), v = random_floats(n, 8);
     for (float& value : v) value = std::fabs(value);
-    kernels().adamw(param.data(), grad.data(), m.data(), v.data(), nullptr, DType::f32, n,
-                    {0.5f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f});
+    kernels().adamw(param.data(), grad.data(), {m.data(), DType::f32}, {v.data(), DType::f32}, nullptr, DType::f32, n,
+                    ADAMW);
+    param.insert(param.end(), m.begin(), m.end());
+    param.insert(param.end(), v.begin(), v.end());
+    return param;
+  });
+}
+
+// Where a sum lies within its last bit of a word, one target rounds up and the other down: a unit of BF16's last place, 2^-7.
+void check_adamw_bf16_moments(int64_t n) {
+  compare("adamw with bf16 moments", 0x1p-7f, 1e-7f, [&] {
+    Floats param = random_floats(n, 5), grad = random_floats(n, 6), m = random_floats(n, 7), v = random_floats(n, 8);
+    for (float& value : v) value = std::fabs(value);
+    std::vector<uint16_t> half_m(n), half_v(n);
+    kernels().convert(m.data(), DType::f32, half_m.data(), DType::bf16, n);
+    kernels().convert(v.data(), DType::f32, half_v.data(), DType::bf16, n);
+    kernels().adamw(param.data(), grad.data(), {half_m.data(), DType::bf16}, {half_v.data(), DType::bf16}, nullptr,
+                    DType::f32, n, ADAMW);
+    kernels().convert(half_m.data(), DType::bf16, m.data(), DType::f32, n);
+    kernels().convert(half_v.data(), DType::bf16, v.data(), DType::f32, n);
     param.insert(param.end(), m.begin(), m.end());
     param.insert(param.end(), v.begin(), v.end());
     return param;
@@ -138,6 +158,7 @@ void check_all() {
     check_reduce(n);
     check_philox(n);
     check_adamw(n);
+    check_adamw_bf16_moments(n);
   }
   for (int64_t s : {1, 17, 131}) check_attention(s, 6, NO_WINDOW);
   check_attention(61, 2, NO_WINDOW);

@@ -43,6 +43,7 @@ class Work {
   // Of whole numbers, whose checksum is that of the numbers times 2^-32.
   uint32_t* output_u32(int64_t n) { return static_cast<uint32_t*>(tensor(n, DType::i32, 0, false, true, ALL)); }
   // Both: read and written.
+  void* updated(int64_t n, DType type, float scale) { return tensor(n, type, scale, true, true, ALL); }
   float* updated_f32(int64_t n, float scale = 1, int64_t touched = ALL) {
     return static_cast<float*>(tensor(n, DType::f32, scale, true, true, touched));
   }

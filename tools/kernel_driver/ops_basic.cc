@@ -1,4 +1,6 @@
 // Ops of the families philox.h, elementwise.h, reduce.h and adamw.h.
+#include <cmath>
+
 #include "driver.h"
 
 namespace fm::driver {
@@ -56,12 +58,27 @@ void count_zeros(Work& w, const Shape& n) {
   w.run = [=, &w] { *count = static_cast<float>(kernels().count_zeros(x, w.dtype, n[0])); };
 }
 
+// Clears the signs of n elements.
+void make_positive(const Moment& moment, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (moment.dtype == DType::bf16) {
+      static_cast<bf16*>(moment.data)[i].bits &= 0x7fff;
+    } else {
+      static_cast<float*>(moment.data)[i] = std::fabs(static_cast<float*>(moment.data)[i]);
+    }
+  }
+}
+
+template <DType MOMENT>
 void adamw(Work& w, const Shape& n) {
-  float *param = w.updated_f32(n[0]), *m = w.updated_f32(n[0], 0.1f), *v = w.updated_f32(n[0], 0.1f);
+  float* param = w.updated_f32(n[0]);
+  const Moment m{w.updated(n[0], MOMENT, 0.1f), MOMENT}, v{w.updated(n[0], MOMENT, 0.01f), MOMENT};
+  make_positive(v, n[0]);
   const float* grad = w.input_f32(n[0]);
-  for (int64_t i = 0; i < n[0]; ++i) v[i] *= v[i];
+  w.sizes.e_avg = w.sizes.e_sq = MOMENT == DType::f32 ? 4 : 2;
   w.sizes.e_out = 0;  // no copy in half precision
-  const AdamWArgs args{1.0f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f};
+  // Elements of the middle columns of a matrix.
+  const AdamWArgs args{1.0f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f, {1234, 5, 7, 3, 300, 700}};
   w.run = [=] { kernels().adamw(param, grad, m, v, nullptr, DType::f32, n[0], args); };
 }
 
@@ -78,7 +95,8 @@ const Register all[] = {
     {{"squared_norm", "squared_norm", {65536}, squared_norm}},
     {{"count_zeros", "count_zeros", {65536}, count_zeros}},
     {{"sum_rows", "sum_rows", {4, 65536}, sum_rows}},
-    {{"adamw", "adamw", {65536}, adamw}},
+    {{"adamw", "adamw", {65536}, adamw<DType::f32>}},
+    {{"adamw_bf16_moments", "adamw", {65536}, adamw<DType::bf16>}},
 };
 
 }  // namespace
