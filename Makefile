@@ -94,8 +94,10 @@ train: setup $(DEMO)/corpus_text_document.idx
 lint: $(STAMPS)/test-packages
 	$(BIN)/ruff check .
 
-# Two files at a time, in the order of tests/conftest.py; a thread that waits leaves its core to the other file.
+# Two files at a time, in the order of tests/conftest.py; a thread that waits leaves its core to the other file. Hundreds of tests
+# start Python, some of them emulated: they find bytecode even where Python is told to write none.
 test: setup lint $(STAMPS)/openmpi
+	$(BIN)/python -m compileall -q fugaku_megatron benchmarks tests tools
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=30
 
 docs: setup $(STAMPS)/test-packages

@@ -7,11 +7,13 @@
 
 Four parts, each with a stamp of its own, so that a call after a failure goes on where the last one ended:
 host (apt packages of this machine), sysroot (arm64 Debian packages, unpacked and not installed), site (aarch64 wheels),
-python (the wrapper). Left out: chroots, binfmt, speed: emulated times mean nothing. Tested by tests/arm/test_env.py.
+python (the wrapper, and bytecode for the two before). Left out: chroots, binfmt, speed: emulated times mean nothing.
+Test: pytest tests/arm/test_env.py
 """
 
 from __future__ import annotations
 
+import compileall
 import hashlib
 import os
 import shutil
@@ -36,6 +38,7 @@ THEIRS = ("mpi4py==4.1.2", "typing_extensions==4.16.0", "filelock==4.2.11", "sym
           "networkx==3.6.1", "jinja2==3.1.6", "markupsafe==3.0.4", "fsspec==2026.9.0", "pluggy==1.7.0", "iniconfig==2.3.1",
           "packaging==26.3", "pygments==2.21.0")
 PLATFORMS = ("manylinux2014_aarch64", "manylinux_2_17_aarch64", "manylinux_2_27_aarch64", "manylinux_2_28_aarch64")
+IMPORTED = (f"sysroot/usr/lib/python{PYTHON}", "site")  # folders of what emulated Python imports
 
 WRAPPER = f"""#!/bin/sh
 # ARM Python under qemu-user as an A64FX; QEMU_CPU names another CPU. Made by tools/arm_env.py.
@@ -141,7 +144,9 @@ def make_site(folder: Path) -> None:
 
 
 def make_python(path: Path) -> None:
-    """The wrapper, tried out."""
+    """The wrapper, tried out; and bytecode, because emulated, Python takes long to compile what a start imports."""
+    for folder in IMPORTED:
+        compileall.compile_dir(path.parent / folder, quiet=2, workers=0)
     path.write_text(WRAPPER)
     path.chmod(0o755)
     machine = run("emulated Python", [str(path), "-c", "import platform, numpy; print(platform.machine())"]).strip()
@@ -200,7 +205,8 @@ def make_all() -> None:
 def parts() -> dict[str, tuple[str, Callable[[Path], None]]]:
     """Part of .arm/ -> (recipe, what makes it)."""
     site = repr((pinned(), THEIRS, PLATFORMS, SITECUSTOMIZE))
-    return {"sysroot": (repr(ROOT_PACKAGES), make_root), "site": (site, make_site), "python": (WRAPPER, make_python)}
+    return {"sysroot": (repr(ROOT_PACKAGES), make_root), "site": (site, make_site),
+            "python": (repr((WRAPPER, IMPORTED)), make_python)}
 
 
 def stamped(name: str, recipe: str) -> bool:
