@@ -32,24 +32,43 @@ FM_INLINE void store_square(bf16* p, vf v, int lanes, int64_t element, const Rou
   lanes == VL ? store_u16(&p->bits, bits) : store_u16_n(&p->bits, bits, lanes);
 }
 
-// M, V: float or bf16.
+// element: the number of element `begin`. M, V: float or bf16.
+template <class M, class V, class T>
+FM_INLINE void adamw_range(float* param, const float* grad, M* exp_avg, V* exp_avg_sq, T* copy, int64_t begin, int64_t end,
+                           int64_t element, const AdamWArgs& f) {
+  for_vector_groups<CHAINS>(begin, end, [&](auto count, int64_t first, int lanes) FM_INLINE_LAMBDA {
+    constexpr int N = decltype(count)::value;
+    vf m[N], v[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      const int64_t i = first + n * VL;
+      const vf g = load_lanes(grad + i, lanes) * f.grad_scale;
+      const vf m_old = load_lanes(exp_avg + i, lanes);
+      m[n] = m_old + (g - m_old) * f.one_minus_beta1;
+      v[n] = load_lanes(exp_avg_sq + i, lanes) * f.beta2 + g * g * f.one_minus_beta2;
+      store_lanes(exp_avg + i, m[n], lanes);
+      store_square(exp_avg_sq + i, v[n], lanes, element + i - begin, f.rounding);
+    }
+    sqrt_each(v);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) v[n] = v[n] * f.inverse_sqrt_correction + f.eps;
+    reciprocal_each(v);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      const int64_t i = first + n * VL;
+      const vf p = load_lanes(param + i, lanes) * f.decay - m[n] * f.step_size * v[n];
+      store_lanes(param + i, p, lanes);
+      if (copy) store_lanes(copy + i, p, lanes);
+    }
+  });
+}
+
 template <class M, class V, class T>
 static void adamw_of(float* param, const float* grad, M* exp_avg, V* exp_avg_sq, T* copy, int64_t n,
                      const AdamWArgs& f) {
   parallel_for(n, Tuning::GRAIN, [&](int64_t first, int64_t last) {
     for_consecutive(first, last, f.rounding, [&](int64_t begin, int64_t end, int64_t element) {
-      for_vectors(begin, end, [&](int64_t i, int lanes) {
-        const vf g = load_lanes(grad + i, lanes) * f.grad_scale;
-        const vf m_old = load_lanes(exp_avg + i, lanes);
-        const vf m = m_old + (g - m_old) * f.one_minus_beta1;
-        const vf v = load_lanes(exp_avg_sq + i, lanes) * f.beta2 + g * g * f.one_minus_beta2;
-        const vf p = load_lanes(param + i, lanes) * f.decay -
-                     m * f.step_size * reciprocal(sqrt(v) * f.inverse_sqrt_correction + f.eps);
-        store_lanes(exp_avg + i, m, lanes);
-        store_square(exp_avg_sq + i, v, lanes, element + i - begin, f.rounding);
-        store_lanes(param + i, p, lanes);
-        if (copy) store_lanes(copy + i, p, lanes);
-      });
+      adamw_range(param, grad, exp_avg, exp_avg_sq, copy, begin, end, element, f);
     });
   });
 }

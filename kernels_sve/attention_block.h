@@ -211,13 +211,24 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
 // keep, for BLOCK queries from q0 against BLOCK keys from k0.
 template <class P>
 static void block_dropout(const HeadDropout& dropout, const BackwardBlock<P>& m) {
-  for (int64_t r = 0; r < BLOCK; ++r) {
-    const uint32_t row = dropout.row0 + static_cast<uint32_t>(m.q0 + r);
-    for_philox_row(dropout.key, dropout.sample, row, m.k0, BLOCK, [&](const vu* words, int64_t i, int v) {
-      store(reinterpret_cast<uint32_t*>(m.keep) + (i / LANES * BLOCK + r) * LANES + i % LANES,
-            (vu)(words[v] >= dropout.threshold));
-    });
-  }
+  constexpr int BLOCKS = BLOCK / PHILOX_BLOCK + 1, ROWS = 2, VECTORS = BLOCKS * BLOCK_VECTORS;
+  static_assert(BLOCK % PHILOX_BLOCK == PHILOX_BLOCK / 2 && BLOCK % ROWS == 0, "k0 begins a block of Philox or its second half");
+  const auto keep = [&](auto offset) FM_INLINE_LAMBDA {
+    constexpr int FIRST = decltype(offset)::value / VL;
+    for (int64_t r = 0; r < BLOCK; r += ROWS) {
+      vu words[ROWS * VECTORS];
+      philox_words<BLOCKS, ROWS>(dropout.key, dropout.sample, dropout.row0 + static_cast<uint32_t>(m.q0 + r),
+                                 static_cast<uint32_t>(m.k0 / PHILOX_BLOCK), words);
+#pragma GCC unroll 64
+      for (int v = 0; v < ROWS * (BLOCK / VL); ++v) {
+        const int64_t row = r + v / (BLOCK / VL), i = v % (BLOCK / VL) * VL;
+        const vu word = words[v / (BLOCK / VL) * VECTORS + FIRST + v % (BLOCK / VL)];
+        store(reinterpret_cast<uint32_t*>(m.keep) + (i / LANES * BLOCK + row) * LANES + i % LANES,
+              (vu)(word >= dropout.threshold));
+      }
+    }
+  };
+  m.k0 % PHILOX_BLOCK ? keep(Count<PHILOX_BLOCK / 2>()) : keep(Count<0>());
 }
 
 }  // namespace fm::FM_TARGET

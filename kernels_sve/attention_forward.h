@@ -12,7 +12,7 @@
 namespace fm::FM_TARGET {
 
 constexpr int64_t BLOCK = Tuning::ATTENTION_BLOCK, KEY_BLOCK = Tuning::KEY_BLOCK;
-constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+constexpr float LN_2 = 0.693147181f;
 
 static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
 static_assert(KEY_BLOCK >= LANES + ATTENTION_MR, "in the first round every query sees a key of its window");
@@ -142,19 +142,35 @@ static void drop_scores(const HeadDropout& dropout, QueryBlock<P>& q, int64_t k0
   };
   for (int64_t column = k0 / PHILOX_BLOCK * PHILOX_BLOCK; column < k0 + rows; column = next(column)) {
     const int64_t r = column - k0;  // below 0 where a window begins inside a block
-    for (int v = 0; v < ATTENTION_NV; ++v) {
-      if (column >= q.first + (v + 1) * VL) continue;  // hidden from all queries of this vector
-      const vu mask_row = (vu)q.position[v] + dropout.row0;
-      const uint32_t call = static_cast<uint32_t>(column / PHILOX_BLOCK * PHILOX_CALLS + column % PHILOX_BLOCK);
-      vu word[4] = {broadcast(call), mask_row, broadcast(static_cast<uint32_t>(dropout.sample)),
-                    broadcast(static_cast<uint32_t>(dropout.sample >> 32))};
-      philox(word, dropout.key);
+    const uint32_t call = static_cast<uint32_t>(column / PHILOX_BLOCK * PHILOX_CALLS + column % PHILOX_BLOCK);
+    const auto drop = [&](auto count, int first) FM_INLINE_LAMBDA {  // vectors [first, first + N)
+      constexpr int N = decltype(count)::value;
+      vu words[N][4];
+#pragma GCC unroll 3
+      for (int v = 0; v < N; ++v) {
+        words[v][0] = broadcast(call);
+        words[v][1] = (vu)q.position[first + v] + dropout.row0;
+        words[v][2] = broadcast(static_cast<uint32_t>(dropout.sample));
+        words[v][3] = broadcast(static_cast<uint32_t>(dropout.sample >> 32));
+      }
+      philox_sets<N>(words, dropout.key);
 #pragma GCC unroll 4
       for (int w = 0; w < 4; ++w) {
         const int64_t row = r + w * PHILOX_CALLS;
-        float* p = q.score + row * LANES + v * VL;
-        if (row >= 0 && row < rows) store_aligned(p, word[w] >= dropout.threshold ? load_aligned(p) : vf{});
+        if (row < 0 || row >= rows) continue;
+#pragma GCC unroll 3
+        for (int v = 0; v < N; ++v) {
+          float* p = q.score + row * LANES + (first + v) * VL;
+          store_aligned(p, words[v][w] >= dropout.threshold ? load_aligned(p) : vf{});
+        }
       }
+    };
+    if (Tuning::PHILOX_SETS >= ATTENTION_NV && column < q.first + VL) {
+      drop(Count<ATTENTION_NV>(), 0);
+      continue;
+    }
+    for (int v = 0; v < ATTENTION_NV; ++v) {
+      if (column < q.first + (v + 1) * VL) drop(Count<1>(), v);  // else hidden from all queries of this vector
     }
   }
 }

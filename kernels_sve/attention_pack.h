@@ -90,11 +90,11 @@ static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, 
       for (int i = 0; i < P::STEP; ++i) {
         if (r + i + VL < x.s) prefetch(x.row(r + i + VL) + c);
       }
-      alignas(FM_VECTOR_BYTES) float words[VL];
-      store_aligned(words, column_words<P>(x, r, c));
-      for (int64_t i = 0; i < VL && c + i < d_padded; i += ATTENTION_MR) {
-        __builtin_memcpy(out + (c + i) / ATTENTION_MR * panel + r / P::STEP * ATTENTION_MR, words + i,
-                         ATTENTION_MR * sizeof(float));
+      const vf words = column_words<P>(x, r, c);
+      float* to = reinterpret_cast<float*>(out) + c / ATTENTION_MR * panel + r / P::STEP * ATTENTION_MR;
+#pragma GCC unroll 4
+      for (int q = 0; q < VL / ATTENTION_MR; ++q) {
+        if (c + q * ATTENTION_MR < d_padded) store_part<ATTENTION_MR>(to + q * panel, words, q);
       }
     }
   }

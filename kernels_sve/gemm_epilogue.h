@@ -6,28 +6,30 @@
 
 namespace fm::FM_TARGET {
 
-FM_INLINE vf gelu_sigmoid(vf x) { return reciprocal(1.0f + exp(-GELU_SCALE * (x + GELU_CUBE * (x * x * x)))); }
-FM_INLINE vf gelu(vf x) { return x * gelu_sigmoid(x); }
-FM_INLINE vf gelu_derivative(vf x) {
-  const vf s = gelu_sigmoid(x);
-  const vf slope = GELU_SCALE + (3.0f * GELU_SCALE * GELU_CUBE) * (x * x);
-  // Where s is 0 or 1 the second term is 0, also when x * slope overflows.
-  const vf t = s * (1.0f - s);
-  return s + (t == 0.0f ? t : x * slope * t);
-}
-
 FM_INLINE bool has_epilogue(const GemmArgs& g) { return g.bias || g.pre || g.gelu || g.gelu_input || g.residual; }
 
-// One vector of C at (row, col), `lanes` of it valid.
-template <class T>
-FM_INLINE vf epilogue(const GemmArgs& g, vf v, int64_t row, int64_t col, int lanes) {
-  if (g.bias) v += load_lanes(static_cast<const T*>(g.bias) + col, lanes);
-  if (g.pre) store_lanes(static_cast<T*>(g.pre) + row * g.pre_row + col, v, lanes);
-  if (g.gelu) v = gelu(v);
-  if (g.gelu_input)
-    v *= gelu_derivative(load_lanes(static_cast<const T*>(g.gelu_input) + row * g.gelu_input_row + col, lanes));
-  if (g.residual) v += load_lanes(static_cast<const T*>(g.residual) + row * g.residual_row + col, lanes);
-  return v;
+// R rows of K vectors of C from (row, col) on; the vectors have `lanes` valid lanes.
+template <class T, int R, int K>
+FM_INLINE void epilogue(const GemmArgs& g, vf (&v)[R * K], int64_t row, int64_t col, int lanes) {
+  const auto for_all = [&](auto* p, int64_t stride, const auto& body) FM_INLINE_LAMBDA {
+#pragma GCC unroll 16
+    for (int n = 0; n < R * K; ++n) body(n, p + (row + n / K) * stride + col + n % K * VL);
+  };
+  if (g.bias) for_all(static_cast<const T*>(g.bias), 0, [&](int n, const T* p) { v[n] += load_lanes(p, lanes); });
+  if (g.pre) for_all(static_cast<T*>(g.pre), g.pre_row, [&](int n, T* p) { store_lanes(p, v[n], lanes); });
+  if (g.gelu) gelu_each(v);
+  if (g.gelu_input) {
+    vf x[R * K];
+    for_all(static_cast<const T*>(g.gelu_input), g.gelu_input_row,
+            [&](int n, const T* p) { x[n] = load_lanes(p, lanes); });
+    gelu_derivative_each(x);
+#pragma GCC unroll 16
+    for (int n = 0; n < R * K; ++n) v[n] *= x[n];
+  }
+  if (g.residual) {
+    for_all(static_cast<const T*>(g.residual), g.residual_row,
+            [&](int n, const T* p) { v[n] += load_lanes(p, lanes); });
+  }
 }
 
 // tile: rows x COLUMNS sums of the last block of k. partial: the sums of the blocks before, or null.
@@ -35,12 +37,24 @@ template <class T, int COLUMNS>
 static void finish_tile(const GemmArgs& g, const float* tile, const float* partial, int64_t partial_row, int64_t row,
                         int64_t rows, int64_t col, int64_t cols) {
   T* c = static_cast<T*>(g.c) + row * g.c_row + col;
-  for (int64_t r = 0; r < rows; ++r) {
-    for_vectors(0, cols, [&](int64_t j, int lanes) {
-      vf v = load_aligned(tile + r * COLUMNS + j);
-      if (partial) v += load_lanes(partial + r * partial_row + j, lanes);
-      store_lanes(c + r * g.c_row + j, epilogue<T>(g, v, row + r, col + j, lanes), lanes);
-    });
+  const auto finish = [&](auto row_count, auto count, int64_t r, int64_t j, int lanes) FM_INLINE_LAMBDA {
+    constexpr int R = decltype(row_count)::value, K = decltype(count)::value;
+    vf v[R * K];
+#pragma GCC unroll 16
+    for (int n = 0; n < R * K; ++n) {
+      const int64_t i = r + n / K, at = j + n % K * VL;
+      v[n] = load_aligned(tile + i * COLUMNS + at);
+      if (partial) v[n] += load_lanes(partial + i * partial_row + at, lanes);
+    }
+    epilogue<T, R, K>(g, v, row + r, col + j, lanes);
+#pragma GCC unroll 16
+    for (int n = 0; n < R * K; ++n) store_lanes(c + (r + n / K) * g.c_row + j + n % K * VL, v[n], lanes);
+  };
+  constexpr int VECTORS = COLUMNS / VL, TOGETHER = CHAINS > VECTORS ? CHAINS / VECTORS : 1;
+  int64_t r = 0;
+  for (; cols == COLUMNS && r + TOGETHER <= rows; r += TOGETHER) finish(Count<TOGETHER>(), Count<VECTORS>(), r, 0, VL);
+  for (; r < rows; ++r) {
+    for_vectors(0, cols, [&](int64_t j, int lanes) { finish(Count<1>(), Count<1>(), r, j, lanes); });
   }
 }
 

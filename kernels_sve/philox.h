@@ -33,17 +33,34 @@ FM_INLINE void philox_sets(vu c[N][4], PhiloxKey key) {
 
 FM_INLINE void philox(vu c[4], PhiloxKey key) { philox_sets<1>(reinterpret_cast<vu(*)[4]>(c), key); }
 
-constexpr int BLOCK_VECTORS = PHILOX_BLOCK / VL;
+constexpr int BLOCK_VECTORS = PHILOX_BLOCK / VL, BLOCK_SETS = PHILOX_CALLS / VL;
+// Blocks whose sets of counters are worked on together.
+constexpr int PHILOX_BLOCKS = Tuning::PHILOX_SETS > BLOCK_SETS ? Tuning::PHILOX_SETS / BLOCK_SETS : 1;
 
-// The words of columns [64 * block, 64 * block + 64): words[v] holds columns 64 * block + v * VL + lane.
-FM_INLINE void philox_words(PhiloxKey key, uint64_t sample, uint32_t row, uint32_t block, vu words[BLOCK_VECTORS]) {
+// The words of columns [64 * block, 64 * (block + BLOCKS)) of ROWS rows, one row after the other: words[v] of the first holds
+// columns 64 * block + v * VL + lane.
+template <int BLOCKS, int ROWS = 1>
+FM_INLINE void philox_words(PhiloxKey key, uint64_t sample, uint32_t row, uint32_t block,
+                            vu (&words)[ROWS * BLOCKS * BLOCK_VECTORS]) {
+  constexpr int OF_ROW = BLOCKS * BLOCK_SETS, SETS = ROWS * OF_ROW;
+  constexpr int TOGETHER = SETS < Tuning::PHILOX_SETS ? SETS : Tuning::PHILOX_SETS;
+#pragma GCC unroll 8
+  for (int first = 0; first < SETS; first += TOGETHER) {
+    vu c[TOGETHER][4];
 #pragma GCC unroll 4
-  for (int part = 0; part < PHILOX_CALLS / VL; ++part) {
-    vu c[4] = {lane_index() + (block * PHILOX_CALLS + part * VL), broadcast(row),
-               broadcast(static_cast<uint32_t>(sample)), broadcast(static_cast<uint32_t>(sample >> 32))};
-    philox(c, key);
+    for (int i = 0; i < TOGETHER; ++i) {
+      c[i][0] = lane_index() + (block * PHILOX_CALLS + (first + i) % OF_ROW * VL);
+      c[i][1] = broadcast(row + (first + i) / OF_ROW);
+      c[i][2] = broadcast(static_cast<uint32_t>(sample));
+      c[i][3] = broadcast(static_cast<uint32_t>(sample >> 32));
+    }
+    philox_sets<TOGETHER>(c, key);
 #pragma GCC unroll 4
-    for (int word = 0; word < 4; ++word) words[word * (PHILOX_CALLS / VL) + part] = c[word];
+    for (int i = 0; i < TOGETHER; ++i) {
+      const int set = first + i, at = set / BLOCK_SETS * BLOCK_VECTORS + set % BLOCK_SETS;
+#pragma GCC unroll 4
+      for (int word = 0; word < 4; ++word) words[at + word * BLOCK_SETS] = c[i][word];
+    }
   }
 }
 
@@ -52,7 +69,7 @@ FM_INLINE void philox_words(PhiloxKey key, uint64_t sample, uint32_t row, uint32
 FM_INLINE void philox_keep_bits(PhiloxKey key, uint64_t sample, uint32_t row, uint32_t block, uint32_t threshold,
                                 vi keep[BLOCK_VECTORS]) {
   vu words[BLOCK_VECTORS];
-  philox_words(key, sample, row, block, words);
+  philox_words<1>(key, sample, row, block, words);
 #pragma GCC unroll 16
   for (int v = 0; v < BLOCK_VECTORS; ++v) keep[v] = words[v] >= threshold;
 }
@@ -64,7 +81,7 @@ template <class F>
 FM_INLINE void for_philox_row(PhiloxKey key, uint64_t sample, uint32_t row, int64_t col0, int64_t cols, const F& body) {
   for (int64_t block = col0 / PHILOX_BLOCK; block * PHILOX_BLOCK < col0 + cols; ++block) {
     vu words[BLOCK_VECTORS];
-    philox_words(key, sample, row, static_cast<uint32_t>(block), words);
+    philox_words<1>(key, sample, row, static_cast<uint32_t>(block), words);
     for (int v = 0; v < BLOCK_VECTORS; ++v) {
       const int64_t i = block * PHILOX_BLOCK + v * VL - col0;
       if (i > -VL && i < cols) body(words, i, v);
@@ -85,22 +102,41 @@ FM_INLINE void map_columns(const T* x, T* out, int64_t i, int64_t cols, const F&
   for (int l = first; l < end; ++l) out[i + l] = lanes[l];
 }
 
+// Columns [0, cols) of a row that begins at column col0: whole blocks together, the edges one by one.
+template <class T>
+FM_INLINE void dropout_row(const DropoutArgs& a, PhiloxKey key, uint64_t sample, uint32_t row, const T* from, T* to) {
+  const uint32_t threshold = dropout_threshold(a.p);
+  const float scale = 1.0f / (1.0f - a.p);
+  const auto edge = [&](int64_t begin, int64_t end) {
+    for_philox_row(key, sample, row, a.key.col0 + begin, end - begin, [&](const vu* words, int64_t i, int v) {
+      map_columns(from + begin, to + begin, i, end - begin,
+                  [&](vf value) { return words[v] >= threshold ? value * scale : vf{}; });
+    });
+  };
+  constexpr int VECTORS = PHILOX_BLOCKS * BLOCK_VECTORS;
+  const int64_t first = min(a.cols, (PHILOX_BLOCK - a.key.col0 % PHILOX_BLOCK) % PHILOX_BLOCK);
+  int64_t i = first;
+  if (first) edge(0, first);
+  for (; i + VECTORS * VL <= a.cols; i += VECTORS * VL) {
+    vu words[VECTORS];
+    philox_words<PHILOX_BLOCKS>(key, sample, row, static_cast<uint32_t>((a.key.col0 + i) / PHILOX_BLOCK), words);
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; ++v) {
+      store(to + i + v * VL, words[v] >= threshold ? load(from + i + v * VL) * scale : vf{});
+    }
+  }
+  if (i < a.cols) edge(i, a.cols);
+}
+
 template <class T>
 static void dropout_of(const T* x, T* out, const DropoutArgs& a) {
   const PhiloxKey key = philox_key(a.key.seed, a.key.stream);
-  const uint32_t threshold = dropout_threshold(a.p);
-  const float scale = 1.0f / (1.0f - a.p);
   const int64_t rows = a.outer * a.samples * a.inner;
   parallel_for(rows, 1 + Tuning::GRAIN / (a.cols + 1), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t sample = a.key.first_sample + r / a.inner % a.samples;
       const int64_t row = a.key.row0 + r / (a.inner * a.samples) * a.inner + r % a.inner;
-      const T* from = x + r * a.cols;
-      T* to = out + r * a.cols;
-      for_philox_row(
-          key, sample, static_cast<uint32_t>(row), a.key.col0, a.cols, [&](const vu* words, int64_t i, int v) {
-            map_columns(from, to, i, a.cols, [&](vf value) { return words[v] >= threshold ? value * scale : vf{}; });
-          });
+      dropout_row(a, key, sample, static_cast<uint32_t>(row), x + r * a.cols, out + r * a.cols);
     }
   });
 }

@@ -8,11 +8,6 @@ namespace fm::FM_TARGET {
 constexpr int ROW_BLOCK = Tuning::ROW_BLOCK;
 constexpr int64_t ROW_CHUNKS = Tuning::ROW_CHUNKS, COLUMN_BLOCK = Tuning::COLUMN_BLOCK;
 
-template <int R>
-struct Count {
-  static constexpr int value = R;
-};
-
 // body(Count<R>, first row) for the blocks of [begin, end); begin must be a multiple of ROW_BLOCK, so that a row is in
 // the same kind of block whatever the ranges are.
 template <class F>

@@ -19,8 +19,11 @@
 //                                           bits from memory in all of them; every second doubleword of a, then of b
 //   fma_halves(a, b, sum) broadcast_half(h)   only where FM_HAS_HALF_ARITHMETIC: a b + sum on the two binary16 numbers in each
 //                                           lane of vu, rounded once to binary16; h in all of them
-//   exp2_each(v[N])                         2^v in place for v <= 0: 0 below -126, NaN stays; N chains side by side
-//   fast_max(a, b)                          one instruction; which of a NaN and a number it returns is open
+//   exp2_each(v[N]) reciprocal_each(v[N]) sqrt_each(v[N])   2^v for v <= 127 (0 below -127, NaN stays), reciprocal and root, in
+//                                           place; N chains side by side, written stage by stage: GCC keeps the order of the
+//                                           source on A64FX, whose window is too short to find the next chain
+//   fast_max(a, b) fast_min(a, b)           one instruction; a NaN in b is returned, of one in a that is open
+//   store_part<N>(p, v, q)                  lanes [q N, q N + N)
 //   mul_high(v, m)                          upper 32 bits of the 64-bit products
 #pragma once
 #include <cstdint>
@@ -30,6 +33,7 @@
 #include "tuning.h"
 
 #define FM_INLINE static inline __attribute__((always_inline))
+#define FM_INLINE_LAMBDA __attribute__((always_inline))  // after a lambda's parameters: a long one that is called twice
 
 #if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && FM_VECTOR_BYTES > 16
 #include <arm_sve.h>
@@ -43,6 +47,7 @@ namespace fm::FM_TARGET {
 
 constexpr int VL = FM_VECTOR_BYTES / 4;
 using Tuning = tuning::FM_TARGET;
+constexpr int CHAINS = Tuning::CHAINS;
 
 typedef float vf __attribute__((vector_size(FM_VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(FM_VECTOR_BYTES)));

@@ -4,13 +4,14 @@
 
 namespace fm::FM_TARGET {
 
+constexpr float LOG2_E = 1.44269504f;
 constexpr float EXP_LOW = -87.336545f;  // ln of the smallest normal number
 constexpr float EXP_HIGH = 88.722836f;  // ln of the largest number
 
 #ifndef FM_HAS_EXP
 FM_INLINE vf exp(vf x) {
   constexpr float SHIFT = 0x1.8p23f;
-  const vf shifted = x * 1.44269504f + SHIFT;
+  const vf shifted = x * LOG2_E + SHIFT;
   const vf n = shifted - SHIFT;
   const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
   vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -49,6 +50,43 @@ FM_INLINE void exp2_each(vf (&v)[N]) {
 
 #ifndef FM_HAS_FAST_MAX
 FM_INLINE vf fast_max(vf a, vf b) { return max(a, b); }
+FM_INLINE vf fast_min(vf a, vf b) { return min(a, b); }
+#endif
+
+#ifndef FM_HAS_NEWTON_STEPS
+template <int N>
+FM_INLINE void reciprocal_each(vf (&v)[N]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = reciprocal(v[i]);
+}
+template <int N>
+FM_INLINE void sqrt_each(vf (&v)[N]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = sqrt(v[i]);
+}
+#endif
+
+// 1 / (1 + 2^v) in place, which is sigma(x) for v = -x log2(e): 0 below 2.4e-38, so that no denormal depends on the mode of the
+// thread, and NaN stays. N chains of some twenty dependent instructions side by side.
+template <int N>
+FM_INLINE void sigmoid_each(vf (&v)[N]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = fast_min(broadcast(125.0f), v[i]);
+  exp2_each(v);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = v[i] + 1.0f;
+  reciprocal_each(v);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = v[i] < 2.4e-38f ? vf{} : v[i];
+}
+
+#ifndef FM_HAS_STORE_PART
+template <int N>
+FM_INLINE void store_part(float* p, vf v, int q) {
+  alignas(FM_VECTOR_BYTES) float words[VL];
+  store_aligned(words, v);
+  __builtin_memcpy(p, words + q * N, N * sizeof(float));
+}
 #endif
 
 // Natural logarithm of positive normal numbers.

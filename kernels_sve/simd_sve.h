@@ -44,21 +44,76 @@ FM_INLINE vf even_doublewords(vf a, vf b) { return (vf)svreinterpret_f32_f64(svu
 FM_INLINE vf odd_doublewords(vf a, vf b) { return (vf)svreinterpret_f32_f64(svuzp2_f64(doublewords(a), doublewords(b))); }
 #endif
 
+// Chains that take a stage with a further register each: of 8, with the caller's 8 values, not all fit 32 registers.
+constexpr int half_of_chains(int chains) { return chains == 8 ? 4 : chains; }
+
 // 8-bit estimate, then Newton steps of 16 and 32 bits.
+#define FM_HAS_NEWTON_STEPS
+template <int N>
+FM_INLINE void reciprocal_each(vf (&v)[N]) {
+  constexpr int HALF = half_of_chains(N);
+  vf e[N], step[HALF];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) e[i] = (vf)svrecpe_f32((svfloat32_t)v[i]);
+#pragma GCC unroll 4
+  for (int times = 0; times < 2; ++times) {
+#pragma GCC unroll 4
+    for (int first = 0; first < N; first += HALF) {
+#pragma GCC unroll 16
+      for (int i = 0; i < HALF; ++i) {
+        step[i] = (vf)svrecps_f32((svfloat32_t)v[first + i], (svfloat32_t)e[first + i]);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < HALF; ++i) e[first + i] = e[first + i] * step[i];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = e[i];
+}
+template <int N>
+FM_INLINE void rsqrt_each(vf (&v)[N]) {
+  vf e[N], step[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) e[i] = (vf)svrsqrte_f32((svfloat32_t)v[i]);
+#pragma GCC unroll 2
+  for (int times = 0; times < 2; ++times) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) step[i] = v[i] * e[i];
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) step[i] = (vf)svrsqrts_f32((svfloat32_t)step[i], (svfloat32_t)e[i]);
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) e[i] = e[i] * step[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = e[i];
+}
+template <int N>
+FM_INLINE void sqrt_each(vf (&v)[N]) {
+  vf e[N], s[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) e[i] = v[i];
+  rsqrt_each(e);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) s[i] = v[i] * e[i];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) e[i] = s[i] + (v[i] - s[i] * s[i]) * (0.5f * e[i]);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = v[i] == 0.0f || v[i] == __builtin_inff() ? v[i] : e[i];
+}
 FM_INLINE vf reciprocal(vf v) {
-  vf e = (vf)svrecpe_f32((svfloat32_t)v);
-  e = e * (vf)svrecps_f32((svfloat32_t)v, (svfloat32_t)e);
-  return e * (vf)svrecps_f32((svfloat32_t)v, (svfloat32_t)e);
+  vf one[1] = {v};
+  reciprocal_each(one);
+  return one[0];
 }
 FM_INLINE vf rsqrt(vf v) {
-  vf e = (vf)svrsqrte_f32((svfloat32_t)v);
-  e = e * (vf)svrsqrts_f32((svfloat32_t)(v * e), (svfloat32_t)e);
-  return e * (vf)svrsqrts_f32((svfloat32_t)(v * e), (svfloat32_t)e);
+  vf one[1] = {v};
+  rsqrt_each(one);
+  return one[0];
 }
 FM_INLINE vf sqrt(vf v) {
-  const vf e = rsqrt(v), s = v * e;
-  const vf root = s + (v - s * s) * (0.5f * e);
-  return v == 0.0f || v == __builtin_inff() ? v : root;
+  vf one[1] = {v};
+  sqrt_each(one);
+  return one[0];
 }
 FM_INLINE vu mul_high(vu v, uint32_t m) { return (vu)svmulh_n_u32_x(svptrue_b32(), (svuint32_t)v, m); }
 
@@ -80,26 +135,39 @@ FM_INLINE vf exp(vf x) {
 template <int N>
 FM_INLINE void exp2_each(vf (&v)[N]) {
   constexpr float SHIFT = 0x1.803f8p17f;  // 1.5 * 2^17 + 127
-  vf shifted[N], p[N];
+  constexpr int HALF = half_of_chains(N);
+  vf shifted[N], p[HALF];
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) v[i] = (vf)svmax_n_f32_x(svptrue_b32(), (svfloat32_t)v[i], -127.0f);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) shifted[i] = v[i] + SHIFT;
+#pragma GCC unroll 4
+  for (int first = 0; first < N; first += HALF) {
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) p[i] = shifted[i] - SHIFT;
+    for (int i = 0; i < HALF; ++i) p[i] = shifted[first + i] - SHIFT;
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) v[i] = v[i] - p[i];
+    for (int i = 0; i < HALF; ++i) v[first + i] = v[first + i] - p[i];
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) p[i] = v[i] * 0x1.ebfc92p-3f + 0x1.62e486p-1f;
+    for (int i = 0; i < HALF; ++i) p[i] = v[first + i] * 0x1.ebfc92p-3f + 0x1.62e486p-1f;
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) shifted[i] = (vf)svexpa_f32((svuint32_t)(vu)shifted[i]);
+    for (int i = first; i < first + HALF; ++i) shifted[i] = (vf)svexpa_f32((svuint32_t)(vu)shifted[i]);
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) v[i] = v[i] * shifted[i];
+    for (int i = first; i < first + HALF; ++i) v[i] = v[i] * shifted[i];
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) v[i] = v[i] * p[i] + shifted[i];
+    for (int i = 0; i < HALF; ++i) v[first + i] = v[first + i] * p[i] + shifted[first + i];
+  }
 }
 
 #define FM_HAS_FAST_MAX
 FM_INLINE vf fast_max(vf a, vf b) { return (vf)svmax_f32_x(svptrue_b32(), (svfloat32_t)a, (svfloat32_t)b); }
+FM_INLINE vf fast_min(vf a, vf b) { return (vf)svmin_f32_x(svptrue_b32(), (svfloat32_t)a, (svfloat32_t)b); }
+
+// A store of the part's lanes where they would lie in a whole vector: no shuffle and no way through memory.
+#define FM_HAS_STORE_PART
+template <int N>
+FM_INLINE void store_part(float* p, vf v, int q) {
+  const svbool_t lanes = svbic_b_z(svptrue_b32(), first_lanes((q + 1) * N), first_lanes(q * N));
+  svst1_f32(lanes, p - q * N, (svfloat32_t)v);
+}
 
 }  // namespace fm::FM_TARGET

@@ -59,6 +59,20 @@ FM_INLINE void for_vectors(int64_t begin, int64_t end, const F& body) {
   if (i < end) body(i, static_cast<int>(end - i));
 }
 
+// A number as a type: what a generic lambda takes to fix the size of its arrays.
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// Runs body(Count<N>(), i, VL) over [begin, end) for groups of N vectors from i on, then body(Count<1>(), i, lanes) for the rest.
+template <int N, class F>
+FM_INLINE void for_vector_groups(int64_t begin, int64_t end, const F& body) {
+  int64_t i = begin;
+  for (; i + N * VL <= end; i += N * VL) body(Count<N>(), i, VL);
+  for_vectors(i, end, [&](int64_t j, int lanes) { body(Count<1>(), j, lanes); });
+}
+
 // load and store that take the whole vector when the caller's lane count says so: after inlining into for_vectors the
 // test is gone.
 template <class T>

@@ -49,6 +49,10 @@ struct Common {
   // values stay in L1.
   static constexpr int64_t DECODE_SLOTS = 128;
 
+  // Independent elementary functions side by side: 4 for 16 registers, 8 for 32, where a chain of some twenty dependent operations
+  // of 9 cycles takes 13 cycles a vector instead of 29 (A64FX, modelled). Sets of Philox counters likewise.
+  static constexpr int CHAINS = 4, PHILOX_SETS = 1;
+
   // Kernels on rows. Rows worked on together (bits): their horizontal sums overlap, and a column sum is loaded and stored once
   // for all of them. Longer rows than SHORT_ROW fill L1 alone.
   static constexpr int ROW_BLOCK = 4;
@@ -84,6 +88,7 @@ struct avx2 : Common {
 // x86-64 with AVX-512. Registers: 24 accumulators, 2 vectors and a broadcast in 32; attention's 8 x 3, 3 vectors and a broadcast,
 // and 8 divides the usual head sizes.
 struct avx512 : Common {
+  static constexpr int CHAINS = 8, PHILOX_SETS = 4;
   static constexpr int GEMM_MR = 12, GEMM_NR_VECTORS = 2;
   static constexpr int ATTENTION_MR = 8;
   static constexpr int FMA_CHAINS = 24;
@@ -93,6 +98,7 @@ struct avx512bf16 : avx512 {};
 // A64FX (Microarchitecture Manual 1.8.1): FMLA has latency 9 on two pipes, so 18 accumulators or more; 32 registers hold 24, 2
 // vectors and a broadcast. 64 KiB L1; 8 MiB L2 for 12 cores, of which 7 are left when assistant cores hold ways.
 struct sve512 : Common {
+  static constexpr int CHAINS = 8, PHILOX_SETS = 4;
   static constexpr int GEMM_MR = 12, GEMM_NR_VECTORS = 2;
   static constexpr int ATTENTION_MR = 8;
   static constexpr int FMA_CHAINS = 24;

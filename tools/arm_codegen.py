@@ -7,7 +7,8 @@ FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h
 multiplies by element, brings FMLAs of one accumulator too close together or falls below its share of the peak in llvm-mca's
 model; when any loop for the A64FX holds a vector divide, square root or INSR; and when a loop that should be there is not found.
 With GCC 12 and, where installed, Clang 19; without llvm-mca-19 the model is left out by name. A model of one core with all data
-in L1: no caches, no measurement. Tested by tests/arm/test_codegen.py.
+in L1: no caches, no measurement. Then the cycles a vector of the elementwise loops, each held to a limit
+(tools/arm_vector_loops.py). Tested by tests/arm/test_codegen.py.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import setup
-from tools import arm_env
+from tools import arm_env, arm_vector_loops
+from tools.arm_vector_loops import LOOPS, VectorLoop, hot_loop
 from tools.asm_loops import Loop, faults, innermost_loops, outside_loops, slow_instructions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,19 +45,21 @@ void (*const the_gemm)(const GemmArgs&) = &gemm;
 @dataclass(frozen=True)
 class Machine:
     """A core as llvm-mca models it. target: of setup.py. pipes: multiply-adds that it begins in a cycle. source: instead of
-    target.cc."""
+    target.cc, and `unit` its name."""
 
     name: str
     target: str
     flags: tuple[str, ...]
     pipes: int
     source: str = ""
+    unit: str = "target"
 
 
 # LLVM's own model says that an A64FX decodes 6 instructions a cycle; it decodes 4.
 A64FX = Machine("A64FX", "sve512", ("-mcpu=a64fx", "-dispatch=4"), 2)
-NEOVERSES = (Machine("Neoverse V1", "sve256bf16", ("-mcpu=neoverse-v1",), 2, GEMM_ALONE),
-             Machine("Neoverse V2", "sve128bf16", ("-mcpu=neoverse-v2",), 4, GEMM_ALONE))
+NEOVERSES = (Machine("Neoverse V1", "sve256bf16", ("-mcpu=neoverse-v1",), 2, GEMM_ALONE, "gemm"),
+             Machine("Neoverse V2", "sve128bf16", ("-mcpu=neoverse-v2",), 4, GEMM_ALONE, "gemm"))
+VECTOR_LOOPS = replace(A64FX, source=arm_vector_loops.SOURCE, unit="vectors")
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,10 @@ def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
     """The machine's code with line numbers, by setup.py's own flags; made anew only after a change."""
     compiler = setup.Compiler(ROOT / "build", {**os.environ, "CXX": GCC, "TARGET_CXX": cxx})
     target = next(t for t in setup.TARGETS if t.name == machine.target)
-    output = compiler.objects / f"codegen_{name.replace(' ', '')}_{machine.target}.s"
+    output = compiler.objects / f"codegen_{name.replace(' ', '')}_{machine.target}_{machine.unit}.s"
     source = setup.SOURCES / "target.cc"
     if machine.source:
-        source = compiler.objects / f"codegen_{machine.target}.cc"
+        source = compiler.objects / f"codegen_{machine.target}_{machine.unit}.cc"
         if not source.exists() or source.read_text() != machine.source:
             source.write_text(machine.source)
     compiler.compile([*compiler.target_command(target), f"-I{setup.SOURCES}", "-g1", "-S"], source, output, force=False)
@@ -186,6 +190,36 @@ def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
     return found
 
 
+def vector_cycles(wanted: VectorLoop, texts: dict[str, str]) -> tuple[str, list[str]]:
+    """(line, faults) of an elementwise loop: its cycles a vector by compiler, and the larger over the smaller."""
+    costs, reasons = {}, []
+    for compiler, text in texts.items():
+        loop = hot_loop(text, wanted)
+        if loop is None:
+            reasons.append(f"{compiler} {wanted.name}: no loop with {wanted.marker} in {wanted.function}")
+            continue
+        costs[compiler] = cycles(loop) / wanted.vectors_of(loop)
+        reasons += [f"{compiler} {wanted.name}: {fault}" for fault in slow_instructions(loop)]
+        if costs[compiler] > wanted.limit:
+            reasons.append(f"{compiler} {wanted.name}: {costs[compiler]:.1f} cycles a vector, at most {wanted.limit:g} allowed")
+    apart = f"{max(costs.values()) / min(costs.values()):.2f}" if len(costs) > 1 else ""
+    figures = "".join(f"{costs[compiler]:9.1f}" if compiler in costs else " " * 9 for compiler in texts)
+    return f"{wanted.name:36}{figures} {wanted.limit:9g} {apart:>8}", reasons
+
+
+def vector_faults(compilers: dict[str, str]) -> list[str]:
+    """Prints the elementwise loops' cycles and returns what is wrong with them."""
+    texts = {name: assembly(cxx, name, VECTOR_LOOPS) for name, cxx in compilers.items()}
+    print(f"A64FX, cycles for a vector of 16 floats in the same model\n{'loop':36}{''.join(f'{name:>9}' for name in texts)} "
+          f"{'at most':>9} {'apart':>8}")
+    found = []
+    for wanted in LOOPS:
+        line, wrong = vector_cycles(wanted, texts)
+        found += wrong
+        print(line, flush=True)
+    return found
+
+
 def main() -> int:
     if not shutil.which(GCC):
         print(f"arm-codegen: not run: no {GCC} (make arm-env)")
@@ -194,6 +228,7 @@ def main() -> int:
     for name in COMPILERS.keys() - there.keys():
         print(f"{name}: not checked: no {COMPILERS[name].split()[0]} (make arm-env)")
     found = [fault for machine in (A64FX, *NEOVERSES) for fault in machine_faults(machine, there)]
+    found += vector_faults(there) if shutil.which(MCA[0]) else []
     for fault in found:
         print(f"FAULT {fault}")
     return 1 if found else 0

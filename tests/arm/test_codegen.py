@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.arm import builds
-from tools import arm_codegen
+from tools import arm_codegen, arm_vector_loops
 from tools.asm_loops import faults, innermost_loops, outside_loops, shortest_gap, slow_instructions
 
 ACCUMULATORS = 24
@@ -98,6 +98,32 @@ def test_the_model_sees_a_slow_loop():
     fast, slow = only_loop(LOADS + CLEAN), only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
     assert arm_codegen.row("GCC", "f", kernel, fast)[1] == []
     assert "of the peak in the model, 98 % needed" in arm_codegen.row("GCC", "f", kernel, slow)[1][0]
+
+
+EXP = ["fexpa z1.s, z2.s", *(f"fmul z{i}.s, z{i}.s, z30.s" for i in range(3, 20))]
+GELU = arm_vector_loops.VectorLoop("GELU", "gelu_alone", 26)
+
+
+def elementwise(*bodies):
+    return "\n".join(function(body, name="gelu_alone", file="gelu.h").replace(".L", f".L{i}") for i, body in enumerate(bodies))
+
+
+def test_the_loop_of_whole_groups_of_vectors_is_taken():
+    """Not the loop of single vectors behind it, nor that of an edge, which branches."""
+    edge = ["cbz x9, .L77", *EXP * 6]
+    loop = arm_vector_loops.hot_loop(elementwise(EXP, EXP * 4, edge), GELU)
+    assert loop.label == ".L13" and GELU.vectors_of(loop) == 4
+
+
+@pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
+def test_an_elementwise_loop_is_held_to_its_cycles():
+    slow = [*EXP, *["fadd z20.s, z20.s, z30.s"] * 4]
+    texts = {"GCC": elementwise(EXP * 2), "Clang": elementwise(slow)}
+    line, faults_found = arm_codegen.vector_cycles(GELU, texts)
+    assert len(faults_found) == 1 and re.fullmatch(r"Clang GELU: 3\d\.\d cycles a vector, at most 26 allowed", faults_found[0])
+    assert float(line.split()[-1]) > 2
+    texts["Clang"] = elementwise(["add x1, x1, 4"])
+    assert arm_codegen.vector_cycles(GELU, texts)[1] == ["Clang GELU: no loop with fexpa in gelu_alone"]
 
 
 @builds.needs_compiler
