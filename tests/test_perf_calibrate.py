@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -26,8 +27,8 @@ def test_one_disturbed_size_does_not_bend_the_curve():
 
 def described(tmp_path, between: Messages | None) -> machine.Machine:
     rank = Compute(threads=2, clock_ghz=3.0, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)),
-                   attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)), elementwise_gbs=15.0, call_us=7.0, iteration_s=0.01,
-                   process_mib=250.0)
+                   attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)), dropout_flops=90.0, elementwise_gbs=15.0,
+                   call_us=7.0, iteration_s=0.01, process_mib=250.0)
     team = ((256, 120.0), (1024, 160.0))
     data = calibrate.describe("a test", [rank, rank], team, Messages(alpha_us=1.0, gbs=10.0), between, 5.0, 64.0)
     (tmp_path / "host.json").write_text(calibrate.json.dumps(data))
@@ -48,6 +49,9 @@ def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path
     parameters = code.parameters(host)
     assert (parameters.call_us, parameters.iteration_s, parameters.elementwise_fraction) == (7.0, 0.01, 0.75)
     assert parameters.attention_forward / (1 + parameters.attention_forward_half / 2048) == pytest.approx(0.64, rel=1e-2)
+    assert parameters.dropout_flops == 90.0
+    before = replace(host, native={k: v for k, v in host.native.items() if k != "dropout_flops"})
+    assert code.parameters(before).dropout_flops == 0.0  # those of before had it in their shares of attention
     assert parameters.intra_reduce_gbs == 5.0  # two ranks: the vector once over a link
     assert code.memory(host).base_mib == 250.0 and code.known_on(host)
     other = software.load("torch1.10")
@@ -74,8 +78,8 @@ def test_bad_outputs_are_refused_before_anything_is_measured(output, message, ca
 
 def test_a_clock_that_other_processes_disturbed_is_said():
     def rank(ghz):
-        return Compute(threads=2, clock_ghz=ghz, fma_gflops=100.0, triad_gbs=20.0, gemm=(), attention=(), elementwise_gbs=15.0,
-                       call_us=7.0, iteration_s=0.01, process_mib=250.0)
+        return Compute(threads=2, clock_ghz=ghz, fma_gflops=100.0, triad_gbs=20.0, gemm=(), attention=(), dropout_flops=0.0,
+                       elementwise_gbs=15.0, call_us=7.0, iteration_s=0.01, process_mib=250.0)
 
     assert calibrate.disturbances([rank(3.0), rank(2.9)], 3.1) == [] == calibrate.disturbances([rank(3.0)], 0.0)
     assert "measured at 1.08 GHz, the system says 3.00 GHz: other" in calibrate.disturbances([rank(1.08), rank(1.1)], 3.0)[0]

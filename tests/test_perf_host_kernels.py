@@ -22,6 +22,7 @@ def test_products_take_another_set_each_time(monkeypatch):
 def test_rates_and_overheads_are_figures():
     assert host_kernels.gemm_gflops(64) > 0
     assert all(rate > 0 for rate in host_kernels.attention_gflops(64))
+    assert host_kernels.dropout_flops(64, 50.0) >= 0
     assert all(math.isfinite(value) and value >= 0 for value in host_kernels.step_overhead())
 
 

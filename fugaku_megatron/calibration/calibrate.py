@@ -43,7 +43,8 @@ Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n products
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """One rank's measurements. attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens.
+    """One rank's measurements. attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens, without dropout, whose
+    price is dropout_flops (perf.parameters).
 
     elementwise_gbs: rate of the optimizer's update. call_us: an operator call without its data. iteration_s: an iteration without
     its operator calls. process_mib: memory of the process before it has tensors.
@@ -55,6 +56,7 @@ class Compute:
     triad_gbs: float
     gemm: Points
     attention: tuple[tuple[int, float, float], ...]
+    dropout_flops: float
     elementwise_gbs: float
     call_us: float
     iteration_s: float
@@ -97,6 +99,7 @@ def measure_compute() -> Compute:
     call_us, iteration_s = host_kernels.step_overhead()
     return Compute(threads=torch.get_num_threads(), clock_ghz=clock, fma_gflops=fma, triad_gbs=triad, gemm=measure_gemm(),
                    attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS), call_us=call_us,
+                   dropout_flops=host_kernels.dropout_flops(host_kernels.LENGTHS[1], fma),
                    elementwise_gbs=host_kernels.elementwise_gbs(), iteration_s=iteration_s, process_mib=process)
 
 
@@ -182,7 +185,7 @@ def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, floa
     ranks: those of one node. reduce_gbs: all_reduce_gbs within the node, None when it crossed nodes.
     """
     first, members = ranks[0], len(ranks)
-    values = {"call_us": first.call_us, "iteration_s": first.iteration_s,
+    values = {"call_us": first.call_us, "dropout_flops": first.dropout_flops, "iteration_s": first.iteration_s,
              "elementwise_fraction": first.elementwise_gbs / first.triad_gbs}
     for name, column in (("attention_forward", 1), ("attention_backward", 2)):
         points = [(row[0], row[column]) for row in first.attention]

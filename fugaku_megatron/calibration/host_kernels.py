@@ -51,16 +51,24 @@ def gemm_gflops(n: int) -> float:
     return 2 * n**3 / seconds_each(calls) / 1e9
 
 
-def attention_gflops(s: int) -> tuple[float, float]:
-    """GFLOP/s of causal attention over s tokens, forward and backward, with Megatron's default dropout."""
+def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
+    """GFLOP/s of causal attention over s tokens, forward and backward, of whose probabilities the share p is dropped."""
     heads, width = HEADS, HEADS * HEAD_SIZE
     qkv, dqkv = torch.randn(s, 1, 3 * width), torch.empty(s, 1, 3 * width)
     out, dout, lse = torch.empty(s, 1, width), torch.randn(s, 1, width), torch.empty(1, heads, s)
-    dropout = (ModelConfig.__dataclass_fields__["attention_dropout"].default, 1, 2, 0, 0)
+    dropout = (p, 1, 2, 0, 0)
     flops = accounting.causal_attention_flops(heads, s, HEAD_SIZE)
     forward = seconds_each([lambda: kernels.attention_forward(qkv, out, lse, *dropout)] * 3)
     backward = seconds_each([lambda: kernels.attention_backward(qkv, out, lse, dout, dqkv, *dropout)] * 3)
     return flops / forward / 1e9, accounting.ATTENTION_BACKWARD_SHARE * flops / backward / 1e9
+
+
+def dropout_flops(s: int, peak_gflops: float) -> float:
+    """perf.parameters' dropout_flops, the mean of forward and backward over s tokens, from Megatron's default dropout and none."""
+    default = ModelConfig.__dataclass_fields__["attention_dropout"].default
+    rates = zip(attention_gflops(s), attention_gflops(s, default), (1.0, accounting.ATTENTION_BACKWARD_SHARE), strict=True)
+    slower = [max(0.0, 1 / dropped - 1 / whole) * again for whole, dropped, again in rates]
+    return statistics.fmean(slower) * 4 * HEAD_SIZE * peak_gflops
 
 
 def elementwise_gbs() -> float:

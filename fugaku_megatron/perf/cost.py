@@ -126,13 +126,18 @@ class Rank:
         return flops / (self._peak * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p)))
 
     def _attention(self, p: Product, flops: float) -> float:
-        """Seconds of a fused kernel, which computes the products of what is seen only and, backward, the scores again."""
-        name = "attention_backward" if p.backward else "attention_forward"
-        length = max(p.m, p.n, p.k)  # the sequence length: heads are narrower, and its position depends on the product
+        """Seconds of a fused kernel, which computes the products of what is seen only and, backward, the scores again.
+
+        Dropout decides on each probability once in forward and once in backward, whatever the head size.
+        """
+        name, again = ("attention_backward", accounting.ATTENTION_BACKWARD_SHARE) if p.backward else ("attention_forward", 1.0)
+        length = sorted((p.m, p.n, p.k))[1]  # two of the sides are the sequence length, the third one the head size
         share = getattr(self.parameters, name) / (1 + getattr(self.parameters, f"{name}_half") / length)
+        of_a_probability = again * 4 * (p.m * p.n * p.k // length**2)
+        dropped = self.parameters.dropout_flops / of_a_probability if p.dropout else 0.0
         if self.software.counts["causal"]:
-            flops *= p.seen * (accounting.ATTENTION_BACKWARD_SHARE / 2 if p.backward else 1.0)
-        return flops / (self._peak * share)
+            flops *= p.seen * (again / 2 if p.backward else 1.0)
+        return flops / self._peak * (1 / share + dropped)
 
     def _cpu(self, p: Product) -> float:
         curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)

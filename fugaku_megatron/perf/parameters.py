@@ -18,8 +18,10 @@ FITTED = Path(__file__).parent / "fitted.json"
 class Parameters:
     """Values of one group of software; see PRIORS for meaning and unit. A rate of 0 stands for the machine's own.
 
-    attention_forward, attention_backward: share of peak that a fused kernel reaches on the products below the diagonal, the maximum
-    of share = maximum / (1 + half / s) at sequence length s; 0: attention runs as other products do.
+    attention_forward, attention_backward: share of peak that a fused kernel without dropout reaches on the products below the
+    diagonal, two in forward and five in backward (accounting.ATTENTION_BACKWARD_SHARE), the maximum of share = maximum / (1 + half
+    / s) at sequence length s; 0: attention runs as other products do. dropout_flops: what a core does at its peak in the time in
+    which dropout decides on one probability of attention, once in forward and once more in backward.
     """
 
     gemm_fraction: float = 1.0
@@ -28,6 +30,7 @@ class Parameters:
     attention_backward: float = 0.0
     attention_forward_half: float = 0.0
     attention_backward_half: float = 0.0
+    dropout_flops: float = 0.0
     unaligned: float = 1.0
     elementwise_fraction: float = 1.0
     call_us: float = 0.0
@@ -145,8 +148,8 @@ MEMORY_PRIORS: dict[str, tuple[Prior, ...]] = {
 }
 # Not fitted: this project has not been measured on an A64FX. Each value's source is in docs/performance.md.
 MODELLED: dict[str, Parameters] = {
-    "fugaku_megatron": Parameters(gemm_fraction=1.0, gemm_half=1.0, attention_forward=0.65, attention_backward=0.55,
-                                  elementwise_fraction=0.7, call_us=5.0, iteration_s=0.25),
+    "fugaku_megatron": Parameters(gemm_fraction=1.0, gemm_half=1.0, attention_forward=0.65, attention_backward=0.62,
+                                  dropout_flops=170.0, elementwise_fraction=0.7, call_us=5.0, iteration_s=0.25),
 }
 MODEL_ERROR = 0.2  # standard deviation of the logarithm of a time that no measurement has confirmed
 

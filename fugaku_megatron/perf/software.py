@@ -127,8 +127,12 @@ class Software:
         return self.style == "native" and bool(machine.native)
 
     def parameters(self, machine: Machine) -> Parameters:
-        """The values for a prediction on the machine: the group's, replaced by those that were measured on the machine itself."""
-        return replace(self.fitted.values, **machine.native) if self.measured_on(machine) else self.fitted.values
+        """The values for a prediction on the machine: the group's, replaced by those that were measured on the machine itself.
+
+        Where dropout was not measured apart, it is in the measured shares of attention.
+        """
+        measured = {"dropout_flops": 0.0, **machine.native} if self.measured_on(machine) else {}
+        return replace(self.fitted.values, **measured)
 
     def memory(self, machine: Machine) -> MemoryParameters:
         """The memory model's values for a prediction on the machine, in the same way."""

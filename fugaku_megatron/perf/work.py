@@ -25,7 +25,8 @@ from .software import Software
 class Product:
     """A call that computes `count` products (m, k) x (k, n), made `times` times.
 
-    attention: the products are Q K^T or P V, of which a kernel that skips what is masked computes the share `seen`.
+    attention: the products are Q K^T or P V, of which a kernel that skips what is masked computes the share `seen`. dropout: some
+    probabilities between the two are dropped.
     """
 
     m: int
@@ -34,6 +35,7 @@ class Product:
     count: int = 1
     attention: bool = False
     seen: float = 0.5
+    dropout: bool = False
     backward: bool = False
     times: int = 1
 
@@ -113,7 +115,7 @@ def _forward(record: Record, chunks: int) -> Work:
         return Work(collectives=_once(record.forward))
     m, n, k = record.gemm
     if record.name == "attention":
-        product = Product(m=m, n=n, k=k, count=record.gemm_count, attention=True, seen=record.seen)
+        product = Product(m=m, n=n, k=k, count=record.gemm_count, attention=True, seen=record.seen, dropout=record.dropout)
         products = (product, replace(product, n=k, k=n))
     elif record.name == "logits":
         products = (Product(m=m // chunks, n=n, k=k, times=chunks),)

@@ -66,7 +66,7 @@ class Record:
     name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. of_heads:
     those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward product and how many of them.
     flops_*: multiply and add counted apart, matrix products only, attention's over the full square. seen: the share of that square
-    that a kernel needs.
+    that a kernel needs. dropout: whether some of its probabilities are dropped.
     saved_bytes: kept from forward to backward. forward, backward: collectives in order.
     """
 
@@ -77,6 +77,7 @@ class Record:
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
     seen: float = 1.0
+    dropout: bool = False
     flops_forward: int = 0
     flops_backward: int = 0
     saved_bytes: int = 0
@@ -124,7 +125,7 @@ def _attention(run: RunConfig, tp: int) -> Record:
     # Kept: qkv, the context (which is also the projection's input) and the logarithm of each row's sum.
     saved = qkv_bytes(run, tp) + context_bytes(run, tp) + softmax_bytes(run, tp)
     return Record(name="attention", gemm=(s, s, d), gemm_count=b * heads, flops_forward=flops, flops_backward=2 * flops,
-                  seen=seen_share(s, model.window), saved_bytes=saved)
+                  seen=seen_share(s, model.window), dropout=model.attention_dropout > 0, saved_bytes=saved)
 
 
 def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
