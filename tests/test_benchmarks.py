@@ -533,7 +533,7 @@ def test_what_watching_costs(tmp_path):
 
 def test_decoding_against_transformers(tmp_path):
     pytest.importorskip("transformers")
-    measured, printed = result(tmp_path / "a.json", "decode", "--model", "tiny", "--prompt-length", "9", "--new-tokens", "6",
+    measured, printed = result(tmp_path / "a.json", "decode", "--model", "tiny", "--prompt-length", "9", "--new-tokens", "48",
                                "--rounds", "2", "--mkl", "shipped")
     assert measured["same_tokens"] and len(measured["rounds"]) == 2 and measured["ratio"] > 0 and measured["repeat"] in printed
     reading = measured["weight_bytes"] / measured["read_gb_per_s"] / 1e9
