@@ -116,12 +116,12 @@ def ranks(job: subprocess.Popen) -> list[psutil.Process]:
 
 
 OVERLAPPED = ["--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
-
-
+LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope", "--disable-bias-linear",
+         "--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"]
 ZBV = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv"]
 
 
-@pytest.mark.parametrize("how", [ZBV, OVERLAPPED], ids=["zbv", "overlapped"])
+@pytest.mark.parametrize("how", [ZBV, [*OVERLAPPED, *LLAMA]], ids=["zbv", "overlapped llama"])
 def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, how):
     """Starts take turns in how they save: the run waits, or does not, or disks of nodes have the checkpoint first.
 
