@@ -93,6 +93,16 @@ def test_it_continues_what_it_has_learned(write):
     assert text == write("--prompt", "to be or", "--tokens", "16", "--temperature", "0")
 
 
+def test_memory_has_huge_pages_before_weights_are_loaded(monkeypatch):
+    called = []
+    monkeypatch.setattr(generate.allocator, "tune", called.append)
+    monkeypatch.setattr(generate, "run_or_abort", lambda job: called.append("load"))
+    parser = Parser()
+    generate.add_arguments(parser)
+    generate.main(parser.parse_args(["--load", "checkpoint", "--prompt", "a"]))
+    assert called == ["tuned", "load"]
+
+
 def test_sampling_is_a_function_of_the_seed(write):
     flags = ["--prompt", "Q", "--tokens", "20", "--temperature", "3.0", "--top-k", "100"]
     again, other = write(*flags, "--seed", "1"), write(*flags, "--seed", "2")

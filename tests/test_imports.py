@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "perf": {"parts", "zero_bubble", "schedule", "timeline", "run", "published", "logs"},
     "jobs": {"run", "comm", "checkpoint", "schedule", "perf"},
     "training": {"parts", "run", "comm", "schedule", "timeline", "data", "checkpoint", "host", "logs", "nn", "perf", "watchdog"},
-    "inference": {"run", "comm", "data", "checkpoint", "nn", "training"},
+    "inference": {"run", "comm", "data", "checkpoint", "host", "nn", "training"},
     "convert": {"run", "comm", "checkpoint", "host", "nn", "inference"},
     "calibration": {"run", "comm", "data", "host", "logs", "perf", "training"},
     "cli": {"run", "comm"},  # and every command by its name, when it is called

@@ -22,6 +22,7 @@ from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
 from ..data.tokenizer import Tokenizer
+from ..host import allocator
 from ..run.checks import check
 from ..run.config import ModelConfig
 from . import sampling
@@ -152,5 +153,6 @@ def _converse(options: argparse.Namespace, loaded: LoadedModel, texts: list[_Tex
 def main(options: argparse.Namespace) -> int:
     """Continue the prompts; every rank of mpiexec comes here."""
     check_options(options)
+    allocator.tune("tuned")  # its huge pages: every token reads all weights
     run_or_abort(lambda world: continue_prompts(options, world))
     return 0
