@@ -191,7 +191,7 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
     const bool fresh = m.q0 == m.k0;
     if (!fresh && end_query(m, g) <= first_query(m, g)) continue;
     const int64_t a = m.q0 / P::STEP * ATTENTION_MR, b = g * BLOCK / P::STEP * LANES;
-    const auto queries = [&](const auto& f) { for_queries(m, g, f); };
+    const auto queries = [&](const auto& f) FM_INLINE_LAMBDA { for_queries(m, g, f); };
     accumulate<P>(m.dvalue + g * rows * LANES, fresh, rows, head.dout_columns + a, panel, prob_words + b, queries);
     accumulate<P>(m.dkey + g * rows * LANES, fresh, rows, head.query_columns + a, panel, m.dscore_words + b, queries);
   }
@@ -203,7 +203,7 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
       if (end <= begin && !fresh_queries) return;
       accumulate<P>(dquery + q0 * rows, fresh_queries, rows, head.keys + m.k0 / P::STEP * ATTENTION_MR, panel,
                     m.dscore_crossed + g * BLOCK / P::STEP * LANES,
-                    [&](const auto& f) { for_seen_keys<vectors.end>(q0 - m.k0, begin, end, f); });
+                    [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<vectors.end>(q0 - m.k0, begin, end, f); });
     });
   }
 }

@@ -191,7 +191,7 @@ FM_INLINE void make_pairs(const float* rows, uint32_t* pairs, int64_t count) {
 template <class P, int END>
 static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, int64_t rows, int64_t d_padded,
                    float c, const HeadDropout* dropout) {
-  const auto seen_keys = [&](const auto& f) { for_seen_keys<END>(q.first - k0, 0, rows, f); };
+  const auto seen_keys = [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<END>(q.first - k0, 0, rows, f); };
   vf alpha[END], sum[2][ATTENTION_NV] = {};
 #pragma GCC unroll 3
   for (int v = 0; v < END; ++v) alpha[v] = q.maximum[v];
@@ -214,7 +214,8 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
   for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += head.panel) {
     Tile t = load_tile(q.out + row * LANES);
     for_tile([&](int i, int v) { t.v[i][v] *= alpha[v]; }, Vectors<0, END>());
-    seen_keys([&](auto vectors, int64_t begin, int64_t end) { multiply_rows<P>(t, values, q.prob, begin, end, vectors); });
+    seen_keys([&](auto vectors, int64_t begin, int64_t end)
+                  FM_INLINE_LAMBDA { multiply_rows<P>(t, values, q.prob, begin, end, vectors); });
     store_tile(q.out + row * LANES, t, Vectors<0, END>());
   }
 }

@@ -114,7 +114,8 @@ FM_INLINE void accumulate(float* c, bool fresh, int64_t rows, const typename P::
   for (int64_t row = 0; row < rows; row += ATTENTION_MR, a += panel) {
     Tile t = {};
     if (!fresh) t = load_tile(c + row * LANES);
-    runs([&](auto vectors, int64_t begin, int64_t end) { multiply_rows<P>(t, a, b, begin, end, vectors); });
+    runs([&](auto vectors, int64_t begin, int64_t end)
+             FM_INLINE_LAMBDA { multiply_rows<P>(t, a, b, begin, end, vectors); });  // or the tile leaves its registers
     store_tile(c + row * LANES, t);
   }
 }

@@ -209,10 +209,12 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
               "allocator": "stock", "thread_affinity": "none", "profile_ranks": (1, 2),
               "profile_step_start": 4, "profile_dir": "d", "log_live": "off",
               "num_query_groups": 4, "position_embedding_type": "rope", "window_size": "9,0",
+              "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16",
               "normalization": "Other", "min_lr": 1e-6, "hidden_size": 96, "max_position_embeddings": 4096}
     companions = {"start_weight_decay": {"weight_decay_incr_style": "linear"}, "lr_decay_samples": {"train_samples": 9},
                   "lr_warmup_samples": {"train_samples": 9}, "vocab_file": {"merge_file": "m"}, "merge_file": {"vocab_file": "v"}}
     companions |= {"num_query_groups": {"group_query_attention": True}, "qk_layernorm": {"normalization": "RMSNorm"}}
+    companions |= dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), {"use_precision_aware_optimizer": True})
     companions |= {"fp16_accumulation_chunk": {"fp16": True}, "ckpt_step": {"load": "l"}}
     pipeline = {"pipeline_model_parallel_size": 2}
     companions |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",

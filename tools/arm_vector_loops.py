@@ -44,7 +44,7 @@ FM_ALONE void dropout_alone(const DropoutArgs& a, const PhiloxKey& key, uint64_t
   dropout_row(a, key, sample, 0, x, y);
 }
 FM_ALONE void adamw_alone(float* param, const float* grad, float* m, float* v, int64_t n, const AdamWArgs& args) {
-  adamw_range<float>(param, grad, m, v, nullptr, 0, n, args);
+  adamw_range(param, grad, m, v, static_cast<float*>(nullptr), 0, n, 0, args);
 }
 FM_ALONE void softmax_alone(const QueryBlock<Singles>& q, int64_t rows, float c, vf (*out)[2][ATTENTION_NV]) {
   vf sum[2][ATTENTION_NV] = {};
