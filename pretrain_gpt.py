@@ -10,9 +10,7 @@ import sys
 from fugaku_megatron.comm import interrupt
 
 if __name__ == "__main__":
-    interrupt.install("pretrain_gpt.py")
-    if "--dry-run" not in sys.argv:
-        interrupt.keep_stops()
+    interrupt.handle_signals("pretrain_gpt.py", ["train", *sys.argv[1:]])
     from fugaku_megatron import environment
 
     environment.use("numpy", "torch")

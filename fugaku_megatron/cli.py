@@ -26,7 +26,6 @@ from .run.command_line import Command, Parser, nearest
 
 PROGRAM = "fugaku-megatron"
 HELP = ("-h", "--help")
-STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
 
 
 @dataclass(frozen=True)
@@ -136,17 +135,10 @@ def _one_process_prints():
         yield
 
 
-def _handle_signals(program: str, words: Sequence[str]) -> None:
-    """What signals do until the command of these words has handlers of its own."""
-    interrupt.install(program)
-    if words[:1] and words[0] in STOPPED_IN_ORDER and "--dry-run" not in words:
-        interrupt.keep_stops()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line of fugaku-megatron."""
     if argv is None:
-        _handle_signals(PROGRAM, sys.argv[1:])
+        interrupt.handle_signals(PROGRAM, sys.argv[1:])
     return start(PROGRAM, sys.modules[__name__], sys.argv[1:] if argv is None else argv)
 
 
@@ -157,5 +149,5 @@ def run_command(program: str, name: str, argv: Sequence[str] | None = None) -> i
         return start(program, COMMANDS[name].load(), sys.argv[1:] if argv is None else argv)
 
     if argv is None:
-        _handle_signals(program, [name, *sys.argv[1:]])
+        interrupt.handle_signals(program, [name, *sys.argv[1:]])
     return guarded(program, work)

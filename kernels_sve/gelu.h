@@ -1,7 +1,7 @@
 // GELU with the bias in front of it. Storage float32, bfloat16 or float16, arithmetic float32.
 //   gelu(x) = x / 2 (1 + tanh(u)) = x sigma(2 u),   u = sqrt(2 / pi) (x + 0.044715 x^3)    (Hendrycks and Gimpel, 2016)
-// with sigma(2 u) = 1 / (1 + 2^(-2 u log2(e))). The derivative is part of the products that it follows (gemm_epilogue.h). Reference: reference_gelu.cc. Tested by
-// tests/kernels/test_gelu.py.
+// with sigma(2 u) = 1 / (1 + 2^(-2 u log2(e))). The derivative is part of the products that it follows (gemm_epilogue.h).
+// Reference: reference_gelu.cc. Tested by tests/kernels/test_gelu.py.
 #pragma once
 #include "rowwise_blocks.h"
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 
 from . import launcher
@@ -19,6 +19,7 @@ from .exit_codes import ExitCode
 
 # SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
+STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
 
 
 class EarlyStop:
@@ -32,6 +33,13 @@ class EarlyStop:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = signal.Signals(number)
+
+
+def handle_signals(program: str, words: Sequence[str]) -> None:
+    """What signals do until the command of these words, its name first, has handlers of its own. A second call changes nothing."""
+    install(program)
+    if words[:1] and words[0] in STOPPED_IN_ORDER and "--dry-run" not in words:
+        keep_stops()
 
 
 def keep_stops() -> None:
