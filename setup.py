@@ -133,19 +133,23 @@ class Compiler:
         macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}"]
         return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros]
 
+    def bindings(self) -> tuple[list[str], Path, Path]:
+        """The job of bind.cc with every bind_*.cc before it: each alone would compile pybind11 anew, seven times the work."""
+        torch = ["-isystem", str(torch_package(self.variables) / "include")]  # for bind_arena.cc
+        families = [flag for source in sorted(SOURCES.glob("bind_*.cc")) for flag in ("-include", str(source))]
+        command = [*self.cxx, *COMMON_FLAGS, *self.includes(), *torch, *families]
+        return command, SOURCES / "bind.cc", self.objects / "bind.o"
+
     def jobs(self) -> list[tuple[list[str], Path, Path]]:
         """(command, source, object) of every file, the slowest first."""
         jobs = []
         for target in self.targets():
             jobs.append((self.target_command(target), SOURCES / "target.cc", self.objects / f"target_{target.name}.o"))
+        jobs.append(self.bindings())
         for source in sorted(SOURCES.glob("*.cc")):
-            if source.name == "target.cc":
+            if source.name == "target.cc" or source.name.startswith("bind"):
                 continue
             flags = [*self.cxx, *COMMON_FLAGS, *(self.row_macros() if source.name == "dispatch.cc" else [])]
-            if source.name.startswith("bind"):
-                flags += self.includes()
-            if source.name == "bind_arena.cc":
-                flags += ["-isystem", str(torch_package(self.variables) / "include")]
             if source.name == "parallel.cc":
                 flags.append("-fopenmp")
             if source.name.startswith("reference"):  # a reference rounds like the formula it states

@@ -44,7 +44,7 @@ void bind_sum(py::handle logits_object, py::handle row_max_object, py::handle la
   unlocked([&] { kernels().cross_entropy_sum(args); });
 }
 
-void bind_forward(py::handle logits_object, py::handle labels_object, py::handle row_max_object,
+void bind_loss_forward(py::handle logits_object, py::handle labels_object, py::handle row_max_object,
                   py::handle sum_exp_object, py::handle target_logit_object) {
   TensorView logits("logits", logits_object), labels("labels", labels_object), row_max("row_max", row_max_object),
       sum_exp("sum_exp", sum_exp_object), target_logit("target_logit", target_logit_object);
@@ -55,7 +55,7 @@ void bind_forward(py::handle logits_object, py::handle labels_object, py::handle
   unlocked([&] { kernels().cross_entropy_forward(args); });
 }
 
-void bind_backward(py::handle logits_object, py::handle row_max_object, py::handle sum_exp_object,
+void bind_loss_backward(py::handle logits_object, py::handle row_max_object, py::handle sum_exp_object,
                    py::handle labels_object, int64_t first_row, py::handle dloss_object, py::handle out_object) {
   TensorView logits("logits", logits_object), row_max("row_max", row_max_object), sum_exp("sum_exp", sum_exp_object),
       labels("labels", labels_object), dloss("dloss", dloss_object), out("out", out_object);
@@ -94,9 +94,9 @@ FM_BIND(cross_entropy) {
   module.def("cross_entropy_max", &bind_max, "logits"_a, "row_max"_a, MAX_DOC);
   module.def("cross_entropy_sum", &bind_sum, "logits"_a, "row_max"_a, "labels"_a, "first_row"_a, "sum_exp"_a,
              "target_logit"_a, SUM_DOC);
-  module.def("cross_entropy_forward", &bind_forward, "logits"_a, "labels"_a, "row_max"_a, "sum_exp"_a, "target_logit"_a,
+  module.def("cross_entropy_forward", &bind_loss_forward, "logits"_a, "labels"_a, "row_max"_a, "sum_exp"_a, "target_logit"_a,
              FORWARD_DOC);
-  module.def("cross_entropy_backward", &bind_backward, "logits"_a, "row_max"_a, "sum_exp"_a, "labels"_a, "first_row"_a,
+  module.def("cross_entropy_backward", &bind_loss_backward, "logits"_a, "row_max"_a, "sum_exp"_a, "labels"_a, "first_row"_a,
              "dloss"_a, "out"_a, BACKWARD_DOC);
 }
 
