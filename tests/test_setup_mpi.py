@@ -15,12 +15,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("Makefile", "requirements.txt", "requirements-mpi.txt", "setup.py", "pyproject.toml", "scripts/system_mpi.sh")
-# pip wheel leaves a wheel, installing mpich an mpiexec, uninstalling it none; FAILS names the word of a call that fails.
+FILES = ("Makefile", "requirements.txt", "requirements-mpi.txt", "requirements-test.txt", "setup.py", "pyproject.toml",
+         "scripts/system_mpi.sh")
+# pip wheel leaves a wheel, installing mpich an mpiexec, uninstalling it none; FAILS names the word of a call that fails, WAITS one
+# that ends only when the ARM environment is there.
 PYTHON = """#!/bin/bash
 echo "$*" >>calls
 if [ -n "${FAILS:-}" ] && [[ "$*" == *"$FAILS"* ]]; then echo "it fails" >&2; exit 1; fi
+if [ -n "${WAITS:-}" ] && [[ "$*" == *"$WAITS"* ]]; then
+    for i in {1..100}; do [ -e arm ] && break; read -rt 0.1 <>pause; done
+    [ -e arm ] || exit 1
+fi
 case "$*" in
+    *tools.arm_env) touch arm ;;
     *" wheel "*) while [ "$1" != --wheel-dir ]; do shift; done; touch "$2/mpi4py-4.1.2-none-any.whl" ;;
     *install*--constraint*mpich*) touch .venv/bin/mpiexec ;;
     *" uninstall "*) rm -f .venv/bin/mpiexec ;;
@@ -50,8 +57,9 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def make(folder: Path, *words: str, mpicc: str | None = None, **environment: str) -> subprocess.CompletedProcess:
-    """`make setup` in an activated environment, on a machine with the named kind of mpicc."""
+def make(folder: Path, *words: str, goal: str = "setup", mpicc: str | None = None,
+         **environment: str) -> subprocess.CompletedProcess:
+    """`make setup` or another goal in an activated environment, on a machine with the named kind of mpicc."""
     machine = folder / "machine"
     machine.mkdir(exist_ok=True)
     if mpicc:
@@ -60,7 +68,7 @@ def make(folder: Path, *words: str, mpicc: str | None = None, **environment: str
         if not (machine / name).exists():
             (machine / name).symlink_to(shutil.which(name))
     path = f"{folder / '.venv/bin'}:{machine}"
-    return subprocess.run([shutil.which("make"), "setup", *words], cwd=folder, text=True, capture_output=True,
+    return subprocess.run([shutil.which("make"), goal, *words], cwd=folder, text=True, capture_output=True,
                           env={"PATH": path, "HOME": str(folder), **environment})
 
 
@@ -109,6 +117,17 @@ def test_a_missing_mpiexec_is_installed_again(checkout):
     (checkout / ".venv/bin/mpiexec").unlink()
     assert make(checkout).returncode == 0
     assert "mpi4py mpich" in calls(checkout) and (checkout / ".venv/bin/mpiexec").exists()
+
+
+def test_the_arm_environment_is_made_while_the_compiler_works(checkout):
+    """Else what waits for the network leaves the cores idle; the tests begin when both are there, and the kernels for ARM are."""
+    executable(checkout / ".venv/bin/ruff", "#!/bin/sh\n")
+    os.mkfifo(checkout / "pause")
+    (checkout / ".venv/stamps/kernels").unlink()
+    done = make(checkout, goal="test", WAITS="setup.py")
+    assert done.returncode == 0, done.stderr
+    *_, extension, _, tests = calls(checkout).splitlines()
+    assert extension == "-m tools.arm_env extension" and tests.startswith("-m pytest ")
 
 
 @pytest.mark.slow
