@@ -15,6 +15,8 @@ from dataclasses import dataclass
 # Multiply-add -> which operand is the accumulator; the result is the first. FMAD and its kin overwrite a factor.
 ACCUMULATOR = {"bfmmla": 0, "fmla": 0, "fmls": 0, "fnmla": 0, "fnmls": 0, "fmad": 3, "fmsb": 3, "fnmad": 3, "fnmsb": 3}
 MIN_BETWEEN = 18  # other FMLAs between two on one accumulator: latency 9 on two pipes
+FILE = re.compile(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"')
+FUNCTION = re.compile(r"\.type\s+(\S+),\s*[%@]function")
 BRANCH = re.compile(r"(b|b\.?[a-z]{2,5}|cbn?z|tbn?z)$")
 
 
@@ -72,29 +74,30 @@ def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str,
     """(name, instructions, label -> index of the instruction after it) of every function."""
     files: dict[str, str] = {}
     name, code, labels, here = "", [], {}, ""
-    for line in assembly.splitlines():
+    for line in assembly.splitlines():  # a million: patterns are for the few that may fit
         line = line.split("//", 1)[0].strip()
-        if match := re.match(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"', line):
+        if line.endswith(":"):
+            labels[line[:-1]] = len(code)
+        elif not line.startswith("."):
+            if name and line and line[0] != "#":
+                code.append(Instruction(line.replace("\t", " "), here))
+        elif line.startswith(".loc"):
+            here = files.get(line.split()[1], "")
+        elif match := FILE.match(line):
             files[match[1]] = match[2].rsplit("/", 1)[-1]
-        elif match := re.match(r"\.loc\s+(\d+)\s", line):
-            here = files.get(match[1], "")
-        elif match := re.match(r"\.type\s+(\S+),\s*[%@]function", line):
+        elif match := FUNCTION.match(line):
             name, code, labels = match[1], [], {}
-        elif match := re.match(r"([.\w$]+):$", line):
-            labels[match[1]] = len(code)
-        elif re.match(r"\.size\s+(\S+),", line) and name:
+        elif line.startswith(".size") and name:
             yield name, code, labels
             name = ""
-        elif name and line and not line.startswith((".", "#")):
-            code.append(Instruction(line.replace("\t", " "), here))
 
 
 def innermost_spans(code: list[Instruction], labels: dict[str, int]) -> list[tuple[int, int, str]]:
     """(first, last, label) of every backward branch's body, when no other backward branch lies inside."""
     spans = []
     for end, instruction in enumerate(code):
-        target = (instruction.operands or [""])[-1]
-        if BRANCH.match(instruction.mnemonic) and labels.get(target, end + 1) <= end:
+        target = (instruction.operands or [""])[-1] if BRANCH.match(instruction.mnemonic) else ""
+        if labels.get(target, end + 1) <= end:
             spans.append((labels[target], end, target))
     return [(begin, end, label) for begin, end, label in spans
             if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e, _ in spans)]
