@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.checkpoint.folders import Folders
+from fugaku_megatron.checkpoint.load import load_shards, open_checkpoint
 from fugaku_megatron.checkpoint.save import Description, run_steps, save_steps, shard_writer
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.base import Comm
@@ -64,6 +65,14 @@ def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[S
     """Write a checkpoint here and now. Collective."""
     description = Description(iteration, layout, config, state, keep)
     return run_steps(save_steps(directory, shard_writer(comm.rank, shards), description, folders or Folders(comm)))
+
+
+def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Comm, iteration: int | None = None,
+                    model: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    """Fill the tensors of `shards` in place from the latest checkpoint, or `iteration`; (iteration, state). Collective."""
+    checkpoint = open_checkpoint(directory, comm, iteration)
+    load_shards(checkpoint, shards, Folders(comm), model)
+    return checkpoint.iteration, checkpoint.state
 
 
 def master_weights(trainer: Trainer) -> torch.Tensor:

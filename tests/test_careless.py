@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 
 from fugaku_megatron.checkpoint import manifest
-from fugaku_megatron.checkpoint.load import load_checkpoint
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.checkpoint.verify import check_iteration
 from fugaku_megatron.comm.dry import DryComm
@@ -35,7 +34,7 @@ from fugaku_megatron.perf import machine, model, software
 from fugaku_megatron.run import arguments
 from fugaku_megatron.training.dry_run import report
 from tests.damage import DAMAGES, OTHER_KINDS, damaged, remove, replace
-from tests.helpers import OUR_LOG, save_checkpoint, small_run
+from tests.helpers import OUR_LOG, load_checkpoint, save_checkpoint, small_run
 from tests.test_generate import write_tokenizer
 from tests.time_limit import time_limit
 

@@ -15,13 +15,13 @@ import torch
 from fugaku_megatron.checkpoint import load as load_module
 from fugaku_megatron.checkpoint.crc import BLOCK_BYTES
 from fugaku_megatron.checkpoint.folders import Folders
-from fugaku_megatron.checkpoint.load import load_checkpoint, load_shards, open_checkpoint
+from fugaku_megatron.checkpoint.load import load_shards, open_checkpoint
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import make_trainer, save_checkpoint, small_run
+from tests.helpers import load_checkpoint, make_trainer, save_checkpoint, small_run
 
 # layout -> ranks and flags. Those with TP 4 need a vocabulary that is a multiple of 4 x --make-vocab-size-divisible-by
 LAYOUTS = {

@@ -5,7 +5,16 @@ import time
 import numpy as np
 import pytest
 
-from fugaku_megatron.data.indices import build_blending_indices, build_document_index, build_sample_index, build_shuffle_index
+from fugaku_megatron.data.indices import blending_blocks, build_document_index, build_shuffle_index, sample_blocks
+
+
+def sample_index(lengths, document_index, seq_length):
+    return np.concatenate(list(sample_blocks(lengths, document_index, seq_length)))
+
+
+def blending_indices(weights, num_samples):
+    datasets, samples = zip(*blending_blocks(weights, num_samples))
+    return np.concatenate(datasets), np.concatenate(samples)
 
 
 def walk_samples(lengths, document_index, seq_length):
@@ -35,13 +44,13 @@ def test_sample_index_equals_the_walk(seed):
     order = np.concatenate([rng.permutation(200), rng.permutation(200)]).astype(np.int32)
     order = order[np.argmax(lengths[order] > 0) :]  # the walk starts on a token
     for seq_length in (1, 7, 64, 999):
-        assert build_sample_index(lengths, order, seq_length).tolist() == [
+        assert sample_index(lengths, order, seq_length).tolist() == [
             list(map(int, entry)) for entry in walk_samples(lengths, order, seq_length)
         ]
 
 
 def test_sample_index_skips_empty_documents_at_the_beginning():
-    index = build_sample_index(np.array([0, 0, 5], np.int32), np.arange(3), 2)
+    index = sample_index(np.array([0, 0, 5], np.int32), np.arange(3), 2)
     assert index.tolist() == [[2, 0], [2, 2], [2, 4]]
 
 
@@ -70,7 +79,7 @@ def test_shuffle_index_ranges():
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [0.5, 0.3, 0.2], [1 / 3] * 3, [0.1, 0.2, 0.65, 0.05], [1.0]])
 def test_blend_keeps_every_beginning_near_the_weights(weights):
-    datasets, samples = build_blending_indices(weights, 1000)
+    datasets, samples = blending_indices(weights, 1000)
     for i, weight in enumerate(weights):
         taken = np.cumsum(datasets == i)
         assert np.all(np.abs(taken - weight * np.arange(1, 1001)) < len(weights))
@@ -80,7 +89,7 @@ def test_blend_keeps_every_beginning_near_the_weights(weights):
 
 def test_blend_by_hand():
     """Errors weight * max(n, 1) - taken for 0.5, 0.25, 0.25; the first of equal ones is taken."""
-    assert build_blending_indices([0.5, 0.25, 0.25], 8)[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
+    assert blending_indices([0.5, 0.25, 0.25], 8)[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
 
 
 def test_billions_of_tokens_take_seconds():
@@ -88,6 +97,6 @@ def test_billions_of_tokens_take_seconds():
     began = time.perf_counter()
     rng = np.random.RandomState(1)
     documents = build_document_index(np.arange(len(lengths)), 1, False, rng)
-    index = build_sample_index(lengths, documents, 2048)
+    index = sample_index(lengths, documents, 2048)
     build_shuffle_index(len(index) - 1, len(index) - 1, rng)
     assert len(index) > 4_000_000 and time.perf_counter() - began < 30

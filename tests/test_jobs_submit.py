@@ -16,6 +16,7 @@ from fugaku_megatron import cli
 from fugaku_megatron.jobs import check, limits, options, scripts, slurm, torus
 from fugaku_megatron.jobs.job import MARGIN, start_up
 from fugaku_megatron.perf import search
+from tests.test_jobs_torus import check_map
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "scripts" / "pjsub"
@@ -69,8 +70,7 @@ def test_plan_names_shape_layout_map_and_time(nodes, shape, capsys):
 def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
     job = options.job_from_words(["--recipe", "30b", "--nodes", "6144"])
     _, tp, pp = job.layout
-    made = torus.RankMap.from_layout(job.shape, job.ranks_per_node, tp, pp)
-    torus.check_map(torus.read(made.lines().splitlines()), job.shape, job.ranks_per_node, tp, pp)
+    check_map(torus.RankMap.from_layout(job.shape, job.ranks_per_node, tp, pp))
 
 
 @pytest.mark.parametrize("words, answer", [

@@ -82,17 +82,6 @@ def open_checkpoint(directory: str | os.PathLike, comm: Comm, iteration: int | N
     return Checkpoint(directory, path, iteration, head, files[0] if files else None)
 
 
-def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Comm, iteration: int | None = None,
-                    model: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-    """Fill the tensors of `shards` in place from the latest checkpoint, or `iteration`; returns (iteration, state). Collective.
-
-    As `open_checkpoint` and `load_shards`, whose errors it raises.
-    """
-    checkpoint = open_checkpoint(directory, comm, iteration)
-    load_shards(checkpoint, shards, Folders(comm), model)
-    return checkpoint.iteration, checkpoint.state
-
-
 def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, model: dict[str, Any] | None = None,
                 padded: Collection[str] = (), converts: Collection[str] = ()) -> int:
     """Fill the tensors of `shards` in place; returns how many bytes this rank has read of files of tensors. Collective.

@@ -3,7 +3,6 @@
     copy_to                  forward identity         backward all-reduce
     reduce_from              forward all-reduce       backward identity
     gather_from              forward all-gather       backward own part        (last dimension)
-    scatter_to               forward own part         backward all-gather      (last dimension)
     gather_from_sequence     forward all-gather       backward reduce-scatter  (first dimension)
     reduce_scatter_to_seq.   forward reduce-scatter   backward all-gather      (first dimension)
 
@@ -40,8 +39,6 @@ def _gathered(tensor: Tensor, comm: Comm) -> Tensor:
 
 
 def _own_part(tensor: Tensor, comm: Comm) -> Tensor:
-    width = tensor.shape[-1]
-    assert width % comm.size == 0, f"last dimension {width} over {comm.size} ranks"
     return tensor.detach().chunk(comm.size, dim=-1)[comm.rank].contiguous()  # (s, b, h / t)
 
 
@@ -125,11 +122,6 @@ def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm, inplace: bool = Fals
 def gather_from_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     """(s, b, h / t) -> (s, b, h): concatenate the last dimension in rank order; gradients are cut to the own part."""
     return _mapped(tensor, comm, _gathered, _own_part)
-
-
-def scatter_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
-    """(s, b, h) -> (s, b, h / t): keep the own part of the last dimension; gradients are gathered."""
-    return _mapped(tensor, comm, _own_part, _gathered)
 
 
 def gather_from_sequence_parallel(tensor: Tensor, comm: Comm) -> Tensor:

@@ -152,35 +152,6 @@ class RankMap:
         return result
 
 
-def read(lines: Sequence[str]) -> tuple[Shape, ...]:
-    """The nodes of a vcoordfile, in rank order. Raises ValueError naming a line in another form."""
-    nodes = []
-    for number, line in enumerate(lines, 1):
-        words = line.strip().removeprefix("(").split(")")[0].split(",")
-        check(line.startswith("(") and len(words) == 3 and all(w.isdecimal() for w in words),
-              f"line {number} of the rank map is {line.strip()!r}: write (x,y,z)")
-        nodes.append(tuple(map(int, words)))
-    return tuple(nodes)
-
-
-def check_map(nodes: Sequence[Shape], shape: Shape, ranks_per_node: int, tp: int, pp: int) -> None:
-    """Raises ValueError unless every node has its ranks and every tensor-parallel group lies inside a node or a unit."""
-    check_world_size(math.prod(shape) * ranks_per_node, tp, pp)
-    grid = Grid(math.prod(shape) * ranks_per_node, tp, pp)
-    check(len(nodes) == grid.world_size, f"the rank map has {len(nodes)} lines for {grid.world_size} ranks: write it again")
-    load: dict[Shape, int] = {}
-    for node in nodes:
-        check(all(0 <= c < size for c, size in zip(node, shape)), f"the rank map names node {node} outside of {text(shape)}")
-        load[node] = load.get(node, 0) + 1
-    wrong = next((node for node, ranks in load.items() if ranks != ranks_per_node), None)
-    check(wrong is None, f"the rank map puts {load.get(wrong)} ranks on node {wrong} instead of {ranks_per_node}")
-    for first in range(0, grid.world_size, tp):
-        group = set(nodes[first : first + tp])
-        units = {tuple(c // u for c, u in zip(node, UNIT)) for node in group}
-        check(len(group) == 1 or len(units) == 1, f"ranks {first} to {first + tp - 1}, a tensor-parallel group, lie in "
-              f"{len(units)} units: write the rank map again")
-
-
 def parse_shape(word: str) -> Shape:
     """XxYxZ. Raises ValueError for anything else."""
     parts = word.split("x")

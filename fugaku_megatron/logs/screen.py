@@ -13,7 +13,6 @@ from typing import TextIO
 
 from .iteration import IterationMetrics
 
-LIVE = ("auto", "on", "off")  # values of --log-live
 WIDTH = 79  # characters of a live line: ranks below mpiexec cannot ask for the terminal's
 RECENT = 20  # iterations over which rates and the time left are taken
 _LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")  # also mpiexec.hydra, mpiexec.openmpi

@@ -49,13 +49,6 @@ def petaflops(row: Row) -> float | None:
     return None if row.petaflops is None or row.tflops is None else row.tflops * row.devices / 1000
 
 
-def petaflops_agree(row: Row) -> bool:
-    """Whether the printed PetaFLOPs follow from the printed TFLOPs by the tables' own formula."""
-    value, step = float(row.cell("tflops")) * row.nodes / 1024, unit(row.cell("petaflops"))
-    low, high = (0, step) if row.document == "002" else (-step / 2, step / 2)
-    return row.petaflops + low - _SLACK <= value <= row.petaflops + high + _SLACK
-
-
 def finding(row: Row) -> str:
     """How recomputed and printed TFLOPs compare: "equal", "erratum" (equal when corrected), "unexplained", or "" (no values)."""
     if row.seconds is None or row.tflops is None:
