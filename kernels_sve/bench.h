@@ -59,8 +59,11 @@ static void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m
   for (int64_t i = 0; i < rows * cols; ++i) sums[i] = 0;
   for (int64_t sweep = 0; sweep < sweeps; ++sweep) {
     for (int64_t j = 0; j < n; j += NR) {
-      for (int64_t i = 0; i < m; i += MR)
-        micro_kernel<FloatWords, MR>(k, a_panels + i * k, b_panels + j * k, sums + i * cols + j, cols, true);
+      for (int64_t i = 0; i < m; i += MR) {
+        float* tile = sums + i * cols + j;
+        Fetches fetches = {tile_rows_at(tile, cols, NR)};
+        micro_kernel<FloatWords, MR>(k, a_panels + i * k, b_panels + j * k, tile, cols, true, fetches);
+      }
     }
   }
   for (int64_t i = 0; i < m; ++i)

@@ -2,8 +2,9 @@
 //
 //   threads: a grid over C, each thread alone on its rows and columns
 //     jc: nc columns | pc: kc of k
-//       ic: mc rows, A packed to [kc][MR] panels | B packed to [kc][NR] panels, a few ahead (or before: pack_weight)
+//       ic: mc rows | B packed to [kc][NR] panels, a few ahead (or before: pack_weight)
 //       jr: one panel of B, in L1 | ir: one panel of A, from L2: micro-kernel
+//         with the first panel of B: A packed to [kc][MR] panels, one by one, while the micro-kernel fetches the next one's rows
 //
 // A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of
 // threads. Partial sums lie in C when it is float32, else in scratch memory. Reference: reference_gemm.cc. Tested by
@@ -57,6 +58,7 @@ struct Gemm {
   Span rows, cols;  // of this thread
   bool first_cols;  // the first of the threads with these rows
   bool once;        // B is packed panel by panel
+  Source source;  // of the panel of A that is packed next
   float *a_panels, *b_panels, *partial;
   int64_t partial_row;
 
@@ -108,13 +110,17 @@ struct Gemm {
           columns.begin / Words::WIDE * words(deep);
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
       const Span some = {ic, min(rows.end, ic + blocks.mc)};
-      pack_a(some, p, deep, g.a_sums && first_cols && columns.begin == cols.begin);
-      for (int64_t j = columns.begin; j < columns.end; j += GROUP) {
-        const Span group = {j, min(columns.end, j + GROUP)};
+      int64_t j = columns.begin;
+      do {  // once without columns
+        Span group = {j, min(columns.end, j + GROUP)};
         const float* panels = b + (once ? 0 : (j - columns.begin) / Words::WIDE * words(deep));
         if (!g.packed && ic == rows.begin) pack_b(group, p, deep, const_cast<float*>(panels));
+        if (j == columns.begin) {
+          pack_and_run_tiles(some, {j, min(columns.end, j + COLUMNS)}, p, deep, panels);
+          group.begin += COLUMNS, panels += words(deep) * NR;
+        }
         run_tiles(some, group, columns.begin, p, deep, panels);
-      }
+      } while ((j += GROUP) < columns.end);
     }
   }
 
@@ -132,18 +138,39 @@ struct Gemm {
     return some.begin + t * MR - (share ? ROW_UNIT : 0);
   }
 
-  void pack_a(Span some, int64_t p, int64_t deep, bool sums) {
-    const int64_t last = ceil_div(some.size(), MR) - 1, last_begin = tile_begin(some, last),
-                  panel = words(deep) * A_ROW;
-    const T* src = static_cast<const T*>(g.a) + p * g.a_col;
-    pack<Words, MR>(src + some.begin * g.a_row, g.a_row, g.a_col, some.begin, some.begin + last * MR, g.m, deep,
-                    a_panels);
-    pack<Words, MR>(src + last_begin * g.a_row, g.a_row, g.a_col, last_begin, some.end, g.m, deep,
-                    a_panels + last * panel);
-    for (int64_t t = 0; sums && t <= last; ++t) {
-      const int64_t i = tile_begin(some, t);
-      add_sums(a_panels + t * panel, words(deep), g.a_sums + i, tile_begin(some, t + 1) - i);
+  // The tiles of one panel of B, each after its panel of A was packed.
+  void pack_and_run_tiles(Span some, Span j, int64_t p, int64_t deep, const float* b) {
+    const int64_t tiles = ceil_div(some.size(), MR), panel = A_ROW * words(deep);
+    const bool sums = g.a_sums && first_cols && j.begin == cols.begin;
+    for (int64_t t = 0; t < tiles;) {
+      const int64_t next = t + pack_a(some, t, p, deep);
+      source = next < tiles ? source_of(tile_begin(some, next), p, deep) : Source();
+      for (; t < next; ++t) {
+        const Span i = {tile_begin(some, t), tile_begin(some, t + 1)};
+        float* a = a_panels + t * panel;
+        if (sums) add_sums(a, words(deep), g.a_sums + i.begin, i.size());
+        fetch_slice(b + words(deep) * NR, words(deep) * NR, t, tiles);
+        if (j.size() > 0) run_tile(i, j, j.begin, p, deep, a, b);
+      }
     }
+    source = Source();
+  }
+
+  // Packs the panel of tile t, or several; returns how many.
+  int pack_a(Span some, int64_t t, int64_t p, int64_t deep) {
+    const int64_t last = ceil_div(some.size(), MR) - 1, begin = tile_begin(some, t),
+                  end = t < last ? some.begin + last * MR : some.end;
+    const T* src = static_cast<const T*>(g.a) + p * g.a_col + begin * g.a_row;
+    return pack_panels<Words, MR>(src, g.a_row, g.a_col, end - begin, g.m - begin, deep,
+                                  a_panels + t * A_ROW * words(deep));
+  }
+
+  // What pack_a reads next, as it lies in memory.
+  Source source_of(int64_t begin, int64_t p, int64_t deep) const {
+    constexpr int64_t BYTES = sizeof(T);
+    const T* src = static_cast<const T*>(g.a) + p * g.a_col + begin * g.a_row;
+    if (g.a_row == 1) return Source::of_rows(src, PACK_PANELS * MR * BYTES, g.a_col * BYTES);
+    return Source::of_rows(src, deep * BYTES, g.a_row * BYTES);
   }
 
   // out[i] += sum over the panel's k: first in blocks of up to kc, so the error does not grow with all of k.
@@ -194,9 +221,12 @@ struct Gemm {
       multiply_in_chunks(ceil_div(i.size(), ROW_UNIT) * ROW_UNIT, deep, g.fp16_chunk, panel, b, tile);
     } else {
       const auto kernel = micro_kernel_for<Words>(i.size());
-      const bool whole = i.size() % ROW_UNIT == 0 && j.size() == NR;
-      if (!finish && whole) return kernel(words(deep), panel, b, sums, partial_row, add);
-      kernel(words(deep), panel, b, tile, NR, false);
+      const bool direct = !finish && i.size() % ROW_UNIT == 0 && j.size() == NR;
+      Fetches fetches = finish ? fetches_of(i.begin, j.begin) : Fetches{tile_rows_at(sums, partial_row, NR)};
+      fetches.source = source;
+      kernel(words(deep), panel, b, direct ? sums : tile, direct ? partial_row : NR, direct && add, fetches);
+      source = fetches.source;
+      if (direct) return;
     }
     if (finish) return finish_as(tile, add ? sums : nullptr, i, j);
     for (int64_t r = 0; r < i.size(); ++r) {
@@ -206,6 +236,22 @@ struct Gemm {
         store_lanes(q, add ? load_lanes(q, lanes) + t : t, lanes);
       });
     }
+  }
+
+  // What finish_as writes and, beside it, the largest of what else it reads or writes.
+  Fetches fetches_of(int64_t i, int64_t j) const {
+    Fetches fetches;
+    with_dtype(g.out_dtype, [&](auto element) {
+      const auto below = [&](const void* matrix, int64_t row) {
+        auto* first = static_cast<decltype(element)*>(const_cast<void*>(matrix));
+        return first ? tile_rows_at(first + i * row + j, row, NR) : TileRows();
+      };
+      fetches.results = below(g.c, g.c_row);
+      fetches.beside = g.pre          ? below(g.pre, g.pre_row)
+                       : g.gelu_input ? below(g.gelu_input, g.gelu_input_row)
+                                      : below(g.residual, g.residual_row);
+    });
+    return fetches;
   }
 
   void finish_as(const float* tile, const float* sums, Span i, Span j) {

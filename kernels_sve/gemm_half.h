@@ -40,9 +40,10 @@ FM_INLINE void multiply_in_chunks(int64_t rows, int64_t deep, int64_t chunk, con
                                   float* sums) {
   const auto kernel = micro_kernel_for<HalfWords>(rows);
   alignas(64) float tile[MR * NR];  // of halves
+  Fetches nothing;
   const f16* halves = reinterpret_cast<const f16*>(tile);
   for (int64_t k = 0; k < deep || k == 0; k += chunk) {
-    kernel(min(chunk, deep - k), a + k * MR, b + k * NR, tile, NR, false);
+    kernel(min(chunk, deep - k), a + k * MR, b + k * NR, tile, NR, false, nothing);
     k ? add_chunk<true>(sums, halves, rows * 2 * NR) : add_chunk<false>(sums, halves, rows * 2 * NR);
   }
 }

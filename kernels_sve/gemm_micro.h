@@ -5,7 +5,7 @@
 // 2 x 4 by 4 x 2 (BF16_QUADS), the pairs of four k lie side by side: gemm_quads.h.
 // The tile is tuning.h's; on A64FX a broadcast is one LD1RW. docs/kernels-howto.md
 #pragma once
-#include "simd.h"
+#include "gemm_fetch.h"
 
 namespace fm::FM_TARGET {
 
@@ -72,28 +72,28 @@ FM_INLINE int64_t words_of(int64_t depth) {
 }
 
 // C = A B, or C += A B when `add`, for `words` steps of k. C has ROWS full rows of NR. Halves are not added: they are no
-// floats.
+// floats. The results that are fetched are those of this tile, which need not go to C at once.
 template <class Words, int ROWS>
 static __attribute__((noinline)) void micro_kernel(int64_t words, const typename Words::Word* a, const float* b,
-                                                   float* c, int64_t ldc, bool add) {
+                                                   float* c, int64_t ldc, bool add, Fetches& fetches) {
   vf sum[ROWS][NR_VECTORS] = {};
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NR_VECTORS; ++v) prefetch_write(c + r * ldc + v * VL);
-  }
+  fetches.begin(ROWS, words);
+  for (int64_t k = 0; k < words;) {
+    fetches.turn();
+    const int64_t end = min(words, k + Fetches::STEPS);
 #pragma GCC unroll UNROLL
-  for (int64_t k = 0; k < words; ++k) {
-    vf column[NR_VECTORS];
+    for (; k < end; ++k) {
+      vf column[NR_VECTORS];
 #pragma GCC unroll 8
-    for (int v = 0; v < NR_VECTORS; ++v) column[v] = load_aligned(b + v * VL);
+      for (int v = 0; v < NR_VECTORS; ++v) column[v] = load_aligned(b + v * VL);
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
+      for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < NR_VECTORS; ++v) sum[r][v] = Words::multiply_add(a[r], column[v], sum[r][v]);
+        for (int v = 0; v < NR_VECTORS; ++v) sum[r][v] = Words::multiply_add(a[r], column[v], sum[r][v]);
+      }
+      a += MR;
+      b += NR;
     }
-    a += MR;
-    b += NR;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
@@ -110,7 +110,7 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
 #endif
 
 template <class Words>
-using MicroKernel = void (*)(int64_t, const typename Words::Word*, const float*, float*, int64_t, bool);
+using MicroKernel = void (*)(int64_t, const typename Words::Word*, const float*, float*, int64_t, bool, Fetches&);
 
 // The kernel of the fewest rows that covers `rows`.
 template <class Words, int ROWS = MR>

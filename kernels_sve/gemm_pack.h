@@ -103,11 +103,9 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
 
 constexpr int PACK_PANELS = Tuning::PACK_PANELS;
 
-// The panel that begins at src, or PACK_PANELS of them; returns how many it packed, given that `left` values of i are wanted
-// and `valid` exist.
 template <class Words, int WIDTH, class T>
-static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth,
-                       float* out) {
+static int pack_as_stored(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth,
+                          float* out) {
   if (i_stride != 1) {
     if constexpr (Words::WIDE == 1) {
       pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, out);
@@ -124,16 +122,25 @@ static int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t
   return 1;
 }
 
+// The panel that begins at src, or PACK_PANELS of them; returns how many it packed, given that `left` values of i are wanted
+// and `valid` exist.
+template <class Words, int WIDTH, class T>
+FM_INLINE int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth,
+                          float* out) {
+  const int packed = pack_as_stored<Words, WIDTH>(src, i_stride, k_stride, left, valid, depth, out);
+#ifdef FM_HAS_BF16_QUADS
+  if constexpr (Words::BESIDE == 2) words_beside<WIDTH>(out, packed * words_of<Words>(depth));
+#endif
+  return packed;
+}
+
 // Panels of [begin, end) of the index i, of which there are `count` in all; src is element (begin, 0).
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end, int64_t count,
                     int64_t depth, float* out) {
-  const int64_t words = words_of<Words>(depth), panel = words * (WIDTH / Words::WIDE);
+  const int64_t panel = words_of<Words>(depth) * (WIDTH / Words::WIDE);
   for (int64_t i = begin; i < end;) {
     const int packed = pack_panels<Words, WIDTH>(src, i_stride, k_stride, end - i, count - i, depth, out);
-#ifdef FM_HAS_BF16_QUADS
-    if constexpr (Words::BESIDE == 2) words_beside<WIDTH>(out, packed * words);
-#endif
     i += packed * WIDTH;
     src += packed * WIDTH * i_stride;
     out += packed * panel;

@@ -29,25 +29,24 @@ FM_INLINE void words_beside(float* panel, int64_t words) {
 // micro_kernel for a panel of such words.
 template <class Words, int ROWS>
 static __attribute__((noinline)) void quads_kernel(int64_t words, const uint32_t* a, const float* b, float* c,
-                                                   int64_t ldc, bool add) {
+                                                   int64_t ldc, bool add, Fetches& fetches) {
   vf sum[ROWS / 2][2 * NR_VECTORS] = {};
+  fetches.begin(ROWS, words);
+  for (int64_t k = 0; k < words;) {
+    fetches.turn();
+    for (const int64_t end = min(words, k + Fetches::STEPS); k < end; k += 2) {
+      vu column[2 * NR_VECTORS];
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * NR_VECTORS; ++v) column[v] = (vu)load_aligned(b + v * VL);
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) {
+      for (int r = 0; r < ROWS / 2; ++r) {
+        const vu rows = broadcast_quads(a + 4 * r);
 #pragma GCC unroll 8
-    for (int v = 0; v < NR_VECTORS; ++v) prefetch_write(c + r * ldc + v * VL);
-  }
-  for (int64_t k = 0; k < words; k += 2) {
-    vu column[2 * NR_VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * NR_VECTORS; ++v) column[v] = (vu)load_aligned(b + v * VL);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS / 2; ++r) {
-      const vu rows = broadcast_quads(a + 4 * r);
-#pragma GCC unroll 8
-      for (int v = 0; v < 2 * NR_VECTORS; ++v) sum[r][v] = multiply_quads(sum[r][v], rows, column[v]);
+        for (int v = 0; v < 2 * NR_VECTORS; ++v) sum[r][v] = multiply_quads(sum[r][v], rows, column[v]);
+      }
+      a += 2 * MR;
+      b += 2 * NR;
     }
-    a += 2 * MR;
-    b += 2 * NR;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {

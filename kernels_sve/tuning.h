@@ -24,6 +24,8 @@ struct Common {
   static constexpr int GEMM_UNROLL = 1;
   // Packing: panels side by side, so that whole cache lines of a row are used; steps of k that are prefetched.
   static constexpr int PACK_PANELS = 4, PACK_AHEAD = 8;
+  // What the k-loop fetches beside its work (gemm_fetch.h): in every FETCH_STEPS steps four runs of FETCH_RUN bytes, a LINE at a time.
+  static constexpr int FETCH_STEPS = 8, FETCH_RUN = 128, LINE = 64;
   // Shares of the caches that a block fills, after Goto and van de Geijn (ACM TOMS 34(3), 2008), who leave half to the other
   // streams: a panel of B in L1 (bits); the block of A in L2, more where an L3 takes the streams of B and C; the block of B in
   // L3, or several L2 where there is none.
@@ -103,11 +105,14 @@ struct sve512 : Common {
   static constexpr int ATTENTION_MR = 8;
   static constexpr int FMA_CHAINS = 24;
   static constexpr int64_t UNKNOWN_L1 = 64 << 10, UNKNOWN_L2 = (7 << 20) / 12, L2_EIGHTHS = 7;
+  static constexpr int LINE = 256;
 };
 
 // Other SVE machines: 32 registers as A64FX; no machine of theirs was measured.
-struct sve256 : sve512 {};
-struct sve128 : sve512 {
+struct sve256 : sve512 {
+  static constexpr int LINE = 64;
+};
+struct sve128 : sve256 {
   static constexpr int ATTENTION_MR = 4;  // at most the lanes of a vector
 };
 
