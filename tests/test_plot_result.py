@@ -19,6 +19,8 @@ PLAN = {"changes": [{"name": "native kernels", "seconds": 138.0, "note": ""}, {"
 def test_every_side_has_a_bar():
     assert [(name, value) for name, value, _ in bars([STEP])] == [
         ("FP32, micro-batch 4: this program (2.00 x)", 500.0), ("PyTorch, torch.compile, tcmalloc", 250.0)]
+    shipped = {**STEP, "baseline": {**STEP["baseline"], "mkl": "shipped"}}
+    assert bars([shipped])[1][0] == "PyTorch, torch.compile, tcmalloc, MKL as shipped"
     expected = [("published run, printed", 252.0), ("native kernels", 138.0)]
     assert [(name, value) for name, value, _ in steps(PLAN, 252.0)] == expected
 

@@ -31,10 +31,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def baseline_name(result: dict[str, Any]) -> str:
-    """What a step was compared with: "PyTorch", "torch.compile, tcmalloc"."""
+    """What a step was compared with: "PyTorch, torch.compile, tcmalloc", with "MKL as shipped" where MKL then is narrower."""
     baseline = result["baseline"]
     name = {"plain": "PyTorch", "hf": "Hugging Face"}[baseline["name"]]
-    return ", ".join(filter(None, (name, "torch.compile" if baseline["compiled"] else "", baseline["preload"])))
+    return ", ".join(filter(None, (name, "torch.compile" if baseline["compiled"] else "", baseline["preload"],
+                                   "MKL as shipped" if baseline.get("mkl") == "shipped" else "")))
 
 
 def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
