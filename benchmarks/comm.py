@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +56,8 @@ def run(options: argparse.Namespace) -> None:
 
 def measured(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What the ranks print. RuntimeError when they fail."""
-    order = json.dumps({"sizes": options.sizes, "rounds": options.rounds})
-    command = [jobs.mpiexec(), "-n", str(ranks), sys.executable, "-m", "benchmarks.comm_rank", order]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          cwd=Path(__file__).resolve().parents[1], stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    said = jobs.said_by_ranks(ranks, "comm_rank", {"sizes": options.sizes, "rounds": options.rounds})
+    return [json.loads(line) for line in said.splitlines()]
 
 
 def show(rows: list[dict[str, Any]]) -> None:

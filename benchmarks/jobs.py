@@ -1,4 +1,4 @@
-"""Real training jobs to measure: runs mpiexec ... pretrain_gpt.py and reads its log.
+"""Real jobs to measure: runs mpiexec ... pretrain_gpt.py and reads its log, or ranks of a benchmark's own module.
 
 Left out: which jobs are compared (alloc.py, layouts.py). Test: pytest tests/test_benchmarks.py
 """
@@ -6,6 +6,8 @@ Left out: which jobs are compared (alloc.py, layouts.py). Test: pytest tests/tes
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import resource
 import shutil
@@ -14,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fugaku_megatron.logs.iteration import parse_log
 from fugaku_megatron.logs.metrics import parse_peak_memory
@@ -87,6 +90,17 @@ def run(job: Job) -> Measured:
     return Measured(seconds=seconds, samples_per_second=iterations[-1].global_batch_size / seconds, peak_memory_mib=memory,
                     allocator=allocator(done.stdout), loss=iterations[-1].lm_loss,
                     others=others, **medians)
+
+
+def said_by_ranks(ranks: int, module: str, order: dict[str, Any]) -> str:
+    """What `ranks` ranks of a module of benchmarks print, one thread each; its argument is `order` as JSON. RuntimeError when they
+    fail."""
+    command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", f"benchmarks.{module}", json.dumps(order)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=PROGRAM.parent,
+                          stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()}")
+    return done.stdout
 
 
 def children_seconds() -> float:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +68,8 @@ def run(options: argparse.Namespace) -> None:
 
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows, which rank 0 prints. RuntimeError when the ranks fail."""
-    order = json.dumps({name: getattr(options, name) for name in ("microbatches", "slot_ms", "chunks", "rounds")})
-    command = [jobs.mpiexec(), "-n", str(options.stages), sys.executable, "-m", "benchmarks.schedule_rank", order]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          cwd=Path(__file__).resolve().parents[1], stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()}")
-    return json.loads(done.stdout)
+    order = {name: getattr(options, name) for name in ("microbatches", "slot_ms", "chunks", "rounds")}
+    return json.loads(jobs.said_by_ranks(options.stages, "schedule_rank", order))
 
 
 def picture(options: argparse.Namespace, turns: list[list[list[Any]]]) -> None:
