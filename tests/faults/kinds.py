@@ -57,13 +57,18 @@ def signalled(number: int) -> Callable[[Trial], bool]:
     return disturb
 
 
+def no_sign_of(rank: str) -> str:
+    """A pattern of what the watchdog says of a rank that has never moved."""
+    return rf"no sign of life yet from ranks? .*\b{rank}\b"
+
+
 def stopped(trial: Trial) -> bool:
     """A rank is stopped, as one that swaps or hangs in a driver; the watchdog names it and the supervisor starts the run again."""
     job = trial.start("--hang-timeout-in-secs", str(HANG_SECONDS), supervised=True)
     trial.moment(job)
     victim = trial.victim(job)
     rank = victim.environ()["PMI_RANK"]
-    trial.named = rf"rank {rank} \(node \S+\) stopped in|no sign of life yet from ranks? .*\b{rank}\b"
+    trial.named = rf"rank {rank} \(node \S+\) stopped in|{no_sign_of(rank)}"
     victim.suspend()
     return trial.end(job) == 0 or trial.finish()
 
@@ -203,15 +208,17 @@ def memory_limit(trial: Trial) -> bool:
     """A rank may take no more than some MiB beyond what it has."""
     job = trial.start("--hang-timeout-in-secs", str(HANG_SECONDS))
     trial.moment(job)
-    rank = trial.victim(job)
+    victim = trial.victim(job)
     try:
-        limit = rank.memory_info().vms + trial.rng.randrange(4 << 20)
-        resource.prlimit(rank.pid, resource.RLIMIT_AS, (limit, limit))
+        rank = victim.environ()["PMI_RANK"]
+        limit = victim.memory_info().vms + trial.rng.randrange(4 << 20)
+        resource.prlimit(victim.pid, resource.RLIMIT_AS, (limit, limit))
     except (psutil.Error, ProcessLookupError):
         trial.end(job)
         raise TooLate from None
     code = trial.end(job)
-    trial.named = r"out of memory|signal \d+|is gone" if code else ""
+    # Python itself may have had no memory to start in.
+    trial.named = rf"out of memory|signal \d+|is gone|{no_sign_of(rank)}" if code else ""
     return code == 0 and jobs.ended(trial.save) or trial.finish()
 
 
