@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .comm import interrupt, launcher
+from .comm import imports, interrupt, launcher
 from .comm.exit_codes import ExitCode
 from .run.checks import check
 from .run.command_line import Command, Parser, nearest
@@ -36,7 +36,8 @@ class ModuleCommand:
     when: str
 
     def load(self) -> Any:
-        return importlib.import_module(f".{self.module}", __package__)
+        with imports.uncollected():
+            return importlib.import_module(f".{self.module}", __package__)
 
 
 COMMANDS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,36 @@ def test_the_page_says_when_to_use_which(capsys):
         assert f"  {name:10}  {command.when}\n" in page
     assert max(map(len, page.splitlines())) <= 120
     assert cli.main([]) == 2 and capsys.readouterr().out == page
+
+
+def test_a_command_is_imported_without_the_garbage_collector(tmp_path, monkeypatch):
+    """It takes a seventh of torch's import and finds nothing; afterwards it works again, also where the import fails."""
+    (tmp_path / "first.py").write_text("import gc\nENABLED = gc.isenabled()\n")
+    (tmp_path / "second.py").write_text("raise ImportError('no second module')\n")
+    monkeypatch.setattr(cli.sys.modules["fugaku_megatron"], "__path__", [str(tmp_path)])
+    module = cli.ModuleCommand("first", "").load()
+    monkeypatch.delitem(sys.modules, module.__name__)
+    assert not module.ENABLED and gc.isenabled()
+    with pytest.raises(ImportError, match="no second module"):
+        cli.ModuleCommand("second", "").load()
+    assert gc.isenabled()
+
+
+COLLECTIONS = """
+import gc, sys
+from fugaku_megatron import cli
+during = []
+gc.callbacks.append(lambda *_: during.append("torch" in sys.modules and sys.modules["torch"].__spec__._initializing))
+code = cli.main([*"train --dry-run --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 "
+                  "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1".split()])
+assert code == 0 and "torch" in sys.modules
+sys.exit(f"{sum(during)} collections" if any(during) else 0)
+"""
+
+
+def test_training_imports_torch_without_the_garbage_collector():
+    done = subprocess.run([sys.executable, "-c", COLLECTIONS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -14,6 +14,7 @@ import atexit
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..comm import imports
 from ..run.arguments import Arguments, add_flags, interpret
 from ..run.checks import check
 from ..run.config import RunConfig
@@ -39,7 +40,8 @@ def main(args: argparse.Namespace) -> int:
 
     if not arguments.dry_run:
         return _train(arguments)
-    from ..comm.launch import run_or_abort
+    with imports.uncollected():
+        from ..comm.launch import run_or_abort
 
     run_or_abort(lambda world: print_plan(arguments, world, args.png))
     return 0
@@ -49,7 +51,8 @@ def _train(arguments: Arguments) -> int:
     watchdog = Watchdog.start(hang_settings(arguments.run))  # before anything that may hang: torch, MPI, files
     atexit.register(watchdog.close)
 
-    from ..comm.launch import run_or_abort
+    with imports.uncollected():
+        from ..comm.launch import run_or_abort
 
     run_or_abort(lambda world: _pretrain(arguments, world, watchdog), waits=watchdog.heart.wait)
     return 0
