@@ -21,7 +21,7 @@ KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")
 # compared here, and what starts Python again or imports torch._dynamo, which costs 20 s each.
 TOO_SLOW = ("test_howto", "test_table", "test_bench", "portable", "whole_range", "positive_numbers", "from_every_half",
             "adamw_is_torchs", "environment_chooses", "shared_with_torch", "reference_agrees_with_formula",
-            "reference_is_the_definition", "is_the_slope", "is_standard_normal", "at_the_right_rate")
+            "reference_is_the_definition", "is_the_slope", "is_standard_normal", "at_the_right_rate", "keeps_its_mean")
 
 
 def run(output, *command, timeout=600, **environment):
