@@ -20,6 +20,12 @@ FM_INLINE void for_row_blocks(int64_t begin, int64_t end, const F& body) {
 // Rows per range of parallel_for, a multiple of ROW_BLOCK: at least GRAIN elements.
 FM_INLINE int64_t row_grain(int64_t cols) { return ROW_BLOCK * (1 + Tuning::GRAIN / ROW_BLOCK / (cols + 1)); }
 
+// What a walk along memory reaches BYTES after p; 0: nothing.
+template <int64_t BYTES, class T>
+FM_INLINE void prefetch_ahead(const T* p) {
+  if constexpr (BYTES) prefetch(reinterpret_cast<const char*>(p) + BYTES);
+}
+
 FM_INLINE void clear(float* p, int64_t n) {
   for_vectors(0, n, [&](int64_t i, int lanes) { store_lanes(p + i, vf{}, lanes); });
 }

@@ -7,43 +7,57 @@
 
 namespace fm::FM_TARGET {
 
+constexpr int64_t AHEAD = Tuning::GATE_AHEAD;
+
 FM_INLINE vf sigmoid(vf x) { return reciprocal(exp(-x) + 1.0f); }
 
-// The rows of a block are independent chains of some twenty dependent instructions, as in gelu_rows.
-template <int R, class T>
-FM_INLINE void swiglu_rows(const SwiGLUArgs& a, int64_t row, T* y) {
+// A row at a time, so that memory is read in few streams; CHAINS of its vectors side by side, each stage for all of them, because
+// sigma is a chain of some twenty dependent instructions.
+template <class T>
+FM_INLINE void swiglu_row(const SwiGLUArgs& a, int64_t row, T* y) {
   const T *gate = static_cast<const T*>(a.x) + row * a.x_row, *up = gate + a.x_part;
-  for_vectors(0, a.cols, [&](int64_t i, int lanes) {
-    vf v[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const vf g = load_lanes(gate + r * a.x_row + i, lanes);
-      v[r] = g * sigmoid(g) * load_lanes(up + r * a.x_row + i, lanes);
+  for_vector_groups<CHAINS>(0, a.cols, [&](auto count, int64_t i, int lanes) FM_INLINE_LAMBDA {
+    constexpr int N = decltype(count)::value;
+    vf v[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      const int64_t at = i + n * VL;
+      prefetch_ahead<AHEAD>(gate + at), prefetch_ahead<AHEAD>(up + at);
+      v[n] = sigmoid(load_lanes(gate + at, lanes));
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) store_lanes(y + (row + r) * a.cols + i, v[r], lanes);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) v[n] = load_lanes(gate + i + n * VL, lanes) * v[n] * load_lanes(up + i + n * VL, lanes);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) store_lanes(y + row * a.cols + i + n * VL, v[n], lanes);
   });
 }
 
 // dx may be x: both parts are read before either is written.
-template <int R, class T>
-FM_INLINE void swiglu_backward_rows(const SwiGLUArgs& a, const SwiGLUGradArgs& grad, int64_t row) {
+template <class T>
+FM_INLINE void swiglu_backward_row(const SwiGLUArgs& a, const SwiGLUGradArgs& grad, int64_t row) {
   const T *gate = static_cast<const T*>(a.x) + row * a.x_row, *up = gate + a.x_part;
   const T* dy = static_cast<const T*>(grad.dy) + row * a.cols;
   T *dgate = static_cast<T*>(grad.dx) + row * grad.dx_row, *dup = dgate + grad.dx_part;
-  for_vectors(0, a.cols, [&](int64_t i, int lanes) {
-    vf to_gate[R], to_up[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const vf g = load_lanes(gate + r * a.x_row + i, lanes), d = load_lanes(dy + r * a.cols + i, lanes);
-      const vf share = sigmoid(g), scaled = d * share;
-      to_gate[r] = scaled * load_lanes(up + r * a.x_row + i, lanes) * (g * (1.0f - share) + 1.0f);
-      to_up[r] = scaled * g;
+  for_vector_groups<CHAINS>(0, a.cols, [&](auto count, int64_t i, int lanes) FM_INLINE_LAMBDA {
+    constexpr int N = decltype(count)::value;
+    vf to_gate[N], to_up[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      const int64_t at = i + n * VL;
+      prefetch_ahead<AHEAD>(gate + at), prefetch_ahead<AHEAD>(up + at), prefetch_ahead<AHEAD>(dy + at);
+      to_up[n] = sigmoid(load_lanes(gate + at, lanes));
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      store_lanes(dgate + r * grad.dx_row + i, to_gate[r], lanes);
-      store_lanes(dup + r * grad.dx_row + i, to_up[r], lanes);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      const int64_t at = i + n * VL;
+      const vf g = load_lanes(gate + at, lanes), share = to_up[n], scaled = load_lanes(dy + at, lanes) * share;
+      to_gate[n] = scaled * load_lanes(up + at, lanes) * (g * (1.0f - share) + 1.0f);
+      to_up[n] = scaled * g;
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      store_lanes(dgate + i + n * VL, to_gate[n], lanes);
+      store_lanes(dup + i + n * VL, to_up[n], lanes);
     }
   });
 }
@@ -52,9 +66,7 @@ static void swiglu(const SwiGLUArgs& a, void* y) {
   with_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
     parallel_for(a.rows, row_grain(a.cols), [&](int64_t begin, int64_t end) {
-      for_row_blocks(begin, end, [&](auto block, int64_t row) {
-        swiglu_rows<decltype(block)::value>(a, row, static_cast<T*>(y));
-      });
+      for (int64_t row = begin; row < end; ++row) swiglu_row(a, row, static_cast<T*>(y));
     });
   });
 }
@@ -63,9 +75,7 @@ static void swiglu_backward(const SwiGLUArgs& a, const SwiGLUGradArgs& grad) {
   with_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
     parallel_for(a.rows, row_grain(a.cols), [&](int64_t begin, int64_t end) {
-      for_row_blocks(begin, end, [&](auto block, int64_t row) {
-        swiglu_backward_rows<decltype(block)::value, T>(a, grad, row);
-      });
+      for (int64_t row = begin; row < end; ++row) swiglu_backward_row<T>(a, grad, row);
     });
   });
 }

@@ -67,6 +67,8 @@ struct Common {
   // Rows of a weight whose dot products with up to 4 tokens are formed together: 16 accumulators, 4 vectors and one more in 32
   // registers. Four chains are enough where memory bounds the kernel.
   static constexpr int DOT_ROWS = 4;
+  // Bytes that SwiGLU prefetches ahead; 0: left to the hardware.
+  static constexpr int64_t GATE_AHEAD = 0;
   // Rows of an embedding table are at random places: they are prefetched this many tokens early.
   static constexpr int64_t TOKENS_AHEAD = 4;
 };
@@ -94,6 +96,8 @@ struct avx512 : Common {
   static constexpr int GEMM_MR = 12, GEMM_NR_VECTORS = 2;
   static constexpr int ATTENTION_MR = 8;
   static constexpr int FMA_CHAINS = 24;
+  // Zen 5, measured: 2048 of 512 to 4096.
+  static constexpr int64_t GATE_AHEAD = 2048;
 };
 struct avx512bf16 : avx512 {};
 

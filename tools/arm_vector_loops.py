@@ -36,9 +36,9 @@ FM_ALONE void gelu_backward_epilogue(const GemmArgs& a, const float* tile, int64
   g.c = a.c, g.c_row = a.c_row, g.gelu_input = a.gelu_input, g.gelu_input_row = a.gelu_input_row;
   if (g.gelu_input) finish_tile<float, NR>(g, tile, nullptr, 0, row, rows, col, NR);
 }
-FM_ALONE void swiglu_alone(const SwiGLUArgs& a, int64_t row, float* y) { swiglu_rows<ROW_BLOCK>(a, row, y); }
+FM_ALONE void swiglu_alone(const SwiGLUArgs& a, int64_t row, float* y) { swiglu_row(a, row, y); }
 FM_ALONE void swiglu_backward_alone(const SwiGLUArgs& a, const SwiGLUGradArgs& grad, int64_t row) {
-  swiglu_backward_rows<ROW_BLOCK, float>(a, grad, row);
+  swiglu_backward_row<float>(a, grad, row);
 }
 FM_ALONE void dropout_alone(const DropoutArgs& a, const PhiloxKey& key, uint64_t sample, const float* x, float* y) {
   dropout_row(a, key, sample, 0, x, y);
