@@ -2,7 +2,7 @@
 // bind_<family>.cc.
 #include <pybind11/stl.h>
 
-#include "tensor_view.h"
+#include "calls.h"
 
 namespace fm {
 namespace {
@@ -73,5 +73,6 @@ PYBIND11_MODULE(_kernels, module) {
              "runs, -1 "
              "where the system refused.");
   module.def("thread_cpus", &thread_cpus, "The CPU that each thread runs on.");
+  bind_calls(module);
   for (BindFunction bind : bind_functions()) bind(module);
 }

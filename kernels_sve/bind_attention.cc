@@ -103,7 +103,7 @@ DecodeArgs check_decode(const TensorView& qkv, const TensorView& keys, const Ten
   return {rows, heads, groups, d, slots, samples.data<int64_t>(), positions.data<int64_t>()};
 }
 
-void bind_decode(py::handle qkv_object, py::handle keys_object, py::handle values_object, py::handle samples_object,
+Call bind_decode(py::handle qkv_object, py::handle keys_object, py::handle values_object, py::handle samples_object,
                  py::handle positions_object, py::handle out_object) {
   TensorView qkv("qkv", qkv_object), keys("keys", keys_object), values("values", values_object), out("out", out_object);
   TensorView samples("samples", samples_object), positions("positions", positions_object);
@@ -112,15 +112,17 @@ void bind_decode(py::handle qkv_object, py::handle keys_object, py::handle value
   keys.disjoint({&qkv});
   out.same_dtype(qkv).shape({args.rows, args.heads * args.d}).contiguous();
   out.disjoint({&qkv, &keys, &values, &samples, &positions});
-  if (!qkv.numel()) return;
-  unlocked([&] { kernels().attention_decode(qkv.data(), keys.data(), values.data(), out.data(), qkv.dtype(), args); });
+  if (!qkv.numel()) return [] {};
+  return [args, dtype = qkv.dtype(), qkv = qkv.data(), keys = keys.data(), values = values.data(), out = out.data()] {
+    kernels().attention_decode(qkv, keys, values, out, dtype, args);
+  };
 }
 
 }  // namespace
 
 FM_BIND(attention) {
   using namespace py::literals;
-  module.def("attention_decode", &bind_decode, "qkv"_a, "keys"_a, "values"_a, "samples"_a, "positions"_a, "out"_a,
+  def_repeatable(module, "attention_decode", &bind_decode, "qkv"_a, "keys"_a, "values"_a, "samples"_a, "positions"_a, "out"_a,
              "Attention of one new token of each of `rows` samples, whose key and value are kept.\n"
              "qkv: float32, bfloat16 or float16 (rows, (heads + 2 groups) d), as in attention_forward. "
              "out: (rows, heads * d).\n"

@@ -4,7 +4,7 @@
 namespace fm {
 namespace {
 
-void linear_few_rows(py::handle x_object, py::handle weight_object, py::handle out_object, py::handle bias_object,
+Call linear_few_rows(py::handle x_object, py::handle weight_object, py::handle out_object, py::handle bias_object,
                      bool gelu) {
   TensorView x("x", x_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2).floating().last_contiguous();
@@ -18,7 +18,7 @@ void linear_few_rows(py::handle x_object, py::handle weight_object, py::handle o
   const FewRowsArgs args = {x.size(0),     weight.size(0), weight.size(1),   x.dtype(),       x.data(),
                             x.stride(0),   weight.data(),  weight.stride(0), bias ? bias->data() : nullptr,
                             out.data(),    weight.size(0), gelu};
-  unlocked([&] { kernels().linear_few_rows(args); });
+  return [args] { kernels().linear_few_rows(args); };
 }
 
 const char LINEAR_FEW_ROWS_DOC[] = R"(out (M, N) = f(x (M, K) weight (N, K)^T + bias (N)), f the tanh GELU when gelu, for a few rows M.
@@ -30,8 +30,8 @@ do not depend on the others. linear_forward is faster for more than a few rows.)
 
 FM_BIND(decode) {
   using namespace py::literals;
-  module.def("linear_few_rows", &linear_few_rows, "x"_a, "weight"_a, "out"_a, "bias"_a = py::none(), "gelu"_a = false,
-             LINEAR_FEW_ROWS_DOC);
+  def_repeatable(module, "linear_few_rows", &linear_few_rows, "x"_a, "weight"_a, "out"_a, "bias"_a = py::none(),
+                 "gelu"_a = false, LINEAR_FEW_ROWS_DOC);
 }
 
 }  // namespace fm

@@ -23,12 +23,14 @@ EmbeddingArgs embedding_args(const TensorView& tokens, const TensorView& table, 
   return {words, tokens.numel(), first_row, table.size(0), table.size(1)};
 }
 
-void lookup(py::handle tokens_object, py::handle table_object, py::handle out_object, int64_t first_row,
+Call lookup(py::handle tokens_object, py::handle table_object, py::handle out_object, int64_t first_row,
             std::optional<int64_t> vocabulary) {
   TensorView tokens("tokens", tokens_object), table("table", table_object), out("out", out_object);
   const EmbeddingArgs args = embedding_args(tokens, table, out, first_row, vocabulary);
   out.same_dtype(table).disjoint({&tokens, &table});
-  unlocked([&] { kernels().embedding(args, table.data(), out.data(), out.dtype()); });
+  return [args, table = table.data(), out = out.data(), dtype = out.dtype()] {
+    kernels().embedding(args, table, out, dtype);
+  };
 }
 
 void lookup_backward(py::handle tokens_object, py::handle dout_object, py::handle dtable_object, int64_t first_row) {
@@ -46,13 +48,13 @@ void check_positions(const TensorView& x, const TensorView& table) {
                std::to_string(table.size(0)) + " rows of " + std::to_string(table.size(1)));
 }
 
-void add_position(py::handle x_object, py::handle table_object, py::handle out_object) {
+Call add_position(py::handle x_object, py::handle table_object, py::handle out_object) {
   TensorView x("x", x_object), table("table", table_object), out("out", out_object);
   check_positions(x, table);
   table.same_dtype(x);
   out.same_dtype(x).same_shape(x).contiguous().same_or_disjoint({&x}).disjoint({&table});
-  unlocked(
-      [&] { kernels().add_position(x.data(), table.data(), out.data(), x.dtype(), x.size(0), x.size(1), x.size(2)); });
+  return [dtype = x.dtype(), s = x.size(0), b = x.size(1), cols = x.size(2), x = x.data(), table = table.data(),
+          out = out.data()] { kernels().add_position(x, table, out, dtype, s, b, cols); };
 }
 
 void add_position_backward(py::handle dout_object, py::handle dtable_object) {
@@ -74,12 +76,12 @@ when given, a token outside is a ValueError.)";
 
 FM_BIND(embedding) {
   using namespace py::literals;
-  module.def("embedding", &lookup, "tokens"_a, "table"_a, "out"_a, "first_row"_a = 0, "vocabulary"_a = py::none(),
-             EMBEDDING_DOC);
+  def_repeatable(module, "embedding", &lookup, "tokens"_a, "table"_a, "out"_a, "first_row"_a = 0,
+                 "vocabulary"_a = py::none(), EMBEDDING_DOC);
   module.def("embedding_backward", &lookup_backward, "tokens"_a, "dout"_a, "dtable"_a, "first_row"_a = 0,
              "dtable (float32) [tokens - first_row] += dout, the tokens in order; the same bits for any number of "
              "threads.");
-  module.def("add_position", &add_position, "x"_a, "table"_a, "out"_a,
+  def_repeatable(module, "add_position", &add_position, "x"_a, "table"_a, "out"_a,
              "out (s, b, h) = x + table[:s]; x, table and out have one dtype, out may be x.");
   module.def("add_position_backward", &add_position_backward, "dout"_a, "dtable"_a,
              "dtable (float32) [:s] += sum of dout (s, b, h) over b.");

@@ -44,26 +44,26 @@ RotaryArgs rotary_args(const Operands& o, const TensorView& y, int64_t queries, 
           o.x.dtype()};
 }
 
-void turn_heads(py::handle x, py::handle cos, py::handle sin, py::handle y_object, int64_t queries, bool interleaved,
+Call turn_heads(py::handle x, py::handle cos, py::handle sin, py::handle y_object, int64_t queries, bool interleaved,
                  bool inverse) {
   const Operands operands{{"x", x}, {"cos", cos}, {"sin", sin}, std::nullopt, std::nullopt};
   const TensorView y("y", y_object);
   const RotaryArgs args = rotary_args(operands, y, queries, 0, interleaved, inverse);
   y.same_or_disjoint({&operands.x});
-  unlocked([&] { kernels().rotary(args); });
+  return [args] { kernels().rotary(args); };
 }
 
 Operands norm_operands(py::handle x, py::handle q_weight, py::handle k_weight, py::handle cos, py::handle sin) {
   return {{"x", x}, {"cos", cos}, {"sin", sin}, TensorView("q_weight", q_weight), TensorView("k_weight", k_weight)};
 }
 
-void norm_and_turn_heads(py::handle x, py::handle q_weight, py::handle k_weight, py::handle cos, py::handle sin,
+Call norm_and_turn_heads(py::handle x, py::handle q_weight, py::handle k_weight, py::handle cos, py::handle sin,
                       py::handle y_object, int64_t queries, double eps, bool interleaved) {
   const Operands operands = norm_operands(x, q_weight, k_weight, cos, sin);
   const TensorView y("y", y_object);
   const RotaryArgs args = rotary_args(operands, y, queries, eps, interleaved, false);
   y.same_or_disjoint({&operands.x});
-  unlocked([&] { kernels().rotary(args); });
+  return [args] { kernels().rotary(args); };
 }
 
 void norm_and_turn_heads_backward(py::handle dy_object, py::handle x, py::handle q_weight, py::handle k_weight,
@@ -100,9 +100,9 @@ dx may be dy. The sums over tokens have the same bits for any number of threads.
 
 FM_BIND(rotary) {
   using namespace py::literals;
-  module.def("rotary", &turn_heads, "x"_a, "cos"_a, "sin"_a, "y"_a, "queries"_a, "interleaved"_a = false,
+  def_repeatable(module, "rotary", &turn_heads, "x"_a, "cos"_a, "sin"_a, "y"_a, "queries"_a, "interleaved"_a = false,
              "inverse"_a = false, ROTARY_DOC);
-  module.def("rotary_norm", &norm_and_turn_heads, "x"_a, "q_weight"_a, "k_weight"_a, "cos"_a, "sin"_a, "y"_a,
+  def_repeatable(module, "rotary_norm", &norm_and_turn_heads, "x"_a, "q_weight"_a, "k_weight"_a, "cos"_a, "sin"_a, "y"_a,
              "queries"_a, "eps"_a, "interleaved"_a = false, ROTARY_NORM_DOC);
   module.def("rotary_norm_backward", &norm_and_turn_heads_backward, "dy"_a, "x"_a, "q_weight"_a, "k_weight"_a, "cos"_a,
              "sin"_a, "dx"_a, "dq_weight"_a, "dk_weight"_a, "queries"_a, "eps"_a, "interleaved"_a = false,

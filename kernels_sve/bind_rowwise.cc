@@ -103,13 +103,13 @@ ResidualGradArgs residual_grad_args(const TensorView& dout, const std::optional<
   return {dout.data(), dx ? dx->data() : nullptr, dbias ? dbias->data<float>() : nullptr, dout.dtype(), dropout};
 }
 
-void bind_layer_norm(py::handle x_object, py::handle weight_object, py::handle bias_object, py::handle y_object,
+Call bind_layer_norm(py::handle x_object, py::handle weight_object, py::handle bias_object, py::handle y_object,
                      py::handle mean_object, py::handle rstd_object, double eps) {
   TensorView x("x", x_object), weight("weight", weight_object), bias("bias", bias_object), y("y", y_object),
       mean("mean", mean_object), rstd("rstd", rstd_object);
   const LayerNormArgs args = norm_args(x, weight, &bias, y, &mean, rstd, eps);
   y.same_or_disjoint({&x});
-  unlocked([&] { kernels().layer_norm(args); });
+  return [args] { kernels().layer_norm(args); };
 }
 
 void bind_layer_norm_backward(py::handle dy_object, py::handle x_object, py::handle mean_object, py::handle rstd_object,
@@ -122,12 +122,12 @@ void bind_layer_norm_backward(py::handle dy_object, py::handle x_object, py::han
   unlocked([&] { kernels().layer_norm_backward(args); });
 }
 
-void bind_rms_norm(py::handle x_object, py::handle weight_object, py::handle y_object, py::handle rstd_object,
+Call bind_rms_norm(py::handle x_object, py::handle weight_object, py::handle y_object, py::handle rstd_object,
                    double eps) {
   TensorView x("x", x_object), weight("weight", weight_object), y("y", y_object), rstd("rstd", rstd_object);
   const LayerNormArgs args = norm_args(x, weight, nullptr, y, nullptr, rstd, eps);
   y.same_or_disjoint({&x});
-  unlocked([&] { kernels().rms_norm(args); });
+  return [args] { kernels().rms_norm(args); };
 }
 
 void bind_rms_norm_backward(py::handle dy_object, py::handle x_object, py::handle rstd_object, py::handle weight_object,
@@ -139,13 +139,14 @@ void bind_rms_norm_backward(py::handle dy_object, py::handle x_object, py::handl
   unlocked([&] { kernels().rms_norm_backward(args); });
 }
 
-void bind_bias_dropout_add(py::handle x_object, py::handle bias_object, py::handle residual_object,
+Call bind_bias_dropout_add(py::handle x_object, py::handle bias_object, py::handle residual_object,
                            py::handle out_object, double p, uint64_t seed, uint64_t stream, int64_t first_sample,
                            int64_t row0) {
   TensorView x("x", x_object), residual("residual", residual_object), out("out", out_object);
   const DropoutArgs dropout = dropout_args(x, p, seed, stream, first_sample, row0);
   const ResidualArgs args = residual_args(x, optional_view("bias", bias_object), residual, out, dropout);
-  if (x.numel()) unlocked([&] { kernels().bias_dropout_add(args); });
+  if (!x.numel()) return [] {};
+  return [args] { kernels().bias_dropout_add(args); };
 }
 
 void bind_bias_dropout_add_backward(py::handle dout_object, py::handle dx_object, py::handle dbias_object, double p,
@@ -157,7 +158,7 @@ void bind_bias_dropout_add_backward(py::handle dout_object, py::handle dx_object
   if (dout.numel()) unlocked([&] { kernels().bias_dropout_add_backward(args); });
 }
 
-void bind_fused(py::handle x_object, py::handle bias_object, py::handle residual_object, py::handle sum_object,
+Call bind_fused(py::handle x_object, py::handle bias_object, py::handle residual_object, py::handle sum_object,
                 py::handle weight_object, py::handle norm_bias_object, py::handle y_object, py::handle mean_object,
                 py::handle rstd_object, double eps, double p, uint64_t seed, uint64_t stream, int64_t first_sample,
                 int64_t row0) {
@@ -169,10 +170,11 @@ void bind_fused(py::handle x_object, py::handle bias_object, py::handle residual
   const LayerNormArgs norm = norm_args(sum, weight, &norm_bias, y, &mean, rstd, eps);
   y.disjoint({&x, &residual, &sum});
   sum.disjoint({&weight, &norm_bias, &mean, &rstd});
-  if (x.numel()) unlocked([&] { kernels().bias_dropout_add_layer_norm(add, norm); });
+  if (!x.numel()) return [] {};
+  return [add, norm] { kernels().bias_dropout_add_layer_norm(add, norm); };
 }
 
-void bind_fused_rms(py::handle x_object, py::handle bias_object, py::handle residual_object, py::handle sum_object,
+Call bind_fused_rms(py::handle x_object, py::handle bias_object, py::handle residual_object, py::handle sum_object,
                     py::handle weight_object, py::handle y_object, py::handle rstd_object, double eps, double p,
                     uint64_t seed, uint64_t stream, int64_t first_sample, int64_t row0) {
   TensorView x("x", x_object), residual("residual", residual_object), sum("sum", sum_object),
@@ -182,7 +184,8 @@ void bind_fused_rms(py::handle x_object, py::handle bias_object, py::handle resi
   const LayerNormArgs norm = norm_args(sum, weight, nullptr, y, nullptr, rstd, eps);
   y.disjoint({&x, &residual, &sum});
   sum.disjoint({&weight, &rstd});
-  if (x.numel()) unlocked([&] { kernels().bias_dropout_add_rms_norm(add, norm); });
+  if (!x.numel()) return [] {};
+  return [add, norm] { kernels().bias_dropout_add_rms_norm(add, norm); };
 }
 
 void bind_fused_backward(py::handle dy_object, py::handle dsum_object, py::handle sum_object, py::handle mean_object,
@@ -273,24 +276,24 @@ The arguments are those of bias_dropout_add_layer_norm_backward; dweight and dbi
 
 FM_BIND(rowwise) {
   using namespace py::literals;
-  module.def("layer_norm", &bind_layer_norm, "x"_a, "weight"_a, "bias"_a, "y"_a, "mean"_a, "rstd"_a, "eps"_a,
+  def_repeatable(module, "layer_norm", &bind_layer_norm, "x"_a, "weight"_a, "bias"_a, "y"_a, "mean"_a, "rstd"_a, "eps"_a,
              LAYER_NORM_DOC);
   module.def("layer_norm_backward", &bind_layer_norm_backward, "dy"_a, "x"_a, "mean"_a, "rstd"_a, "weight"_a, "dx"_a,
              "dweight"_a, "dbias"_a, "add"_a = py::none(), LAYER_NORM_BACKWARD_DOC);
-  module.def("rms_norm", &bind_rms_norm, "x"_a, "weight"_a, "y"_a, "rstd"_a, "eps"_a, RMS_NORM_DOC);
+  def_repeatable(module, "rms_norm", &bind_rms_norm, "x"_a, "weight"_a, "y"_a, "rstd"_a, "eps"_a, RMS_NORM_DOC);
   module.def("rms_norm_backward", &bind_rms_norm_backward, "dy"_a, "x"_a, "rstd"_a, "weight"_a, "dx"_a, "dweight"_a,
              "add"_a = py::none(), RMS_NORM_BACKWARD_DOC);
-  module.def("bias_dropout_add", &bind_bias_dropout_add, "x"_a, "bias"_a, "residual"_a, "out"_a, "p"_a = 0.0,
+  def_repeatable(module, "bias_dropout_add", &bind_bias_dropout_add, "x"_a, "bias"_a, "residual"_a, "out"_a, "p"_a = 0.0,
              "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "row0"_a = 0, ADD_DOC);
   module.def("bias_dropout_add_backward", &bind_bias_dropout_add_backward, "dout"_a, "dx"_a, "dbias"_a, "p"_a = 0.0,
              "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "row0"_a = 0, ADD_BACKWARD_DOC);
-  module.def("bias_dropout_add_layer_norm", &bind_fused, "x"_a, "bias"_a, "residual"_a, "sum"_a, "weight"_a,
+  def_repeatable(module, "bias_dropout_add_layer_norm", &bind_fused, "x"_a, "bias"_a, "residual"_a, "sum"_a, "weight"_a,
              "norm_bias"_a, "y"_a, "mean"_a, "rstd"_a, "eps"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0,
              "first_sample"_a = 0, "row0"_a = 0, FUSED_DOC);
   module.def("bias_dropout_add_layer_norm_backward", &bind_fused_backward, "dy"_a, "dsum"_a, "sum"_a, "mean"_a,
              "rstd"_a, "weight"_a, "dresidual"_a, "dx"_a, "dweight"_a, "dnorm_bias"_a, "dbias"_a, "p"_a = 0.0,
              "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "row0"_a = 0, FUSED_BACKWARD_DOC);
-  module.def("bias_dropout_add_rms_norm", &bind_fused_rms, "x"_a, "bias"_a, "residual"_a, "sum"_a, "weight"_a, "y"_a,
+  def_repeatable(module, "bias_dropout_add_rms_norm", &bind_fused_rms, "x"_a, "bias"_a, "residual"_a, "sum"_a, "weight"_a, "y"_a,
              "rstd"_a, "eps"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "row0"_a = 0,
              FUSED_RMS_DOC);
   module.def("bias_dropout_add_rms_norm_backward", &bind_fused_rms_backward, "dy"_a, "dsum"_a, "sum"_a, "rstd"_a,

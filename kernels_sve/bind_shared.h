@@ -4,7 +4,7 @@
 
 #include <pybind11/stl.h>
 
-#include "tensor_view.h"
+#include "calls.h"
 
 namespace fm {
 

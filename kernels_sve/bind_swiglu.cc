@@ -12,11 +12,11 @@ SwiGLUArgs swiglu_args(const TensorView& x) {
   return {x.data(), x.stride(0), x.stride(1), x.size(0), x.size(2), x.dtype()};
 }
 
-void gate_columns(py::handle x_object, py::handle y_object) {
+Call gate_columns(py::handle x_object, py::handle y_object) {
   TensorView x("x", x_object), y("y", y_object);
   const SwiGLUArgs args = swiglu_args(x);
   y.same_dtype(x).shape({x.size(0), x.size(2)}).contiguous().disjoint({&x});
-  unlocked([&] { kernels().swiglu(args, y.data()); });
+  return [args, y = y.data()] { kernels().swiglu(args, y); };
 }
 
 void gate_columns_backward(py::handle dy_object, py::handle x_object, py::handle dx_object) {
@@ -40,7 +40,7 @@ dy: (rows, cols), contiguous. x, dx: (rows, 2, cols), the columns of a part side
 
 FM_BIND(swiglu) {
   using namespace py::literals;
-  module.def("swiglu", &gate_columns, "x"_a, "y"_a, SWIGLU_DOC);
+  def_repeatable(module, "swiglu", &gate_columns, "x"_a, "y"_a, SWIGLU_DOC);
   module.def("swiglu_backward", &gate_columns_backward, "dy"_a, "x"_a, "dx"_a, SWIGLU_BACKWARD_DOC);
 }
 

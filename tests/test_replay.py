@@ -30,7 +30,7 @@ def test_what_no_kernel_computes_is_not_left_out():
     kernels, x = RecordingKernels(), torch.ones(3)
     with pytest.raises(AssertionError, match="computes something that no kernel does"):
         kernels.record(lambda: x + 1, (x,))
-    assert kernels.record(lambda: x.new_empty(3).view(3, 1), (x,)).calls == []
+    assert len(kernels.record(lambda: x.new_empty(3).view(3, 1), (x,)).calls) == 0
 
 
 def test_heads_that_the_kernels_do_not_take():

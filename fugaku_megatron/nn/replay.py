@@ -2,14 +2,14 @@
 
 The next token of as many samples takes the same calls with the same weights, and where results lie in the same memory again, with
 the same tensors: only what the inputs hold is new. So a recording keeps each call with its tensors, and a repetition copies its
-inputs and makes the calls, without layers, autograd and allocations, which take longer than the products of a small model.
+inputs and makes the calls, all of them in C++ (`kernels.Calls`): without layers, autograd, allocations and checks, which take
+longer than the products of a small model.
 Left out: when a step may be repeated (`inference.decoder`). Test: pytest tests/test_replay.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,25 +21,20 @@ ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::_uns
 
 
 class RecordingKernels:
-    """The kernel library, which writes down its calls while `record` runs."""
+    """The kernel library, whose calls are kept while `record` runs."""
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[], Any]] | None = None
+        self._calls: kernels.Calls | None = None
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(kernels, name)
-        if self._calls is None or not callable(value):
-            return value
-        return partial(self._note, self._calls, value)
-
-    @staticmethod
-    def _note(calls: list[Callable[[], Any]], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        calls.append(partial(function, *args, **kwargs))
-        return function(*args, **kwargs)
+        return getattr(kernels if self._calls is None else self._calls, name)
 
     def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> RecordedStep:
-        """Run `step`, which reads `inputs` and computes with kernels alone. AssertionError when torch computes something."""
-        self._calls = calls = []
+        """Run `step`, which reads `inputs` and computes with kernels alone.
+
+        AssertionError when torch computes something, AttributeError when a kernel does whose calls cannot be kept.
+        """
+        self._calls = calls = kernels.Calls()
         try:
             with _KernelsAlone():
                 result = step()
@@ -51,15 +46,14 @@ class RecordingKernels:
 class RecordedStep:
     """Calls of kernels from `inputs` to `result`, both of which keep their memory."""
 
-    def __init__(self, calls: Sequence[Callable[[], Any]], inputs: tuple[Tensor, ...], result: Tensor) -> None:
+    def __init__(self, calls: kernels.Calls, inputs: tuple[Tensor, ...], result: Tensor) -> None:
         self.calls, self.inputs, self.result = calls, inputs, result
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
         """The result for other inputs of the same shapes; it holds until the next call."""
         for own, new in zip(self.inputs, inputs, strict=True):
             own.copy_(new)
-        for call in self.calls:
-            call()
+        self.calls()
         return self.result
 
 
