@@ -54,7 +54,7 @@ def core() -> str:
     return get().decode()
 
 
-def wake() -> None:
+def work() -> None:
     """A product that is large enough for all threads and takes a millisecond."""
     square = torch.zeros(512, 512)
     sgemm(square, square, torch.empty(512, 512))

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 SHIPPED, OPENBLAS = "MKL shipped", "OpenBLAS"
 PAUSE = 0.05  # s; threads of OpenMP and OpenBLAS spin for some tens of milliseconds after their work, then they sleep
 WAKE_STEPS = 50_000  # of the loop of multiply-adds: some milliseconds
+WAKE_SECONDS = 1.0
 QUIET = 0.9  # share of a call's wall time for which its first thread had a core; below that others disturbed it
 
 
@@ -75,9 +77,17 @@ def first_answer(kind: str) -> dict[str, str]:
         return {"name": OPENBLAS, "missing": str(error)}
 
 
-def wake() -> None:
-    """Let this process's OpenMP threads, which slept while others computed, work again."""
-    fma_gflops(WAKE_STEPS)
+def wake(work: Callable[[], object] = partial(fma_gflops, WAKE_STEPS)) -> None:
+    """Let this process's threads, which slept while others computed, `work` until each has a core, at most WAKE_SECONDS.
+
+    A scheduler may wake two threads on one core, and take a second until it moves one of them: shorter products ran at half their rate.
+    """
+    end = time.perf_counter() + WAKE_SECONDS
+    while (begin := time.perf_counter()) < end:
+        cpu = time.process_time()
+        work()
+        if time.process_time() - cpu >= QUIET * torch.get_num_threads() * (time.perf_counter() - begin):
+            return
 
 
 def timed(run: Callable[[], object]) -> dict[str, float | bool]:
@@ -105,7 +115,7 @@ def main(kind: str, words: Sequence[str]) -> None:
             run()
             answer(stream, {})
         else:
-            openblas.wake() if kind == OPENBLAS else wake()
+            wake(openblas.work) if kind == OPENBLAS else wake()
             answer(stream, timed(run))
 
 
