@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,10 +76,14 @@ def first_answer(kind: str) -> dict[str, str]:
         return {"name": OPENBLAS, "missing": str(error)}
 
 
-def wake(work: Callable[[], object] = partial(fma_gflops, WAKE_STEPS)) -> None:
+def multiply_adds() -> None:
+    fma_gflops(WAKE_STEPS)
+
+
+def wake(work: Callable[[], object] = multiply_adds) -> None:
     """Let this process's threads, which slept while others computed, `work` until each has a core, at most WAKE_SECONDS.
 
-    A scheduler may wake two threads on one core, and take a second until it moves one of them: shorter products ran at half their rate.
+    A scheduler may wake two threads on one core and move one of them a second later: shorter products ran at half their rate.
     """
     end = time.perf_counter() + WAKE_SECONDS
     while (begin := time.perf_counter()) < end:
