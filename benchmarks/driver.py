@@ -3,8 +3,8 @@
 Every round runs the kernels, the baseline and a loop of independent multiply-adds once, and then the same work in the processes of
 rivals (rivals.py), so that all of them meet the same clock and the same neighbours; figures are medians over the rounds. FLOPs and
 bytes of a case are those of its kernels' rows (kernels_sve/kernels.inc). Memory is set up as the trainer sets it up
-(allocator.tune), for all sides. A round in which other processes took our cores (this one had less than QUIET of its threads' time)
-is run again, up to PATIENCE times as many rounds; a row that never saw enough quiet says so.
+(allocator.tune), for all sides. A round in which other processes took our cores (rivals.watch_cores) is run again, up to PATIENCE
+times as many rounds; a row that never saw enough quiet says so.
 Left out: what is compared (gemm.py and the other families). Test: python -m benchmarks gemm --recipe demo
 """
 
@@ -34,7 +34,7 @@ from . import mkl, rivals, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLOCK_STEPS = 50_000_000
-QUIET, PATIENCE = 0.9, 10
+PATIENCE = 10
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 
 
@@ -144,9 +144,9 @@ def one_round(case: Case, threads: int, others: Sequence[rivals.Rival]) -> tuple
     """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores)."""
     if others:
         rivals.wake()
-    wall, cpu = time.perf_counter(), time.process_time()
+    had_all_cores = rivals.watch_cores(threads)
     own = seconds(case.run), seconds(case.baseline_run), fma_gflops()
-    quiet = time.process_time() - cpu >= QUIET * threads * (time.perf_counter() - wall)
+    quiet = had_all_cores()
     turns = [rival.take_turn() for rival in others]
     return (*own, *(each for each, _ in turns)), quiet and all(alone for _, alone in turns)
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 SHIPPED, OPENBLAS = "MKL shipped", "OpenBLAS"
 PAUSE = 0.05  # s; threads of OpenMP and OpenBLAS spin for some tens of milliseconds after their work, then they sleep
 WAKE_STEPS = 50_000  # of the loop of multiply-adds: some milliseconds
-WAKE_SECONDS = 1.0
-QUIET = 0.9  # share of a call's wall time for which its first thread had a core; below that others disturbed it
+WAKE_SECONDS = 1.0  # at most, until every thread has a core
+QUIET = 0.9  # share of wall time for which threads had a core each; below that others disturbed them
 
 
 class Rival(Child):
@@ -76,6 +76,12 @@ def first_answer(kind: str) -> dict[str, str]:
         return {"name": OPENBLAS, "missing": str(error)}
 
 
+def watch_cores(threads: int) -> Callable[[], bool]:
+    """A function that says whether this process's threads have had a core each since then, but for a share of 1 - QUIET."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    return lambda: time.process_time() - cpu >= QUIET * threads * (time.perf_counter() - wall)
+
+
 def multiply_adds() -> None:
     fma_gflops(WAKE_STEPS)
 
@@ -86,10 +92,10 @@ def wake(work: Callable[[], object] = multiply_adds) -> None:
     A scheduler may wake two threads on one core and move one of them a second later: shorter products ran at half their rate.
     """
     end = time.perf_counter() + WAKE_SECONDS
-    while (begin := time.perf_counter()) < end:
-        cpu = time.process_time()
+    while time.perf_counter() < end:
+        had_all_cores = watch_cores(torch.get_num_threads())
         work()
-        if time.process_time() - cpu >= QUIET * torch.get_num_threads() * (time.perf_counter() - begin):
+        if had_all_cores():
             return
 
 

@@ -153,25 +153,24 @@ struct Gemm {
         if (j.size() > 0) run_tile(i, j, j.begin, p, deep, a, b);
       }
     }
-    source = Source();
   }
 
   // Packs the panel of tile t, or several; returns how many.
   int pack_a(Span some, int64_t t, int64_t p, int64_t deep) {
     const int64_t last = ceil_div(some.size(), MR) - 1, begin = tile_begin(some, t),
                   end = t < last ? some.begin + last * MR : some.end;
-    const T* src = static_cast<const T*>(g.a) + p * g.a_col + begin * g.a_row;
-    return pack_panels<Words, MR>(src, g.a_row, g.a_col, end - begin, g.m - begin, deep,
+    return pack_panels<Words, MR>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep,
                                   a_panels + t * A_ROW * words(deep));
   }
 
   // What pack_a reads next, as it lies in memory.
   Source source_of(int64_t begin, int64_t p, int64_t deep) const {
     constexpr int64_t BYTES = sizeof(T);
-    const T* src = static_cast<const T*>(g.a) + p * g.a_col + begin * g.a_row;
-    if (g.a_row == 1) return Source::of_rows(src, PACK_PANELS * MR * BYTES, g.a_col * BYTES);
-    return Source::of_rows(src, deep * BYTES, g.a_row * BYTES);
+    if (g.a_row == 1) return Source::of_rows(a_at(begin, p), PACK_PANELS * MR * BYTES, g.a_col * BYTES);
+    return Source::of_rows(a_at(begin, p), deep * BYTES, g.a_row * BYTES);
   }
+
+  const T* a_at(int64_t row, int64_t p) const { return static_cast<const T*>(g.a) + p * g.a_col + row * g.a_row; }
 
   // out[i] += sum over the panel's k: first in blocks of up to kc, so the error does not grow with all of k.
   static void add_sums(const float* panel, int64_t deep, float* out, int64_t count) {
