@@ -28,6 +28,7 @@ from .manifest import (
     join,
     latest_iteration,
     list_iterations,
+    missing,
     read_folder,
     read_head,
     unsigned_note,
@@ -143,9 +144,13 @@ def _parts(checkpoint: Checkpoint) -> Iterator[Files]:
 
 
 def _iteration_to_load(directory: Path, iteration: int | None) -> int:
-    iteration = latest_iteration(directory) if iteration is None else iteration
+    if iteration is not None:
+        return iteration
+    iteration = latest_iteration(directory)
     if iteration is None:
         raise ValueError(f"no checkpoint there: {directory / TRACKER} does not exist")
+    if note := missing(directory, iteration):
+        raise ValueError(note + _other_iterations(directory, iteration))
     return iteration
 
 

@@ -39,24 +39,35 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
     """The tracker's iteration, or None if the directory holds no checkpoint and a run starts from the beginning.
 
     One checkpoint without a tracker is that of a first save which was ended before its last step. Raises ValueError if the tracker
-    cannot be read, or is missing beside several checkpoints: a run must not go back, and replace them, by accident.
+    cannot be read, is cut, or is missing beside several checkpoints: a run must not go back, and replace them, by accident.
     """
     tracker = Path(directory) / TRACKER
     if tracker.exists():
         if not tracker.is_file():
             raise ValueError(f"{tracker} is no regular file: remove it and choose an iteration by --ckpt-step")
         with open(tracker, encoding="utf-8", errors="replace") as file:
-            text = file.read(100).strip()
+            line = file.read(100)
+        text = line.strip()
         if text == "release":
             _refuse_megatron(Path(directory) / text)
         if not text.isdecimal() or len(text) > _TRACKER_DIGITS:
             raise ValueError(f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step")
+        if not line.endswith("\n") and (newer := [i for i in list_iterations(directory) if i > int(text)]):  # 1 of 12
+            raise ValueError(f"{tracker} holds {text!r} without an end of line and may be cut: checkpoints of iterations "
+                             f"{join(newer)} are newer; choose one by --ckpt-step")
         return int(text)
     present = list_iterations(directory)
     if len(present) > 1:
         raise ValueError(f"{tracker} is missing beside checkpoints of iterations {join(present)}; choose one by"
                          " --ckpt-step or give an empty directory")
     return present[0] if present else None
+
+
+def missing(directory: str | os.PathLike, iteration: int) -> str | None:
+    """What to say when the folder of the tracker's iteration is not there."""
+    if iteration_path(directory, iteration).is_dir():
+        return None
+    return f"{Path(directory) / TRACKER} names iteration {iteration}, and {iteration_name(iteration)} is missing"
 
 
 def list_iterations(directory: str | os.PathLike) -> list[int]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .crc import check_size
-from .manifest import MANIFEST, TRACKER, entries, iteration_name, iteration_path, latest_iteration, read_folder, read_head
+from .manifest import MANIFEST, entries, iteration_name, iteration_path, latest_iteration, missing, read_folder, read_head
 from .shards import check_stored
 from .tensor_files import BlockFile, Entry, read_header
 
@@ -93,8 +93,8 @@ def _tracker_problems(directory: Path) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if latest is not None and not iteration_path(directory, latest).is_dir():
-        yield f"{directory / TRACKER} names iteration {latest}, and {iteration_name(latest)} is missing"
+    if latest is not None and (note := missing(directory, latest)):
+        yield note
 
 
 def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list[str], str]:
