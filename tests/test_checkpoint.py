@@ -393,8 +393,8 @@ def test_a_cut_tracker_never_means_an_older_checkpoint(tmp_path):
     tracker.write_text("1\n")
     assert _load(tmp_path)[0] == 1, "somebody's choice"
     tracker.write_text("1")
-    assert _load_failure(tmp_path) == (f"--load {tmp_path}: {tracker} holds '1' without an end of line and may be cut: checkpoints of "
-                                       "iterations 12 are newer; choose one by --ckpt-step")
+    assert _load_failure(tmp_path) == (f"--load {tmp_path}: {tracker} holds '1' without an end of line and may be cut: checkpoints "
+                                       "of iterations 12 are newer; choose one by --ckpt-step")
     tracker.write_text("2\n")
     assert _load_failure(tmp_path) == (f"--load {tmp_path}: {tracker} names iteration 2, and iter_0000002 is missing. Complete "
                                        "checkpoints: iterations 1, 12. Use iteration 12: --ckpt-step 12")

@@ -82,7 +82,9 @@ def link_down(trial: Trial) -> bool:
     subprocess.run([*wire, "down"], check=True)
     over = trial.end(job) == 0
     subprocess.run([*wire, "up"], check=True)
-    return over or trial.finish()
+    if over:  # nothing was sent any more
+        raise TooLate
+    return trial.finish()
 
 
 def full_disk(trial: Trial) -> bool:
