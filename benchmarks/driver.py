@@ -3,7 +3,7 @@
 Every round runs the kernels, the baseline and a loop of independent multiply-adds once, and then the same work in the processes of
 rivals (rivals.py), so that all of them meet the same clock and the same neighbours; figures are medians over the rounds. FLOPs and
 bytes of a case are those of its kernels' rows (kernels_sve/kernels.inc). Memory is set up as the trainer sets it up
-(allocator.tune), for all sides. A round in which other processes took our cores (rivals.watch_cores) is run again, up to PATIENCE
+(allocator.tune), for all sides. A round in which somebody else had one of our cores (rivals.Settling) is run again, up to PATIENCE
 times as many rounds; a row that never saw enough quiet says so.
 Left out: what is compared (gemm.py and the other families). Test: python -m benchmarks gemm --recipe demo
 """
@@ -109,14 +109,15 @@ def machine() -> dict:
             "triad_gb_per_second": 12 * TRIAD_ELEMENTS / triad / 1e9}
 
 
-def measure(case: Case, options: argparse.Namespace, target: str, limits: dict, others: Sequence[rivals.Rival] = ()) -> dict:
+def measure(case: Case, options: argparse.Namespace, target: str, limits: dict, settling: rivals.Settling,
+            others: Sequence[rivals.Rival]) -> dict:
     """The row of one case; the rate of operations is None where memory bounds it. others: rivals, which are at the case before."""
     case.run()
     max_error = case.error()
     case.baseline_run()
     for rival in others:
         rival.ask("next")
-    rounds, busy = timed_rounds(case, options, others)
+    rounds, busy = timed_rounds(case, options, settling, others)
     ours, baseline, peak, *theirs = (statistics.median(column) for column in zip(*rounds, strict=True))
     flops, rate = sum(call.flops for call in case.calls), sum(call.bytes for call in case.calls) / ours / 1e9
     gflops = flops / ours / 1e9 if flops else None
@@ -128,25 +129,26 @@ def measure(case: Case, options: argparse.Namespace, target: str, limits: dict, 
             "max_error": max_error, "busy": busy, "repeat": repeat_line(case, options, target), **case.details}
 
 
-def timed_rounds(case: Case, options: argparse.Namespace,
+def timed_rounds(case: Case, options: argparse.Namespace, settling: rivals.Settling,
                  others: Sequence[rivals.Rival]) -> tuple[list[tuple[float, ...]], bool]:
     """Rounds as `one_round` has them, and whether the machine was too busy to find quiet ones."""
     everything, quiet = [], []
     while len(quiet) < options.rounds and len(everything) < PATIENCE * options.rounds:
-        columns, alone = one_round(case, options.threads, others)
+        columns, alone = one_round(case, options.threads, settling, others)
         everything.append(columns)
         quiet += [columns] * alone
     busy = len(quiet) < options.rounds
     return (everything if busy else quiet), busy
 
 
-def one_round(case: Case, threads: int, others: Sequence[rivals.Rival]) -> tuple[tuple[float, ...], bool]:
+def one_round(case: Case, threads: int, settling: rivals.Settling,
+              others: Sequence[rivals.Rival]) -> tuple[tuple[float, ...], bool]:
     """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores)."""
-    if others:
-        rivals.wake()
-    had_all_cores = rivals.watch_cores(threads)
+    settling.wait()
+    wall, cpu = time.perf_counter(), time.process_time()
     own = seconds(case.run), seconds(case.baseline_run), fma_gflops()
-    quiet = had_all_cores()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    quiet = cpu >= rivals.QUIET * threads * wall and settling.now()
     turns = [rival.take_turn() for rival in others]
     return (*own, *(each for each, _ in turns)), quiet and all(alone for _, alone in turns)
 
@@ -183,10 +185,11 @@ def rows(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iter
     for target in kernels.runnable_targets() if options.target == "all" else [options.target]:
         with kernels.target(target), ExitStack() as stack:
             others: list[rivals.Rival] | None = None
+            settling = rivals.Settling(rivals.multiply_adds)
             for case in selected(options, cases):
                 if others is None:
                     others = rivals.start(stack, options, case, [*words(options), f"--only={options.only}"])
-                yield measure(case, options, target, limits, others)
+                yield measure(case, options, target, limits, settling, others)
 
 
 def line(row: dict) -> str:

@@ -54,10 +54,15 @@ def core() -> str:
     return get().decode()
 
 
+@functools.cache
+def _square() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(768, 768), torch.empty(768, 768)
+
+
 def work() -> None:
-    """A product that is large enough for all threads and takes a millisecond."""
-    square = torch.zeros(512, 512)
-    sgemm(square, square, torch.empty(512, 512))
+    """A product that is large enough for all threads and takes some milliseconds."""
+    square, out = _square()
+    sgemm(square, square, out)
 
 
 def sgemm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
