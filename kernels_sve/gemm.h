@@ -119,6 +119,7 @@ struct Gemm {
           pack_and_run_tiles(some, {j, min(columns.end, j + COLUMNS)}, p, deep, panels);
           group.begin += COLUMNS, panels += words(deep) * NR;
         }
+        if (!g.packed && ic == rows.begin) source = source_of_b(columns, j + GROUP, p, deep);
         run_tiles(some, group, columns.begin, p, deep, panels);
       } while ((j += GROUP) < columns.end);
     }
@@ -127,6 +128,17 @@ struct Gemm {
   void pack_b(Span group, int64_t p, int64_t deep, float* panels) {
     const T* src = static_cast<const T*>(g.b) + p * g.b_row + group.begin * g.b_col;
     pack<Words, COLUMNS>(src, g.b_col, g.b_row, group.begin, group.end, g.n, deep, panels);
+  }
+
+  // What pack_b reads next, from column j on or of the next block of k.
+  Source source_of_b(Span columns, int64_t j, int64_t p, int64_t deep) const {
+    constexpr int64_t BYTES = sizeof(T);
+    if (j >= columns.end) j = columns.begin, p += deep, deep = min(deep, g.k - p);
+    if (deep <= 0) return {};
+    const T* first = static_cast<const T*>(g.b) + p * g.b_row + j * g.b_col;
+    const int64_t width = min(GROUP, columns.end - j);
+    if (g.b_col == 1) return Source::of_rows(first, width * BYTES, g.b_row * BYTES, deep);
+    return Source::of_rows(first, deep * BYTES, g.b_col * BYTES, width);
   }
 
   // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the
@@ -166,8 +178,8 @@ struct Gemm {
   // What pack_a reads next, as it lies in memory.
   Source source_of(int64_t begin, int64_t p, int64_t deep) const {
     constexpr int64_t BYTES = sizeof(T);
-    if (g.a_row == 1) return Source::of_rows(a_at(begin, p), PACK_PANELS * MR * BYTES, g.a_col * BYTES);
-    return Source::of_rows(a_at(begin, p), deep * BYTES, g.a_row * BYTES);
+    if (g.a_row == 1) return Source::of_rows(a_at(begin, p), PACK_PANELS * MR * BYTES, g.a_col * BYTES, deep);
+    return Source::of_rows(a_at(begin, p), deep * BYTES, g.a_row * BYTES, MR);
   }
 
   const T* a_at(int64_t row, int64_t p) const { return static_cast<const T*>(g.a) + p * g.a_col + row * g.a_row; }

@@ -9,22 +9,24 @@ namespace fm::FM_TARGET {
 // The operand that is packed next, fetched into L2: four runs of bytes in each turn.
 struct Source {
   static constexpr int64_t RUN = Tuning::FETCH_RUN;
-  const char* at = nullptr;  // nothing is fetched when null
+  const char* at = nullptr;
+  int64_t count = 0;  // turns that are left
   int64_t second = 0, third = 0, step = 0;  // bytes from a turn's first run to those and to the next turn's first
   int64_t turns = 0, left = 0;  // turns of a row, and what is left of this row's
   int64_t row = 0;  // bytes from the end of a row's last turn to the next row
 
-  // Rows of `bytes`, `stride` apart: in a turn four short ones, two, or a part of one.
-  static Source of_rows(const void* first, int64_t bytes, int64_t stride) {
+  // So many rows of `bytes`, `stride` apart: in a turn four short ones, two, or a part of one.
+  static Source of_rows(const void* first, int64_t bytes, int64_t stride, int64_t rows) {
     const char* at = static_cast<const char*>(first);
-    if (bytes <= RUN) return {at, stride, 2 * stride, 4 * stride, 1, 1, 0};
-    if (bytes <= 2 * RUN) return {at, RUN, stride, 2 * stride, 1, 1, 0};
+    if (bytes <= RUN) return {at, (rows + 3) / 4, stride, 2 * stride, 4 * stride, 1, 1, 0};
+    if (bytes <= 2 * RUN) return {at, (rows + 1) / 2, RUN, stride, 2 * stride, 1, 1, 0};
     const int64_t turns = (bytes + 4 * RUN - 1) / (4 * RUN);
-    return {at, RUN, 2 * RUN, 4 * RUN, turns, turns, stride - turns * 4 * RUN};
+    return {at, rows * turns, RUN, 2 * RUN, 4 * RUN, turns, turns, stride - turns * 4 * RUN};
   }
 
   inline __attribute__((always_inline)) void fetch() {
-    if (!at) return;
+    if (!count) return;
+    --count;
 #pragma GCC unroll 8
     for (int64_t i = 0; i < RUN; i += Tuning::LINE) {
       prefetch_l2(at + i), prefetch_l2(at + second + i);
