@@ -80,6 +80,12 @@ def master_weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat([part.master for part in trainer.optimizer.parts])
 
 
+def flat_gradients(trainer: Trainer) -> torch.Tensor:
+    """A copy of this rank's gradients, (n,), bucket by bucket."""
+    flat = trainer.optimizer.flat
+    return torch.cat([flat.gradients.of(index) for index in range(len(flat.buckets))])
+
+
 def whole_tensors(trainer: Trainer, kind: str) -> dict[str, torch.Tensor]:
     """Every parameter ("weight") or gradient ("grad") as a global tensor, put together over all ranks. Collective."""
     pieces = []

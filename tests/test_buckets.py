@@ -35,7 +35,6 @@ def one_thread():
 
 
 @pytest.mark.parametrize(("units", "minimum", "tied", "buckets"), [
-    ([1, 5, 5, 3], None, False, [[0, 1, 2, 3]]), ([1, 5, 5, 3], None, True, [[0, 1, 2, 3]]),
     ([1, 5, 5, 3], 6, False, [[0, 1], [2, 3]]), ([1, 5, 5, 3], 7, False, [[0, 1, 2], [3]]),
     ([1, 5, 5, 3], 1, False, [[0], [1], [2], [3]]), ([1, 5, 5, 3], 100, False, [[0, 1, 2, 3]]),
     ([1, 5, 5, 3], 100, True, [[0, 1, 2], [3]]), ([1, 5, 5, 3], 6, True, [[0, 1], [2], [3]]), ([4], 1, True, [[0]]),
@@ -45,10 +44,9 @@ def test_a_bucket_is_as_few_units_as_reach_the_minimum(units, minimum, tied, buc
 
 
 def test_the_smallest_bucket_is_megatrons():
-    assert bucket_minimum(small_run(), 8) is None and bucket_minimum(small_run(ddp_bucket_size=5), 64) == 5
-    assert bucket_minimum(small_run(overlap_grad_reduce=True), 8) == 40_000_000
-    assert bucket_minimum(small_run(overlap_grad_reduce=True), 64) == 64_000_000
-    assert bucket_minimum(small_run(overlap_grad_reduce=True, ddp_bucket_size=5), 64) == 5
+    assert bucket_minimum(small_run(), 8) == 40_000_000 and bucket_minimum(small_run(), 64) == 64_000_000
+    assert [bucket_minimum(small_run(ddp_bucket_size=5), ranks) for ranks in (1, 64)] == [5, 5]
+    assert bucket_minimum(small_run(), 1) == 1, "nothing is reduced: each unit's gradients get their own memory"
 
 
 def test_buckets_of_gpt2():
@@ -237,7 +235,9 @@ def test_the_error_of_gradients_in_bf16():
         trainer = make_trainer(world, small_run(**BUCKETS, zero_stage=1, grad_reduce_in_bf16=wire))
         optimizer = trainer.optimizer
         optimizer.zero_grad()
-        optimizer.flat.grads.normal_(generator=torch.Generator().manual_seed(world.rank))
+        random = torch.Generator().manual_seed(world.rank)
+        for index in range(len(optimizer.flat.buckets)):
+            optimizer.flat.gradients.of(index).normal_(generator=random)
         return torch.cat(optimizer.buckets.reduce())
 
     for exact, sent in zip(*(ThreadWorld(8).run(reduced, wire) for wire in (False, True)), strict=True):

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from fugaku_megatron import schedule
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.run import memory
+from fugaku_megatron.run.config import RunConfig
 from fugaku_megatron.run.layout import Layout, placement
 from tests.helpers import make_trainer, small_run
 
@@ -23,10 +24,10 @@ SCHEDULES = {"1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank":
              "zbv": {"pipeline_schedule": "zbv"}}
 
 
-def allocated_peak(changes: dict, stage: int) -> int:
+def allocated_peak(world: DryComm, run: RunConfig) -> int:
     """Bytes that an iteration's forwards and backwards have allocated at most, beyond what was there before."""
     torch.set_num_threads(1)
-    trainer = make_trainer(DryComm(stage, STAGES), small_run(**MODEL, **changes))
+    trainer = make_trainer(world, run)
     trainer.train_step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         trainer.train_step()
@@ -52,4 +53,17 @@ def test_peak(name, stage, recompute, pending=None):
     run = small_run(**MODEL, **changes)
     held = schedule.of_run(run, MICROBATCHES).held(stage)
     predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, held)
-    assert allocated_peak(changes, stage) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+    assert allocated_peak(DryComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers", [2, 6])
+def test_gradients_of_one_micro_batch_lie_where_activations_were(layers, tied):
+    sizes = {"num_layers": layers, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "max_position_embeddings": 256}
+    changes = {**MODEL, **sizes, "pipeline_model_parallel_size": 1, "micro_batch_size": 1, "global_batch_size": 1,
+               "untie_embeddings_and_output_weights": not tied, "swiglu": not tied, "disable_bias_linear": not tied}
+    run = small_run(**changes)
+    predicted = memory.stage_memory(run, Layout.from_run(run, 1), 0, schedule.of_run(run, 1).held(0))
+    assert predicted.reused > predicted.activations / 4
+    both = predicted.gradients + predicted.activations + predicted.logits - predicted.reused
+    assert 0.8 * both < allocated_peak(DryComm(), run) < 1.05 * both, "tensors of head and layers that are never there at once"

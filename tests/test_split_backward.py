@@ -9,7 +9,7 @@ from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
 from fugaku_megatron.nn.passes import Pass
-from tests.helpers import make_trainer, small_run
+from tests.helpers import flat_gradients, make_trainer, small_run
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -23,8 +23,8 @@ def gradients(world: Comm, changes: dict, backend, split: bool) -> torch.Tensor:
     torch.set_num_threads(1)
     run = small_run(**DROPOUT, **changes)
     trainer = make_trainer(world, run, Ops.build(backend, keep_packed_weights=run.system.cache_packed_weights))
-    chunk, flat, late = trainer.stage.chunks[0], trainer.optimizer.flat, None
-    flat.grads.zero_()
+    chunk, late = trainer.stage.chunks[0], None
+    trainer.optimizer.zero_grad()
     generator = torch.Generator().manual_seed(5)
     for sample in range(0, 6, 2):
         tokens, labels = torch.randint(0, run.model.vocab_size, (2, run.model.seq_length, 2), generator=generator)
@@ -32,19 +32,18 @@ def gradients(world: Comm, changes: dict, backend, split: bool) -> torch.Tensor:
         if not split:
             backward(loss, None)
             continue
-        before = flat.grads.clone()
+        weights = [p for p in chunk.layers[0].parameters() if p.dim() == 2]
+        starts = [p.main_grad.clone() for p in weights]
         with trainer.ops.weight_gradients.put_off() as waiting:
             backward(loss, None)
-        weights = [p.main_grad for p in chunk.layers[0].parameters() if p.dim() == 2]
-        starts = [before[p.main_grad.storage_offset() :][: p.numel()] for p in chunk.layers[0].parameters() if p.dim() == 2]
-        assert all(torch.equal(now.flatten(), then) for now, then in zip(weights, starts, strict=True)), "they wait"
+        assert all(torch.equal(now.main_grad, then) for now, then in zip(weights, starts, strict=True)), "they wait"
         if late is not None:
             late.run()
         late = waiting
     if late is not None:
         late.run()
     trainer.close()
-    return flat.grads.clone()
+    return flat_gradients(trainer)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch", {"gemm": "torch"}, dict.fromkeys(FAMILIES, "torch") | {"gemm": "native"}],

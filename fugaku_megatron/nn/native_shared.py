@@ -15,7 +15,7 @@ from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from .shared import DropoutKey, as_rows
 
-MLP_COLUMNS = 512  # of the MLP's inner tensor that backward holds twice
+MLP_PARTS, MLP_COLUMNS = 4, 512  # backward holds this part of the MLP's inner tensor twice, and at least so many columns
 
 
 def row_count(x: Tensor, sequence: Comm | None) -> int:
@@ -36,7 +36,7 @@ def dropout_arguments(p: float, key: DropoutKey) -> tuple[float, int, int, int, 
 
 def column_parts(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice, Tensor]]:
     """Parts of `width` columns, or all at once: where they are, and memory (rows, columns) for each in turn, with pre's rows."""
-    columns = width if whole else min(MLP_COLUMNS, width)
+    columns = width if whole else min(max(MLP_COLUMNS, -(-width // MLP_PARTS // 64) * 64), width)
     buffer = pre.new_empty(len(pre) * columns)
     for first in range(0, width, columns):
         part = slice(first, min(first + columns, width))

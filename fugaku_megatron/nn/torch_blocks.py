@@ -125,13 +125,23 @@ class _RMSNorm(torch.autograd.Function):
 
 # Gated MLP (Shazeer 2020, arXiv:2002.05202) -------------------------------------------------------------------------------------
 
+class _Matrix(Tensor):
+    """A parameter (2, f, ...) as (2 f, ...). Its gradient is asked for in backward: before, it need not have memory."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors, as a parameter's are
+    parameter: Tensor
+
+    @property
+    def main_grad(self) -> Tensor:
+        return self.parameter.main_grad.flatten(0, 1)
+
+
 def matrix(parameter: Tensor | None) -> Tensor | None:
     """A parameter (2, f, ...) as (2 f, ...), with its gradient: of a weight what a product takes, of a bias a vector."""
     if parameter is None:
         return None
-    flat = parameter.detach().flatten(0, 1)
-    if hasattr(parameter, "main_grad"):
-        flat.main_grad = parameter.main_grad.flatten(0, 1)
+    flat = parameter.detach().flatten(0, 1).as_subclass(_Matrix)
+    flat.parameter = parameter
     return flat
 
 

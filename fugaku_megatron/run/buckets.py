@@ -18,7 +18,6 @@ from .accounting import (
     padded_vocab_size,
     round_up,
     stage_layers,
-    stage_parameters,
     stage_records,
 )
 from .activations import Collective, element_bytes, sequence_parts
@@ -30,20 +29,17 @@ BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
 BF16_BYTES = 2
 
 
-def bucket_minimum(run: RunConfig, dp: int) -> int | None:
-    """Elements that a bucket has at least; None: one bucket for all, because nothing is overlapped and no size was given."""
-    default = max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if run.parallel.overlap_grad_reduce else None
-    return run.parallel.ddp_bucket_size or default
+def bucket_minimum(run: RunConfig, dp: int) -> int:
+    """Elements that a bucket has at least: where nothing is reduced, each unit is a bucket."""
+    return run.parallel.ddp_bucket_size or (max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if dp > 1 else 1)
 
 
-def cut(units: Sequence[int], minimum: int | None, tied: bool) -> list[range]:
+def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
     """Which units form each bucket: as few as have `minimum` elements together; the last bucket takes what remains.
 
     units: elements of each. tied: the last unit is the word embedding that another stage holds as well; it is a bucket of its own,
     because its reduction waits for that stage.
     """
-    if minimum is None:
-        return [range(len(units))]
     buckets, start, end = [], 0, len(units) - tied
     for i in range(end):
         if sum(units[start : i + 1]) >= minimum:
@@ -72,13 +68,15 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     return [*[head] * (stage == last), *[layer] * layers, *[embedding] * (stage == first), *[table] * tied]
 
 
+def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
+    """The units of each bucket."""
+    return cut(stage_units(run, layout, stage), bucket_minimum(run, layout.dp), holds_tied_copy(run, stage))
+
+
 def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     """Elements of each bucket in a rank's flat buffers, padded so that every data-parallel rank's part is aligned."""
-    minimum, padding = bucket_minimum(run, layout.dp), layout.dp * FLAT_ALIGNMENT
-    if minimum is None:
-        return [round_up(stage_parameters(run, layout, stage), padding)]
-    units = stage_units(run, layout, stage)
-    return [round_up(sum(units[i] for i in bucket), padding) for bucket in cut(units, minimum, holds_tied_copy(run, stage))]
+    units, padding = stage_units(run, layout, stage), layout.dp * FLAT_ALIGNMENT
+    return [round_up(sum(units[i] for i in bucket), padding) for bucket in bucket_units(run, layout, stage)]
 
 
 def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:

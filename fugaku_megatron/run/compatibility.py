@@ -15,7 +15,7 @@ GARBAGE = "ignored: Python's own garbage collection is left alone"
 COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
     "--no-cuda": (0, "there is no CUDA here: everything runs on the CPU"),
     "--distributed-backend": (1, "communication is always MPI"),
-    "--DDP-impl": (1, "gradients always live in one flat buffer, which is what 'local' does"),
+    "--DDP-impl": (1, "a bucket's gradients always live in one flat buffer, which is what 'local' does"),
     "--cpu-optimizer": (0, "the optimizer always runs on the CPU"),
     "--cpu-torch-adam": (0, "AdamW is the built-in kernel, with torch.optim.AdamW's arithmetic"),
     "--use-cpu-initialization": (0, "weights are always initialised on the CPU, equal for every parallel layout"),

@@ -21,13 +21,14 @@ from .accounting import (
     pipeline_split,
     qkv_bytes,
     residual_bytes,
+    stage_layers,
     stage_parts,
     tokens_per_microbatch,
     zero_shards,
 )
 from .activations import activation_bytes
 from .block_parts import MLPS
-from .buckets import BF16_BYTES, flat_elements
+from .buckets import BF16_BYTES, bucket_elements, bucket_units, flat_elements
 from .config import RunConfig
 from .layout import Layout, placement
 
@@ -38,7 +39,9 @@ INDEX_SAMPLE_BYTES, INDEX_MAX_BYTES = 16, 128 << 20  # of the data's index on a 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank holds at the peak of a step, by use. saving: the copy that --async-save writes."""
+    """Bytes that one rank holds at the peak of a step, by use. saving: the copy that --async-save writes. reused: what counts as
+    activations and, later in the step, as gradients.
+    """
 
     weights: int
     gradients: int
@@ -46,10 +49,11 @@ class Memory:
     activations: int
     logits: int
     saving: int = 0
+    reused: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.saving
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.saving - self.reused
 
 
 def data_index_bytes(run: RunConfig, samples: int) -> int:
@@ -138,6 +142,23 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
     return -(-rows // chunks)
 
 
+def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
+    """What the gradients of an iteration of one micro-batch take of the `live` bytes that layers keep, which backward frees.
+
+    A bucket gets memory when backward reaches its first unit (`training.flat`), the tied embedding's with the logits.
+    """
+    if layout.microbatches(run, layout.global_batch_size(run)) > 1:
+        return 0
+    sizes, layers = bucket_elements(run, layout, stage), sum(map(len, stage_layers(run, stage)))
+    head, tied_first = int(stage == placement(run).last_stage), run.model.tied and layout.pp == 1
+    peak, taken = 0, sizes[-1] * tied_first
+    for index, (size, units) in enumerate(zip(sizes, bucket_units(run, layout, stage), strict=True)):
+        taken += size * (not tied_first or index < len(sizes) - 1)
+        left = layers - min(max(units.start - head, 0), layers)
+        peak = max(peak, FP32_BYTES * taken + live * left // layers)
+    return FP32_BYTES * sum(sizes) + live - peak
+
+
 def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> Memory:
     """Memory of one rank of `stage`. held: what its schedule holds at the moments that may need most (`schedule.held`)."""
     elements, shards = flat_elements(run, layout, stage), zero_shards(run, layout)
@@ -150,7 +171,8 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     travelling = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
     moments = run.optimizer.moment_bytes
     saving = elements * (FP32_BYTES + moments) // shards if run.output.save and run.output.async_save else 0
-    copies = 3 if run.system.cache_packed_weights else 1
+    copies, live = 3 if run.system.cache_packed_weights else 1, live_bytes(run, layout, stage, held)
     return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + travelling),
                   optimizer=elements * (moments + (FP32_BYTES if low else 0)) // shards,
-                  activations=live_bytes(run, layout, stage, held) + posted + beside, logits=logits, saving=saving)
+                  activations=live + posted + beside, logits=logits, saving=saving,
+                  reused=reused_bytes(run, layout, stage, live))

@@ -40,8 +40,8 @@ class ParallelConfig:
                           switches={"--use-distributed-optimizer": 1})
     overlap_grad_reduce: bool = opt(False, "reduce gradients in buckets, each while backward goes on with the layers before it")
     overlap_param_gather: bool = opt(False, "gather the weights of ZeRO-1's shards in buckets, while the next forward runs")
-    ddp_bucket_size: int | None = opt(None, "elements that a bucket has at least (default with --overlap-grad-reduce: "
-                                      "40,000,000, or 1,000,000 x data-parallel size if that is more; else one bucket)", type=int)
+    ddp_bucket_size: int | None = opt(None, "elements that a bucket has at least (default: 40,000,000, or 1,000,000 x "
+                                      "data-parallel size if that is more; without data parallelism one layer)", type=int)
     grad_reduce_in_bf16: bool = opt(False, "gradients travel in BF16, half the bytes; they are accumulated and summed in FP32")
 
     def __post_init__(self) -> None:

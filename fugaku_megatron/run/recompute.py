@@ -101,14 +101,15 @@ def settled(run: RunConfig, layout: Layout, limit: float, holds: StageHolds) -> 
 def fewest(run: RunConfig, layout: Layout, stage: int, limit: float, held: Sequence[Held]) -> tuple[int, ...]:
     """Layers of each chunk of a stage that are recomputed, for a run that recomputes none so far."""
     layers = [pipeline_split(run)[part] for part in stage_parts(run, stage)]
-    room = limit - (stage_memory(run, layout, stage, held).total - live_bytes(run, layout, stage, held))
+    whole = stage_memory(run, layout, stage, held)
+    if whole.total <= limit:
+        return (0,) * len(layers)
+    room = limit - (whole.total + whole.reused - live_bytes(run, layout, stage, held))  # less is kept, less is reused
 
     def fits(count: int) -> bool:
         again = [[range(i, i + 1) for i in range(number)] for number in spread(count, layers, held)]
         return chunks_live_bytes(run, layout.tp, layers, again, held) <= room
 
-    if fits(0):
-        return (0,) * len(layers)
     some = range(1, sum(layers))  # each further layer takes less; all of one micro-batch take more than all but one
     return spread(1 + bisect_left(some, True, key=fits), layers, held)
 

@@ -54,7 +54,7 @@ class BucketComm:
         self.flat, self.sharded = flat, run.parallel.zero_stage == 1
         self.tp, self.dp, self.embedding = groups.tp, groups.dp, groups.embedding
         self.sent_dtype = torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else torch.float32
-        self.tied_grad = None if stage.tied_copy is None else stage.tied_copy.main_grad
+        self._tied = stage.tied_copy
         self._tied_unit = 0 if stage.last else None  # after it the tied gradient is complete; on the first stage nothing tells
         self._weight_gradients = stage.ops.weight_gradients
         self.overlap_gather = run.parallel.overlap_param_gather
@@ -77,7 +77,7 @@ class BucketComm:
         """Hooks on the stage's units, numbered as in `flat.stage_units`; the last one also knows the tied embedding's bucket."""
         modules = unit_modules(stage)
         needed = {unit: [index] for index, bucket in enumerate(self.flat.buckets) for unit in bucket.units}
-        if self.tied_grad is not None:
+        if self._tied is not None:
             needed[0 if stage.last else len(modules) - 1].append(len(self.flat.buckets) - 1)
         for unit, module in enumerate(modules):
             module.register_forward_pre_hook(partial(self._enter, unit, needed[unit]))
@@ -113,7 +113,7 @@ class BucketComm:
     def _complete(self, unit: int) -> None:
         """Start what waited for this unit alone."""
         self._completed.add(unit)
-        if unit == self._tied_unit and self.tied_grad is not None:
+        if unit == self._tied_unit and self._tied is not None:
             self._sum_tied(behind=True)
         while len(self._sums) < self._untied and self._completed.issuperset(self.flat.buckets[len(self._sums)].units):
             self._sum_next(behind=True)
@@ -121,21 +121,21 @@ class BucketComm:
     def _sum_tied(self, behind: bool) -> None:
         """Sum the tied embedding's gradient over its two copies; behind: only start that."""
         if self.before_sum:
-            self.before_sum(-1, self.tied_grad)
-        self._tied_sum = self._all_reduce(self.embedding, self.tied_grad, behind)
+            self.before_sum(-1, self._tied.main_grad)
+        self._tied_sum = self._all_reduce(self.embedding, self._tied.main_grad, behind)
 
     @property
     def _untied(self) -> int:
         """How many buckets, the first ones, do not wait for the tied embedding's other copy."""
-        return len(self.flat.buckets) - (self.tied_grad is not None)
+        return len(self.flat.buckets) - (self._tied is not None)
 
     def _sum_next(self, behind: bool) -> None:
         """Sum the next bucket; behind: only start that."""
-        bucket = self.flat.buckets[len(self._sums)]
+        bucket, grads = self.flat.buckets[len(self._sums)], self.flat.gradients.of(len(self._sums))
         if self.before_sum:
-            self.before_sum(len(self._sums), self.flat.grads[bucket.start : bucket.end])
+            self.before_sum(len(self._sums), grads)
         self._sum_partial_gradients(bucket)
-        grads, (start, end) = self.flat.grads[bucket.start : bucket.end], self.part(bucket)
+        start, end = self.part(bucket)
         if not self.sharded or self.dp.size == 1:
             return self._sums.append(self._all_reduce(self.dp, grads, behind))
         own, travelled, handle = slice(start - bucket.start, end - bucket.start), grads.to(self.sent_dtype), DONE
@@ -166,8 +166,8 @@ class BucketComm:
         return _Sum(handle, travelled, grads)
 
     def reduce(self) -> list[Tensor]:
-        """The summed gradients of this rank's part of every bucket, as views of `flat.grads`; the same again until `begin`."""
-        if self.tied_grad is not None and self._tied_sum is None:
+        """The summed gradients of this rank's part of every bucket, as views of them; the same again until `begin`."""
+        if self._tied is not None and self._tied_sum is None:
             self._sum_tied(behind=self._untied > 0)
         while len(self._sums) < self._untied:
             self._sum_next(behind=False)

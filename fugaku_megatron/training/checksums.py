@@ -19,7 +19,6 @@ product of the layers, and torch's products. Test: pytest tests/test_checksums.p
 from __future__ import annotations
 
 import platform
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +92,7 @@ class Checksums:
 
     def __init__(self, layers: Sequence[str]) -> None:
         self._prefixes = None if ALL in layers else tuple(f"decoder.layers.{layer}." for layer in layers)
-        self._places: list[tuple[int, int, str]] = []  # address and end of each checked weight and weight gradient, and its name
+        self._flat: FlatParameters | None = None
         self._found: str | None = None
 
     def observe(self, library: Any) -> Any:
@@ -102,11 +101,7 @@ class Checksums:
 
     def watch(self, flat: FlatParameters) -> None:
         """Tell which memory belongs to which weight: call it before the first product."""
-        for parameter in flat.parameters:
-            name = parameter.spec.name
-            if parameter.spec.decayed and (self._prefixes is None or name.startswith(self._prefixes)):
-                self._places += [(t.data_ptr(), t.data_ptr() + t.nbytes, name) for t in (parameter.data, parameter.main_grad)]
-        self._places.sort()
+        self._flat = flat
 
     def report(self, world: Comm) -> str | None:
         """What was found since the last report, on the first rank that found something; None where none did. Collective."""
@@ -115,8 +110,12 @@ class Checksums:
         return None if rank is None else world.broadcast_object(f"rank {world.rank} (node {platform.node()}), {own}", root=rank)
 
     def _name(self, tensor: Tensor) -> str | None:
-        index = bisect_right(self._places, tensor.data_ptr(), key=lambda place: place[0]) - 1
-        return self._places[index][2] if index >= 0 and tensor.data_ptr() < self._places[index][1] else None
+        """Of the checked weight whose values or gradients a product is given."""
+        parameter = self._flat.owner(tensor) if self._flat else None
+        if parameter is None or not parameter.spec.decayed:
+            return None
+        name = parameter.spec.name
+        return name if self._prefixes is None or name.startswith(self._prefixes) else None
 
     def _product(self, kernel: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         name = self._name(args[2 if kernel == WEIGHT else 1])

@@ -55,16 +55,20 @@ def _alike(a: StagePlan, b: StagePlan) -> bool:
     return first == second
 
 
-def _row(plans: list[StagePlan]) -> str:
+def _figures(memory: Memory) -> dict[str, int]:
+    """The columns of the table, of which those that are 0 on all stages are left out."""
+    return {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer, "activ.": memory.activations,
+            "logits": memory.logits, "saving": memory.saving, "reused": -memory.reused, "total": memory.total}
+
+
+def _row(plans: list[StagePlan], columns: list[str]) -> str:
     first, last = plans[0], plans[-1]
     name = f"{first.stage}" if first is last else f"{first.stage}-{last.stage}"
-    memory = first.memory
-    figures = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.logits,
-               *([memory.saving] if memory.saving else []), memory.total)
+    figures = _figures(first.memory)
     layers = ",".join(f"{a.start}-{b.stop - 1}" for a, b in zip(first.layers, last.layers, strict=True))
     in_flight, again = (",".join(map(str, numbers)) for numbers in (first.in_flight, first.again))
     return (f"  {name:>7} | {layers:>7} | {first.parameters / 1e6:>10.2f} | {in_flight:>9} | {again:>9} | "
-            + " | ".join(f"{figure / 2**20:>9.0f}" for figure in figures))
+            + " | ".join(f"{figures[column] / 2**20:>9.0f}" for column in columns))
 
 
 def _table(plans: list[StagePlan]) -> list[str]:
@@ -74,9 +78,10 @@ def _table(plans: list[StagePlan]) -> list[str]:
             runs[-1].append(plan)
         else:
             runs.append([plan])
-    columns = ("weights", "gradients", "optimizer", "activ.", "logits", *(["saving"] if plans[0].memory.saving else []), "total")
+    figures = [_figures(plan.memory) for plan in plans]
+    columns = [column for column in figures[0] if any(each[column] for each in figures)]
     head = f"  {'stage':>7} | layers  | M params   | in flight | recompute | " + " | ".join(f"{c:>9}" for c in columns)
-    return [head + "   (MiB per rank, model)", *map(_row, runs)]
+    return [head + "   (MiB per rank, model)", *(_row(run, columns) for run in runs)]
 
 
 def _picture(lists: schedule.Schedule, width: int = 24) -> list[str]:

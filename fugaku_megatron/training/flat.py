@@ -1,13 +1,15 @@
-"""Memory of a stage's parameters: one flat buffer of values and one of gradients, bucket by bucket (`run.buckets`).
+"""Memory of a stage's parameters: one flat buffer of values, and gradients bucket by bucket (`run.buckets`).
 
 Inside a bucket weight-decayed parameters lie first, so that an update is a few calls on long ranges and a ZeRO-1 shard is one slice
-of each bucket. Left out: the update (`optim`), reductions (`buckets`), files (`checkpoint`). Test: pytest tests/test_optim.py
+of each bucket. A bucket's gradients get memory with their first use, so that in an iteration of one micro-batch they take what
+backward has freed. Left out: the update (`optim`), reductions (`buckets`), files (`checkpoint`). Test: pytest tests/test_optim.py
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +55,55 @@ class Bucket:
     units: range
 
 
+class Gradients:
+    """FP32 gradients of a stage's buckets, zeros until something is added; a bucket has memory from its first use until `free`."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self._buckets, self._memory = buckets, [None] * len(buckets)
+
+    def of(self, index: int) -> Tensor:
+        """The gradients of bucket `index`, (n,)."""
+        if self._memory[index] is None:
+            self._memory[index] = torch.zeros(self._buckets[index].end - self._buckets[index].start)
+        return self._memory[index]
+
+    def zero(self) -> None:
+        """Give every bucket memory, and fill it with zeros."""
+        for index, memory in enumerate(self._memory):
+            self.of(index) if memory is None else memory.zero_()
+
+    def free(self) -> None:
+        """Give up all memory; views of it keep what they show."""
+        self._memory = [None] * len(self._buckets)
+
+    def find(self, tensor: Tensor) -> int | None:
+        """Of which element of the flat buffer the first of `tensor` is the gradient, None for other memory."""
+        for bucket, memory in zip(self._buckets, self._memory, strict=True):
+            if memory is not None and (offset := _offset(tensor, memory)) is not None:
+                return bucket.start + offset
+        return None
+
+
+def _offset(part: Tensor, whole: Tensor) -> int | None:
+    """Which element of `whole`, in one piece, is the first of `part`, None where it lies elsewhere."""
+    offset = part.data_ptr() - whole.data_ptr()
+    return offset // whole.element_size() if 0 <= offset < whole.nbytes else None
+
+
+class FlatParameter(nn.Parameter):
+    """A parameter with memory: a view into the flat buffer of values. spec: see `nn.parameter`."""
+
+    def place(self, gradients: Gradients, bucket: int, start: int) -> FlatParameter:
+        """Say where its gradients lie: from element `start` of a bucket on."""
+        self._gradients, self._bucket, self._start = gradients, bucket, start
+        return self
+
+    @property
+    def main_grad(self) -> Tensor:
+        """The view of its FP32 gradients, in its shape; not to be kept from one iteration to the next."""
+        return self._gradients.of(self._bucket)[self._start : self._start + self.numel()].view(self.shape)
+
+
 def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
     """A stage's parameters in units, in the order in which backward finishes them; `run.buckets.stage_units` has their sizes."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
@@ -91,10 +142,10 @@ def _merge(ranges: list[Range]) -> list[Range]:
 
 
 class FlatParameters:
-    """Memory of a stage's parameters: `values` (the model's dtype) and `grads` (FP32), both flat, each bucket padded for `shards`
-    ranks. minimum: elements of a bucket, see `run.buckets.cut`; None takes any module as `stage`, and makes one bucket of it.
+    """Memory of a stage's parameters: `values` (the model's dtype), flat, and `gradients`, each bucket padded for `shards` ranks.
+    minimum: elements of a bucket, see `run.buckets.cut`; None takes any module as `stage`, and makes one bucket of it.
 
-    After construction every parameter of the stage is a view into `values`, holds its initial weights and has `.main_grad`.
+    After construction every parameter of the stage is a FlatParameter and holds its initial weights.
     """
 
     def __init__(self, stage: Stage | nn.Module, dtype: torch.dtype, seed: int, shards: int, kernels: Any,
@@ -103,7 +154,7 @@ class FlatParameters:
         self._lay_out(stage, shards * FLAT_ALIGNMENT, minimum)
         self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
-        self.grads = torch.zeros(self.numel)
+        self.gradients = Gradients(self.buckets)
         self._ranges = _merge([Range(start, start + p.numel(), p.spec.decayed, p.spec.counted)
                                for start, p in zip(self.starts, self.parameters, strict=True)])
         self._seed, self._kernels = seed, kernels
@@ -113,7 +164,7 @@ class FlatParameters:
         """Give every parameter its place, bucket by bucket."""
         units, end = [list(stage.parameters())] if minimum is None else stage_units(stage), 0
         tied = minimum is not None and stage.tied_copy is not None
-        for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum, tied):
+        for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum or 1, tied):
             start = end
             for parameter in sorted((p for i in bucket for p in units[i]), key=_order):
                 self.parameters.append(parameter)
@@ -137,17 +188,20 @@ class FlatParameters:
                 pieces.append((Range(a - start, b - start, spec.decayed, spec.counted), _place(parameter, a - begin)))
         return pieces
 
-    def _view(self, flat: Tensor, index: int) -> Tensor:
-        parameter, start = self.parameters[index], self.starts[index]
-        return flat[start : start + parameter.numel()].view(parameter.shape)
+    def owner(self, tensor: Tensor) -> nn.Parameter | None:
+        """The parameter whose values or gradients begin `tensor`, None for other memory."""
+        element = _offset(tensor, self.values)
+        element = self.gradients.find(tensor) if element is None else element
+        return None if element is None else self.parameters[bisect_right(self.starts, element) - 1]
 
     def _replace(self, stage: nn.Module) -> None:
         """Swap the meta parameters for views into the flat buffer, which have the same `spec`."""
-        new = {}
-        for index, old in enumerate(self.parameters):
-            new[old] = nn.Parameter(self._view(self.values, index))
+        new, bucket_starts = {}, [bucket.start for bucket in self.buckets]
+        for old, start in zip(self.parameters, self.starts, strict=True):
+            bucket = bisect_right(bucket_starts, start) - 1
+            values = self.values[start : start + old.numel()].view(old.shape)
+            new[old] = FlatParameter(values).place(self.gradients, bucket, start - bucket_starts[bucket])
             new[old].spec = old.spec
-            new[old].main_grad = self._view(self.grads, index)
             new[old].data.copy_(initial_values(new[old], self._seed, self._kernels))
         for module in stage.modules():
             for name, old in list(module.named_parameters(recurse=False)):

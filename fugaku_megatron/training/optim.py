@@ -88,9 +88,12 @@ class Optimizer:
 
     def zero_grad(self, microbatches: int = 1) -> None:
         """Before the first of an iteration's micro-batches."""
-        self.flat.grads.zero_()
         self._norm = None
         self.buckets.begin(microbatches)
+        if microbatches > 1:  # the next forward needs what a backward frees
+            self.flat.gradients.zero()
+        else:
+            self.flat.gradients.free()
 
     def _sum_counted(self, values: list[Tensor], measure: Callable[[Tensor], float]) -> float:
         """Sum measure(range) over the counted elements of all ranks' shards. values: a tensor for each part."""
