@@ -144,11 +144,7 @@ def timed_rounds(case: Case, options: argparse.Namespace, settling: rivals.Settl
 def one_round(case: Case, threads: int, settling: rivals.Settling,
               others: Sequence[rivals.Rival]) -> tuple[tuple[float, ...], bool]:
     """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores)."""
-    settling.wait()
-    wall, cpu = time.perf_counter(), time.process_time()
-    own = seconds(case.run), seconds(case.baseline_run), fma_gflops()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    quiet = cpu >= rivals.QUIET * threads * wall and settling.now()
+    own, quiet = settling.run(lambda: (seconds(case.run), seconds(case.baseline_run), fma_gflops()), time.process_time, threads)
     turns = [rival.take_turn() for rival in others]
     return (*own, *(each for each, _ in turns)), quiet and all(alone for _, alone in turns)
 

@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -103,25 +104,24 @@ class Settling:
         while time.perf_counter() < end and (not self.now() or all_the_time):
             pass
 
+    def run(self, work: Callable[[], Any], clock: Callable[[], float], threads: int) -> tuple[Any, bool]:
+        """(What `work` returns, whether so many threads had a core each meanwhile). clock: of their processor time."""
+        self.wait()
+        wall, cpu = time.perf_counter(), clock()
+        result = work()
+        ran = clock() - cpu >= QUIET * threads * (time.perf_counter() - wall)
+        return result, ran and self.now()
+
 
 def multiply_adds() -> None:
     """Two milliseconds of the threads that torch and the kernels share."""
     fma_gflops(SETTLE_STEPS)
 
 
-def timed(run: Callable[[], object], settling: Settling) -> dict[str, float | bool]:
-    """The answer to "run"."""
-    settling.wait()
-    wall, cpu = time.perf_counter(), time.thread_time()
-    run()
-    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    return {"seconds": wall, "quiet": cpu >= QUIET * wall and settling.now()}
-
-
 def main(kind: str, words: Sequence[str]) -> None:
     """The process's own end of the pipes: the lines "next" and "run"."""
     from .__main__ import family, make_parser
-    from .driver import selected
+    from .driver import seconds, selected
 
     stream, options = answers(), make_parser().parse_args(words)
     torch.set_num_threads(options.threads)
@@ -136,7 +136,8 @@ def main(kind: str, words: Sequence[str]) -> None:
             run()
             answer(stream, {})
         else:
-            answer(stream, timed(run, settling))
+            taken, quiet = settling.run(partial(seconds, run), time.thread_time, 1)
+            answer(stream, {"seconds": taken, "quiet": quiet})
 
 
 if __name__ == "__main__":
