@@ -5,8 +5,11 @@ One stage runs alone: what other stages would send is whatever lies in memory, w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from fugaku_megatron import schedule
@@ -24,6 +27,13 @@ SCHEDULES = {"1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank":
              "zbv": {"pipeline_schedule": "zbv"}}
 
 
+def allocations(events: list) -> Iterator:
+    for event in events:
+        if event.typed[0] == _EventType.Allocation:
+            yield event
+        yield from allocations(event.children)
+
+
 def allocated_peak(world: DryComm, run: RunConfig) -> int:
     """Bytes that an iteration's forwards and backwards have allocated at most, beyond what was there before."""
     torch.set_num_threads(1)
@@ -32,11 +42,15 @@ def allocated_peak(world: DryComm, run: RunConfig) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         trainer.train_step()
     trainer.close()
+    sizes: dict[int, int] = {}  # by address: what was there before the record may be freed in it, and counts for nothing
     held = peak = 0
-    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+    events = allocations(recorded.profiler.kineto_results.experimental_event_tree())
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        address, change = event.typed[1].ptr, event.typed[1].alloc_size
+        if change > 0:
+            sizes[address] = change
+        held += change if change > 0 else -sizes.pop(address, 0)
+        peak = max(peak, held)
     return peak
 
 
