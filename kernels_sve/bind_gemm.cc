@@ -89,11 +89,12 @@ const void* packed_data(py::handle object, const TensorView& weight, bool transp
   return packed.data<char>() + header.data_offset;
 }
 
-// A matrix of the epilogue: C's shape and type, rows contiguous, apart from C.
-void* epilogue_matrix(const char* name, py::handle object, const TensorView& out, int64_t& row) {
+// A matrix of the epilogue: C's shape and type, rows contiguous, apart from C, or where that is allowed C itself.
+void* epilogue_matrix(const char* name, py::handle object, const TensorView& out, int64_t& row, bool may_be_out = false) {
   if (object.is_none()) return nullptr;
   TensorView view(name, object);
-  view.same_dtype(out).same_shape(out).last_contiguous().disjoint({&out});
+  view.same_dtype(out).same_shape(out).last_contiguous();
+  may_be_out ? view.same_or_disjoint({&out}) : view.disjoint({&out});
   row = view.stride(0);
   return view.data();
 }
@@ -160,7 +161,7 @@ void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::
   args.b = weight.data(), args.b_row = weight.stride(0), args.b_col = 1;
   args.packed = packed_data(packed_object, weight, true, fp16_chunk, out);
   args.c = out.data(), args.c_row = out.stride(0);
-  args.gelu_input = epilogue_matrix("gelu_input", gelu_input_object, out, args.gelu_input_row);
+  args.gelu_input = epilogue_matrix("gelu_input", gelu_input_object, out, args.gelu_input_row, true);
   run(args);
 }
 
@@ -259,8 +260,8 @@ FM_BIND(gemm) {
              "Rows may be strided. packed: the weight from pack_weight. fp16_chunk as in gemm.");
   module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a, "gelu_input"_a = none,
              "packed"_a = none, "fp16_chunk"_a = 0,
-             "out (M, K) = grad_output (M, N) weight (N, K), times gelu'(gelu_input (M, K)) when given. dtypes and "
-             "strides as in\n"
+             "out (M, K) = grad_output (M, N) weight (N, K), times gelu'(gelu_input (M, K)) when given, which may be "
+             "out. dtypes and strides as in\n"
              "linear_forward. packed: the weight from pack_weight(transposed=True). fp16_chunk as in gemm.");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a, "weight_gradient"_a,
              "bias_gradient"_a = none, "fp16_chunk"_a = 0,

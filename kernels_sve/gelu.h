@@ -62,14 +62,14 @@ FM_INLINE vf load_or_zero(const T* p, int64_t i, int lanes) {
 }
 
 template <int R, class T>
-FM_INLINE void gelu_rows(const T* x, const T* bias, T* y, int64_t cols) {
+FM_INLINE void gelu_rows(const T* x, int64_t x_row, const T* bias, T* y, int64_t cols) {
   for_vector_groups<CHAINS / R>(0, cols, [&](auto count, int64_t i, int lanes) FM_INLINE_LAMBDA {
     constexpr int K = decltype(count)::value;  // vectors of a row
     vf v[R * K];
 #pragma GCC unroll 16
     for (int n = 0; n < R * K; ++n) {
       const int64_t at = i + n % K * VL;
-      v[n] = load_lanes(x + n / K * cols + at, lanes) + load_or_zero(bias, at, lanes);
+      v[n] = load_lanes(x + n / K * x_row + at, lanes) + load_or_zero(bias, at, lanes);
     }
     gelu_each(v);
 #pragma GCC unroll 16
@@ -77,13 +77,13 @@ FM_INLINE void gelu_rows(const T* x, const T* bias, T* y, int64_t cols) {
   });
 }
 
-// bias may be null.
-static void gelu(const void* x, const void* bias, void* y, DType dtype, int64_t rows, int64_t cols) {
+// Rows of x begin x_row elements apart, those of y lie side by side. bias may be null.
+static void gelu(const void* x, int64_t x_row, const void* bias, void* y, DType dtype, int64_t rows, int64_t cols) {
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     parallel_for(rows, row_grain(cols), [&](int64_t begin, int64_t end) {
       for_row_blocks(begin, end, [&](auto block, int64_t row) {
-        gelu_rows<decltype(block)::value>(static_cast<const T*>(x) + row * cols, static_cast<const T*>(bias),
+        gelu_rows<decltype(block)::value>(static_cast<const T*>(x) + row * x_row, x_row, static_cast<const T*>(bias),
                                           static_cast<T*>(y) + row * cols, cols);
       });
     });

@@ -7,7 +7,7 @@
 //         with the first panel of B: A packed to [kc][MR] panels, one by one, while the micro-kernel fetches the next one's rows
 //
 // A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of
-// threads. Partial sums lie in C when it is float32, else in scratch memory. Reference: reference_gemm.cc. Tested by
+// threads. Partial sums lie in C when it is float32 and holds nothing that the epilogue reads, else in scratch memory. Reference: reference_gemm.cc. Tested by
 // tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
 #pragma once
 #include "gemm_epilogue.h"
@@ -75,7 +75,7 @@ struct Gemm {
     const int64_t sweeps = ceil_div(rows.size() * words(depth), blocks.mc * blocks.kc);  // shorter blocks of k hold more rows
     blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), MR) * MR : MR;
     a_panels = buffer(0, words(depth) * blocks.mc / Words::WIDE + VL);
-    const bool in_place = g.out_dtype == DType::f32, whole = in_place || depth >= g.k;
+    const bool in_place = sums_in_c(), whole = in_place || depth >= g.k;
     const int64_t all_columns = ceil_div(cols.size(), COLUMNS) * COLUMNS;
     // One sweep over the rows needs no block of B: its panels are packed, used and overwritten while they are in L2.
     once = !g.packed && sweeps <= 1;
@@ -89,6 +89,8 @@ struct Gemm {
   static float* buffer(int slot, int64_t words) {
     return static_cast<float*>(scratch(slot, words * sizeof(float) + 256));
   }
+
+  bool sums_in_c() const { return g.out_dtype == DType::f32 && g.gelu_input != g.c; }
 
   void run() {
     if (!rows.size() || (!cols.size() && !first_cols)) return;
@@ -223,7 +225,7 @@ struct Gemm {
 
   void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a, const float* b) {
     const Word* panel = reinterpret_cast<const Word*>(a);
-    const bool last = p + deep >= g.k, in_place = g.out_dtype == DType::f32, add = p > 0 || g.accumulate;
+    const bool last = p + deep >= g.k, in_place = sums_in_c(), add = p > 0 || g.accumulate;
     float* sums = in_place ? static_cast<float*>(g.c) + i.begin * g.c_row + j.begin
                            : partial + (i.begin - rows.begin) * partial_row + (j.begin - first_col);
     const bool finish = last && (!in_place || has_epilogue(g));

@@ -27,7 +27,7 @@ struct GemmArgs {
   void* pre;         // (m, n) receives C before GELU
   int64_t pre_row;
   bool gelu;               // C = gelu(C), tanh form
-  const void* gelu_input;  // (m, n): C *= gelu'(gelu_input)
+  const void* gelu_input;  // (m, n): C *= gelu'(gelu_input); may be C
   int64_t gelu_input_row;
   const void* residual;  // (m, n): C += residual
   int64_t residual_row;

@@ -85,6 +85,15 @@ FM_INLINE vf min(vf a, vf b) { return a < b ? a : b; }
 FM_INLINE vf abs(vf v) { return (vf)((vu)v & 0x7fffffffu); }
 // Of values below 2^23.
 FM_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
+// 2^r for |r| <= 1/2: Cephes' polynomial of exp2f (S. Moshier), for exp2_each.
+FM_INLINE vf exp2_of_rest(vf r) {
+  vf p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  p = p * r + 9.618437357674640e-3f;
+  p = p * r + 5.550332471162809e-2f;
+  p = p * r + 2.402264791363012e-1f;
+  p = p * r + 6.931472028550421e-1f;
+  return p * r + 1.0f;
+}
 FM_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 FM_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 FM_INLINE void prefetch_write(void* p) { __builtin_prefetch(p, 1); }

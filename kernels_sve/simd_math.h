@@ -35,14 +35,7 @@ FM_INLINE void exp2_each(vf (&v)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) {
     const vf shifted = v[i] + SHIFT;
-    const vf r = v[i] - (shifted - SHIFT);
-    vf p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
-    p = p * r + 9.618437357674640e-3f;
-    p = p * r + 5.550332471162809e-2f;
-    p = p * r + 2.402264791363012e-1f;
-    p = p * r + 6.931472028550421e-1f;
-    p = p * r + 1.0f;
-    const vf scaled = (vf)((vu)p + ((vu)shifted << 23));
+    const vf scaled = (vf)((vu)exp2_of_rest(v[i] - (shifted - SHIFT)) + ((vu)shifted << 23));
     v[i] = v[i] < -126.0f ? vf{} : scaled;
   }
 }

@@ -24,7 +24,7 @@ FM_ALONE void exp_alone(const float* x, float* y, int64_t n) {
   for_vectors(0, n, [&](int64_t i, int lanes) { store_lanes(y + i, exp(load_lanes(x + i, lanes)), lanes); });
 }
 FM_ALONE void gelu_alone(const float* x, const float* bias, float* y, int64_t cols) {
-  if (bias) gelu_rows<ROW_BLOCK>(x, bias, y, cols);
+  if (bias) gelu_rows<ROW_BLOCK>(x, cols, bias, y, cols);
 }
 FM_ALONE void gelu_epilogue(const GemmArgs& a, const float* tile, int64_t row, int64_t rows, int64_t col) {
   GemmArgs g{};

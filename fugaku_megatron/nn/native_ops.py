@@ -180,8 +180,7 @@ class _MLP(torch.autograd.Function):
 
 def _second_weight_gradient(ops: NativeOps, dy: Tensor, argument: Tensor, part: Tensor, grad: Tensor, chunk: int) -> None:
     """Add dy^T gelu(argument) to grad (h, columns). dy (rows, h), argument (rows, columns); part: memory for gelu(argument)."""
-    part.copy_(argument)
-    ops.kernels.gelu(part, None, part)
+    ops.kernels.gelu(argument, None, part)
     ops.kernels.linear_weight_gradient(dy, part, grad, fp16_chunk=chunk)
 
 
@@ -191,8 +190,7 @@ def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weigh
     for columns, part in column_parts(pre, pre.shape[1], packed is not None):
         argument = pre[:, columns]
         _second_weight_gradient(ops, dy, argument, part, weight2.main_grad[:, columns], chunk)
-        ops.kernels.linear_data_gradient(dy, weight2[:, columns], part, argument, packed=packed, fp16_chunk=chunk)
-        argument.copy_(part)
+        ops.kernels.linear_data_gradient(dy, weight2[:, columns], argument, argument, packed=packed, fp16_chunk=chunk)
 
 
 def add_second_weight_gradient(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:

@@ -130,7 +130,7 @@ void check_gelu(DType dtype, float tolerance, int64_t cols) {
   compare("gelu", tolerance, tolerance, [&] {
     Tensor x(dtype, ROWS * cols, 15), bias(dtype, cols, 17), y(dtype, ROWS * cols, 18);
     Floats out;
-    kernels().gelu(x.data(), bias.data(), y.data(), dtype, ROWS, cols);
+    kernels().gelu(x.data(), cols, bias.data(), y.data(), dtype, ROWS, cols);
     y.append_to(out);
     return out;
   });

@@ -89,6 +89,10 @@ def test_epilogues(target, dtype, shape):
     F.gelu(gelu_input, approximate="tanh").backward(product)
     kernels.linear_data_gradient(grad, weight.T.contiguous(), out, gelu_input=gelu_input.detach().to(dtype))
     torch.testing.assert_close(out.double(), gelu_input.grad, **tolerance)
+    in_place = strided(m, n, dtype)
+    in_place.copy_(gelu_input.detach())
+    kernels.linear_data_gradient(grad, weight.T.contiguous(), in_place, gelu_input=in_place)
+    assert torch.equal(in_place, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])

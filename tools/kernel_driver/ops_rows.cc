@@ -168,7 +168,7 @@ void cross_entropy_backward(Work& w, const Shape& n) {
 void gelu(Work& w, const Shape& n) {
   const void *x = w.input(n[0] * n[1], 3), *bias = w.input(n[1]);
   void* y = w.output(n[0] * n[1]);
-  w.run = [=, &w] { kernels().gelu(x, bias, y, w.dtype, n[0], n[1]); };
+  w.run = [=, &w] { kernels().gelu(x, n[1], bias, y, w.dtype, n[0], n[1]); };
 }
 
 SwiGLUArgs swiglu_of(Work& w, const Shape& n) {
