@@ -39,13 +39,14 @@ class HeadLoss(torch.autograd.Function):
         total, ctx.factor, ctx.shape = 0.0, factor, x.shape
         dx = rows if ctx.needs_input_grad[1] else None  # its rows are read no more when their gradient is known
         buffer = x.new_empty(min(chunk, len(rows)), weight.shape[0], dtype=torch.float32)
+        gradients = None if dx is None else buffer if x.dtype == buffer.dtype else torch.empty_like(buffer, dtype=x.dtype)
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             logits = buffer[: len(rows[part])]
+            dlogits = None if gradients is None else gradients[: len(logits)]
             ops.product(rows[part], weight, logits)
-            total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / len(rows) if dx is not None else None)
+            total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / len(rows), dlogits)
             if dx is not None:
-                dlogits = logits.to(x.dtype)
                 ops.kernels.linear_weight_gradient(dlogits, rows[part], weight.main_grad)
                 ops.data_gradient(dlogits, weight, dx[part])
         if dx is not None:
@@ -59,8 +60,9 @@ class HeadLoss(torch.autograd.Function):
         return None, ctx.saved_tensors[0].view(ctx.shape), None, None, None, None, None, None
 
 
-def _chunk_loss(kernels: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int, gradient: float | None) -> float:
-    """Sum of the losses of some rows; `logits` (rows, v) becomes its gradient times `gradient` (unless None)."""
+def _chunk_loss(kernels: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
+                dlogits: Tensor | None) -> float:
+    """Sum of the losses of some rows of logits (rows, v), and unless None dlogits, their gradient times `factor`; may be logits."""
     row_max, sum_exp, target_logit = torch.empty(3, len(labels))
     if tp.size == 1:
         kernels.cross_entropy_forward(logits, labels, row_max, sum_exp, target_logit)
@@ -70,6 +72,6 @@ def _chunk_loss(kernels: Any, logits: Tensor, labels: Tensor, tp: Comm, first_ro
         kernels.cross_entropy_sum(logits, row_max, labels, first_row, sum_exp, target_logit)
         tp.all_reduce(sum_exp)
         tp.all_reduce(target_logit)
-    if gradient is not None:
-        kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, first_row, torch.full_like(sum_exp, gradient), logits)
+    if dlogits is not None:
+        kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, first_row, torch.full_like(sum_exp, factor), dlogits)
     return (torch.log(sum_exp) - target_logit).sum(dtype=torch.float64).item()
