@@ -12,6 +12,7 @@ py::dict describe(const TargetInfo& info) {
   row["name"] = info.name;
   row["vector_bytes"] = info.vector_bytes;
   row["gemm_tile"] = py::make_tuple(info.gemm_rows, info.gemm_vectors);
+  row["fetch_steps"] = info.fetch_steps;
   row["compiled"] = info.compiled;
   row["runnable"] = info.runnable;
   row["reason"] = info.reason;
@@ -49,9 +50,9 @@ PYBIND11_MODULE(_kernels, module) {
         for (const TargetInfo& info : targets()) rows.append(describe(info));
         return rows;
       },
-      "Every target: name, vector_bytes, gemm_tile (rows, vectors of columns), compiled, runnable, reason (why not "
-      "runnable). The "
-      "reference is the scalar one.");
+      "Every target: name, vector_bytes, gemm_tile (rows, vectors of columns), fetch_steps (of k, between which "
+      "the k-loop fetches),\n"
+      "compiled, runnable, reason (why not runnable). The reference is the scalar one.");
   module.def("active", [] { return std::string(active()); }, "Name of the target in use.");
   module.def("use", &use, py::arg("name"),
              "Uses this target from now on, in the whole process. ValueError: unknown name. RuntimeError: this CPU or "

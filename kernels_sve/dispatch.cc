@@ -32,13 +32,14 @@ struct Row {
   const char* machine;
   const char* features;
   int gemm_rows, gemm_vectors;  // tile
+  int fetch_steps;
   const KernelTable* table;     // null when this build has no such target
 };
 
 // clang-format off
 const Row rows[] = {
-    {"reference", 4, "any", "", 1, 1, &reference::kernel_table},
-#define FM_TILE(name) tuning::name::GEMM_MR, tuning::name::GEMM_NR_VECTORS
+    {"reference", 4, "any", "", 1, 1, 1, &reference::kernel_table},
+#define FM_TILE(name) tuning::name::GEMM_MR, tuning::name::GEMM_NR_VECTORS, tuning::name::FETCH_STEPS
 #define FM_ROW(name, bytes, machine, features) {#name, bytes, machine, features, FM_TILE(name), &name::kernel_table},
     FM_BUILT_ROWS
 #undef FM_ROW
@@ -94,7 +95,7 @@ std::vector<TargetInfo> targets() {
   for (const Row& row : rows) {
     const std::string reason = missing(row);
     infos.push_back(
-        {row.name, row.vector_bytes, row.gemm_rows, row.gemm_vectors, row.table != nullptr, reason.empty(), reason});
+        {row.name, row.vector_bytes, row.gemm_rows, row.gemm_vectors, row.fetch_steps, row.table != nullptr, reason.empty(), reason});
   }
   return infos;
 }

@@ -11,6 +11,7 @@ struct TargetInfo {
   std::string name;
   int vector_bytes;
   int gemm_rows, gemm_vectors;  // the GEMM tile: rows, vectors of columns
+  int fetch_steps;              // of k, between two turns of gemm_fetch.h
   bool compiled, runnable;
   std::string reason;  // why not runnable, else empty
 };

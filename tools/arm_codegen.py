@@ -5,10 +5,10 @@
 Of target.cc for the A64FX, and of the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). Prints what share of the
 FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h). Fails when an inner-product loop spills,
 multiplies by element, brings FMLAs of one accumulator too close together or falls below its share of the peak in llvm-mca's
-model; when any loop for the A64FX holds a vector divide, square root or INSR; and when a loop that should be there is not found.
-With GCC 12 and, where installed, Clang 19; without llvm-mca-19 the model is left out by name. A model of one core with all data
-in L1: no caches, no measurement. Then the cycles a vector of the elementwise loops, each held to a limit
-(tools/arm_vector_loops.py). Tested by tests/arm/test_codegen.py.
+model, the GEMM's also with all that it can fetch (gemm_fetch.h); when any loop for the A64FX holds a vector divide, square root or
+INSR; and when a loop that should be there is not found. With GCC 12 and, where installed, Clang 19; without llvm-mca-19 the
+model is left out by name. A model of one core with all data in L1: no caches, no measurement. Then the cycles a vector of the
+elementwise loops, each held to a limit (tools/arm_vector_loops.py). Tested by tests/arm/test_codegen.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 import setup
 from tools import arm_env, arm_vector_loops
 from tools.arm_vector_loops import LOOPS, VectorLoop, hot_loop
-from tools.asm_loops import Loop, faults, innermost_loops, outside_loops, slow_instructions
+from tools.asm_loops import Loop, around_loop, faults, innermost_loops, outside_loops, slow_instructions
 
 ROOT = Path(__file__).resolve().parents[1]
 GCC = arm_env.CXX
@@ -71,31 +71,33 @@ class Kernel:
     function: str
     min_share: float  # of a multiply-add a cycle in each pipe of the model
     multiply_adds: int  # fewer than this in a turn: not one of its inner products
+    turns: int = 0  # of the loop, after which it fetches; 0: it does not
 
 
-def hot_kernels(tile: tuple[int, int]) -> list[Kernel]:
-    """`tile` is the GEMM tile of the target: rows, vectors."""
-    rows, vectors = tile
+def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
+    """`tile` is the GEMM tile of the target: rows, vectors. fetch_steps: steps of k after which the GEMM fetches."""
+    rows, sums = tile[0], tile[0] * tile[1]
     return [
-        Kernel("GEMM k-loop", "gemm_micro.h", rf"micro_kernel<.*FloatWords, {rows}>", 0.98, rows * vectors),
-        Kernel("GEMM FP16 k-loop", "gemm_half.h|simd_sve.h", rf"micro_kernel<.*HalfWords, {rows}>", 0.98, rows * vectors),
+        Kernel("GEMM k-loop", "gemm_micro.h", rf"micro_kernel<.*FloatWords, {rows}>", 0.98, sums, fetch_steps),
+        Kernel("GEMM FP16 k-loop", "gemm_half.h|simd_sve.h", rf"micro_kernel<.*HalfWords, {rows}>", 0.98, sums, fetch_steps),
         # Tiles beside the diagonal have 8 or 16 sums, which wait for their own latency of 9 cycles.
         Kernel("attention inner products", "attention_tile.h", r"Singles", 0.95, 24),
     ]
 
 
-def bf16_kernels(tile: tuple[int, int]) -> list[Kernel]:
-    """An instruction multiplies 2 x 4 by 4 x 2, so a tile of `tile` is a multiply-add for each of its registers."""
+def bf16_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
+    """An instruction multiplies 2 x 4 by 4 x 2, so a tile of `tile` is a multiply-add for each of its registers, of two steps."""
     rows, vectors = tile
     return [Kernel("GEMM BF16 k-loop", r"gemm_quads\.h|simd_\w+\.h|arm_neon\.h", rf"quads_kernel<.*Bf16Pairs, {rows}>", 0.9,
-                   rows * vectors)]
+                   rows * vectors, fetch_steps // 2)]
 
 
-def gemm_tile(machine: Machine) -> tuple[int, int]:
-    """Rows and vectors of the target's GEMM tile (kernels_sve/tuning.h), which the extension knows of every target."""
+def gemm_tuning(machine: Machine) -> tuple[tuple[int, int], int]:
+    """(rows and vectors of the target's GEMM tile, steps of k after which it fetches) of kernels_sve/tuning.h."""
     from fugaku_megatron.host import kernels
 
-    return next(row["gemm_tile"] for row in kernels.targets() if row["name"] == machine.target)
+    row = next(row for row in kernels.targets() if row["name"] == machine.target)
+    return row["gemm_tile"], row["fetch_steps"]
 
 
 def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
@@ -108,7 +110,8 @@ def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
         source = compiler.objects / f"codegen_{machine.target}_{machine.unit}.cc"
         if not source.exists() or source.read_text() != machine.source:
             source.write_text(machine.source)
-    compiler.compile([*compiler.target_command(target), f"-I{setup.SOURCES}", "-g1", "-S"], source, output, force=False)
+    flags = [f"-I{setup.SOURCES}", "-Wno-unused-function", "-g1", "-S"]
+    compiler.compile([*compiler.target_command(target), *flags], source, output, force=False)
     return output.read_text()
 
 
@@ -126,7 +129,17 @@ def cycles(loop: Loop, machine: Machine = A64FX) -> float:
 
 def row(compiler: str, function: str, kernel: Kernel, loop: Loop, machine: Machine = A64FX) -> tuple[str, list[str]]:
     """(line of the table, faults) of one inner-product loop."""
-    reasons, count = faults(loop), len(loop.multiply_adds)
+    return modelled(compiler, f"{kernel.name}: {function.split('(')[0].removeprefix('void ')}", kernel, loop, faults(loop), machine)
+
+
+def fetching_row(compiler: str, kernel: Kernel, around: Loop, loop: Loop, machine: Machine) -> tuple[str, list[str]]:
+    """The same of the loop with `around`, what it fetches when it has everything to fetch."""
+    whole = Loop(loop.function, loop.label, around.body + loop.body * kernel.turns)
+    return modelled(compiler, f"{kernel.name}, {kernel.turns} turns with what is fetched", kernel, whole, [], machine)
+
+
+def modelled(compiler: str, name: str, kernel: Kernel, loop: Loop, reasons: list[str], machine: Machine) -> tuple[str, list[str]]:
+    count = len(loop.multiply_adds)
     model = f"{'':7} {'no llvm-mca':>9}"
     if shutil.which(MCA[0]):
         turn = cycles(loop, machine)
@@ -134,7 +147,6 @@ def row(compiler: str, function: str, kernel: Kernel, loop: Loop, machine: Machi
         model = f"{turn:7.2f} {100 * share:8.1f}%"
         if share < kernel.min_share:
             reasons.append(f"{100 * share:.1f} % of the peak in the model, {100 * kernel.min_share:.0f} % needed")
-    name = f"{kernel.name}: {function.split('(')[0].removeprefix('void ')}"
     return f"{compiler:9} {name:60.60} {count:5} {len(loop.body):6} {model}", [f"{compiler} {name}: {fault}" for fault in reasons]
 
 
@@ -149,6 +161,8 @@ def check(compiler: str, text: str, kernels: list[Kernel], machine: Machine = A6
             yield "", [f"{compiler} {kernel.name}: no loop of {kernel.multiply_adds} or more multiply-adds in {kernel.file}"]
         for name, loop in hot:
             yield row(compiler, name, kernel, loop, machine)
+            if kernel.turns:
+                yield fetching_row(compiler, kernel, around_loop(text, loop), loop, machine)
     if machine == A64FX:  # a Neoverse divides in 10 cycles
         slow = [f"{compiler} {name}: {text}" for name, loop in named for text in slow_instructions(loop)]
         yield f"{compiler:9} {len(loops)} innermost loops: {len(slow)} slow instructions", slow
@@ -177,8 +191,8 @@ def chunk_line(compiler: str, text: str, tile: tuple[int, int]) -> str:
 
 def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
     """Prints the loops of a machine's code and returns what is wrong with them."""
-    tile = gemm_tile(machine)
-    wanted = hot_kernels(tile) if machine == A64FX else bf16_kernels(tile)
+    tile, steps = gemm_tuning(machine)
+    wanted = hot_kernels(tile, steps) if machine == A64FX else bf16_kernels(tile, steps)
     print(f"{machine.name}, {machine.target}: model of LLVM 19 ({' '.join(machine.flags)}), all data in L1; not a measurement")
     print(f"{'compiler':9} {'loop':60} {'FMAs':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
     found = []

@@ -116,6 +116,37 @@ def outside_loops(assembly: str, function: str) -> Loop:
     return Loop(function, "outside", body)
 
 
+def around_loop(assembly: str, inner: Loop) -> Loop:
+    """What runs between two runs of an innermost loop, as one piece of straight code without branches.
+
+    That is all that it leads to and that leads back to it, wherever the compiler has put it.
+    """
+    code, labels = next((code, labels) for name, code, labels in functions(assembly) if name == inner.function)
+    begin, end = next((begin, end) for begin, end, label in innermost_spans(code, labels) if label == inner.label)
+    after: list[set[int]] = [set() for _ in code]
+    for i, instruction in enumerate(code):
+        if BRANCH.match(instruction.mnemonic) and instruction.operands and instruction.operands[-1] in labels:
+            after[i].add(labels[instruction.operands[-1]])
+        if instruction.mnemonic not in ("b", "ret") and i + 1 < len(code):
+            after[i].add(i + 1)
+    before: list[set[int]] = [set() for _ in code]
+    for i, targets in enumerate(after):
+        for target in targets:
+            before[target].add(i)
+    inside = sorted((_reached(begin, after) & _reached(begin, before)) - set(range(begin, end + 1)))
+    return Loop(inner.function, "around", tuple(code[i] for i in inside if not BRANCH.match(code[i].mnemonic)))
+
+
+def _reached(start: int, edges: list[set[int]]) -> set[int]:
+    found, waiting = set(), [start]
+    while waiting:
+        i = waiting.pop()
+        if i not in found:
+            found.add(i)
+            waiting += edges[i]
+    return found
+
+
 def shortest_gap(loop: Loop) -> int:
     """The fewest other multiply-adds between two on one accumulator, round the loop; a large number when none repeats."""
     last: dict[str, int] = {}  # register -> number of the multiply-add whose sum it holds

@@ -12,7 +12,7 @@ import pytest
 
 from tests.arm import builds
 from tools import arm_codegen, arm_vector_loops
-from tools.asm_loops import faults, innermost_loops, outside_loops, shortest_gap, slow_instructions
+from tools.asm_loops import around_loop, faults, innermost_loops, outside_loops, shortest_gap, slow_instructions
 
 ACCUMULATORS = 24
 CLEAN = [f"fmla z{i}.s, p0/m, z30.s, z31.s" for i in range(ACCUMULATORS)]
@@ -42,6 +42,14 @@ def test_the_inner_loop_is_found_with_its_source_file():
 def test_what_is_outside_the_loop():
     text = function(LOADS + CLEAN)
     assert [i.text for i in outside_loops(text, only_loop(LOADS + CLEAN).function).body] == ["mov x3, 0", "str z0, [x4]"]
+
+
+def test_what_runs_between_two_runs_of_a_loop_is_found_wherever_it_lies():
+    """Not what comes before and behind, nor what returns."""
+    text = function(LOADS + CLEAN).replace("mov x3, 0", "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3")
+    text = text.replace("str z0, [x4]", "str z0, [x4]\n\tcbz x8, .L9\n\tcbz x9, .L8")
+    text = text.replace("\tret", ".L8:\n\tadd x1, x1, 8\n\tret")
+    assert [i.text for i in around_loop(text, only_loop(LOADS + CLEAN)).body] == ["prfm PLDL2KEEP, [x7]", "str z0, [x4]"]
 
 
 def test_gcc_writes_file_names_in_one_piece():
@@ -86,7 +94,7 @@ def test_distance_between_two_on_one_accumulator(body, gap):
 
 def test_missing_loop_is_a_fault():
     """A renamed file or a loop that the compiler no longer keeps in registers must not pass unseen."""
-    kernels = arm_codegen.hot_kernels((12, 2))
+    kernels = arm_codegen.hot_kernels((12, 2), 8)
     for text in (function(LOADS + CLEAN[:8]), function(LOADS + CLEAN, file="other.h"), function(LOADS + CLEAN, name="f")):
         wrong = [fault for _, reasons in arm_codegen.check("GCC", text, kernels[:1]) for fault in reasons]
         assert wrong == ["GCC GEMM k-loop: no loop of 24 or more multiply-adds in gemm_micro.h"]
@@ -94,10 +102,19 @@ def test_missing_loop_is_a_fault():
 
 @pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
 def test_the_model_sees_a_slow_loop():
-    kernel = arm_codegen.hot_kernels((12, 2))[0]
+    kernel = arm_codegen.hot_kernels((12, 2), 8)[0]
     fast, slow = only_loop(LOADS + CLEAN), only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
     assert arm_codegen.row("GCC", "f", kernel, fast)[1] == []
     assert "of the peak in the model, 98 % needed" in arm_codegen.row("GCC", "f", kernel, slow)[1][0]
+
+
+@pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
+@pytest.mark.parametrize(("fetches", "wrong"), [(4, []), (200, ["GCC GEMM k-loop, 8 turns with what is fetched: "])])
+def test_the_model_sees_what_is_fetched(fetches, wrong):
+    kernel = arm_codegen.hot_kernels((12, 2), 8)[0]
+    text = function(LOADS + CLEAN).replace("str z0, [x4]", "\n".join(["str z0, [x4]", *["\tprfm PLDL2KEEP, [x7]"] * fetches]))
+    found = [fault for _, reasons in arm_codegen.check("GCC", text, [kernel]) for fault in reasons]
+    assert [fault[: len(start)] for fault, start in zip(found, wrong, strict=True)] == wrong
 
 
 EXP = ["fexpa z1.s, z2.s", *(f"fmul z{i}.s, z{i}.s, z30.s" for i in range(3, 20))]
@@ -132,7 +149,7 @@ def test_kernels_pass_the_gate():
     print(gate.stdout)
     assert gate.returncode == 0, gate.stdout + gate.stderr
     for compiler in (name for name, cxx in arm_codegen.COMPILERS.items() if shutil.which(cxx.split()[0])):
-        assert len(re.findall(rf"^{compiler} +GEMM BF16 k-loop", gate.stdout, re.MULTILINE)) == len(arm_codegen.NEOVERSES)
+        assert len(re.findall(rf"^{compiler} +GEMM BF16 k-loop:", gate.stdout, re.MULTILINE)) == len(arm_codegen.NEOVERSES)
 
 
 @builds.needs_compiler
