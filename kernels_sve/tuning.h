@@ -110,7 +110,7 @@ struct sve512 : Common {
   static constexpr int FMA_CHAINS = 24;
   static constexpr int64_t UNKNOWN_L1 = 64 << 10, UNKNOWN_L2 = (7 << 20) / 12, L2_EIGHTHS = 7;
   // The loop of a step fills 11 of the 12 cycles in which 4 instructions each are decoded, so what it fetches costs what does not
-  // fit beside it: 4 per cent in every 8 steps, nothing in every 16 (model). A run is a line.
+  // fit beside it: 6 per cent in every 8 steps, nothing in every 16 (model). A run is a line.
   static constexpr int LINE = 256, FETCH_STEPS = 16, FETCH_RUN = 256;
 };
 
