@@ -112,14 +112,19 @@ def main(task: Task) -> None:
     from fugaku_megatron.host import allocator
     from fugaku_megatron.logs.metrics import peak_memory_mib
 
+    from .settling import Settling, multiply_adds
+
     loaded = Path("/proc/self/maps").read_text() if task.preload else ""
     for library in task.preload:
         if os.path.realpath(library) not in loaded:
             raise SystemExit(f"{library} was to be preloaded and is not: is it a library of this machine?")
     answer(stream, {"allocator": allocator.allocator_name(), **facts})
+    settling = Settling(multiply_adds)
     idle_since = time.process_time()
     for _ in sys.stdin:
-        begin, faults, idle = time.perf_counter(), allocator.page_faults(), time.process_time() - idle_since
+        idle = time.process_time() - idle_since
+        settling.wait()
+        begin, faults = time.perf_counter(), allocator.page_faults()
         loss = step()
         seconds = time.perf_counter() - begin
         after, idle_since = allocator.page_faults(), time.process_time()

@@ -3,7 +3,7 @@
 Every round runs the kernels, the baseline and a loop of independent multiply-adds once, and then the same work in the processes of
 rivals (rivals.py), so that all of them meet the same clock and the same neighbours; figures are medians over the rounds. FLOPs and
 bytes of a case are those of its kernels' rows (kernels_sve/kernels.inc). Memory is set up as the trainer sets it up
-(allocator.tune), for all sides. A round in which somebody else had one of our cores (rivals.Settling) is run again, up to PATIENCE
+(allocator.tune), for all sides. A round in which somebody else had one of our cores (settling.py) is run again, up to PATIENCE
 times as many rounds; a row that never saw enough quiet says so.
 Left out: what is compared (gemm.py and the other families). Test: python -m benchmarks gemm --recipe demo
 """
@@ -31,6 +31,7 @@ from fugaku_megatron.host.fma_peak import fma_gflops, fma_peak_gflops
 from fugaku_megatron.run.checks import check
 
 from . import mkl, rivals, shapes
+from .settling import Settling, multiply_adds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLOCK_STEPS = 50_000_000
@@ -109,7 +110,7 @@ def machine() -> dict:
             "triad_gb_per_second": 12 * TRIAD_ELEMENTS / triad / 1e9}
 
 
-def measure(case: Case, options: argparse.Namespace, target: str, limits: dict, settling: rivals.Settling,
+def measure(case: Case, options: argparse.Namespace, target: str, limits: dict, settling: Settling,
             others: Sequence[rivals.Rival]) -> dict:
     """The row of one case; the rate of operations is None where memory bounds it. others: rivals, which are at the case before."""
     case.run()
@@ -129,22 +130,30 @@ def measure(case: Case, options: argparse.Namespace, target: str, limits: dict, 
             "max_error": max_error, "busy": busy, "repeat": repeat_line(case, options, target), **case.details}
 
 
-def timed_rounds(case: Case, options: argparse.Namespace, settling: rivals.Settling,
+def timed_rounds(case: Case, options: argparse.Namespace, settling: Settling,
                  others: Sequence[rivals.Rival]) -> tuple[list[tuple[float, ...]], bool]:
     """Rounds as `one_round` has them, and whether the machine was too busy to find quiet ones."""
     everything, quiet = [], []
     while len(quiet) < options.rounds and len(everything) < PATIENCE * options.rounds:
-        columns, alone = one_round(case, options.threads, settling, others)
+        columns, alone = one_round(case, options.threads, settling, others, len(everything) % 2 == 1)
         everything.append(columns)
         quiet += [columns] * alone
     busy = len(quiet) < options.rounds
     return (everything if busy else quiet), busy
 
 
-def one_round(case: Case, threads: int, settling: rivals.Settling,
-              others: Sequence[rivals.Rival]) -> tuple[tuple[float, ...], bool]:
-    """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores)."""
-    own, quiet = settling.run(lambda: (seconds(case.run), seconds(case.baseline_run), fma_gflops()), time.process_time, threads)
+def one_round(case: Case, threads: int, settling: Settling, others: Sequence[rivals.Rival],
+              baseline_first: bool) -> tuple[tuple[float, ...], bool]:
+    """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores).
+
+    Who comes second finds what both read in the caches.
+    """
+    def both() -> tuple[float, float, float]:
+        before = seconds(case.baseline_run) if baseline_first else None
+        own = seconds(case.run)
+        return own, seconds(case.baseline_run) if before is None else before, fma_gflops()
+
+    own, quiet = settling.run(both, time.process_time, threads)
     turns = [rival.take_turn() for rival in others]
     return (*own, *(each for each, _ in turns)), quiet and all(alone for _, alone in turns)
 
@@ -181,7 +190,7 @@ def rows(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iter
     for target in kernels.runnable_targets() if options.target == "all" else [options.target]:
         with kernels.target(target), ExitStack() as stack:
             others: list[rivals.Rival] | None = None
-            settling = rivals.Settling(rivals.multiply_adds)
+            settling = Settling(multiply_adds)
             for case in selected(options, cases):
                 if others is None:
                     others = rivals.start(stack, options, case, [*words(options), f"--only={options.only}"])
