@@ -190,7 +190,10 @@ def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weigh
     for columns, part in column_parts(pre, pre.shape[1], packed is not None):
         argument = pre[:, columns]
         _second_weight_gradient(ops, dy, argument, part, weight2.main_grad[:, columns], chunk)
-        ops.kernels.linear_data_gradient(dy, weight2[:, columns], argument, argument, packed=packed, fp16_chunk=chunk)
+        out = part if pre.dtype == torch.float32 else argument  # sums of FP32 lie in the result until the last block of k
+        ops.kernels.linear_data_gradient(dy, weight2[:, columns], out, argument, packed=packed, fp16_chunk=chunk)
+        if out is part:
+            argument.copy_(part)
 
 
 def add_second_weight_gradient(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
