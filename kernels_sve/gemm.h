@@ -7,8 +7,8 @@
 //         with the first panel of B: A packed to [kc][MR] panels, one by one, while the micro-kernel fetches the next one's rows
 //
 // A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of
-// threads. Partial sums lie in C when it is float32 and holds nothing that the epilogue reads, else in scratch memory. Reference: reference_gemm.cc. Tested by
-// tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
+// threads. Partial sums lie in C when it is float32 and holds nothing that the epilogue reads, else in scratch memory.
+// Reference: reference_gemm.cc. Tested by tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
 #pragma once
 #include "gemm_epilogue.h"
 #include "gemm_pack.h"

@@ -1,7 +1,8 @@
 """A rank without MPI that hangs: python tests/ranks_that_hang.py FOLDER RANK RANKS SECONDS HOW [NODE NODES PORT PORT_ABOVE]
 
-Prints a line when it is there, and hangs when it gets one. NODE ...: its node is one of several. See test_watchdog.py and
-test_watchdog_nodes.py.
+Prints a line when it has imported everything, starts its watchdog when it gets one and prints another, and hangs when it gets the
+second: on a busy machine ranks come seconds apart, which a watchdog of seconds would take for a hang. NODE ...: its node is one of
+several. See test_watchdog.py and test_watchdog_nodes.py.
 """
 
 import ctypes
@@ -41,13 +42,15 @@ def hold_the_lock(heart):
 
 
 def main(folder, rank, ranks, seconds, how, node="0", *others):
+    print("there", flush=True)
+    sys.stdin.readline()
     watchdog = Watchdog(Heartbeat(Path(folder) / f"node{node}", int(rank)), HangSettings(float(seconds), Path(folder), None),
                         () if others else tuple(range(int(ranks))))
     if others:
         nodes, port, above = map(int, others)
         watchdog.host = f"made-up {node}"
         watchdog.link = Link(int(node), nodes, 7, open_socket("127.0.0.1", port), [("127.0.0.1", above)] * (int(node) > 0))
-    print("there", flush=True)
+    print("watched", flush=True)
     while not select.select([sys.stdin], [], [], 0.05)[0]:
         watchdog.heart.enter("start")
     globals()[how](watchdog.heart)

@@ -50,12 +50,13 @@ def start(directory: Path, words: tuple[str, ...], seconds: float = SECONDS,
 
 
 def let_hang(processes: list[subprocess.Popen], after: float = 0.0) -> None:
-    """When all are there, and so many seconds later, let them come to where they hang."""
-    assert [process.stdout.readline() for process in processes] == ["there\n"] * len(processes)
-    time.sleep(after)
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
+    """When all are there, begin to watch them, and so many seconds later let them come to where they hang."""
+    for line, seconds in ("there", 0.0), ("watched", after):
+        assert [process.stdout.readline() for process in processes] == [f"{line}\n"] * len(processes)
+        time.sleep(seconds)
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
     time.sleep(0.5)
 
 
