@@ -121,9 +121,9 @@ def around_loop(assembly: str, inner: Loop) -> Loop:
 
     That is all that it leads to and that leads back to it, wherever the compiler has put it.
     """
-    begin_of_function = re.search(rf"\.type\s+{re.escape(inner.function)},", assembly).start()
-    end_of_function = assembly.index(f"{inner.function}, .-", begin_of_function)
-    ((_, code, labels),) = functions(assembly[begin_of_function:end_of_function + 1])
+    name = re.escape(inner.function)
+    first, last = (re.search(rf"\.{word}\s+{name},.*", assembly) for word in ("type", "size"))
+    ((_, code, labels),) = functions(assembly[first.start() : last.end()])
     begin, end = next((begin, end) for begin, end, label in innermost_spans(code, labels) if label == inner.label)
     after: list[set[int]] = [set() for _ in code]
     for i, instruction in enumerate(code):
