@@ -92,6 +92,13 @@ def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str,
             name = ""
 
 
+def code_of(assembly: str, function: str) -> tuple[list[Instruction], dict[str, int]]:
+    """(instructions, labels) of one function, as `functions` has them but for their files; the rest of the text is not parsed."""
+    first, last = (re.search(rf"\.{word}\s+{re.escape(function)},.*", assembly) for word in ("type", "size"))
+    ((_, code, labels),) = functions(assembly[first.start() : last.end()])
+    return code, labels
+
+
 def innermost_spans(code: list[Instruction], labels: dict[str, int]) -> list[tuple[int, int, str]]:
     """(first, last, label) of every backward branch's body, when no other backward branch lies inside."""
     spans = []
@@ -110,7 +117,7 @@ def innermost_loops(assembly: str) -> list[Loop]:
 
 def outside_loops(assembly: str, function: str) -> Loop:
     """What a function does around its innermost loops, as one piece of straight code without branches."""
-    ((code, labels),) = ((code, labels) for name, code, labels in functions(assembly) if name == function)
+    code, labels = code_of(assembly, function)
     inside = {i for begin, end, _ in innermost_spans(code, labels) for i in range(begin, end + 1)}
     body = tuple(x for i, x in enumerate(code) if i not in inside and not BRANCH.match(x.mnemonic) and x.mnemonic != "ret")
     return Loop(function, "outside", body)
@@ -121,9 +128,7 @@ def around_loop(assembly: str, inner: Loop) -> Loop:
 
     That is all that it leads to and that leads back to it, wherever the compiler has put it.
     """
-    name = re.escape(inner.function)
-    first, last = (re.search(rf"\.{word}\s+{name},.*", assembly) for word in ("type", "size"))
-    ((_, code, labels),) = functions(assembly[first.start() : last.end()])
+    code, labels = code_of(assembly, inner.function)
     begin, end = next((begin, end) for begin, end, label in innermost_spans(code, labels) if label == inner.label)
     after: list[set[int]] = [set() for _ in code]
     for i, instruction in enumerate(code):
