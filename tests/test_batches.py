@@ -13,8 +13,9 @@ from tests.time_limit import time_limit
 
 
 def test_ramp_up_is_megatrons():
-    """Megatron-LM: start + increment * int(consumed / (samples / increments)), the full size beyond `samples`."""
-    for start, increment, samples, full in [(16, 8, 6000, 64), (32, 32, 977, 192), (4, 4, 100, 4), (1, 1, 7, 3)]:
+    """megatron/core/num_microbatches_calculator.py of core 0.16: a step is a floating-point share of the samples, and the full size
+    holds beyond them. In exact arithmetic the third ramp would be full at 280 samples."""
+    for start, increment, samples, full in [(16, 8, 6000, 64), (32, 32, 977, 192), (16, 4, 280, 68), (4, 4, 100, 4), (1, 1, 7, 3)]:
         ramp = RampUp(start, increment, samples, full)
         increments = (full - start) // increment
         for consumed in range(samples + 50):
@@ -22,7 +23,11 @@ def test_ramp_up_is_megatrons():
             if consumed <= samples and increments:
                 expected = start + increment * int(consumed / (samples / increments))
             assert ramp(consumed) == expected, (ramp, consumed)
+            change = ramp.next_change(consumed)
+            assert change is None and expected == full or ramp(change - 1) == expected < ramp(change)
         assert list(ramp.sizes()) == list(range(start, full + 1, increment))
+    assert [RampUp(16, 4, 280, 68)(consumed) for consumed in (280, 281)] == [64, 68]
+    assert length(TrainingConfig(train_iters=3), RampUp(16, 4, 280, 68), 0, 280) == (3, 280 + 64 + 68 + 68)
 
 
 def test_ramp_up_without_samples_is_constant():
@@ -44,7 +49,7 @@ def test_ramp_up_errors(arguments, message):
         RampUp(*arguments)
 
 
-@pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16), RampUp(4, 4, 7, 16)])
+@pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16), RampUp(4, 4, 7, 16), RampUp(16, 4, 280, 68)])
 def test_length_walks_the_ramp(ramp):
     consumed = [0]
     for _ in range(60):

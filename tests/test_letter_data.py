@@ -19,6 +19,9 @@ from fugaku_megatron.run.arguments import make_run, parse
 from fugaku_megatron.run.batches import RampUp, length, requested_samples, run_length
 from fugaku_megatron.run.config import DataConfig, TrainingConfig
 from fugaku_megatron.run.layout import Layout
+from fugaku_megatron.run.skips import Skips
+from fugaku_megatron.run.step_sizes import StepSizes
+from fugaku_megatron.training.param_schedule import ParamSchedule
 from fugaku_megatron.training.pretrain import build_data
 from tests.helpers import SMALL
 
@@ -63,6 +66,25 @@ def test_samples_beyond_the_last_whole_batch_are_not_trained(samples, ramp, expe
     assert length(TrainingConfig(train_samples=samples), ramp) == expected
 
 
+@pytest.mark.parametrize("text", ["0:4", "0:4 33:8", "0:2 10:6 100:12", "0:16"])
+def test_samples_end_a_step_schedule_with_the_iteration_that_reaches_them(text):
+    """megatron/training/training.py, update_train_iters: a schedule counts iterations until train_samples is reached, and a
+    constant size counts whole batches."""
+    steps = StepSizes.parse(text)
+    for samples in range(1, 200):
+        iterations = consumed = 0
+        while consumed < samples:
+            consumed += [size for first, size in steps.steps if first <= consumed][-1]
+            iterations += 1
+        assert length(TrainingConfig(train_samples=samples), steps) == (iterations, consumed)
+        begun = length(TrainingConfig(train_iters=iterations // 2), steps)
+        assert length(TrainingConfig(train_samples=samples), steps, *begun) == (iterations, consumed), "resumed"
+    assert length(TrainingConfig(train_samples=149), StepSizes.parse("0:4")) == (38, 152)
+    assert length(TrainingConfig(train_samples=149), RampUp(4, 1, 0, 4)) == (37, 148)
+    skips = Skips.parse(["140:160"])
+    assert length(TrainingConfig(train_samples=149), StepSizes.parse("0:4"), skips=skips) == (36, 164)
+
+
 @pytest.mark.parametrize(("flags", "requested"), [
     ({"train_iters": None, "train_samples": 100}, 100),  # 6 iterations of 16 use 96
     ({"train_iters": 10}, 160),
@@ -73,6 +95,34 @@ def test_the_order_is_made_for_as_many_samples_as_megatrons(flags, requested):
     """megatron/training/training.py, get_train_valid_test_num_samples: train_samples, or train_iters x global_batch_size."""
     run = make_run(None, {**SMALL, "global_batch_size": 16, **flags})
     assert requested_samples(run, 16, run_length(run, 16)[1]) == requested
+
+
+@pytest.mark.parametrize(("flags", "requested"), [
+    ({"train_iters": 10}, 88),  # 4 4 8 8 8 8 and four of 12 are 88 samples, more than 10 micro-batches of every rank
+    ({"train_iters": None, "train_samples": 85}, 88),  # the 85 samples end in the tenth iteration
+    ({"train_iters": None, "train_samples": 88}, 88),
+])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_schedule_asks_for_what_it_takes_whatever_the_layout(flags, requested, ranks):
+    """megatron/training/arguments.py refuses --global-batch-size with a schedule and takes micro-batch x data-parallel size in its
+    place; get_train_valid_test_num_samples multiplies --train-iters and --eval-iters by that."""
+    run = make_run(None, {**SMALL, "global_batch_size": None, "step_batch_size_schedule": "0:4 128:8 640:12", "eval_iters": 3,
+                          "eval_interval": 5, **flags})
+    layout = Layout.from_run(run, ranks)
+    end = run_length(run, layout.global_batch_size(run))
+    assert end == (10, 88) and 10 * run.batch.micro_batch_size * layout.dp <= end[1]
+    train, valid = build_data(run, Grid(1, 1, 1).groups(DryComm()), layout)
+    assert (len(train), len(valid)) == (requested, 3 * 3 * 12)
+    schedule = ParamSchedule.from_run(run, layout.global_batch_size(run))
+    assert schedule.decay_samples == (run.training.train_samples or 10 * 12)
+
+
+@pytest.mark.parametrize(("skip_train", "evaluations"), [(False, 3), (True, 1)])
+def test_validation_samples_of_a_run_that_trains_nothing(skip_train, evaluations):
+    """megatron/training/training.py, get_train_valid_test_num_samples: with --skip-train those of --eval-iters, once."""
+    run = make_run(None, {**SMALL, "train_iters": 10, "eval_iters": 4, "eval_interval": 5, "skip_train": skip_train})
+    valid = build_data(run, Grid(1, 1, 1).groups(DryComm()), Layout.from_run(run, 1))[1]
+    assert len(valid) == evaluations * 4 * 16
 
 
 def test_data_shorter_than_a_sample_repeats(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,15 +97,18 @@ def test_a_released_checkpoint_of_megatron_is_recognised(tmp_path):
         latest_iteration(tmp_path)
 
 
-def test_skip_train_evaluates_and_trains_nothing(tmp_path, capsys):
+@pytest.mark.parametrize("iteration", [0, 15])
+def test_skip_train_evaluates_and_trains_nothing(tmp_path, capsys, iteration):
+    """megatron/training/training.py, build_train_valid_test_data_loaders: validation then begins at its first sample."""
     run = small_run(num_layers=1, skip_train=True, eval_iters=2, eval_interval=10, save=str(tmp_path), load=str(tmp_path))
     trainer = make_trainer(DryComm(), run)
     expected = trainer.evaluate(trainer.valid, 0, 2)
+    trainer.progress = replace(trainer.progress, iteration=iteration)
     Session(trainer, MetricsWriter(20, 10), 20, True).evaluate_only()
     trainer.close()
     printed = capsys.readouterr().out
     assert f"lm loss value: {expected:.6E}" in printed and "--skip-train: nothing is trained" in printed
-    assert trainer.progress.iteration == 0 and not list(tmp_path.iterdir())
+    assert trainer.progress.iteration == iteration and not list(tmp_path.iterdir())
 
 
 # Weights & Biases ----------------------------------------------------------------------------------------------------------------

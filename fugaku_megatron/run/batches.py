@@ -1,4 +1,4 @@
-"""The global batch size as a function of the samples consumed, and the length of a run that follows from it. Integers only.
+"""The global batch size as a function of the samples consumed, and the length of a run that follows from it.
 
 Left out: which samples a rank takes (`data.sampler`). Test: pytest tests/test_batches.py
 """
@@ -6,6 +6,7 @@ Left out: which samples a rank takes (`data.sampler`). Test: pytest tests/test_b
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from .checks import check
@@ -21,8 +22,10 @@ MAX_SIZES = 2**16  # of a ramp: each is looked at
 class RampUp:
     """--rampup-batch-size START INCREMENT SAMPLES: the global batch size grows from `start` to `global_batch_size`.
 
-    The steps of `increment` are spread evenly over the first `ramp_samples` samples (Megatron-LM's schedule). All sizes are in
-    samples. Raises ValueError for sizes below 1 and for an increment that does not lead from start to the global batch size.
+    The steps of `increment` are spread evenly over the first `ramp_samples` samples. Where a step begins at a whole sample, the
+    floating-point arithmetic of Megatron-LM's megatron/core/num_microbatches_calculator.py decides, in the versions that have the
+    flag. All sizes are in samples. Raises ValueError for sizes below 1 and for an increment that does not lead from start to the
+    global batch size.
     """
 
     start: int
@@ -51,16 +54,20 @@ class RampUp:
 
     def __call__(self, consumed: int) -> int:
         """Global batch size of the iteration that begins at `consumed` samples."""
-        steps = len(self.sizes()) - 1
-        if consumed >= self.ramp_samples:
-            return self.global_batch_size
-        return self.start + self.increment * (consumed * steps // self.ramp_samples)
+        return self.start + self.increment * self._steps(consumed)
 
-    def iterations_until_growth(self, consumed: int) -> int:
-        """Iterations of the present size from `consumed` samples, below `ramp_samples`, until a larger one is due."""
-        steps = max(1, len(self.sizes()) - 1)
-        larger = -(-(consumed * steps // self.ramp_samples + 1) * self.ramp_samples // steps)  # samples at which it begins
-        return -(-(larger - consumed) // self(consumed))
+    def _steps(self, consumed: int) -> int:
+        steps = len(self.sizes()) - 1
+        if consumed > self.ramp_samples or not steps or not self.ramp_samples:
+            return steps
+        return int(consumed / (self.ramp_samples / steps))
+
+    def next_change(self, consumed: int) -> int | None:
+        """The first sample after `consumed` at which the size is another one; None where it stays."""
+        steps = self._steps(consumed)
+        if steps == len(self.sizes()) - 1:
+            return None
+        return bisect_right(range(self.ramp_samples + 1), steps, lo=consumed, key=self._steps)
 
 
 Sizes = RampUp | StepSizes
@@ -72,33 +79,37 @@ def sizes_of(run: RunConfig, global_batch_size: int) -> Sizes:
     return StepSizes.parse(steps, run.model.seq_length) if steps else RampUp.from_batch(run.batch, global_batch_size)
 
 
-def length(training: TrainingConfig, ramp: Sizes, iteration: int = 0, samples: int = 0, skips: Skips = NO_SKIPS,
+def length(training: TrainingConfig, sizes: Sizes, iteration: int = 0, samples: int = 0, skips: Skips = NO_SKIPS,
            seq_length: int = 1) -> tuple[int, int]:
-    """(iterations, samples) at the end of the run, whichever comes first of those that are given: --train-iters, the last whole
-    iteration of --train-samples, the iteration that reaches --train-tokens.
+    """(iterations, samples) at the end of the run, whichever comes first of those that are given: --train-iters, --train-samples,
+    the iteration that reaches --train-tokens.
 
-    A resumed run starts at `iteration` with `samples` consumed, which it may have reached with another batch size. skips: samples
-    that are left out; they count as consumed. seq_length: tokens of a sample.
-    Raises ValueError when none of the flags is given.
+    --train-samples ends with its last whole iteration, and under --step-batch-size-schedule with the iteration that reaches it, as
+    in Megatron-LM (megatron/training/training.py, update_train_iters). A resumed run starts at `iteration` with `samples` consumed,
+    which it may have reached with another batch size. skips: samples that are left out; they count as consumed. seq_length: tokens
+    of a sample. Raises ValueError when none of the flags is given.
     """
     lengths = training.train_iters, training.train_samples, training.train_tokens
     check(any(value is not None for value in lengths), "give --train-iters or --train-samples")
-    while left := _iterations_left(training, ramp(samples), iteration, samples, seq_length):
-        ahead = min(left, ramp.iterations_until_growth(samples)) if samples < ramp.ramp_samples else left
-        more, end = skips.advance(samples, ramp(samples), ahead)
-        if training.train_samples is not None and end > training.train_samples:
+    whole = training.train_samples is not None and isinstance(sizes, RampUp)
+    while left := _iterations_left(training, sizes(samples), whole, iteration, samples, seq_length):
+        size, change = sizes(samples), sizes.next_change(samples)
+        ahead = left if change is None else min(left, -(-(change - samples) // size))
+        more, end = skips.advance(samples, size, ahead)
+        if whole and end > training.train_samples:
             break
         iteration, samples = iteration + more, end
     return iteration if training.train_iters is None else min(iteration, training.train_iters), samples
 
 
-def _iterations_left(training: TrainingConfig, size: int, iteration: int, samples: int, seq_length: int) -> int:
-    """Iterations to the end if all of them had this global batch size."""
+def _iterations_left(training: TrainingConfig, size: int, whole: bool, iteration: int, samples: int, seq_length: int) -> int:
+    """Iterations to the end if all of them had this global batch size. whole: --train-samples has no part of an iteration."""
     left = []
     if training.train_iters is not None:
         left.append(training.train_iters - iteration)
     if training.train_samples is not None:
-        left.append((training.train_samples - samples) // size)
+        samples_left = training.train_samples - samples
+        left.append(samples_left // size if whole else -(-samples_left // size))
     if training.train_tokens is not None:
         left.append(-(-(math.ceil(training.train_tokens / seq_length) - samples) // size))
     return max(0, min(left))
@@ -114,7 +125,9 @@ def requested_samples(run: RunConfig, global_batch_size: int, end: int) -> int:
     """Samples that the order of the training data is made for: --train-samples, or --train-iters full batches, as in Megatron-LM.
 
     How often the data is read, and with it the order of every sample, follows from this number. end: samples at the end of the run,
-    of which none may be missing.
+    of which none may be missing. Under --step-batch-size-schedule a full batch of Megatron-LM is one micro-batch of every
+    data-parallel rank. --train-iters of these are never more than `end`, so the result is `end` for every layout.
     """
     training = run.training
-    return max(training.train_samples or (training.train_iters or 0) * global_batch_size, end)
+    batch = 0 if run.batch.step_batch_size_schedule else global_batch_size
+    return max(training.train_samples or (training.train_iters or 0) * batch, end)

@@ -34,11 +34,6 @@ class StepSizes:
         return StepSizes(tuple(steps))
 
     @property
-    def ramp_samples(self) -> int:
-        """Samples after which the size stays as it is."""
-        return self.steps[-1][0]
-
-    @property
     def global_batch_size(self) -> int:
         """The last size."""
         return self.steps[-1][1]
@@ -51,7 +46,6 @@ class StepSizes:
         """Global batch size of the iteration that begins at `consumed` samples."""
         return next(size for first, size in reversed(self.steps) if consumed >= first)
 
-    def iterations_until_growth(self, consumed: int) -> int:
-        """Iterations of the present size from `consumed` samples, below `ramp_samples`, until another one is due."""
-        following = next(first for first, _ in self.steps if first > consumed)
-        return -(-(following - consumed) // self(consumed))
+    def next_change(self, consumed: int) -> int | None:
+        """The first sample after `consumed` at which another size is due; None where the size stays."""
+        return next((first for first, _ in self.steps if first > consumed), None)

@@ -59,8 +59,8 @@ Data = tuple[Dataset | None, Dataset | None]  # training and validation samples,
 
 
 def evaluations(run: RunConfig, iterations: int) -> int:
-    """How many evaluations a run of `iterations` makes: every --eval-interval, and one at the end."""
-    return (iterations // run.training.eval_interval + 1) if run.training.eval_iters else 0
+    """How many evaluations a run of `iterations` makes: every --eval-interval, and one at the end. With --skip-train it is one."""
+    return (1 if run.training.skip_train else iterations // run.training.eval_interval + 1) if run.training.eval_iters else 0
 
 
 def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:

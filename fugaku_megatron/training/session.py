@@ -98,10 +98,9 @@ class Session:
         self._await_picture()
 
     def evaluate_only(self) -> None:
-        """--skip-train: the loss on the validation data where the next evaluation would begin. Nothing is saved. Collective."""
-        iteration = self.trainer.progress.iteration
+        """--skip-train: the loss on the first samples of the validation data. Nothing is saved. Collective."""
         if self.has_valid:
-            self._print_validation(iteration, iteration // self.trainer.run.training.eval_interval)
+            self._print_validation(self.trainer.progress.iteration, 0)
         self.writer.print("--skip-train: nothing is trained")
 
     def _asked_to_leave(self) -> bool:
