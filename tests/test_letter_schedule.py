@@ -33,6 +33,16 @@ def test_a_fraction_of_warm_up_need_not_be_whole_samples():
     assert params.learning_rate(16) == pytest.approx(0.1 + 0.9 * (1 - (16 - 5.328) / (1600 - 5.328)), rel=1e-15)
 
 
+@pytest.mark.parametrize(("style", "share"), [("linear", 0.5), ("cosine", 0.5)])
+def test_a_decay_may_be_shorter_than_a_sample(style, share):
+    """megatron/core/optimizer_param_scheduler.py, get_lr: the decay's ratio is divided by its own length, and ends at 1."""
+    params = schedule(lr_warmup_fraction=0.9998, lr_decay_style=style)  # of 1600 samples: the decay has 0.32
+    assert params.learning_rate(1600) == pytest.approx(0.1, rel=1e-12) and params.learning_rate(1599) < 1.0
+    half = replace(params, warmup_samples=1599.5, decay_samples=1600.5)
+    assert half.learning_rate(1600) == pytest.approx(0.1 + 0.9 * share, rel=1e-12)
+    assert schedule(train_iters=0, lr_decay_style=style).learning_rate(0) == 1.0
+
+
 @pytest.mark.parametrize("warmup", [{"lr_warmup_iters": 100}, {"lr_warmup_iters": 60, "lr_decay_iters": 50},
                                     {"lr_warmup_fraction": 1.0}, {"lr_warmup_samples": 1600, **BY_SAMPLES},
                                     {"lr_warmup_iters": 100, "lr_decay_style": "constant"}])

@@ -74,8 +74,8 @@ class ParamSchedule:
     def _left(self, samples: int) -> float:
         """Share of the decay that is still to come."""
         if self.config.lr_decay_style != "WSD":
-            length = max(1, self.decay_samples - self.warmup_samples)
-            return SHAPES[self.config.lr_decay_style]((samples - self.warmup_samples) / length)
+            length = self.decay_samples - self.warmup_samples  # above 0, and possibly below 1; 0 for a run of no samples
+            return SHAPES[self.config.lr_decay_style]((samples - self.warmup_samples) / (length or 1))
         begun = samples - (self.decay_samples - self.wsd_samples)
         return 1.0 if begun <= 0 else SHAPES[self.config.lr_wsd_decay_style](begun / self.wsd_samples)
 
