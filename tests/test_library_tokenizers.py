@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTo
 from fugaku_megatron.data.tokenizer import TOKENIZERS, build_tokenizer
 from fugaku_megatron.data.tokenizer_flags import SUFFIX, TokenizerFlags, identity, mismatch, read_identity
 from fugaku_megatron.inference import generate
+from fugaku_megatron.run.accounting import padded_vocab_size
 from fugaku_megatron.run.arguments import parse
 from fugaku_megatron.run.command_line import Parser
 from fugaku_megatron.training.vocabulary import read_tokenizer, tokenizer_notes, with_vocabulary
@@ -41,8 +43,11 @@ def write_sentencepiece(path: Path, pieces: int = PIECES, **more) -> Path:
     return path
 
 
-def write_hugging_face(folder: Path) -> Path:
-    """A byte-level BPE with a first token for every text and a token that ends one, as a folder in Hugging Face's form."""
+def write_hugging_face(folder: Path, **special: str) -> Path:
+    """A byte-level BPE with a first token for every text and a token that ends one, as a folder in Hugging Face's form.
+
+    special: names of special tokens, instead of bos_token and eos_token.
+    """
     kind = tokenizers.Tokenizer(tokenizers.models.BPE())
     kind.pre_tokenizer, kind.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
     kind.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(
@@ -52,7 +57,8 @@ def write_hugging_face(folder: Path) -> Path:
     kind.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     folder.mkdir(exist_ok=True)
     kind.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "model_max_length": 8}
+    special = special or {"bos_token": "<s>", "eos_token": "</s>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 8, **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -77,6 +83,34 @@ def test_hugging_face_is_what_auto_tokenizer_gives(models):
         assert ours.decode(ours.encode(text)) == "<s>" + text
     assert (ours.vocab_size, ours.eod) == (len(theirs), theirs.eos_token_id) == (len(theirs), 1)
     assert "\ufffd" in ours.decode(ours.encode("a\ud800b")) and "\ufffd" in ours.decode(ours.encode(b"a\xff"))
+
+
+@pytest.mark.parametrize(("special", "end"), [
+    ({"eos_token": "</s>", "sep_token": "<extra>"}, "</s>"), ({"sep_token": "</s>"}, "</s>"), ({"bos_token": "<s>"}, None),
+])
+def test_a_sep_token_ends_documents_where_there_is_no_eos(tmp_path, special, end):
+    """megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py makes the sep token the missing eos token."""
+    ours = HuggingFaceTokenizer(write_hugging_face(tmp_path, **special))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.eod == (None if end is None else theirs.convert_tokens_to_ids(end)) and ours.vocab_size == len(theirs)
+
+
+def test_every_token_of_a_vocabulary_with_gaps_has_a_row(tmp_path):
+    """megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py counts the tokens, so the last ones may have no row. The
+    padded table (megatron/core/tokenizers/utils/build_tokenizer.py) is another one only then."""
+    file = write_hugging_face(tmp_path) / "tokenizer.json"
+    saved = json.loads(file.read_text())
+    vocabulary = saved["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] = 400
+    file.write_text(json.dumps(saved))
+    ours, theirs = HuggingFaceTokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert max(theirs.get_vocab().values()) == 400 and (len(theirs), ours.vocab_size) == (TOKENS, 401)
+    run = parse(["--recipe", "demo", "--mock-data", "--vocab-size", str(ours.vocab_size)]).run
+    for multiple in (1, 8, 128, 256):
+        for tp in (1, 2, 4):
+            model = replace(run.model, make_vocab_size_divisible_by=multiple)
+            rows, counted = (padded_vocab_size(replace(model, vocab_size=size), tp) for size in (ours.vocab_size, len(theirs)))
+            assert rows > 400 and (rows == counted or counted <= 400)
 
 
 def test_a_long_text_is_no_warning(models, caplog, capsys):

@@ -157,11 +157,13 @@ def test_long_piece_without_spaces_is_fast(ours):
     assert ours.decode(ours.encode(text)) == text
 
 
-def test_endoftext_in_text_is_ordinary(ours):
-    ids = ours.encode("<|endoftext|>")
+@pytest.mark.parametrize("text", ["<|endoftext|>", "a \n<|endoftext|> b", "é<|endoftext|><|endoftext|>é<|endoftext|"])
+def test_endoftext_in_text_ends_a_document(ours, reference, text):
+    """megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py: the text is Hugging Face's GPT-2 tokenizer's."""
+    ids = ours.encode(text)
     assert ours.eod == 50256 and ours.vocab_size == 50257 and ours.name == "GPT2BPETokenizer"
-    assert ours.eod not in ids and ours.decode(ids) == "<|endoftext|>"
-    assert ours.decode([ours.eod]) == "<|endoftext|>"
+    assert ids == reference_ids(reference, text) == ours.encode(text.encode()) and ours.decode(ids) == text
+    assert ids.count(ours.eod) == text.count("<|endoftext|>")
 
 
 @pytest.mark.parametrize("wrong", [-1, 50257])

@@ -46,8 +46,9 @@ def has_tokenizer(folder: Path) -> bool:
 class HuggingFaceTokenizer:
     """What `AutoTokenizer` makes of a folder, special tokens around a text included, as in Megatron-LM. The network is never asked.
 
-    `vocab_size` is len(tokenizer), added tokens included; `eod` is its eos token's id, or None where it has none. Raises ValueError
-    for a folder that holds no tokenizer and when transformers is missing.
+    `vocab_size` is len(tokenizer), added tokens included, or the largest id plus 1 where ids below it are missing, so that every
+    token has a row. `eod` is the id of its eos token, of its sep token where it has no eos token, or None. Raises ValueError for a
+    folder that holds no tokenizer and when transformers is missing.
     Source: megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py.
     """
 
@@ -67,7 +68,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.model_max_length = sys.maxsize  # documents are longer than a model's sequence, and that is no warning
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = max(len(self._tokenizer), 1 + max(vocabulary.values()))
-        self.eod: int | None = self._tokenizer.eos_token_id
+        eos, sep = self._tokenizer.eos_token_id, self._tokenizer.sep_token_id
+        self.eod: int | None = sep if eos is None else eos
         self.checksum = zlib.crc32(json.dumps(sorted(vocabulary.items())).encode())
 
     def encode(self, text: str | bytes) -> list[int]:
@@ -84,8 +86,9 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence, or None where it has none.
+    """A SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence.
 
+    `eod` is None where the model has no end of sentence: Megatron-core then uses -1, which is the id of no token.
     Raises ValueError for a file that is no such model and when sentencepiece is missing.
     Sources: megatron/core/tokenizers/text/libraries/sentencepiece_tokenizer.py, for `eod` also
     megatron/core/tokenizers/text/libraries/abstract_tokenizer.py.

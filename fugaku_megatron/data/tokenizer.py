@@ -1,8 +1,9 @@
 """GPT-2's byte-level BPE tokenizer, reading Megatron-LM's --vocab-file (vocab.json) and --merge-file (merges.txt).
 
 Identical to GPT-2's encoder on any text; `GPT2BPETokenizer.encode` defines how bytes that are not UTF-8 are encoded.
-Left out: training a vocabulary (vocabulary.py) and special tokens within text: as in Megatron-LM,
-"<|endoftext|>" inside a document is ordinary text and does not end the document.
+"<|endoftext|>" in a text is the token that ends a document, as in Megatron-core's class of this name
+(megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py) and in Hugging Face's. Left out: training a vocabulary
+(vocabulary.py).
 Test: pytest tests/test_tokenizer.py
 """
 
@@ -122,6 +123,14 @@ class GPT2BPETokenizer:
         """
         if isinstance(text, bytes):
             text = text.decode("utf-8", "surrogateescape")
+        first, *others = text.split(EOD_TOKEN)
+        ids = self._encode_part(first)
+        for part in others:
+            ids.append(self.eod)
+            ids.extend(self._encode_part(part))
+        return ids
+
+    def _encode_part(self, text: str) -> list[int]:
         ids: list[int] = []
         for piece in PIECES.findall(text):
             ids.extend(self._cached_merge(piece) if len(piece) <= CACHE_PIECE else self._merge(piece))
