@@ -64,10 +64,11 @@ class RampUp:
 
     def next_change(self, consumed: int) -> int | None:
         """The first sample after `consumed` at which the size is another one; None where it stays."""
-        steps = self._steps(consumed)
-        if steps == len(self.sizes()) - 1:
+        steps, last = self._steps(consumed), len(self.sizes()) - 1
+        if steps == last:
             return None
-        return bisect_right(range(self.ramp_samples + 1), steps, lo=consumed, key=self._steps)
+        exact = -(-(steps + 1) * self.ramp_samples // last)  # rounding moves it by one sample at most
+        return bisect_right(range(exact + 2), steps, lo=max(consumed, exact - 1), key=self._steps)
 
 
 Sizes = RampUp | StepSizes
