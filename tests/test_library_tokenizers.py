@@ -216,6 +216,9 @@ def test_other_tokenizers_are_told(models, tmp_path):
     assert f"not SentencePieceTokenizer of {PIECES}" in second
     assert mismatch(identity(NullTokenizer(5)), other) is None
     assert mismatch(ours, {**ours, "crc32": "0"}).count(f"{PIECES} tokens, CRC-32") == 2
+    for record in ({**ours, "eod": None}, {name: value for name, value in ours.items() if name != "eod"}):
+        words = mismatch(ours, record).split(" and not ")
+        assert words[0].endswith(f"end of document {record.get('eod', '?')}") and words[1].endswith("end of document 2")
     (tmp_path / f"d{SUFFIX}").write_text("{")
     assert read_identity(str(tmp_path / "d")) is None
 

@@ -64,7 +64,7 @@ def mismatch(own: dict[str, Any] | None, other: dict[str, Any] | None) -> str | 
     """Both tokenizers in words, where both are known and differ; a NullTokenizer stands for any."""
     if not own or not other or own == other or NullTokenizer.name in (own.get("tokenizer_type"), other.get("tokenizer_type")):
         return None
-    words = "{tokenizer_type} of {vocab_size} tokens, CRC-32 {crc32}"
+    words = "{tokenizer_type} of {vocab_size} tokens, CRC-32 {crc32}, end of document {eod}"
     return " and not ".join(words.format_map(_Known(one)) for one in (other, own))
 
 
