@@ -21,7 +21,7 @@ from typing import Any
 
 from .comm import imports, interrupt, launcher
 from .comm.exit_codes import ExitCode
-from .run.checks import check
+from .run.checks import Refused, check
 from .run.command_line import Command, Parser, nearest
 
 PROGRAM = "fugaku-megatron"
@@ -72,7 +72,7 @@ def guarded(program: str, work: Callable[[], int]) -> int:
     try:
         return _flushed(work)
     except ValueError as error:
-        launcher.report_everywhere(f"{program}: {' '.join(str(error).split())}")
+        launcher.report_everywhere(f"{program}: {_message(error)}")
         return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         launcher.report_everywhere(f"{program}: interrupted")
@@ -88,6 +88,12 @@ def guarded(program: str, work: Callable[[], int]) -> int:
             launcher.report_everywhere(f"{program}: {line}")
         launcher.close_output()
         return ExitCode.FAILED
+
+
+def _message(error: ValueError) -> str:
+    """The mistake in one line; several refused flags are counted in the first line and follow it, a line each."""
+    lines = [" ".join(line.split()) for line in (error.lines if isinstance(error, Refused) else [str(error)])]
+    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} flags are refused:", *lines])
 
 
 def _flushed(work: Callable[[], int]) -> int:

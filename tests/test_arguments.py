@@ -134,7 +134,12 @@ def test_the_launch_line_of_a_cpu_fork_parses():
     ("--num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
     ("--tensor-model-paralell-size=2", "unknown flag --tensor-model-paralell-size=2: did you mean --tensor-model-parallel-size?"),
     ("--quux 3", "unknown flag --quux: see --help"),
-    ("stray", "unknown flag stray: see --help"),
+    ("stray", "--vocab-size takes one value, and 2 words follow it, 96 stray: leave out stray"),
+    ("--step-batch-size-schedule 0:1 2.4B:320", "--step-batch-size-schedule takes one value, and 2 words follow it, 0:1 2.4B:320: "
+     "put them in quotes, --step-batch-size-schedule '0:1 2.4B:320'"),
+    ("--step-batch-size-schedule=0:1 2.4B:320 9B:4 --bf16", ".* 3 words follow it, 0:1 2.4B:320 9B:4: put them in quotes"),
+    ("--bf16 yes", "--bf16 takes no value: leave out yes"),
+    ("--rampup-batch-size 1 2 3 4", "--rampup-batch-size takes 3 values, and 4 words follow it, 1 2 3 4: leave out 4"),
     ("--num-layers x", "argument --num-layers: invalid int value: 'x'"),
     ("--num-layers", "argument --num-layers: expected one argument"),
     ("--lr-decay-style stepwise", "argument --lr-decay-style: invalid choice: 'stepwise'"),

@@ -6,6 +6,7 @@ Run: pytest tests/test_letter_flags.py
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,10 +57,21 @@ def test_a_refused_flag_says_why(name):
     assert refusal(name, *["1"] * values) == f"{name}: {reason}"
 
 
-def test_refused_flags_are_reported_at_once():
-    text = refusal("--fp8-format", "e4m3", "--context-parallel-size", "2", "--dataloader-type", "cyclic", "--decoupled-lr", "8")
+def test_refused_flags_are_reported_at_once_and_a_line_each(capsys):
+    words = ["--fp8-format", "e4m3", "--context-parallel-size", "2", "--dataloader-type", "cyclic", "--decoupled-lr", "8"]
+    text = refusal(*words)
     assert [part.split(":")[0] for part in text.split("; ") if part.startswith("--")] == [
         "--fp8-format", "--decoupled-lr", "--context-parallel-size 2", "--dataloader-type cyclic"]
+    assert cli.main(["train", *BASE, *words]) == 2
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "fugaku-megatron train: 4 flags are refused:"
+    assert [line.split(":")[0] for line in others] == [
+        "  --fp8-format", "  --decoupled-lr", "  --context-parallel-size 2", "  --dataloader-type cyclic"]
+
+
+def test_the_remedy_for_fp8_is_no_flag_that_is_given(capsys):
+    assert "use --bf16" not in refusal("--fp8-format", "hybrid", "--bf16") and cli.main(["train", *BASE, "--squared-relu"]) == 2
+    assert capsys.readouterr().err == "fugaku-megatron train: --squared-relu: the MLP has GELU, or --swiglu\n"
 
 
 @pytest.mark.parametrize("name", [*COMPATIBILITY_FLAGS])
@@ -185,7 +197,7 @@ def test_the_tables_of_the_document_are_those_of_the_program():
 def test_every_flag_of_the_scripts_is_done_noted_or_refused():
     parser = build_parser()
     for name, flags in megatron_flags.scripts().items():
-        assert len(flags) > 20 and name.count(": ") == 1
+        assert len(flags) > 20 and name.count(": ") == 1 and re.search(r"as stored at commit [0-9a-f]{12}\b", name)
         for given in flags:
             found = megatron_flags.row(given, parser)
             assert found.meaning and found.status in ("done", "noted", "refused"), given
@@ -198,7 +210,7 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
     fill = {"--train-tokens": "640", "--lr-decay-tokens": "600", "--lr-warmup-tokens": "64", "--wandb-entity": "team",
-            "--wandb-project": "p", "--wandb-exp-name": "n", "--local_rank": "0", "--num-workers": "0"}
+            "--wandb-project": "p", "--wandb-name": "n", "--num-workers": "0"}
     script = next(flags for name, flags in megatron_flags.scripts().items() if name.startswith("13B"))
     words = [word for given in script for word in (*given.split(), *fill.get(given, "").split())]
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(write_sentencepiece(tmp_path / "sp.model"))]

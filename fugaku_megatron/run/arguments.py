@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from ..parts import AUTO
-from .checks import check, flag, flag_words
+from .checks import Refused, check, flag, flag_words
 from .command_line import Parser, nearest
 from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
 from .config import GROUPS, RunConfig
@@ -206,10 +206,10 @@ def parse(argv: Sequence[str]) -> Arguments:
 def run_flags(values: Mapping[str, Any]) -> RunFlags:
     """The part of parsed values that `add_flags` added; what a command's own flags said is left out.
 
-    Raises ValueError naming all flags that are refused at once.
+    Raises Refused, a ValueError, naming all flags that are refused.
     """
-    refused = [*_refused(values)]
-    check(not refused, "; ".join(refused))
+    if refused := [*_refused(values)]:
+        raise Refused(refused)
     config_values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in _GROUP_OF}
     names = [name.removeprefix(_COMPATIBILITY) for name in values if name.startswith(_COMPATIBILITY)]
     notes = tuple(f"{name}: {COMPATIBILITY_FLAGS[name][1]}" for name in names)

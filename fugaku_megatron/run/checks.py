@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import Field, field, fields
 from typing import Any
 
@@ -53,6 +54,14 @@ def check(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition` holds: for values that a user gave."""
     if not condition:
         raise ValueError(message)
+
+
+class Refused(ValueError):
+    """Flags that are refused. lines: why, one for each; a command line prints them below each other."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = tuple(lines)
 
 
 def check_positive(config: Any, *names: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_MESSAGE = 400  # characters of a mistake that repeats what was given
+_FLAG = re.compile("--?[A-Za-z]")  # how a flag begins
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,34 @@ class Parser(argparse.ArgumentParser):
         end = words.index("--") if "--" in words and self.get_default("passed") is not None else len(words)
         values, unknown = self.parse_known_args(words[:end], namespace)
         if unknown:
-            raise ValueError(self._unknown(unknown))
+            raise ValueError(self._too_many(words[:end], unknown) or self._unknown(unknown))
         if words[end:]:
             values.passed = words[end + 1:]
         return values
 
+    def _too_many(self, words: Sequence[str], unknown: Sequence[str]) -> str | None:
+        """Which flag takes fewer values than follow it, where `unknown` is no flag but such a value; None elsewhere."""
+        known = {option: action for action in self._actions for option in action.option_strings}
+        for start, word in enumerate([] if any(map(_FLAG.match, unknown)) else words):
+            name, equals, value = word.partition("=")
+            if name not in known or known[name].nargs not in (None, 0, *range(1, 10)):
+                continue
+            given = [value] * bool(equals) + [*itertools.takewhile(lambda w: not _FLAG.match(w), words[start + 1:])]
+            count = 1 if known[name].nargs is None else known[name].nargs
+            if not set(given[count:]) & set(unknown):
+                continue
+            takes = {0: "no value", 1: "one value"}.get(count, f"{count} values")
+            if not count:
+                return f"{name} takes {takes}: leave out {given[0]}"
+            quoted = f"put them in quotes, {name} '{' '.join(given)}', or " if count == 1 and known[name].type is str else ""
+            more = " ".join(given[count:])
+            return f"{name} takes {takes}, and {len(given)} words follow it, {' '.join(given)}: {quoted}leave out {more}"
+        return None
+
     def _unknown(self, words: Sequence[str]) -> str:
         """All unknown flags, or the first word that is none, each with the nearest known flag."""
         flags = [option for action in self._actions for option in action.option_strings]
-        wrong = list(dict.fromkeys(w for w in words if re.match("--?[A-Za-z]", w))) or [words[0]]
+        wrong = list(dict.fromkeys(filter(_FLAG.match, words))) or [words[0]]
         near = [nearest(word.split("=")[0], flags, "", cutoff=0.7) for word in wrong]
         shown = [word + end.replace(": did", " (did").replace("?", "?)") for word, end in zip(wrong, near)]
         if len(wrong) == 1:

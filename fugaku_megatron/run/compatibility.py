@@ -6,7 +6,7 @@ Test: pytest tests/test_arguments.py tests/test_letter_flags.py
 
 from __future__ import annotations
 
-NO_FP8 = "these CPUs have no FP8 arithmetic: use --bf16 or --fp16"
+NO_FP8 = "these CPUs have no FP8 arithmetic: leave it out, the short formats are --bf16 and --fp16"
 TENSORBOARD = "TensorBoard gets every figure of the log line"
 TIMERS = "no timers are printed: --profile and --log-ranks say where the time goes"
 GARBAGE = "ignored: Python's own garbage collection is left alone"
