@@ -72,7 +72,8 @@ def test_perplexity_is_that_of_transformers(models, ranks, sizes):
     (first, *_), tokens = found, count * LENGTH
     assert first["perplexity"] == pytest.approx(math.exp(-total / tokens), rel=1e-6) and first["tokens"] == first["bytes"] == tokens
     assert first["perplexity_per_byte"] == first["perplexity"] and first["windows"] == count
-    assert first["left_out"] == len(ids) - 1 - tokens > 0 and first["bits_per_byte"] == pytest.approx(-total / tokens / math.log(2))
+    assert first["left_out"] == len(ids) - 1 - tokens > 0 == first["after_max_windows"] and first["without_context"] == 1
+    assert first["bits_per_byte"] == pytest.approx(-total / tokens / math.log(2))
     right = by_length = 0
     for question in QUESTIONS:
         own = []
@@ -99,12 +100,19 @@ def test_a_stride_scores_every_token_once_with_more_before_it(models):
 
 def test_a_file_and_lines_of_the_result(models, tmp_path, capsys):
     folder, flags, _ = models
-    found = result(flags, "--text", str(folder / "text.txt"), "--json", str(tmp_path / "r.json"), "--max-windows", "2")
+    found = result(flags, "--input", str(folder / "text.txt"), "--json", str(tmp_path / "r.json"), "--max-windows", "2")
     assert json.loads((tmp_path / "r.json").read_text()) == found and found["windows"] == 2 and found["iteration"] == 3
     assert capsys.readouterr().out.splitlines() == [
         f"perplexity {found['perplexity']:.4f} per token, 48 tokens, {found['perplexity']:.4f} per byte "
         f"({found['bits_per_byte']:.4f} bits), 48 bytes",
-        f"2 windows of 24 tokens, one every 24; {found['left_out']} tokens left out"]
+        f"2 windows of 24 tokens, one every 24; --max-windows left out {4 * 24} tokens, and the last {found['left_out']} of the "
+        "text fill no window"]
+    assert found["after_max_windows"] == 4 * 24 and found["left_out"] == len(PROSE.encode()) - 1 - 6 * 24 > 0
+    whole = result(flags, "--text", str(folder / "text.txt"), "--choices", str(folder / "questions.json"))
+    assert whole["windows"] == 6 and whole["without_context"] == 1 and capsys.readouterr().out.splitlines()[1:] == [
+        f"6 windows of 24 tokens, one every 24; the last {found['left_out']} tokens of the text fill no window",
+        f"accuracy {whole['accuracy']:.4f}, by length {whole['accuracy_norm']:.4f}, 3 questions",
+        "1 of the questions has no context: its choices are scored after the token that begins or ends a text"]
 
 
 def test_a_data_set(models, tmp_path):
@@ -157,8 +165,8 @@ def test_pairs_of_context_and_continuation():
 
 
 def test_accuracy_by_length():
-    questions = [Question(tuple([scoring.Request([1, 2], 1)] * 2), (3, 30), 1)]
-    assert accuracies(questions, [-5.0, -6.0]) == {"accuracy": 0.0, "accuracy_norm": 1.0, "questions": 1}
+    questions = [Question(tuple([scoring.Request([1, 2], 1)] * 2), (3, 30), 1, False)]
+    assert accuracies(questions, [-5.0, -6.0]) == {"accuracy": 0.0, "accuracy_norm": 1.0, "questions": 1, "without_context": 0}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
@@ -182,9 +190,9 @@ def test_a_converted_model_with_the_tokenizer_that_came_with_it(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("more", "message"), [
-    ([], "nothing to evaluate: give --text"), (["--text", "a", "--data-path", "b"], "--text and --data-path exclude each other"),
-    (["--text", "short.txt"], r"--text short.txt has 5 tokens, and a window is 24 and the one that follows: give a longer"),
-    (["--text", "absent"], "--text absent: cannot be read"),
+    ([], "nothing to evaluate: give --input"), (["--text", "a", "--data-path", "b"], "--input and --data-path exclude each other"),
+    (["--text", "short.txt"], r"--input short.txt has 5 tokens, and a window is 24 and the one that follows: give a longer"),
+    (["--input", "absent"], "--input absent: cannot be read"),
     (["--text", "t", "--stride", "25"], "--stride is 25, more than the 24"),
     (["--text", "t", "--stride", "0"], "--stride is 0: give a number above 0"),
     (["--text", "t", "--json", "no/where.json"], "--json no/where.json: .*no is not a directory"),

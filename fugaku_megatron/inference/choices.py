@@ -20,11 +20,15 @@ from .scoring import Request, encode_pair
 
 @dataclass(frozen=True)
 class Question:
-    """requests: one for each choice. lengths: characters of the choices. answer: number of the right one, from 0."""
+    """requests: one for each choice. lengths: characters of the choices. answer: number of the right one, from 0.
+
+    bare: without a context, so that the choices are scored after the token before a text (`scoring.encode_after`).
+    """
 
     requests: tuple[Request, ...]
     lengths: tuple[int, ...]
     answer: int
+    bare: bool
 
 
 def read_questions(path: str, tokenizer: Tokenizer, window: int) -> list[Question]:
@@ -51,7 +55,7 @@ def _question(record: Any, tokenizer: Tokenizer, window: int) -> Question:
     check(type(answer) is int and 0 <= answer < len(choices), f"answer is {answer!r}: give the number of a choice, 0 to "
           f"{len(choices) - 1}")
     requests = tuple(encode_pair(tokenizer, context, choice, window) for choice in choices)
-    return Question(requests, tuple(map(len, choices)), answer)
+    return Question(requests, tuple(map(len, choices)), answer, bare=not context.strip())
 
 
 def _is_text(value: Any) -> bool:
@@ -70,4 +74,5 @@ def accuracies(questions: Sequence[Question], likelihoods: Sequence[float]) -> d
         plain += own.index(max(own)) == question.answer
         scaled = [likelihood / length for likelihood, length in zip(own, question.lengths, strict=True)]
         by_length += scaled.index(max(scaled)) == question.answer
-    return {"accuracy": plain / len(questions), "accuracy_norm": by_length / len(questions), "questions": len(questions)}
+    return {"accuracy": plain / len(questions), "accuracy_norm": by_length / len(questions), "questions": len(questions),
+            "without_context": sum(question.bare for question in questions)}

@@ -1,6 +1,6 @@
 """Perplexity of a text, and multiple choice, with a trained checkpoint.
 
-    fugaku-megatron evaluate --load checkpoints --text book.txt --json result.json
+    fugaku-megatron evaluate --load checkpoints --input book.txt --json result.json
     fugaku-megatron evaluate --load checkpoints --data-path my_text_document --max-windows 100
     mpiexec -n 4 fugaku-megatron evaluate --load checkpoints --choices questions.json --tensor-model-parallel-size 2
 
@@ -57,7 +57,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--text", metavar="FILE", help="perplexity of this text")
+    add("--input", "--text", metavar="FILE", help="perplexity of this text")
     add("--data-path", metavar="PREFIX", help="perplexity of a data set, its documents one after another: PREFIX.bin and .idx")
     add("--choices", metavar="FILE", help='questions: a JSON list of {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}')
     add("--json", metavar="FILE", help="write the result here")
@@ -67,18 +67,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for values out of range, and where nothing is asked for."""
-    check(bool(options.text or options.data_path or options.choices), "nothing to evaluate: give --text, --data-path or --choices")
-    check(not (options.text and options.data_path), "--text and --data-path exclude each other: give one")
+    check(bool(options.input or options.data_path or options.choices), "nothing to evaluate: give --input, --data-path or --choices")
+    check(not (options.input and options.data_path), "--input and --data-path exclude each other: give one")
     check_positive(options, *MODEL_NUMBERS, "stride", "max_windows")
     check_file("--json", options.json)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What rank 0 has read, on every rank. tokens of the text (n), bytes of the text of those that are scored."""
+    """What rank 0 has read, on every rank. requests: the windows, at most --max-windows of them. bytes: of their scored tokens.
+
+    tokens: of the text. predicted: those that all its windows would score.
+    """
 
     requests: list[Request]
     tokens: int
+    predicted: int
     bytes: int
     questions: list[Question]
     note: str
@@ -104,7 +108,7 @@ class Windows:
         """Raises ValueError for tokens that do not fill one window."""
         check(len(ids) > self.length, f"{source} has {len(ids)} tokens, and a window is {self.length} and the one that follows: "
               "give a longer text, or a smaller --seq-length")
-        return windows(ids, self.length, self.stride)[: self.limit]
+        return windows(ids, self.length, self.stride)
 
 
 def window_of(options: argparse.Namespace, model: ModelConfig) -> int:
@@ -131,23 +135,25 @@ def sizes_of(options: argparse.Namespace, world: Comm, saved: dict[str, Any]) ->
 
 
 def read_tokens(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
-    """Tokens of --text or --data-path, and that flag with its value."""
+    """Tokens of --input or --data-path, and that flag with its value."""
     if options.data_path:
         return IndexedDataset(options.data_path).tokens, f"--data-path {options.data_path}"
-    return np.array(tokenizer.encode(read_text(options.text, "--text")), np.int32), f"--text {options.text}"
+    return np.array(tokenizer.encode(read_text(options.input, "--input")), np.int32), f"--input {options.input}"
 
 
 def read_all(options: argparse.Namespace, manifest: dict[str, Any], cut: Windows) -> Texts:
     """What the flags name, read and tokenized. Raises ValueError for what cannot be read."""
     tokenizer = open_tokenizer(options, manifest)
-    requests, tokens, size = [], 0, 0
-    if options.text or options.data_path:
+    requests, tokens, predicted, size = [], 0, 0, 0
+    if options.input or options.data_path:
         ids, source = read_tokens(options, tokenizer)
         requests, tokens = cut.cut(ids, source), len(ids)
+        predicted = sum(request.scored for request in requests)
+        requests = requests[: cut.limit]
         end = 1 + sum(request.scored for request in requests)
         size = sum(tokenizer.count_bytes(ids[start : min(start + DECODED, end)]) for start in range(1, end, DECODED))
     questions = read_questions(options.choices, tokenizer, cut.length) if options.choices else []
-    return Texts(requests, tokens, size, questions, tokenizer_note(tokenizer, manifest))
+    return Texts(requests, tokens, predicted, size, questions, tokenizer_note(tokenizer, manifest))
 
 
 class Progress:
@@ -168,7 +174,7 @@ def perplexity(total: float, texts: Texts) -> dict[str, Any]:
     """From the log-likelihood of all scored tokens; without bytes (of numbers, for example) nothing per byte."""
     tokens = sum(request.scored for request in texts.requests)
     result = {"perplexity": _exp(-total / tokens), "loss": -total / tokens, "tokens": tokens, "windows": len(texts.requests),
-              "left_out": texts.tokens - 1 - tokens}
+              "left_out": texts.tokens - 1 - texts.predicted, "after_max_windows": texts.predicted - tokens}
     if texts.bytes:
         result |= {"perplexity_per_byte": _exp(-total / texts.bytes), "bits_per_byte": -total / texts.bytes / math.log(2),
                    "bytes": texts.bytes}
@@ -200,10 +206,15 @@ def lines(result: dict[str, Any], cut: Windows) -> list[str]:
         by_byte = ", {perplexity_per_byte:.4f} per byte ({bits_per_byte:.4f} bits), {bytes} bytes".format_map(result) \
             if "bytes" in result else ""
         shown.append("perplexity {perplexity:.4f} per token, {tokens} tokens".format_map(result) + by_byte)
-        words = "{windows} windows of {} tokens, one every {}; {left_out} tokens left out"
+        beyond = "--max-windows left out {after_max_windows} tokens, and " if result["after_max_windows"] else ""
+        rest = "the last {left_out} of the text fill no window" if beyond else "the last {left_out} tokens of the text fill no window"
+        words = "{windows} windows of {} tokens, one every {}; " + beyond + rest
         shown.append(words.format(cut.length, cut.stride, **result))
     if "accuracy" in result:
         shown.append("accuracy {accuracy:.4f}, by length {accuracy_norm:.4f}, {questions} questions".format_map(result))
+    if bare := result.get("without_context"):
+        shown.append(f"{bare} of the questions {'has' if bare == 1 else 'have'} no context: {'its' if bare == 1 else 'their'} choices "
+                     "are scored after the token that begins or ends a text")
     return shown
 
 
