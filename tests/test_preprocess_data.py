@@ -103,6 +103,16 @@ def main(tmp_path, monkeypatch, capsys):
     return call
 
 
+def test_files_that_are_not_utf_8_are_named(tmp_path, main):
+    for name, content in (("a.txt", "äöü".encode("latin-1")), ("b.txt", "äöü".encode()), ("c.txt", b"\xe4 \xff")):
+        (tmp_path / name).write_bytes(content)
+    code, err, _ = main("--input", "a.txt", "b.txt", "c.txt", "--output-prefix", "x", "--workers", "2")
+    assert code == 0 and [line for line in err if line.startswith("warning")] == [
+        "warning: 2 plain text files are not UTF-8 (a.txt: 3 bytes, c.txt: 2 bytes): these bytes are tokenized one by one or become "
+        "U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8"]
+    assert not [line for line in main("--input", "b.txt", "--output-prefix", "y")[1] if line.startswith("warning")]
+
+
 def test_a_folder_of_texts(tmp_path, main):
     (tmp_path / "texts" / "more").mkdir(parents=True)
     for name, text in (("b.txt", "second"), ("a.txt", "first"), (".hidden", "no"), ("more/d.md", "fourth"), ("c.txt", "")):
@@ -164,6 +174,8 @@ def test_a_bad_line_in_a_worker_process(tmp_path):
         (["--input", "pipe.jsonl"], "--input pipe.jsonl: cannot be read: it is a FIFO, not a regular file"),
         (["--input", "/dev/zero"], "--input /dev/zero: cannot be read: it is a device, not a regular file"),
         (["--input", "folder"], "--input folder: folder/image.png is not text (it holds a zero byte): move it away"),
+        (["--input", "a.txt", "folder/image.png"], "--input folder/image.png: is not text (it holds a zero byte): give text in UTF-8"),
+        (["--input", "late.txt"], "--input late.txt: is not text (byte 5000 is zero): give text in UTF-8"),
         (["--input", "folder/empty"], "--input folder/empty: no file in this folder"),
         (["--input", "a.txt", "--vocab-file", "pipe.jsonl", "--merge-file", "a.txt"], "--vocab-file pipe.jsonl: cannot be read"),
         (["--input", "a.txt", "--json-keys", "body"], "--input a.txt is plain text"),
@@ -182,7 +194,8 @@ def test_usage_errors(tmp_path, main, arguments, message):
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
     (tmp_path / "folder" / "empty").mkdir(parents=True)
     (tmp_path / "folder" / "image.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / "late.txt").write_bytes(b"a" * 5000 + b"\0")
     os.mkfifo(tmp_path / "pipe.jsonl")
     code, errors, _ = main("--output-prefix", "out", *arguments)
     assert code == 2 and len(errors) == 1 and message in errors[0]
-    assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl", "folder", "pipe.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl", "folder", "late.txt", "pipe.jsonl"]

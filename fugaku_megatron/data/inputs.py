@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,9 @@ from pathlib import Path
 from .files import unreadable
 
 JSON_SUFFIXES = (".jsonl", ".json")
-LOOKED_AT = 4096  # bytes at the beginning of a folder's file, of which none may be zero
+LOOKED_AT = 4096  # bytes at the beginning of a file, of which none may be zero
+CONVERT = "give text in UTF-8, as iconv -t UTF-8 writes it"
+NAMED = 5  # files that a warning names
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 def input_files(inputs: Sequence[str], json_keys: Sequence[str]) -> list[str]:
     """The files of --input, in its order; those of a folder, and of folders in it, by name and without hidden ones.
 
-    Raises ValueError, before any work, for an input that cannot be read, for plain text with other --json-keys than text, and
-    for a folder's file that is not text.
+    Raises ValueError, before any work, for an input that cannot be read or is not text, and for plain text with other --json-keys
+    than text.
     """
     if len(set(json_keys)) < len(json_keys):
         raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is given twice")
@@ -50,10 +54,22 @@ def input_files(inputs: Sequence[str], json_keys: Sequence[str]) -> list[str]:
 
 
 def _one_file(path: str) -> str:
+    """A file that the command line names. Raises ValueError where it cannot be read or does not begin as text."""
+    if _has_zero_byte(_readable(path)) and Path(path).suffix not in JSON_SUFFIXES:
+        raise ValueError(f"--input {path}: is not text (it holds a zero byte): {CONVERT}")
+    return path
+
+
+def _readable(path: str) -> str:
     reason = unreadable(path)
     if reason:
         raise ValueError(f"--input {path}: " + (f"cannot be read: {reason}" if os.path.lexists(path) else "no such file"))
     return path
+
+
+def _has_zero_byte(path: str) -> bool:
+    with open(path, "rb") as stream:
+        return b"\0" in stream.read(LOOKED_AT)
 
 
 def _folder_files(folder: str) -> list[str]:
@@ -63,10 +79,9 @@ def _folder_files(folder: str) -> list[str]:
         files += [os.path.join(place, name) for name in sorted(names) if not name.startswith(".")]
     if not files:
         raise ValueError(f"--input {folder}: no file in this folder")
-    for path in map(_one_file, files):
-        with open(path, "rb") as stream:
-            if b"\0" in stream.read(LOOKED_AT):
-                raise ValueError(f"--input {folder}: {path} is not text (it holds a zero byte): move it away, or name the files")
+    for path in map(_readable, files):
+        if _has_zero_byte(path):
+            raise ValueError(f"--input {folder}: {path} is not text (it holds a zero byte): move it away, or name the files")
     return files
 
 
@@ -75,15 +90,43 @@ def _raise(error: OSError) -> None:
 
 
 def read_documents(paths: Iterable[str]) -> Iterator[Document]:
-    """Documents of all files in order. Lines of white space only are skipped."""
+    """Documents of all files in order. Lines of white space only are skipped.
+
+    Raises ValueError for plain text with a zero byte; at the end a warning on stderr names the plain text that is not UTF-8.
+    """
+    foreign: dict[str, int] = {}  # path -> bytes that are not UTF-8
     for path in paths:
         with open(path, "rb") as stream:
             if Path(path).suffix not in JSON_SUFFIXES:
-                yield Document(path, 0, stream.read())
+                raw = stream.read()
+                if count := _foreign_bytes(path, raw):
+                    foreign[path] = count
+                yield Document(path, 0, raw)
                 continue
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield Document(path, number, line)
+    if foreign:
+        print(_warning(foreign), file=sys.stderr, flush=True)
+
+
+def _foreign_bytes(path: str, raw: bytes) -> int:
+    """How many bytes of a plain text are not UTF-8. Raises ValueError for one that is zero, which no text has."""
+    place = raw.find(b"\0")
+    if place >= 0:
+        raise ValueError(f"--input {path}: is not text (byte {place} is zero): {CONVERT}")
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return len(re.findall("[\udc80-\udcff]", raw.decode(errors="surrogateescape")))
+    return 0
+
+
+def _warning(foreign: dict[str, int]) -> str:
+    shown = ", ".join(f"{path}: {count} byte{'s' * (count > 1)}" for path, count in [*foreign.items()][:NAMED]) + ", ..." * (len(foreign) > NAMED)
+    files = f"{len(foreign)} plain text files are" if len(foreign) > 1 else "1 plain text file is"
+    return (f"warning: {files} not UTF-8 ({shown}): these bytes are tokenized one by one or become U+FFFD; convert the files first, "
+            "as with iconv -f LATIN1 -t UTF-8")
 
 
 def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]:
