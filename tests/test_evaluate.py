@@ -112,7 +112,7 @@ def test_a_file_and_lines_of_the_result(models, tmp_path, capsys):
     assert whole["windows"] == 6 and whole["without_context"] == 1 and capsys.readouterr().out.splitlines()[1:] == [
         f"6 windows of 24 tokens, one every 24; the last {found['left_out']} tokens of the text fill no window",
         f"accuracy {whole['accuracy']:.4f}, by length {whole['accuracy_norm']:.4f}, 3 questions",
-        "1 of the questions has no context: its choices are scored after the token that begins or ends a text"]
+        "questions without a context: 1, whose choices are scored after the token that begins or ends a text"]
 
 
 def test_a_data_set(models, tmp_path):

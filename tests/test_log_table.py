@@ -16,6 +16,7 @@ from fugaku_megatron.logs.published_row import PublishedRow
 from fugaku_megatron.logs.published_row import header as published_header
 from fugaku_megatron.published.rows import load
 from tests.helpers import A100, OUR_LOG
+from tests.test_run_log import history
 
 COMMAND = [sys.executable, "-m", "fugaku_megatron", "log"]
 A100_FLAGS = ("--nodes 1 --ranks-per-node 8 --fp16 --num-layers 8 --hidden-size 14400 --seq-length 2048 --num-attention-heads 32 "
@@ -72,6 +73,16 @@ def test_csv_has_a_row_per_iteration_where_asked(logs, capsys):
     assert [(row["log"], row["iteration"]) for row in rows] == [(paths[0], str(i)) for i in range(1, 7)] + [(paths[1], "2")]
     assert (rows[-1]["lm_loss"], rows[-1]["samples_per_second"], rows[-1]["tokens_per_second"]) == ("63.84045", "2.66", "")
     assert [float(row["lm_loss"]) for row in rows] == [i.lm_loss for i in parse_log((OUR_LOG + A100[0]).splitlines())]
+
+
+def test_a_history_makes_the_same_files(logs, capsys):
+    pytest.importorskip("matplotlib")
+    (logs / "history.jsonl").write_text(history(OUR_LOG))
+    assert cli.main(["log", str(logs / "history.jsonl"), "--csv", str(logs / "h.csv"), "--per-iteration", "--png",
+                     str(logs / "h.png")]) == 0
+    assert "history.jsonl: medians over 4 lines; iteration 6 of 6" in capsys.readouterr().out
+    assert [row["iteration"] for row in csv.DictReader((logs / "h.csv").open())] == [str(i) for i in range(1, 7)]
+    assert (logs / "h.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("flags, message", [

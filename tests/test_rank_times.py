@@ -14,19 +14,19 @@ from tests.helpers import small_run
 SECONDS = 2.0  # of an iteration
 
 
-def intervals(world, computation, data=None, **changes):
-    """What the log says when the ranks compute so many seconds: a list for each interval of two iterations."""
+def intervals(world, computation, data=None, iterations=10, **changes):
+    """What the log says when the ranks compute so many seconds: a list for each interval of some iterations."""
     run, said = small_run(**changes), []
     waits = iter(data or [[0.0] * world.size] * len(computation))
     own = SimpleNamespace(begin=lambda: None)
     times = RankTimes(run, Layout.from_run(run, world.size), world, own, said.append)
     for number, (computes, waiting) in enumerate(zip(computation, waits, strict=True), 1):
-        for change in (-0.01, 0.01):
+        for change in (-0.01, 0.01) * (iterations // 2):
             c, d = computes[world.rank] + change, waiting[world.rank]
             own.of_iteration = lambda seconds, c=c, d=d: [c, d, 0.0, 0.0, seconds - c - d]
             times.begin()
             times.end(SECONDS)
-        times.finish_interval(2 * number)
+        times.finish_interval(iterations * number)
     return said
 
 
@@ -41,6 +41,14 @@ def test_a_rank_is_named_in_its_second_slow_interval_once_and_its_recovery_told(
     assert said([ALIKE, SLOW, SLOW, SLOW, ALIKE]) == [
         f"slow: rank 5 (stage 0, {socket.gethostname()}): computation 1.300 s an iteration, 30 % above the 1.000 s of its like",
         "no longer slow: rank 5, computation"]
+
+
+def test_a_run_of_few_or_short_iterations_names_nobody(monkeypatch):
+    assert said([ALIKE, SLOW, SLOW, SLOW, ALIKE], iterations=2) == []
+    assert len(said([SLOW] * 10, iterations=2)) == 1  # two times ten iterations
+    monkeypatch.setitem(globals(), "SECONDS", 2.0 / 8)
+    quick = [[seconds / 8 for seconds in SLOW]]
+    assert said(quick * 3) == [] and len(said(quick * 4)) == 1  # ten iterations last 2.5 s
 
 
 def test_a_rank_that_is_slow_once_is_not_named():
@@ -65,7 +73,7 @@ def test_no_more_than_three_are_named():
 
 def test_every_interval_is_kept(tmp_path):
     file = tmp_path / "ranks.jsonl"
-    said([[1.0, 1.1], [1.2, 1.3]], log_ranks=str(file))
+    said([[1.0, 1.1], [1.2, 1.3]], log_ranks=str(file), iterations=2)
     first, last = read(file)
     assert (first.iteration, last.iteration, first.layout) == (2, 4, (2, 1, 1)) and tuple(last.seconds) == PHASES
     assert last.seconds["computation"] == [1.2, 1.3] and last.seconds["reductions"] == [0.8, 0.7]

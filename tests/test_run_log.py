@@ -3,11 +3,12 @@
 import json
 import os
 import statistics
+from dataclasses import asdict
 
 import pytest
 
 from fugaku_megatron.logs import run_log
-from fugaku_megatron.logs.iteration import parse_line
+from fugaku_megatron.logs.iteration import parse_line, parse_log
 from fugaku_megatron.logs.run_log import Job, LogFile, LogReader, format_run, parse_run, read_log
 from fugaku_megatron.run.arguments import parse
 from fugaku_megatron.run.layout import Layout
@@ -52,6 +53,35 @@ def test_our_log_says_everything(tmp_path):
     assert (log.ghz, log.memory_mib, log.finished, log.gbs) == (4.48, 294, True, 8)
     assert (log.job.nodes, log.job.ranks, log.job.dp, log.job.precision, log.job.recompute) == (1, 2, 2, "fp32", "none")
     assert log.machine.startswith("node01: AMD EPYC")
+
+
+def history(text):
+    """The history that a run keeps beside its checkpoints, of the iterations of a log."""
+    records = [{"kind": "train", **asdict(iteration)} for iteration in parse_log(text.splitlines())]
+    records += [{"kind": "event", "iteration": 4, "text": "slow"},
+                {"kind": "validation", "iteration": 4, "consumed_samples": 32, "lm_loss": 6.5}]
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def test_a_history_is_read_as_its_log(tmp_path):
+    log, kept = read_log(written(tmp_path, OUR_LOG)), read_log(written(tmp_path, history(OUR_LOG), "history.jsonl"))
+    assert kept.iterations == log.iterations and (kept.seconds, kept.tflops, kept.gbs) == (log.seconds, log.tflops, log.gbs)
+    assert kept.finished and kept.validations == ((4, 6.5),) and kept.job.run is None
+    model = Job(values=log.job.values, nodes=1, ranks=2, other_program=True)  # what a run's flags say
+    described = read_log(tmp_path / "history.jsonl", model)
+    assert described.recomputed_tflops == log.recomputed_tflops and described.job.dp == 2
+
+
+@pytest.mark.parametrize(("record", "message"), [
+    ('{"kind": "train", "iteration": 1', "line 2: not a record of a history"),
+    ('{"kind": "train", "iteration": 1}', "line 2: train_iters is None, not int"),
+    ('{"kind": "train", "iteration": 1, "train_iters": 2, "lm_loss": "x"}', "line 2: lm_loss is 'x', not float"),
+    ('{"kind": "train", "iteration": 1, "train_iters": 2, "speed": 3}', "line 2: the record has speed, which this version"),
+    ('{"kind": "validation", "iteration": 1}', "line 2: lm_loss is None, not float"),
+])
+def test_a_damaged_history_is_refused_with_its_line(tmp_path, record, message):
+    with pytest.raises(ValueError, match=f"history.jsonl {message}"):
+        read_log(written(tmp_path, history(OUR_LOG).splitlines()[0] + f"\n{record}\n", "history.jsonl"))
 
 
 def test_the_a100_lines_give_the_printed_row_and_tflops(tmp_path):

@@ -123,10 +123,11 @@ def _foreign_bytes(path: str, raw: bytes) -> int:
 
 
 def _warning(foreign: dict[str, int]) -> str:
-    shown = ", ".join(f"{path}: {count} byte{'s' * (count > 1)}" for path, count in [*foreign.items()][:NAMED]) + ", ..." * (len(foreign) > NAMED)
+    """The line about files that are not UTF-8: path -> how many of their bytes."""
+    shown = [f"{path}: {count} byte{'s' * (count > 1)}" for path, count in foreign.items()]
     files = f"{len(foreign)} plain text files are" if len(foreign) > 1 else "1 plain text file is"
-    return (f"warning: {files} not UTF-8 ({shown}): these bytes are tokenized one by one or become U+FFFD; convert the files first, "
-            "as with iconv -f LATIN1 -t UTF-8")
+    return (f"warning: {files} not UTF-8 ({', '.join(shown[:NAMED])}{', ...' * (len(shown) > NAMED)}): these bytes are tokenized "
+            "one by one or become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8")
 
 
 def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]:

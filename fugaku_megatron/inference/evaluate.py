@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for values out of range, and where nothing is asked for."""
-    check(bool(options.input or options.data_path or options.choices), "nothing to evaluate: give --input, --data-path or --choices")
+    check(bool(options.input or options.data_path or options.choices),
+          "nothing to evaluate: give --input, --data-path or --choices")
     check(not (options.input and options.data_path), "--input and --data-path exclude each other: give one")
     check_positive(options, *MODEL_NUMBERS, "stride", "max_windows")
     check_file("--json", options.json)
@@ -206,15 +207,14 @@ def lines(result: dict[str, Any], cut: Windows) -> list[str]:
         by_byte = ", {perplexity_per_byte:.4f} per byte ({bits_per_byte:.4f} bits), {bytes} bytes".format_map(result) \
             if "bytes" in result else ""
         shown.append("perplexity {perplexity:.4f} per token, {tokens} tokens".format_map(result) + by_byte)
-        beyond = "--max-windows left out {after_max_windows} tokens, and " if result["after_max_windows"] else ""
-        rest = "the last {left_out} of the text fill no window" if beyond else "the last {left_out} tokens of the text fill no window"
-        words = "{windows} windows of {} tokens, one every {}; " + beyond + rest
+        beyond = "--max-windows left out {after_max_windows} tokens, and the last {left_out}" if result["after_max_windows"] \
+            else "the last {left_out} tokens"
+        words = "{windows} windows of {} tokens, one every {}; " + beyond + " of the text fill no window"
         shown.append(words.format(cut.length, cut.stride, **result))
     if "accuracy" in result:
         shown.append("accuracy {accuracy:.4f}, by length {accuracy_norm:.4f}, {questions} questions".format_map(result))
     if bare := result.get("without_context"):
-        shown.append(f"{bare} of the questions {'has' if bare == 1 else 'have'} no context: {'its' if bare == 1 else 'their'} choices "
-                     "are scored after the token that begins or ends a text")
+        shown.append(f"questions without a context: {bare}, whose choices are scored after the token that begins or ends a text")
     return shown
 
 

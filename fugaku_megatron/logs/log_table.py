@@ -3,13 +3,14 @@
     fugaku-megatron log run.log                              a row for each log, from what the log says
     fugaku-megatron log run.log --follow --png run.png       redrawn while the job runs, until it ends
     fugaku-megatron log run.log --csv run.csv --per-iteration    loss, time and rates of every iteration
+    fugaku-megatron log checkpoints/history.jsonl --png run.png  the same from the history that train keeps in --save
     fugaku-megatron log ranks.jsonl --ranks --png ranks.png  where the time of every rank went, from train --log-ranks
     fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
         --pipeline-model-parallel-size 10                    a log of another program
 
 Sec/it and TFLOPs (per rank, the log's own) are medians over the last job's iterations after its first two, all of them when there
 are no more. With the model known, TFLOPs are also computed again from the time. A run's flags describe logs of Megatron-LM,
-Megatron-DeepSpeed and others that print their lines; logs of `fugaku-megatron train` describe themselves.
+Megatron-DeepSpeed and others that print their lines, and histories; logs of `fugaku-megatron train` describe themselves.
 Test: pytest tests/test_log_table.py
 """
 
@@ -130,7 +131,7 @@ def _layout(log: LogSummary) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's log")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's log, or history.jsonl of its --save")
     parser.add_argument("--csv", metavar="FILE", help="write a row per log into FILE")
     parser.add_argument("--per-iteration", action="store_true", help="with --csv: a row per iteration (or log interval) instead")
     parser.add_argument("--png", metavar="FILE", help="draw loss and TFLOPs over iterations into FILE")
@@ -139,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks with --follow (default: 2)")
     parser.add_argument("--ranks", action="store_true", help="the files are those of train --log-ranks: min, mean and max of each "
                         "phase over the ranks; with --png and one file a heat map of all ranks")
-    group = parser.add_argument_group("logs of other programs, with a run's flags for the rest")
+    group = parser.add_argument_group("logs of other programs and histories, with a run's flags for the rest")
     group.add_argument("--nodes", type=int, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, default=1, help="ranks, or GPUs, of a node (default: 1)")
     group.add_argument("--formula", default="hardware", choices=sorted(FORMULAS),
@@ -180,7 +181,8 @@ def main(options: argparse.Namespace) -> int:
     files = [LogFile(path, job, options.formula) for path in options.logs]
     logs = follow(files, options) if options.follow else _read(files)
     for log in logs:
-        check(bool(log.iterations), f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): give a run's log")
+        check(bool(log.iterations), f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): give a run's log or "
+              "history.jsonl")
     _write(options, logs)
     print(text(logs, options.markdown))
     return 0

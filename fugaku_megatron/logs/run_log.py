@@ -1,4 +1,4 @@
-"""Reading a run's log: its iterations, and the run's configuration from its `run:` line or, for other programs' logs, from flags.
+"""Reading a run's log or history: its iterations, and the run's configuration from its `run:` line or, without one, from flags.
 
     summary = read_log("run.log"); summary.seconds, summary.tflops, summary.job.tp ...
 
@@ -26,6 +26,7 @@ from .metrics import parse_peak_memory, parse_validation_line
 
 WARM_UP = 2  # iterations of a job that are not counted: memory is touched for the first time, caches and the arena are filled
 _RUN = "run: "
+_RECORD = '{"kind": "'  # how a line of a history begins
 _CLOCK = re.compile(r" at ([\d.]+) GHz \(measured\)")
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_part_layers")
 _GROUPS = {"model": ModelConfig, "batch": BatchConfig, "parallel": ParallelConfig, "precision": PrecisionConfig}
@@ -215,7 +216,9 @@ class LogReader:
                 raise ValueError(f"{self.path} line {self._lines}: {error}") from None
 
     def _take(self, line: str) -> None:
-        if _CLOCK.search(line):
+        if line.startswith(_RECORD):
+            self._take_record(line)
+        elif _CLOCK.search(line):
             self._start(line.strip())
         elif _RUN + "{" in line:
             self.job = parse_run(line)
@@ -229,9 +232,30 @@ class LogReader:
             number, loss, _ = parse_validation_line(line)
             self.validations[number] = loss
         elif re.search(r"\biteration\s+\d+/", line):
-            metrics = parse_line(line)
-            self._of_job.append(metrics)
-            self.by_iteration[metrics.iteration] = metrics
+            self._take_metrics(parse_line(line))
+
+    def _take_record(self, line: str) -> None:
+        """A line of a run's history, which has the iterations of a log, and evaluations, as JSON."""
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError(f"not a record of a history: {line.strip()[:80]!r}") from None
+        kind, known = record.pop("kind"), {f.name: f for f in fields(IterationMetrics)}
+        if kind == "train":
+            unknown = sorted(record.keys() - known)
+            check(not unknown, f"the record has {', '.join(unknown)}, which this version does not know: read it with the version "
+                  "that wrote it")
+            for f in known.values():
+                check_kind(f, record.get(f.name))
+            self._take_metrics(IterationMetrics(**record))
+        elif kind == "validation":
+            check(type(record.get("iteration")) is int, f"iteration is {record.get('iteration')!r:.60}, not int")
+            check(isinstance(loss := record.get("lm_loss"), float), f"lm_loss is {loss!r:.60}, not float")
+            self.validations[record["iteration"]] = loss
+
+    def _take_metrics(self, metrics: IterationMetrics) -> None:
+        self._of_job.append(metrics)
+        self.by_iteration[metrics.iteration] = metrics
 
     def summary(self) -> LogSummary:
         iterations = tuple(self.by_iteration[number] for number in sorted(self.by_iteration))

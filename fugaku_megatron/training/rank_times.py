@@ -1,6 +1,7 @@
 """Each log interval gathers where the time of every rank went, names slow ranks in the log, and writes --log-ranks.
 
-A rank is named when it was slow in two intervals in a row; a single one is often the system's. One small all-gather per interval.
+Ranks are judged over log intervals that are enough together (JUDGED_ITERATIONS, JUDGED_SECONDS). A rank is named when it was slow
+in two judgements in a row; a single one is often the system's. One small all-gather per interval.
 Left out: the clock of a rank (`host.phases`), what is slow (`logs.stragglers`). Test: pytest tests/test_rank_times.py
 """
 
@@ -10,6 +11,7 @@ import socket
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..comm.base import Comm
 from ..host.phases import PHASES, Phases
@@ -20,6 +22,7 @@ from ..run.config import RunConfig
 from ..run.layout import Layout
 
 Slow = set[tuple[int, str]]  # rank, phase
+JUDGED_ITERATIONS, JUDGED_SECONDS = 10, 5.0  # a judgement needs as many of both; less is the noise of a start
 
 
 class RankTimes:
@@ -31,7 +34,8 @@ class RankTimes:
         self.work = [sum(r.flops_forward + r.flops_backward for _, r in accounting.stage_records(run, layout, stage))
                      for stage in range(layout.pp)]
         self._rows: list[list[float]] = []  # of the interval's iterations: seconds of each phase
-        self._before: Slow = set()  # slow in the interval before
+        self._judged: tuple[int, Tensor | float] = 0, 0.0  # iterations since the last judgement, and their seconds (ranks, phases)
+        self._before: Slow = set()  # slow in the judgement before
         self._named: Slow = set()
 
     def begin(self) -> None:
@@ -45,12 +49,18 @@ class RankTimes:
     def finish_interval(self, iteration: int) -> None:
         """After the interval's last iteration. Collective."""
         own, everyone = torch.tensor(self._rows).mean(0), torch.empty(self.world.size, len(PHASES))
-        self._rows = []
         self.world.all_gather(everyone, own)
-        interval = Interval(iteration, self.layout.tp, self.layout.pp, dict(zip(PHASES, everyone.t().tolist(), strict=True)))
-        self._keep(interval)
-        if self.world.size > 1:
-            self._name(find(interval, self.work))
+        self._keep(self._interval(iteration, everyone))
+        count, seconds = self._judged[0] + len(self._rows), self._judged[1] + everyone * len(self._rows)
+        self._rows, self._judged = [], (count, seconds)
+        if count >= JUDGED_ITERATIONS and float(seconds[0].sum()) >= JUDGED_SECONDS:
+            self._judged = 0, 0.0
+            if self.world.size > 1:
+                self._name(find(self._interval(iteration, seconds / count), self.work))
+
+    def _interval(self, iteration: int, seconds: Tensor) -> Interval:
+        """seconds: of every rank in each phase (ranks, phases)."""
+        return Interval(iteration, self.layout.tp, self.layout.pp, dict(zip(PHASES, seconds.t().tolist(), strict=True)))
 
     def _keep(self, interval: Interval) -> None:
         try:

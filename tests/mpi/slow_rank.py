@@ -21,7 +21,7 @@ from tests.test_session import Writer
 
 SLOW_RANK, SLOWER = 6, 1.3
 INSTRUCTION = 0.1  # s of a forward or backward
-INTERVAL, INTERVALS = 3, 2
+INTERVAL, INTERVALS = 12, 2
 
 
 def main(world: Comm) -> None:
