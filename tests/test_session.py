@@ -13,7 +13,10 @@ from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.exit_codes import ExitCode
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.recording import RecordingComm
+from fugaku_megatron.data import indexed
 from fugaku_megatron.logs import plot
+from fugaku_megatron.run.arguments import parse
+from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.session import DIVERGED_STEPS, Session
 from tests.helpers import make_trainer, small_run
 
@@ -136,3 +139,26 @@ def test_saves_do_not_wait_for_the_picture_of_an_earlier_one(tmp_path, monkeypat
     monkeypatch.setattr(Writer, "printing", True)
     assert run(DryComm(), tmp_path, save_interval=1) == [1, 2, 3, 4, 5]
     assert events == ["start", "wait", "start", "wait"]
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--data-path", "{d}/whole", "{d}/none"], "none.idx: cannot be read .No such file or directory.; .*: is --data-path"),
+    (["--data-path", "0.5", "{d}/half", "x", "{d}/whole"], "--data-path: 'x' stands where a weight is due"),
+    (["--train-data-path", "{d}/whole", "--valid-data-path", "{d}/half"], "half.bin: cannot be read"),
+])
+def test_data_that_is_not_there_is_found_first_and_by_one_rank(tmp_path, monkeypatch, flags, message):
+    for name in ("whole.idx", "whole.bin", "half.idx"):
+        (tmp_path / name).write_bytes(b"")
+    looked, unreadable = [], indexed.unreadable
+    monkeypatch.setattr(indexed, "unreadable", lambda path: looked.append(path) or unreadable(path))
+    monkeypatch.setattr(pretrain, "hold", None)  # what comes next
+    words = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8", "--micro-batch-size", "1",
+             "--train-iters", "1", "--vocab-size", "32", *(word.format(d=tmp_path) for word in flags)]
+
+    def start(world):
+        with pytest.raises(ValueError, match=message) as wrong:
+            pretrain.pretrain(parse(words), world, None)
+        return str(wrong.value)
+
+    told = ThreadWorld(2).run(start)
+    assert told[0] == told[1] and "\n" not in told[0] and len(looked) == len(set(looked))

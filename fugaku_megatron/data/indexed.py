@@ -54,6 +54,12 @@ def _file_size(path: str) -> int:
     raise ValueError(f"{path}: cannot be read ({reason}); a dataset is a .bin and an .idx file: {remedy}")
 
 
+def check_files(prefix: str) -> None:
+    """Raises ValueError where a data set's two files are not there; their contents are not read."""
+    for suffix in (".idx", ".bin"):
+        _file_size(prefix + suffix)
+
+
 @dataclass(frozen=True)
 class Header:
     """What a checked .idx file says: the name of its dtype, how many sequences, document indices and tokens it has, its bytes, and

@@ -49,3 +49,9 @@ class DataConfig:
     def files(self) -> tuple[str, ...] | None:
         """What names the files of the training data; None where there are none."""
         return self.data_path or self.train_data_path
+
+    @property
+    def paths(self) -> dict[str, tuple[str, ...]]:
+        """Each flag that names data, with its value."""
+        given = {flag(name): getattr(self, name) for name in ("data_path", "train_data_path", "valid_data_path")}
+        return {name: value for name, value in given.items() if value}

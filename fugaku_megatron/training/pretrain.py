@@ -21,9 +21,11 @@ from ..comm.mpi import MPIComm
 from ..comm.node import share_groups
 from ..comm.topology import Nodes, find_nodes
 from ..data.build import build_datasets, build_separate_datasets
+from ..data.data_path import parse_data_path
 from ..data.dataset import Dataset, MockDataset
 from ..data.feed import Feed, build_feed
 from ..data.index_cache import IndexCache
+from ..data.indexed import check_files
 from ..host import allocator, kernels, placement, runtime
 from ..host.memory_use import node_bytes
 from ..host.phases import Phases
@@ -109,6 +111,13 @@ def check_early(arguments: Arguments, world_size: int) -> Layout | None:
     check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
           f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
     ParamSchedule.from_run(run, Layout.from_run(run, world_size).global_batch_size(run))
+
+
+def check_data(run: RunConfig) -> None:
+    """Raises ValueError for data files that are not there, before anything expensive; one rank looks."""
+    for name, path in run.data.paths.items():
+        for prefix in parse_data_path(path, name)[0]:
+            check_files(prefix)
 
 
 def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -> str:
@@ -259,6 +268,7 @@ def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     """The run, from checked flags to the last checkpoint. Collective over `world`."""
     with everywhere():
         check_early(arguments, world.size)
+    on_root(world, lambda: check_data(arguments.run))
     with hold(arguments.run.output.save, world, lambda: watchdog.heart.enter("the start: waiting for the lock of --save")):
         _train(start(arguments, world, watchdog), world)
 

@@ -54,7 +54,6 @@ def tokenizer_notes(run: RunConfig, tokenizer: dict[str, Any] | None, saved: dic
 
 
 def _data_notes(run: RunConfig, tokenizer: dict[str, Any] | None) -> Iterable[str]:
-    paths = (run.data.data_path, run.data.train_data_path, run.data.valid_data_path)
-    for prefix in dict.fromkeys(prefix for path in paths if path for prefix in parse_data_path(path)[0]):
+    for prefix in dict.fromkeys(prefix for path in run.data.paths.values() for prefix in parse_data_path(path)[0]):
         if other := mismatch(tokenizer, read_identity(prefix)):
             yield f"note: {prefix} was tokenized with {other}: give the tokenizer that preprocess was given"

@@ -275,5 +275,6 @@ def test_missing_data_and_unwritable_save_give_one_line(mpich, tmp_path):
     flags = [f for f in TINY if f != "--mock-data"]
     missing = mpich.run(2, PROGRAM, *flags, "--train-iters", "1", "--data-path", str(tmp_path / "none"))
     assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "none.idx" in missing.stderr, missing.stderr
+    assert missing.stdout == "", "before memory, the machine and the data are looked at"
     unwritable = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1", "--save", str(tmp_path / "file" / "below"))
     assert unwritable.returncode == 2 and unwritable.stderr.count("\n") == 1 and "--save" in unwritable.stderr, unwritable.stderr
