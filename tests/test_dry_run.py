@@ -9,9 +9,11 @@ import pytest
 from fugaku_megatron import schedule
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.logs import pipeline_plot
+from fugaku_megatron.perf import picture
 from fugaku_megatron.run.accounting import stage_parameters
 from fugaku_megatron.run.arguments import make_run, parse
 from fugaku_megatron.run.layout import Layout
+from fugaku_megatron.training.choices import modelled_system
 from fugaku_megatron.training.command import print_plan
 from fugaku_megatron.training.dry_run import plan_stage, report
 from tests.helpers import small_run
@@ -33,6 +35,7 @@ def test_124m_on_512_ranks():
     assert lines[1] == f"parameters {by_hand / 1e6:.1f} M, padded vocabulary 50304"
     assert lines[2] == ("global batch size 1024, micro-batch size 1, 2 micro-batches per iteration; "
                         f"95367 iterations, {95367 * 1024} samples")
+    assert lines[5].endswith(" s on 512 nodes of a64fx, 1 rank a node (model)") and "is large" not in "".join(lines)
     assert lines[3] == "schedule 1f1b, bubble 0.0% of the step's slots (model)" and lines[4].endswith("F0 B0 F1 B1")
     row = next(line for line in lines if "|" in line and " 0-11" in line)
     assert f"{by_hand / 1e6:.2f}" in row
@@ -53,6 +56,10 @@ def test_30b_on_12288_ranks():
     layer = (12 * 7168**2 + 7 * 7168) // 4 + 6 * 7168  # matrices and their split biases / TP; norms and output biases whole
     assert f"{layer / 1e6:.2f}" in text
     assert stage_parameters(run, Layout.from_run(run, 12288), 5) == layer
+    layout = Layout.from_run(run, 12288)
+    seconds = picture.modelled(run, layout, modelled_system(layout))[3]
+    assert lines[7] == f"an iteration takes {seconds:.4g} s on 12288 nodes of a64fx, 1 rank a node (model)"
+    assert lines[8] == "a bubble of 66.2% is large: fugaku-megatron plan --nodes N searches layouts for one that is faster"
     rows = [line for line in lines if line.count("|") > 5]
     assert len(rows) == 1 + 1 + 1 + 23, "head, embedding, stages 1 to 24 alike, 25 to 47 with fewer in flight"
 

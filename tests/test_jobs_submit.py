@@ -186,3 +186,18 @@ def test_the_script_of_the_checkout_is_the_command():
     command = [sys.executable, ROOT / "scripts" / "submit.py", "plan", "--recipe", "30b"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "submit.py plan: --nodes must be given: the nodes of the job\n")
+
+
+def test_render_says_what_check_still_finds(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.delenv("FUGAKU_GROUP", raising=False)
+    words = "render --recipe 124m --nodes 12 --ranks-per-node 4 --micro-batch-size 1".split()
+    assert main([*words, "-o", "my.sh"]) == 0
+    left = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to fill in: ")]
+    assert main(["check", "my.sh"]) == 2
+    assert capsys.readouterr().err.splitlines() == [line.removeprefix("to fill in: ") for line in left]
+    assert len(left) == 2 and "no group to charge" in left[0] and "ARCHIVE" in left[1]
+    (tmp_path / "fugaku_megatron.tar").write_bytes(b"")
+    assert main([*words, "-o", "my.sh", "-g", "hp000000"]) == 0 and "to fill in" not in capsys.readouterr().out
+    assert main(["check", "my.sh"]) == 0

@@ -56,6 +56,13 @@ def test_the_tables_winner_on_48_a100_nodes_is_within_the_first_five(capsys):
     assert plans[0]["days"] == pytest.approx(300e9 / 2048 / 2048 * times[0] / 86400, rel=1e-4)
 
 
+def test_claims_have_their_condition_above_the_figures(capsys):
+    first, _, range_, ran, head, *_ = printed("plan --recipe 1.3b --nodes 4 --tensor-model-parallel-size 1", capsys).splitlines()
+    assert first.startswith("4 nodes of a64fx") and "sec/it" in head and "range" in head
+    assert range_ == "range: bounds of sec/it that should hold nine of ten runs, from the model's error on published runs"
+    assert ran == "warning: nobody has run fugaku_megatron on an A64FX: its figures come from this model and from emulation"
+
+
 def test_12288_nodes(capsys):
     profile = cProfile.Profile()
     text = profile.runcall(printed, "plan --recipe 30b --nodes 12288 --train-tokens 300e9", capsys)

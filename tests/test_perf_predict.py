@@ -54,6 +54,15 @@ def test_the_text_names_machine_layout_and_causes(capsys):
     assert cli.main(EXAMPLE.split()) == 0
     printed = capsys.readouterr().out
     assert "DP 16 x TP 1 x PP 1" in printed and "page_faults" in printed and "model" in printed
+    assert "nobody has run" not in printed
+
+
+def test_only_one_number_is_called_bubble_and_a64fx_figures_say_that_nobody_ran_it(capsys):
+    command = "predict --recipe 30b --nodes 192 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48"
+    assert cli.main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("bubble") == 1 and "bubble 30.8% (mean over the stages)" in printed and "slowest_stage_waits" in printed
+    assert "warning: nobody has run fugaku_megatron on an A64FX: its figures come from this model and from emulation\n" in printed
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -74,7 +83,11 @@ def test_a_flag_that_the_time_leaves_out_is_said(flags, message, capsys):
     ("--ghz 3", "--ghz 3.0 is not a clock"),
     ("--softwear x", "unknown flag --softwear: did you mean --software"),
     ("--num-layer 3", "did you mean --num-layers"),
-    ("--tensor-model-parallel-size 3", "world size 16 is not divisible"),
+    ("--tensor-model-parallel-size 3", "world size 16 is not divisible by --tensor-model-parallel-size 3 x --pipeline-model-"
+     "parallel-size 1 = 3: give --tensor- x --pipeline-model-parallel-size 4 x 1, 2 x 1 or 4 x 2, which fit on these nodes "
+     "(plan finds the fastest), or start 15 or 18 ranks"),
+    ("--pipeline-model-parallel-size 32", "= 32: give --tensor- x --pipeline-model-parallel-size 1 x 8, 1 x 4 or 2 x 8, "),
+    ("--nodes 3", "data-parallel size 3 = 3: give --tensor- x --pipeline-model-parallel-size 1 x 3, which fit on"),
     ("--global-batch-size 100", "--global-batch-size 100 is not"),
     ("--nodes 0", "--nodes is 0"), ("--world-size 8", "--world-size 8 is not --nodes 16 x"),
     ("--pipeline-split 20,4 --pipeline-model-parallel-size 2", "--pipeline-split 20,4: torch1.10 cuts layers evenly"),

@@ -152,8 +152,8 @@ def test_data_that_is_not_there_is_found_first_and_by_one_rank(tmp_path, monkeyp
     looked, unreadable = [], indexed.unreadable
     monkeypatch.setattr(indexed, "unreadable", lambda path: looked.append(path) or unreadable(path))
     monkeypatch.setattr(pretrain, "hold", None)  # what comes next
-    words = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8", "--micro-batch-size", "1",
-             "--train-iters", "1", "--vocab-size", "32", *(word.format(d=tmp_path) for word in flags)]
+    words = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8", "--micro-batch-size",
+             "1", "--train-iters", "1", "--vocab-size", "32", *(word.format(d=tmp_path) for word in flags)]
 
     def start(world):
         with pytest.raises(ValueError, match=message) as wrong:

@@ -66,11 +66,14 @@ def make(args: argparse.Namespace) -> int:
         return render_all(args.all)
     job = options.job_from(args)
     text = render.render(job)
+    left = [f"to fill in: {problem.located(args.output or 'the script')}"
+            for problem in checks.problems(text, os.environ.get(options.GROUP_VARIABLE))]
     if not args.output:
         sys.stdout.write(text)
+        print(*left, sep="\n", end="\n" * bool(left), file=sys.stderr)
         return 0
     _write(Path(args.output), text, "-o ")
-    print("\n".join([*job.why, f"wrote {args.output}"]))
+    print("\n".join([*job.why, f"wrote {args.output}", *left]))
     return 0
 
 

@@ -22,7 +22,8 @@ MEANINGS = {
     "gemm": "matrix products outside attention", "attention": "Q K^T and P V", "elementwise": "element-wise operators",
     "page_faults": "memory that the allocator returned to the system faults in again",
     "calls": "operator calls, without the data they work on", "tensor_parallel": "all-reduces among tensor-parallel ranks",
-    "bubble_and_transfers": "waiting in the pipeline, sends", "pipeline_warmup": "first micro-batch through each stage",
+    "slowest_stage_waits": "the slowest stage waits in the pipeline, and sends",
+    "pipeline_warmup": "first micro-batch through each stage",
     "data_parallel": "gradient reduction, tied embedding, ZeRO's all-gather", "optimizer": "clipping and Adam",
     "other": "data, log, stragglers",
 }
@@ -42,7 +43,7 @@ def gains(plan: Plan) -> dict[str, float]:
     run, layout, system, parameters = plan.run, plan.layout, plan.system, plan.system.parameters
     step = model.step(run, layout, system, parameters)
     savings = {f.name: step.seconds - model.step(run, layout, system, parameters, without=f.name).seconds for f in fields(Seconds)}
-    savings["bubble_and_transfers"] = step.breakdown()["bubble_and_transfers"]
+    savings["slowest_stage_waits"] = step.breakdown()["slowest_stage_waits"]
     return savings | {name: getattr(step, name) for name in ("pipeline_warmup", "data_parallel", "optimizer", "other")}
 
 

@@ -111,7 +111,7 @@ class Step:
         """Seconds by cause: the slowest stage's work, its waiting time, and the work done once per iteration."""
         busy = self.slowest * self.schedule.microbatches
         waiting = self.pipeline - busy.total if self.schedule.placement.stages > 1 else 0.0
-        return {**vars(busy), "bubble_and_transfers": waiting, "pipeline_warmup": self.pipeline_warmup,
+        return {**vars(busy), "slowest_stage_waits": waiting, "pipeline_warmup": self.pipeline_warmup,
                 "data_parallel": self.data_parallel, "optimizer": self.optimizer, "other": self.other}
 
 
@@ -276,7 +276,9 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
 def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
     """Reasons why this prediction is less certain than the fit, or easy to misread, one line each."""
     code, lines = system.software, []
-    if not code.measured:
+    if code.name == software.THIS_PROJECT and system.machine.name == "a64fx":
+        lines.append(f"nobody has run {code.name} on an A64FX: its figures come from this model and from emulation")
+    elif not code.measured:
         lines.append(f"software {code.name} is a model of efficiencies, not fitted to measured runs")
     if not code.known_on(system.machine):
         lines.append(f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over")

@@ -23,8 +23,9 @@ from .model import Prediction
 from .search import Plan, Search
 
 WIDTH, ROWS = 100, 8  # of the picture, in characters and lines
-HEAD = (f"{'':>3} {'sec/it':>8} {'range (9 of 10)':>17} {'slow net':>8} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} "
+HEAD = (f"{'':>3} {'sec/it':>8} {'range':>17} {'slow net':>8} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} "
         f"{'DP':>5} {'TP':>3} {'PP':>3} {'MBS':>3} {'schedule':>8} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}")
+RANGE = "range: bounds of sec/it that should hold nine of ten runs, from the model's error on published runs"
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
 
 
@@ -50,15 +51,14 @@ def _duration(plan: Plan) -> tuple[float, float] | None:
 
 
 def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse.Namespace) -> str:
-    """What `plan` prints of a search: the table, why layouts were dropped, warnings, and the first plan's pipeline and command."""
+    """What `plan` prints of a search: warnings, the table, why layouts were dropped, and the first plan's pipeline and command."""
     first, prediction = best[0]
     lines = [f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(result.plans)} "
              "plans run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank",
-             *rates(first), HEAD]
+             *rates(first), RANGE, *(f"warning: {w}" for w in prediction.warnings), HEAD]
     lines += [_row(i + 1, plan, p) for i, (plan, p) in enumerate(best)]
     if result.dropped:
         lines.append("dropped: " + "; ".join(f"{n} {why}" for why, n in result.dropped.most_common()))
-    lines += [f"warning: {w}" for w in prediction.warnings]
     schedule = schedule_name(first.run)
     start = "start the first with" + ("" if iterations(first) else ", and --train-iters or --train-samples")
     lines += ["", *pipeline(first), "", f"schedule {schedule}; {start}", command(first, args)]

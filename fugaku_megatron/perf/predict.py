@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from ..run.config import RunConfig
 from ..run.layout import Layout
-from . import choice
+from . import choice, memory
 from .model import Prediction, System, predict
 from .request import add_system_arguments, run_of, system_of
+
+PROPOSED, MOST = 3, 128  # pairs of parallel sizes that a mistake proposes, and the largest size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +52,8 @@ def describe(run: RunConfig, system: System) -> str:
 def text(run: RunConfig, system: System, p: Prediction) -> str:
     """The prediction as text for a terminal."""
     lines = [describe(run, system),
-             f"{p.seconds:.4g} s per iteration (model; 9 of 10 runs: {p.lower:.4g} to {p.upper:.4g}), "
-             f"{p.tflops_per_node:.3f} TFLOPs per node, bubble {p.bubble_fraction:.1%}",
+             f"{p.seconds:.4g} s per iteration (model; nine of ten runs: {p.lower:.4g} to {p.upper:.4g}), "
+             f"{p.tflops_per_node:.3f} TFLOPs per node, bubble {p.bubble_fraction:.1%} (mean over the stages)",
              f"{p.memory_mib_max:.0f} MiB on the fullest rank" + (": OUT OF MEMORY" if p.oom else "")]
     if p.slow_network > p.seconds:
         lines.append(f"{p.slow_network:.4g} s where large sums reach {system.machine.slow_reduce_gbs:.3g} GB/s a link only")
@@ -55,11 +61,45 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
     return "\n".join(lines + [f"warning: {w}" for w in p.warnings])
 
 
+def layout_of(run: RunConfig, system: System) -> Layout:
+    """The layout. Raises ValueError for a run that does not fit on the nodes, which names parallel sizes that do."""
+    try:
+        return Layout.from_run(run, system.world_size)
+    except ValueError as error:
+        pairs = [f"{layout.tp} x {layout.pp}" for layout in islice(fitting(run, system), PROPOSED)]
+        if not pairs:
+            raise
+        what, _, remedy = str(error).partition(": ")
+        shown = " or ".join(filter(None, (", ".join(pairs[:-1]), pairs[-1])))
+        raise ValueError(f"{what}: give --tensor- x --pipeline-model-parallel-size {shown}, which fit on these nodes "
+                         f"(plan finds the fastest), or {remedy}") from None
+
+
+def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
+    """Layouts of other tensor- and pipeline-parallel sizes that have the memory, those nearest to the run's sizes first."""
+    asked, world = run.parallel, system.world_size
+    sizes = [size for size in range(1, min(world, MOST) + 1) if world % size == 0]
+    own = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
+
+    def distance(pair: tuple[int, ...]) -> float:
+        return sum(abs(math.log(size / given)) for size, given in zip(pair, own, strict=True))
+
+    for tp, pp in sorted(((tp, pp) for tp in sizes for pp in sizes if world % (tp * pp) == 0), key=distance):
+        try:
+            other = replace(run, parallel=replace(asked, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp))
+            layout = Layout.from_run(other, world)
+            used = memory.peak_mib(other, layout, system.software, system.nodes, system.software.memory(system.machine))
+        except ValueError:
+            continue
+        if used <= memory.limit_mib(system.machine, system.software, system.ranks_per_node):
+            yield layout
+
+
 def main(args: argparse.Namespace) -> int:
     """Predict and print. Raises ValueError, one line, for a user's mistake."""
     system = system_of(args)
     run = system.software.cut(run_of(args, system))
-    run, _ = choice.settled(run, Layout.from_run(run, system.world_size), system)
+    run, _ = choice.settled(run, layout_of(run, system), system)
     prediction = predict(run, system)
     print(json.dumps(as_json(prediction)) if args.json else text(run, system, prediction))
     return 0

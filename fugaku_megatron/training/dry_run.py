@@ -1,6 +1,6 @@
 """--dry-run: the grid, every stage, the schedule and the memory of a run of any size, built in one process without traffic.
 
-Stages are built for real (on the meta device) and their parameters compared with `accounting`. Left out: time (`perf`).
+Stages are built for real (on the meta device) and their parameters compared with `accounting`. Left out: other machines (`perf`).
 Run: python pretrain_gpt.py --recipe 30b --dry-run --world-size 12288 ...   Test: pytest tests/test_dry_run.py
 """
 
@@ -15,6 +15,7 @@ from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B
 from ..perf import picture
+from ..perf.model import step
 from ..run import accounting, batches, buckets
 from ..run.config import RunConfig
 from ..run.layout import Layout
@@ -23,6 +24,7 @@ from ..run.recompute import layers_again
 from ..timeline import Costs, walk
 from .choices import modelled_system, settle
 
+LARGE_BUBBLE = 0.2  # from which on other layouts are worth a search
 SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
 
 
@@ -109,6 +111,17 @@ def _bubble(lists: schedule.Schedule) -> float:
     return idle / (busy + idle)
 
 
+def _time(run: RunConfig, layout: Layout, bubble: float) -> list[str]:
+    """Modelled seconds of an iteration, as the picture has them, and what to do about a large bubble."""
+    system = modelled_system(layout)
+    ranks = f"{system.ranks_per_node} rank{'s' * (system.ranks_per_node > 1)}"
+    seconds = step(run, layout, system, system.parameters).seconds
+    lines = [f"an iteration takes {seconds:.4g} s on {system.nodes} nodes of {system.machine.name}, {ranks} a node (model)"]
+    if bubble >= LARGE_BUBBLE:
+        lines.append(f"a bubble of {bubble:.1%} is large: fugaku-megatron plan --nodes N searches layouts for one that is faster")
+    return lines
+
+
 def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
     """The plan as text, and the pipeline over time as a picture in the file `png`.
 
@@ -137,6 +150,7 @@ def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
         + f", {lists.pending or layout.pp} micro-batches held between F and W" * lists.splits_backward
         + f", bubble {_bubble(lists):.1%} of the step's slots (model)",
         *_picture(lists),
+        *_time(run, layout, _bubble(lists)),
         "memory of one rank per stage; recompute: layers of each chunk:",
         *_table(plans),
         f"FLOPs per iteration: {accounting.hardware_flops(run, size):.4e} hardware (the log's TFLOPs), "
