@@ -6,6 +6,7 @@ import cProfile
 import json
 import pstats
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from fugaku_megatron.run import accounting, arguments
 from fugaku_megatron.run.command_line import Parser
 from fugaku_megatron.run.layout import Layout
 
+ROOT = Path(__file__).resolve().parents[1]
 A100_181B = ("plan --machine a100 --nodes 48 --num-layers 72 --hidden-size 14336 --num-attention-heads 64 --seq-length 2048 "
              "--global-batch-size 2048 --vocab-size 250680 --bf16 --ramp-divisible --train-tokens 300e9")
 SEEDS_30B = ("plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 "
@@ -60,6 +62,7 @@ def test_claims_have_their_condition_above_the_figures(capsys):
     first, _, range_, ran, head, *_ = printed("plan --recipe 1.3b --nodes 4 --tensor-model-parallel-size 1", capsys).splitlines()
     assert first.startswith("4 nodes of a64fx") and "sec/it" in head and "range" in head
     assert range_ == "range: bounds of sec/it that should hold nine of ten runs, from the model's error on published runs"
+    assert "Nobody has run it on an A64FX yet" in " ".join((ROOT / "README.md").read_text().splitlines()[:6])
     assert ran == "warning: nobody has run fugaku_megatron on an A64FX: its figures come from this model and from emulation"
 
 
