@@ -32,7 +32,7 @@ from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.inference.loading import saved_run
 from fugaku_megatron.run.model_config import architecture
-from fugaku_megatron.training.resume import find_checkpoint, resume_training
+from fugaku_megatron.training.resume import find_checkpoint, resume_training, with_padding
 from tests.helpers import make_trainer, mock, small_run
 
 transformers = pytest.importorskip("transformers")
@@ -284,6 +284,7 @@ def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, imp
     with torch.serialization.safe_globals([Namespace]):
         contents = torch.load(tmp_path / "megatron" / file, weights_only=True)
     args, expected = contents["args"], vars(CHUNKS[kind][1])
+    assert not hasattr(args, "mask_vocab_padding"), "Megatron-LM has no such argument"
     assert contents["checkpoint_version"] == 3.0 and args.add_bias_linear is (kind == "gpt2")
     assert all(getattr(args, name) == value for name, value in expected.items() if name not in ("vocab_size", "window_size")
                and hasattr(args, name))
@@ -297,8 +298,8 @@ def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, imp
 
 
 def test_what_it_is_trained_from_in_another_layout_has_transformers_loss(tmp_path):
-    """From Megatron-LM's TP2 x PP2 into TP2 x PP2 x DP2 with ZeRO-1; the vocabulary has no padding, which would count."""
-    model = randomized(decoder("Llama", vocab_size=96, num_hidden_layers=LAYERS, head_dim=16))
+    """From Megatron-LM's TP2 x PP2 into TP2 x PP2 x DP2 with ZeRO-1; the vocabulary is padded in both."""
+    model = randomized(decoder("Llama", num_hidden_layers=LAYERS, head_dim=16))
     model.save_pretrained(tmp_path / "hf")
     assert convert("--from-hf", tmp_path / "hf", "--to-megatron", tmp_path / "megatron", "--tensor-model-parallel-size", TP,
                    "--pipeline-model-parallel-size", PP, "--make-vocab-size-divisible-by", 8) == 0
@@ -309,8 +310,9 @@ def test_what_it_is_trained_from_in_another_layout_has_transformers_loss(tmp_pat
 
     def first_loss(world) -> float:
         torch.set_num_threads(1)
-        trainer = make_trainer(world, run)
-        resume_training(trainer, find_checkpoint(run, world))
+        resume = find_checkpoint(run, world)
+        trainer = make_trainer(world, with_padding(run, resume))
+        resume_training(trainer, resume)
         loss = trainer.train_step().loss
         trainer.close()
         return loss

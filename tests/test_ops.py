@@ -179,6 +179,36 @@ def test_head_loss(ops, name, ranks, rows_at_once):
     close(torch.cat([grad for *_, grad in results]), exact_gradient[1], tolerance)
 
 
+@each_dtype
+@pytest.mark.parametrize(("ranks", "words"), [(1, 13), (2, 13), (4, 9), (4, 3)])
+@pytest.mark.parametrize("rows_at_once", [None, 4])
+def test_head_loss_masks_what_is_no_word(ops, name, ranks, words, rows_at_once):
+    """The words' logits are near -60, so that other rows would have all of the softmax; some ranks have no word at all."""
+    dtype, tolerance = DTYPES[name]
+    x, table = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype)
+    x[..., 0], table[:words, 0], table[words:, 0] = 1.0, -60.0, 0.0
+    labels = torch.randint(0, words, (S, B), generator=torch.Generator().manual_seed(1))
+    exact = [t.double().requires_grad_() for t in (x, table)]
+    expected = F.cross_entropy((exact[0] @ exact[1][:words].t()).flatten(0, 1), labels.flatten())
+    exact_gradient = torch.autograd.grad(expected, exact)
+
+    def part(tp):
+        own, first_row = parameter(table.chunk(tp.size)[tp.rank].clone()), tp.rank * 16 // tp.size
+        leaf, own_words = x.clone().requires_grad_(), min(max(0, words - first_row), len(own))
+        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, first_row, 1.0, rows_at_once, own_words)
+        loss.backward()
+        return loss, leaf.grad, own.main_grad
+
+    results = ThreadWorld(ranks).run(part)
+    gradient = torch.cat([grad for *_, grad in results])
+    tolerance *= 20 if ops.choice["loss"] == "torch" else 4  # torch's logits are in the dtype of x, and 60 has few digits there
+    for loss, grad, _ in results:
+        close(loss, expected, tolerance)
+        close(grad, exact_gradient[0], tolerance)
+    close(gradient[:words] - 0.5, exact_gradient[1][:words], tolerance)
+    assert (gradient[words:] == 0.5).all(), "nothing at all is added to rows that are no words"
+
+
 def test_head_loss_without_gradients(ops):
     x, table = random(S, B, H), parameter(random(16, H, seed=1))
     with torch.no_grad():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..run.checks import check, check_kind
-from ..run.model_config import ModelConfig
+from ..run.model_config import MASKED, ModelConfig
 from ..run.model_config import architecture as shape_values
 from .architectures import ARCHITECTURES, REQUIRED, Architecture
 from .arrangements import Arrangement, Shape, whole
@@ -86,7 +86,7 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
     for rule in architecture.rules:
         values |= rule.read(config)
     try:
-        return architecture, ModelConfig(**{"seq_length": values["max_position_embeddings"], **values})
+        return architecture, ModelConfig(**{"seq_length": values["max_position_embeddings"], **values}, mask_vocab_padding=MASKED)
     except ValueError as error:
         raise ValueError(f"{FILE}: {error}") from error
 

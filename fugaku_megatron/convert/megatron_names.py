@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..run.checks import check, check_kind
-from ..run.model_config import LEARNED, NO_POSITIONS, ROPE, ModelConfig
+from ..run.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ModelConfig
 
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
 # (their argument, its value where the block can do it, and what leaving it out means)
@@ -25,7 +25,8 @@ _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("hybrid_override_pattern", (None,)), ("window_attn_skip_freq", (None,)), ("softmax_type", ("vanilla", None)))
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
 _ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
-_OWN = ("disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "make_vocab_size_divisible_by")
+_OWN = ("disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "make_vocab_size_divisible_by",
+        "mask_vocab_padding")
 
 # In this order: what a name of theirs has, and what it is here.
 _RENAMES = tuple((re.compile(pattern), ours) for pattern, ours in (
@@ -65,7 +66,8 @@ def model_of(args: argparse.Namespace, rows: int, vocab_size: int | None) -> Mod
     for name, values in _ONLY:
         check(given.get(name, values[0]) in values, f"{name} is {given.get(name)!r:.60}, and the block computes {values[0]}")
     values = {**dict(_values(given)), "vocab_size": vocab_size or given.get("vocab_size") or rows,
-              "position_embedding_type": _positions(given), "disable_bias_linear": not given.get("add_bias_linear", True)}
+              "mask_vocab_padding": MASKED, "position_embedding_type": _positions(given),
+              "disable_bias_linear": not given.get("add_bias_linear", True)}
     check(0 < values["vocab_size"] <= rows, f"the vocabulary has {values['vocab_size']} tokens, its embedding {rows} rows")
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))

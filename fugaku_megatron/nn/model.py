@@ -112,6 +112,12 @@ class Chunk(nn.Module):
             self.output_weight = context.parameter(OUTPUT, (vocabulary, model.hidden_size), 0, model.init_method_std,
                                                    init_name=WORD_EMBEDDINGS if model.tied else None)
 
+    @property
+    def words(self) -> int | None:
+        """How many rows of the head's weight on this rank are tokens, where padding is masked; None where every row counts."""
+        model, weight = self.context.model, self.output_weight
+        return min(max(0, model.vocab_size - weight.spec.offset[0]), len(weight)) if model.masks_padding else None
+
     def run_layers(self, x: Tensor, at: Pass, first: int, last: int) -> Tensor:
         """Layers [first, last) of this chunk. (s, b, h) -> (s, b, h). Only the last one may leave its values out."""
         inner = replace(at, needs_values=True)
@@ -144,4 +150,5 @@ class Chunk(nn.Module):
         if not self.is_last:
             return x
         weight, rows = self.output_weight, self.logits_rows
-        return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, weight.spec.offset[0], factor, rows) * factor
+        return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, weight.spec.offset[0], factor, rows,
+                                  self.words) * factor

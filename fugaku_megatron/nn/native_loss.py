@@ -5,6 +5,7 @@ Legend: s sequence, b micro-batch, h hidden, v vocabulary of this rank, rows = s
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +29,13 @@ class Products(Protocol):
 class HeadLoss(torch.autograd.Function):
     """Each chunk's loss, and its gradients while the chunk's logits are there.
 
-    `factor` is the gradient that backward will bring, because weight gradients are accumulated before it comes.
+    `factor` is the gradient that backward will bring, because weight gradients are accumulated before it comes. no_words: no row
+    of the weight is a word of the vocabulary, so that every logit of this rank is masked.
     """
 
     @staticmethod
     def forward(ctx: Any, ops: Products, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                chunk: int) -> Tensor:
+                chunk: int, no_words: bool) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
         rows, labels = x.contiguous().view(-1, x.shape[-1]), labels.reshape(-1)
         total, ctx.factor, ctx.shape = 0.0, factor, x.shape
@@ -45,6 +47,8 @@ class HeadLoss(torch.autograd.Function):
             logits = buffer[: len(rows[part])]
             dlogits = None if gradients is None else gradients[: len(logits)]
             ops.product(rows[part], weight, logits)
+            if no_words:
+                logits.fill_(-math.inf)
             total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / len(rows), dlogits)
             if dx is not None:
                 ops.kernels.linear_weight_gradient(dlogits, rows[part], weight.main_grad)
@@ -57,7 +61,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         """dloss () -> gradient of x (s, b, h)."""
         assert dloss.item() == torch.tensor(ctx.factor, dtype=torch.float32).item(), (dloss.item(), ctx.factor)
-        return None, ctx.saved_tensors[0].view(ctx.shape), None, None, None, None, None, None
+        return None, ctx.saved_tensors[0].view(ctx.shape), *(None for _ in range(7))
 
 
 def _chunk_loss(kernels: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,

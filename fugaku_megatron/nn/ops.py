@@ -192,11 +192,12 @@ class Ops:
         return self.backends["embedding"].add_position(x, weight, first)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                  rows_at_once: int | None = None) -> Tensor:
+                  rows_at_once: int | None = None, words: int | None = None) -> Tensor:
         """Mean cross-entropy of the logits x W^T, the vocabulary being split over `tp`, softmax in FP32.
 
-        x (s, b, h), weight (v, h), labels (s, b) -> (). `factor` must be the gradient that backward will bring (the loss is
+        x (s, b, h), weight (v, h), labels (s, b) -> (). words: how many of the weight's first rows are words of the vocabulary,
+        where the other rows shall take no part in the softmax and get no gradient; None: all rows. `factor` must be the gradient that backward will bring (the loss is
         multiplied by it afterwards): native kernels accumulate weight gradients while they hold the logits, and where x needs a
         gradient, they leave it in x's memory.
         """
-        return self.backends["loss"].head_loss(x, weight, labels, tp, first_row, factor, rows_at_once)
+        return self.backends["loss"].head_loss(x, weight, labels, tp, first_row, factor, rows_at_once, words)

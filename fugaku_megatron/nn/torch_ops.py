@@ -7,6 +7,7 @@ Test: pytest tests/test_ops.py
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -96,12 +97,13 @@ class TorchOps(BlockOps):
         return _AddPosition.apply(x, weight, first)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                  rows_at_once: int | None = None) -> Tensor:
+                  rows_at_once: int | None = None, words: int | None = None) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> (). factor and rows_at_once change nothing here.
 
         The weight's gradient is never put off, as in the native backend, so that it comes before the embedding's in a shared one.
         """
-        logits = _Linear.apply(TorchOps(self.kernels), x, weight, None, None)
+        logits = _Linear.apply(TorchOps(self.kernels), x, shared.word_rows(weight, words), None, None)
+        logits = logits - math.inf if words == 0 else logits
         return vocab_parallel_cross_entropy(logits, labels, tp, first_row).mean()
 
 

@@ -19,7 +19,7 @@ from .step_sizes import StepSizes
 
 # What decides the course of training beside the architecture, by group: a resumed run says where it differs from what was saved.
 COURSE = {
-    "model": ("seq_length", "hidden_dropout", "attention_dropout"),
+    "model": ("seq_length", "mask_vocab_padding", "hidden_dropout", "attention_dropout"),
     "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
     "optimizer": ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
                   "lr_warmup_fraction", "lr_decay_tokens", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",

@@ -11,6 +11,7 @@ from typing import Any
 from .block_parts import NORMS, choices
 from .checks import check, check_choices, check_fraction, check_numbers, check_positive, hashed_once, opt, required
 
+UNSETTLED, MASKED, COUNTED = PADDING = ("auto", "yes", "no")  # of --mask-vocab-padding
 LEARNED, ROPE, NO_POSITIONS = POSITION_TYPES = ("learned_absolute", "rope", "none")
 FFN_MULTIPLE = 64  # of the width that --swiglu has by default, as in Megatron-LM
 HEAD_MULTIPLE = 4  # elements: the C++ kernels of attention take heads of so many, or a multiple
@@ -30,6 +31,9 @@ class ModelConfig:
                                               maximum=2**22)
     vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26)
     make_vocab_size_divisible_by: int = opt(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
+    mask_vocab_padding: str = opt(UNSETTLED, "keep rows of the vocabulary that are no tokens out of the softmax, in which Megatron-LM "
+                                  "counts them; auto: as the checkpoint has it, yes for converted weights, no from scratch",
+                                  choices=PADDING)
     init_method_std: float = opt(0.02, "standard deviation of the initial weights")
     normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer")
     disable_bias_linear: bool = opt(False, "no biases in the linear layers of the blocks")
@@ -141,6 +145,11 @@ class ModelConfig:
         return self.position_embedding_type == ROPE or self.qk_layernorm
 
     @property
+    def masks_padding(self) -> bool:
+        """Whether rows of the vocabulary that are no tokens take no part in the softmax; `training.resume` settles "auto"."""
+        return self.mask_vocab_padding == MASKED
+
+    @property
     def tied(self) -> bool:
         """Whether the logits are computed with the word embedding's weight."""
         return not self.untie_embeddings_and_output_weights
@@ -176,8 +185,8 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
 
 
 def with_block(saved: dict[str, Any]) -> dict[str, Any]:
-    """The values of a checkpoint's model, with those of BLOCK that a program saved which had no flags for them."""
-    before = {f.name: f.default for f in fields(ModelConfig) if f.name in BLOCK}
+    """The values of a checkpoint's model, with those that a program saved which had no flags for them: BLOCK's, and the padding."""
+    before = {"mask_vocab_padding": COUNTED, **{f.name: f.default for f in fields(ModelConfig) if f.name in BLOCK}}
     if {"hidden_size", "num_attention_heads"} <= saved.keys():
         before["kv_channels"] = saved["hidden_size"] // saved["num_attention_heads"]
     return {**before, **saved}

@@ -52,7 +52,7 @@ from .placing import place
 from .profile import Profile, profiled_ranks
 from .rank_times import RankTimes
 from .rerun import Rerun
-from .resume import Resume, find_checkpoint, resume_training
+from .resume import Resume, find_checkpoint, resume_training, with_padding
 from .session import HISTORY, Session
 from .train import Progress, Trainer, reads_data
 from .vocabulary import read_tokenizer, tokenizer_notes, with_vocabulary
@@ -153,7 +153,8 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
         + ", sequence parallel" * (accounting.sequence_parts(run, layout.tp) > 1)
         + ", gradients reduced behind backward" * run.parallel.overlap_grad_reduce
         + ", weights gathered behind forward" * run.parallel.overlap_param_gather,
-        f"parameters {accounting.parameters(run):,}, padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
+        f"parameters {accounting.parameters(run):,}, padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}"
+        + ", padding masked in the loss" * run.model.masks_padding,
         f"FLOPs per iteration of {size} samples: {hardware:.4e} hardware (recompute counted; TFLOPs in the log, per rank), "
         f"{model:.4e} model (no recompute, causal attention once); ratio {model / hardware:.3f}",
     ]
@@ -228,6 +229,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     place(watchdog, world, nodes)
     run, chosen = settle(run, layout, world, nodes)
     resume = find_checkpoint(run, world)
+    run = with_padding(run, resume)
     check_outputs(run, resume, world, nodes)
     machine = configure_process(run, world, nodes)
     groups = share_groups(Grid(world.size, layout.tp, layout.pp).groups(world), kernels)

@@ -20,6 +20,7 @@ from ..run.accounting import padded_vocab_size
 from ..run.checks import check, flag
 from ..run.config import COURSE, RunConfig
 from ..run.layout import Layout
+from ..run.model_config import COUNTED, MASKED, UNSETTLED
 from ..run.skips import MAX_SAMPLE, Skips
 from .param_schedule import ParamSchedule
 from .session import HISTORY, LOSS_CURVE
@@ -92,6 +93,20 @@ def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
     return Resume(checkpoint, checkpoint.state, checkpoint.config)
 
 
+def with_padding(run: RunConfig, resume: Resume) -> RunConfig:
+    """The run with `--mask-vocab-padding auto` settled: as the checkpoint has it that the run begins with or goes on from."""
+    if run.model.mask_vocab_padding != UNSETTLED:
+        return run
+    return replace(run, model=replace(run.model, mask_vocab_padding=_saved_padding(resume)))
+
+
+def _saved_padding(resume: Resume) -> str:
+    """Whether padding was masked where the checkpoint comes from. Programs before the flag saved no value, and never masked it."""
+    saved = resume.config.get("model", {}).get("mask_vocab_padding")
+    converted = resume.checkpoint is not None and resume.checkpoint.state.get("weights_only")
+    return saved if saved in (MASKED, COUNTED) else MASKED if converted else COUNTED
+
+
 def _finetune(checkpoint: Checkpoint) -> Resume:
     return Resume(checkpoint, config=checkpoint.config, finetune=True)
 
@@ -142,7 +157,7 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     """Bring the trainer to where the run stands; returns the log's lines. Collective."""
     run = trainer.run
     if resume.finetune:
-        return _start_from_weights(trainer, resume.checkpoint)
+        return _start_from_weights(trainer, resume)
     if resume.iteration is None:
         return [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
     requested = trainer.param_schedule
@@ -166,13 +181,21 @@ def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
     on_root(trainer.world, copy, f"--save {save}: ")
 
 
-def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+def _start_from_weights(trainer: Trainer, resume: Resume) -> list[str]:
     """Begin with the weights of a checkpoint; returns the log's lines. Collective."""
+    checkpoint, notes = resume.checkpoint, _mask_note(trainer.run, _saved_padding(resume))
     trainer.load(checkpoint, weights_only=True)
     _carry(trainer, checkpoint)
     source = f"{checkpoint.directory}, iteration {checkpoint.iteration}"
     return [f"starting from the weights of {source}: iteration 0, a fresh optimizer, data from the start",
-            *_vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config)]
+            *notes, *_vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config)]
+
+
+def _mask_note(run: RunConfig, before: str) -> list[str]:
+    """Where a run that begins with the weights of a checkpoint counts other rows in the softmax. before: what was saved."""
+    now = run.model.mask_vocab_padding
+    return [] if now in (before, UNSETTLED) else [f"note: --mask-vocab-padding is {now}, and {before} with the weights of --load: "
+                                                  "the loss begins with another value; leave the flag out to keep it"]
 
 
 def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
@@ -220,14 +243,14 @@ def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any])
 
 
 def _vocabulary_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Rows beyond the tokens take part in the loss, as in Megatron: their number changes it a little."""
+    """Rows beyond the tokens take part in the loss, as in Megatron, unless they are masked: their number changes it a little."""
     model, tp = trainer.run.model, trainer.layout.tp
     multiple = config["model"]["make_vocab_size_divisible_by"]
     rows = padded_vocab_size(replace(model, make_vocab_size_divisible_by=multiple), saved["tensor_model_parallel_size"])
     own = padded_vocab_size(model, tp)
     keep = f"; give --make-vocab-size-divisible-by {rows // tp} to keep {rows}" * (rows % tp == 0)
-    return [] if own == rows else [f"note: the padded vocabulary has {own} rows, had {rows}, and those beyond the "
-                                   f"{model.vocab_size} tokens count in the loss{keep}"]
+    return [] if own == rows or model.masks_padding else [f"note: the padded vocabulary has {own} rows, had {rows}, and those "
+                                                          f"beyond the {model.vocab_size} tokens count in the loss{keep}"]
 
 
 def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
