@@ -1,6 +1,6 @@
 """Fine-tuning a converted model whose vocabulary is padded: transformers' losses, updates, texts and perplexity at any padding.
 
-The logits are shifted by -60, as those of GPT-2 are far below zero: a padding row that counted would have nearly all of the softmax.
+The logits are shifted by -60, as GPT-2's are far below zero: a padding row that counted would have nearly all of the softmax.
 Run: pytest tests/test_vocab_padding.py
 """
 
@@ -147,9 +147,9 @@ def test_losses_and_updates_are_those_of_transformers(case, name, tmp_path):
     for losses, padding in ThreadWorld(ranks).run(trained):
         assert losses == pytest.approx(case.losses, rel=1e-5) and padding == 0.0
     assert convert("--load", tmp_path / "saved", "--to-hf", tmp_path / "hf") == 0
-    expected, found = dict(case.trained.named_parameters()), tensors(tmp_path / "hf")
-    for key, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[key].detach(), rtol=1e-5, atol=1e-5, msg=lambda text: f"{key}: {text}")
+    found = tensors(tmp_path / "hf")
+    expected = {key: tensor.detach() for key, tensor in case.trained.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     check_inference(case, tmp_path / "saved", ranks, run)
 
 
@@ -208,8 +208,8 @@ def test_a_checkpoint_carries_the_mask_and_a_change_is_noted(tmp_path):
     start = run_of(Case(ours, 503, [], None))
     assert lines_of(start) == ("yes", [])
     assert lines_of(changed(start, mask_vocab_padding="no")) == ("no", [
-        "note: --mask-vocab-padding is no, and yes with the weights of --load: the loss begins with another value; leave the flag "
-        "out to keep it", "note: the padded vocabulary has 512 rows, had 503, and those beyond the 503 tokens count in the loss; give "
+        "note: --mask-vocab-padding is no, and the weights were trained with yes: the loss starts at another value; leave the "
+        "flag out to keep yes", "note: the padded vocabulary has 512 rows, had 503, and those beyond the 503 tokens count in the loss; give "
         "--make-vocab-size-divisible-by 503 to keep 503"])
     trainer = begun(start, DryComm())
     trainer.train_step()
@@ -255,7 +255,7 @@ def test_checkpoints_from_before_the_flag(tmp_path):
 def test_the_flag(tmp_path):
     shifted_gpt2(503).save_pretrained(tmp_path / "theirs")
     assert open_hugging_face(str(tmp_path / "theirs")).model.masks_padding
-    words = ["--recipe", "demo", "--mock-data"]
-    assert [parse([*words, *more]).run.model.mask_vocab_padding for more in ([], ["--mask-vocab-padding", "yes"])] == ["auto", "yes"]
+    words = ["--recipe", "demo", "--mock-data", "--mask-vocab-padding"]
+    assert parse(words[:-1]).run.model.mask_vocab_padding == "auto" and parse([*words, "yes"]).run.model.masks_padding
     with pytest.raises(ValueError, match="--mask-vocab-padding"):
-        parse([*words, "--mask-vocab-padding", "maybe"])
+        parse([*words, "maybe"])

@@ -29,13 +29,13 @@ class Products(Protocol):
 class HeadLoss(torch.autograd.Function):
     """Each chunk's loss, and its gradients while the chunk's logits are there.
 
-    `factor` is the gradient that backward will bring, because weight gradients are accumulated before it comes. no_words: no row
-    of the weight is a word of the vocabulary, so that every logit of this rank is masked.
+    `factor` is the gradient that backward will bring, because weight gradients are accumulated before it comes. words: how many
+    of the weight's first rows take part in the softmax, None for all.
     """
 
     @staticmethod
     def forward(ctx: Any, ops: Products, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                chunk: int, no_words: bool) -> Tensor:
+                chunk: int, words: int | None) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
         rows, labels = x.contiguous().view(-1, x.shape[-1]), labels.reshape(-1)
         total, ctx.factor, ctx.shape = 0.0, factor, x.shape
@@ -47,8 +47,8 @@ class HeadLoss(torch.autograd.Function):
             logits = buffer[: len(rows[part])]
             dlogits = None if gradients is None else gradients[: len(logits)]
             ops.product(rows[part], weight, logits)
-            if no_words:
-                logits.fill_(-math.inf)
+            if words is not None:
+                logits[:, words:] = -math.inf  # its exponential, and so its gradient, is exactly 0
             total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / len(rows), dlogits)
             if dx is not None:
                 ops.kernels.linear_weight_gradient(dlogits, rows[part], weight.main_grad)

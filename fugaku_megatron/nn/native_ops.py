@@ -122,8 +122,7 @@ class NativeOps(NativeBlockOps):
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
                   rows_at_once: int | None = None, words: int | None = None) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
-        return HeadLoss.apply(self, x, shared.word_rows(weight, words), labels, tp, first_row, factor,
-                              rows_at_once or labels.numel(), words == 0)
+        return HeadLoss.apply(self, x, weight, labels, tp, first_row, factor, rows_at_once or labels.numel(), words)
 
 
 class _Linear(torch.autograd.Function):

@@ -195,8 +195,8 @@ class Ops:
                   rows_at_once: int | None = None, words: int | None = None) -> Tensor:
         """Mean cross-entropy of the logits x W^T, the vocabulary being split over `tp`, softmax in FP32.
 
-        x (s, b, h), weight (v, h), labels (s, b) -> (). words: how many of the weight's first rows are words of the vocabulary,
-        where the other rows shall take no part in the softmax and get no gradient; None: all rows. `factor` must be the gradient that backward will bring (the loss is
+        x (s, b, h), weight (v, h), labels (s, b) -> (). words: only so many of the weight's first rows take part in the softmax,
+        and the others get no gradient; None: all of them do. `factor` must be the gradient that backward will bring (the loss is
         multiplied by it afterwards): native kernels accumulate weight gradients while they hold the logits, and where x needs a
         gradient, they leave it in x's memory.
         """

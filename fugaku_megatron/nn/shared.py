@@ -1,4 +1,4 @@
-"""What the operations of both backends share: gradients of parameters and of views of them, dropout's key, backward, recompute.
+"""What the operations of both backends share: accumulation of gradients, dropout's key, backward and recompute.
 
 Left out: everything that has two implementations (`torch_ops`, `native_ops`). Test: pytest tests/test_ops.py
 """
@@ -36,33 +36,6 @@ def as_rows(x: Tensor) -> Tensor:
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
     """Add `grad` (the parameter's shape, any shape and float dtype) to the parameter's FP32 gradient `main_grad`."""
     parameter.main_grad.add_(grad)
-
-
-class _View(Tensor):
-    """A view of a parameter. The same view of its gradient is taken in backward: before, the gradient need not have memory."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors, as a parameter's are
-    parameter: Tensor
-    take: Callable[[Tensor], Tensor]
-
-    @property
-    def main_grad(self) -> Tensor:
-        return self.take(self.parameter.main_grad)
-
-
-def view_of(parameter: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
-    """take(parameter), a view in any shape, with the same view of the parameter's gradient as its `main_grad`."""
-    view = take(parameter.detach()).as_subclass(_View)
-    view.parameter, view.take = parameter, take
-    return view
-
-
-def word_rows(weight: Tensor, words: int | None) -> Tensor:
-    """The rows of a head's weight (v, h) that the logits are computed with: the first `words`, or all where that is None.
-
-    It is at least one row; where words is 0, the head masks that row's logits.
-    """
-    return weight if words is None or words == len(weight) else view_of(weight, lambda whole: whole[: max(1, words)])
 
 
 def _masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .shared import DropoutKey, accumulate, as_rows, view_of
+from .shared import DropoutKey, accumulate, as_rows
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines (positions, rotated elements / 2), FP32
 
@@ -125,9 +125,24 @@ class _RMSNorm(torch.autograd.Function):
 
 # Gated MLP (Shazeer 2020, arXiv:2002.05202) -------------------------------------------------------------------------------------
 
+class _Matrix(Tensor):
+    """A parameter (2, f, ...) as (2 f, ...). Its gradient is asked for in backward: before, it need not have memory."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors, as a parameter's are
+    parameter: Tensor
+
+    @property
+    def main_grad(self) -> Tensor:
+        return self.parameter.main_grad.flatten(0, 1)
+
+
 def matrix(parameter: Tensor | None) -> Tensor | None:
     """A parameter (2, f, ...) as (2 f, ...), with its gradient: of a weight what a product takes, of a bias a vector."""
-    return None if parameter is None else view_of(parameter, lambda gates: gates.flatten(0, 1))
+    if parameter is None:
+        return None
+    flat = parameter.detach().flatten(0, 1).as_subclass(_Matrix)
+    flat.parameter = parameter
+    return flat
 
 
 def gated_mlp(ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,

@@ -102,8 +102,9 @@ class TorchOps(BlockOps):
 
         The weight's gradient is never put off, as in the native backend, so that it comes before the embedding's in a shared one.
         """
-        logits = _Linear.apply(TorchOps(self.kernels), x, shared.word_rows(weight, words), None, None)
-        logits = logits - math.inf if words == 0 else logits
+        logits = _Linear.apply(TorchOps(self.kernels), x, weight, None, None)
+        if words is not None:
+            logits[..., words:] = -math.inf
         return vocab_parallel_cross_entropy(logits, labels, tp, first_row).mean()
 
 

@@ -31,8 +31,8 @@ class ModelConfig:
                                               maximum=2**22)
     vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26)
     make_vocab_size_divisible_by: int = opt(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
-    mask_vocab_padding: str = opt(UNSETTLED, "keep rows of the vocabulary that are no tokens out of the softmax, in which Megatron-LM "
-                                  "counts them; auto: as the checkpoint has it, yes for converted weights, no from scratch",
+    mask_vocab_padding: str = opt(UNSETTLED, "keep rows of the vocabulary that are not tokens out of the loss, where Megatron-LM "
+                                  "counts them; auto: what the checkpoint says, yes for converted weights, no from scratch",
                                   choices=PADDING)
     init_method_std: float = opt(0.02, "standard deviation of the initial weights")
     normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer")
@@ -146,7 +146,7 @@ class ModelConfig:
 
     @property
     def masks_padding(self) -> bool:
-        """Whether rows of the vocabulary that are no tokens take no part in the softmax; `training.resume` settles "auto"."""
+        """Whether rows of the vocabulary that are not tokens stay out of the softmax; `training.resume` settles "auto"."""
         return self.mask_vocab_padding == MASKED
 
     @property

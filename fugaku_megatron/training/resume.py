@@ -194,8 +194,9 @@ def _start_from_weights(trainer: Trainer, resume: Resume) -> list[str]:
 def _mask_note(run: RunConfig, before: str) -> list[str]:
     """Where a run that begins with the weights of a checkpoint counts other rows in the softmax. before: what was saved."""
     now = run.model.mask_vocab_padding
-    return [] if now in (before, UNSETTLED) else [f"note: --mask-vocab-padding is {now}, and {before} with the weights of --load: "
-                                                  "the loss begins with another value; leave the flag out to keep it"]
+    return [] if now in (before, UNSETTLED) else [
+        f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "
+        f"the flag out to keep {before}"]
 
 
 def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:

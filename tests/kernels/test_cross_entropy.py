@@ -72,6 +72,21 @@ def test_split_vocabulary(target, ranks):
     torch.testing.assert_close(torch.cat(shares, 1).double(), grad, rtol=4e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("words", [1, 17, 2048, 2063, 4500])
+def test_masked_columns_count_nothing(target, words, dtype):
+    """Padding of the vocabulary is -inf: loss and gradient are those of the words alone, and its own gradient is exactly 0."""
+    logits, labels, dloss = sample(5, 4500, dtype, seed=6)
+    logits, labels = logits - 60, labels % words
+    logits[:, words:] = float("-inf")
+    row_max, sum_exp, target_logit = forward(logits, labels)
+    loss, grad = double_loss(logits[:, :words], labels, dloss)
+    torch.testing.assert_close((sum_exp.log() - target_logit).double(), loss, rtol=2e-6, atol=4e-6)
+    kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, 0, dloss, logits)
+    torch.testing.assert_close(logits[:, :words].double(), grad, rtol=ROUNDING[dtype] * 2, atol=1e-6)
+    assert not logits[:, words:].any()
+
+
 def test_chunks_of_rows_give_the_bits_of_the_whole(target):
     logits, labels, dloss = sample(23, 300, seed=2)
     row_max, sum_exp, _ = forward(logits, labels)
