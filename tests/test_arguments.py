@@ -212,7 +212,7 @@ def test_every_value_of_a_recipe_can_be_overridden(name, monkeypatch):
               "recompute_part_layers": (3,), "skip_samples": ("2:3",), "abft": ("1",), "rampup_batch_size": (512, 512, 9),
               "split": "1,1,1", "pipeline_split": "even", "pipeline_schedule": "zbv", "tokenizer_type": "t", "kernels": "torch",
               "allocator": "stock", "thread_affinity": "none", "profile_ranks": (1, 2),
-              "profile_step_start": 4, "profile_dir": "d", "log_live": "off",
+              "profile_step_start": 4, "profile_dir": "d", "log_live": "off", "mask_vocab_padding": "yes",
               "num_query_groups": 4, "position_embedding_type": "rope", "window_size": "9,0",
               "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16",
               "normalization": "Other", "min_lr": 1e-6, "hidden_size": 96, "max_position_embeddings": 4096}
