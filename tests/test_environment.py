@@ -26,6 +26,8 @@ def checkout(tmp_path_factory):
     for name in SCRIPTS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    for path in (ROOT / "scripts" / "pjsub").glob("local_*.py"):
+        shutil.copy(path, folder / "scripts" / "pjsub")
     return folder
 
 

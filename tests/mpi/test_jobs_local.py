@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -13,25 +13,30 @@ from pathlib import Path
 import pytest
 
 from benchmarks import preloads
-from fugaku_megatron.jobs import shims
 from tests.mpi import launch
 from tests.mpi.kills import iterations, kill_after
 
 pytestmark = pytest.mark.mpi
-SCRIPTS = launch.TESTS.parent / "scripts" / "pjsub"
-FLAGS = "--train-iters 300 --save-interval 100000"
+ROOT = launch.TESTS.parent
+SCRIPTS = ROOT / "scripts" / "pjsub"
+FLAGS = "--train-iters 200 --save-interval 100000"
 TRIAL = ["--scale", "2", "--elapse", "120", "--wait"]
 
 
 @pytest.fixture
-def local(tmp_path):
+def local(tmp_path, monkeypatch, capsys):
+    """Runs a command of the emulator in this process, which saves its start. Jobs are processes of their own."""
     if launch.mpich() is None:
         pytest.skip(launch.MISSING["mpich"])
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("PWD", tmp_path), ("LOCAL_PJSUB", tmp_path / "jobs"), ("FUGAKU_MEGATRON", ROOT)):
+        monkeypatch.setenv(name, str(value))
+    scheduler = importlib.import_module("local_scheduler")
 
     def run(program: str, *words: str) -> subprocess.CompletedProcess:
-        environment = {**os.environ, "PWD": str(tmp_path), "LOCAL_PJSUB": str(tmp_path / "jobs")}
-        return subprocess.run([sys.executable, str(SCRIPTS / program), *words], cwd=tmp_path, capture_output=True, text=True,
-                              timeout=120, env=environment)
+        code = scheduler.main(program, list(words))
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
 
     return run
 
@@ -79,10 +84,10 @@ def table(*words: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("|")]
 
 
-def test_a_job_trains_to_a_checkpoint_and_a_row(local, tmp_path):
-    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 6 --log-interval 1", str(SCRIPTS / "run_124m.sh"))
+def test_a_job_on_a_torus_trains_to_a_checkpoint_and_a_row(local, tmp_path):
+    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 6 --log-interval 1", str(SCRIPTS / "run_30b.sh"))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "checkpoints" / "gpt_124m" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+    assert (tmp_path / "checkpoints" / "gpt_30b" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
     header, _, row = table("fugaku_megatron", "log", *logs(tmp_path))
     assert "Sec/it" in header and row.split("|")[4].strip() == "2" and "loss" in row  # DP 2
 
@@ -157,15 +162,15 @@ def test_interactive(local):
 def test_mistakes_are_one_line(local, tmp_path):
     file = script(tmp_path, "exit 0\n")
     assert local("local_pjsub", "--no-check", "--wait", file).returncode == 0
-    for words, answer in (("nowhere.sh", "nowhere.sh is no file"), ("-Q x", "local_pjsub: pjsub option -Q is unknown"),
-                          ("--scale many x", "--scale is many: give a number from 1"), ("--elapse 0 x", "--elapse is 0"),
+    for words, answer in (("nowhere.sh", "nowhere.sh is not a file"), ("-Q x", "local_pjsub: pjsub option -Q is unknown"),
+                          ("--scale many x", "--scale is many: pass a number from 1"), ("--elapse 0 x", "--elapse is 0"),
                           (f"--no-check --step --sparam jid=9 {file}", "jid=9: there is no such job"),
                           (f"--no-check --step --sparam jid=../jobs,sn=1 {file}", "jid=../jobs: there is no such job"),
-                          (f"--no-check --step --sparam jid=1,sn=x {file}", "--sparam sn=x: give the number of a step"),
+                          (f"--no-check --step --sparam jid=1,sn=x {file}", "--sparam sn=x: pass the number of a step"),
                           (f"--no-check --bulk --sparam 3-0 {file}", '--sparam "FIRST-LAST"'),
                           (f"--no-check --bulk {file}", '--sparam "FIRST-LAST"'),
-                          (f"--no-check {file} -S", f"behind {file} stands '-S': give options before it"),
-                          ("-N job --wait x", "option --wait of this emulator comes before pjsub's"),
+                          (f"--no-check {file} -S", f"'-S' after {file}: pass options before the script"),
+                          ("-N job --wait x", "option --wait of this emulator must come before pjsub's"),
                           ("--interact nosuchcommand", "nosuchcommand: No such file or directory")):
         message = local("local_pjsub", *shlex.split(words))
         assert message.returncode == 2 and message.stderr.count("\n") == 1 and answer in message.stderr, (words, message.stderr)
@@ -176,9 +181,11 @@ def test_mistakes_are_one_line(local, tmp_path):
 
 def test_the_emulated_mpiexec(monkeypatch):
     monkeypatch.setenv("LOCAL_PJSUB_FLAGS", "--seed 7")
-    options, command = shims.split(["-n", "8", "-mca", "a", "1", "--vcoordfile", "m", "bash", "-c", "x"])
+    monkeypatch.syspath_prepend(SCRIPTS)
+    commands = importlib.import_module("local_commands")
+    options, command = commands.split(["-n", "8", "-mca", "a", "1", "--vcoordfile", "m", "bash", "-c", "x"])
     assert options["-mca"] == ["a", "1"] and command == ["bash", "-c", "x"]
-    words = shims.scaled(["python", "pretrain_gpt.py", "--cpu-frequency", "2.0", "--lr", "1"])
+    words = commands.scaled(["python", "pretrain_gpt.py", "--cpu-frequency", "2.0", "--lr", "1"])
     assert "--cpu-frequency" not in words and "2.0" not in words and words[-2:] == ["--seed", "7"] and "--lr" in words
-    with pytest.raises(ValueError, match="-ppn is not known"):
-        shims.split(["-ppn", "1", "bash"])
+    with pytest.raises(ValueError, match="-ppn is unknown"):
+        commands.split(["-ppn", "1", "bash"])

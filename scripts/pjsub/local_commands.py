@@ -1,7 +1,7 @@
 """The commands that the local scheduler emulator puts on a job's PATH: mpiexec with Fujitsu's options, and llio_transfer.
 
-Under --scale mpiexec starts that many ranks of a tiny model. A node whose line of the rank map stands in the file `down` of the
-job's folder starts nothing, as if it had failed. Test: pytest tests/mpi/test_jobs_local.py
+With --scale N mpiexec starts N ranks of a tiny model. To try the failure of a node, write its line of the rank map into the file
+`down` of the job's folder: mpiexec then refuses to start ranks on it. Test: pytest tests/mpi/test_jobs_local.py
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PROGRAM = "pretrain_gpt.py"
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --make-vocab-size-divisible-by 8 "
         "--micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         "--pipeline-split even --eval-iters 0 --kernels native")
-NOT_HERE = ("--cpu-frequency", "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank",
-            "--zero-bubble-max-pending-backward")  # Fugaku's clock; one stage
+LEFT_OUT = ("--cpu-frequency", "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank",
+            "--zero-bubble-max-pending-backward")  # they need Fugaku's clock or several stages
 VALUED = {"-n": 1, "-mca": 2, "--vcoordfile": 1, "-stdout-proc": 1, "-stderr-proc": 1, "-x": 1}
 
 
@@ -27,13 +27,13 @@ def write(folder: Path) -> None:
     """Write the commands into `folder`."""
     folder.mkdir(exist_ok=True)
     for name in ("mpiexec", "llio_transfer"):
-        words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "fugaku_megatron.jobs.shims", name]
+        words = ["env", f"PYTHONPATH={ROOT}", sys.executable, __file__, name]
         (folder / name).write_text(f"#!/bin/sh\nexec {shlex.join(words)} \"$@\"\n")
         (folder / name).chmod(0o755)
 
 
 def archive(folder: Path) -> Path:
-    """An archive in place of that of scripts/build.sh: a script that starts this Python, and a link to this program."""
+    """A small archive that replaces the one of scripts/build.sh: a script that starts this Python, and a link to the checkout."""
     path, python = folder / "archive.tar", folder / "python3"
     python.write_text(f"#!/bin/sh\nunset PYTHONHOME\nexec {shlex.quote(sys.executable)} \"$@\"\n")
     python.chmod(0o755)
@@ -46,40 +46,39 @@ def archive(folder: Path) -> Path:
 
 
 def split(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """(options of Fujitsu's mpiexec, the command). ValueError for an option that the emulator does not know."""
+    """(options of Fujitsu's mpiexec, the command). Raises ValueError for an option that the emulator does not know."""
     options: dict[str, list[str]] = {}
     while words and words[0].startswith("-"):
         name = words.pop(0)
         if name not in VALUED or len(words) < VALUED[name]:
-            raise ValueError(f"mpiexec option {name} is not known to this emulator, or lacks its value")
+            raise ValueError(f"mpiexec option {name} is unknown to this emulator, or its value is missing")
         options[name] = [words.pop(0) for _ in range(VALUED[name])]
     return options, words
 
 
 def scaled(command: list[str]) -> list[str]:
-    """The command with a tiny model's flags at its end, where they take effect, and without those that mean nothing there."""
+    """The command with the flags of a tiny model at its end, where they take effect, and without LEFT_OUT."""
     if not any(word.endswith(PROGRAM) for word in command):
         return command
     pairs = zip(["", *command], command)
-    kept = [word for before, word in pairs if not {before, word} & set(NOT_HERE)]
-    return [*kept, *shlex.split(TINY),
-            *shlex.split(os.environ.get("LOCAL_PJSUB_FLAGS", ""))]
+    kept = [word for before, word in pairs if not {before, word} & set(LEFT_OUT)]
+    return [*kept, *shlex.split(TINY), *shlex.split(os.environ.get("LOCAL_PJSUB_FLAGS", ""))]
 
 
 def mpiexec(words: list[str]) -> int:
-    """Become the MPI that is installed here; returns an exit code when a node is down."""
+    """Replace this process by the mpiexec that is installed here; returns an exit code if a node is down."""
     options, command = split(words)
     ranks_requested, scale = int(options.get("-n", ["1"])[0]), os.environ.get("LOCAL_PJSUB_SCALE")
     placed = Path(options["--vcoordfile"][0]).read_text().splitlines() if "--vcoordfile" in options else []
     if placed and len(placed) < ranks_requested:
-        raise ValueError(f"--vcoordfile {options['--vcoordfile'][0]} has not the {ranks_requested} lines of -n")
+        raise ValueError(f"--vcoordfile {options['--vcoordfile'][0]} has {len(placed)} lines, fewer than -n {ranks_requested}")
     failed = sorted(set(placed[:ranks_requested]) & set(_down()))
     if failed:
         print(f"local scheduler emulator: node {failed[0]} is down", file=sys.stderr)
         return 1
-    beside = Path(sys.executable).parent / "mpiexec"
+    own = Path(sys.executable).parent / "mpiexec"
     path = os.pathsep.join(os.environ["PATH"].split(os.pathsep)[1:])  # without this command itself
-    real = str(beside) if beside.exists() else shutil.which("mpiexec", path=path)
+    real = str(own) if own.exists() else shutil.which("mpiexec", path=path)
     if real is None:
         raise ValueError("no mpiexec is installed here: pip install mpich")
     ranks = min(ranks_requested, int(scale)) if scale else ranks_requested
@@ -96,7 +95,7 @@ def _down() -> list[str]:
 
 
 def _redirect(stream: int, pattern: list[str] | None) -> None:
-    """All ranks' output into one file, named as rank 0's."""
+    """Redirect the output of all ranks into one file with the name of rank 0's file."""
     if pattern is None:
         return
     path = Path(pattern[0].replace("/%/", "/0/").replace("/1000r/", "/0/") + ".1.0")
@@ -112,7 +111,7 @@ def main(words: list[str]) -> int:
         names = [word for word in words[1:] if word != "--purge"]
         missing = [name for name in names if not Path(name).is_file()]
         if missing or not names:
-            raise ValueError(f"{' '.join(missing) or 'nothing'} to transfer: no such file")
+            raise ValueError(f"llio_transfer: {' '.join(missing) or 'no file name'}: no such file")
         return 0
     except ValueError as error:
         print(f"local scheduler emulator: {error}", file=sys.stderr)

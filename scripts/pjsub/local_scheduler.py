@@ -3,10 +3,10 @@
     scripts/pjsub/local_pjsub --scale 2 --wait scripts/pjsub/run_124m.sh
     scripts/pjsub/local_pjstat          scripts/pjsub/local_pjdel JOBID
 
-The options of pjsub and the #PJM directives have their meaning on Fugaku, and the script is checked as by `fugaku-megatron job
-check`. --scale N runs it on N ranks with a tiny model, --flags adds flags, --elapse and --margin replace its times (seconds). Jobs
-are kept in .local_pjsub ($LOCAL_PJSUB). Left out: queues, priorities, users, several nodes.
-Test: pytest tests/mpi/test_jobs_local.py
+The options of pjsub and the #PJM directives have the same meaning as on Fugaku. The script is checked as by `fugaku-megatron job
+check`; --no-check skips that. --scale N runs the script on N ranks with a tiny model, --flags adds training flags, --elapse and
+--margin replace its times (seconds), --wait waits for the end of the job. The records of jobs are in .local_pjsub ($LOCAL_PJSUB).
+Left out: queues, priorities, users, several nodes. Test: pytest tests/mpi/test_jobs_local.py
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import sys
 import time
 from pathlib import Path
 
-from ..run.checks import check
-from . import check as checks
-from . import limits, script, shims
+import local_commands
+
+from fugaku_megatron.jobs import limits, script
+from fugaku_megatron.run.checks import check
 
 ENDED = ("EXT", "CCL", "RJT")  # states of jobs that have ended: by themselves, cancelled, rejected
 GRACE = 10  # seconds between SIGTERM and SIGKILL at the elapse limit
@@ -33,22 +34,22 @@ OWN = {"--scale": 1, "--elapse": 1, "--margin": 1, "--flags": 1, "--wait": 0, "-
 
 
 def folder() -> Path:
-    """The folder of the jobs, which is made if necessary. Raises ValueError when it cannot be made."""
+    """The folder of the jobs, which is created if necessary. Raises ValueError if it cannot be created."""
     path = Path(os.environ.get("LOCAL_PJSUB", ".local_pjsub")).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"LOCAL_PJSUB={path}: {error.strerror}: give a folder for jobs") from error
+        raise ValueError(f"LOCAL_PJSUB={path}: {error.strerror}: set LOCAL_PJSUB to a folder for jobs") from error
     return path
 
 
 def read(sub: Path) -> dict:
-    """A sub-job's record."""
+    """The record of a sub-job."""
     return json.loads((sub / "job.json").read_text())
 
 
 def write(sub: Path, **changes: object) -> dict:
-    """Change a sub-job's record; readers see either the old or the new one."""
+    """Change the record of a sub-job; readers see either the old or the new record."""
     record = {**(read(sub) if (sub / "job.json").exists() else {}), **changes}
     (sub / "job.part").write_text(json.dumps(record))
     (sub / "job.part").replace(sub / "job.json")
@@ -64,14 +65,14 @@ def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
         options[name] = words.pop(0) if OWN[name] else "yes"
     for name, minimum in (("--scale", 1), ("--elapse", 1), ("--margin", 0)):
         value = options.get(name, "1")
-        check(limits.is_number(value) and int(value) >= minimum, f"{name} is {value}: give a number from {minimum}")
-    behind = next((word for word in words if word in OWN), None)
-    check(behind is None or "--interact" in words, f"option {behind} of this emulator comes before pjsub's and the script")
+        check(limits.is_number(value) and int(value) >= minimum, f"{name} is {value}: pass a number from {minimum}")
+    late = next((word for word in words if word in OWN), None)
+    check(late is None or "--interact" in words, f"option {late} of this emulator must come before pjsub's options and the script")
     return options, words
 
 
 def submit(words: list[str]) -> int:
-    """pjsub: check the script, make its sub-jobs' records and start their runner. Returns the exit code."""
+    """pjsub: check the script, write the records of its sub-jobs and start the process that runs them. Returns the exit code."""
     own, words = _own(list(words))
     options = script.Script()
     file, *arguments = script.add_options(options, words, 0) or [""]
@@ -79,23 +80,19 @@ def submit(words: list[str]) -> int:
         try:
             return subprocess.run([file, *arguments] if file else [os.environ.get("SHELL", "bash")]).returncode
         except OSError as error:
-            raise ValueError(f"{file}: {error.strerror}: give a command that can be run") from error
-    check(Path(file).is_file(), f"{file or 'the script'} is no file: local_pjsub [--scale N] [options of pjsub] FILE")
-    check(not arguments, f"behind {file} stands {' '.join(arguments)!r}: give options before it")
+            raise ValueError(f"{file}: {error.strerror}: pass a command that can be run") from error
+    check(Path(file).is_file(), f"{file or 'the script'} is not a file: local_pjsub [--scale N] [options of pjsub] FILE")
+    check(not arguments, f"{' '.join(arguments)!r} after {file}: pass options before the script")
     text = script.read(Path(file))
-    group = (options.get("-g") or script.Value("local", 0)).text
-    mistakes = [] if "--no-check" in own else checks.problems(text, group, files=False, options=words)
-    for problem in mistakes:
-        print(problem.located(file), file=sys.stderr)
-    if mistakes:
+    if "--no-check" not in own and _print_mistakes(file, text, words):
         return 2
     job_script = script.parse(text)
     script.add_options(job_script, words, 0)
     subs = _enter(job_script, own, Path(file))
     log = open(subs[0] / "runner.log", "w")
-    command = [sys.executable, "-m", "fugaku_megatron.jobs.local", "run", *map(str, subs)]
+    command = [sys.executable, __file__, "run", *map(str, subs)]
     runner = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                              start_new_session=True, env={**os.environ, "PYTHONPATH": str(shims.ROOT)})
+                              start_new_session=True, env={**os.environ, "PYTHONPATH": str(local_commands.ROOT)})
     print(f"[INFO] PJM 0000 pjsub Job {read(subs[0])['id'].split('[')[0]} submitted. (local scheduler emulator)", flush=True)
     if "--wait" not in own:
         return 0
@@ -103,8 +100,18 @@ def submit(words: list[str]) -> int:
     return max(read(sub)["code"] for sub in subs)
 
 
+def _print_mistakes(file: str, text: str, options: list[str]) -> bool:
+    """Print the mistakes of a script; returns whether there are any."""
+    from fugaku_megatron.jobs import check as checks  # loads numpy; the processes that run jobs do not need it
+
+    mistakes = checks.problems(text, None if "-g" in options else "local", files=False, options=options)
+    for problem in mistakes:
+        print(problem.located(file), file=sys.stderr)
+    return bool(mistakes)
+
+
 def _number(root: Path) -> int:
-    """The next job number, which is taken by creating its folder."""
+    """The next job number, which is reserved by creating its folder."""
     number = 1
     while True:
         try:
@@ -115,7 +122,7 @@ def _number(root: Path) -> int:
 
 
 def _enter(job_script: script.Script, own: dict[str, str], file: Path) -> list[Path]:
-    """Make the records of the sub-jobs: of an ordinary job, of one step, or of all parts of a bulk job."""
+    """Write the records of the sub-jobs: of an ordinary job, of one step, or of all sub-jobs of a bulk job."""
     root, sparam = folder(), {name: v.text for name, v in job_script.settings.get("--sparam", {}).items()}
     elapse_setting = job_script.get("-L", "elapse") or script.Value("3600", 0)
     elapse = int(own.get("--elapse", 0)) or limits.min_seconds(elapse_setting.text)
@@ -124,10 +131,10 @@ def _enter(job_script: script.Script, own: dict[str, str], file: Path) -> list[P
     if "--bulk" in job_script.switches:
         numbers = re.fullmatch(r"(\d+)-(\d+)", next(iter(sparam), ""))
         tags = [f"[{i}]" for i in range(int(numbers[1]), int(numbers[2]) + 1)] if numbers else []
-        check(bool(tags), f"--bulk with --sparam {next(iter(sparam), '')!r}: give --sparam \"FIRST-LAST\", such as 0-3")
+        check(bool(tags), f"--bulk with --sparam {next(iter(sparam), '')!r}: pass --sparam \"FIRST-LAST\", such as 0-3")
     check(number is None or limits.is_number(number) and (root / number).is_dir(), f"--sparam jid={number}: there is no such job: "
           "see local_pjstat")
-    check(limits.is_number(sparam.get("sn", "0")), f"--sparam sn={sparam.get('sn')}: give the number of a step")
+    check(limits.is_number(sparam.get("sn", "0")), f"--sparam sn={sparam.get('sn')}: pass the number of a step")
     number = number or str(_number(root))
     if "--step" in job_script.switches:
         steps = [read(sub)["step"] for sub in root.glob(f"{number}_*")]
@@ -148,7 +155,7 @@ def _enter(job_script: script.Script, own: dict[str, str], file: Path) -> list[P
 
 
 def run(subs: list[Path]) -> None:
-    """The runner of a job: runs its sub-jobs one after another; a step waits for the steps before it."""
+    """Run the sub-jobs of a job one after another; a step waits for the earlier steps."""
     for sub in subs:
         if not _ready(sub):
             write(sub, state="RJT", code=1, pjm_code=DEPEND_CODE)
@@ -157,7 +164,7 @@ def run(subs: list[Path]) -> None:
 
 
 def _ready(sub: Path) -> bool:
-    """Wait for earlier steps; False if the condition of --sparam sd= cancels this one."""
+    """Wait for earlier steps; False if the condition of --sparam sd= cancels this step."""
     record = read(sub)
     if record["step"] is None:
         return True
@@ -178,7 +185,7 @@ def _ready(sub: Path) -> bool:
 def _environment(record: dict, sub: Path) -> dict[str, str]:
     local = sub / "localtmp"
     local.mkdir(exist_ok=True)
-    shims.write(sub / "bin")
+    local_commands.write(sub / "bin")
     names = {"PJM_JOBID": record["number"], "PJM_SUBJOBID": record["id"], "PJM_JOBNAME": record["name"], "PJM_LOCALTMP": str(local),
              "PJM_O_WORKDIR": record["directory"], "PJM_JOBDIR": str(sub), "PJM_NODE": record["nodes"].split(":")[0],
              "PJM_MPI_PROC": record["mpi"], "PJM_ENVIRONMENT": "BATCH", "PATH": f"{sub / 'bin'}:{os.environ['PATH']}"}
@@ -190,12 +197,12 @@ def _environment(record: dict, sub: Path) -> dict[str, str]:
     if record["scale"]:
         names |= {"LOCAL_PJSUB_SCALE": record["scale"], "LOCAL_PJSUB_FLAGS": record["flags"], "MARGIN": record["margin"],
                   "ELAPSE": str(record["elapse"])}
-        names.setdefault("ARCHIVE", str(shims.archive(sub)))
+        names.setdefault("ARCHIVE", str(local_commands.archive(sub)))
     return {**os.environ, **names}
 
 
 def _run_one(sub: Path) -> None:
-    """Run one sub-job and write its .out, .err and .stats; it is ended at its elapse limit as on Fugaku."""
+    """Run one sub-job and write its .out, .err and .stats; as on Fugaku it is ended at its elapse limit."""
     record = write(sub, state="RUN", start=time.time())
     stem = Path(record["directory"]) / f"{record['name']}.{record['id']}"
     with open(f"{stem}.out", "w") as out, open(f"{stem}.err", "w") as err:
@@ -253,8 +260,8 @@ def status() -> int:
 
 
 def delete(words: list[str]) -> int:
-    """pjdel: a job with all its sub-jobs, or one of them."""
-    check(bool(words), "give the job to delete: local_pjdel JOBID")
+    """pjdel: end a job with all its sub-jobs, or one sub-job."""
+    check(bool(words), "the job to delete is missing: local_pjdel JOBID")
     for word in words:
         chosen = [sub for sub in _subs() if word in (read(sub)["id"], read(sub)["number"])]
         check(bool(chosen), f"job {word} is unknown: see local_pjstat")
@@ -271,7 +278,7 @@ def delete(words: list[str]) -> int:
 
 
 def main(program: str, words: list[str]) -> int:
-    """Runs the command that `program` names; a user's mistake is one line and exit code 2."""
+    """Run the command that `program` names; a user's mistake leads to one line and exit code 2."""
     try:
         if words[:1] in (["-h"], ["--help"]):
             print(__doc__)
