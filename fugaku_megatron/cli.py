@@ -52,7 +52,7 @@ COMMANDS = {
     "plan": ModuleCommand("perf.plan", "before asking for nodes: search the fastest parallel layout for a model (modelled)"),
     "predict": ModuleCommand("perf.predict", "the layout is known: seconds, TFLOPs and memory of that run (modelled)"),
     "job": ModuleCommand("jobs.command", "nodes of a cluster: plan, render, check and submit job scripts"),
-    "supervise": ModuleCommand("jobs.supervise", "in a job: start the run, and after a fault again without the node that failed"),
+    "supervise": ModuleCommand("jobs.supervise", "in a job: start the run, and restart it after a fault without the failed node"),
     "calibrate": ModuleCommand("calibration.calibrate", "a machine that plan and predict do not know: measure this host for them"),
     "tables": ModuleCommand("perf.tables", "the published benchmark tables: printed, corrected, computed again and modelled"),
     "fit": ModuleCommand("perf.fit", "a change of the performance model: fit its parameters to those tables again"),

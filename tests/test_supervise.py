@@ -1,6 +1,6 @@
-"""Restarts without a person: what an end means, which nodes are used next, when it is given up, how signals pass.
+"""Automatic restarts: how a run ended, which nodes are used next, when restarting stops, how signals are forwarded.
 
-The runs are a shell script that stands for the launcher and the trainer. Real ranks: tests/mpi/test_restarts.py.
+The runs are a shell script that replaces the launcher and the trainer. Real ranks: tests/mpi/test_restarts.py.
 Run: pytest tests/test_supervise.py
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.comm.exit_codes import ExitCode
-from fugaku_megatron.jobs import endings, nodes
+from fugaku_megatron.jobs import nodes
+from fugaku_megatron.jobs.launcher import ending as ending_of
 from fugaku_megatron.jobs.supervise import FRUITLESS, read_hosts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,15 +48,15 @@ SRUN_EXIT = "srun: error: c12: task 1: Exited with exit code {}\nsrun: error: c1
     (130, "", ExitCode.INTERRUPTED, 0, ""),
 ])
 def test_what_a_launcher_says_counts_before_its_code(returncode, said, code, number, node):
-    ending = endings.read(returncode, said)
+    ending = ending_of(returncode, said)
     assert (ending.code, ending.signal, ending.node) == (code, number, node)
     assert ending.restarts == (code in (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK, ExitCode.STORAGE))
 
 
 def test_signals_of_several_ranks_are_not_read_as_another_one():
     killed = MPICH_KILL.replace("6", "9").replace("Aborted (signal 9)", "Segmentation fault (signal 11)")
-    assert endings.read(9, killed).text() == "a rank is lost (signal 9, SIGKILL, and others in other ranks) on node c12.site"
-    assert endings.read(6, MPICH_KILL).text() == "a rank is lost (signal 6, SIGABRT) on node c12.site"
+    assert ending_of(9, killed).text() == "a rank is lost (signal 9, SIGKILL, and others in other ranks) on node c12.site"
+    assert ending_of(6, MPICH_KILL).text() == "a rank is lost (signal 6, SIGABRT) on node c12.site"
 
 
 def allocation(hosts: int, spares: int, ranks_per_node: int = 1, *flags: str) -> nodes.Nodes:
@@ -165,14 +166,15 @@ def test_restarts_that_gain_nothing_end(tmp_path):
     job = Job(tmp_path, "5 4", *["5 0"] * 9)
     code, said = job.end("--max-restarts", "9")
     assert code == ExitCode.LOST_RANK and len(job.calls()) == 2 + FRUITLESS
-    assert said[-1] == f"{FRUITLESS} restarts gained no checkpoint; exit code 5"
+    assert said[-1] == f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
 
 
 def test_restarts_are_counted(tmp_path):
     job = Job(tmp_path, "1 1", "1 2", "1 3")
     assert job.end("--max-restarts", "1") == (1, [
         "a rank failed (exit code 1); the last checkpoint is of iteration 1", "restart 1 of 1 from iteration 1",
-        "a rank failed (exit code 1); the last checkpoint is of iteration 2", "--max-restarts 1 are used up; exit code 1"])
+        "a rank failed (exit code 1); the last checkpoint is of iteration 2",
+        "all restarts of --max-restarts 1 are used; exit code 1"])
 
 
 def test_spares_come_first_then_fewer_replicas_with_the_same_batch(tmp_path):
@@ -181,9 +183,10 @@ def test_spares_come_first_then_fewer_replicas_with_the_same_batch(tmp_path):
     code, said = job.end("--hosts", "a,b,c", "--spare-nodes", "1", launcher=True)
     assert code == 0 and [call.split()[0] for call in job.calls()] == ["a,b", "a,c", "a"]
     assert said[1:] == [
-        "left out from now on: b", "restart 1 of 3 from iteration 2 on 2 nodes with data-parallel size 2; 0 to spare",
-        "a rank is lost; the last checkpoint is of iteration 4", "left out from now on: c",
-        "restart 2 of 3 from iteration 4 on 1 nodes with data-parallel size 1; 0 to spare"]
+        "no longer used: b",
+        "restart 1 of 3 from iteration 2 on 2 nodes with data-parallel size 2; 0 spare nodes",
+        "a rank is lost; the last checkpoint is of iteration 4", "no longer used: c",
+        "restart 2 of 3 from iteration 4 on 1 nodes with data-parallel size 1; 0 spare nodes"]
     assert job.calls()[2].endswith("--global-batch-size 8")
 
 
@@ -194,7 +197,7 @@ def test_the_time_that_has_passed_is_taken_off(tmp_path):
     assert first == 5 and 4 < second <= 5  # hundredths of a minute
     job = Job(tmp_path, "5 5")
     assert job.end(train=("--exit-duration-in-mins", "0.0001"))[1][-1] == (
-        "--exit-duration-in-mins is over: the next job goes on; exit code 0")
+        "the time of --exit-duration-in-mins is over: the next job continues; exit code 0")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -214,23 +217,23 @@ def test_a_rank_that_dies_of_the_request_ends_the_job_in_order(tmp_path):
     assert process.stderr.readline() == "up\n"
     process.send_signal(signal.SIGUSR1)
     _, said = process.communicate(timeout=30)
-    assert process.returncode == 0 and said.endswith("supervise: asked to leave; exit code 0\n")
+    assert process.returncode == 0 and said.endswith("supervise: asked to stop; exit code 0\n")
 
 
 @pytest.mark.parametrize("words, answer", [
-    ([], "give the command behind --"),
+    ([], "pass the command after --"),
     (["--", "mpiexec", "sleep", "1"], "does not start pretrain_gpt.py or fugaku-megatron train"),
-    (["--", "fugaku-megatron", "train", *MODEL, "--save", "x"], "--save x and --load None: give both the same folder"),
+    (["--", "fugaku-megatron", "train", *MODEL, "--save", "x"], "--save x and --load None: pass the same folder to both"),
     (["--", "fugaku-megatron", "train", *MODEL, "--save", "x", "--load", "x", "--ckpt-step", "4"], "--ckpt-step 4: every restart"),
     (["--hosts", "a", "--", "x"], "--hosts and --launcher belong together"),
     (["--spare-nodes", "1", "--", "x"], "--spare-nodes 1 needs --hosts"),
-    (["--max-restarts", "-1", "--", "x"], "--max-restarts -1: give 0 or more"),
+    (["--max-restarts", "-1", "--", "x"], "--max-restarts -1: pass 0 or more"),
     (["--hosts", "a", "--launcher", "nowhere", "--", "pretrain_gpt.py", *MODEL, "--save", "x", "--load", "x"],
-     "nowhere: No such file or directory: give the launcher"),
+     "nowhere: No such file or directory: pass the launcher"),
     (["--hosts", "a,b,c", "--launcher", "x", "--", "pretrain_gpt.py", *MODEL, "--save", "x", "--load", "x"],
      "--global-batch-size 8 is not divisible"),
     (["--hosts", "a,b", "--spare-nodes", "2", "--launcher", "x", "--", "pretrain_gpt.py", *MODEL, "--save", "x", "--load", "x"],
-     "--spare-nodes 2 of 2 --hosts: give 0 to 1"),
+     "--spare-nodes 2 of 2 --hosts: pass 0 to 1"),
 ])
 def test_mistakes_are_one_line(words, answer, capsys, tmp_path, monkeypatch):
     from fugaku_megatron import cli

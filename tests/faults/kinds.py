@@ -22,7 +22,7 @@ from .jobs import ITERATIONS, VOCABULARY, Layout, on_two_hosts
 from .trial import TooLate, Trial
 
 # A signal before Python has come to its first line ends the rank.
-ORDERLY = r"a signal asked to stop|supervise: asked to leave|a rank is lost \(signal (9|10|15),"
+ORDERLY = r"a signal asked to stop|supervise: asked to stop|a rank is lost \(signal (9|10|15),"
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def two_jobs(trial: Trial) -> bool:
 ANY = ""
 HANG_SECONDS = 10
 KINDS = {
-    "kill": Kind("SIGKILL of a rank", r"signal 9|asked to leave", killed),
+    "kill": Kind("SIGKILL of a rank", r"signal 9|asked to stop", killed),
     "term": Kind("SIGTERM to a rank or the job", ORDERLY, signalled(signal.SIGTERM)),
     "usr1": Kind("SIGUSR1 to a rank or the job", ORDERLY, signalled(signal.SIGUSR1)),
     "stop": Kind("SIGSTOP of a rank", "", stopped),

@@ -98,5 +98,5 @@ def test_an_emulated_job_takes_its_spare_node_and_then_fewer(undisturbed, tmp_pa
     said = (tmp_path / "job.1.err").read_text()
     assert job.returncode == 0, said
     told = [line.rpartition(" on ")[2] for line in said.splitlines() if line.startswith("supervise: restart ")]
-    assert told == ["2 nodes with data-parallel size 2; 0 to spare", "1 nodes with data-parallel size 1; 0 to spare"], said
+    assert told == ["2 nodes with data-parallel size 2; 0 spare nodes", "1 nodes with data-parallel size 1; 0 spare nodes"], said
     assert losses(save)[:8] == undisturbed[:8] and losses(save) == pytest.approx(undisturbed, rel=1e-6)
