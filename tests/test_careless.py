@@ -28,7 +28,7 @@ from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.inputs import document_texts, input_files, read_documents
 from fugaku_megatron.data.tokenizer import build_tokenizer
-from fugaku_megatron.jobs import check, scripts
+from fugaku_megatron.jobs import check, render
 from fugaku_megatron.logs import log_table, run_log
 from fugaku_megatron.perf import machine, model, software
 from fugaku_megatron.run import arguments
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = {"manifests": 250, "tensor files": 100, "machine files": 150, "job scripts": 100, "flags": 250, "vocabularies": 100,
             "data files": 150, "logs": 100}
 COUNTS: dict[str, Counter] = {}  # of each kind: "refused", "accepted", "unchanged"
-SCRIPT = scripts.text("run_124m.sh")
+SCRIPT = render.self_contained((ROOT / "scripts" / "pjsub" / "run_124m.sh").read_text())
 FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--global-batch-size",
          "--lr", "--min-lr", "--adam-eps", "--weight-decay", "--clip-grad", "--train-iters", "--train-samples", "--seed", "--split",
          "--loss-scale", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--hidden-dropout", "--save-interval",

@@ -1,11 +1,13 @@
 """Sizes beyond any machine and names that a shell would split are refused at once. Run: pytest tests/test_careless_jobs.py"""
 
+from pathlib import Path
+
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.jobs import check, scripts, torus
+from fugaku_megatron.jobs import check, torus
 
-SCRIPT = scripts.text("run_124m.sh")
+SCRIPT = (Path(__file__).resolve().parents[1] / "scripts" / "pjsub" / "run_124m.sh").read_text()
 
 
 def refusal(capsys, *words):
@@ -21,19 +23,19 @@ def test_more_nodes_than_the_machine_has_are_a_problem_of_their_line(node):
     text = SCRIPT.replace(line, f'#PJM -L "node={node}"')
     problem = check.problems(text, "g", files=False)[0]
     assert SCRIPT.splitlines()[problem.line - 1] == line and f"node={node}" in problem.text
-    assert "the whole machine" in problem.text or "give a number" in problem.text
+    assert "the whole machine" in problem.text or "write a number" in problem.text
 
 
 @pytest.mark.parametrize("flags, named", [
-    (["--nodes", "1000000000000"], "--nodes 1000000000000: no resource group takes that many"),
+    (["--nodes", "1000000000000"], "--nodes 1000000000000: no resource group accepts this number"),
     (["--nodes", "0"], "--nodes 0: no resource group"),
     (["--nodes", "-12"], "--nodes -12: no resource group"),
-    (["--nodes", "12", "--name", ""], "--name '': give letters"),
-    (["--nodes", "12", "--name", "a b"], "--name 'a b': give letters"),
-    (["--nodes", "12", "-g", "a'b"], "--group \"a'b\": give letters"),
-    (["--nodes", "12", "-g", ""], "--group '': give letters"),
-    (["--nodes", "12", "--volumes", "/vol0004;ls"], "--volumes '/vol0004;ls': give /vol0004"),
-    (["--nodes", "12", "--volumes", ""], "--volumes '': give /vol0004"),
+    (["--nodes", "12", "--name", ""], "--name '': use letters"),
+    (["--nodes", "12", "--name", "a b"], "--name 'a b': use letters"),
+    (["--nodes", "12", "-g", "a'b"], "--group \"a'b\": use letters"),
+    (["--nodes", "12", "-g", ""], "--group '': use letters"),
+    (["--nodes", "12", "--volumes", "/vol0004;ls"], "--volumes '/vol0004;ls': pass volumes"),
+    (["--nodes", "12", "--volumes", ""], "--volumes '': pass volumes"),
     (["--nodes", "12", "--elapse", "9" * 5000], "write HH:MM:SS"),
 ])
 def test_a_job_that_cannot_be_written_names_its_flag(capsys, flags, named):
@@ -42,7 +44,7 @@ def test_a_job_that_cannot_be_written_names_its_flag(capsys, flags, named):
 
 @pytest.mark.parametrize("group", ["a'b", 'a"b', "a;b", "$(ls)", "a b"])
 def test_a_group_that_a_shell_would_split_is_a_problem(group):
-    assert "is no group's name" in check.problems(SCRIPT, group, files=False)[0].text
+    assert "is not a valid name" in check.problems(SCRIPT, group, files=False)[0].text
 
 
 @pytest.mark.parametrize("words", [

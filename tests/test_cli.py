@@ -107,7 +107,7 @@ def test_a_command_of_a_group_says_when_to_use_it(name, capsys):
     (["train", "--num-layer", "2"], "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?"),
     (["train"], "fugaku-megatron train: --num-layers, --hidden-size, "),
     (["generate", "--load", "x"], "fugaku-megatron generate: nothing to continue: give --prompt TEXT"),
-    (["job", "plan", "--recipe", "demo"], "fugaku-megatron job plan: --nodes must be given"),
+    (["job", "plan", "--recipe", "demo"], "fugaku-megatron job plan: --nodes is missing"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):
     assert cli.main(words) == 2

@@ -1,12 +1,12 @@
 """From a recipe and a number of nodes to a job on a cluster: plan, render, check and submit scripts. Times and memory are modelled.
 
-    fugaku-megatron job plan --recipe 30b --nodes 6144                what it decides, and why
-    fugaku-megatron job render --recipe 124m --nodes 256 -o FILE      the script (to standard output without -o)
-    fugaku-megatron job check FILE [-g GROUP]                         every mistake, with the line to change
+    fugaku-megatron job plan --recipe 30b --nodes 6144                the decisions and the reasons
+    fugaku-megatron job render --recipe 124m --nodes 256 -o FILE      write the script (to standard output without -o)
+    fugaku-megatron job check FILE [-g GROUP]                         print every mistake with the line to change
     fugaku-megatron job submit FILE -g GROUP [--steps 5]              check, then pjsub; --steps: a chain of step jobs
-    fugaku-megatron job slurm scripts/slurm                           write the Slurm scripts again
+    fugaku-megatron job slurm scripts/slurm                           write the Slurm scripts of the checkout again
 
-The group can also come from FUGAKU_GROUP. `python scripts/submit.py` of the checkout is the same command.
+FUGAKU_GROUP sets the default of the group. `python scripts/submit.py` in the checkout is the same command.
 Test: pytest tests/test_jobs_submit.py
 """
 
@@ -15,59 +15,131 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..run.checks import check
-from ..run.command_line import Command
+from ..run import arguments
+from ..run.checks import check, flag
+from ..run.command_line import Command, Parser
 from . import check as checks
 from . import job as jobs
-from . import limits, options, render, script, scripts, slurm
+from . import limits, render, script, slurm
+
+OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resource_group", "name", "kind", "output", "all")
+GROUP_VARIABLE = "FUGAKU_GROUP"
+# a flag that the script sets itself -> the variable of the script to use instead
+SET_BY_SCRIPT = {"save": "SAVE", "load": "SAVE", "data_path": "DATA", "train_data_path": "DATA", "vocab_file": "DATA",
+                 "merge_file": "DATA", "tokenizer_model": "TOKENIZER", "exit_duration_in_mins": "MARGIN"}
+SHORT = "--train-iters 20 --eval-iters 0 --elapse 01:00:00"
+# file in scripts/pjsub -> the options that render it
+SCRIPTS = {
+    "run_124m.sh": "--recipe 124m --nodes 256",
+    "run_1.3b.sh": "--recipe 1.3b --nodes 384 --micro-batch-size 1",
+    "run_13b.sh": "--recipe 13b --nodes 1152 --micro-batch-size 1",
+    "run_30b.sh": "--recipe 30b --nodes 6144 --micro-batch-size 1",
+    "resume.sh": "--recipe 124m --nodes 64 --kind resume --name gpt_124m_chain",
+    "compare_tcmalloc.sh": f"--recipe 124m --nodes 16 --ranks-per-node 1 --tensor-model-parallel-size 1 --micro-batch-size 1 "
+                           f"--pipeline-model-parallel-size 1 --kind tcmalloc --name compare_tcmalloc {SHORT}",
+    "compare_frequency.sh": f"--recipe 124m --nodes 16 --kind frequency --name compare_frequency {SHORT}",
+    # with tensor parallelism, whose all-reduces the rank map is for, though the model finds a faster layout without it
+    "sweep_topology.sh": "--recipe 30b --nodes 384 --micro-batch-size 1 --ranks-per-node 4 --tensor-model-parallel-size 8 "
+                         "--kind topology --name sweep_topology --train-iters 10 --eval-iters 0 --elapse 03:00:00",
+}
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a job, and every flag of a run."""
+    group = parser.add_argument_group("job")
+    group.add_argument("--nodes", type=int, help="nodes of the job (required)")
+    group.add_argument("--ranks-per-node", type=int, choices=limits.RANKS_PER_NODE, help="default: the fastest in the model")
+    group.add_argument("--mode", default="normal-2.0", help=f"clock and power: {', '.join(limits.MODES)} (default: normal-2.0)")
+    group.add_argument("-g", "--group", default=None, help=f"project to charge (default: ${GROUP_VARIABLE} when submitting)")
+    group.add_argument("--volumes", default="/vol0004", help="volumes that the job opens, joined by colons (default: /vol0004)")
+    group.add_argument("--elapse", help="HH:MM:SS (default: the modelled time, at most the resource group's limit)")
+    group.add_argument("--resource-group", help="default: small, large or huge, by the number of nodes")
+    group.add_argument("--name", help="name of the job")
+    group.add_argument("--kind", default="train", choices=sorted(render.RUNS), help="what the script does (default: train)")
+    group.add_argument("-o", "--output", help="file to write")
+    arguments.add_train_flags(parser, "the planner chooses those that are not set")
+
+
+def job_from_words(words: Sequence[str]) -> jobs.Job:
+    """The job that the words of a command line describe. Raises ValueError for a user's mistake."""
+    parser = Parser()
+    add_plan_arguments(parser)
+    return job_from(parser.parse_args(words))
+
+
+def job_from(args: argparse.Namespace) -> jobs.Job:
+    """The job that parsed options describe. Raises ValueError for a user's mistake."""
+    check(args.nodes is not None, "--nodes is missing: pass the number of nodes of the job")
+    mode = limits.mode(args.mode)
+    check(not mode.refused, f"--mode {args.mode}: {mode.refused}")
+    for name, variable in SET_BY_SCRIPT.items():
+        value = getattr(args, name, None)
+        check(value is None, f"{flag(name)} {' '.join(value) if isinstance(value, list) else value}: the script sets it: "
+              f"set {variable} in the script, or pass pjsub -x {variable}=...")
+    clock = getattr(args, "cpu_frequency", mode.ghz)
+    check(clock == mode.ghz, f"--cpu-frequency {clock}, but --mode {args.mode} is {mode.ghz} GHz: omit --cpu-frequency")
+    for name, value in (("--name", args.name), ("--group", args.group)):
+        check(value is None or limits.is_name(value), f"{name} {value!r:.60}: use letters, digits, '.', '_' and '-', at most 64")
+    check(re.fullmatch(r"/vol\w+(:/vol\w+)*", args.volumes) is not None, f"--volumes {args.volumes!r:.60}: pass volumes such as "
+          "/vol0004, joined by colons")
+    job = jobs.decide(args, OWN)[0]
+    problems = checks.problems(render.render(job), group="submitter", files=False)
+    check(not problems, problems[0].text if problems else "")
+    return job
 
 
 def plan(args: argparse.Namespace) -> int:
-    """What would be submitted, and why."""
-    job = options.job_from(args)
+    """Print what would be submitted, and why."""
+    job = job_from(args)
     ranks = jobs.rank_map(job)
     print("\n".join([*job.why, *(jobs.hop_lines(ranks) if ranks else []), "flags: " + " ".join(job.flags)]))
     return 0
 
 
 def _write(path: Path, text: str, flag: str = "") -> None:
-    """A script. Raises ValueError naming what cannot be written."""
-    check(not path.is_fifo(), f"{flag}{path} is a FIFO, which would wait for a reader: give a file")
+    """Write a script. Raises ValueError naming a file that cannot be written."""
+    check(not path.is_fifo(), f"{flag}{path} is a FIFO, and writing would wait for a reader: pass a file")
     try:
         path.write_text(text)
         path.chmod(0o755)
     except OSError as error:
-        raise ValueError(f"{flag}{path}: {error.strerror}: give a file in a folder that is there and writable") from error
+        raise ValueError(f"{flag}{path}: {error.strerror}: pass a file in an existing, writable folder") from error
+
+
+def rendered(name: str) -> str:
+    """The text of a script of scripts/pjsub."""
+    return render.render(job_from_words(shlex.split(SCRIPTS[name])))
 
 
 def render_all(folder: Path) -> int:
-    """Write the scripts of scripts.py."""
-    check(folder.is_dir(), f"--all {folder}: give a folder that is there, such as scripts/pjsub")
-    for name in scripts.SCRIPTS:
-        _write(folder / name, scripts.text(name))
+    """Write the scripts of scripts/pjsub."""
+    check(folder.is_dir(), f"--all {folder}: pass an existing folder, such as scripts/pjsub")
+    for name in SCRIPTS:
+        _write(folder / name, rendered(name))
         print(f"wrote {folder / name}")
     return 0
 
 
 def add_render_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_arguments(parser)
-    parser.add_argument("--all", type=Path, metavar="FOLDER", help="write all of scripts/pjsub again; other options do not count")
+    add_plan_arguments(parser)
+    parser.add_argument("--all", type=Path, metavar="FOLDER", help="write scripts/pjsub again, without other options")
 
 
 def make(args: argparse.Namespace) -> int:
-    """Write the script."""
+    """Write the script of a job, which needs no other file of the checkout."""
     if args.all:
         return render_all(args.all)
-    job = options.job_from(args)
-    text = render.render(job)
+    job = job_from(args)
+    text = render.self_contained(render.render(job))
     left = [f"to fill in: {problem.located(args.output or 'the script')}"
-            for problem in checks.problems(text, os.environ.get(options.GROUP_VARIABLE))]
+            for problem in checks.problems(text, os.environ.get(GROUP_VARIABLE))]
     if not args.output:
         sys.stdout.write(text)
         print(*left, sep="\n", end="\n" * bool(left), file=sys.stderr)
@@ -79,14 +151,14 @@ def make(args: argparse.Namespace) -> int:
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="job script")
-    parser.add_argument("-g", "--group", default=os.environ.get(options.GROUP_VARIABLE),
-                        help=f"project to charge (default: ${options.GROUP_VARIABLE})")
-    parser.add_argument("--no-files", action="store_true", help="do not ask whether staged files are there")
+    parser.add_argument("-g", "--group", default=os.environ.get(GROUP_VARIABLE),
+                        help=f"project to charge (default: ${GROUP_VARIABLE})")
+    parser.add_argument("--no-files", action="store_true", help="do not check that staged files exist")
 
 
 def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
-    """How many mistakes, each printed. passed: options of pjsub, which replace directives."""
-    check(Path(args.file).is_file(), f"{args.file} is no file: give a job script")
+    """Print each mistake; returns their number. passed: options of pjsub, which replace directives."""
+    check(Path(args.file).is_file(), f"{args.file} is not a file: pass a job script")
     problems = checks.problems(script.read(Path(args.file)), args.group, files=not args.no_files, options=passed)
     for problem in problems:
         print(problem.located(args.file), file=sys.stderr)
@@ -94,7 +166,7 @@ def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Every mistake of a script."""
+    """Print every mistake of a script."""
     if _problems(args):
         return 2
     print(f"{args.file}: no mistake found (limits: {limits.resource_groups()[1]})")
@@ -103,16 +175,16 @@ def verify(args: argparse.Namespace) -> int:
 
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     add_file_arguments(parser)
-    parser.add_argument("--steps", type=int, help="a chain of this many step jobs, each after the one before it has ended well")
+    parser.add_argument("--steps", type=int, help="a chain of this many step jobs; each starts if the previous one ended with 0")
     parser.set_defaults(passed=[])
-    parser.epilog = "options of pjsub, behind --, replace the script's directives: -- -x TCMALLOC=/path -L freq=2200"
+    parser.epilog = "options of pjsub after -- replace the directives of the script: -- -x TCMALLOC=/path -L freq=2200"
 
 
 def submit(args: argparse.Namespace) -> int:
-    """Check, then hand over to pjsub. What stands behind "--" goes to pjsub as it is."""
+    """Check, then call pjsub, with the words after "--" as its options."""
     rest = script.add_options(script.Script(), args.passed, 0)
-    check(not rest, f"behind -- stands {' '.join(rest)!r}, which is no option of pjsub: give FILE before --")
-    check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: give a number above 0")
+    check(not rest, f"{' '.join(rest)!r} after -- is not an option of pjsub: pass FILE before --")
+    check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: pass a number above 0")
     check(bool(shutil.which("pjsub")), "pjsub is not on the PATH: submit on a login node of Fugaku, or try the job here with "
           "scripts/pjsub/local_pjsub")
     if _problems(args, args.passed):
@@ -124,7 +196,7 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def _chain(words: list[str], file: str, steps: int) -> int:
-    """Step jobs: the next one starts when the one before has ended with 0, and the rest is dropped when it has not."""
+    """Step jobs: each starts when the previous one has ended with exit code 0; otherwise the remaining ones are dropped."""
     name = Path(file).stem
     first = subprocess.run(["pjsub", *words, "--step", "--sparam", f"jnam={name},sn=1", file], capture_output=True, text=True)
     sys.stdout.write(first.stdout)
@@ -141,20 +213,22 @@ def _chain(words: list[str], file: str, steps: int) -> int:
 
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="where they go, such as scripts/slurm: a folder for each cluster")
+    parser.add_argument("folder", type=Path, help="an existing folder, such as scripts/slurm; each cluster gets a folder in it")
 
 
 def write_slurm(args: argparse.Namespace) -> int:
     """Write the Slurm scripts of every cluster."""
-    check(args.folder.is_dir(), f"{args.folder}: give a folder that is there, such as scripts/slurm")
-    slurm.write_scripts(args.folder)
+    check(args.folder.is_dir(), f"{args.folder}: pass an existing folder, such as scripts/slurm")
+    for path, text in slurm.scripts().items():
+        (args.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        _write(args.folder / path, text)
     return 0
 
 
 COMMANDS = {
-    "plan": Command("Fugaku: nodes, layout, clock and time that a job would ask for, and why", options.add_arguments, plan),
+    "plan": Command("Fugaku: nodes, layout, clock and time of a job, and the reasons", add_plan_arguments, plan),
     "render": Command("Fugaku: write the job script of such a plan", add_render_arguments, make),
-    "check": Command("Fugaku: after an edit, every mistake of a job script with its line", add_file_arguments, verify),
+    "check": Command("Fugaku: print every mistake of an edited job script with its line", add_file_arguments, verify),
     "submit": Command("Fugaku: check, then pjsub, also as a chain of jobs", add_submit_arguments, submit),
-    "slurm": Command("other clusters: write the committed Slurm scripts again", add_slurm_arguments, write_slurm),
+    "slurm": Command("other clusters: write the Slurm scripts of the checkout again", add_slurm_arguments, write_slurm),
 }

@@ -1,7 +1,7 @@
-"""A job, decided: nodes and their shape, layout, memory and elapse time from the performance model, whose figures are modelled.
+"""A job: its nodes and their shape, layout, memory and elapse time. Times and memory come from the performance model.
 
-`decide` takes pretrain_gpt.py's flags; what they leave open the planner fills in. Left out: the script (render.py), its checks
-(check.py). Test: pytest tests/test_jobs_submit.py
+`decide` reads pretrain_gpt.py's flags; the planner chooses the values that are not set. Left out: the script (render.py), its
+checks (check.py). Test: pytest tests/test_jobs_submit.py
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from ..run.recompute import recompute_name
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
 
-RANKS_PER_NODE = (1, 2, 4)  # whole CMGs
-MARGIN = 900  # seconds before the end of a job in which the trainer saves and leaves
+MARGIN = 900  # seconds before the end of a job at which the trainer saves and exits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The contents of a job script. flags: pretrain_gpt.py's, without paths. elapse: seconds. seconds: an iteration's, modelled."""
+    """The contents of a job script.
+
+    flags: pretrain_gpt.py's flags, without paths. elapse: seconds. seconds: modelled, of an iteration. why: the decisions as text.
+    """
 
     name: str
     nodes: int
@@ -62,34 +64,34 @@ def start_up(nodes: int) -> float:
 
 
 def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
-    """Whether the tensor-parallel groups of a plan stay inside a node or, on a torus, inside a unit."""
+    """Whether each tensor-parallel group of a plan fits into a node or, on a torus, into a unit."""
     tp, ranks = plan.layout.tp, plan.system.ranks_per_node
-    return ranks in RANKS_PER_NODE and torus.tensor_fits(tp, ranks) and (shape is not None or ranks % tp == 0)
+    return ranks in limits.RANKS_PER_NODE and torus.tensor_fits(tp, ranks) and (shape is not None or ranks % tp == 0)
 
 
 def choose(run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None) -> search.Plan:
-    """The fastest plan that can be placed. held: fields that keep the run's value. Raises ValueError when there is none."""
+    """The fastest plan that can be placed. held: fields that keep the run's value. Raises ValueError if no plan can be placed."""
     result = search.search(run, system, held)
     check(bool(result.plans), f"--nodes {system.nodes}: no layout runs: " + "; ".join(
-        f"{n} x {why}" for why, n in result.dropped.most_common()) + ": give other --nodes, --global-batch-size or parallel sizes")
+        f"{n} x {why}" for why, n in result.dropped.most_common()) + ": change --nodes, --global-batch-size or the parallel sizes")
     best = next((p for p in result.plans if placeable(p, shape)), None)
-    inside = "a node or a 2x3x2 unit" if shape else "a node (give a multiple of 12 --nodes for a torus with units of 2x3x2)"
+    inside = "a node or a 2x3x2 unit" if shape else "a node (a job with a multiple of 12 --nodes is a torus with units of 2x3x2)"
     check(best is not None, f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
           "--ranks-per-node or --nodes")
     return best
 
 
 def node_shape(nodes: int) -> torus.Shape | None:
-    """The shape of a job's nodes; None for a small job that is not made of units. Raises ValueError for a large one."""
+    """The shape of a job's nodes; None for a small job that has no shape of whole units. Raises ValueError for a large one."""
     shape = torus.best_shape(nodes) if nodes % torus.UNIT_NODES == 0 else None
     near = " or ".join(map(str, torus.nearest(nodes)))
-    check(shape is not None or nodes <= limits.TORUS_ABOVE, f"--nodes {nodes}: above {limits.TORUS_ABOVE} nodes Fugaku gives a "
-          f"torus of 2x3x2 units, XxYxZ with X, Z even and Y a multiple of 3: give {near}")
+    check(shape is not None or nodes <= limits.TORUS_ABOVE, f"--nodes {nodes}: above {limits.TORUS_ABOVE} nodes a job on Fugaku is "
+          f"a torus of 2x3x2 units, XxYxZ with X, Z even and Y a multiple of 3: pass {near}")
     return shape
 
 
 def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.Plan]:
-    """The job that parsed flags describe, and its plan. own: names of flags that are not pretrain_gpt.py's.
+    """The job that parsed flags describe, and its plan. own: names of the flags that do not belong to pretrain_gpt.py.
 
     Raises ValueError for a job that cannot run.
     """
@@ -99,7 +101,7 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
     shape = node_shape(args.nodes)
     system = System.from_names("a64fx", software.THIS_PROJECT, args.nodes, args.ranks_per_node, mode.ghz, mode.eco_state == 2)
     run = run_of(args, system, own, {"micro_batch_size": 1})
-    check(run.batch.global_batch_size is not None, "--global-batch-size must be given: a layout is chosen for one batch")
+    check(run.batch.global_batch_size is not None, "--global-batch-size is missing: the layout depends on it")
     held = frozenset(name for name, value in vars(args).items() if value is not None and name not in own)
     asked = _elapse(args.elapse, group)
     best = choose(run, system, held | ({"ranks_per_node"} if args.ranks_per_node else set()), shape)
@@ -118,26 +120,26 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
 def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> ResourceGroup:
     if args.resource_group is None:
         return limits.smallest(args.nodes, groups)
-    check(args.resource_group in groups, f"--resource-group {args.resource_group} is unknown: give one of {', '.join(groups)}")
+    check(args.resource_group in groups, f"--resource-group {args.resource_group} is unknown: pass one of {', '.join(groups)}")
     group = groups[args.resource_group]
     low, high = group.nodes
-    check(low <= args.nodes <= high, f"--resource-group {group.name} takes {low} to {high} nodes, --nodes is {args.nodes}: change "
-          "one of them")
+    check(low <= args.nodes <= high, f"--resource-group {group.name} accepts {low} to {high} nodes, but --nodes is {args.nodes}: "
+          "change one of them")
     return group
 
 
 def _elapse(option: str | None, group: ResourceGroup) -> int | None:
-    """Seconds of --elapse; None where it is not given."""
+    """Seconds of --elapse; None if it is not set."""
     if option is None:
         return None
     limit, elapse = int(group.hours * HOUR), limits.seconds(option, "--elapse ")
-    check(0 < elapse <= limit, f"--elapse {option}: {group.name} gives up to {limits.clock(limit)}: give a time in it, and "
-          "continue with submit --steps")
+    check(0 < elapse <= limit, f"--elapse {option}: {group.name} allows at most {limits.clock(limit)}: pass a time up to that, "
+          "and continue with submit --steps")
     return elapse
 
 
 def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
-    """pretrain_gpt.py's flags of the plan, with layout, batch and clock always written out."""
+    """pretrain_gpt.py's flags of the plan; layout, batch and clock are always among them."""
     run, parallel = best.run, best.run.parallel
     words = plan_text.train_flags(best, args)
     always = {"--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -150,13 +152,13 @@ def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str
 
 
 def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
-    """What was decided and why, one line each. source: of the resource groups' limits."""
+    """The decisions and the reasons, one line each. source: source of the resource groups' limits."""
     start, training = start_up(job.nodes), job.iterations * best.seconds
-    in_a_job = max(best.seconds, job.elapse - start - MARGIN)  # each starts, and trains one iteration at least
+    in_a_job = max(best.seconds, job.elapse - start - MARGIN)  # each job starts, and trains at least one iteration
     dp, tp, pp = job.layout
     batch = best.run.batch
     prediction = best.predict()
-    place = "inside a node" if job.ranks_per_node % tp == 0 else f"{tp // job.ranks_per_node} nodes inside a 2x3x2 unit"
+    place = "is inside a node" if job.ranks_per_node % tp == 0 else f"is on {tp // job.ranks_per_node} nodes of a 2x3x2 unit"
     lines = [
         f"{job.nodes} nodes" + (f" as {torus.text(job.shape)} torus" if job.shape else "")
         + f" x {job.ranks_per_node} ranks = DP {dp} x TP {tp} x PP {pp}; each tensor-parallel group {place}",
@@ -167,8 +169,8 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
         f"{prediction.tflops_per_node:.3f} TFLOPs per node, bubble {best.bubble_fraction:.1%}, "
         f"{best.memory_mib:.0f} MiB on the fullest rank",
         f"elapse {limits.clock(job.elapse)} in {job.resource_group} ({source}): {job.iterations} iterations and the start take "
-        f"{limits.clock(start + training + MARGIN)} (model), {math.ceil(training / in_a_job)} jobs in a row; each saves and "
-        f"leaves {MARGIN // 60} minutes before its end",
+        f"{limits.clock(start + training + MARGIN)} (model), {math.ceil(training / in_a_job)} jobs in a row; each job saves and "
+        f"exits {MARGIN // 60} minutes before its end",
     ]
     return lines
 
@@ -179,10 +181,10 @@ def rank_map(job: Job) -> torus.RankMap | None:
 
 
 def hop_lines(rank_map: torus.RankMap) -> list[str]:
-    """The rank map's statistics as text."""
+    """The statistics of the rank map as text."""
     statistics = rank_map.statistics()
-    return [f"rank map: replicas of a stage fill a box of {torus.text(rank_map.box)} tensor groups; hops between ring neighbours "
-            "(mean, maximum): "
+    return [f"rank map: the replicas of a stage fill a box of {torus.text(rank_map.box)} tensor-parallel groups; hops between "
+            "neighbours of a ring (mean, maximum): "
             + ", ".join(f"{kind.upper()} {mean:.2f}, {maximum}" for kind, (mean, maximum) in statistics.items())]
 
 

@@ -1,4 +1,4 @@
-"""A site's limits: resource groups, clocks and power modes, file rules. Resource groups are read from `pjacl --rg` where it exists.
+"""A site's limits: resource groups, clocks and power modes, rules for files. `pjacl --rg` has priority where it exists.
 
 Sources: Fugaku user's guide 1.52 (resource groups, power control, LLIO), RIKEN's LLIO briefing of July 2025. Read on 2026-11-20.
 Test: pytest tests/test_jobs_check.py
@@ -16,16 +16,17 @@ from ..run.checks import check
 
 TABLE_DATE = "2026-11-20"
 HOUR = 3600
-TORUS_ABOVE = 384  # nodes; more come only as a torus of whole units
-SINGLE_FILE_NODES, SINGLE_FILE_PROCESSES = 7000, 28000  # one file opened by more stops the file system
-SPLIT_OUTPUT_ABOVE = 10000  # processes whose output files share a directory
+RANKS_PER_NODE = (1, 2, 4)  # each rank has whole CMGs
+TORUS_ABOVE = 384  # nodes; a larger job must request a torus of whole units
+SINGLE_FILE_NODES, SINGLE_FILE_PROCESSES = 7000, 28000  # if more open the same file, the file system stops
+SPLIT_OUTPUT_ABOVE = 10000  # processes that may write their output files into one directory
 LOCAL_TMP_GIB = 87  # a node's share of the SSD
-RETENTION_NODES = 9216  # larger jobs may not ask for retention_state=1
+RETENTION_NODES = 9216  # larger jobs must not request retention_state=1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceGroup:
-    """nodes: the smallest and the largest number of a job. hours: the largest elapse time."""
+    """nodes: the smallest and the largest number of nodes of a job. hours: the largest elapse time."""
 
     name: str
     nodes: tuple[int, int]
@@ -53,7 +54,7 @@ STATES = {"freq": (2000, 2200), "eco_state": range(3), "retention_state": range(
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A clock and power mode. freq: MHz. refused: why the site does not accept it today; empty when it does."""
+    """A clock and power mode. freq: MHz. refused: why the site does not accept the mode; empty if it does."""
 
     name: str
     freq: int
@@ -70,18 +71,23 @@ class Mode:
         return {"freq": self.freq, "eco_state": self.eco_state, "retention_state": 0, "throttling_state": 0, "issue_state": 0,
                 "ex_pipe_state": 0}
 
+    @property
+    def directive(self) -> str:
+        """The value of pjsub's option -L that sets all power states."""
+        return ",".join(f"{name}={value}" for name, value in self.states.items())
+
 
 MODES = {m.name: m for m in (
     Mode(name="normal-2.0", freq=2000, eco_state=0),
-    Mode(name="boost-2.2", freq=2200, eco_state=0, refused="Fugaku refuses freq=2200,eco_state=0 since April 2025: take "
-         "--mode normal-2.0 (freq=2000,eco_state=0), both floating-point pipes at 2.0 GHz"),
+    Mode(name="boost-2.2", freq=2200, eco_state=0, refused="Fugaku has refused freq=2200,eco_state=0 since April 2025: use "
+         "--mode normal-2.0 (freq=2000,eco_state=0), which has both floating-point pipes at 2.0 GHz"),
     Mode(name="boost-eco-2.2", freq=2200, eco_state=2),
     Mode(name="eco-2.0", freq=2000, eco_state=2),
 )}
 
 
 def is_name(text: str) -> bool:
-    """Whether a job or a group can be called so: pjsub and bash read it without quotes."""
+    """Whether a text is a valid name of a job or a group: pjsub and bash read it without quotes."""
     return re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text) is not None
 
 
@@ -91,7 +97,7 @@ def is_number(text: str) -> bool:
 
 
 def mode(name: str) -> Mode:
-    """The mode of that name. Raises ValueError naming the known ones."""
+    """The mode with this name. Raises ValueError naming the known modes."""
     if name not in MODES:
         raise unknown("--mode", name, MODES)
     return MODES[name]
@@ -100,7 +106,7 @@ def mode(name: str) -> Mode:
 def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
     """Resource groups from the output of `pjacl --rg`: blocks that begin with the group and contain node and elapse limits.
 
-    A block in another form is skipped, and GROUPS holds for its group.
+    A block in another form is skipped; its group keeps the limits of GROUPS.
     """
     groups = {}
     for block in re.split(r"(?=rscgrp\s*[:=]|\[\s*rscgrp)", text):
@@ -114,7 +120,7 @@ def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
 
 
 def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
-    """(groups, where they come from)."""
+    """(resource groups, source of their limits)."""
     if shutil.which("pjacl"):
         try:
             output = subprocess.run(["pjacl", "--rg"], capture_output=True, text=True, timeout=20).stdout
@@ -127,12 +133,12 @@ def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
 
 
 def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
-    """The usual group for that many nodes. Raises ValueError when none takes them."""
+    """The usual group for this number of nodes. Raises ValueError if no group accepts it."""
     for name in ("small", "large", "huge"):
         if name in groups and groups[name].nodes[0] <= nodes <= groups[name].nodes[1]:
             return groups[name]
     maximum = max(g.nodes[1] for g in groups.values())
-    check(False, f"--nodes {nodes}: no resource group takes that many; give 1 to {maximum}")
+    check(False, f"--nodes {nodes}: no resource group accepts this number: pass 1 to {maximum}")
     raise AssertionError
 
 
@@ -144,7 +150,7 @@ def seconds(clock: str, name: str = "elapse=") -> int:
 
 
 def min_seconds(elapse: str) -> int:
-    """Seconds that a job has in any case: of elapse=FROM-TO (spot groups) the smaller one. Raises ValueError as `seconds`."""
+    """The guaranteed seconds of a job: for elapse=FROM-TO (spot groups) the smaller value. Raises ValueError as `seconds`."""
     return min(map(seconds, elapse.split("-")))
 
 

@@ -1,19 +1,24 @@
-"""The parts of a job script: its #PJM directives, flags and variables, each with its line. For the checks and local_pjsub.
+"""The parts of a job script: its #PJM directives, flags and variables, each with its line. The checks and local_pjsub use them.
 
-Options on pjsub's command line replace directives. Left out: what the values mean. Test: pytest tests/test_jobs_check.py
+Options on pjsub's command line replace directives. The common part that a script reads (pjsub.sh) is parsed as if it stood on the
+line that reads it. Left out: whether the values are right (check.py). Test: pytest tests/test_jobs_check.py
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..run.checks import check
+from . import limits, torus
 
+COMMON = Path(__file__).with_name("pjsub.sh")
+READS_COMMON = '. "${COMMON'  # how the line that reads the common part begins
 SWITCHES = {"-S", "-s", "-j", "-X", "--step", "--bulk", "--interact", "--restart", "--norestart", "--no-check-directory",
             "--no-check-gfscache"}
 VALUED = {"-L": "-L", "--rsc-list": "-L", "--mpi": "--mpi", "-g": "-g", "-x": "-x", "--llio": "--llio", "-N": "-N", "--name": "-N",
@@ -25,7 +30,7 @@ _COMMA_X = re.compile(r",(?=[A-Za-z_]\w*=)")  # the same between variables, whos
 
 @dataclass(frozen=True)
 class Value:
-    """The text of a setting and the line it stands in; line 0: pjsub's command line."""
+    """The text of a setting and its line; line 0 stands for pjsub's command line."""
 
     text: str
     line: int
@@ -36,7 +41,7 @@ class Script:
     """A parsed script.
 
     settings: option -> name -> value, such as settings["-L"]["node"]. switches: option without value -> line. flags: the words of
-    FLAGS=( ). flag_lines: flag -> line. variables: those that the body assigns. body: (line, text), comments left out.
+    FLAGS=( ). flag_lines: flag -> line. variables: those that the body assigns. body: (line, text) without comment lines.
     """
 
     settings: dict[str, dict[str, Value]] = field(default_factory=dict)
@@ -52,13 +57,13 @@ class Script:
         return self.settings.get(option, {}).get(name)
 
     def line(self, option: str, name: str = "") -> int:
-        """The line to change for a setting: its own, its option's, or the last directive."""
+        """The line to change for a setting: its own line, otherwise its option's line, otherwise the last directive."""
         setting = self.get(option, name)
         first_of_option = next(iter(self.settings.get(option, {}).values()), None)
         return (setting or first_of_option or Value("", self.last_directive)).line
 
     def value(self, name: str, environ: dict[str, str] | None = None) -> Value | None:
-        """The value of a variable: that of -x, else the one that `default` reads from the body."""
+        """The value of a variable: the one of -x, otherwise the one that `default` reads from the body."""
         option, assignment = self.get("-x", name), self.variables.get(name)
         if assignment is None or option and assignment.text.startswith("${"):
             return option
@@ -70,9 +75,9 @@ class Script:
 
 
 def add_options(script: Script, words: Sequence[str], line: int) -> list[str]:
-    """Add pjsub's options to the script's settings; returns the words from the first that is no option (the script's name).
+    """Add pjsub's options to the script's settings; returns the remaining words, which begin with the name of the script.
 
-    line: of a directive, 0 for the command line. Raises ValueError naming an option that is unknown.
+    line: the line of a directive, 0 for the command line. Raises ValueError naming an option that is unknown.
     """
     words, where = list(words), f"line {line}: " if line else ""
     while words and words[0].startswith("-"):
@@ -98,23 +103,31 @@ def _enter(script: Script, option: str, value: str, line: int) -> None:
 
 
 def read(path: Path) -> str:
-    """The text of a script. Raises ValueError naming a file that we or bash cannot read."""
+    """The text of a script. Raises ValueError naming a file that cannot be read here or by bash."""
     try:
         text = path.read_bytes().decode()
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}: give a job script") from error
+        raise ValueError(f"{path}: {error.strerror}: pass a job script") from error
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: is no text: give a job script") from None
-    check("\r" not in text, f"{path}: its lines end with CR LF, and bash reads the CR too: sed -i 's/\\r$//' {path}")
+        raise ValueError(f"{path} is not a text file: pass a job script") from None
+    check("\r" not in text, f"{path}: its lines end with CR LF, which bash cannot read: convert it with sed -i 's/\\r$//' {path}")
     return text
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of the script; the lines of the common part have the number of the line that reads it."""
+    for number, line in enumerate(text.splitlines(), 1):
+        yield number, line
+        if line.startswith(READS_COMMON):
+            yield from ((number, common) for common in COMMON.read_text().splitlines())
 
 
 def parse(text: str) -> Script:
     """Parse a script. Raises ValueError naming the line that cannot be read."""
     script, in_flags, in_body = Script(), False, False
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in _lines(text):
         if line.startswith("#PJM"):
-            check(not in_body, f"line {number}: a directive after the first command is not read: move it to the top")
+            check(not in_body, f"line {number}: pjsub ignores a directive after the first command: move it to the top")
             rest = add_options(script, _words(line[4:], number), number)
             check(not rest, f"line {number}: {' '.join(rest)!r} belongs to no option of pjsub: quote the value, or delete it")
             script.last_directive = number
@@ -142,7 +155,7 @@ def _words(text: str, line: int) -> list[str]:
 
 
 def default(value: Value | None, environ: dict[str, str] | None = None) -> str:
-    """The value of NAME=${NAME:-text}: that of the environment, or the text with $VARIABLES replaced."""
+    """The value of NAME=${NAME:-text}: NAME in the environment, otherwise the text with $VARIABLES replaced."""
     if value is None:
         return ""
     environ = dict(os.environ if environ is None else environ)
@@ -150,3 +163,63 @@ def default(value: Value | None, environ: dict[str, str] | None = None) -> str:
     match = re.fullmatch(r"\$\{(\w+):-(.*)\}", value.text)
     text = environ.get(match[1]) or match[2] if match else value.text
     return re.sub(r"\$\{?(\w+)\}?", lambda m: environ.get(m[1], m[0]), text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The resources that a script requests.
+
+    elapse: seconds. group: the group to charge, from the command line. files: whether staged files must exist already. spares: how
+    many of the nodes the run leaves unused.
+    """
+
+    script: Script
+    nodes: int
+    spares: int
+    shape: torus.Shape | None
+    ranks_per_node: int
+    elapse: int
+    group: str | None
+    files: bool
+
+    @property
+    def processes(self) -> int:
+        """Ranks of the run."""
+        return (self.nodes - self.spares) * self.ranks_per_node
+
+
+def requested(script: Script, group: str | None, files: bool) -> Request:
+    """The request of a script. Raises ValueError that begins with "line N:" when it cannot be read."""
+    node = script.get("-L", "node")
+    if node is None:
+        raise ValueError(f'line {script.line("-L")}: the script requests no nodes: add #PJM -L "node=XxYxZ:torus"')
+    if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}(:(torus|mesh|noncont))?(:strict(-io)?)?", node.text, re.ASCII):
+        raise ValueError(f"line {node.line}: node={node.text}: write a number or XxYxZ, optionally followed by :torus:strict-io, "
+                         ":torus, :mesh or :noncont")
+    sizes = tuple(map(int, node.text.split(":")[0].split("x")))
+    if math.prod(sizes) > torus.NODES:
+        raise ValueError(f"line {node.line}: node={node.text} is more than the whole machine, {torus.NODES} nodes: request fewer")
+    ranks = script.get("--mpi", "max-proc-per-node")
+    if ranks is None or not limits.is_number(ranks.text) or int(ranks.text) not in limits.RANKS_PER_NODE:
+        raise ValueError(f"line {script.line('--mpi')}: max-proc-per-node={ranks.text if ranks else 'missing'}: write 1, 2 or 4, "
+                         "so that each rank has whole CMGs")
+    elapse = script.get("-L", "elapse")
+    if elapse is None:
+        raise ValueError(f"line {script.line('-L')}: no elapse time: add elapse=HH:MM:SS")
+    try:
+        seconds = limits.min_seconds(elapse.text)
+    except ValueError as error:
+        raise ValueError(f"line {elapse.line}: {error}") from error
+    nodes = math.prod(sizes)
+    return Request(script=script, nodes=nodes, spares=_spares(script, nodes), shape=sizes if len(sizes) == 3 else None,
+                   ranks_per_node=int(ranks.text), elapse=seconds, group=group, files=files)
+
+
+def _spares(script: Script, nodes: int) -> int:
+    """SPARE_NODES. Raises ValueError that begins with "line N:" if it is not a number below `nodes`."""
+    setting = script.value("SPARE_NODES")
+    if setting is None:
+        return 0
+    if not setting.text.isdecimal() or not int(setting.text) < nodes:
+        raise ValueError(f"line {setting.line}: SPARE_NODES={setting.text} of node={nodes}: write a number from 0 to {nodes - 1}")
+    return int(setting.text)

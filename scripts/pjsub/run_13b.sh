@@ -8,14 +8,20 @@
 #PJM -S
 #
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
-# 1152 nodes as 8x12x12 torus x 2 ranks = DP 72 x TP 4 x PP 8; each tensor-parallel group 2 nodes inside a 2x3x2 unit
+# 1152 nodes as 8x12x12 torus x 2 ranks = DP 72 x TP 4 x PP 8; each tensor-parallel group is on 2 nodes of a 2x3x2 unit
 # micro-batch 1, global batch 2016: 28 micro-batches; recompute none, ZeRO 1
 # model: 79.03 s per iteration (9 of 10 runs: 56.87 to 109.8), 3.795 TFLOPs per node, bubble 14.8%, 12765 MiB on the fullest rank
 # elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2093:53:37 (model), 89 jobs in a row; each
-# saves and leaves 15 minutes before its end
+# job saves and exits 15 minutes before its end
 set -euo pipefail
 
+NAME=gpt_13b
+NODES=1152
 RANKS_PER_NODE=2
+RANK_MAP=(8x12x12 "$RANKS_PER_NODE" 4 8)  # node shape, ranks per node, TP, PP
+SPARE_NODES=0  # the rank map uses every node
+ELAPSE=${ELAPSE:-86400}  # seconds, the same as in the directive above
+MARGIN=${MARGIN:-900}  # seconds before the end of the job at which the trainer saves and exits
 FLAGS=(
     --recipe 13b
     --tensor-model-parallel-size 4
@@ -31,127 +37,8 @@ FLAGS=(
     --cpu-frequency 2.0
 )
 
-NODES=1152
-SPARE_NODES=0  # the map of a torus needs every node
-JOB=${PJM_SUBJOBID:-${PJM_JOBID:?submit this file: pjsub -g GROUP FILE}}
-LOCAL=${PJM_LOCALTMP:?}/fugaku_megatron
-MPI_OPTIONS=(
-    -mca common_tofu_use_memory_pool 1   # memory registered with Tofu is kept, not registered for every message
-    -mca coll_base_reduce_commute_safe 1 # sums in one fixed order: the same bits in every run
-)
-# All-reduce algorithm: Fujitsu MPI chooses by size and box. To force one: -mca coll_select_allreduce_algorithm ring|trinaryx3
-export PLE_MPI_STD_EMPTYFILE=off  # no files for ranks that print nothing
-MAP=
-
-share_archive() { llio_transfer "$ARCHIVE"; }  # a copy on every storage node: no file is opened by thousands of compute nodes
-forget_archive() { llio_transfer --purge "$ARCHIVE"; }
-
-start_words() {  # start_words LABEL RANKS: WORDS are mpiexec's own; output of a thousand ranks to a directory
-    mkdir -p "$OUT/$1"
-    WORDS=(mpiexec -n "$2" "${MPI_OPTIONS[@]}" ${MAP:+--vcoordfile "$MAP"}
-        -stdout-proc "$OUT/$1/%/1000r/stdout" -stderr-proc "$OUT/$1/%/1000r/stderr")
-}
-
-launch() {  # launch LABEL COMMAND: on all ranks
-    local WORDS label=$1
-    shift
-    start_words "$label" "$(((NODES + SPARE_NODES) * RANKS_PER_NODE))"
-    "${WORDS[@]}" "$@"
-}
-
-supervise() {  # supervise LABEL COMMAND: the same, started again after a fault, without nodes that do not answer
-    local WORDS label=$1 nodes=() clean=(env -u PYTHONHOME -u PYTHONPATH "LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}")
-    shift
-    if [ -n "$MAP" ]; then
-        nodes=(--hosts "@$MAP" --spare-nodes "$SPARE_NODES" --ranks-per-node "$RANKS_PER_NODE")
-        MAP="{map}" start_words "$label" "{ranks}"
-        nodes+=(--launcher "${clean[*]@Q} ${WORDS[*]@Q}")
-        WORDS=()
-    else
-        start_words "$label" "$((NODES * RANKS_PER_NODE))"
-        WORDS=("${clean[@]}" "${WORDS[@]}")
-    fi
-    (use_local; exec "$LOCAL/bin/python3" -m fugaku_megatron supervise --max-restarts "$MAX_RESTARTS" "${nodes[@]}" -- \
-        "${WORDS[@]}" "$@")
-}
-
-# Paths; each can be given from outside (pjsub -x NAME=value)
-ARCHIVE=${ARCHIVE:-$PWD/fugaku_megatron.tar}    # scripts/build.sh writes it: interpreter, packages, program and data
-DATA=${DATA:-mock}                              # prefix of .bin/.idx under data/ of the archive; mock: random tokens
-TOKENIZER=${TOKENIZER:-}                        # file or folder of --tokenizer-model under data/; empty: vocab.json and merges.txt
-SAVE=${SAVE:-$PWD/checkpoints/gpt_13b}
-OUT=${OUT:-$PWD/output/gpt_13b.$JOB}
-TCMALLOC=${TCMALLOC:-}                          # a libtcmalloc.so to preload; without one the trainer keeps its memory itself
-ELAPSE=${ELAPSE:-86400}                      # seconds of the job, as the directive above says
-MARGIN=${MARGIN:-900}                      # seconds before its end in which the trainer saves and leaves
-MAX_RESTARTS=${MAX_RESTARTS:-5}                 # after a fault, inside this job
-
-local_rank() { echo "${OMPI_COMM_WORLD_LOCAL_RANK:-${PLE_RANK_ON_NODE:-${MPI_LOCALRANKID:-${SLURM_LOCALID:-0}}}}"; }
-
-stage_node() {  # one rank of each node unpacks; nobody else opens the archive
-    [ "$(local_rank)" = 0 ] || return 0
-    mkdir -p "$LOCAL"
-    tar -xf "$ARCHIVE" -C "$LOCAL"
-}
-
-use_local() {  # what was unpacked, and nothing that thousands of nodes share
-    export PYTHONHOME=$LOCAL PYTHONPATH=$LOCAL/app:$LOCAL/site PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1
-    export LD_LIBRARY_PATH=/lib64:$LOCAL/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-    export XDG_CACHE_HOME=$LOCAL/cache MPLCONFIGDIR=$LOCAL/cache TORCHINDUCTOR_CACHE_DIR=$LOCAL/cache
-    export XOS_MMM_L_PAGING_POLICY=demand:demand:demand  # pages where their thread runs, not all on one CMG
-    export FLIB_CNTL_BARRIER_ERR=FALSE                   # Python starts threads that Fujitsu's runtime does not expect
-}
-
-run_rank() {  # one rank: bound to its share of the NUMA nodes that compute; those of assistant cores are much smaller
-    local node cpus most=0 nodes=() bind=() preload=${LD_PRELOAD:-} each first
-    for node in /sys/devices/system/node/node[0-9]*; do
-        cpus=("$node"/cpu[0-9]*)
-        ((${#cpus[@]} > most)) && most=${#cpus[@]}
-    done
-    for node in /sys/devices/system/node/node[0-9]*; do
-        cpus=("$node"/cpu[0-9]*)
-        ((2 * ${#cpus[@]} >= most)) && nodes+=("${node##*node}")
-    done
-    if command -v numactl >/dev/null && ((${#nodes[@]} % RANKS_PER_NODE == 0)); then
-        each=$((${#nodes[@]} / RANKS_PER_NODE))
-        first=$((($(local_rank) % RANKS_PER_NODE) * each))
-        bind=("${nodes[@]:first:each}")
-        bind=(numactl "--cpunodebind=$(IFS=,; echo "${bind[*]}")" "--membind=$(IFS=,; echo "${bind[*]}")")
-    fi
-    use_local
-    if [ -n "$TCMALLOC" ]; then  # first, before what was preloaded already
-        preload=$TCMALLOC${preload:+:$preload}
-        export XOS_MMM_L_HPAGE_TYPE=none  # libmpg's malloc would take tcmalloc's place
-    fi
-    exec "${bind[@]}" env ${preload:+LD_PRELOAD="$preload"} "$LOCAL/bin/python3" "$@"
-}
-
-export LOCAL ARCHIVE TCMALLOC RANKS_PER_NODE
-
-if [ "$DATA" = mock ]; then
-    DATA_FLAGS=(--mock-data)
-elif [ -n "$TOKENIZER" ]; then
-    DATA_FLAGS=(--data-path "$LOCAL/data/$DATA" --tokenizer-model "$LOCAL/data/$TOKENIZER")
-else
-    DATA_FLAGS=(--data-path "$LOCAL/data/$DATA" --vocab-file "$LOCAL/data/vocab.json" --merge-file "$LOCAL/data/merges.txt")
-fi
-
-minutes_left() { awk "BEGIN {m = ($ELAPSE - $SECONDS - $MARGIN) / 60; print (m > 0.01 ? m : 0.01)}"; }  # at least one iteration
-
-train() {  # train LABEL [flags]: one run on all ranks
-    local label=$1
-    shift
-    ${START:-launch} "$label" bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\$@\"" run_rank \
-        "$LOCAL/app/pretrain_gpt.py" \
-        "${FLAGS[@]}" "${DATA_FLAGS[@]}" --exit-duration-in-mins "$(minutes_left)" "$@"
-}
-
-echo "staging $ARCHIVE on $NODES nodes"
-share_archive
-trap forget_archive EXIT
-launch stage bash -c "$(declare -f local_rank stage_node); stage_node"
-MAP=$LOCAL/rank_map
-# tensor-parallel groups inside a node or a 2x3x2 unit, the replicas of a stage in a box
-(use_local; "$LOCAL/bin/python3" -m fugaku_megatron.jobs.torus 8x12x12 "$RANKS_PER_NODE" 4 8) > "$MAP"
+for COMMON in "${FUGAKU_MEGATRON:-$PWD}"{,/../..}/fugaku_megatron/jobs/pjsub.sh; do [ -f "$COMMON" ] && break; COMMON=; done
+# shellcheck source-path=SCRIPTDIR source=../../fugaku_megatron/jobs/pjsub.sh
+. "${COMMON:?pjsub.sh was not found: submit from the checkout, or pass pjsub -x FUGAKU_MEGATRON=/path/to/the/checkout}"
 
 START=supervise train train --save "$SAVE" --load "$SAVE"
