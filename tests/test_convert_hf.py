@@ -6,21 +6,26 @@ Run: pytest tests/test_convert_hf.py
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.convert import command
 from fugaku_megatron.convert.hugging_face import read_config
+from fugaku_megatron.convert.outputs import whole
+from fugaku_megatron.nn.rotary import frequencies
 from fugaku_megatron.run.arguments import parse
 from fugaku_megatron.run.model_config import architecture
 from fugaku_megatron.run.recipes import RECIPES
@@ -35,6 +40,7 @@ from tests.small_models import (  # noqa: E402
     MODELS,
     VOCABULARY,
     convert,
+    decoder,
     our_logits,
     randomized,
     same,
@@ -154,12 +160,23 @@ BAD_CONFIGS = [
     ("gpt2", {"model_type": "bloom"}, "config.json: model_type is 'bloom': it can be gpt2, llama, mistral, qwen2, qwen3"),
     ("gpt2", {"tie_word_embeddings": "yes"}, "config.json: tie_word_embeddings is 'yes', not bool"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling has type 'yarn', and the block"),
-    ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor of rope_scaling is 2.0, and the block"),
+    ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, "--rope-scaling-high-freq-factor 4.0 is not above"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}}, "has no high_freq_factor"),
+    ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192.5}}, "is 8192.5, not a whole number above 0"),
+    ("llama", {"rope_parameters": {**LLAMA3, "factor": 10**400}}, "config.json: factor is 1000"),
+    ("llama", {"rope_interleaved": True}, "config.json: rope_interleaved is True, and the block computes False"),
+    ("llama", {"pretraining_tp": 2}, "config.json: pretraining_tp is 2, and the block computes 1"),
+    ("gpt2", {"quantization_config": {"quant_method": "fp8"}}, "config.json: quantization_config is {'quant_method': 'fp8'}, and "),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "config.json: architectures is ['LlamaForSequenceClassificat"),
+    ("gpt2", {"architectures": "GPT2DoubleHeadsModel"}, "config.json: architectures is 'GPT2DoubleHeadsModel', and the block is"),
+    ("mistral", {"head_dim": 24.5}, "config.json: head_dim is 24.5, not a whole number above 0"),
+    ("mistral", {"sliding_window": 6.5}, "config.json: sliding_window is 6.5, not a whole number above 0"),
+    ("llama", {"num_key_value_heads": 2.0}, "config.json: num_key_value_heads is 2.0, not a whole number above 0"),
     ("llama", {"attention_bias": True}, "config.json: attention_bias is True, and the block computes False"),
     ("llama", {"mlp_bias": True}, "config.json: mlp_bias is True, and the block computes False"),
     ("llama", {"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', and the block computes 'silu' or 'swish'"),
     ("llama", {"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor is 0.5, and the block"),
-    ("llama", {"num_key_value_heads": "2"}, "config.json: num_key_value_heads is '2', not a number above 0"),
+    ("llama", {"num_key_value_heads": "2"}, "config.json: num_key_value_heads is '2', not a whole number above 0"),
     ("llama", {"num_key_value_heads": 3}, "config.json: --num-attention-heads 4 is not divisible by --num-query-groups 3"),
     ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has full_attention and sliding_attention"),
     ("qwen2", {"use_sliding_window": True}, "config.json: use_sliding_window is True, and the block computes False"),
@@ -212,10 +229,55 @@ def add_tensor(path: Path, name: str, shape: tuple[int, ...]) -> None:
     save_file({**load_file(path), name: torch.ones(shape)}, path, {"format": "pt"})
 
 
+def stored_as(path: Path, dtype: torch.dtype) -> None:
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+def edit_header(path: Path, change: Callable[[dict], object], added: bytes = b"") -> None:
+    """Change the header of a safetensors file, and add bytes behind its tensors."""
+    contents = path.read_bytes()
+    end = 8 + int.from_bytes(contents[:8], "little")
+    entries = json.loads(contents[8:end])
+    change(entries)
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + contents[end:] + added)
+
+
+def in_order(entries: dict) -> list[dict]:
+    """The tensors of a header by their places."""
+    return sorted((entry for name, entry in entries.items() if name != "__metadata__"), key=lambda entry: entry["data_offsets"])
+
+
+def overlap(entries: dict) -> None:
+    """The last tensor lies where the first one of its size does, and the file is shorter by it."""
+    *others, last = in_order(entries)
+    size = last["data_offsets"][1] - last["data_offsets"][0]
+    last["data_offsets"] = next(e["data_offsets"] for e in others if e["data_offsets"][1] - e["data_offsets"][0] == size)
+
+
+def leave_a_hole(entries: dict) -> None:
+    last = in_order(entries)[-1]
+    last["data_offsets"] = [offset + 8 for offset in last["data_offsets"]]
+
+
+WRONG_PLACES = {"overlapping": (overlap, b""), "a hole": (leave_a_hole, b"12345678"), "trailing bytes": (bool, b"12345678")}
+
+
+@pytest.mark.parametrize("damage", WRONG_PLACES)
+def test_places_that_the_safetensors_library_refuses_are_refused(tmp_path, capsys, sources, damage):
+    shutil.copytree(sources["qwen2"], tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    edit_header(file, *WRONG_PLACES[damage])
+    with pytest.raises(SafetensorError):
+        load_file(file)
+    line = refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    assert f"{file} is not a valid safetensors file: its header is damaged (" in line and not list(tmp_path.glob("*ours*"))
+
+
 DAMAGE = [
     ("model-00002-of-*", Path.unlink, "is missing, and model.safetensors.index.json names it"),
-    ("model-00002-of-*", truncate, "is no safetensors file: its header is damaged (a tensor of shape"),
-    ("model-00002-of-*", lambda path: path.write_bytes(b"\xff" * 64), "is no safetensors file: its header of "),
+    ("model-00002-of-*", truncate, "is not a valid safetensors file: its header is damaged (a tensor of shape"),
+    ("model-00002-of-*", lambda path: path.write_bytes(b"\xff" * 64), "is not a valid safetensors file: its header of "),
     ("model-00002-of-*", lambda path: save_file({"x": torch.ones(1)}, path), "does not hold transformer."),
     ("model.safetensors.index.json", Path.unlink, "holds neither model.safetensors nor model.safetensors.index.json"),
     ("model.safetensors.index.json", lambda path: path.write_text('{"weight_map": {"a": "../b"}}'), "has no weight_map of tensors"),
@@ -224,6 +286,9 @@ DAMAGE = [
     ("config.json", Path.unlink, "config.json is missing"),
     ("model-00001-of-*", lambda path: add_tensor(path, "score.weight", (2,)), "tensors that GPT2LMHeadModel does not have here"),
     ("model-00001-of-*", lambda path: add_tensor(path, "lm_head.weight", (VOCABULARY, 48)), "lm_head.weight differs from "),
+    ("model-00002-of-*", lambda path: stored_as(path, torch.float8_e4m3fn), "has the format F8_E4M3, which is not supported: save"),
+    ("model-00002-of-*", lambda path: stored_as(path, torch.int8), "has the format I8, which is not supported: save the model"),
+    ("model-00002-of-*", lambda path: stored_as(path, torch.int64), "has the format I64, which is not supported for weights: save"),
 ]
 
 
@@ -246,11 +311,85 @@ def test_a_disk_that_fails_in_the_middle_leaves_nothing(sources, tmp_path, monke
     assert line.endswith("ours: No space left on device: give another directory") and not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_conversion_left_is_no_obstacle_and_other_directories_are(sources, tmp_path):
-    (tmp_path / ".ours.converting").mkdir()
-    (tmp_path / "ours.tmp").mkdir()
+def test_what_a_killed_conversion_left_is_removed_and_other_directories_stay(sources, tmp_path):
+    """A killed process is one of this host that is gone; those of other hosts may be running."""
+    killed = subprocess.Popen([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"],
+                              stdout=subprocess.PIPE, text=True)
+    own = f".ours.converting.{platform.node()}.{killed.pid}"
+    killed.kill()
+    killed.communicate()
+    others = [".ours.converting.elsewhere.7.ab", f".ours.converting.{platform.node()}.{os.getppid()}.ab", "ours.tmp"]
+    for name in (f"{own}.ab", *others):
+        (tmp_path / name).mkdir()
     assert convert("--from-hf", sources["gpt2"], "--save", tmp_path / "ours") == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "ours.tmp"]
+    assert {path.name for path in tmp_path.iterdir()} == {"ours", *others}
+
+
+def test_two_conversions_into_one_directory_do_not_disturb_each_other(tmp_path):
+    """The second one begins while the first one writes. The first to end has the name, and the other is refused."""
+    with pytest.raises(ValueError, match=r"--save .*ours is not empty: give a new directory"):
+        with whole("--save", str(tmp_path / "ours")) as first:
+            (first / "weights").write_text("first")
+            with whole("--save", str(tmp_path / "ours")) as second:
+                (second / "weights").write_text("second")
+            assert (first / "weights").read_text() == "first"
+    assert (tmp_path / "ours" / "weights").read_text() == "second" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(("query", "others", "widest"), [
+    (torch.bfloat16, torch.float32, torch.float32), (torch.float32, torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16)])
+def test_tensors_that_become_one_are_kept_in_the_widest_of_their_formats(sources, tmp_path, query, others, widest):
+    """Queries, keys and values are one tensor here. No value changes."""
+    shutil.copytree(sources["llama"], tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    stored = {name: tensor.to(query if "q_proj" in name else others if ".self_attn." in name else tensor.dtype)
+              for name, tensor in load_file(file).items()}
+    save_file(stored, file, {"format": "pt"})
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "back") == 0
+    joined = ("q_proj", "k_proj", "v_proj")
+    expected = {name: tensor.to(widest) if any(part in name for part in joined) else tensor for name, tensor in stored.items()}
+    assert same(tensors(tmp_path / "back"), expected)
+
+
+SCALINGS = [{"factor": 16.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 64},
+            {"factor": 3.0, "low_freq_factor": 0.5, "high_freq_factor": 32.5},  # transformers then takes max_position_embeddings
+            {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 4096}]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_any_scaling_of_llama_3_is_computed_and_comes_back(tmp_path, scaling):
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, **scaling}
+    model = randomized(decoder("Llama", rope_parameters=rope, max_position_embeddings=256, head_dim=24))
+    model.save_pretrained(tmp_path / "hf")
+    if "original_max_position_embeddings" not in scaling:
+        edit(tmp_path / "hf" / "config.json", rope_parameters=rope)
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    tokens = torch.randint(0, VOCABULARY, (200, 2), generator=torch.Generator().manual_seed(3))  # (s, b)
+    logits = our_logits(tmp_path / "ours", tokens)
+    with torch.no_grad():
+        expected = model(tokens.t()).logits.transpose(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+    words = (tmp_path / "ours" / "model.flags").read_text().split()
+    flags = parse([*words, "--seq-length", "8", "--micro-batch-size", "1", "--mock-data"]).run.model
+    assert flags.rope_scaling_original_max_position_embeddings == scaling.get("original_max_position_embeddings", 256)
+    assert (flags.rope_scaling_low_freq_factor, flags.rope_scaling_high_freq_factor) == (
+        scaling["low_freq_factor"], scaling["high_freq_factor"])
+    (tmp_path / "none").mkdir()
+    assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "made", "--hf-files", tmp_path / "none") == 0
+    made = transformers.AutoConfig.from_pretrained(tmp_path / "made").rope_parameters
+    assert made == {**rope, "original_max_position_embeddings": 256, **scaling}
+    assert torch.equal(frequencies(read_config(json.loads((tmp_path / "made" / "config.json").read_text()))[1]),
+                       frequencies(read_config(json.loads((tmp_path / "hf" / "config.json").read_text()))[1]))
+
+
+def test_a_scaling_that_megatron_has_no_arguments_for_is_refused(tmp_path, capsys):
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, **SCALINGS[0]}
+    randomized(decoder("Llama", rope_parameters=rope, max_position_embeddings=256)).save_pretrained(tmp_path / "hf")
+    capsys.readouterr()
+    line = refused(capsys, "--from-hf", tmp_path / "hf", "--to-megatron", tmp_path / "megatron")
+    assert "--rope-scaling-low-freq-factor is 2.0, and Megatron-LM computes 1.0" in line and not list(tmp_path.glob("*megatron*"))
 
 
 def test_names_of_published_files(sources, tmp_path):

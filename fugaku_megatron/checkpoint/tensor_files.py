@@ -27,6 +27,9 @@ from .crc import BLOCK_BYTES, DIGITS, BlockChecksums, check_size, digits, verify
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+# Formats that the safetensors library knows besides, for which there is nothing here.
+_OTHERS = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "C64", "I8", "I16", "U16",
+           "U32", "U64")
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 # Parsed, a header takes up to 27 times its bytes: a large one is at most an eighth of its file.
@@ -170,22 +173,45 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
+class UnsupportedFormat(ValueError):
+    """A file has tensors in a format that is not one of DTYPES, such as FP8."""
+
+
 def read_header(file: Readable) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises ValueError for a header that is no safetensors header or leads beyond the file."""
+    """The tensors of a file by name. Raises ValueError for a header that the safetensors library refuses, too: one that is not
+    JSON, or whose tensors do not lie one after another up to the end of the file. UnsupportedFormat: a tensor has no dtype here.
+    """
     size = file.size
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
     if not 0 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER, max(_SMALL_HEADER, size // _HEADER_SHARE)):
-        raise ValueError(f"{file.path} is no safetensors file: its header of {length} bytes does not fit into {size}")
+        raise ValueError(f"{file.path} is not a valid safetensors file: its header of {length} bytes does not fit into {size}")
     begin = _LENGTH_BYTES + length
     try:
         entries = json.loads(file.read(_LENGTH_BYTES, begin))
-        return {name: _stored(entry, begin, size) for name, entry in entries.items() if name != "__metadata__"}
+        stored = {name: _stored(name, entry, begin, size) for name, entry in entries.items() if name != "__metadata__"}
+        _check_places(stored.values(), begin, size)
+        return stored
+    except UnsupportedFormat as error:
+        raise UnsupportedFormat(f"{file.path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file.path} is no safetensors file: its header is damaged ({describe(error)})") from error
+        raise ValueError(f"{file.path} is not a valid safetensors file: its header is damaged ({describe(error)})") from error
 
 
-def _stored(entry: Any, begin: int, size: int) -> StoredTensor:
+def _check_places(stored: Iterable[StoredTensor], begin: int, size: int) -> None:
+    """ValueError unless the tensors lie one after another from byte `begin` to the end of the file."""
+    end = begin
+    for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.numel)):
+        if tensor.start != end:
+            raise ValueError(f"a tensor begins at byte {tensor.start - begin}, and the one before it ends at {end - begin}")
+        end += tensor.numel * tensor.dtype.itemsize
+    if end != size:
+        raise ValueError(f"the tensors end at byte {end - begin} of {size - begin}")
+
+
+def _stored(name: str, entry: Any, begin: int, size: int) -> StoredTensor:
     dtypes, shape = {name: dtype for dtype, name in DTYPES.items()}, entry["shape"]
+    if entry["dtype"] in _OTHERS:
+        raise UnsupportedFormat(f"{name:.200} has the format {entry['dtype']}, which is not supported")
     if entry["dtype"] not in dtypes:
         raise ValueError(f"a tensor has dtype {entry['dtype']!r:.40}, not one of {', '.join(dtypes)}")
     dtype, (first, last) = dtypes[entry["dtype"]], entry["data_offsets"]

@@ -16,6 +16,8 @@ from .arrangements import Arrangement, conv_query_key_value, query_key_value, st
 from .fields import FULL_ATTENTION, HEADS, NO_DROPOUT, ROTARY, WINDOW, Rule, tied
 
 REQUIRED = object()
+# As Architecture.only, of every architecture.
+ONLY = {"quantization_config": (None,), "rope_interleaved": (False, None), "pretraining_tp": (1, None)}
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Architecture:
     places: Mapping[str, tuple[tuple[str, ...], Arrangement]]
     unused: re.Pattern = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
     own_head_size: bool = True
+
+    @property
+    def without_head(self) -> str:
+        """What transformers calls the model without its head, which a tied head needs no tensor for."""
+        return re.sub("(ForCausalLM|LMHeadModel)$", "Model", self.name)
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether a model is of this architecture."""

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..nn.rotary import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_POSITIONS
 from ..run.checks import check
 from ..run.model_config import ROPE, ModelConfig
 
 FILE = "config.json"
-# What Llama 3's scaling has beside its factor; the block has these, so others are refused.
-LLAMA3 = {"low_freq_factor": LOW_FREQUENCY_FACTOR, "high_freq_factor": HIGH_FREQUENCY_FACTOR,
-          "original_max_position_embeddings": ORIGINAL_POSITIONS}
+POSITIONS = "original_max_position_embeddings"
+# What Llama 3's scaling has -> ModelConfig's names.
+LLAMA3 = {"factor": "rope_scaling_factor", "low_freq_factor": "rope_scaling_low_freq_factor",
+          "high_freq_factor": "rope_scaling_high_freq_factor", POSITIONS: "rope_scaling_original_max_position_embeddings"}
+LARGEST = 1e30  # of a number that is no size
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,12 @@ class Rule:
     write: Callable[[ModelConfig], dict[str, Any]]
 
 
-def number(config: dict[str, Any], name: str, default: float | None) -> Any:
-    """A number or null of config.json, above 0. ValueError for anything else."""
+def number(config: dict[str, Any], name: str, default: float | None, kind: type = int | float) -> Any:
+    """A number or null of config.json, above 0. kind: int for a whole number. ValueError for anything else."""
     value = config.get(name, default)
-    right = value is None or isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    check(right, f"{FILE}: {name} is {value!r:.60}, not a number above 0")
+    right = value is None or isinstance(value, kind) and not isinstance(value, bool) and 0 < value < LARGEST
+    what = "a whole number" if kind is int else "a number"
+    check(right, f"{FILE}: {name} is {value!r:.60}, not {what} above 0")
     return default if value is None else value
 
 
@@ -49,9 +51,9 @@ def tied(default: bool) -> Rule:
 
 def _read_heads(config: dict[str, Any]) -> dict[str, Any]:
     heads = config.get("num_attention_heads")
-    groups = number(config, "num_key_value_heads", heads)
+    groups = number(config, "num_key_value_heads", heads, int)
     shared = {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
-    return {**shared, "kv_channels": number(config, "head_dim", None)}
+    return {**shared, "kv_channels": number(config, "head_dim", None, int)}
 
 
 HEADS = Rule(_read_heads, lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels})
@@ -69,15 +71,17 @@ def _read_rope(config: dict[str, Any]) -> dict[str, Any]:
           "llama3 or default")
     if kind == "default":
         return values
-    for name, value in LLAMA3.items():
-        given = rope.get(name, value)
-        check(given == value, f"{FILE}: {name} of rope_scaling is {given!r:.40}, and the block has {value}")
-    return {**values, "use_rope_scaling": True, "rope_scaling_factor": float(number(rope, "factor", 8.0))}
+    positions = config.get(POSITIONS, rope.get(POSITIONS, config.get("max_position_embeddings")))  # as transformers has it
+    rope = {**rope, POSITIONS: positions}
+    for name, ours in LLAMA3.items():
+        check(rope.get(name) is not None, f"{FILE}: rope_scaling of type llama3 has no {name}")
+        values[ours] = number(rope, name, None, int) if name == POSITIONS else float(number(rope, name, None))
+    return {**values, "use_rope_scaling": True}
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
-    scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3} if model.use_rope_scaling else None
-    return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+    scaling = {"rope_type": "llama3", **{name: getattr(model, ours) for name, ours in LLAMA3.items()}}
+    return {"rope_theta": model.rotary_base, "rope_scaling": scaling if model.use_rope_scaling else None}
 
 
 ROTARY = Rule(_read_rope, _write_rope)
@@ -86,7 +90,7 @@ ROTARY = Rule(_read_rope, _write_rope)
 def _read_window(config: dict[str, Any]) -> dict[str, Any]:
     """Mistral's sliding_window w: a token sees itself and w - 1 before it; left out it is 4096, null: all."""
     given = config.get("sliding_window", 4096)
-    window = None if given is None else number(config, "sliding_window", 4096)
+    window = None if given is None else number(config, "sliding_window", 4096, int)
     _check_layers(config, "full_attention" if window is None else "sliding_attention")
     return {"window_size": None if window is None else f"{window - 1},0"}
 

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.tensor_files import DTYPES
 from ..run.checks import check, check_kind
 from ..run.model_config import MASKED, ModelConfig
 from ..run.model_config import architecture as shape_values
-from .architectures import ARCHITECTURES, REQUIRED, Architecture
+from .architectures import ARCHITECTURES, ONLY, REQUIRED, Architecture
 from .arrangements import Arrangement, Shape, whole
 from .fields import FILE
-from .safetensors_files import TensorDirectory, read_json, write
-from .weights import Weights, layer_of, place_of, shapes
+from .safetensors_files import SAVE_AS, TensorDirectory, read_json, write
+from .weights import Weights, layer_of, place_of, shapes, widest
 
 HEAD = "lm_head.weight"
 # What belongs to a model beside its weights, as patterns of names.
@@ -79,7 +80,10 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
     kind = config.get("model_type")
     check(isinstance(kind, str) and kind in known, f"{FILE}: model_type is {kind!r:.60}: it can be {', '.join(known)}")
     architecture = known[kind]
-    for name, values in architecture.only.items():
+    named = config.get("architectures") or [architecture.name]
+    right = isinstance(named, list) and not {architecture.name, architecture.without_head}.isdisjoint(map(str, named))
+    check(right, f"{FILE}: architectures is {named!r:.80}, and the block is {architecture.name}")
+    for name, values in {**architecture.only, **ONLY}.items():
         given = config.get(name, values[0])
         check(given in values, f"{FILE}: {name} is {given!r:.80}, and the block computes {' or '.join(map(repr, values))}")
     values = {**architecture.block, **_fields(architecture, config)}
@@ -116,8 +120,8 @@ class _Reader:
     stored: dict[str, str]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of one of our tensors: that of theirs."""
-        return self.files.tensors[self.stored[theirs_of(self.architecture, name)[0]]][1].dtype
+        """Of one of our tensors: the widest of theirs."""
+        return widest(self.files.tensors[self.stored[their]][1].dtype for their in theirs_of(self.architecture, name))
 
     def __call__(self, name: str) -> Tensor:
         theirs, arranged = theirs_of(self.architecture, name), self.architecture.places[place_of(name)[0]][1]
@@ -138,8 +142,10 @@ def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConf
         for number, their in enumerate(theirs_of(architecture, name)):
             empty = torch.empty(shape, device="meta")
             _, expected = architecture.places[place_of(name)[0]][1](empty, number, model)
-            found = files.tensors[stored[their]][1].shape
-            check(found == expected, f"{their} has shape {list(found)}, and {FILE} says {list(expected)}")
+            file, found = files.tensors[stored[their]]
+            check(found.shape == expected, f"{their} has shape {list(found.shape)}, and {FILE} says {list(expected)}")
+            check(found.dtype.is_floating_point, f"{file.path}: {their} has the format {DTYPES[found.dtype]}, which is not "
+                  f"supported for weights: {SAVE_AS}")
     return _Reader(files, architecture, model, ours, stored)
 
 
@@ -158,7 +164,9 @@ def _stored_names(files: TensorDirectory, architecture: Architecture, names: lis
 
 def _check_tied(files: TensorDirectory, embedding: str) -> None:
     """A head that is stored although it is tied must be the embedding, or converting would lose it."""
-    check(torch.equal(files.read(HEAD), files.read(embedding)), f"{HEAD} differs from {embedding}, and {FILE} says "
+    head, weight = files.read(HEAD), files.read(embedding)
+    both = widest((head.dtype, weight.dtype))
+    check(torch.equal(head.to(both), weight.to(both)), f"{HEAD} differs from {embedding}, and {FILE} says "
           "tie_word_embeddings true: correct one of them")
 
 

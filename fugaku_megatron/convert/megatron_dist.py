@@ -25,7 +25,7 @@ from ..nn.parameter import ParameterSpec
 from ..run.checks import check
 from . import pickled
 from .megatron_names import model_of, our_name
-from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs
+from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs, widest
 
 METADATA, COMMON = ".metadata", "common.pt"
 
@@ -78,12 +78,12 @@ class _Reader:
         return size if layer is None else size[1:]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of one of our tensors."""
-        return self.metadata.state_dict_metadata[self._places(name)[0][0]].properties.dtype
+        """Of one of our tensors: the widest of theirs."""
+        return widest(self.metadata.state_dict_metadata[key].properties.dtype for key, _ in self._places(name))
 
     def __call__(self, name: str) -> Tensor:
         spec, parts = self.specs[name], [self._global(key, layer) for key, layer in self._places(name)]
-        whole = parts[0] if len(parts) == 1 else torch.stack(parts)
+        whole = parts[0] if len(parts) == 1 else torch.stack([part.to(self.dtype(name)) for part in parts])
         return whole[: spec.shape[0]].contiguous() if name in VOCABULARY else whole.view(spec.shape)
 
     def _global(self, key: str, layer: int | None) -> Tensor:

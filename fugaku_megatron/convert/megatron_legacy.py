@@ -27,7 +27,7 @@ from ..run.checks import check
 from ..run.model_config import ModelConfig
 from . import pickled
 from .megatron_names import VERSION, arguments_of, model_of, our_name, transformer_engine_name
-from .weights import Weights, check_elements, check_rest, layer_of, specs
+from .weights import Weights, check_elements, check_rest, layer_of, specs, widest
 
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
@@ -50,7 +50,7 @@ def open_legacy(path: Path, vocab_size: int | None) -> Weights:
         raise ValueError(f"{path}: {error}") from error
     reader = _Reader(path, model, version, specs(model), _numbered(chunks))
     reader.check()
-    return Weights(model, {name: reader.ranks[name][0].dtype for name in reader.specs}, reader)
+    return Weights(model, {name: widest(part.dtype for part in reader.ranks[name]) for name in reader.specs}, reader)
 
 
 def _stages(path: Path) -> list[list[dict[str, Any]]]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..run.checks import check, check_kind
-from ..run.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ModelConfig
+from ..run.checks import check, check_kind, flag
+from ..run.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
 
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
 # (their argument, its value where the block can do it, and what leaving it out means)
@@ -25,6 +25,7 @@ _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("hybrid_override_pattern", (None,)), ("window_attn_skip_freq", (None,)), ("softmax_type", ("vanilla", None)))
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
 _ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
+_CONSTANTS = ROPE_SCALING[1:]  # fields that are no arguments of theirs, which compute the defaults of here
 _OWN = ("disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "make_vocab_size_divisible_by",
         "mask_vocab_padding")
 
@@ -93,7 +94,14 @@ def _positions(given: dict[str, Any]) -> str:
 
 
 def arguments_of(model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int) -> argparse.Namespace:
-    """The arguments that Megatron-LM keeps in a checkpoint, as far as they say what the model is. rows: of its embedding."""
+    """The arguments that Megatron-LM keeps in a checkpoint, as far as they say what the model is. rows: of its embedding.
+
+    ValueError for a model that no arguments of Megatron-LM describe.
+    """
+    for f in fields(ModelConfig):
+        value = getattr(model, f.name)
+        check(f.name not in _CONSTANTS or not model.use_rope_scaling or value == f.default, f"{flag(f.name)} is {value}, and "
+              f"Megatron-LM computes {f.default}, for which it has no argument")
     same = {f.name: getattr(model, f.name) for f in fields(ModelConfig) if f.name not in _OWN}
     same["num_query_groups"] = model.num_query_groups or 1  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensor_files import StoredTensor, as_bytes, fill, read_header, write_tensors
+from ..checkpoint.tensor_files import StoredTensor, UnsupportedFormat, as_bytes, fill, read_header, write_tensors
 from ..comm.agreement import describe
 from ..run.checks import check
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAVE_AS = "save the model in F32, BF16 or F16"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
@@ -102,7 +103,10 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFil
 
 def _header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
     file = PlainFile(path, path.stat().st_size)
-    return {name: (file, stored) for name, stored in read_header(file).items()}
+    try:
+        return {name: (file, stored) for name, stored in read_header(file).items()}
+    except UnsupportedFormat as error:
+        raise ValueError(f"{error}: {SAVE_AS}") from error
 
 
 def write(directory: Path, like: Mapping[str, Tensor], values: Callable[[str], Tensor], max_bytes: int) -> None:

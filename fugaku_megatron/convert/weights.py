@@ -5,8 +5,9 @@ Left out: the formats (hugging_face.py, own.py). Test: pytest tests/test_convert
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,6 +73,11 @@ def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:
 def check_rest(path: Path, rest: set[str]) -> None:
     """ValueError where tensors of a checkpoint are left that no weight is made of."""
     check(not rest, f"{path} holds {len(rest)} tensors that the block does not have, such as {sorted(rest)[:1]}")
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype of a tensor that is put together of several, which holds all of their values."""
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def layer_of(name: str) -> int | None:

@@ -14,20 +14,21 @@ from torch import Tensor
 from ..run.config import ModelConfig
 from ..run.model_config import ROPE
 
-# Llama 3.1's constants, which Megatron-LM does not have as flags either: waves of up to 8192 / 4 positions stay as they are, those
-# of 8192 / 1 and more are lengthened by the factor, and what lies between is mixed of both.
-ORIGINAL_POSITIONS, LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 8192, 1.0, 4.0
-
 
 def frequencies(model: ModelConfig) -> Tensor:
-    """Angle per position of each pair of elements, (rotated elements / 2,) in FP32."""
+    """Angle per position of each pair of elements, (rotated elements / 2,) in FP32.
+
+    With --use-rope-scaling, waves of up to (original positions / high factor) positions stay as they are, those of (original
+    positions / low factor) and more are lengthened by the scaling factor, and those between are mixed of both.
+    """
     size = model.rotary_size
     plain = 1.0 / model.rotary_base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if not model.use_rope_scaling:
         return plain
     lengthened = plain / model.rope_scaling_factor
-    waves = ORIGINAL_POSITIONS / (2 * math.pi / plain)  # in the original positions
-    share = ((waves - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)).clamp(0.0, 1.0)
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    waves = model.rope_scaling_original_max_position_embeddings / (2 * math.pi / plain)  # in the original positions
+    share = ((waves - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - share) * lengthened + share * plain
 
 

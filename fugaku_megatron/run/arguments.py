@@ -17,7 +17,7 @@ from .checks import Refused, check, flag, flag_words
 from .command_line import Parser, nearest
 from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
 from .config import GROUPS, RunConfig
-from .model_config import HEAD_MULTIPLE, ROPE, ModelConfig
+from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, ModelConfig
 from .recipes import RECIPES
 
 _COMPATIBILITY, _REFUSED = "compatibility ", "refused "  # prefixes of such flags among the parsed values
@@ -29,7 +29,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--group-query-attention", lambda run: run.model.group_query_attention, ("num_query_groups",)),
     ("--position-embedding-type rope", lambda run: run.model.position_embedding_type == ROPE,
      ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")),
-    ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ("rope_scaling_factor",)),
+    ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ROPE_SCALING),
     ("--fp16", lambda run: run.precision.fp16,
      ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
     ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full",

@@ -53,6 +53,11 @@ class ModelConfig:
     rotary_interleaved: bool = opt(False, "rope rotates neighbouring elements together, not those half of the rotated ones apart")
     use_rope_scaling: bool = opt(False, "lengthen rope's long waves as Llama 3.1 does, for longer sequences")
     rope_scaling_factor: float = opt(8.0, "how much --use-rope-scaling lengthens them")
+    rope_scaling_low_freq_factor: float = opt(1.0, "waves of the original positions / this and more are lengthened by the "
+                                              "whole factor")
+    rope_scaling_high_freq_factor: float = opt(4.0, "waves of the original positions / this and fewer stay as they are")
+    rope_scaling_original_max_position_embeddings: int = opt(8192, "the original positions: those that a model had before "
+                                                             "--use-rope-scaling", maximum=2**22)
     untie_embeddings_and_output_weights: bool = opt(False, "the logits have a weight of their own, not the word embedding's")
     window_size: str | None = opt(None, "LEFT,0: a token sees itself and LEFT tokens before it (Mistral's window - 1), not all",
                                   type=str)
@@ -94,6 +99,9 @@ class ModelConfig:
               "is LayerNorm: give --normalization RMSNorm, or leave it out")
 
     def _check_rotary(self) -> None:
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        check(low < high, f"--rope-scaling-high-freq-factor {high} is not above --rope-scaling-low-freq-factor {low}: change one "
+              "of them")
         check(self.rotary_percent <= 1.0, f"--rotary-percent is {self.rotary_percent}: give a number above 0, and 1 at most")
         check(self.position_embedding_type != ROPE or (self.rotary_size > 0 and self.rotary_size % 2 == 0), "rope rotates pairs of "
               f"elements, and --rotary-percent {self.rotary_percent} of a head of {self.kv_channels} is {self.rotary_size}: change "
@@ -170,10 +178,13 @@ def _window_size(text: str) -> str | None:
     return None if left == -1 else f"{left},0"
 
 
+# What --use-rope-scaling depends on.
+ROPE_SCALING = ("rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
+                "rope_scaling_original_max_position_embeddings")
 # What a block can be beside GPT-2's, whose values are the defaults; programs before these flags saved none of them.
 BLOCK = ("swiglu", "group_query_attention", "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm",
          "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling",
-         "rope_scaling_factor", "untie_embeddings_and_output_weights", "window_size")
+         *ROPE_SCALING, "untie_embeddings_and_output_weights", "window_size")
 # What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
 ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
                 "normalization", "disable_bias_linear", "layernorm_epsilon", *BLOCK)
