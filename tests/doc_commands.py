@@ -24,7 +24,7 @@ TINY = "--recipe demo --train-iters 4 --log-interval 1 --eval-iters 0"
 CHANGES = (
     ("README.md", "make train  ", f"make train TRAIN_FLAGS='{TINY}'  ", "4 iterations instead of ten minutes"),
     ("README.md", "make test  ", "make lint  ", "whoever runs this has run `make test`"),
-    ("README.md", "train --recipe demo \\\n", f"train {TINY} \\\n", "4 iterations instead of some minutes"),
+    ("README.md", "train --recipe demo --data-path my", f"train {TINY} --data-path my", "4 iterations instead of some minutes"),
     ("README.md", "mpiexec -n 512", "mpiexec -n 2", "2 processors"),
     ("README.md", "--recipe 124m \\\n    --data-path", f"{TINY} \\\n    --data-path", "the demo's size"),
     ("README.md", " --follow", "", "the run has ended, and so would not the command"),

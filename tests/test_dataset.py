@@ -9,6 +9,7 @@ from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.data_path import parse_data_path, parse_split
 from fugaku_megatron.data.dataset import BlendedDataset, GPTDataset, MockDataset
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from fugaku_megatron.training.forecast import validation_line
 
 
 def write(prefix, lengths, first_token=0, dtype="<i4"):
@@ -131,6 +132,16 @@ def test_build_datasets_splits_without_overlap(tmp_path):
     documents = [sorted(set(dataset.document_index.tolist())) for dataset in built]
     assert documents == [list(range(80)), list(range(80, 95)), list(range(95, 100))]
     assert [len(dataset) >= n for dataset, n in zip(built, (100, 20, 5))] == [True] * 3
+
+
+def test_it_is_said_how_much_text_validation_has(tmp_path):
+    """Of one data set, and of several together."""
+    write(tmp_path / "a", [3] * 10)
+    write(tmp_path / "b", [5] * 20)
+    one = build_datasets([str(tmp_path / "a")], "60,40", 4, (4, 2, 0), seed=1)
+    assert validation_line(one[1]) == "data: validation has 4 documents with 12 tokens"
+    both = build_datasets(["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], "60,40", 4, (4, 2, 0), seed=1)
+    assert validation_line(both[1]) == "data: validation has 12 documents with 52 tokens"
 
 
 def test_build_datasets_none(tmp_path):

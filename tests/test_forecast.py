@@ -82,5 +82,6 @@ class Read:
 def test_passes_over_the_data():
     assert forecast.data_line(Read()) == "data: 97,655,808 samples of training read the data 5,012 times (epochs)"
     assert forecast.data_line(MockDataset(8, 4, 2, 1)) is None and forecast.data_line(None) is None
+    assert forecast.validation_line(MockDataset(8, 4, 2, 1)) is None and forecast.validation_line(None) is None
     Read.num_epochs = np.int64(1)
     assert forecast.data_line(Read()).endswith("at most once")

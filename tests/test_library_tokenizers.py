@@ -171,7 +171,7 @@ def test_preprocess_with_workers(models, name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with open("c.jsonl", "w", encoding="utf-8") as stream:
         stream.writelines(json.dumps({"text": text}) + "\n" for text in TEXTS * 40)
-    words = ["preprocess", "--input", "c.jsonl", *flags_of(models, name), "--append-eod", "--output-prefix"]
+    words = ["preprocess", "--input", "c.jsonl", *flags_of(models, name), "--append-eod", "--keep-order", "--output-prefix"]
     assert cli.main([*words, "one"]) == cli.main([*words, "two", "--workers", "2"]) == 0
     one, two = (Path(f"{prefix}_text_document.bin").read_bytes() for prefix in ("one", "two"))
     tokenizer = build_tokenizer(name, None, None, models[name])

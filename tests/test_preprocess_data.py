@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,12 +52,12 @@ def test_any_number_of_workers_gives_the_same_files(tmp_path, corpus):
     for workers in (1, 3):
         result = run(
             tmp_path, "--input", "corpus.jsonl", "--output-prefix", f"w{workers}", "--json-keys", "text", "title",
-            "--append-eod", "--workers", workers, "--log-interval", 500,
+            "--append-eod", "--workers", workers, "--log-interval", 500, "--keep-order",
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         assert [line.split(" tokens")[0].rsplit(" ", 1)[0] for line in result.stdout.splitlines()[:2]] == [
             f"wrote w{workers}_{key}_document.bin and .idx: 1500 documents," for key in ("text", "title")]
-        assert f"next: fugaku-megatron train --data-path w{workers}_title_document --split 969,30,1 --vocab-file " in result.stdout
+        assert f"next: fugaku-megatron train --data-path w{workers}_title_document --split 90,10,0 --vocab-file " in result.stdout
         assert "Processed 1500 documents" in result.stderr and "MB/s" in result.stderr
         names = [f"w{workers}_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx")]
         contents.append([(tmp_path / name).read_bytes() for name in names])
@@ -73,7 +74,7 @@ def test_plain_text_files_and_raw_bytes(tmp_path):
     (tmp_path / "b.txt").write_text("second", encoding="utf-8")
     vocab_file, merge_file = gpt2_files()
     result = run(
-        tmp_path, "--input", "a.txt", "empty.md", "b.txt", "--output-prefix", "out", "--append-eod",
+        tmp_path, "--input", "a.txt", "empty.md", "b.txt", "--output-prefix", "out", "--append-eod", "--keep-order",
         "--vocab-file", vocab_file, "--merge-file", merge_file,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -119,21 +120,70 @@ def test_a_folder_of_texts(tmp_path, main):
         (tmp_path / "texts" / name).write_text(text)
     (tmp_path / "more.jsonl").write_text('{"text": "fifth"}\n{"text": "sixth"}\n')
     (tmp_path / "last.txt").write_text("seventh")
-    code, _, printed = main("--input", "texts", "more.jsonl", "last.txt", "--output-prefix", "out dir")
+    code, _, printed = main("--input", "texts", "more.jsonl", "last.txt", "--output-prefix", "out dir", "--keep-order")
     assert code == 0
     assert texts_of(tmp_path / "out dir_text_document") == ["first", "second", "fourth", "fifth", "sixth", "seventh"]
     tokens = IndexedDataset(tmp_path / "out dir_text_document").num_tokens
     assert printed[0] == f"wrote out dir_text_document.bin and .idx: 6 documents, {tokens} tokens"
     vocab_file, merge_file = gpt2_files()
-    assert printed[1] == ("next: fugaku-megatron train --data-path 'out dir_text_document' --split 100,0,0 --vocab-file "
+    assert printed[1] == "validation: none with --split 100,0,0, because 6 documents are fewer than 20"
+    assert printed[2] == ("next: fugaku-megatron train --data-path 'out dir_text_document' --split 100,0,0 --vocab-file "
                           f"{vocab_file} --merge-file {merge_file} --recipe demo")
 
 
-@pytest.mark.parametrize(("documents", "split"), [(1, "100,0,0"), (19, "100,0,0"), (20, "90,10,0"), (1000, "969,30,1")])
+@pytest.mark.parametrize(("documents", "split"), [(1, "100,0,0"), (19, "100,0,0"), (20, "90,10,0"), (9999, "90,10,0"),
+                                                    (10_000, "969,30,1")])
 def test_a_split_leaves_every_part_that_it_names_some_documents(documents, split):
     assert preprocess.split_for(documents) == split
     parts = [len(split_documents(documents, parse_split(split), part)) for part in range(3)]
     assert sum(parts) == documents and [n > 0 for n in parts] == [share != "0" for share in split.split(",")]
+
+
+@pytest.fixture
+def sorted_texts(tmp_path):
+    """300 documents in the order of their lengths, two keys each, with which document it is."""
+    with open(tmp_path / "sorted.jsonl", "w", encoding="utf-8") as stream:
+        for i in range(300):
+            stream.write(json.dumps({"text": f"{i} " + "word " * i, "title": str(i)}) + "\n")
+    return list(range(300))
+
+
+@pytest.mark.parametrize("pile_bytes", [2**26, 2**14], ids=["one pile", "many piles"])
+def test_documents_are_shuffled_alike_for_every_key_and_number_of_workers(tmp_path, main, monkeypatch, sorted_texts, pile_bytes):
+    """A pile is what is shuffled in memory; input that is larger takes several."""
+    monkeypatch.setattr(preprocess, "PILE_BYTES", pile_bytes)
+    words = ["--input", "sorted.jsonl", "--json-keys", "text", "title"]
+    orders = {}
+    for prefix, more in (("one", []), ("two", ["--workers", 2]), ("kept", ["--keep-order"])):
+        assert main(*words, "--output-prefix", prefix, *more)[0] == 0
+        orders[prefix] = [int(text) for text in texts_of(tmp_path / f"{prefix}_title_document")]
+        assert [int(text.split()[0]) for text in texts_of(tmp_path / f"{prefix}_text_document")] == orders[prefix]
+    assert orders["one"] == orders["two"] != orders["kept"] == sorted_texts == sorted(orders["one"])
+    tail = orders["one"][-30:]  # what --split 90,10,0 gives to validation
+    assert 100 < sum(tail) / len(tail) < 200 and max(abs(a - b) for a, b in zip(orders["one"], sorted_texts)) > 150
+    assert sorted(os.listdir(tmp_path)) == sorted(["sorted.jsonl", *(f"{prefix}_{key}_document.{suffix}" for prefix in orders
+                                                   for key in ("text", "title") for suffix in ("bin", "idx", "tokenizer.json"))])
+
+
+def test_an_empty_document_is_shuffled_as_well(tmp_path, main):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * (i % 2)}) + "\n" for i in range(40)))
+    assert main("--input", "a.jsonl", "--output-prefix", "out")[0] == 0
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert len(data) == 20 and len(data.document_indices) == 41
+
+
+def test_it_says_how_much_validation_gets(tmp_path, main, sorted_texts):
+    code, _, printed = main("--input", "sorted.jsonl", "--output-prefix", "out")
+    data = IndexedDataset(tmp_path / "out_text_document")
+    tokens = sum(len(data[i]) for i in range(270, 300))
+    assert printed[1] == f"validation: 30 of the 300 documents and {tokens} of the {data.num_tokens} tokens with --split 90,10,0"
+    assert " --split 90,10,0 " in printed[2]
+
+
+def test_readme_and_preprocess_name_the_same_split():
+    """The README's first training command has the --split that preprocess prints for the documents of a folder."""
+    command = re.search(r"train --recipe demo\b.*?(?=\n\S)", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    assert re.search(r"--split (\S+)", command)[1] == preprocess.split_for(200) == preprocess.split_for(9999)
 
 
 BAD_LINES = [

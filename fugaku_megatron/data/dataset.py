@@ -92,6 +92,7 @@ class GPTDataset:
     ):
         self.indexed, self.name, self.seq_length, self.vocab_size = indexed, name, seq_length, vocab_size
         per_epoch = on_root(comm, lambda: self._tokens_per_epoch(documents, num_samples))
+        self.num_documents, self.num_tokens = len(documents), per_epoch
         needed = (1 if num_samples is None else num_samples) * seq_length + 1
         self.num_epochs = 1 if num_samples is None else -(-needed // per_epoch)
         on_root(comm, lambda: self._check_memory(len(documents), needed // seq_length, max_bytes))

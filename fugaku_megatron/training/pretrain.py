@@ -43,7 +43,7 @@ from ..run.recompute import recompute_name
 from ..watchdog.watch import Watchdog
 from .checksums import Checksums
 from .choices import settle
-from .forecast import check_memory, data_line, iteration_line, skip_line
+from .forecast import check_memory, data_line, iteration_line, skip_line, validation_line
 from .kernel_choice import build_ops, choose_kernels
 from .memory_watch import MemoryWatch
 from .observers import Heartbeats, Observers
@@ -240,7 +240,8 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     feed = find_feed(run, groups, nodes)
     data = build_data(run, groups, layout, resume.progress, feed)
     saved = resume.state.get("tokenizer")
-    _say(run, world, data_line(data[0]), skip_line(run, data[0]), *tokenizer_notes(run, tokenizer, saved, world))
+    _say(run, world, data_line(data[0]), validation_line(data[1]), skip_line(run, data[0]),
+         *tokenizer_notes(run, tokenizer, saved, world))
     enter("the start: choosing kernels")
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
     _say(run, world, *choice.lines)
