@@ -72,9 +72,11 @@ mkdir -p "$TREE/bin" "$TREE/lib" "$TREE/site" "$TREE/app" "$TREE/data"
 echo "1/5 packages ($PYTHON, $CXX, MPI $MPI)"
 "$PYTHON" -m venv "$WORK/venv"
 pip=("$WORK/venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-"${pip[@]}" -r "$ROOT/requirements.txt"
-if [ -n "$MODEL" ]; then  # what reads it; the constraints are the versions that are tested
-    "${pip[@]}" --constraint "$ROOT/requirements-test.txt" "$([ -d "$MODEL" ] && echo transformers || echo sentencepiece)"
+# Of the packages that read tokenizers, the archive has the one that --tokenizer-model needs.
+grep -vE '^(transformers|sentencepiece)==' "$ROOT/requirements.txt" > "$WORK/requirements.txt"
+"${pip[@]}" -r "$WORK/requirements.txt"
+if [ -n "$MODEL" ]; then
+    "${pip[@]}" --constraint "$ROOT/requirements.txt" "$([ -d "$MODEL" ] && echo transformers || echo sentencepiece)"
 fi
 if [ "$MPI" = system ]; then
     "$ROOT/scripts/system_mpi.sh" "$WORK/venv/bin/python"

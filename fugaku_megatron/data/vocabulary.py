@@ -35,7 +35,8 @@ def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
     try:
         from tokenizers import ByteLevelBPETokenizer
     except ImportError:
-        raise ValueError("training a vocabulary needs the Python package tokenizers: pip install tokenizers") from None
+        raise ValueError("training a vocabulary needs the Python package tokenizers: pip install tokenizers, or this package with "
+                         "its extra [demo]") from None
     tokenizer, characters = ByteLevelBPETokenizer(), 0
 
     def counted() -> Iterable[str]:

@@ -61,7 +61,8 @@ class MetricsWriter:
         if log_interval < 1:
             raise ValueError(f"--log-interval must be at least 1, got {log_interval}")
         if tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(f"--tensorboard-dir {tensorboard_dir}: a package is missing: pip install tensorboard")
+            raise ValueError(f"--tensorboard-dir {tensorboard_dir}: a package is missing: pip install tensorboard, or this package "
+                             "with its extra [log]")
         self.log_interval, self.printing = log_interval, printing
         self._interval: list[IterationMetrics] = []
         self._tensorboard = _summary_writer(tensorboard_dir) if tensorboard_dir is not None and printing else None

@@ -73,7 +73,7 @@ def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records], headin
         print(f"{path_png}: not drawn, the history has no loss yet")
         return False
     if importlib.util.find_spec("matplotlib") is None:
-        print(f"{path_png}: not drawn, a package is missing: pip install matplotlib")
+        print(f"{path_png}: not drawn, a package is missing: pip install matplotlib, or this package with its extra [log]")
         return False
     _draw(path_png, drawn, heading)
     return True

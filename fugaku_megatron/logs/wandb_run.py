@@ -30,7 +30,8 @@ class WandbRun:
     def check_installed(self) -> None:
         """Raises ValueError, one line, where the package is missing."""
         if importlib.util.find_spec("wandb") is None:
-            raise ValueError(f"--wandb-project {self.project}: a package is missing: pip install wandb")
+            raise ValueError(f"--wandb-project {self.project}: a package is missing: pip install wandb, or this package with "
+                             "its extra [wandb]")
 
     def start(self, say: Callable[[str], None]) -> Any:
         """The open run, or None where the package refuses: that is said, and no reason to end a training run."""

@@ -31,7 +31,7 @@ def check_picture(file: str | Path | None) -> None:
     """check_file for --png, which also needs matplotlib."""
     check_file("--png", file)
     check(file is None or importlib.util.find_spec("matplotlib") is not None,
-          f"--png {file} needs matplotlib: pip install matplotlib, or leave --png out")
+          f"--png {file} needs matplotlib: pip install matplotlib, or this package with its extra [log], or leave --png out")
 
 
 @contextmanager
