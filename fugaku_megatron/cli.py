@@ -81,13 +81,16 @@ def guarded(program: str, work: Callable[[], int]) -> int:
         if line := launcher.memory_error(error):
             print(f"{program}: rank {launcher.rank()}: {line}", file=sys.stderr, flush=True)
             return launcher.leave_alone(ExitCode.FAILED)
+        if line := launcher.path_error(error):
+            launcher.report_everywhere(f"{program}: {line}")
+            return ExitCode.USER_ERROR
         line = launcher.output_error(error)
         if line is None:
             raise
         if line:
             launcher.report_everywhere(f"{program}: {line}")
         launcher.close_output()
-        return ExitCode.FAILED
+        return ExitCode.OUTPUT
 
 
 def _message(error: ValueError) -> str:
@@ -145,6 +148,7 @@ def _one_process_prints():
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line of fugaku-megatron."""
     if argv is None:
+        launcher.open_streams()
         interrupt.handle_signals(PROGRAM, sys.argv[1:])
     return start(PROGRAM, sys.modules[__name__], sys.argv[1:] if argv is None else argv)
 
@@ -156,5 +160,6 @@ def run_command(program: str, name: str, argv: Sequence[str] | None = None) -> i
         return start(program, COMMANDS[name].load(), sys.argv[1:] if argv is None else argv)
 
     if argv is None:
+        launcher.open_streams()
         interrupt.handle_signals(program, [name, *sys.argv[1:]])
     return guarded(program, work)

@@ -2,7 +2,8 @@
 
 The file appears by link(2), which is atomic on shared file systems too (O_EXCL where there are no hard links), and its time stamp
 is renewed every BEAT seconds. A job that was killed leaves it behind. On the same kernel its owner is dead if the process is gone;
-from another node, if nobody renews the time stamp for PATIENCE seconds. Then the next job takes the lock over.
+from another node, if nobody renews the time stamp for PATIENCE seconds. Then the next job takes the lock over. A lock that does not
+tell its owner, because it is empty or damaged, is taken over if nobody renews it for a beat and a half.
 Left out: two jobs on two clusters whose file systems do not see each other's files at once. Test: pytest tests/test_lock.py
 """
 
@@ -16,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ import psutil
 
 from ..comm.agreement import describe, on_root
 from ..comm.base import Comm
+from .manifest import write_text
 
 LOCK = ".lock"
-BEAT, PATIENCE = 20.0, 120.0  # seconds
+BEAT, PATIENCE = 10.0, 120.0  # seconds
+UNKNOWN_BEATS = 1.5  # of an owner that the lock does not tell, without a sign of life
+MAX_PROCESS = 2**31 - 1
 GUARD_PATIENCE = 60.0  # seconds; a takeover takes milliseconds
 
 
@@ -48,6 +52,11 @@ class Owner:
     def from_this_process(cls) -> Owner:
         return cls(platform.node(), _kernel(), os.getpid(), psutil.Process().create_time(), time.strftime("%Y-%m-%d %H:%M:%S"),
                    uuid.uuid4().hex)
+
+    def is_possible(self) -> bool:
+        """Whether every field has its type, and a process may have the number."""
+        kinds = {"str": str, "int": int, "float": (int, float)}
+        return all(isinstance(getattr(self, f.name), kinds[f.type]) for f in fields(self)) and 0 < self.process <= MAX_PROCESS
 
     def lives(self) -> bool | None:
         """Whether the process is there; None where only its own node could tell."""
@@ -88,8 +97,9 @@ def hold(directory: str | os.PathLike | None, comm: Comm, alive: Callable[[], An
 def _read(path: Path) -> Owner | None:
     """Who holds a lock; None if nobody does or the file does not tell."""
     try:
-        return Owner(**json.loads(path.read_text()))
-    except (FileNotFoundError, TypeError, ValueError):
+        owner = Owner(**json.loads(path.read_text(encoding="utf-8")))
+        return owner if owner.is_possible() else None
+    except (FileNotFoundError, TypeError, ValueError, RecursionError):
         return None
 
 
@@ -98,7 +108,10 @@ def _job(owner: Owner | None) -> str:
 
 
 class Lock:
-    """The lock of one directory, held from creation to `release`. Raises ValueError when another job holds it."""
+    """The lock of one directory, held from creation to `release`. Raises ValueError when another job holds it.
+
+    patience: seconds without a sign of life of another node's job.
+    """
 
     def __init__(self, directory: Path, beat: float = BEAT, patience: float = PATIENCE, alive: Callable[[], Any] = bool) -> None:
         self.path, self.beat, self.patience, self.alive = directory / LOCK, beat, patience, alive
@@ -134,7 +147,7 @@ class Lock:
     def _create(self) -> bool:
         """Whether the file is now ours; False where one exists."""
         aside = self.path.with_name(f"{LOCK}.{self.owner.token}")
-        aside.write_text(json.dumps(asdict(self.owner)))
+        write_text(aside, json.dumps(asdict(self.owner)))  # on the disk before it is linked: no crash leaves an empty lock
         try:
             os.link(aside, self.path)
         except FileExistsError:
@@ -154,10 +167,12 @@ class Lock:
         return True
 
     def _is_renewed(self, owner: Owner | None) -> bool:
-        """Whether the time stamp changes within `patience`. Clocks of nodes may differ, so only its change counts."""
-        first, end = self._stamp(), time.monotonic() + self.patience
-        print(f"note: --save {self.path.parent} has the lock of another job ({_job(owner)}): waiting up to {self.patience:g} s for "
-              "a sign of life", flush=True)
+        """Whether the time stamp changes in time. Clocks of nodes may differ, so only its change counts."""
+        patience = self.patience if owner else min(self.patience, UNKNOWN_BEATS * self.beat)
+        first, end = self._stamp(), time.monotonic() + patience
+        which = f"has the lock of another job ({_job(owner)})" if owner else f"has a {LOCK} that is empty or damaged"
+        print(f"note: --save {self.path.parent} {which}: waiting up to {patience:g} s for a sign of life, then it is replaced",
+              flush=True)
         while first is not None and time.monotonic() < end:
             time.sleep(self.beat / 10)
             self.alive()

@@ -52,7 +52,7 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
             _refuse_megatron(Path(directory) / text)
         if not text.isdecimal() or len(text) > _TRACKER_DIGITS:
             raise ValueError(f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step")
-        if not line.endswith("\n") and (newer := [i for i in list_iterations(directory) if i > int(text)]):  # 1 of 12
+        if not line.endswith("\n") and (newer := newer_iterations(directory, int(text))):  # 1 of 12
             raise ValueError(f"{tracker} holds {text!r} without an end of line and may be cut: checkpoints of iterations "
                              f"{join(newer)} are newer; choose one by --ckpt-step")
         return int(text)
@@ -65,9 +65,18 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
 
 def missing(directory: str | os.PathLike, iteration: int) -> str | None:
     """What to say when the folder of the tracker's iteration is not there."""
-    if iteration_path(directory, iteration).is_dir():
+    if iteration_path(Path(directory), iteration).is_dir():
         return None
-    return f"{Path(directory) / TRACKER} names iteration {iteration}, and {iteration_name(iteration)} is missing"
+    return (f"{Path(directory) / TRACKER} names iteration {iteration}, and {iteration_name(iteration)} is missing: correct the "
+            "number in that file, or choose an iteration by --ckpt-step")
+
+
+def existing_iteration(directory: str | os.PathLike) -> int | None:
+    """`latest_iteration`, whose folder is there. Raises ValueError where it is not."""
+    iteration = latest_iteration(directory)
+    if iteration is not None and (note := missing(directory, iteration)):
+        raise ValueError(note)
+    return iteration
 
 
 def list_iterations(directory: str | os.PathLike) -> list[int]:
@@ -75,7 +84,12 @@ def list_iterations(directory: str | os.PathLike) -> list[int]:
 
     Of a checkpoint in folders only the folders' manifests are looked at: it may have 100,000 files.
     """
-    present = {iteration for iteration, suffix, _ in entries(Path(directory)) if suffix != ".tmp"}
+    return newer_iterations(directory, -1)
+
+
+def newer_iterations(directory: str | os.PathLike, than: int) -> list[int]:
+    """Those of `list_iterations` after iteration `than`."""
+    present = {iteration for iteration, suffix, _ in entries(Path(directory)) if suffix != ".tmp" and iteration > than}
     return [iteration for iteration in sorted(present) if _is_complete(Path(directory), iteration)]
 
 

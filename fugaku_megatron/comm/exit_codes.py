@@ -1,7 +1,7 @@
 """How a job ended, as its exit code: what a job script may decide by.
 
-Codes of `fugaku-megatron train` and, up to INTERRUPTED, of every other command. A launcher adds its own: above 128 a signal ended a
-rank before it could say anything. Test: pytest tests/test_launch.py tests/mpi
+Codes of `fugaku-megatron train` and of every other command. A launcher adds its own: any other code above 128 means that a signal
+ended a rank before it could say anything. Test: pytest tests/test_launch.py tests/mpi
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class ExitCode(IntEnum):
     """FINISHED is also an orderly stop: a signal or a time limit came, the run was saved and goes on with the next start."""
 
     FINISHED = 0
-    FAILED = 1  # a bug with its traceback, or an output that takes nothing more
+    FAILED = 1  # a bug with its traceback, or memory that the system refuses; of `verify`: something is damaged
     USER_ERROR = 2  # refused in one line; a restart would be refused as well
     DIVERGED = 3  # gradients hold an Inf or NaN; a restart would run into them again
     HANG = 4  # a rank stopped moving
@@ -21,3 +21,4 @@ class ExitCode(IntEnum):
     REPLICAS_DIFFER = 6  # weights of data-parallel replicas; a restart from the last checkpoint that all agreed on goes on
     STORAGE = 7  # a file system failed in a way that may pass: an I/O error, a stale handle, a server that does not answer
     INTERRUPTED = 130  # by Control-C, as shells have it: 128 + SIGINT
+    OUTPUT = 141  # standard output takes nothing more: its reader has left (as shells have it: 128 + SIGPIPE), or its disk is full

@@ -37,9 +37,10 @@ def init(waits: Callable[[bool], Any] = bool) -> Comm:
 
     A process that no launcher started is a world of one, and then MPI need not be installed. Raises ValueError when a
     launcher started several processes but MPI is missing, or is another MPI than the launcher's, in which case each
-    process would take itself for the whole world.
+    process would take itself for the whole world; and for limits of the system with which MPI would abort.
     """
     name, started = launcher.processes()
+    launcher.check_limits()
     try:
         world = mpi_world(waits)
     except (ImportError, RuntimeError) as error:  # mpi4py is missing; mpi4py finds no MPI library
@@ -73,7 +74,8 @@ def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None, waits: Cal
         the same, from a failing disk       one line                exit code 7
         KeyboardInterrupt                   one line                exit code 130
         SystemExit, other than 0            its message if it has   its code
-        standard output closed or full      nothing, or one line    exit code 1
+        a path that the system refuses      one line                exit code 2
+        standard output closed or full      nothing, or one line    exit code 141
         memory that the system refuses      one line                exit code 1
         anything else (a bug)               the traceback           exit code 1
 
@@ -130,6 +132,10 @@ def _report(error: BaseException) -> tuple[int, str]:
         return ExitCode.INTERRUPTED, "interrupted"
     if isinstance(error, ValueError):
         return ExitCode.STORAGE if storage_failed(error) else ExitCode.USER_ERROR, " ".join(str(error).split())
-    if (line := launcher.memory_error(error) or launcher.output_error(error)) is not None:
+    if (line := launcher.output_error(error)) is not None:
+        return ExitCode.OUTPUT, line
+    if line := launcher.path_error(error):
+        return ExitCode.USER_ERROR, line
+    if line := launcher.memory_error(error):
         return ExitCode.FAILED, line
     return ExitCode.FAILED, "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()

@@ -7,10 +7,12 @@ Test: pytest tests/test_launch.py
 from __future__ import annotations
 
 import array
+import codecs
 import contextlib
 import errno
 import fcntl
 import os
+import resource
 import signal
 import stat
 import sys
@@ -27,7 +29,11 @@ GRACE_START = 2.0  # s, the same where processes have just started: rank 0 may s
 
 # Words of the loader, torch, C, C++ and Python.
 _NO_MEMORY = ("failed to map segment", "llocate memory", "bad_alloc", "can't start new thread")
+_REFUSED_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 MAX_PROCESSES = 10**7
+FILES_OF_RANK, FILES_OF_NEIGHBOUR = 64, 4  # open files: at most 31 and 3 were needed by MPICH 5.0 and 1 to 8 ranks (tried)
+# KiB of a file of shared memory: MPICH 5.0 started with 7,000 and not with 4,000, 8 ranks with 12,000 and not with 8,000 (tried).
+SHARED_KIB, SHARED_KIB_OF_RANK = 8192, 2048
 MAX_THREADS_PER_CPU, MAX_THREADS = 8, 64  # OMP_NUM_THREADS above both hangs or ends without a word
 
 
@@ -65,6 +71,46 @@ def check_environment() -> None:
         raise ValueError(f"OMP_NUM_THREADS={first:.40}, but this node has {os.cpu_count()} CPUs: give those of a rank, or unset it")
 
 
+def check_limits() -> None:
+    """Raises ValueError for a limit of the system with which MPI would abort, where this process may not raise it itself."""
+    ranks = processes_of_node()
+    _raise_limit(resource.RLIMIT_NOFILE, "open files", "ulimit -n", FILES_OF_RANK + FILES_OF_NEIGHBOUR * ranks, ranks)
+    shared = SHARED_KIB + SHARED_KIB_OF_RANK * ranks
+    _raise_limit(resource.RLIMIT_FSIZE, "the size of a file in KiB", "ulimit -f", shared, ranks, 1024)
+
+
+def _raise_limit(kind: int, what: str, command: str, needed: int, ranks: int, unit: int = 1) -> None:
+    """See that a limit is at least `needed` units."""
+    soft, hard = resource.getrlimit(kind)
+    if resource.RLIM_INFINITY not in (soft, hard) and hard < needed * unit:
+        raise ValueError(f"the limit of {what} is {hard // unit}, and MPI needs {needed} with {ranks} rank{'s' * (ranks > 1)} on a "
+                         f"node: raise it by `{command} {needed}` before the start, or ask the administrator of the system")
+    if soft != resource.RLIM_INFINITY and soft < needed * unit:
+        resource.setrlimit(kind, (needed * unit, hard))
+
+
+def open_streams() -> None:
+    """Make the standard streams take every line: a closed one leads to the null device, and no character of a path is refused.
+
+    The next file that is opened would get the descriptor of a closed stream, and what libraries print would be written into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor, which is this one
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 - stays open as long as the process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    for stream in (sys.stdout, sys.stderr):  # the bytes of a path that is not valid in the locale's encoding are surrogates
+        if codecs.lookup(stream.encoding).name in ("ascii", "utf-8"):
+            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
+        else:
+            stream.reconfigure(errors="backslashreplace")
+
+
 def report_everywhere(text: str) -> None:
     """Print `text` on stderr, once, where every process of a job fails alike before MPI has started.
 
@@ -88,6 +134,13 @@ def abort(code: int) -> None:
     with contextlib.suppress(OSError, KeyError, ValueError):
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(GRACE_START)
+
+
+def path_error(error: BaseException) -> str | None:
+    """One line for a path that the system refuses before anybody has looked at it; None for another error."""
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in _REFUSED_PATHS:
+        return None
+    return f"{os.fsdecode(error.filename)}: {error.strerror}: correct the path"
 
 
 def output_error(error: BaseException) -> str | None:

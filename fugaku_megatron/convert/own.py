@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.folders import FOLDER_FILES
-from ..checkpoint.manifest import CARRIED, iteration_path, latest_iteration, read_manifest
+from ..checkpoint.manifest import CARRIED, existing_iteration, iteration_path, read_manifest
 from ..checkpoint.save import Description, save_alone
 from ..checkpoint.shards import Search, Shard, read_shards
 from ..checkpoint.tensor_files import write_tensors
@@ -57,7 +57,7 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
     """The weights of the latest checkpoint in `directory`, or of `iteration`. ValueError where there is none, or one is damaged."""
     prefix = f"--load {directory}: "
     try:
-        iteration = latest_iteration(directory) if iteration is None else iteration
+        iteration = existing_iteration(directory) if iteration is None else iteration
         check(iteration is not None, "holds no checkpoint")
         manifest = read_manifest(directory, iteration)
         model = saved_run(manifest, (1, 1)).model

@@ -66,7 +66,7 @@ def check_options(options: argparse.Namespace) -> None:
 def saved_manifest(options: argparse.Namespace, world: Comm) -> tuple[int, dict[str, Any]]:
     """Iteration and manifest of the checkpoint to load. Collective; ValueError on every rank when there is none."""
     step = options.ckpt_step
-    iteration = on_root(world, lambda: checkpoint.latest_iteration(options.load) if step is None else step)
+    iteration = on_root(world, lambda: checkpoint.existing_iteration(options.load) if step is None else step)
     check(iteration is not None, f"--load {options.load} holds no checkpoint")
     return iteration, on_root(world, lambda: checkpoint.read_manifest(options.load, iteration))
 

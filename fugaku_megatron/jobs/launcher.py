@@ -37,7 +37,7 @@ WHAT = {
     ExitCode.FINISHED: "finished, or stopped on request", ExitCode.FAILED: "a rank failed", ExitCode.USER_ERROR: "refused",
     ExitCode.DIVERGED: "diverged", ExitCode.HANG: "a rank hung", ExitCode.LOST_RANK: "a rank is lost",
     ExitCode.REPLICAS_DIFFER: "replicas differ: the newest checkpoint may be wrong too", ExitCode.STORAGE: "a file system failed",
-    ExitCode.INTERRUPTED: "interrupted",
+    ExitCode.INTERRUPTED: "interrupted", ExitCode.OUTPUT: "standard output took nothing more",
 }
 _SIGNALS = (r"EXIT STRING: .*\(signal (\d+)\)", r"exited on\s+signal (\d+)")  # MPICH, Open MPI
 _JOINED = r"EXIT CODE: (\d+)\n(?:=.*\n)*.*EXIT STRING: .*\(signal (\d+)\)"  # MPICH: the code of one rank, and the bits of all ranks
@@ -204,7 +204,7 @@ def ending(returncode: int, said: str) -> Ending:
 
 def _of_code(code: int, node: str) -> Ending:
     number = -code if code < 0 else code - 128  # 128 + signal, as in a shell
-    if 0 < number < signal.NSIG and code != ExitCode.INTERRUPTED:
+    if 0 < number < signal.NSIG and code not in set(ExitCode):
         return Ending(ExitCode.LOST_RANK, number, node)
     known = ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
     return Ending(known, node=node, other=code)

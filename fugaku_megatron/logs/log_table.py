@@ -105,7 +105,7 @@ def write_iterations_csv(path: str | os.PathLike, logs: Sequence[LogSummary]) ->
 def _write_rows(path: str | os.PathLike, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
     """Written aside and renamed: a reader never sees half a file."""
     aside = Path(f"{path}.tmp")
-    with open(aside, "w", newline="", encoding="utf-8") as file:
+    with open(aside, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows({name: "" if value in (None, "-") else value for name, value in row.items()} for row in rows)

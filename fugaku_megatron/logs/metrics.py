@@ -153,28 +153,33 @@ def _summary_writer(directory: str | os.PathLike) -> Any:
 
 def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The records of a history file, each of "kind" "train", "validation" or "event"; an incomplete last line is ignored."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
+            records.append(json.loads(line.decode()))
         except RecursionError as error:
             raise ValueError(f"{path} line {number}: brackets are nested too deeply: move the file away") from error
         except ValueError as error:
             if number < len(lines):
-                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+                raise ValueError(f"{path} line {number} is not JSON: {error}: move the file away") from error
     return records
 
 
-def _open_history(path: Path, start_iteration: int) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def read_run_history(path: Path) -> list[dict[str, Any]]:
+    """The records of the history that a run continues, none where there is no file. Raises ValueError for another file."""
     if path.exists() and not path.is_file():
         raise ValueError(f"--save: {path} is no regular file, and the history is written there: move it away")
     records = read_history(path) if path.exists() else []
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
             raise ValueError(f"{path} line {number} has no iteration, so it is no history of a run: move the file away")
-    kept = [record for record in records if record["iteration"] <= start_iteration]
+    return records
+
+
+def _open_history(path: Path, start_iteration: int) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [record for record in read_run_history(path) if record["iteration"] <= start_iteration]
     aside = path.with_name(path.name + ".tmp")
     aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     aside.replace(path)

@@ -37,6 +37,11 @@ def title(description: str, place: str | os.PathLike) -> str:
     return "\n".join(filter(None, (description, path if len(path) <= WIDTH else "..." + path[-WIDTH:])))
 
 
+def shown(text: str) -> str:
+    """The text with U+FFFD for bytes of a path that are not valid UTF-8, which fonts refuse."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def loss_curve(path_png: str | os.PathLike, history: Records | str | os.PathLike, heading: str = "") -> bool:
     """Draw a history (its records, or the path of its file) into `path_png`, under `heading`.
 
@@ -63,7 +68,7 @@ def start(module: str, *words: str, **options: Any) -> subprocess.Popen:
     package = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen([sys.executable, "-m", f"{package.name}.logs.{module}", *words], stdin=subprocess.DEVNULL,
-                            env={**os.environ, "PYTHONPATH": path}, **options)
+                            env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8:surrogateescape"}, **options)
 
 
 def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records], heading: str = "") -> bool:
@@ -93,7 +98,7 @@ def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records
     panels = [figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])]
     for number, (name, (train, validation)) in enumerate(runs.items()):
         color = f"C{number % 10}"  # of a run in every panel
-        _line(panels[0], train, "lm_loss", label=name or "training", color=color)
+        _line(panels[0], train, "lm_loss", label=shown(name) or "training", color=color)
         _line(panels[0], validation, "lm_loss", label=None if name else "validation", color=color if name else "C1", marker="o",
               linestyle="--")
         for panel, field in zip(panels[1:], ("learning_rate", "tflops")):
@@ -103,7 +108,7 @@ def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records
         panel.grid(alpha=0.3)
     validated = len(runs) > 1 and any(validation for _, validation in runs.values())
     panels[0].legend(fontsize="small", title="dashed: validation" if validated else None)
-    figure.suptitle(heading, fontsize="medium")
+    figure.suptitle(shown(heading), fontsize="medium")
     figure.savefig(path_png, dpi=120, format="png")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..published.markdown import pipe_table
 from ..run.checks import check
 from ..run.outputs import writing
-from .plot import title
+from .plot import shown, title
 from .stragglers import Interval, parse_interval
 
 WARM_UP = 1  # intervals that are not counted: the first one holds the first touch of memory
@@ -79,7 +79,7 @@ def draw(path: str | os.PathLike, source: str | os.PathLike, intervals: Sequence
     columns[0].set_ylabel("rank")
     columns[0].invert_yaxis()
     figure.colorbar(image, ax=columns, label="seconds of an iteration")
-    figure.suptitle(title("Where the time of every rank went, measured", os.path.abspath(source)), fontsize="medium")
+    figure.suptitle(shown(title("Where the time of every rank went, measured", os.path.abspath(source))), fontsize="medium")
     with writing("--png", path):
         figure.savefig(path, dpi=120, format="png")
 

@@ -60,7 +60,7 @@ def duration_text(seconds: float) -> str:
 def append(log_file: str | os.PathLike | None, *lines: str) -> None:
     """Add lines to the file of --log-file, None where that flag was left out. Raises OSError when it cannot be written."""
     if log_file is not None and lines:
-        with open(log_file, "a", encoding="utf-8") as file:
+        with open(log_file, "a", encoding="utf-8", errors="surrogateescape") as file:  # a path may hold any byte
             file.writelines(line + "\n" for line in lines)
 
 

@@ -64,6 +64,14 @@ class Refused(ValueError):
         self.lines = tuple(lines)
 
 
+def is_unicode(text: str) -> bool:
+    """False for a path with bytes that are not valid in the locale's encoding, which Python keeps as surrogates."""
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def check_positive(config: Any, *names: str) -> None:
     """Every named field that is set must be > 0."""
     for name in names:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, opt, required
+from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, is_unicode, opt, required
 from .data_config import DataConfig
 from .model_config import ModelConfig
 from .numbers_config import NumbersConfig
@@ -188,6 +188,8 @@ class OutputConfig:
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
         for name in ("log_file", "log_ranks"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: give a file, or leave it out (is a variable unset?)")
+        check(self.tensorboard_dir is None or is_unicode(self.tensorboard_dir), f"--tensorboard-dir {self.tensorboard_dir}: "
+              "TensorBoard takes no name that is not valid in this locale's encoding: give another, or set LC_ALL=C.UTF-8")
         check(not self.wandb_project or self.wandb_exp_name, f"--wandb-project {self.wandb_project} needs --wandb-exp-name, the "
               "name of the run: give both")
         check(self.ckpt_step is None or self.load is not None, f"--ckpt-step {self.ckpt_step} needs --load, the directory it is in")

@@ -19,7 +19,15 @@ def check_file(flag: str, file: str | Path | None) -> None:
     if file is None:
         return
     check(str(file) not in ("", "."), f"{flag} {str(file)!r} is no name: give a file")
+    try:
+        _check_place(flag, file)
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ValueError(f"{flag} {file}: {error.strerror}: give another file") from None
+
+
+def _check_place(flag: str, file: str | Path) -> None:
     folder = Path(file).absolute().parent
+    check("\0" not in str(file), f"{flag} {str(file)!r} holds a zero byte, which no name may: give another file")
     check(folder.is_dir(), f"{flag} {file}: {folder} is not a directory: make it, or give another file")
     check(not Path(file).is_dir(), f"{flag} {file} is a directory: give a file in it")
     check(not Path(file).is_fifo(), f"{flag} {file} is a FIFO, which would wait for a reader: give a file")

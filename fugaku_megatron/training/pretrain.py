@@ -29,7 +29,7 @@ from ..data.indexed import check_files
 from ..host import allocator, kernels, placement, runtime
 from ..host.memory_use import node_bytes
 from ..host.phases import Phases
-from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib
+from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib, read_run_history
 from ..logs.run_log import format_run
 from ..logs.screen import append
 from ..logs.wandb_run import WandbRun
@@ -166,6 +166,7 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> 
     if output.save:
         check_replaces(output.save, output.load, resume.iteration, world)
         check_writable(output.save, world, ranks=(world.rank,) if nodes.leads else ())
+        on_root(world, lambda: read_run_history(Path(output.save) / HISTORY))
     if output.save and output.save_local:
         check_writable(output.save_local, world, "--save-local", (world.rank,) if nodes.leads else ())
     if output.tensorboard_dir:

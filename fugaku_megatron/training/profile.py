@@ -140,6 +140,7 @@ def common_moment(world: Comm) -> float:
 
 def _draw(trace: Path, picture: Path) -> str:
     """What the log says of the picture of the schedule."""
-    drawing = plot.start("traces", str(trace), str(picture), stderr=subprocess.PIPE, text=True)
+    drawing = plot.start("traces", str(trace), str(picture), stderr=subprocess.PIPE, text=True, encoding="utf-8",
+                          errors="surrogateescape")
     errors = drawing.communicate()[1].strip()
     return f"{picture}: not drawn, {errors.splitlines()[-1]}" if drawing.returncode else f"schedule: {picture}"

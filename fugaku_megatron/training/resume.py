@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import Checkpoint, open_checkpoint
-from ..checkpoint.manifest import CARRIED, TRACKER, latest_iteration
+from ..checkpoint.manifest import CARRIED, TRACKER, join, latest_iteration, newer_iterations
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
@@ -118,7 +118,7 @@ def _resumed(run: RunConfig, directory: str, world: Comm) -> Checkpoint | None:
     copied = 0 if step is not None else _newest_copy(run, world)
     if copied > (iteration or 0):
         return open_copy(run.output.save_local, world, copied)
-    return None if iteration is None else open_checkpoint(directory, world, iteration)
+    return None if iteration is None else open_checkpoint(directory, world, step)  # which checks what the tracker names
 
 
 def _newest_copy(run: RunConfig, world: Comm) -> int:
@@ -164,7 +164,7 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     trainer.load(resume.checkpoint)
     _carry(trainer, resume.checkpoint)
     source = resume.checkpoint.node or run.output.load
-    lines = [f"resumed from {source} at iteration {trainer.progress.iteration}"]
+    lines = [f"resumed from {source} at iteration {trainer.progress.iteration}", *_tracker_note(trainer, resume.checkpoint)]
     lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
     lines += _layout_notes(trainer, resume) + _moment_notes(run, resume)
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
@@ -188,7 +188,8 @@ def _start_from_weights(trainer: Trainer, resume: Resume) -> list[str]:
     _carry(trainer, checkpoint)
     source = f"{checkpoint.directory}, iteration {checkpoint.iteration}"
     return [f"starting from the weights of {source}: iteration 0, a fresh optimizer, data from the start",
-            *notes, *_vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config)]
+            *notes, *_tracker_note(trainer, checkpoint),
+            *_vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config)]
 
 
 def _mask_note(run: RunConfig, before: str) -> list[str]:
@@ -197,6 +198,16 @@ def _mask_note(run: RunConfig, before: str) -> list[str]:
     return [] if now in (before, UNSETTLED) else [
         f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "
         f"the flag out to keep {before}"]
+
+
+def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Complete checkpoints that are newer than the one which the tracker names. Collective."""
+    if trainer.run.output.ckpt_step is not None or checkpoint.node:
+        return []
+    newer = on_root(trainer.world, lambda: newer_iterations(checkpoint.directory, checkpoint.iteration))
+    tracker, named = checkpoint.directory / TRACKER, checkpoint.iteration
+    return [f"note: {tracker} names iteration {named}, and complete checkpoints of iterations {join(newer)} are newer: "
+            f"--ckpt-step {newer[-1]} starts from the newest"] if newer else []
 
 
 def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:

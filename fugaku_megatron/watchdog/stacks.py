@@ -14,7 +14,6 @@ import subprocess
 import time
 from pathlib import Path
 
-SECONDS = 30  # for a debugger to read one rank
 ON_REQUEST = signal.SIGUSR2  # a process that gets it writes where it is: its interpreter need not be free to
 DEBUGGERS = (("eu-stack", "-p"), ("gdb", "-batch", "-nx", "-ex", "thread apply all backtrace", "-p"))
 
@@ -24,20 +23,25 @@ def rank_file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.txt"
 
 
-def write_own(directory: Path, rank: int, native: bool) -> None:
-    """All threads of this process, called by one of them. native: with the frames below Python's."""
+def write_own(directory: Path, rank: int, native: bool, until: float) -> None:
+    """All threads of this process, called by one of them. native: with the frames below Python's, read until a monotonic time."""
     with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         if native:
-            file.write(native_stacks(os.getpid()))
+            file.flush()
+            file.write(native_stacks(os.getpid(), until))
 
 
-def write_of(directory: Path, rank: int, process: int, requested: Path) -> None:
-    """All threads of another process of this node that cannot write them. requested: its file of `on_request`."""
+def write_of(directory: Path, rank: int, process: int, requested: Path, until: float) -> None:
+    """All threads of another process of this node that cannot write them, until a monotonic time.
+
+    requested: its file of `on_request`, whose frames come first: a debugger may need longer than there is time.
+    """
     with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
         file.write(f"process {process}, state {state(process)}\n")
-        file.write(native_stacks(process))
         file.write(_request(process, requested))
+        file.flush()
+        file.write(native_stacks(process, until))
 
 
 def on_request(path: Path) -> None:
@@ -75,14 +79,20 @@ def state(process: int) -> str:
     return " ".join(filter(None, words)) or "unknown"
 
 
-def native_stacks(process: int) -> str:
-    """The frames below Python's of all threads; empty where no debugger is installed or permitted."""
+def native_stacks(process: int, until: float) -> str:
+    """The frames below Python's of all threads, as far as a debugger reads them until a monotonic time.
+
+    Empty where no debugger is installed or permitted.
+    """
     command = next((words for words in DEBUGGERS if shutil.which(words[0])), None)
     if command is None:
         return ""
+    seconds = max(0.0, until - time.monotonic())
     try:
         done = subprocess.run([*command, str(process)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                              timeout=SECONDS, text=True, errors="replace")
-    except (OSError, subprocess.TimeoutExpired):
-        return f"{command[0]} did not answer within {SECONDS} s\n"
-    return done.stdout
+                              timeout=seconds)
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}\n"
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode(errors="replace") + f"{command[0]} was not ready within {seconds:.0f} s\n"
+    return done.stdout.decode(errors="replace")

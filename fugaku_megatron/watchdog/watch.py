@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,8 +34,9 @@ OUTSIDE = 600.0  # s: the same at the start, in a save, and until an iteration w
 LOOK = 1.0  # s between two looks
 WINDOW, BUSY, MOVED = 0.5, 0.05, 2**16  # s, and the part of a core or the bytes read and written in them that say that a rank works
 GONE = 5.0  # s that a launcher gets to end a job of which a process is gone
-SPREAD = 6.0  # s for other nodes to hear of the end and write theirs
-WRITING = 60.0  # s for the ranks of a node to write their stacks
+STACKS = 6.0  # s for the ranks of a node to write their stacks, from when they know that the job ends
+SPREAD = 9.0  # s for other nodes to hear of the end and write theirs; the job ends within 15 s
+PATIENCE = 60.0  # s for another rank to end the job
 END = "end"  # the file that tells the ranks of a node why the job ends
 
 
@@ -235,10 +237,10 @@ class Watchdog:
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):
-            os.write(sys.__stderr__.fileno(), f"{line}\n".encode())
+            os.write(2, f"{line}\n".encode(errors="surrogateescape"))
         with contextlib.suppress(OSError):
             if self.settings.log_file:
-                with open(self.settings.log_file, "a") as log:
+                with open(self.settings.log_file, "a", encoding="utf-8", errors="surrogateescape") as log:
                     log.write(f"{line}\n")
 
     def _read_end(self) -> dict:
@@ -246,33 +248,36 @@ class Watchdog:
 
     def _end(self, end: dict) -> None:
         """Write the stacks of this rank, and end it when those of the whole node are written."""
-        directory, leads = Path(end["directory"]), end["process"] == os.getpid()
+        directory, leads, begin = Path(end["directory"]), end["process"] == os.getpid(), time.monotonic()
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
-        stacks.write_own(directory, self.heart.rank, native=not end["stuck"] or self.heart.rank in end["stuck"])
+        stacks.write_own(directory, self.heart.rank, native=not end["stuck"] or self.heart.rank in end["stuck"],
+                         until=begin + STACKS)
         self.heart.look(written=True)
         if leads:
-            self._write_stuck(directory, end["stuck"])
-            self._await(lambda: all(beat.written or time.monotonic() - beat.looked > verdict.ASLEEP for beat in self._node.read()))
-            time.sleep((SPREAD if end["speaks"] else WRITING) if self.link else 0.0)  # until other nodes have written theirs
+            self._write_stuck(directory, end["stuck"], begin + STACKS)
+            self._await(lambda: all(beat.written or time.monotonic() - beat.looked > verdict.ASLEEP for beat in self._node.read()),
+                        begin + STACKS + LOOK)
+            others = (SPREAD if end["speaks"] else PATIENCE) if self.link else 0.0  # until other nodes have written theirs
+            time.sleep(max(0.0, begin + others - time.monotonic()))
             launcher.wait_until_read(sys.__stderr__)
             launcher.abort(end["code"])
         else:  # a launcher ends with the code of the rank that ends first, and ends the others
-            self._await(lambda: not lives(end["process"]))
+            self._await(lambda: not lives(end["process"]), begin + PATIENCE)
             time.sleep(verdict.ASLEEP)
             self._kill(end["stuck"])
         os._exit(end["code"])
 
-    def _write_stuck(self, directory: Path, ranks: list[int]) -> None:
-        """The stacks of ranks of this node that do not write them themselves."""
-        for beat in self._node.read():
-            if beat.rank in ranks and beat.rank != self.heart.rank and lives(beat.process):
-                stacks.write_of(directory, beat.rank, beat.process, requested(self._node.folder, beat.process))
+    def _write_stuck(self, directory: Path, ranks: list[int], until: float) -> None:
+        """The stacks of ranks of this node that do not write them themselves, all at once."""
+        stuck = [b for b in self._node.read() if b.rank in ranks and b.rank != self.heart.rank and lives(b.process)]
+        with ThreadPoolExecutor(max(1, len(stuck))) as pool:
+            for beat in stuck:
+                pool.submit(stacks.write_of, directory, beat.rank, beat.process, requested(self._node.folder, beat.process), until)
 
-    def _await(self, condition: Callable[[], bool]) -> None:
-        """Stay awake until then, for WRITING seconds at most."""
-        end = time.monotonic() + WRITING
-        while time.monotonic() < end and not condition():
+    def _await(self, condition: Callable[[], bool], until: float) -> None:
+        """Stay awake until the condition holds, or until a monotonic time."""
+        while time.monotonic() < until and not condition():
             self.heart.look(written=True)
             time.sleep(0.05)
 
