@@ -40,7 +40,10 @@ ENDS_WITHIN = 45.0  # s beside the timeout, for stacks on a crowded machine
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a job. said: what its heartbeat said when it was stopped. named: rank, phase. seconds: until the line came."""
+    """What became of a job. said: what its heartbeat said when it was stopped. seconds: until the line came.
+
+    ending: seconds from the line to the end.
+    """
 
     phase: str
     rank: int
@@ -48,6 +51,7 @@ class Outcome:
     line: str
     code: int
     seconds: float
+    ending: float
     stacks: tuple[str, ...]
 
     @property
@@ -109,12 +113,12 @@ def hang(mpi: launch.MPI, directory: Path, rank: int, phase: str, timeout: float
             time.sleep(0.05)
             if not line and (line := _line(directory)):
                 seconds = time.monotonic() - begin
-        ended = job.poll()
+        ended, ending = job.poll(), time.monotonic() - begin - seconds
     finally:
         launch.kill_tree(job.pid)
         job.wait()
     stacks = sorted(str(path.relative_to(directory)) for path in directory.rglob("hang_*/*"))
-    return Outcome(phase, rank, beat.what, line or _line(directory), -1 if ended is None else ended, seconds, tuple(stacks))
+    return Outcome(phase, rank, beat.what, line or _line(directory), -1 if ended is None else ended, seconds, ending, tuple(stacks))
 
 
 def _line(directory: Path) -> str:
@@ -137,7 +141,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as directory:
             outcomes.append(hang(mpi, Path(directory), chance.randrange(RANKS), list(PHASES)[i % len(PHASES)], options.timeout))
             last = outcomes[-1]
-            print("right" if last.right else "WRONG", f"code {last.code}, {last.seconds:.1f} s:", last.line or last, flush=True)
+            took = f"code {last.code}, named after {last.seconds:.1f} s, ended {last.ending:.1f} s later:"
+            print("right" if last.right else "WRONG", took, last.line or last, flush=True)
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
     print(f"{sum(outcome.right for outcome in outcomes)} of {len(outcomes)} named rightly")

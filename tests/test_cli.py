@@ -136,6 +136,15 @@ def test_how_a_command_ends(error, code, text, capsys):
     assert capsys.readouterr().err == text
 
 
+@pytest.mark.parametrize("words", [["verify"], ["job", "check"], ["predict", "--recipe", "demo", "--nodes", "1", "--machine"],
+                                   ["vocabulary", "--input", "README.md", "--vocab-size", "300", "--output"]], ids=" ".join)
+def test_a_name_that_is_too_long_is_a_line(words, capsys):
+    assert cli.main([*words, "n" * 300]) == 2
+    err = capsys.readouterr().err
+    assert "n: File name too long: correct the path\n" in err or "n.json: File name too long: correct the path\n" in err
+    assert err.count("\n") == 1
+
+
 def test_a_bug_is_no_mistake_of_the_user():
     with pytest.raises(KeyError):
         cli.start("program", raising(KeyError("lost")), [])

@@ -1,4 +1,4 @@
-"""Interrupts while importing, standard output that takes nothing, variables that mislead: one line each.
+"""Interrupts while importing, standard streams that are closed or full, variables that mislead: one line each.
 
 Run: pytest tests/test_interrupt.py
 """
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from fugaku_megatron.checkpoint.manifest import write_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-m", "fugaku_megatron"]
@@ -57,7 +59,7 @@ def test_outside_of_imports_an_interrupt_is_what_it_was():
 def test_a_full_disk_behind_standard_output_is_one_line(words):
     with open("/dev/full", "w") as full:
         result = run([*CLI, *words], stdout=full)
-    assert result.returncode == 1 and result.stderr.endswith(": standard output: No space left on device\n")
+    assert result.returncode == 141 and result.stderr.endswith(": standard output: No space left on device\n")
     assert result.stderr.count("\n") == 1
 
 
@@ -66,7 +68,8 @@ def test_a_reader_that_leaves_is_no_error(words):
     read, write = os.pipe()
     os.close(read)  # as head does when it has seen enough
     with open(write, "w") as pipe:
-        assert run([*CLI, *words], stdout=pipe).stderr == ""
+        result = run([*CLI, *words], stdout=pipe)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("name", ["full", "closed"])
@@ -76,7 +79,40 @@ def test_a_run_whose_output_takes_nothing_ends_without_a_traceback(name):
     os.dup2(os.open("/dev/full", os.O_WRONLY), write) if name == "full" else None
     with open(write, "w") as output:
         result = run([*CLI, "train", *TRAIN.split(), "--dry-run"], stdout=output)
-    assert result.returncode == 1 and result.stderr == "rank 0: standard output: No space left on device\n" * (name == "full")
+    assert result.returncode == 141 and result.stderr == "rank 0: standard output: No space left on device\n" * (name == "full")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_leave_the_result_as_it_is(tmp_path, closed):
+    """The exit code of verify says what it found: 0 for whole checkpoints, 1 for damage, 2 for a mistake of the call."""
+    path = tmp_path / "iter_0000001"
+    path.mkdir()
+    write_manifest(path, 1, {}, {}, {}, {})
+    code = lambda *words: run(["sh", "-c", f'"$@" {closed}', "sh", *CLI, *words]).returncode  # noqa: E731
+    assert code("verify", str(tmp_path)) == 0 and code("verify", str(tmp_path / "none")) == 2
+    (path / "manifest.json").write_text("{")
+    assert code("verify", str(tmp_path)) == 1
+    assert code("train", *TRAIN.split(), "--dry-run") == 0
+
+
+def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
+    code = ("import os, sys; from fugaku_megatron.comm import launcher; launcher.open_streams()\n"
+            f"file = open({str(tmp_path / 'file')!r}, 'w'); os.write(1, b'of a library')\n"
+            "print('said'); print('said', file=sys.stderr)")
+    assert run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]).returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C.UTF-8"}])
+@pytest.mark.parametrize("name", [b"\xff", "\u00e9".encode()])
+def test_any_path_is_printed_as_it_was_given(tmp_path, locale, name):
+    path = os.fsencode(tmp_path) + b"/" + name
+    done = subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, b"fugaku-megatron verify: " + path + b" is no directory: give what --save named\n")
+    os.mkdir(path)
+    os.mkdir(path + b"/iter_0000001")
+    done = subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=60)
+    assert done.returncode == 1 and path + b"/iter_0000001/manifest.json is missing" in done.stdout, done
 
 
 @pytest.mark.parametrize("variable", ["PMI_SIZE=abc", "PMI_RANK=x", "PMI_SIZE=0", "OMPI_COMM_WORLD_SIZE=-1", "SLURM_PROCID=1e3",

@@ -48,6 +48,9 @@ def test_a_result_is_returned():
     (KeyboardInterrupt(), 130, "rank 3: interrupted\n"),
     (SystemExit(7), 7, ""),
     (SystemExit("no data"), 1, "rank 3: no data\n"),
+    (BrokenPipeError(32, "Broken pipe"), 141, ""),
+    (OSError(28, "No space left on device"), 141, "rank 3: standard output: No space left on device\n"),
+    (OSError(36, "File name too long", "nnn"), 2, "rank 3: nnn: File name too long: correct the path\n"),
 ])
 def test_codes_and_single_lines(error, code, text, capsys, monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.0)
@@ -120,6 +123,30 @@ def test_several_processes_need_mpi(alone, variable, monkeypatch):
     monkeypatch.setenv(variable, "4")
     with pytest.raises(ValueError, match=f"{variable}=4 but MPI cannot be loaded .*pip install mpi4py mpich"):
         init()
+
+
+LIMITED = """
+import resource, sys
+from fugaku_megatron.comm.launch import run_or_abort
+resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]), int(sys.argv[3])))
+run_or_abort(lambda comm: print(*resource.getrlimit(getattr(resource, sys.argv[1]))))
+"""
+
+
+@pytest.mark.parametrize("limit, low, message", [
+    ("RLIMIT_NOFILE", 32, "the limit of open files is 32, and MPI needs 72 with 2 ranks on a node: raise it by `ulimit -n 72`"),
+    ("RLIMIT_FSIZE", 1024000, "the limit of the size of a file in KiB is 1000, and MPI needs 12288 with 2 ranks on a node: raise "
+     "it by `ulimit -f 12288`")])
+def test_a_limit_that_mpi_cannot_live_with_is_named_before_it_starts(limit, low, message):
+    environment = {**os.environ, "MPI_LOCALNRANKS": "2"}
+
+    def started(hard):
+        return subprocess.run([sys.executable, "-c", LIMITED, limit, str(low), str(hard)], env=environment, capture_output=True,
+                              text=True, timeout=60)
+
+    refused, raised = started(low), started(1 << 30 if limit == "RLIMIT_FSIZE" else 256)
+    assert refused.returncode == 2 and refused.stderr.startswith(f"rank 0: {message} ") and refused.stderr.count("\n") == 1
+    assert raised.returncode == 0 and int(raised.stdout.split()[0]) >= 72, raised.stderr
 
 
 @pytest.mark.parametrize("module, absent", [("launch", {"mpi4py"}), ("launcher", {"mpi4py", "torch"})])

@@ -105,11 +105,25 @@ def test_a_lock_renews_its_time_stamp(tmp_path):
     held.release()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": 1}', "null"])
-def test_a_file_that_tells_nothing_and_is_not_renewed_is_replaced(tmp_path, text):
-    (tmp_path / LOCK).write_text(text)
-    _quick(tmp_path).release()
+IMPOSSIBLE = json.dumps({"host": "node7", "kernel": "another", "process": "77", "created": 0.0, "since": "", "token": ""})
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"host": 1}', b"null", b"\xff\x00", b"[" * 100_000, IMPOSSIBLE.encode()])
+def test_a_file_that_tells_nothing_and_is_not_renewed_is_replaced_after_a_beat_and_a_half(tmp_path, text, capsys):
+    (tmp_path / LOCK).write_bytes(text)
+    with time_limit():
+        Lock(tmp_path, beat=0.1, patience=100.0).release()
     assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == (f"note: --save {tmp_path} has a .lock that is empty or damaged: waiting up to 0.15 s for a "
+                                       "sign of life, then it is replaced\n")
+
+
+def test_a_file_that_tells_nothing_and_is_renewed_is_refused(tmp_path):
+    held = Lock(tmp_path, beat=0.05)
+    held.path.write_text("")
+    with pytest.raises(ValueError, match="in use by another job: .lock does not tell which"):
+        Lock(tmp_path, beat=0.2)
+    held.release()
 
 
 def test_releasing_leaves_the_lock_of_a_job_that_took_over(tmp_path, elsewhere):

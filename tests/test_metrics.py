@@ -200,6 +200,7 @@ def test_peak_memory_of_all_ranks_in_one_line():
     (lambda path: path.write_text("[" * 200_000 + "\n\n"), "line 1: brackets"),
     (lambda path: path.write_text("{}\n"), "line 1 has no iteration"),
     (lambda path: path.write_text("[1]\n"), "line 1 has no iteration"),
+    (lambda path: path.write_bytes(b'{"iteration": 1}\n\xff\xfe\n\n'), "line 2 is not JSON: .* move the file away"),
 ])
 def test_a_history_that_cannot_be_continued_is_refused_with_its_name(tmp_path, make, problem):
     path = tmp_path / "history.jsonl"

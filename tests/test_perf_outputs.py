@@ -17,7 +17,8 @@ PLAN = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
 @pytest.mark.parametrize("command, flag", [(PLAN, "--png"), ([*PLAN, "--json"], "--png"), (["fit"], "--output"),
                                            (["tables"], "--csv"), (["tables"], "--png"), (["calibrate"], "--output")])
 @pytest.mark.parametrize("place, message", [("{here}/none/a.json", "{here}/none is not a directory"),
-                                            ("{here}/a.json", "{here}/a.json is a directory")])
+                                            ("{here}/a.json", "{here}/a.json is a directory"),
+                                            ("{here}/" + "n" * 300, "File name too long: give another file")])
 def test_a_place_that_takes_no_file_is_one_line_before_the_work(command, flag, place, message, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.json").mkdir()
     monkeypatch.setattr(fit, "make_report", lambda group: pytest.fail("the fit began"))

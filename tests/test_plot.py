@@ -1,6 +1,7 @@
 """The picture of a run. Run: pytest tests/test_plot.py"""
 
 import json
+import os
 
 import pytest
 
@@ -96,5 +97,10 @@ def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TRAIN))
     assert plot.start_loss_curve(tmp_path / "loss.png", tmp_path / "history.jsonl", "124M\n/here").wait(60) == 0
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png")
+    for name, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
+        monkeypatch.setenv(name, value)
+    assert plot.start_loss_curve(odd, tmp_path / "history.jsonl", odd).wait(60) == 0 and os.path.getsize(odd) > 0
+    assert plot.start_loss_curve(odd, tmp_path / "none.jsonl", odd).wait(60) == 0
     assert plot.start_loss_curve(tmp_path / "other.png", tmp_path / "none.jsonl").wait(60) == 0
     assert "other.png: not drawn" in capfd.readouterr().out

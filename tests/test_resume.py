@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
+from fugaku_megatron.checkpoint.manifest import TRACKER
 from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.training.resume import differences, find_checkpoint, resume_training
 from tests.helpers import make_trainer, small_run
@@ -92,3 +93,33 @@ def test_only_an_empty_load_that_is_also_save_starts_anew(tmp_path):
     (new / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match="thesis.tex"):
         iteration(new, new)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A directory with checkpoints of iterations 3 and 4; the tracker names 4."""
+    trainer = make_trainer(DryComm(), small_run())
+    for iteration in range(1, 5):
+        trainer.train_step()
+        if iteration > 2:
+            trainer.save(str(tmp_path))
+    trainer.close()
+    return tmp_path
+
+
+def test_a_tracker_that_names_no_checkpoint_is_named_with_the_remedy(two):
+    (two / TRACKER).write_text("0\n")
+    with pytest.raises(ValueError) as raised:
+        iteration(two, two)
+    assert f"{two / TRACKER} names iteration 0, and iter_0000000 is missing: correct the number in that file" in str(raised.value)
+    assert str(raised.value).endswith("Complete checkpoints: iterations 3, 4. Use iteration 4: --ckpt-step 4")
+
+
+def test_a_tracker_that_names_an_older_checkpoint_is_noted(two):
+    assert lines(str(two)) == [f"resumed from {two} at iteration 4"]
+    (two / TRACKER).write_text("3\n")
+    note = (f"note: {two / TRACKER} names iteration 3, and complete checkpoints of iterations 4 are newer: --ckpt-step 4 starts "
+            "from the newest")
+    assert lines(str(two)) == [f"resumed from {two} at iteration 3", note]
+    assert lines(str(two), ckpt_step=3) == [f"resumed from {two} at iteration 3"], "the user has chosen"
+    assert note in lines(str(two), finetune=True)

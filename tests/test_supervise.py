@@ -45,7 +45,7 @@ SRUN_EXIT = "srun: error: c12: task 1: Exited with exit code {}\nsrun: error: c1
     (137, "application called MPI_Abort(MPI_COMM_WORLD, 3) - process 1\nsrun: error: c1: tasks 0-1: Killed", ExitCode.DIVERGED, 0,
      "c1"),
     (1, "MPI_ABORT was invoked on rank 1\n  Proc: [[2737,1],1]\n  Errorcode: 5\n\nNOTE", ExitCode.LOST_RANK, 0, ""),
-    (130, "", ExitCode.INTERRUPTED, 0, ""),
+    (130, "", ExitCode.INTERRUPTED, 0, ""), (141, "", ExitCode.OUTPUT, 0, ""),
 ])
 def test_what_a_launcher_says_counts_before_its_code(returncode, said, code, number, node):
     ending = ending_of(returncode, said)

@@ -133,7 +133,8 @@ def test_the_tracker(tmp_path, capsys):
     save(tmp_path)
     (tmp_path / TRACKER).write_text("11")
     code, lines, _ = check(tmp_path, capsys)
-    assert code == 1 and lines[0] == f"{tmp_path}/{TRACKER} names iteration 11, and iter_0000011 is missing"
+    assert code == 1 and lines[0] == (f"{tmp_path}/{TRACKER} names iteration 11, and iter_0000011 is missing: correct the "
+                                      "number in that file, or choose an iteration by --ckpt-step")
     (tmp_path / TRACKER).unlink()
     assert check(tmp_path, capsys)[0] == 0, "a first save that was ended before it wrote the tracker"
 

@@ -41,9 +41,9 @@ class Ended:
 
 
 def start(directory: Path, words: tuple[str, ...], seconds: float = SECONDS,
-          more: Callable[[int], tuple[int, ...]] = lambda rank: ()) -> list[subprocess.Popen]:
-    """The ranks of a group, which do what the words say. more: arguments of each, about its node."""
-    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1]), "PATH": ""}  # no debugger, which takes seconds
+          more: Callable[[int], tuple[int, ...]] = lambda rank: (), path: str = "") -> list[subprocess.Popen]:
+    """The ranks of a group, which do what the words say. more: arguments of each, about its node. path: where a debugger may be."""
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1]), "PATH": path}  # without one: it takes seconds
     return [subprocess.Popen([sys.executable, PROGRAM, directory, *map(str, (rank, len(words), seconds, word, *more(rank)))],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
             for rank, word in enumerate(words)]
@@ -131,9 +131,24 @@ def test_work_before_the_first_iteration_is_no_hang(ended):
 
 def test_native_frames_are_read_where_a_debugger_is(monkeypatch):
     monkeypatch.setattr(stacks, "DEBUGGERS", (("false-debugger",), ("echo", "frames of")))
-    assert stacks.native_stacks(7) == "frames of 7\n"
+    assert stacks.native_stacks(7, time.monotonic() + 10) == "frames of 7\n"
     monkeypatch.setattr(stacks, "DEBUGGERS", ())
-    assert stacks.native_stacks(7) == ""
+    assert stacks.native_stacks(7, time.monotonic() + 10) == ""
+
+
+def test_a_debugger_that_takes_long_does_not_keep_the_job(tmp_path):
+    """Of a stopped rank: what the debugger has said until then is kept, and the job ends within 15 s."""
+    debugger = tmp_path / "eu-stack"
+    debugger.write_text("#!/bin/sh\necho the first frame\nexec sleep 60\n")
+    debugger.chmod(0o755)
+    processes = start(tmp_path, ("wait", "forward"), path=f"{tmp_path}:/usr/bin:/bin")
+    let_hang(processes)
+    processes[1].send_signal(signal.SIGSTOP)
+    said = processes[0].stderr.readline()
+    begin = time.monotonic()
+    job = end(tmp_path, processes)
+    assert time.monotonic() - begin < 15 and "rank 1 (node " in said and job.codes[0] == ExitCode.HANG
+    assert "in forward" in job.stacks[1] and "the first frame\neu-stack was not ready within 6 s" in job.stacks[1], job.stacks[1]
 
 
 # What is said of many ------------------------------------------------------------------------------------------------------------

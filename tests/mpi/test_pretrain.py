@@ -65,6 +65,24 @@ def test_trains_logs_and_resumes_to_the_same_bits(mpi, level, tmp_path, monkeypa
     assert "peak memory per rank: max" in whole.stdout
 
 
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C.UTF-8"}])
+def test_paths_of_any_bytes_end_no_run(mpich, tmp_path, locale):
+    """Neither those of --save, --log-file and --profile-dir nor that of the picture, whose title holds them."""
+    place = os.fsencode(tmp_path) + b"/\xff\xc3\xa9"
+    flags = [*TINY, "--train-iters", "4", "--save-interval", "2", "--save", place, "--log-file", place + b".log", "--log-ranks",
+             place + b".ranks", "--profile", "--profile-step-start", "2", "--profile-step-end", "3", "--profile-dir", place + b".p"]
+    done = subprocess.run([sys.executable, PROGRAM, *flags], env={**os.environ, "OMP_NUM_THREADS": "1", **locale}, timeout=120,
+                          capture_output=True)
+    assert done.returncode == 0 and b"Traceback" not in done.stdout + done.stderr and b"not drawn" not in done.stdout, done
+    assert b"saved checkpoint of iteration 4 to " + place + b"\n" in done.stdout
+    with open(place + b".log", "rb") as log:
+        assert b"saved checkpoint of iteration 4 to " + place + b"\n" in log.read()
+    assert os.path.getsize(place + b"/loss_curve.png") > 10_000
+    refused = subprocess.run([sys.executable, PROGRAM, *TINY, "--train-iters", "4", "--tensorboard-dir", place],
+                             env={**os.environ, **locale}, capture_output=True, timeout=60)
+    assert refused.returncode == 2 and refused.stderr.count(b"\n") == 1 and b"--tensorboard-dir " + place in refused.stderr
+
+
 def test_tflops_in_the_log_are_the_formula(mpich):
     flags = [*TINY, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--checkpoint-activations"]
     job = mpich.run(2, PROGRAM, *flags)
