@@ -50,10 +50,13 @@ def flag_words(name: str, value: Any) -> list[str]:
     return [flag(name), *map(str, value if isinstance(value, tuple) else (value,))]
 
 
+MAX_HALF = 450  # characters of the beginning and of the end of a message that repeats what was given
+
+
 def check(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition` holds: for values that a user gave."""
+    """Raise ValueError(message) unless `condition` holds: for values that a user gave, of which a long one is cut in the middle."""
     if not condition:
-        raise ValueError(message)
+        raise ValueError(message if len(message) <= 2 * MAX_HALF else f"{message[:MAX_HALF]} ... {message[-MAX_HALF:]}")
 
 
 class Refused(ValueError):
