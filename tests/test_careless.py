@@ -5,6 +5,7 @@ another exception, takes more than 10 s or loads what was changed. docs/reliabil
 Run: pytest tests/test_careless.py
 """
 
+import argparse
 import copy
 import json
 import math
@@ -43,11 +44,9 @@ EXAMPLES = {"manifests": 250, "tensor files": 100, "machine files": 150, "job sc
             "data files": 150, "logs": 100}
 COUNTS: dict[str, Counter] = {}  # of each kind: "refused", "accepted", "unchanged"
 SCRIPT = render.self_contained((ROOT / "scripts" / "pjsub" / "run_124m.sh").read_text())
-FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--global-batch-size",
-         "--lr", "--min-lr", "--adam-eps", "--weight-decay", "--clip-grad", "--train-iters", "--train-samples", "--seed", "--split",
-         "--loss-scale", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--hidden-dropout", "--save-interval",
-         "--log-interval", "--rampup-batch-size", "--lr-decay-style", "--vocab-size", "--init-method-std", "--cpu-frequency",
-         "--recipe", "--world-size", "--pipeline-split", "--layernorm-epsilon", "--initial-loss-scale", "--eval-iters")
+PARSER = argparse.ArgumentParser(add_help=False)
+arguments.add_flags(PARSER)
+FLAGS = tuple(option for action in PARSER._actions for option in action.option_strings)
 NUMBERS = st.sampled_from(["1", "2", "4", "12", "64", "512", "1024", "10000", "65536", "1000000", "16777216", "2147483647",
                            "1000000000000"])
 WORDS = st.one_of(NUMBERS, st.sampled_from(["inf", "nan", "-1", "0", "0.5", "1e400", "1e-400", "", "abc", "9" * 20, "9" * 5000,
