@@ -12,17 +12,19 @@ TRAIN_RANKS ?= 2
 TEST_WORKERS ?= 2
 TRAIN_FLAGS ?=
 FAULTS ?= 1000
+TARGET ?=
 FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test docs faults lint wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train test docs faults lint wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
 	@echo "             TRAIN_FLAGS='--train-iters 20' adds training flags)"
 	@echo "make test    set up, then lint and run all tests"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
+	@echo "make kernels  compile the C++ kernels that changed (TARGET=avx512: for this row of TARGETS in setup.py alone)"
 	@echo "make docs    set up, then run every command of README.md and docs/ (3 minutes)"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
 	@echo "make lint    ruff"
@@ -64,6 +66,11 @@ $(STAMPS)/mpi-system: $(STAMPS)/packages requirements-mpi.txt scripts/system_mpi
 $(STAMPS)/kernels: $(STAMPS)/mpi-$(MPI) setup.py $(wildcard kernels_sve/*)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
+
+# A library of some targets alone is no set-up: the next goal that needs one compiles the others.
+kernels: $(STAMPS)/mpi-$(MPI)
+	KERNEL_TARGETS="$(TARGET)" $(BIN)/python setup.py --quiet build_ext --inplace
+	@$(if $(TARGET),rm -f,touch) $(STAMPS)/kernels
 
 # The command fugaku-megatron and the package for the .venv's Python, used in place: an edit needs no new installation.
 $(STAMPS)/command: $(STAMPS)/kernels pyproject.toml

@@ -3,26 +3,30 @@
     python setup.py build_ext --inplace          (incremental; --force rebuilds everything)
     pip install .   pip wheel .                  (torch comes with the build environment, see pyproject.toml)
 
-TARGETS below is the one table of instruction sets: target.cc is compiled once per row that this machine type can hold,
-each time into a namespace of its own, with that row's flags; every other file is compiled for the baseline. The choice
-between rows is made at run time (kernels_sve/dispatch.cc).
+TARGETS below is the one table of instruction sets: target.cc is compiled once per family of kernels and per row that this machine
+type can hold, into a namespace of the row, with the row's flags; every other file is compiled for the baseline. The choice
+between rows is made at run time (kernels_sve/dispatch.cc). The library carries source_hash(), so that the tests can refuse a
+library of other sources. An object is compiled again when its command or the content of a file that it includes has changed.
 
-Environment: CXX (default g++); TARGET_CXX for target.cc alone, for example clang++, which schedules the SVE loops
-better; CXXFLAGS; LDFLAGS; TORCH_PACKAGE, the folder of the torch to build for (default: the installed one);
-OPENMP_LIBRARY, the OpenMP runtime to link (default: the one inside that torch, so that a process holds only one). A cross
-build is one whose CXX names another machine; it needs CXXFLAGS with the Python and pybind11 headers of that machine, and
-TORCH_PACKAGE. Left out: Windows and macOS.
+Environment: KERNEL_TARGETS, rows of TARGETS separated by commas, for a build without the others; CXX (default g++); TARGET_CXX for
+the families alone, for example clang++, which schedules the SVE loops better; CXXFLAGS; LDFLAGS; TORCH_PACKAGE, the folder of
+the torch to build for (default: the installed one); OPENMP_LIBRARY, the OpenMP runtime to link (default: the one inside that
+torch, so that a process holds only one). A cross build is one whose CXX names another machine; it needs CXXFLAGS with the Python
+and pybind11 headers of that machine, and TORCH_PACKAGE. Left out: Windows and macOS.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sysconfig
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,14 +39,14 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "kernels_sve"
 COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-TARGET_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+TARGET_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-unused-function"]
 GCC_FLAGS = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # its own AVX-512 headers trip them
 GCC_SVE_FLAGS = ["-fno-schedule-insns"]  # its scheduler brings FMAs of one accumulator too close together
 
 
 @dataclass(frozen=True)
 class Target:
-    """One row: a build of target.cc. `requires` are the features dispatch.cc looks for in the running CPU. Tiles: tuning.h."""
+    """One instruction set. `requires` are the features that dispatch.cc looks for in the running CPU. Tiles: tuning.h."""
 
     name: str
     machine: str  # x86_64, aarch64 or any
@@ -68,6 +72,28 @@ TARGETS = (
     Target("sve256bf16", "aarch64", (f"{SVE}+bf16", "-msve-vector-bits=256"), 32, ("sve", "svebf16")),
     Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, ("sve",)),
 )
+
+SLOWEST = ("rowwise", "attention")  # families that compile longest, first in jobs()
+
+
+def families() -> list[str]:
+    """The families of kernels.inc: the slowest to compile first, then in its order."""
+    rows = re.findall(r"FM_KERNEL\(\w+, (\w+), \"", (SOURCES / "kernels.inc").read_text())
+    return list(dict.fromkeys((*SLOWEST, *rows)))
+
+
+def source_hash() -> str:
+    """SHA-256 of all that the kernels are made from: the files of kernels_sve, TARGETS and the flags above."""
+    digest = hashlib.sha256(repr((TARGETS, COMMON_FLAGS, TARGET_FLAGS, GCC_FLAGS, GCC_SVE_FLAGS)).encode())
+    for path in sorted(path for path in SOURCES.iterdir() if path.is_file()):
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def hash_in(library: Path) -> str:
+    """The source_hash() of the sources that a library was built from; empty for a library that has none."""
+    found = re.search(rb"fugaku_megatron kernel sources ([0-9a-f]{64})", library.read_bytes())
+    return found[1].decode() if found else ""
 
 
 def torch_package(variables: Mapping[str, str] = os.environ) -> Path:
@@ -105,12 +131,19 @@ class Compiler:
         self.cross = self.machine != platform.machine()
         self.objects = build_dir / f"kernels-{self.machine}"
         self.objects.mkdir(parents=True, exist_ok=True)
+        self.hash = source_hash()  # before anything is compiled: an edit during the build makes the library an old one
 
     def output(self, flag: str) -> str:
         return subprocess.run([*self.cxx, flag], check=True, capture_output=True, text=True).stdout.strip()
 
     def targets(self) -> list[Target]:
-        return [t for t in TARGETS if t.machine in ("any", self.machine)]
+        """The rows to build. SystemExit when KERNEL_TARGETS names something else."""
+        known = [t for t in TARGETS if t.machine in ("any", self.machine)]
+        names = [name for name in self.variables.get("KERNEL_TARGETS", "").split(",") if name]
+        if unknown := set(names) - {t.name for t in known}:
+            raise SystemExit(f"setup.py: KERNEL_TARGETS names {', '.join(sorted(unknown))}; this machine has "
+                             f"{', '.join(t.name for t in known)}")
+        return [t for t in known if not names or t.name in names]
 
     def includes(self) -> list[str]:
         if self.cross:
@@ -119,37 +152,50 @@ class Compiler:
 
         return ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
 
-    def row_macros(self) -> list[str]:
-        """The table as macros for dispatch.cc: FM_ROW(name, vector bytes, machine, features), built or not."""
+    def dispatch_macros(self) -> list[str]:
+        """For dispatch.cc: the hash, and the table as FM_ROW(name, vector bytes, machine, features), built or not.
 
-        def rows(chosen: list[Target]) -> str:
-            return " ".join(f'FM_ROW({t.name},{t.vector_bytes},"{t.machine}","{" ".join(t.requires)}")' for t in chosen)
+        The machine is empty in a row that this machine type could hold and KERNEL_TARGETS leaves out.
+        """
+
+        def row(t: Target) -> str:
+            machine = t.machine if t in built or t.machine not in ("any", self.machine) else ""
+            return f'FM_ROW({t.name},{t.vector_bytes},"{machine}","{" ".join(t.requires)}")'
 
         built = self.targets()
-        return [f"-DFM_BUILT_ROWS={rows(built)}", f"-DFM_OTHER_ROWS={rows([t for t in TARGETS if t not in built])}"]
+        others = " ".join(row(t) for t in TARGETS if t not in built)
+        return [f'-DFM_SOURCE_HASH="{self.hash}"', f"-DFM_BUILT_ROWS={' '.join(map(row, built))}", f"-DFM_OTHER_ROWS={others}"]
 
-    def target_command(self, target: Target) -> list[str]:
+    def target_command(self, target: Target, family: str) -> list[str]:
+        """Compiles a family of kernels for a row of the table."""
         gcc = [] if "clang" in self.target_cxx[0] else GCC_FLAGS + GCC_SVE_FLAGS * (target.machine == "aarch64")
-        macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}"]
+        macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}", f"-DFM_FAMILY={family}",
+                  f"-DFM_IS_{family}=,,,"]
         return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros]
+
+    def target_jobs(self) -> list[tuple[list[str], Path, Path]]:
+        """Every family for every row, then the tables of the rows' kernels, which belong to the baseline."""
+        source = SOURCES / "target.cc"
+        units = [(self.target_command(target, family), source, self.objects / f"target_{target.name}_{family}.o")
+                 for family in families() for target in self.targets()]
+        tables = [([*self.cxx, *COMMON_FLAGS, f"-DFM_TARGET={target.name}"], source, self.objects / f"table_{target.name}.o")
+                  for target in self.targets()]
+        return units + tables
 
     def bindings(self) -> tuple[list[str], Path, Path]:
         """The job of bind.cc with every bind_*.cc before it: each alone would compile pybind11 anew, seven times the work."""
         torch = ["-isystem", str(torch_package(self.variables) / "include")]  # for bind_arena.cc
-        families = [flag for source in sorted(SOURCES.glob("bind_*.cc")) for flag in ("-include", str(source))]
-        command = [*self.cxx, *COMMON_FLAGS, *self.includes(), *torch, *families]
+        included = [flag for source in sorted(SOURCES.glob("bind_*.cc")) for flag in ("-include", from_root(source))]
+        command = [*self.cxx, *COMMON_FLAGS, *self.includes(), *torch, *included]
         return command, SOURCES / "bind.cc", self.objects / "bind.o"
 
     def jobs(self) -> list[tuple[list[str], Path, Path]]:
         """(command, source, object) of every file, the slowest first."""
-        jobs = []
-        for target in self.targets():
-            jobs.append((self.target_command(target), SOURCES / "target.cc", self.objects / f"target_{target.name}.o"))
-        jobs.append(self.bindings())
+        jobs = [self.bindings(), *self.target_jobs()]
         for source in sorted(SOURCES.glob("*.cc")):
             if source.name == "target.cc" or source.name.startswith("bind"):
                 continue
-            flags = [*self.cxx, *COMMON_FLAGS, *(self.row_macros() if source.name == "dispatch.cc" else [])]
+            flags = [*self.cxx, *COMMON_FLAGS, *(self.dispatch_macros() if source.name == "dispatch.cc" else [])]
             if source.name == "parallel.cc":
                 flags.append("-fopenmp")
             if source.name.startswith("reference"):  # a reference rounds like the formula it states
@@ -158,14 +204,17 @@ class Compiler:
         return jobs
 
     def compile(self, command: list[str], source: Path, obj: Path, force: bool) -> None:
-        command = [*command, *self.user_flags, "-MMD", "-c", str(source), "-o", str(obj)]
+        """Compiles unless the stamp next to the object says that it is of this command and of the same files."""
+        command = [*command, *self.user_flags, "-MMD", "-c", from_root(source), "-o", from_root(obj)]
         stamp = obj.with_suffix(".cmd")
-        if not force and stamp.exists() and stamp.read_text() == "\n".join(command) and up_to_date(obj):
+        if not force and obj.exists() and stamp.exists() and stamp.read_text() == stamp_of(command, obj):
             return
         stamp.unlink(missing_ok=True)
         print(f"compiling {obj.stem}", flush=True)
-        subprocess.run(command, check=True)
-        stamp.write_text("\n".join(command))
+        began = time.time()
+        subprocess.run(command, check=True, cwd=ROOT)
+        if all((ROOT / path).stat().st_mtime < began for path in inputs(obj)):  # not edited meanwhile
+            stamp.write_text(stamp_of(command, obj))
 
     def openmp(self) -> list[str]:
         library = self.variables.get("OPENMP_LIBRARY") or torch_openmp_library(self.variables)
@@ -176,17 +225,26 @@ class Compiler:
         output.parent.mkdir(parents=True, exist_ok=True)
         flags = shlex.split(self.variables.get("LDFLAGS", ""))
         torch = str(torch_package(self.variables) / "lib" / "libc10.so")
-        command = [*self.cxx, "-shared", *map(str, objects), *self.openmp(), torch, *flags, "-o", str(output)]
-        subprocess.run(command, check=True)
+        command = [*self.cxx, "-shared", *map(from_root, objects), *self.openmp(), torch, *flags, "-o", str(output)]
+        subprocess.run(command, check=True, cwd=ROOT)
 
 
-def up_to_date(obj: Path) -> bool:
-    """Whether the object is newer than every file that its compiler-written dependency list names."""
+def from_root(path: Path) -> str:
+    """The path as a command names it that runs in ROOT, so that a copy of build/ serves another checkout."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def inputs(obj: Path) -> list[str]:
+    """The files that an object is made from, of the list that the compiler wrote; none without a list."""
     depfile = obj.with_suffix(".d")
-    if not obj.exists() or not depfile.exists():
-        return False
-    inputs = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-    return all(os.path.exists(f) and os.path.getmtime(f) <= obj.stat().st_mtime for f in inputs)
+    return depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split() if depfile.exists() else []
+
+
+def stamp_of(command: list[str], obj: Path) -> str:
+    """The command and the content of its inputs, which alone say whether an object is up to date: copies have other dates."""
+    paths = [ROOT / path for path in inputs(obj)]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "absent" for path in paths]
+    return "\n".join([*command, *digests])
 
 
 class BuildModules(build_py):

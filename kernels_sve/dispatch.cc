@@ -1,5 +1,5 @@
-// Run-time choice of target. setup.py gives the rows: FM_BUILT_ROWS and FM_OTHER_ROWS hold FM_ROW(name, vector bytes,
-// machine, features). Tested by tests/kernels/test_dispatch.py.
+// Run-time choice of target. setup.py passes the rows: FM_BUILT_ROWS and FM_OTHER_ROWS hold FM_ROW(name, vector bytes,
+// machine, features), and FM_SOURCE_HASH, the hash of what the library is built from. Tested by tests/kernels/test_dispatch.py.
 #include "dispatch.h"
 
 #include "tuning.h"
@@ -49,7 +49,10 @@ const Row rows[] = {
 };
 // clang-format on
 
-std::atomic<const Row*> current{&rows[1]};
+std::atomic<const Row*> current{&rows[0]};
+
+// setup.py searches the library for this text (hash_in).
+__attribute__((used)) const char source_hash[] = "fugaku_megatron kernel sources " FM_SOURCE_HASH;
 
 #if defined(__x86_64__)
 bool has_feature(const std::string& feature, int) {
@@ -75,6 +78,7 @@ bool has_feature(const std::string&, int) { return false; }
 #endif
 
 std::string missing(const Row& row) {
+  if (!row.table && !*row.machine) return "left out of this build: run make kernels for all targets";
   if (!row.table) return std::string("not in this build, it is for ") + row.machine;
   std::istringstream words(row.features);
   for (std::string feature; words >> feature;) {

@@ -21,7 +21,7 @@ FM_INLINE vf centred(vf x, float mean) {
 }
 
 template <Norm N, int R, class T>
-FM_INLINE void norm_rows(const LayerNormArgs& a, int64_t row) {
+FM_ONCE void norm_rows(const LayerNormArgs& a, int64_t row) {
   const int64_t cols = a.cols;
   const T* x = static_cast<const T*>(a.x) + row * cols;
   T* y = static_cast<T*>(a.y) + row * cols;
@@ -79,7 +79,7 @@ static void rms_norm(const LayerNormArgs& a) { norm<Norm::RMS>(a); }
 
 // dweight, and for layer norm dbias: this chunk's column sums.
 template <Norm N, int R, class T>
-FM_INLINE void norm_backward_rows(const LayerNormGradArgs& a, int64_t row, float* dweight, float* dbias) {
+FM_ONCE void norm_backward_rows(const LayerNormGradArgs& a, int64_t row, float* dweight, float* dbias) {
   const int64_t cols = a.cols, first = row * cols;
   const T *dy = static_cast<const T*>(a.dy) + first, *x = static_cast<const T*>(a.x) + first;
   const T *add = a.add ? static_cast<const T*>(a.add) + first : nullptr, *weight = static_cast<const T*>(a.weight);

@@ -40,7 +40,7 @@ FM_INLINE void for_kept(const DropoutArgs& a, int64_t row, const F& body) {
 }
 
 template <int R, class T>
-FM_INLINE void bias_dropout_add_rows(const ResidualArgs& a, int64_t row) {
+FM_ONCE void bias_dropout_add_rows(const ResidualArgs& a, int64_t row) {
   const int64_t cols = a.dropout.cols, first = row * cols;
   const T *x = static_cast<const T*>(a.x) + first, *residual = static_cast<const T*>(a.residual) + first;
   const T* bias = static_cast<const T*>(a.bias);
@@ -67,7 +67,7 @@ FM_INLINE void bias_dropout_add_rows(const ResidualArgs& a, int64_t row) {
 
 // dbias: this chunk's column sums.
 template <int R, class T>
-FM_INLINE void bias_dropout_add_backward_rows(const ResidualGradArgs& a, int64_t row, float* dbias) {
+FM_ONCE void bias_dropout_add_backward_rows(const ResidualGradArgs& a, int64_t row, float* dbias) {
   const int64_t cols = a.dropout.cols, first = row * cols;
   const T* dout = static_cast<const T*>(a.dout) + first;
   T* dx = a.dx ? static_cast<T*>(a.dx) + first : nullptr;

@@ -33,6 +33,7 @@
 #include "tuning.h"
 
 #define FM_INLINE static inline __attribute__((always_inline))
+#define FM_ONCE static __attribute__((noinline))  // compiled once for all kernels that call it for each block of rows
 #define FM_INLINE_LAMBDA __attribute__((always_inline))  // after a lambda's parameters: a long one that is called twice
 
 #if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && FM_VECTOR_BYTES > 16

@@ -1,28 +1,42 @@
-// Every kernel, once per row of TARGETS in setup.py: -DFM_TARGET names the namespace and the block of tuning.h,
-// -DFM_VECTOR_BYTES the vectors. Nothing here may leave a weak symbol outside fm::FM_TARGET, or code for
-// one CPU could be picked for another (tests/kernels/test_dispatch.py): headers keep to FM_INLINE functions, lambdas,
-// and no std:: containers or algorithms.
-#include "simd.h"
+// The kernels of one row of TARGETS in setup.py, a family at a time: -DFM_TARGET names the namespace and the block of tuning.h,
+// -DFM_VECTOR_BYTES the length of the vectors, -DFM_FAMILY=gemm the header gemm.h, and -DFM_IS_gemm=,,, marks the rows of
+// kernels.inc that the unit defines. No symbol may be weak and outside fm::FM_TARGET, or code for one CPU could be picked for
+// another (tests/kernels/test_dispatch.py): headers keep to FM_INLINE functions, lambdas, and no std:: containers or algorithms.
+//
+// Without FM_FAMILY it is the table of the row's kernels. That unit is compiled for the baseline, because its constructor runs
+// on every CPU.
+#include "table.h"
 
-#include "adamw.h"
-#include "attention.h"
-#include "bench.h"
-#include "cross_entropy.h"
-#include "decode.h"
-#include "elementwise.h"
-#include "embedding.h"
-#include "gelu.h"
-#include "gemm.h"
-#include "philox.h"
-#include "reduce.h"
-#include "rotary.h"
-#include "rowwise.h"
-#include "swiglu.h"
+#ifdef FM_FAMILY
+
+#define FM_QUOTE(header) #header
+#define FM_HEADER_OF(family) FM_QUOTE(family.h)
+#include FM_HEADER_OF(FM_FAMILY)
 
 namespace fm::FM_TARGET {
+// Three commas before FM_DEFINE move it to the fourth place, where otherwise FM_SKIP is.
+#define FM_FOURTH(first, second, third, fourth, ...) fourth
+#define FM_PICK(...) FM_FOURTH(__VA_ARGS__)
+#define FM_SKIP(name, result, parameters)
+#define FM_DEFINE(name, result, parameters)      \
+  extern result(*const name##_kernel) parameters; \
+  result(*const name##_kernel) parameters = &name;
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) \
+  FM_PICK(FM_IS_##family FM_DEFINE, , , FM_SKIP, )(name, result, parameters)
+#include "kernels.inc"
+}  // namespace fm::FM_TARGET
+
+#else
+
+namespace fm::FM_TARGET {
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) extern result(*const name##_kernel) parameters;
+#include "kernels.inc"
+
 extern const KernelTable kernel_table;
 const KernelTable kernel_table = {
-#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) &name,
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) name##_kernel,
 #include "kernels.inc"
 };
 }  // namespace fm::FM_TARGET
+
+#endif

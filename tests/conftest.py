@@ -1,16 +1,35 @@
 """Options of the test suite, and what every test file must leave as it was. A file's tests run in one process, in order."""
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
 
+import setup
+
 TESTS = Path(__file__).resolve().parent
+PACKAGE = TESTS.parent / "fugaku_megatron"
 
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=3, help="how many times the kill-and-restart test kills a job")
     parser.addoption("--faults", type=int, default=2, help="how many faults of the campaign are drawn")
+
+
+def old_library(folder):
+    """Why a kernel library of the folder cannot be tested, in one line: it is of other sources. Empty when there is none such."""
+    for library in sorted(folder.glob("_kernels*.so")):
+        if setup.hash_in(library) != setup.source_hash():
+            goal = "arm-ext" if "aarch64" in library.name and platform.machine() != "aarch64" else "kernels"
+            return f"{library.name} was built from other sources than those in kernels_sve/ and setup.py: run make {goal}"
+    return ""
+
+
+def pytest_configure():
+    """Tests of an old library would say nothing of the sources."""
+    if reason := old_library(PACKAGE):
+        pytest.exit(reason, returncode=1)
 
 
 # Files of half a minute and more, about the longest first: begun last, one would run while the other worker has nothing to do.

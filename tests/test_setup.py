@@ -3,14 +3,19 @@
     python -m pytest tests/test_setup.py
 """
 
+import importlib.util
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def project(monkeypatch):
     """setup.py as a module, with none of the caller's build environment."""
     monkeypatch.syspath_prepend(ROOT)
-    for name in ("CXX", "TARGET_CXX", "CXXFLAGS", "LDFLAGS", "OPENMP_LIBRARY"):
+    for name in ("CXX", "TARGET_CXX", "CXXFLAGS", "LDFLAGS", "OPENMP_LIBRARY", "KERNEL_TARGETS"):
         monkeypatch.delenv(name, raising=False)
     import setup
 
@@ -45,7 +50,7 @@ def test_flags_of_a_target_stay_with_its_file(project, tmp_path):
     assert len({obj for _, _, obj in jobs}) == len(jobs)
     for command, source, _ in jobs:
         machine_flags = [flag for flag in command if flag.startswith(("-m", "-march")) and flag != "-MMD"]
-        assert source.name == "target.cc" or machine_flags == []
+        assert machine_flags == [] or (source.name == "target.cc" and any(flag.startswith("-DFM_FAMILY=") for flag in command))
         assert ("-fopenmp" in command) == (source.name == "parallel.cc")
         assert "-ffast-math" not in command
 
@@ -54,7 +59,7 @@ def test_every_source_is_compiled_and_the_bindings_at_once(project, tmp_path):
     """A bind_*.cc that is left out is a family without Python functions; one with a job of its own is compiled twice."""
     jobs = project.Compiler(tmp_path).jobs()
     (command,) = (command for command, source, _ in jobs if source.name.startswith("bind"))
-    included = [Path(file) for flag, file in zip(command, command[1:]) if flag == "-include"]
+    included = [ROOT / file for flag, file in zip(command, command[1:]) if flag == "-include"]
     alone = [source for _, source, _ in jobs if source.name != "target.cc"]
     assert sorted(included + alone + [project.SOURCES / "target.cc"]) == sorted(project.SOURCES.glob("*.cc"))
 
@@ -64,8 +69,8 @@ def test_gcc_does_not_reschedule_sve_loops(project, monkeypatch, tmp_path, targe
     monkeypatch.setenv("TARGET_CXX", target_cxx)
     compiler = project.Compiler(tmp_path)
     sve, avx = (next(t for t in project.TARGETS if t.name == name) for name in ("sve512", "avx512"))
-    assert ("-fno-schedule-insns" in compiler.target_command(sve)) == expected
-    assert "-fno-schedule-insns" not in compiler.target_command(avx)
+    assert ("-fno-schedule-insns" in compiler.target_command(sve, "gemm")) == expected
+    assert "-fno-schedule-insns" not in compiler.target_command(avx, "gemm")
 
 
 def test_openmp_runtime_is_the_one_torch_loads(project):
@@ -87,10 +92,33 @@ def test_openmp_library_can_be_named(project, monkeypatch, tmp_path):
     assert project.Compiler(tmp_path).openmp() == ["/opt/lib/libgomp.so.1"]
 
 
+def test_every_family_is_compiled_for_every_target(project, tmp_path):
+    compiler = project.Compiler(tmp_path)
+    units = [obj.stem for _, source, obj in compiler.jobs() if source.name == "target.cc"]
+    names = [target.name for target in compiler.targets()]
+    assert sorted(units) == sorted([f"target_{name}_{family}" for name in names for family in project.families()]
+                                   + [f"table_{name}" for name in names])
+    assert all((project.SOURCES / f"{family}.h").exists() for family in project.families()) and "gemm" in project.families()
+
+
+def test_a_build_of_one_target_knows_the_others(project, tmp_path):
+    compiler = project.Compiler(tmp_path, {"KERNEL_TARGETS": "portable"})
+    assert [target.name for target in compiler.targets()] == ["portable"]
+    _, built, others = compiler.dispatch_macros()
+    assert built == '-DFM_BUILT_ROWS=FM_ROW(portable,16,"any","")'
+    left_out = re.findall(r'FM_ROW\((\w+),\d+,"",', others)  # of this machine, so that they could be built here
+    assert left_out == [target.name for target in project.TARGETS if target.machine == compiler.machine]
+    with pytest.raises(SystemExit, match="KERNEL_TARGETS names avx1024; this machine has portable, "):
+        project.Compiler(tmp_path, {"KERNEL_TARGETS": "portable,avx1024"}).targets()
+
+
 def test_only_what_changed_is_compiled_again(project, tmp_path, capfd):
+    """By content: files that were copied or checked out again have other dates, and old objects may look new."""
     header, source = tmp_path / "a.h", tmp_path / "a.cc"
     header.write_text("#pragma once\n")
     source.write_text('#include "a.h"\n')
+    for path in (header, source):
+        os.utime(path, (1, 1))  # a file that is edited during a compilation is compiled again
     compiler = project.Compiler(tmp_path)
     obj = compiler.objects / "a.o"
 
@@ -102,8 +130,44 @@ def test_only_what_changed_is_compiled_again(project, tmp_path, capfd):
     assert not compiled()
     later = time.time() + 5
     os.utime(header, (later, later))
+    assert not compiled()
+    header.write_text("#pragma once\n// edited\n")
+    os.utime(header, (2, 2))
     assert compiled()
     assert compiled("-O2")
+
+
+@pytest.fixture
+def copied_sources(project, monkeypatch, tmp_path):
+    """setup.py with a copy of kernels_sve, and a library that says it was built from it."""
+    shutil.copytree(project.SOURCES, tmp_path / "kernels_sve")
+    monkeypatch.setattr(project, "SOURCES", tmp_path / "kernels_sve")
+    (tmp_path / f"_kernels.cpython-{platform.machine()}.so").write_bytes(
+        b"\0fugaku_megatron kernel sources " + project.source_hash().encode() + b"\0")
+    return tmp_path
+
+
+def test_the_library_in_use_is_of_these_sources(project):
+    library = importlib.util.find_spec("fugaku_megatron._kernels").origin
+    assert project.hash_in(Path(library)) == project.source_hash()
+
+
+@pytest.mark.parametrize("change", ["edit", "new file", "renamed", "targets"])
+def test_the_tests_refuse_a_library_of_other_sources(project, copied_sources, monkeypatch, change):
+    assert conftest.old_library(copied_sources) == ""
+    sources = copied_sources / "kernels_sve"
+    os.utime(sources / "swiglu.h", (1, 1))  # dates do not count
+    assert conftest.old_library(copied_sources) == ""
+    if change == "edit":
+        (sources / "swiglu.h").write_text((sources / "swiglu.h").read_text() + "// edited\n")
+    elif change == "new file":
+        (sources / "new.h").touch()
+    elif change == "renamed":
+        (sources / "swiglu.h").rename(sources / "swiglu2.h")
+    else:
+        monkeypatch.setattr(project, "TARGETS", project.TARGETS[:-1])
+    assert re.fullmatch(r"_kernels\.\S+\.so was built from other sources than those in kernels_sve/ and setup.py: run make kernels",
+                        conftest.old_library(copied_sources))
 
 
 def requirements(lines):

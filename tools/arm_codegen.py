@@ -2,8 +2,8 @@
 
     make arm-codegen                      (or: python -m tools.arm_codegen)
 
-Of target.cc for the A64FX, and of the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). Prints what share of the
-FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h). Fails when an inner-product loop spills,
+Of every family of kernels for the A64FX, and of the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). Prints what
+share of the FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h). Fails when an inner-product loop spills,
 multiplies by element, brings FMLAs of one accumulator too close together or falls below its share of the peak in llvm-mca's
 model, the GEMM's also with all that it can fetch (gemm_fetch.h); when any loop for the A64FX holds a vector divide, square root or
 INSR; and when a loop that should be there is not found. With GCC 12 and, where installed, Clang 19; without llvm-mca-19 the
@@ -33,33 +33,27 @@ COMPILERS = {"GCC 12": GCC, "Clang 19": "clang++-19 --target=aarch64-linux-gnu"}
 MCA = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu"]
 ITERATIONS = 400
 CHUNKS = (16, 32, 64, 128, 256)  # steps of k summed in FP16
-GEMM_ALONE = """#include "simd.h"
-#include "gemm.h"
-namespace fm::FM_TARGET {
-extern void (*const the_gemm)(const GemmArgs&);
-void (*const the_gemm)(const GemmArgs&) = &gemm;
-}
-"""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A core as llvm-mca models it. target: of setup.py. pipes: multiply-adds that it begins in a cycle. source: instead of
-    target.cc, and `unit` its name."""
+    """A core as llvm-mca models it. target: of setup.py. pipes: multiply-adds that it begins in a cycle. families: those of
+    target.cc that are read; source: another text instead of target.cc."""
 
     name: str
     target: str
     flags: tuple[str, ...]
     pipes: int
+    families: tuple[str, ...]
     source: str = ""
-    unit: str = "target"
 
 
 # LLVM's own model says that an A64FX decodes 6 instructions a cycle; it decodes 4.
-A64FX = Machine("A64FX", "sve512", ("-mcpu=a64fx", "-dispatch=4"), 2)
-NEOVERSES = (Machine("Neoverse V1", "sve256bf16", ("-mcpu=neoverse-v1",), 2, GEMM_ALONE, "gemm"),
-             Machine("Neoverse V2", "sve128bf16", ("-mcpu=neoverse-v2",), 4, GEMM_ALONE, "gemm"))
-VECTOR_LOOPS = replace(A64FX, source=arm_vector_loops.SOURCE, unit="vectors")
+# bench.h is left out: it has the GEMM's own loop once more.
+A64FX = Machine("A64FX", "sve512", ("-mcpu=a64fx", "-dispatch=4"), 2, tuple(f for f in setup.families() if f != "bench"))
+NEOVERSES = (Machine("Neoverse V1", "sve256bf16", ("-mcpu=neoverse-v1",), 2, ("gemm",)),
+             Machine("Neoverse V2", "sve128bf16", ("-mcpu=neoverse-v2",), 4, ("gemm",)))
+VECTOR_LOOPS = replace(A64FX, families=("vectors",), source=arm_vector_loops.SOURCE)
 
 
 @dataclass(frozen=True)
@@ -101,18 +95,21 @@ def gemm_tuning(machine: Machine) -> tuple[tuple[int, int], int]:
 
 
 def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
-    """The machine's code with line numbers, by setup.py's own flags; made anew only after a change."""
+    """The machine's code with line numbers, by setup.py's own flags, one family after another; made anew only after a change."""
     compiler = setup.Compiler(ROOT / "build", {**os.environ, "CXX": GCC, "TARGET_CXX": cxx})
     target = next(t for t in setup.TARGETS if t.name == machine.target)
-    output = compiler.objects / f"codegen_{name.replace(' ', '')}_{machine.target}_{machine.unit}.s"
-    source = setup.SOURCES / "target.cc"
-    if machine.source:
-        source = compiler.objects / f"codegen_{machine.target}_{machine.unit}.cc"
-        if not source.exists() or source.read_text() != machine.source:
-            source.write_text(machine.source)
-    flags = [f"-I{setup.SOURCES}", "-Wno-unused-function", "-g1", "-S"]
-    compiler.compile([*compiler.target_command(target), *flags], source, output, force=False)
-    return output.read_text()
+    flags = [f"-I{setup.SOURCES}", "-g1", "-S"]
+    texts = []
+    for family in machine.families:
+        output = compiler.objects / f"codegen_{name.replace(' ', '')}_{machine.target}_{family}.s"
+        source = setup.SOURCES / "target.cc"
+        if machine.source:
+            source = compiler.objects / f"codegen_{machine.target}_{family}.cc"
+            if not source.exists() or source.read_text() != machine.source:
+                source.write_text(machine.source)
+        compiler.compile([*compiler.target_command(target, family), *flags], source, output, force=False)
+        texts.append(output.read_text())
+    return "\n".join(texts)
 
 
 def demangled(names: list[str]) -> list[str]:

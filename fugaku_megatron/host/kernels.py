@@ -17,7 +17,7 @@ import torch  # noqa: F401
 try:
     from .. import _kernels
 except ModuleNotFoundError as error:
-    raise ImportError("the C++ kernels are not built: run python setup.py build_ext --inplace") from error
+    raise ImportError("the C++ kernels are not built: run make kernels, or python setup.py build_ext --inplace") from error
 except ImportError as error:
     if "FUGAKU_MEGATRON_TARGET" not in str(error):
         raise

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
+from tests.kernels.conftest import VECTOR_TARGETS
 from tests.kernels.numbers import DTYPES, SIZES
 
 OPTIONS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -29,7 +30,7 @@ def adamw_steps(n, steps, grad_scale=1.0, copy_dtype=None, moments=MOMENTS[0], *
     return (param, exp_avg, exp_avg_sq) if copy is None else (param, exp_avg, exp_avg_sq, copy)
 
 
-@pytest.mark.parametrize("name", [*kernels.runnable_targets(), "reference"])
+@pytest.mark.parametrize("name", [*VECTOR_TARGETS, "reference"])
 def test_adamw_is_torchs(name):
     n, steps, scale = 1031, 5, 0.5
     generator = torch.Generator().manual_seed(n)

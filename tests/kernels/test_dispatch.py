@@ -25,7 +25,8 @@ def run_python(code, **environment):
 
 def test_targets_say_why_they_cannot_run():
     rows = kernels.targets()
-    assert [row["name"] for row in rows][:2] == ["reference", "portable"]
+    left_out = [row["name"] for row in rows if row["reason"].startswith("left out of this build")]
+    assert rows[0]["name"] == "reference" and ("portable" in left_out or rows[1]["name"] == "portable")
     for row in rows:
         assert row["runnable"] == (row["reason"] == ""), row
         assert row["compiled"] or not row["runnable"], row
@@ -132,7 +133,8 @@ def test_target_flags_stay_in_their_namespace():
         pytest.skip("the objects of the build are gone")
     for path in objects:
         symbols = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
-        namespace = f"fm::{path.stem.removeprefix('target_')}::"
+        namespace = f"fm::{path.stem.split('_')[1]}::"
+        assert "_GLOBAL__sub_I" not in symbols, f"{path}: a constructor would run these instructions on every CPU"
         leaks = [line for line in symbols.splitlines() if re.search(r"^\S+ [WVuTBD] ", line) and namespace not in line]
         assert leaks == [], path
 

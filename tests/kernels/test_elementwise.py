@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
+from tests.kernels.conftest import VECTOR_TARGETS
 from tests.kernels.numbers import DTYPES, SIZES
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan]
@@ -70,7 +71,7 @@ def test_elementwise_names_its_functions():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*kernels.runnable_targets(), "reference"])
+@pytest.mark.parametrize("name", [*VECTOR_TARGETS, "reference"])
 def test_convert_from_every_half(dtype, name):
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     with kernels.target(name):
@@ -82,7 +83,7 @@ def test_convert_from_every_half(dtype, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*kernels.runnable_targets(), "reference"])
+@pytest.mark.parametrize("name", [*VECTOR_TARGETS, "reference"])
 def test_convert_rounds_to_nearest_even(dtype, name):
     generator = torch.Generator().manual_seed(3)
     bits = torch.randint(-(2**31), 2**31, (40_000,), generator=generator).to(torch.int32)

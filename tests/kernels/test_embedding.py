@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
+from tests.kernels.conftest import VECTOR_TARGETS
 from tests.kernels.numbers import random
 
-TARGETS = ["reference", *kernels.runnable_targets()]
+TARGETS = ["reference", *VECTOR_TARGETS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COLUMNS = [1, 15, 16, 17, 67, 131, 768]
 
