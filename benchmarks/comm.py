@@ -1,8 +1,9 @@
 """Collectives between ranks of this machine, now and before: seconds of each by size, in turn, as table, JSON and picture.
 
-    python -m benchmarks comm --ranks 2 4 --png comm.png
+    python -m benchmarks comm --png comm.png
 
-Left out: networks. Every rank has one thread. Test: pytest tests/mpi/test_benchmark_comm.py
+Every rank has one thread and by default a core of its own: ranks that share a core wait for each other's time slices. A row is
+printed as soon as it is measured. Left out: networks. Test: pytest tests/mpi/test_benchmark_comm.py
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from fugaku_megatron.host import runtime
 from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.outputs import writing
 
-from . import driver, jobs, noise
+from . import child, driver, jobs, noise
 
 SIZES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28))
 
 
+def default_ranks(cores: int) -> list[int]:
+    """The numbers of ranks that have a core each; two ranks on one core are the least that can be measured."""
+    return [ranks for ranks in (2, 4) if ranks <= cores] or [2]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=default_ranks(len(os.sched_getaffinity(0))),
+                        help="numbers of ranks (default: those of 2 and 4 for which this process has the cores)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES",
                         help="of a whole tensor (default: 64 KiB to 256 MiB)")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)")
@@ -41,11 +48,11 @@ def run(options: argparse.Namespace) -> None:
     result: dict[str, Any] = {"rows": [], "cpu": runtime.cpu_model(), "rounds": options.rounds, "repeat": driver.command_line()}
     for ranks in options.ranks:
         watch = noise.Watch(min(ranks, os.cpu_count() or 1), jobs.children_seconds)
-        head, *rows = measured(ranks, options)
-        result["library"] = head["library"]
+        rows = measured(ranks, options)
+        result["library"] = rows[0]["library"]
         busy = watch.others() > noise.OTHERS
-        result["rows"] += [{**row, "busy": busy} for row in rows]
-        show(result["rows"][-len(rows):])
+        result["rows"] += [{**row, "busy": busy} for row in rows[1:]]
+        print(f"BUSY MACHINE during the rows of {ranks} ranks\n" * busy, end="")
     print(f"{result['cpu']}, {result['library']}, one thread a rank, measured")
     print(result["repeat"])
     if options.json:
@@ -55,17 +62,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def measured(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the ranks print. RuntimeError when they fail."""
-    said = jobs.said_by_ranks(ranks, "comm_rank", {"sizes": options.sizes, "rounds": options.rounds})
-    return [json.loads(line) for line in said.splitlines()]
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    """The table."""
-    print(f"{'collective':<15} {'ranks':>5} {'KiB':>8} {'ms now':>9} {'ms before':>10} {'ratio':>6}")
-    for row in rows:
-        print(f"{row['op']:<15} {row['ranks']:>5} {row['bytes'] / 1024:>8.0f} {1e3 * row['seconds']:>9.3f} "
-              f"{1e3 * row['before_seconds']:>10.3f} {row['ratio']:>6.2f}" + ("  BUSY MACHINE" if row["busy"] else ""), flush=True)
+    """The MPI library, then the rows, each printed when it is measured. RuntimeError when the ranks fail."""
+    print(f"{'collective':<15} {'ranks':>5} {'KiB':>8} {'ms now':>9} {'ms before':>10} {'ratio':>6}", flush=True)
+    records = []
+    for row in child.ranks(ranks, "comm_rank", {"sizes": options.sizes, "rounds": options.rounds}):
+        records.append(row)
+        if len(records) > 1:
+            print(f"{row['op']:<15} {row['ranks']:>5} {row['bytes'] / 1024:>8.0f} {1e3 * row['seconds']:>9.3f} "
+                  f"{1e3 * row['before_seconds']:>10.3f} {row['ratio']:>6.2f}", flush=True)
+    return records
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:

@@ -8,11 +8,12 @@ thread as every MPI call must be. Test: pytest tests/mpi/test_benchmark_comm.py
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.launch import describe, run_or_abort
 from fugaku_megatron.comm.node import share_node
 from fugaku_megatron.host import kernels, placement
+
+from .child import answer, answers
 
 Operation = Callable[[], None]
 
@@ -69,19 +72,16 @@ def timed(comm: Comm, operation: Operation) -> float:
     return comm.all_reduce(torch.tensor(time.perf_counter() - begin, dtype=torch.float64), "max").item()
 
 
-def rows(world: mpi.MPIComm, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+def rows(world: mpi.MPIComm, sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
     """One row per operation and size in bytes; medians over `rounds` turns."""
-    shared, table = share_node(world, kernels), []
+    shared = share_node(world, kernels)
     for size in sizes:
         for name, (now, before) in pairs(world, shared, size // 4 // world.size * world.size).items():
             now(), before()
             turns = [(timed(world, now), timed(world, before)) for _ in range(rounds)]
             seconds, before_seconds = (statistics.median(column) for column in zip(*turns, strict=True))
-            table.append({"op": name, "bytes": size, "ranks": world.size, "seconds": seconds, "before_seconds": before_seconds,
-                          "ratio": before_seconds / seconds, "measured": True})
-            if world.rank == 0:
-                print(json.dumps(table[-1]), flush=True)
-    return table
+            yield {"op": name, "bytes": size, "ranks": world.size, "seconds": seconds, "before_seconds": before_seconds,
+                   "ratio": before_seconds / seconds, "measured": True}
 
 
 def main(world: Comm) -> None:
@@ -89,10 +89,10 @@ def main(world: Comm) -> None:
     assert isinstance(world, mpi.MPIComm), "started by python -m benchmarks comm"
     torch.set_num_threads(1)
     world.engine.call(lambda: placement.apply_to_communication(placement.Placement(1, ())))
-    options = json.loads(sys.argv[1])
-    if world.rank == 0:
-        print(json.dumps({"library": describe(world)}), flush=True)
-    rows(world, options["sizes"], options["rounds"])
+    stream, options = answers(), json.loads(sys.argv[1])
+    for record in itertools.chain([{"library": describe(world)}], rows(world, options["sizes"], options["rounds"])):
+        if world.rank == 0:
+            answer(stream, record)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import jobs, preloads
-from .child import Child, answer, answers
+from .child import Child, answer, answers, python
 
 SIDES = ("ours", "baseline")
 
@@ -46,7 +46,8 @@ class Contestant(Child):
     def __init__(self, task: Task) -> None:
         self.task = task
         environment = {**preloads.environment(*map(Path, task.preload)), "OMP_NUM_THREADS": str(task.threads)}
-        super().__init__("contestant", [json.dumps(asdict(task))], environment, task.side)
+        super().__init__(python("contestant", asdict(task)), environment, task.side)
+        self.ready = self.answer()
 
     def step(self) -> dict[str, float]:
         """Train one step. {"seconds", "loss", "minor_faults", "system_seconds", "peak_rss_mib", "idle_cpu_seconds"}."""

@@ -1,22 +1,19 @@
-"""Real jobs to measure: runs mpiexec ... pretrain_gpt.py and reads its log, or ranks of a benchmark's own module.
+"""Real jobs to measure: runs mpiexec ... pretrain_gpt.py and reads its log.
 
-Left out: which jobs are compared (alloc.py, layouts.py). Test: pytest tests/test_benchmarks.py
+Left out: processes of this package (child.py), which jobs are compared (alloc.py, layouts.py).
+Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fugaku_megatron.logs.iteration import parse_log
 from fugaku_megatron.logs.metrics import parse_peak_memory
@@ -25,8 +22,9 @@ from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.config import RunConfig
 
 from . import noise, preloads
+from .child import ROOT, mpiexec
 
-PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
+PROGRAM = ROOT / "pretrain_gpt.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +65,6 @@ class Measured:
     others: float
 
 
-def mpiexec() -> str:
-    """The mpiexec next to python, else that on the PATH. ValueError when there is none."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    path = str(beside) if beside.exists() else shutil.which("mpiexec")
-    check(path is not None, "no mpiexec next to python nor on the PATH: pip install mpich, or load the site's MPI")
-    return path
-
-
 def run(job: Job) -> Measured:
     """Run it to the end. RuntimeError, with the last line of its standard error, when it fails."""
     watch = noise.Watch(job.ranks * job.threads, children_seconds)
@@ -90,17 +80,6 @@ def run(job: Job) -> Measured:
     return Measured(seconds=seconds, samples_per_second=iterations[-1].global_batch_size / seconds, peak_memory_mib=memory,
                     allocator=allocator(done.stdout), loss=iterations[-1].lm_loss,
                     others=others, **medians)
-
-
-def said_by_ranks(ranks: int, module: str, order: dict[str, Any]) -> str:
-    """What `ranks` ranks of a module of benchmarks print, one thread each; its argument is `order` as JSON. RuntimeError when they
-    fail."""
-    command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", f"benchmarks.{module}", json.dumps(order)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=PROGRAM.parent,
-                          stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()}")
-    return done.stdout
 
 
 def children_seconds() -> float:

@@ -21,7 +21,7 @@ import torch
 from fugaku_megatron.host import allocator
 
 from . import mkl, openblas
-from .child import Child, answer, answers
+from .child import Child, answer, answers, python
 from .settling import Settling, multiply_adds
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class Rival(Child):
     """The parent's end. `name` says which library it is, and which of its kernels run."""
 
     def __init__(self, kind: str, words: Sequence[str], environment: dict[str, str]) -> None:
-        super().__init__("rivals", [kind, *words], environment, kind)
+        super().__init__(python("rivals", kind, *words), environment, kind)
+        self.ready = self.answer()
         self.name = self.ready["name"]
 
     def take_turn(self) -> tuple[float, bool]:

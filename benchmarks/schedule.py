@@ -24,6 +24,7 @@ from fugaku_megatron.schedule import Schedule, build
 from fugaku_megatron.timeline import Costs, Span, spans
 
 from . import driver, jobs, noise
+from .child import ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows, which rank 0 prints. RuntimeError when the ranks fail."""
     order = {name: getattr(options, name) for name in ("microbatches", "slot_ms", "chunks", "rounds")}
-    return json.loads(jobs.said_by_ranks(options.stages, "schedule_rank", order))
+    return list(ranks(options.stages, "schedule_rank", order))
 
 
 def picture(options: argparse.Namespace, turns: list[list[list[Any]]]) -> None:

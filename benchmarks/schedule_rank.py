@@ -24,6 +24,7 @@ from fugaku_megatron.parts import receives_ahead
 from fugaku_megatron.schedule import Instruction, Schedule
 from fugaku_megatron.timeline import Costs, Span, walk
 
+from .child import answer, answers
 from .schedule import schedules
 
 ELEMENTS = 1024  # of a message: sleeping stages measure the order of messages, not their size
@@ -104,9 +105,10 @@ def rows(pp: Comm, options: dict[str, Any]) -> list[dict[str, Any]]:
 def main(world: Comm) -> None:
     """The rows, on rank 0, of the JSON object in argv[1]: microbatches, slot_ms, chunks, rounds."""
     torch.set_num_threads(1)
-    table = rows(world, json.loads(sys.argv[1]))
-    if world.rank == 0:
-        print(json.dumps(table), flush=True)
+    stream = answers()
+    for row in rows(world, json.loads(sys.argv[1])):
+        if world.rank == 0:
+            answer(stream, row)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from fugaku_megatron.run.config import RunConfig
 from fugaku_megatron.run.layout import Layout
 
 from . import alloc, driver, jobs, noise, preloads, shapes, tables_plot, tables_text
+from .child import ROOT, mpiexec
 
 TOKENS = 4096  # of an iteration, unless one micro-batch on each data-parallel rank has more
 WARM_UP = 2  # iterations that do not count
@@ -143,10 +144,10 @@ def calibrated(ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.json"
         program = ["-m", "fugaku_megatron", "calibrate", "--output", str(path)]
-        command = [jobs.mpiexec(), "-n", str(ranks), sys.executable, *program]
+        command = [mpiexec(), "-n", str(ranks), sys.executable, *program]
         environment = {**preloads.environment(None), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-                              timeout=CALIBRATION_SECONDS, cwd=jobs.PROGRAM.parent)
+                              timeout=CALIBRATION_SECONDS, cwd=ROOT)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()[-300:]}")
         return json.loads(path.read_text())

@@ -26,7 +26,6 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.outputs import writing
 
 from . import driver, jobs, noise
+from .child import Child, mpiexec, python
 
 HOSTS = ("fm-host0", "fm-host1")
 DEVICE = "wire"
@@ -163,27 +163,22 @@ def on_host(host: str, program: Sequence[str]) -> list[str]:
 
 def command(options: argparse.Namespace) -> list[str]:
     """mpiexec with a rank in each namespace."""
-    program = [sys.executable, "-m", "benchmarks.two_hosts_rank", json.dumps(order(options))]
-    ranks = [on_host(host, program) for host in HOSTS]
-    return [jobs.mpiexec(), *ranks[0], ":", *ranks[1]]
+    ranks = [on_host(host, python("two_hosts_rank", order(options))) for host in HOSTS]
+    return [mpiexec(), *ranks[0], ":", *ranks[1]]
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
     """The rounds: {job: {"seconds", "computation", "waiting", "sent", "loss"}}.
 
-    RuntimeError, with the job's last line, when it fails.
+    RuntimeError when the job fails.
     """
-    job = subprocess.Popen(command(options), env={**os.environ, **NETWORK, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[1])
     rounds = []
-    for line in job.stdout:
-        rounds.append(json.loads(line))
-        steps = ", ".join(f"{name} {rounds[-1][name]['seconds']:.3f} s (alone {rounds[-1][name]['computation']:.3f})"
-                          for name in trainers(options))
-        print(f"  round {len(rounds)} of {options.rounds}: {steps}", flush=True)
-    errors = job.communicate()[1].strip()
-    if job.returncode:
-        raise RuntimeError(f"the job ended with exit code {job.returncode} and said: {(errors or 'nothing').splitlines()[-1]}")
+    with Child(command(options), {**os.environ, **NETWORK, "OMP_NUM_THREADS": "1"}, "two hosts") as job:
+        for record in job.records():
+            rounds.append(record)
+            steps = ", ".join(f"{name} {record[name]['seconds']:.3f} s (alone {record[name]['computation']:.3f})"
+                              for name in trainers(options))
+            print(f"  round {len(rounds)} of {options.rounds}: {steps}", flush=True)
     return rounds
 
 

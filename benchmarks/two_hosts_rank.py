@@ -33,6 +33,7 @@ from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.kernel_choice import build_ops, choose_kernels
 from fugaku_megatron.training.train import Trainer
 
+from .child import answer, answers
 from .two_hosts import DEVICE
 
 
@@ -92,7 +93,7 @@ def place(world: MPIComm, computing: int, communicating: int) -> None:
 
 def main(world: Comm) -> None:
     """The rounds of the JSON object in argv[1], after one that is not measured."""
-    order = json.loads(sys.argv[1])
+    stream, order = answers(), json.loads(sys.argv[1])
     names = list(order["jobs"])
     pretrain.configure_process(make_run(None, order["jobs"][names[0]]), world)
     place(world, *order["cores"][world.rank])
@@ -102,7 +103,7 @@ def main(world: Comm) -> None:
         first = number % len(names)  # every job comes first as often as the others
         measured = {name: pair(world, trainers[name], phases, silence, number) for name in names[first:] + names[:first]}
         if world.rank == 0 and number > 0:
-            print(json.dumps(measured), flush=True)
+            answer(stream, measured)
     for trainer in trainers.values():
         trainer.close()
 
