@@ -5,10 +5,10 @@
 Of every family of kernels for the A64FX, and of the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). Prints what
 share of the FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h). Fails when an inner-product loop
 spills, multiplies by element, brings FMLAs of one accumulator too close together or falls below its share of the peak in
-llvm-mca's model, the GEMM's also with all that it can fetch (gemm_fetch.h); when any loop for the A64FX holds a vector divide, square root or
-INSR; and when a loop that should be there is not found. With GCC 12 and, where installed, Clang 19; without llvm-mca-19 the
-model is left out by name. A model of one core with all data in L1: no caches, no measurement. Then the cycles a vector of the
-elementwise loops, each held to a limit (tools/arm_vector_loops.py). Tested by tests/arm/test_codegen.py.
+llvm-mca's model, the GEMM's also with all that it can fetch (gemm_fetch.h); when any loop for the A64FX holds a vector divide,
+square root or INSR; and when a loop that should be there is not found. With GCC 12 and, where installed, Clang 19; without llvm-
+mca-19 the model is left out by name. A model of one core with all data in L1: no caches, no measurement. Then the cycles a vector
+of the elementwise loops, each held to a limit (tools/arm_vector_loops.py). Tested by tests/arm/test_codegen.py.
 """
 
 from __future__ import annotations
