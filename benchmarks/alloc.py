@@ -7,7 +7,7 @@
 
 Every figure is read from the log of `mpiexec ... pretrain_gpt.py` with data-parallel ranks. With --kernels torch a step allocates
 and frees its tensors as PyTorch programs do, as in the published tables with and without tcmalloc. Left out: starting jobs
-(jobs.py), logs of other runs (alloc_logs.py), the picture (alloc_plot.py). Test: pytest tests/test_benchmarks.py
+(jobs.py), logs of other runs (alloc_logs.py), the picture (pictures.py). Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fugaku_megatron.published.markdown import pipe_table
 from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.layout import Layout
 
-from . import alloc_logs, alloc_plot, driver, jobs, noise, preloads, published, shapes
+from . import alloc_logs, disturbance, driver, jobs, pictures, preloads, published, shapes
 
 ALLOCATORS = ("stock", "tuned", *preloads.LIBRARIES)
 KERNELS = ("native", "torch")
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.png:
-        alloc_plot.draw(options.png, result)
+        pictures.draw_allocators(options.png, result)
 
 
 def check_allocator(cell: Cell, measured: jobs.Measured) -> None:
@@ -139,7 +139,7 @@ def summary(measured: list[jobs.Measured]) -> dict[str, Any]:
     names = ("seconds", "tflops", "minor_faults", "system_seconds", "clock_ghz")
     return {**{name: statistics.median(getattr(m, name) for m in measured) for name in names},
             "peak_memory_mib": max(m.peak_memory_mib for m in measured), "log": measured[-1].allocator,
-            "busy": any(m.others > noise.OTHERS for m in measured)}
+            "busy": any(m.others > disturbance.OTHERS for m in measured)}
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:

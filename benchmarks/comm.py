@@ -16,9 +16,8 @@ from typing import Any
 
 from fugaku_megatron.host import runtime
 from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.outputs import writing
 
-from . import child, driver, jobs, noise
+from . import child, disturbance, driver, jobs, pictures
 
 SIZES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28))
 
@@ -47,10 +46,10 @@ def run(options: argparse.Namespace) -> None:
           "four bytes for every rank")
     result: dict[str, Any] = {"rows": [], "cpu": runtime.cpu_model(), "rounds": options.rounds, "repeat": driver.command_line()}
     for ranks in options.ranks:
-        watch = noise.Watch(min(ranks, os.cpu_count() or 1), jobs.children_seconds)
+        watch = disturbance.Watch(min(ranks, os.cpu_count() or 1), jobs.children_seconds)
         rows = measured(ranks, options)
         result["library"] = rows[0]["library"]
-        busy = watch.others() > noise.OTHERS
+        busy = watch.others() > disturbance.OTHERS
         result["rows"] += [{**row, "busy": busy} for row in rows[1:]]
         print(f"BUSY MACHINE during the rows of {ranks} ranks\n" * busy, end="")
     print(f"{result['cpu']}, {result['library']}, one thread a rank, measured")
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.png:
-        draw(options.png, result)
+        pictures.draw_collectives(options.png, result)
 
 
 def measured(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -71,28 +70,3 @@ def measured(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
             print(f"{row['op']:<15} {row['ranks']:>5} {row['bytes'] / 1024:>8.0f} {1e3 * row['seconds']:>9.3f} "
                   f"{1e3 * row['before_seconds']:>10.3f} {row['ratio']:>6.2f}", flush=True)
     return records
-
-
-def draw(path: Path, result: dict[str, Any]) -> None:
-    """A panel per collective: GB of the tensor per second by size, now and before. ValueError when it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(row["op"] for row in result["rows"]))
-    figure = Figure(figsize=(4 * len(names), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    columns = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for name, axes in zip(names, columns, strict=True):
-        for number, ranks in enumerate(dict.fromkeys(row["ranks"] for row in result["rows"])):
-            rows = [row for row in result["rows"] if (row["op"], row["ranks"]) == (name, ranks)]
-            for column, style, when in (("seconds", "-", "now"), ("before_seconds", ":", "before")):
-                axes.plot([row["bytes"] for row in rows], [row["bytes"] / row[column] / 1e9 for row in rows], style, marker="o",
-                          markersize=3, color=f"C{number}", label=f"{ranks} ranks, {when}")
-        axes.set_xscale("log", base=2)
-        axes.set(title=name, xlabel="bytes of the tensor", ylim=(0, None))
-        axes.grid(alpha=0.3)
-    columns[0].set_ylabel("GB of the tensor per second")
-    figure.legend(*columns[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small", frameon=False)
-    figure.suptitle(f"Collectives inside a node, FP32, one thread a rank\nmeasured, {result['cpu']}")
-    with writing("--png", path):
-        figure.savefig(path, dpi=110, format="png")

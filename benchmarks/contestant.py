@@ -113,7 +113,7 @@ def main(task: Task) -> None:
     from fugaku_megatron.host import allocator
     from fugaku_megatron.logs.metrics import peak_memory_mib
 
-    from .settling import Settling, multiply_adds
+    from .disturbance import Settling, multiply_adds
 
     loaded = Path("/proc/self/maps").read_text() if task.preload else ""
     for library in task.preload:

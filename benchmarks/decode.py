@@ -35,7 +35,7 @@ from fugaku_megatron.inference.loading import LoadedModel, load_model, saved_run
 from fugaku_megatron.inference.sampling import Sampling
 from fugaku_megatron.run.checks import check
 
-from . import driver, mkl, noise
+from . import disturbance, driver, mkl
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
 SIDES = ("ours", "transformers")
@@ -74,12 +74,12 @@ def run(options: argparse.Namespace) -> None:
         theirs, ours = models(options, Path(folder))
     prompt = torch.randint(0, MODELS["tiny"][1]["vocab_size"], (options.prompt_length,), generator=torch.Generator().manual_seed(0))
     sides = {"ours": our_side(ours, prompt.tolist()), "transformers": their_side(theirs, prompt)}
-    watch = noise.Watch(options.threads, time.process_time)
+    watch = disturbance.Watch(options.threads, time.process_time)
     same = sides["ours"](options.new_tokens) == sides["transformers"](options.new_tokens)
     if options.dtype == "fp32" and not same:
         raise RuntimeError("the two do not write the same tokens")
     rounds = [one_round(sides, options.new_tokens) for _ in range(options.rounds)]
-    result = report(options, ours, rounds, same, watch.others() > noise.OTHERS)
+    result = report(options, ours, rounds, same, watch.others() > disturbance.OTHERS)
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -3,7 +3,7 @@
 Every round runs the kernels, the baseline and a loop of independent multiply-adds once, and then the same work in the processes of
 rivals (rivals.py), so that all of them meet the same clock and the same neighbours; figures are medians over the rounds. FLOPs and
 bytes of a case are those of its kernels' rows (kernels_sve/kernels.inc). Memory is set up as the trainer sets it up
-(allocator.tune), for all sides. A round in which somebody else had one of our cores (settling.py) is run again, up to PATIENCE
+(allocator.tune), for all sides. A round in which somebody else had one of our cores (disturbance.py) is run again, up to PATIENCE
 times as many rounds; a row that never saw enough quiet says so.
 Left out: what is compared (gemm.py and the other families). Test: python -m benchmarks gemm --recipe demo
 """
@@ -30,12 +30,15 @@ from fugaku_megatron.host import allocator, kernels, runtime
 from fugaku_megatron.host.fma_peak import fma_gflops, fma_peak_gflops
 from fugaku_megatron.run.checks import check
 
-from . import mkl, rivals, shapes
-from .settling import Settling, multiply_adds
+from . import mkl, openblas, shapes
+from .child import Child, python
+from .disturbance import Settling, multiply_adds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLOCK_STEPS = 50_000_000
 PATIENCE = 10
+SHIPPED, OPENBLAS = "MKL shipped", "OpenBLAS"
+PAUSE = 0.05  # s; threads of OpenMP and OpenBLAS spin for some tens of milliseconds after their work, then they sleep
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 
 
@@ -83,6 +86,40 @@ class Case:
         return f"{self.op} {'x'.join(map(str, self.shape))}"
 
 
+class Rival(Child):
+    """The parent's end. `name` says which library it is, and which of its kernels run."""
+
+    def __init__(self, kind: str, words: Sequence[str], environment: dict[str, str]) -> None:
+        super().__init__(python("rivals", kind, *words), environment, kind)
+        self.ready = self.answer()
+        self.name = self.ready["name"]
+
+    def take_turn(self) -> tuple[float, bool]:
+        """(seconds of the case that `ask("next")` went to, whether nobody disturbed it)."""
+        time.sleep(PAUSE)
+        done = self.ask("run")
+        time.sleep(PAUSE)
+        return done["seconds"], done["quiet"]
+
+
+def start_rivals(stack: ExitStack, options: argparse.Namespace, case: Case, words: Sequence[str]) -> list[Rival]:
+    """Those that differ from what this process measures; they end with the stack.
+
+    case: the family's first one. words: a command line with these options. Where numpy has no OpenBLAS, a line says so.
+    """
+    environments = {}
+    if options.mkl == mkl.BOTH and mkl.narrowed():
+        environments[SHIPPED] = mkl.environment("shipped")
+    if case.openblas_run is not None:
+        environments[OPENBLAS] = {**mkl.environment("shipped"), **openblas.environment(options.threads)}
+    threads = {"OMP_NUM_THREADS": str(options.threads)}
+    started = [stack.enter_context(Rival(kind, words, {**environment, **threads})) for kind, environment in environments.items()]
+    for rival in started:
+        if "missing" in rival.ready:
+            print(f"no {rival.name}: {rival.ready['missing']}", flush=True)
+    return [rival for rival in started if "missing" not in rival.ready]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of every family."""
     parser.add_argument("--target", default=kernels.active(), help="kernel target, or all (default: %(default)s)")
@@ -111,7 +148,7 @@ def machine() -> dict:
 
 
 def measure(case: Case, options: argparse.Namespace, target: str, limits: dict, settling: Settling,
-            others: Sequence[rivals.Rival]) -> dict:
+            others: Sequence[Rival]) -> dict:
     """The row of one case; the rate of operations is None where memory bounds it. others: rivals, which are at the case before."""
     case.run()
     max_error = case.error()
@@ -131,7 +168,7 @@ def measure(case: Case, options: argparse.Namespace, target: str, limits: dict, 
 
 
 def timed_rounds(case: Case, options: argparse.Namespace, settling: Settling,
-                 others: Sequence[rivals.Rival]) -> tuple[list[tuple[float, ...]], bool]:
+                 others: Sequence[Rival]) -> tuple[list[tuple[float, ...]], bool]:
     """Rounds as `one_round` has them, and whether the machine was too busy to find quiet ones."""
     everything, quiet = [], []
     while len(quiet) < options.rounds and len(everything) < PATIENCE * options.rounds:
@@ -142,7 +179,7 @@ def timed_rounds(case: Case, options: argparse.Namespace, settling: Settling,
     return (everything if busy else quiet), busy
 
 
-def one_round(case: Case, threads: int, settling: Settling, others: Sequence[rivals.Rival],
+def one_round(case: Case, threads: int, settling: Settling, others: Sequence[Rival],
               baseline_first: bool) -> tuple[tuple[float, ...], bool]:
     """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores).
 
@@ -189,11 +226,11 @@ def rows(options: argparse.Namespace, cases: Callable[[argparse.Namespace], Iter
     """Measures every selected case on every selected target."""
     for target in kernels.runnable_targets() if options.target == "all" else [options.target]:
         with kernels.target(target), ExitStack() as stack:
-            others: list[rivals.Rival] | None = None
+            others: list[Rival] | None = None
             settling = Settling(multiply_adds)
             for case in selected(options, cases):
                 if others is None:
-                    others = rivals.start(stack, options, case, [*words(options), f"--only={options.only}"])
+                    others = start_rivals(stack, options, case, [*words(options), f"--only={options.only}"])
                 yield measure(case, options, target, limits, settling, others)
 
 

@@ -21,7 +21,7 @@ from fugaku_megatron.logs.run_log import exact_seconds
 from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.config import RunConfig
 
-from . import noise, preloads
+from . import disturbance, preloads
 from .child import ROOT, mpiexec
 
 PROGRAM = ROOT / "pretrain_gpt.py"
@@ -50,7 +50,7 @@ class Job:
 class Measured:
     """Figures from the log: medians over the iterations after the warm-up; faults, system time and clock are those of rank 0.
 
-    others: share of our cores that other processes used, see noise.py.
+    others: share of our cores that other processes used, see disturbance.py.
     """
 
     seconds: float
@@ -67,7 +67,7 @@ class Measured:
 
 def run(job: Job) -> Measured:
     """Run it to the end. RuntimeError, with the last line of its standard error, when it fails."""
-    watch = noise.Watch(job.ranks * job.threads, children_seconds)
+    watch = disturbance.Watch(job.ranks * job.threads, children_seconds)
     done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
     others, lines = watch.others(), done.stdout.splitlines()
     iterations, memory = parse_log(lines)[job.warm_up:], parse_peak_memory(lines)

@@ -17,7 +17,7 @@ from fugaku_megatron.host import runtime
 from fugaku_megatron.run.checks import check, flag
 from fugaku_megatron.run.layout import Layout
 
-from . import driver, jobs, noise, shapes
+from . import disturbance, driver, jobs, shapes
 
 MICROBATCHES = 16
 ITERATIONS = 3  # of each job; the first warms up
@@ -103,7 +103,7 @@ def report(options: argparse.Namespace, planned: list[tuple[Candidate, jobs.Job]
         rows.append({"layout": candidate.name, "ranks": candidate.ranks, "threads": task.threads, "tp": candidate.tp,
                      "pp": candidate.pp, "dp": candidate.dp, "seconds": statistics.median(m.seconds for m in measured),
                      "tokens_per_s": rate * tokens, "peak_rss_mib": max(m.peak_memory_mib for m in measured),
-                     "loss": measured[-1].loss, "busy": any(m.others > noise.OTHERS for m in measured)})
+                     "loss": measured[-1].loss, "busy": any(m.others > disturbance.OTHERS for m in measured)})
     rows = [{**row, "ratio": row["tokens_per_s"] / rows[0]["tokens_per_s"]} for row in rows]
     clock = statistics.median(m.clock_ghz for measured in measurements.values() for m in measured)
     return {"layouts": rows, "recipe": options.recipe, "dtype": options.dtype, "micro_batch_size": options.micro_batch_size,

@@ -26,7 +26,7 @@ from fugaku_megatron.host import runtime
 from fugaku_megatron.run.checks import check
 from fugaku_megatron.training.train import Trainer
 
-from . import driver, noise, shapes
+from . import disturbance, driver, shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     check(options.rounds > 0, f"--rounds {options.rounds}: give 1 or more")
     check(options.tensor_model_parallel_size == 1, "--tensor-model-parallel-size: this benchmark has one rank, leave it out")
     check(options.directory is None or options.directory.is_dir(), f"--directory {options.directory} is no directory: make it")
-    watch, folder = noise.Watch(torch.get_num_threads(), time.process_time), tempfile.mkdtemp(dir=options.directory)
+    watch, folder = disturbance.Watch(torch.get_num_threads(), time.process_time), tempfile.mkdtemp(dir=options.directory)
     try:
         trainer = build(options, folder)
         one_round(trainer, folder)
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     finally:
         shutil.rmtree(folder)
     result = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
-    result |= {"ratio": result["stall"] / result["waiting"], "busy": watch.others() > noise.OTHERS, "rounds": rounds}
+    result |= {"ratio": result["stall"] / result["waiting"], "busy": watch.others() > disturbance.OTHERS, "rounds": rounds}
     print(text(options, result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

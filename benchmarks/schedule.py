@@ -23,7 +23,7 @@ from fugaku_megatron.run.outputs import check_picture
 from fugaku_megatron.schedule import Schedule, build
 from fugaku_megatron.timeline import Costs, Span, spans
 
-from . import driver, jobs, noise
+from . import disturbance, driver, jobs
 from .child import ranks
 
 
@@ -53,12 +53,12 @@ def run(options: argparse.Namespace) -> None:
         check(value > 0, f"--{name.replace('_', '-')} {value}: give a number above 0")
     check(min(options.chunks) >= 2, f"--chunks {min(options.chunks)}: give 2 or more, one chunk is 1F1B")
     check_picture(options.png)
-    watch = noise.Watch(os.cpu_count() or 1, jobs.children_seconds)
+    watch = disturbance.Watch(os.cpu_count() or 1, jobs.children_seconds)
     rows = measured(options)
     turns = [row.pop("spans") for row in rows]
     if options.png:
         picture(options, turns)
-    result = {"rows": rows, "busy": watch.others() > noise.OTHERS, "cpu": runtime.cpu_model(), "rounds": options.rounds,
+    result = {"rows": rows, "busy": watch.others() > disturbance.OTHERS, "cpu": runtime.cpu_model(), "rounds": options.rounds,
               "repeat": driver.command_line()}
     show(result, options)
     if options.png:

@@ -30,7 +30,7 @@ from fugaku_megatron.run import accounting
 from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.config import RunConfig
 
-from . import baselines, driver, layouts, mkl, noise, preloads, shapes
+from . import baselines, disturbance, driver, layouts, mkl, preloads, shapes
 from .contestant import SIDES, Apart, Contestant, Task
 
 SHIPPED = "shipped"  # the side that --mkl both adds
@@ -116,16 +116,16 @@ def measure(options: argparse.Namespace, sides: dict[str, Contestant]) -> tuple[
     quiet: list[dict[str, Any]] = []
     while len(quiet) < options.rounds and len(rounds) < (1 + PATIENCE) * options.rounds:
         rounds.append(one_round(options.threads, sides))
-        quiet += rounds[-1:] if rounds[-1]["others"] <= noise.OTHERS else []
+        quiet += rounds[-1:] if rounds[-1]["others"] <= disturbance.OTHERS else []
         steps = ", ".join(f"{side} {rounds[-1][side]['seconds']:.3f} s" for side in sides)
-        print(f"  round {len(rounds)}: {steps}" + ("" if rounds[-1]["others"] <= noise.OTHERS else "  BUSY MACHINE"), flush=True)
+        print(f"  round {len(rounds)}: {steps}" + "  BUSY MACHINE" * (rounds[-1]["others"] > disturbance.OTHERS), flush=True)
     return (quiet, len(rounds) - len(quiet)) if len(quiet) == options.rounds else (rounds, 0)
 
 
 def one_round(threads: int, sides: dict[str, Contestant]) -> dict[str, Any]:
     """A step of each side, then the machine's peak and clock."""
     result: dict[str, Any] = {}
-    watch = noise.Watch(threads, lambda: sum(contestant.cpu_seconds() for contestant in sides.values()))
+    watch = disturbance.Watch(threads, lambda: sum(contestant.cpu_seconds() for contestant in sides.values()))
     for side, contestant in sides.items():
         result[side] = contestant.step()
         time.sleep(PAUSE)
@@ -153,7 +153,7 @@ def report(options: argparse.Namespace, config: RunConfig, sides: dict[str, Cont
             "cpu": runtime.cpu_model(), "recipe": options.recipe, "dtype": options.dtype,
             "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "model_flops": flops,
             "parameters": accounting.parameters(config), "torch": torch.__version__, "rounds": rounds,
-            "busy": any(r["others"] > noise.OTHERS for r in rounds), "rounds_thrown_away": discarded,
+            "busy": any(r["others"] > disturbance.OTHERS for r in rounds), "rounds_thrown_away": discarded,
             "repeat": driver.command_line()}
 
 

@@ -7,7 +7,7 @@
 
 A row is a real `mpiexec ... pretrain_gpt.py` of a few micro-batches; ranks share this host's threads. The model
 (fugaku_megatron.perf, software fugaku_megatron) uses a calibration of this host made in the same run, or --machine. Left out:
-starting jobs (jobs.py), how rows are shown (tables_text.py, tables_plot.py). Test: pytest tests/test_benchmark_tables.py
+starting jobs (jobs.py), how rows are shown (tables_text.py, pictures.py). Test: pytest tests/test_benchmark_tables.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fugaku_megatron.run.checks import check
 from fugaku_megatron.run.config import RunConfig
 from fugaku_megatron.run.layout import Layout
 
-from . import alloc, driver, jobs, noise, preloads, shapes, tables_plot, tables_text
+from . import alloc, disturbance, driver, jobs, pictures, preloads, shapes, tables_text
 from .child import ROOT, mpiexec
 
 TOKENS = 4096  # of an iteration, unless one micro-batch on each data-parallel rank has more
@@ -132,9 +132,9 @@ def calibrate(options: argparse.Namespace) -> dict[str, Any]:
         return json.loads(Path(options.machine).read_text())
     for attempt in range(ATTEMPTS):
         print("calibrating this host" + (", again: others took its cores" if attempt else ""), flush=True)
-        watch = noise.Watch(options.threads, jobs.children_seconds)
+        watch = disturbance.Watch(options.threads, jobs.children_seconds)
         host = calibrated(max(2, options.threads))
-        if watch.others() <= noise.OTHERS:
+        if watch.others() <= disturbance.OTHERS:
             break
     return host
 
@@ -166,7 +166,7 @@ def run(options: argparse.Namespace) -> None:
     if options.csv:
         tables_text.write_csv(options.csv, result)
     if options.png:
-        tables_plot.draw(options.png, result)
+        pictures.draw_tables(options.png, result)
 
 
 def measure(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[dict[str, Any]]:
@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[
         measured = quiet(cell, task)
         rows.append({**asdict(measured), **asdict(cell), "log": measured.allocator, "dp": cell.dp, "recipe": options.recipe,
                      "gbs": config(options, cell).batch.global_batch_size, "tokens": options.tokens, "threads": task.threads,
-                     "busy": measured.others > noise.OTHERS, "cpu": runtime.cpu_model(), "torch": torch.__version__,
+                     "busy": measured.others > disturbance.OTHERS, "cpu": runtime.cpu_model(), "torch": torch.__version__,
                      "date": time.strftime("%Y-%m-%d"), "machine": host})
         print(f"  {number} of {len(planned)}, {(time.perf_counter() - begin) / 60:.1f} min: {cell}: {measured.seconds:.3f} s at "
               f"{measured.clock_ghz:.2f} GHz" + ("  BUSY MACHINE" if rows[-1]["busy"] else ""), flush=True)
@@ -187,7 +187,7 @@ def measure(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[
 def quiet(cell: Cell, task: jobs.Job) -> jobs.Measured:
     """The job's figures from the least disturbed of up to ATTEMPTS measurements; the first undisturbed one ends them."""
     tried: list[jobs.Measured] = []
-    while not tried or (tried[-1].others > noise.OTHERS and len(tried) < ATTEMPTS):
+    while not tried or (tried[-1].others > disturbance.OTHERS and len(tried) < ATTEMPTS):
         if tried:
             print(f"  again, because others took {tried[-1].others:.0%} of the cores: {cell}", flush=True)
         tried.append(jobs.run(task))

@@ -32,9 +32,8 @@ from typing import Any
 
 from fugaku_megatron.host import runtime
 from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.outputs import writing
 
-from . import driver, jobs, noise
+from . import disturbance, driver, jobs, pictures
 from .child import Child, mpiexec, python
 
 HOSTS = ("fm-host0", "fm-host1")
@@ -86,15 +85,15 @@ def run(options: argparse.Namespace) -> None:
     rate = bits_per_second(options.rate)
     if reason := why_not():
         raise RuntimeError(reason)
-    watch = noise.Watch(len(HOSTS), jobs.children_seconds)
+    watch = disturbance.Watch(len(HOSTS), jobs.children_seconds)
     with two_hosts(options.rate):
         rounds = measured(options)
-    result = report(options, rounds, rate, watch.others() > noise.OTHERS)
+    result = report(options, rounds, rate, watch.others() > disturbance.OTHERS)
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.png:
-        draw(options.png, result)
+        pictures.draw_hosts(options.png, result)
 
 
 def bits_per_second(text: str) -> float:
@@ -213,28 +212,3 @@ def show(result: dict[str, Any]) -> None:
               f"{row['waiting_seconds']:>10.3f} {row['ratio']:>11.3f}")
     print(f"{result['cpu']}, measured" + ("  BUSY MACHINE" if result["busy"] else ""))
     print(result["repeat"])
-
-
-def draw(path: Path, result: dict[str, Any]) -> None:
-    """Seconds of an iteration as bars, what is exposed in another colour; a dot per round. ValueError when it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows, names = result["rows"], [row["job"] for row in result["rows"]]
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    computation = [row["computation_seconds"] for row in rows]
-    axes.barh(names, computation, color="C0", label="computation alone")
-    axes.barh(names, [row["exposed_seconds"] for row in rows], left=computation, color="C3", label="exposed")
-    for place, row in enumerate(rows):
-        turns = [each[row["job"]]["seconds"] for each in result["rounds"]]
-        axes.plot(turns, [place] * len(turns), ".", color="black", markersize=4, label=None if place else "a round")
-        axes.annotate(f"{100 * row['exposed_share']:.0f} % of {row['hideable_seconds']:.2f} s exposed",
-                      (0.02 * computation[place], place), color="white", va="center")
-    axes.set(xlabel="seconds of an iteration", xlim=(0, None))
-    axes.invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    figure.suptitle(f"{result['what']} of two hosts over {result['rate']}, behind computation or not\nmeasured, {result['cpu']}")
-    with writing("--png", path):
-        figure.savefig(path, dpi=110, format="png")

@@ -34,7 +34,7 @@ from fugaku_megatron.training.train import Trainer
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
 
-from . import driver, noise, shapes
+from . import disturbance, driver, shapes
 
 CALLS = 20_000  # signs of life that are timed
 Watched = tuple[Watchdog, RankTimes, Observers]
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure, print, write --json."""
     check(options.rounds > 0, f"--rounds {options.rounds}: give 1 or more")
     check(options.tensor_model_parallel_size == 1, "--tensor-model-parallel-size: this benchmark has one rank, leave it out")
-    watch, config = noise.Watch(torch.get_num_threads(), time.process_time), shapes.run_of(
+    watch, config = disturbance.Watch(torch.get_num_threads(), time.process_time), shapes.run_of(
         options, seq_length=options.seq_length, train_iters=10 * options.rounds + 10)
     trainer = Trainer(config, DryComm(), train=MockDataset(config.model.vocab_size, options.seq_length, 4096, 1))
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     trainer.close()
     result |= {"ratio": statistics.median(r["watched"] / r["unwatched"] for r in rounds), "rounds": rounds,
                "counted": result["signs"] * result["nanoseconds"] / 1e9 / result["unwatched"],
-               "busy": watch.others() > noise.OTHERS}
+               "busy": watch.others() > disturbance.OTHERS}
     print(text(options, result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import alloc_plot
+from benchmarks import pictures
 
 NAMES = ("stock", "tuned", "tcmalloc")
 
@@ -22,7 +22,7 @@ def figure(tmp_path, monkeypatch):
     figure_module = pytest.importorskip("matplotlib.figure")
     figures, save = [], figure_module.Figure.savefig
     monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
-    alloc_plot.draw(tmp_path / "a.png", result())
+    pictures.draw_allocators(tmp_path / "a.png", result())
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     return figures[0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import jobs, preloads, published, tables, tables_plot, tables_text
+from benchmarks import jobs, pictures, preloads, published, tables, tables_text
 from benchmarks.__main__ import main
 from fugaku_megatron.perf import machine
 from tests.test_benchmarks import needs_mpi, result
@@ -87,7 +87,7 @@ def test_text_marks_what_is_measured_scaled_and_modelled(tmp_path):
     tables_text.write_csv(tmp_path / "a.csv", found)
     records = list(csv.DictReader((tmp_path / "a.csv").open()))
     assert [r["name"] for r in records] == [r["name"] for r in found["rows"]] and "machine" not in records[0]
-    tables_plot.draw(tmp_path / "a.png", found)
+    pictures.draw_tables(tmp_path / "a.png", found)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

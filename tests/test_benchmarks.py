@@ -25,12 +25,12 @@ from benchmarks import (
     attention,
     baselines,
     contestant,
+    disturbance,
     driver,
     gemm,
     jobs,
     layouts,
     mkl,
-    noise,
     openblas,
     preloads,
     rowwise,
@@ -326,13 +326,13 @@ def test_sides_that_do_not_fit_together_take_turns_apart():
 
 
 def test_others_on_the_machine_are_seen():
-    watch = noise.Watch(1, time.process_time)
+    watch = disturbance.Watch(1, time.process_time)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         time.sleep(1.0)
         other.kill()
-    assert watch.others() > noise.OTHERS
+    assert watch.others() > disturbance.OTHERS
     begin = time.process_time()
-    own = noise.Watch(1, lambda: noise.busy_seconds())
+    own = disturbance.Watch(1, lambda: disturbance.busy_seconds())
     while time.process_time() - begin < 0.1:
         pass
     assert own.others() == pytest.approx(0.0, abs=1e-2)

@@ -79,8 +79,16 @@ def test_rooms_stand_in_order():
     assert all(rooms.index(b) < rooms.index(a) for a, targets in ARROWS.items() for b in targets)
 
 
-def test_no_module_imports_itself_through_others():
-    graph = {name_of(path): ours(path) for path in modules()}
+def graph_of(package: Path) -> dict[str, set[str]]:
+    """What every module of a package imports of the package."""
+    paths = [path for path in package.rglob("*.py") if path.name != "__init__.py"]
+    names = {module_name(path, package) for path in paths}
+    return {module_name(path, package): own_imports(path, package) & names for path in paths}
+
+
+@pytest.mark.parametrize("package", [PACKAGE, ROOT / "benchmarks"], ids=lambda package: package.name)
+def test_no_module_imports_itself_through_others(package):
+    graph = graph_of(package)
     done: set[str] = set()
 
     def walk(name: str, trail: tuple[str, ...]) -> None:

@@ -1,4 +1,9 @@
-"""When the threads of a process have a core each, which what is measured waits for. Test: pytest tests/test_benchmarks.py"""
+"""Whether other processes disturb a measurement: the share of our cores that they take, and threads that wait for a core.
+
+`Watch` reads it from the machine's CPU time, for steps and jobs; `Settling` from the threads' own, for milliseconds, which the
+machine's count in hundredths of a second does not resolve. Both call a measurement disturbed from the same share on.
+Test: pytest tests/test_benchmarks.py
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,32 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from fugaku_megatron.host.fma_peak import fma_gflops
 
+OTHERS = 0.1  # a measurement is marked as disturbed when others used more than this share of our cores
 SETTLE_STEPS = 600_000  # of the loop of multiply-adds
 SETTLE_SECONDS = 1.0  # at most, until every thread has a core
 SETTLED = 0.75  # of the best rate: two threads on one core have half of it
-QUIET = 0.9  # share of wall time for which threads ran; below that others disturbed them
+
+
+class Watch:
+    """Counts from its construction. own: returns the CPU seconds so far of the measured processes."""
+
+    def __init__(self, threads: int, own: Callable[[], float]) -> None:
+        self._threads, self._own, self._begin = threads, own, time.perf_counter()
+        self._others = busy_seconds() - own()
+
+    def others(self) -> float:
+        """CPU seconds of all other processes, and those stolen by other virtual machines, over the wall time of `threads` cores."""
+        return (busy_seconds() - self._own() - self._others) / (self._threads * (time.perf_counter() - self._begin))
+
+
+def busy_seconds() -> float:
+    """CPU seconds of this machine since its start that were not idle; the system counts in hundredths of a second."""
+    times = psutil.cpu_times()
+    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 class Settling:
@@ -45,7 +70,7 @@ class Settling:
         self.wait()
         wall, cpu = time.perf_counter(), clock()
         result = work()
-        ran = clock() - cpu >= QUIET * threads * (time.perf_counter() - wall)
+        ran = clock() - cpu >= (1 - OTHERS) * threads * (time.perf_counter() - wall)
         return result, ran and self.now()
 
 
