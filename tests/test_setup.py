@@ -196,7 +196,7 @@ def test_a_build_and_a_run_have_the_same_torch(pyproject):
 
 
 def test_every_package_has_one_tested_version(pyproject):
-    files = ("requirements.txt", "requirements-test.txt", "requirements-lm-eval.txt", "requirements-mpi.txt")
+    files = (f"requirements{name}.txt" for name in ("", "-test", "-docs", "-lm-eval", "-mpi"))
     pinned = requirements(line for name in files for line in (ROOT / name).read_text().splitlines())
     extras = [line for lines in pyproject["project"]["optional-dependencies"].values() for line in lines]
     declared = requirements([*pyproject["build-system"]["requires"], *pyproject["project"]["dependencies"], *extras])

@@ -1,27 +1,33 @@
-"""What becomes of every flag of published Megatron-LM scripts, as the tables of docs/megatron.md.
+"""The tables of docs/flags.md, every flag of a run, and of docs/megatron.md, every flag of published Megatron-LM scripts.
 
-    python -m tools.megatron_flags          # prints them; with --write puts them into the document
+    python -m tools.megatron_flags          # prints them; with --write puts them into the documents
 
-The scripts' flags are in tools/megatron_flags.txt, and what becomes of each is what the command line's own tables say.
+Both come from the command line's own parser and tables. The scripts' flags are in tools/megatron_flags.txt.
 Test: pytest tests/test_letter_flags.py
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from fugaku_megatron.data.tokenizer import TOKENIZERS
 from fugaku_megatron.run.arguments import build_parser
 from fugaku_megatron.run.block_parts import NORMS, choices
+from fugaku_megatron.run.checks import flag_words
 from fugaku_megatron.run.command_line import Parser
 from fugaku_megatron.run.compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
+from fugaku_megatron.run.config import GROUPS, RunConfig
+from fugaku_megatron.run.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS, DOCUMENT = ROOT / "tools" / "megatron_flags.txt", ROOT / "docs" / "megatron.md"
-LINE = "---\n"  # of the document: below it stands what this program prints
+FLAGS = ROOT / "tools" / "megatron_flags.txt"
+LINE = "---\n"  # of a document: below it stands what this program prints
+HELP = re.compile(r"(.*?)(?: \((?:default: (.*)|on by default)\))?")  # what a flag means, its default
+DEFAULTS = {field.name: field.default for config in GROUPS.values() for field in fields(config)}
 VALUES = {**COMPATIBILITY_CHOICES, "--normalization": tuple(NORMS), "--tokenizer-type": tuple(TOKENIZERS)}
 
 
@@ -59,7 +65,7 @@ def row(given: str, parser: Parser) -> Row:
     return Row(given, "done", known[name].replace("%%", "%"))
 
 
-def tables() -> Iterator[str]:
+def script_tables() -> Iterator[str]:
     """The lines of one table a script."""
     parser = build_parser()
     for name, flags in scripts().items():
@@ -70,14 +76,65 @@ def tables() -> Iterator[str]:
         yield ""
 
 
+def value(action: argparse.Action) -> str:
+    """What follows a flag on the command line, as a cell; nothing follows a switch."""
+    kind = {int: "integer", float: "number"}.get(action.type, "text")
+    kind = " or ".join(f"`{choice}`" for choice in action.choices) if action.choices else kind
+    return {None: kind, 0: "", 1: kind, "+": f"{kind}, one or more"}.get(action.nargs, f"{kind}, {action.nargs} of them")
+
+
+def flag_row(action: argparse.Action, parser: Parser) -> str:
+    """A line of a table: the flag and its other names, its value, its default and its meaning."""
+    meaning, default = HELP.fullmatch(row(action.option_strings[0], parser).meaning).groups()
+    if default is None:
+        of_field = DEFAULTS.get(action.dest)
+        default = "required" if of_field is MISSING else "on" if of_field is True else ""
+    texts = (re.sub(r"(?<![\w`-])--[a-zA-Z][\w-]*", r"`\g<0>`", text) for text in (default, meaning))
+    cells = (" ".join(f"`{name}`" for name in action.option_strings), value(action), *texts)
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def flag_tables() -> Iterator[str]:
+    """The lines of one table a group of flags, in the order of --help, and of the table of recipes."""
+    parser = build_parser()
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if action.dest != "help" and action.option_strings]
+        if actions:
+            title = "general" if group.title == "options" else group.title
+            yield from (f"## {title[0].upper()}{title[1:]}", "")
+            yield from (group.description, "") if group.description else ()
+            yield from ("| flag | value | default | meaning |", "|---|---|---|---|")
+            yield from (flag_row(action, parser) for action in actions)
+            yield ""
+    yield from ("## Recipes", "", "| `--recipe` | model | the flags that it stands for |", "|---|---|---|")
+    for name, make in RECIPES.items():
+        yield f"| `{name}` | {' '.join(make.__doc__.split())} | `{' '.join(recipe_flags(make()))}` |"
+    yield ""
+
+
+def recipe_flags(run: RunConfig) -> Iterator[str]:
+    """The words of a command line that make a recipe's run."""
+    for group, config in GROUPS.items():
+        for field in fields(config):
+            chosen = getattr(getattr(run, group), field.name)
+            if chosen is not None and chosen != field.default:
+                shown = float(f"{chosen:.12g}") if isinstance(chosen, float) else chosen  # 6e-05, not 5.9999999999999995e-05
+                yield from flag_words(field.name, shown)
+
+
+DOCUMENTS = {ROOT / "docs" / "flags.md": flag_tables, ROOT / "docs" / "megatron.md": script_tables}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {DOCUMENT.relative_to(ROOT)}")
-    text = "\n".join(tables())
-    if parser.parse_args().write:
-        DOCUMENT.write_text(DOCUMENT.read_text().partition(LINE)[0] + LINE + "\n" + text)
-    else:
-        print(text)
+    parser.add_argument("--write", action="store_true", help="put the tables into the documents")
+    write = parser.parse_args().write
+    for document, tables in DOCUMENTS.items():
+        text = "\n".join(tables())
+        if write:
+            document.write_text(document.read_text().partition(LINE)[0] + LINE + "\n" + text)
+        else:
+            print(text)
 
 
 if __name__ == "__main__":
