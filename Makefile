@@ -121,9 +121,9 @@ tested: setup lint $(STAMPS)/openmpi arm-ext-if-possible
 docs: setup $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m docs tests/test_docs_commands.py
 
-# The variable only silences an announcement of the theme. --strict makes a broken link an error.
+# --strict makes a broken link an error, but not with --quiet. The variable silences an announcement of the theme's makers.
 site: $(STAMPS)/docs-packages
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 faults: setup $(STAMPS)/test-packages
 	$(BIN)/python -m tests.faults --count $(FAULTS) --seed $(FAULTS_SEED) --json faults.json --resume --workers 3 --write

@@ -47,6 +47,8 @@ CHANGES = (
     ("docs/fugaku.md", "job submit run_30b_12288.sh", "job check run_30b_12288.sh", "Fugaku's pjsub"),
     ("docs/performance.md", "--nodes 6144 --offers", "--nodes 6144 --micro-batch-size 1 --tensor-model-parallel-size 4 --offers",
      "fewer layouts: seconds"),
+    ("docs/training.md", "--recipe demo --train-iters 200", TINY, "4 iterations instead of a minute"),
+    ("docs/training.md", "--recipe demo --train-iters 300", f"{TINY} --train-iters 6", "2 more iterations"),
     ("docs/clusters.md", "module load gcc openmpi python", ELSEWHERE, "modules of a cluster"),
     ("docs/clusters.md", "make setup MPI=system", ELSEWHERE, "another MPI; tests/test_setup_mpi.py"),
     ("docs/clusters.md", "train ...", f"train {TINY} --train-iters 1 --mock-data --vocab-size 512 --kernels native --num-layers 1",
@@ -89,6 +91,7 @@ LEAVES = {
     "docs/models.md": ("my_hf/model.safetensors", "my_start/latest_checkpointed_iteration.txt", "my_tuned_hf/config.json",
                        "my_from_megatron/iter_0000000/manifest.json"),
     "docs/performance.md": ("all.csv", "all.png"),
+    "docs/training.md": ("my_model/loss_curve.png", "my_model/iter_0000006/manifest.json", "my_run.csv", "my_run.png"),
 }
 
 
