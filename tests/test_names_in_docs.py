@@ -178,7 +178,8 @@ def test_names_that_lead_nowhere_are_seen(text):
 
 @pytest.mark.parametrize("text", [
     "see launch.py, grid.py, ../cli.py.", "`run/config.py` and setup.py", "Test: pytest tests/test_grid.py tests/mpi",
-    "`scripts/pjsub`", "docs/*.md", "kernels_sve/simd*.h, or gemm.h", "Megatron's gpt_dataset.py", "https://a.b/absent.py", "h / t, and/or",
+    "`scripts/pjsub`", "docs/*.md", "kernels_sve/simd*.h, or gemm.h", "Megatron's gpt_dataset.py", "https://a.b/absent.py",
+    "h / t, and/or",
     "write my.json or run.csv", "`comm.grid.Grid`, `dry.DryComm`, `grid`, `fugaku_megatron.run`", "`world_size`, `None`, `with`",
     "`comm.rank` of a variable", "`torch.absent`, `a b`, `--flag`",
     "<room>/absent.py and {name}.py", "fugaku_megatron/_kernels.*.so", "--output docs/figures/absent.png",
