@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import cProfile
 import json
-import pstats
 import shlex
 from pathlib import Path
 
@@ -21,8 +19,10 @@ from fugaku_megatron.run.layout import Layout
 ROOT = Path(__file__).resolve().parents[1]
 A100_181B = ("plan --machine a100 --nodes 48 --num-layers 72 --hidden-size 14336 --num-attention-heads 64 --seq-length 2048 "
              "--global-batch-size 2048 --vocab-size 250680 --bf16 --ramp-divisible --train-tokens 300e9")
-SEEDS_30B = ("plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 "
-             "--checkpoint-activations --software fugaku_megatron --against torch1.10 --explain")
+SMALL_30B = ("plan --recipe 30b --nodes 384 --micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 "
+             "--zero-stage 1")
+PIPELINE_124M = ("plan --recipe 124m --nodes 2 --pipeline-model-parallel-size 2 --checkpoint-activations --against torch1.10 "
+                 "--explain")
 SEEDS_124M = ("plan --recipe 124m --nodes 1 --checkpoint-activations --software fugaku_megatron --against torch1.10+tcmalloc "
               "--explain")
 
@@ -30,9 +30,9 @@ SEEDS_124M = ("plan --recipe 124m --nodes 1 --checkpoint-activations --software 
 SEARCH, FOUND = search.search, {}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def each_search_once(monkeypatch):
-    """Some tests search the same layouts, which takes seconds."""
+    """Several tests search the same layouts, which takes seconds."""
     def once(run, system, held, ramp_divisible=False):
         key = repr((run, system, sorted(held), ramp_divisible))
         if key not in FOUND:
@@ -66,15 +66,16 @@ def test_claims_have_their_condition_above_the_figures(capsys):
     assert ran == "warning: nobody has run fugaku_megatron on an A64FX: its figures come from this model and from emulation"
 
 
-def test_12288_nodes(capsys):
-    profile = cProfile.Profile()
-    text = profile.runcall(printed, "plan --recipe 30b --nodes 12288 --train-tokens 300e9", capsys)
-    assert pstats.Stats(profile).total_calls < 30e6  # 20 million, some 5 seconds; seconds would depend on who else is there
+def test_12288_nodes(capsys, monkeypatch):
+    modelled, judge = [], search._judge
+    monkeypatch.setattr(search, "_judge", lambda *layout: modelled.append(layout) or judge(*layout))
+    text = printed("plan --recipe 30b --nodes 12288 --micro-batch-size 1 --train-tokens 300e9", capsys)
+    assert len(modelled) < 1000  # 590 layouts take some 5 seconds; the seconds depend on what else the machine does
     assert "12288 nodes of a64fx" in text and "dropped:" in text and "stage   0 |F" in text
 
 
-def test_the_command_line_is_the_trainers_own(each_search_once, capsys):
-    best = json.loads(printed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --json", capsys))["plans"][0]
+def test_the_command_line_is_the_trainers_own(capsys):
+    best = json.loads(printed(f"{SMALL_30B} --json", capsys))["plans"][0]
     words = shlex.split(best["command"])
     run = arguments.parse(words[words.index("train") + 1:]).run
     layout = Layout.from_run(run, int(words[words.index("-n") + 1]))
@@ -97,7 +98,7 @@ def test_words_of_the_command_line_survive_the_shell(capsys):
 
 def test_flags_that_are_given_hold(capsys):
     command = ("plan --recipe 30b --nodes 384 --tensor-model-parallel-size 8 --checkpoint-activations --micro-batch-size 1 "
-               "--json")
+               "--ranks-per-node 1 --zero-stage 1 --pipeline-schedule 1f1b --json")
     plans = json.loads(printed(command, capsys))["plans"]
     assert {p["tp"] for p in plans} == {8} and {p["recompute"] for p in plans} == {"full"}
     assert len({p["pp"] for p in plans}) > 1
@@ -108,8 +109,9 @@ def test_only_what_the_software_offers(capsys):
     assert {p["zero_stage"] for p in plans} == {0} and {p["ranks_per_node"] for p in plans} == {1}
 
 
-def test_no_plan_runs_out_of_memory_and_reasons_are_counted(each_search_once):
-    args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1")
+def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
+    args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --tensor-model-parallel-size 4 --zero-stage 1 "
+                   "--pipeline-schedule 1f1b")
     system = system_of(args)
     held = search.held_fields(args)
     result = search.search(run_of(args, system, plan.OWN), system, held)
@@ -125,8 +127,8 @@ def _parsed(command: str):
     return parser.parse_args(shlex.split(command)[1:])
 
 
-@pytest.mark.parametrize("command, start", [(SEEDS_30B, 252.05), (SEEDS_124M, 1020.3)])
-def test_explain_names_every_change_from_the_tables_software(command, start, each_search_once, capsys):
+@pytest.mark.parametrize("command, start", [(PIPELINE_124M, None), (SEEDS_124M, 1020.3)])
+def test_explain_names_every_change_from_the_tables_software(command, start, capsys):
     text = printed(command, capsys)
     named = ("fewer faults", "native kernels", "ranks per CMG", "schedule and layout", "model")
     assert "not in the trainer" not in text
@@ -136,7 +138,7 @@ def test_explain_names_every_change_from_the_tables_software(command, start, eac
     run = run_of(args, system, plan.OWN)
     best = search.search(run, system, frozenset()).plans[0]
     result = explain.changes(run, system, args.against, best)
-    assert result[0].seconds == pytest.approx(start, rel=0.08)
+    assert start is None or result[0].seconds == pytest.approx(start, rel=0.08)  # as the tables measured it
     assert all(b.seconds <= a.seconds * 1.0001 for a, b in zip(result, result[1:]))
 
 
@@ -153,7 +155,7 @@ def test_the_picture_says_recompute_only_where_there_is_some(capsys):
 
 
 def test_removing_a_cause_never_costs_time():
-    args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --zero-stage 1 --tensor-model-parallel-size 4")
+    args = _parsed(SMALL_30B)
     best = search.search(run_of(args, system_of(args), plan.OWN), system_of(args), search.held_fields(args)).plans[0]
     gains = explain.gains(best)
     assert min(gains.values()) >= 0 and gains["gemm"] == max(gains.values())
@@ -161,7 +163,7 @@ def test_removing_a_cause_never_costs_time():
 
 def test_the_picture_file(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    printed(f"plan --recipe 124m --nodes 16 --png {tmp_path / 'p.png'}", capsys)
+    printed(f"plan --recipe 124m --nodes 4 --micro-batch-size 1 --png {tmp_path / 'p.png'}", capsys)
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -199,7 +201,7 @@ def test_another_software_is_not_said_to_have_our_kernels(capsys):
 
 
 def test_ranks_of_a_node_are_searched_as_the_machine_has_them():
-    args = _parsed("plan --recipe 124m --nodes 4 --ranks-per-node 4")
+    args = _parsed("plan --recipe 124m --nodes 4 --ranks-per-node 4 --micro-batch-size 1")
     system = system_of(args)
     result = search.search(run_of(args, system, plan.OWN), system, search.held_fields(args))
     assert isinstance(system, System) and {p.system.ranks_per_node for p in result.plans} == {4}
