@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine with python3 (with venv), g++ and make: `make train` and `make test`.
+# On a fresh machine with python3 (with venv), g++ and make: `make train`, `make check`, `make test`; all of them: .ci/run.
 # MPI=mpich (a wheel) | MPI=system (mpi4py is built for the mpicc on the PATH; what Fugaku and clusters need). Default: what is set up,
 # else mpich.
 
@@ -13,20 +13,25 @@ TEST_WORKERS ?= 2
 TRAIN_FLAGS ?=
 FAULTS ?= 1000
 TARGET ?=
+FAULTS_SHORT ?= 18
 FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train test docs site faults lint wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train check test test-full test-openmpi docs site faults faults-short lint wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
 	@echo "             TRAIN_FLAGS='--train-iters 20' adds training flags)"
-	@echo "make test    set up, then lint and run all tests"
+	@echo "make check   set up, then lint, unit tests, kernels and a few parallel runs (under 4 minutes once set up)"
+	@echo "make test    set up, then lint and run all tests that need neither apt nor root (under 12 minutes with the set-up)"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make kernels  compile the C++ kernels that changed (TARGET=avx512: for this row of TARGETS in setup.py alone)"
 	@echo "make docs    set up, then run every command of README.md and docs/ (3 minutes)"
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
+	@echo "make test-full     the combinations of layouts, schedules and flags that make test leaves out"
+	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
+	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
 	@echo "make lint    ruff"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
@@ -34,7 +39,8 @@ help:
 	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
 	@echo "make rendered  set up, then write again what is made from the program: job scripts, docs/tables.md, tables of flags"
-	@echo "make test-arm     kernels and training on an emulated A64FX (Debian 12 with apt and root; part of make test where possible)"
+	@echo "make arm-env      installs compilers and an emulated A64FX into .arm/ (x86-64 Debian 12 with apt and root)"
+	@echo "make test-arm     make arm-env, then kernels and training on the emulated A64FX"
 	@echo "make arm-codegen  gate on the machine code of the hot loops for A64FX; prints modelled cycles"
 	@echo "make driver | arm-driver   a static program that runs one kernel, for this machine or for A64FX"
 	@echo "make clean   remove what was built; keeps $(DEMO)/"
@@ -106,17 +112,29 @@ train: setup $(DEMO)/corpus_text_document.idx
 lint: $(STAMPS)/test-packages
 	$(BIN)/ruff check .
 
-# First what waits for the network and the disk, beside the compiler; only one pip at a time writes into .venv.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
+
+# What an edit needs: the kernels on the best target of this CPU, a narrow matrix of layouts, one MPI job.
+check: setup lint
+	$(PYTEST) --best-target -m "(unit or kernels or smoke) and not (slow or docs or full)"
+
+# The compiler works while pip waits for the network; only one pip at a time writes into .venv.
 .PHONY: tested
 test: $(STAMPS)/mpi-$(MPI)
-	@$(MAKE) --no-print-directory -j 2 $(STAMPS)/kernels arm-env-if-possible
+	@$(MAKE) --no-print-directory -j 2 $(STAMPS)/kernels $(STAMPS)/test-packages
 	@$(MAKE) --no-print-directory tested
 
-# Two files at a time, in the order of tests/conftest.py; a thread that waits leaves its core to the other file. Hundreds of tests
-# start Python, some of them emulated: they find bytecode even where Python is told to write none.
-tested: setup lint $(STAMPS)/openmpi arm-ext-if-possible
+# A thread that waits leaves its core to the other worker. Hundreds of tests start Python: they find bytecode even where Python is told
+# to write none.
+tested: setup lint
 	$(BIN)/python -m compileall -q fugaku_megatron benchmarks tests tools
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=30
+	$(PYTEST) --durations=30 -m "not (slow or docs or full or arm)"
+
+test-full: setup $(STAMPS)/test-packages
+	$(PYTEST) -m full
+
+test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
+	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi
 
 docs: setup $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m docs tests/test_docs_commands.py
@@ -124,6 +142,9 @@ docs: setup $(STAMPS)/test-packages
 # --strict makes a broken link an error, but not with --quiet. The variable silences an announcement of the theme's makers.
 site: $(STAMPS)/docs-packages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+faults-short: setup $(STAMPS)/test-packages
+	$(BIN)/python -m tests.faults --count $(FAULTS_SHORT) --seed $(FAULTS_SEED) --workers 2
 
 faults: setup $(STAMPS)/test-packages
 	$(BIN)/python -m tests.faults --count $(FAULTS) --seed $(FAULTS_SEED) --json faults.json --resume --workers 3 --write
@@ -157,22 +178,14 @@ rendered: setup
 clean:
 	rm -rf $(VENV) build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
 
-# ARM without an A64FX: an emulated one in .arm/ (tools/arm_env.py), on x86-64 Debian 12 with apt and root. `make test` uses it
-# where it can be made; elsewhere its tests are skipped with the reason.
-.PHONY: arm-env arm-env-if-possible arm-ext arm-ext-if-possible test-arm arm-codegen arm-driver driver
+# ARM without an A64FX: an emulated one in .arm/ (tools/arm_env.py), on x86-64 Debian 12 with apt and root.
+.PHONY: arm-env arm-ext test-arm arm-codegen arm-driver driver
 
 arm-env: $(STAMPS)/test-packages
 	@$(BIN)/python -m tools.arm_env
 
 arm-ext: arm-env $(STAMPS)/kernels
 	@$(BIN)/python -m tools.arm_env extension
-
-arm-env-if-possible: $(STAMPS)/test-packages
-	@$(BIN)/python -m tools.arm_env || true
-
-arm-ext-if-possible: $(STAMPS)/kernels
-	@if $(BIN)/python -c "import sys; from tools import arm_env; sys.exit(not arm_env.ready())"; then \
-	    $(BIN)/python -m tools.arm_env extension; fi
 
 test-arm: arm-ext
 	$(BIN)/python -m pytest -q tests/arm

@@ -1,4 +1,4 @@
-"""Options of the test suite, and what every test file must leave as it was. A file's tests run in one process, in order."""
+"""Options of the test suite, the kind of each test, and what every test file must leave as it was."""
 
 import os
 import platform
@@ -10,9 +10,12 @@ import setup
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fugaku_megatron"
+KINDS = ("unit", "kernels", "parallel", "system", "arm", "campaigns")  # the folders below tests/, and their markers
 
 
 def pytest_addoption(parser):
+    parser.addoption("--mpi", choices=("mpich", "openmpi"), default="mpich", help="the MPI that tests of MPI jobs use")
+    parser.addoption("--best-target", action="store_true", help="test the kernels on the best vector target of this CPU alone")
     parser.addoption("--kills", type=int, default=3, help="how many times the kill-and-restart test kills a job")
     parser.addoption("--faults", type=int, default=2, help="how many faults of the campaign are drawn")
 
@@ -32,17 +35,13 @@ def pytest_configure():
         pytest.exit(reason, returncode=1)
 
 
-# Files of half a minute and more, about the longest first: begun last, one would run while the other worker has nothing to do.
-LONGEST = ("arm/test_python.py", "mpi/test_pretrain.py", "mpi/test_layouts.py", "test_perf_plan.py", "arm/test_static.py",
-           "test_benchmarks.py", "test_jobs_submit.py", "arm/test_codegen.py", "mpi/test_jobs_local.py", "test_schedules.py",
-           "test_parallel.py", "mpi/test_hangs.py", "test_perf_fit.py", "mpi/test_shared_files.py", "mpi/test_faults.py",
-           "mpi/test_stragglers.py", "mpi/test_two_hosts.py", "test_benchmark_tables.py")
-
-
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
-    """LONGEST, then the other files as they were collected; the tests of a file keep their order."""
-    place = {TESTS / name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    """Mark every test with its folder, unless it says itself of which kind it is."""
+    for item in items:
+        kind = item.path.relative_to(TESTS).parts[0]
+        if kind in KINDS and not any(mark.name in KINDS for mark in item.iter_markers()):
+            item.add_marker(kind)
 
 
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,15 @@ SMALL = {
     "make_vocab_size_divisible_by": 8, "mock_data": True, "micro_batch_size": 2, "global_batch_size": 16, "train_iters": 20,
     "lr": 1e-3, "hidden_dropout": 0.0, "attention_dropout": 0.0,
 }
+
+
+def matrix(*axes: Iterable, quick: Collection[tuple]) -> list[Any]:
+    """Parameters for every combination of the axes' values; those that are not in `quick` are for `make test-full` alone."""
+    import pytest  # the programs of MPI jobs use this module, too
+
+    cases = list(itertools.product(*axes))
+    assert set(quick) <= set(cases), set(quick) - set(cases)
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.full) for case in cases]
 
 
 def small_run(**changes: Any) -> RunConfig:

@@ -18,7 +18,7 @@ from fugaku_megatron.run.layout import Layout
 from fugaku_megatron.run.memory import stage_memory
 from fugaku_megatron.training import flat
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import grid_groups, make_trainer, mock, small_run, whole_tensors
+from tests.helpers import grid_groups, make_trainer, matrix, mock, small_run, whole_tensors
 from tests.test_step import custom, shuffled
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -149,14 +149,14 @@ def started_early(world, run, backend: str, make=schedule.of_run) -> tuple[int, 
     return early[0], sum(not at_the_end & set(bucket.units) for bucket in trainer.optimizer.flat.buckets)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_no_gradient_is_written_after_its_reduction_started(name, recompute):
+@pytest.mark.parametrize(("name", "recompute", "zero"), matrix(LAYOUTS, RECOMPUTE, (0, 1), quick=[
+    ("one", "none", 0), ("one", "groups", 1), ("pp2", "full", 0), ("pp2", "selective", 1), ("pp4", "block", 0), ("pp4", "none", 1),
+    ("tp2dp2", "selective", 0), ("tp2dp2", "full", 1), ("tp2pp2dp2", "groups", 0), ("tp2pp2dp2", "block", 1)]))
+def test_no_gradient_is_written_after_its_reduction_started(name, recompute, zero):
     ranks, layout = LAYOUTS[name]
-    for zero in (0, 1):
-        run = small_run(**layout, **BUCKETS, **RECOMPUTE[recompute], **DROPOUT, zero_stage=zero, num_layers=8)
-        for early, possible in ThreadWorld(ranks).run(started_early, run, "torch" if zero else "native"):
-            assert early == possible > 0, "what can be reduced behind the last backward is"
+    run = small_run(**layout, **BUCKETS, **RECOMPUTE[recompute], **DROPOUT, zero_stage=zero, num_layers=8)
+    for early, possible in ThreadWorld(ranks).run(started_early, run, "torch" if zero else "native"):
+        assert early == possible > 0, "what can be reduced behind the last backward is"
 
 
 def test_a_bucket_waits_for_its_last_micro_batch_in_any_schedule():
@@ -179,13 +179,16 @@ def curve(world, run) -> list[tuple]:
     return [*figures, {name: tensor.sum().item() for name, tensor in whole_tensors(trainer, "weight").items()}]
 
 
-@pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"grad_reduce_in_bf16": True}, {"sequence_parallel": True}],
-                         ids=["fp32", "bf16", "wire", "sequence"])
-@pytest.mark.parametrize("name", ["pp4", "tp2pp2dp2"])
+CHANGES = {"fp32": {}, "bf16": {"bf16": True}, "wire": {"grad_reduce_in_bf16": True}, "sequence": {"sequence_parallel": True}}
+
+
+@pytest.mark.parametrize(("name", "changes"), matrix(("pp4", "tp2pp2dp2"), CHANGES, quick=[
+    ("pp4", "fp32"), ("pp4", "wire"), ("tp2pp2dp2", "bf16"), ("tp2pp2dp2", "sequence")]))
 def test_overlap_changes_no_bit(name, changes):
     """With buckets of one size, so that the norm, which clips here, is summed in one order."""
     ranks, layout = LAYOUTS[name]
-    common = {**layout, **changes, **DROPOUT, "log_num_zeros_in_grad": True, "max_position_embeddings": 32, "clip_grad": 0.3}
+    common = {**layout, **CHANGES[changes], **DROPOUT, "log_num_zeros_in_grad": True, "max_position_embeddings": 32,
+              "clip_grad": 0.3}
     for size, zero in ((20_000, 0), (1, 1)):
         common |= {"ddp_bucket_size": size, "zero_stage": zero}
         plain = ThreadWorld(ranks).run(curve, small_run(**common))

@@ -36,7 +36,7 @@ LAYOUTS = {
     "pp2dp2zero interleaved": (4, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "zero_stage": 1}),
     "tp2pp2 in a V": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
 }
-FIRST, AFTER = 3, 10  # iterations before the save, and compared after it
+FIRST, AFTER = 3, 5  # iterations before the save, and compared after it
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
@@ -81,7 +81,9 @@ def difference(found, expected) -> float:
     return losses
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "tp2pp2dp2zero"])
+@pytest.mark.parametrize("name", ["one", "tp4", "dp8", "tp2dp2zero buckets", *(
+    pytest.param(name, marks=pytest.mark.full) for name in ("pp4", "dp4zero", "pp2dp2")), "pp2dp2zero interleaved",
+    "tp2pp2 in a V"])
 def test_a_run_goes_on_in_another_layout_and_back_again(name, saved, tmp_path):
     directory, expected = saved
     assert difference(curve(name, directory), expected) <= 1e-6

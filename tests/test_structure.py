@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import conftest
-
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(path for place in ("fugaku_megatron", "benchmarks", "tools", "scripts", "setup.py", "pretrain_gpt.py")
                  for path in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py")))
@@ -30,8 +28,3 @@ def test_functions_are_short():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_read_in_one_sitting(path):
     assert len(path.read_text().splitlines()) <= 360
-
-
-def test_the_longest_files_of_tests_come_first():
-    assert all((conftest.TESTS / name).is_file() for name in conftest.LONGEST)
-    assert "--no-loadscope-reorder" in (ROOT / "Makefile").read_text(), "else pytest-xdist begins with those of most tests"

@@ -1,7 +1,4 @@
-"""Fixtures of the kernel tests: vector targets of this CPU, thread counts, the scalar reference.
-
-    python -m pytest tests/kernels
-"""
+"""Fixtures of the kernel tests: vector targets of this CPU, thread counts, the scalar reference."""
 
 import pytest
 import torch
@@ -11,6 +8,14 @@ from fugaku_megatron.host import kernels
 LEFT_OUT = [pytest.param(row["name"], marks=pytest.mark.skip(reason=row["reason"])) for row in kernels.targets()
             if row["reason"].startswith("left out")]  # by KERNEL_TARGETS
 VECTOR_TARGETS = [*kernels.runnable_targets(), *LEFT_OUT]
+
+def pytest_collection_modifyitems(config, items):
+    """--best-target leaves out what a test does on the other targets."""
+    if config.getoption("--best-target"):
+        best = kernels.runnable_targets()[-1]
+        others = [item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("target", best) != best]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(params=VECTOR_TARGETS)

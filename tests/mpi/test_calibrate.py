@@ -3,7 +3,6 @@
 import pytest
 
 from fugaku_megatron.perf import machine
-from tests.mpi import launch
 
 pytestmark = pytest.mark.mpi
 # The command on vectors and products that fit into caches: their rates say nothing of a machine, and take a tenth of the time.
@@ -17,16 +16,13 @@ sys.exit(cli.main(["calibrate", *sys.argv[1:]]))
 """
 
 
-def test_the_command_measures_this_host(tmp_path):
-    found = launch.mpich() or launch.openmpi()  # one of them: what is measured of messages, test_mpi_comm.py sends under both
-    if found is None:
-        pytest.skip(launch.MISSING["mpich"])
-    job = found.run(2, "-c", SMALL, "--output", str(tmp_path / "host.json"))
+def test_the_command_measures_this_host(mpich, tmp_path):
+    job = mpich.run(2, "-c", SMALL, "--output", str(tmp_path / "host.json"))
     assert job.returncode == 0, job.stderr
     host = machine.load(str(tmp_path / "host.json"))
     assert host.ranks_per_node == 2 and host.peak_tflops["fp32"] > 0 and host.intra_gbs > 0 and host.intra_alpha_us > 0
 
 
-def test_one_rank_is_refused(mpi, tmp_path):
-    job = mpi.run(1, "-m", "fugaku_megatron", "calibrate", "--output", str(tmp_path / "host.json"))
+def test_one_rank_is_refused(mpich, tmp_path):
+    job = mpich.run(1, "-m", "fugaku_megatron", "calibrate", "--output", str(tmp_path / "host.json"))
     assert job.returncode == 2 and "mpiexec -n 2" in job.stderr and not (tmp_path / "host.json").exists()

@@ -7,17 +7,13 @@ import json
 import pytest
 
 from fugaku_megatron.comm.dry import DryComm
-from tests.mpi import launch
 from tests.test_evaluate import PROSE, QUESTIONS, result
 from tests.test_generate import save_trained, write_tokenizer
 
 pytestmark = pytest.mark.mpi
 
 
-def test_two_ranks(tmp_path):
-    mpich = launch.mpich()
-    if mpich is None:
-        pytest.skip(launch.MISSING["mpich"])
+def test_two_ranks(mpich, tmp_path):
     save_trained(DryComm(), tmp_path / "saved", 1)
     (tmp_path / "text.txt").write_text(PROSE, encoding="utf-8")
     (tmp_path / "questions.json").write_text(json.dumps(QUESTIONS))

@@ -10,15 +10,12 @@ from tests.faults import __main__ as faults
 from tests.faults import jobs, report
 from tests.faults.kinds import KINDS
 from tests.faults.trial import Outcome
-from tests.mpi import launch
 
 pytestmark = pytest.mark.mpi
 DRAWN = ("term", "io-error")  # each some seconds; kills and hangs have tests of their own
 
 
-def test_a_draw_loses_nothing(tmp_path, request, capsys):
-    if launch.mpich() is None:
-        pytest.skip(launch.MISSING["mpich"])
+def test_a_draw_loses_nothing(mpich, tmp_path, request, capsys):
     count = request.config.getoption("--faults")
     record = str(tmp_path / "faults.json")
     code = faults.main(["--count", str(count), "--seed", "12", "--kinds", *DRAWN, "--workers", "2", "--json", record])

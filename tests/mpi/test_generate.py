@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fugaku_megatron.comm.dry import DryComm
-from tests.mpi import launch
 from tests.test_decoding import NEW, PROMPTS, WIDE, our_tokens
 from tests.test_generate import save_trained, write_tokenizer
 
@@ -21,10 +20,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_two_ranks(saved, tmp_path, kind):
-    mpich = launch.mpich()
-    if mpich is None:
-        pytest.skip(launch.MISSING["mpich"])
+def test_two_ranks(mpich, saved, tmp_path, kind):
     directory, expected = saved
     prompts = [word for prompt in PROMPTS for word in ("--prompt", bytes(prompt).decode())]
     job = mpich.run(2, "-m", "fugaku_megatron", "generate", "--load", str(directory), *write_tokenizer(tmp_path), *prompts,

@@ -6,17 +6,13 @@ import pytest
 
 from fugaku_megatron.comm.exit_codes import ExitCode
 from tests.hangs import RANKS, hang
-from tests.mpi import launch
 
 pytestmark = pytest.mark.mpi
 TIMEOUT = 4.0  # s
 
 
-@pytest.mark.parametrize("name, phase, rank", [("mpich", "start", 3), ("openmpi", "forward", 0)])
-def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path, name, phase, rank):
-    mpi = launch.FIND[name]()
-    if mpi is None:
-        pytest.skip(launch.MISSING[name])
+def test_a_stopped_rank_is_named_and_the_job_ends(mpi, tmp_path):
+    phase, rank = {"mpich": ("start", 3), "openmpi": ("forward", 0)}[mpi.name]
     outcome = hang(mpi, tmp_path, rank, phase, TIMEOUT)
     assert outcome.right and f"; {RANKS - 1} ranks wait for it" in outcome.line, outcome
     assert outcome.code == ExitCode.HANG

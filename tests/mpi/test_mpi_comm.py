@@ -1,4 +1,4 @@
-"""The MPI communicator on real ranks, and the ways a job ends, under every MPI that is installed (see launch.py).
+"""The MPI communicator on real ranks, and the ways a job ends, under the MPI that --mpi names.
 
 Each rank imports torch, so one mpiexec run checks all verbs; the programs are tests/verb_checks.py and endings.py.
 """
@@ -26,8 +26,8 @@ def seconds_to_end(job):
     return time.time() - float(started[0].split()[1])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_verbs_agree_with_torch(mpi, ranks):
+def test_verbs_agree_with_torch(mpi):
+    ranks = 3
     job = mpi.run(ranks, VERBS)
     assert job.returncode == 0, job.stderr
     *passed, description = job.stdout.splitlines()
@@ -38,15 +38,14 @@ def test_verbs_agree_with_torch(mpi, ranks):
 
 @pytest.mark.parametrize("level", ["serialized", "funneled"])
 def test_one_thread_calls_mpi_in_whatever_order_operations_come(mpi, level):
-    """250 random orders of nonblocking sums among blocking ones: with two libraries and two levels 1,000."""
+    """250 random orders of nonblocking sums among blocking ones."""
     job = mpi.run(4, VERBS, "orders", FUGAKU_MEGATRON_MPI_THREAD_LEVEL=level)
     assert job.returncode == 0, job.stderr
     assert job.stdout.startswith("ok orders 250 ") and f"MPI_THREAD_{level.upper()}" in job.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_of_a_node_share_memory(mpi, ranks):
-    job = mpi.run(ranks, VERBS, "node", OMP_NUM_THREADS="2")
+def test_ranks_of_a_node_share_memory(mpi):
+    job = mpi.run(3, VERBS, "node", OMP_NUM_THREADS="2")
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("ok node ") == len(verb_checks.COLLECTIVE_CHECKS) + 1
 
@@ -111,20 +110,16 @@ def test_success_ends_with_zero(mpi):
     assert sorted(re.findall(r"done \d", job.stdout)) == ["done 0", "done 1"]  # a launcher may join two ranks' lines
 
 
-def test_the_mpiexec_of_another_mpi_is_named():
-    starter, loaded = launch.mpich(), launch.openmpi()
-    if not (starter and loaded):
-        pytest.skip("needs both: " + "; ".join(launch.MISSING.values()))
-    job = launch.MPI("mixed", starter.mpiexec, environment=loaded.environment).run(2, ENDINGS, "success")
+def test_the_mpiexec_of_another_mpi_is_named(mpi, mpich):
+    if mpi.name != "openmpi":
+        pytest.skip("needs both MPIs: --mpi openmpi")
+    job = launch.MPI("mixed", mpich.mpiexec, environment=mpi.environment).run(2, ENDINGS, "success")
     assert job.returncode == 2
     assert job.stderr.count("PMI_SIZE=2 but Open MPI") == 1 and "sees one process" in job.stderr, job.stderr
 
 
-def test_a_missing_mpi_library_is_named():
-    starter = launch.mpich()
-    if not starter:
-        pytest.skip(launch.MISSING["mpich"])
-    job = launch.MPI("none", starter.mpiexec, environment={"MPI4PY_MPIABI": "nosuchabi"}).run(2, ENDINGS, "success")
+def test_a_missing_mpi_library_is_named(mpich):
+    job = launch.MPI("none", mpich.mpiexec, environment={"MPI4PY_MPIABI": "nosuchabi"}).run(2, ENDINGS, "success")
     assert job.returncode == 2
     assert job.stderr.count("rank 0: PMI_SIZE=2 but MPI cannot be loaded") == 1, job.stderr
     assert "pip install mpi4py mpich" in job.stderr and "Traceback" not in job.stderr

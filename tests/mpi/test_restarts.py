@@ -26,11 +26,8 @@ PATIENCE = 120  # s
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(mpich, tmp_path_factory):
     """The losses of two ranks that nobody disturbs."""
-    mpich = launch.mpich()
-    if mpich is None:
-        pytest.skip(launch.MISSING["mpich"])
     folder = tmp_path_factory.mktemp("whole")
     job = mpich.run(2, PROGRAM, *FLAGS, "--save", str(folder))
     assert job.returncode == 0, job.stderr

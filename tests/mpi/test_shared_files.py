@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from tests.mpi import launch
 from tests.mpi.test_pretrain import PROGRAM
 from tests.test_generate import write_tokenizer
 
@@ -32,11 +31,8 @@ def openers(folder: Path, job: Path) -> dict[str, set[str]]:
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory):
+def opened(mpich, tmp_path_factory):
     """What was opened by a run that saves and by one that resumes, of two data-parallel times two tensor-parallel ranks."""
-    mpich = launch.mpich()
-    if mpich is None:
-        pytest.skip(launch.MISSING["mpich"])
     job, rng, traces = tmp_path_factory.mktemp("job"), np.random.default_rng(0), []
     with IndexedDatasetWriter(job / "corpus", "<u2") as writer:
         for _ in range(200):

@@ -11,10 +11,7 @@ from tests.mpi import launch
 pytestmark = pytest.mark.mpi
 
 
-def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(tmp_path, capsys):
-    mpich = launch.mpich()
-    if mpich is None:
-        pytest.skip(launch.MISSING["mpich"])
+def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(mpich, tmp_path, capsys):
     file, picture = tmp_path / "ranks.jsonl", tmp_path / "ranks.png"
     job = mpich.run(8, str(launch.TESTS / "mpi" / "slow_rank.py"), str(file))
     assert job.returncode == 0, job.stderr

@@ -12,10 +12,7 @@ from tests.mpi import launch
 pytestmark = pytest.mark.mpi
 
 
-def test_one_flipped_bit_is_found_with_its_replica():
-    mpich = launch.mpich()
-    if mpich is None:
-        pytest.skip(launch.MISSING["mpich"])
+def test_one_flipped_bit_is_found_with_its_replica(mpich):
     job = mpich.run(3, str(launch.TESTS / "mpi" / "flipped_bit.py"))
     assert job.returncode == ExitCode.REPLICAS_DIFFER, job.stderr
     assert job.stdout.splitlines() == [
