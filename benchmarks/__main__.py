@@ -5,7 +5,7 @@
 A family is a module of this package with a docstring, add_arguments(parser), and either run(options), or cases(options), which
 yields driver.Case (kernels against torch, with the options of driver.add_arguments). Where torch is measured in this process, as in
 cases and in a family with TORCH_HERE, the process starts again with the MKL of --mkl. Left out: the timing itself (driver.py and
-the families' modules). Test: pytest tests/test_benchmarks.py
+the families' modules).
 """
 
 import argparse

@@ -7,7 +7,7 @@
 
 Every figure is read from the log of `mpiexec ... pretrain_gpt.py` with data-parallel ranks. With --kernels torch a step allocates
 and frees its tensors as PyTorch programs do, as in the published tables with and without tcmalloc. Left out: starting jobs
-(jobs.py), logs of other runs (alloc_logs.py), the picture (pictures.py). Test: pytest tests/test_benchmarks.py
+(jobs.py), logs of other runs (alloc_logs.py), the picture (pictures.py).
 """
 
 from __future__ import annotations

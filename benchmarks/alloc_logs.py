@@ -1,6 +1,6 @@
 """`benchmarks alloc --from-logs A B ...`: the published table from logs of one run with several allocators, the first the baseline.
 
-Left out: reading a log (fugaku_megatron/logs/run_log.py). Test: pytest tests/test_benchmarks.py
+Left out: reading a log (fugaku_megatron/logs/run_log.py).
 """
 
 from __future__ import annotations

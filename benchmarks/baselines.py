@@ -1,7 +1,7 @@
 """Other programs that train the same model: plain PyTorch (plain_gpt.py), of GPT-2's block, and Hugging Face's, of any.
 
 A baseline starts from our trainer's initial weights, reads the same tokens and makes the same update: its losses equal ours. BF16
-uses autocast, as torch's users do. Left out: the timing (contestant.py). Test: pytest tests/test_benchmarks.py
+uses autocast, as torch's users do. Left out: the timing (contestant.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     for row in ranks(2, "comm_rank", {"sizes": [65536]}): ...                                    MPI ranks, rank 0 writes
 
 A process of this package takes its order as one JSON argument and calls `answers()` before anything else. Left out: what the
-processes do (contestant.py, rivals.py, comm_rank.py, schedule_rank.py, two_hosts_rank.py). Test: pytest tests/test_benchmarks.py
+processes do (contestant.py, rivals.py, comm_rank.py, schedule_rank.py, two_hosts_rank.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks comm --png comm.png
 
 Every rank has one thread and by default a core of its own: ranks that share a core wait for each other's time slices. A row is
-printed as soon as it is measured. Left out: networks. Test: pytest tests/mpi/test_benchmark_comm.py
+printed as soon as it is measured. Left out: networks.
 """
 
 from __future__ import annotations

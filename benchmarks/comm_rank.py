@@ -3,7 +3,7 @@
     mpiexec -n 2 python -m benchmarks.comm_rank '{"sizes": [65536], "rounds": 5}'        prints one JSON line per row, on rank 0
 
 "Before" is what the trainer did until communication had a thread of its own: MPI's blocking call, piece by piece, made here by that
-thread as every MPI call must be. Test: pytest tests/mpi/test_benchmark_comm.py
+thread as every MPI call must be.
 """
 
 from __future__ import annotations

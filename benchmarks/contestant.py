@@ -3,7 +3,6 @@
     python -m benchmarks.contestant '{"side": "ours", ...}'        started by Contestant, see `Task`
 
 Its first answer is {"allocator": ...}. Left out: the pipes (child.py), the order of the sides' turns (step.py).
-Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations

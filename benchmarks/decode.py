@@ -9,7 +9,6 @@ Both sides have the same random weights, converted by `fugaku-megatron convert`,
 round is a text of one token and one of --new-tokens on each side, and the difference is what decoding takes, without the prompt.
 The last column is the share of what this machine reads from memory in the same time. The last line says what a program would reach
 that only read the weights. In FP32 the tokens must be the same.
-Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 `Watch` reads it from the machine's CPU time, for steps and jobs; `Settling` from the threads' own, for milliseconds, which the
 machine's count in hundredths of a second does not resolve. Both call a measurement disturbed from the same share on.
-Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations

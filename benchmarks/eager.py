@@ -1,6 +1,6 @@
 """What the benchmarks of kernels on rows compare with: torch's eager operations under autograd, forward and backward.
 
-Left out: which operations (rowwise.py, rowwise_blocks.py). Test: pytest tests/test_benchmarks.py
+Left out: which operations (rowwise.py, rowwise_blocks.py).
 """
 
 from __future__ import annotations

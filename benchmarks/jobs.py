@@ -1,7 +1,6 @@
 """Real jobs to measure: runs mpiexec ... pretrain_gpt.py and reads its log.
 
 Left out: processes of this package (child.py), which jobs are compared (alloc.py, layouts.py).
-Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations

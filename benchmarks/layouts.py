@@ -1,7 +1,7 @@
 """`benchmarks step --ranks N`: N ranks as TP, DP and PP (or the layout of the options) against one rank with all threads, in turn.
 
 Every figure comes from a real `mpiexec ... pretrain_gpt.py`; the jobs take turns, round after round.
-Left out: starting jobs (jobs.py). Test: pytest tests/test_benchmarks.py
+Left out: starting jobs (jobs.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 MKL asks its own function mkl_serv_intel_cpu_true who made the CPU. A preloaded library answers that it is Intel's, and the path
 then follows what the CPU can do. A program that is measured against torch is measured against this one: on an AMD EPYC with
 AVX-512 its FP32 products are two to three times as fast. Left out: oneDNN, which makes torch's BF16 products and asks for
-features alone. Test: pytest tests/test_benchmarks.py
+features alone.
 """
 
 from __future__ import annotations

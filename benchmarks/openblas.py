@@ -1,7 +1,7 @@
 """OpenBLAS as numpy brings it: the process that it needs, the name of its kernels, and its product in single precision.
 
 It chooses kernels by the CPU's name, and takes those of OPENBLAS_CORETYPE instead where that is set before numpy is imported. Its
-products in BF16 are not in numpy's build. Test: pytest tests/test_benchmarks.py
+products in BF16 are not in numpy's build.
 """
 
 from __future__ import annotations

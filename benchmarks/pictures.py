@@ -1,6 +1,6 @@
 """The results of `benchmarks alloc`, `tables`, `comm` and `two_hosts` as pictures. All of them need matplotlib.
 
-A ValueError names --png where a file cannot be written. Test: pytest tests/test_alloc_plot.py tests/test_benchmark_tables.py
+A ValueError names --png where a file cannot be written.
 """
 
 from __future__ import annotations

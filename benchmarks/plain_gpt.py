@@ -5,7 +5,6 @@
 
 Parameters have the global names, shapes and order of heads of fugaku_megatron's checkpoints, so weights need no conversion.
 Left out: dropout, recompute, parallel layouts. Legend: s sequence, b batch, h hidden, n heads, v vocabulary.
-Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations

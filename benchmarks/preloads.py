@@ -1,6 +1,6 @@
 """Other memory allocators by name: where the system has them, and which package installs them.
 
-Left out: which allocator a process really uses (fugaku_megatron/host/allocator.py). Test: pytest tests/test_benchmarks.py
+Left out: which allocator a process really uses (fugaku_megatron/host/allocator.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A measured row in the published tables' columns, so that both can be compared side by side.
-
-Test: pytest tests/test_benchmark_tables.py
-"""
+"""A measured row in the published tables' columns, so that both can be compared side by side."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Which of their kernels these libraries use is settled when a process starts, so one process cannot show two. A rival is this program
 with the same options: it makes the same cases and runs its own side of one when it is asked to, once its threads have a core each,
 as ours have. It sleeps while others compute. Left out: the cases (gemm.py and the other families), medians and rows (driver.py).
-Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations

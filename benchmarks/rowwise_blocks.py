@@ -3,7 +3,7 @@
 RMS norm alone and behind the residual sum, SwiGLU, and rotary positions with and without a norm of queries and keys; each forward
 and backward. The baseline is the code of Hugging Face's transformers (models/llama, models/qwen3): norms in FP32 with the result
 cast back, the gate and what it multiplies as tensors of their own, queries and keys turned as x cos + rotate_half(x) sin with
-cosines and sines in the precision of x. A part of `python -m benchmarks rowwise`. Test: pytest tests/test_benchmarks.py
+cosines and sines in the precision of x. A part of `python -m benchmarks rowwise`.
 """
 
 from __future__ import annotations

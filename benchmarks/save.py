@@ -3,7 +3,7 @@
     python -m benchmarks save --recipe 124m --seq-length 256 --directory /scratch/me
 
 A round is: a save that the run waits for; some steps; a save behind the run; steps until it is whole. Written are the weights and
-both moments of one rank. Left out: a file system that many ranks share. Test: pytest tests/test_benchmarks.py
+both moments of one rank. Left out: a file system that many ranks share.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """One rank of `python -m benchmarks schedule`: walks each schedule's list as one stage, sleeping instead of computing.
 
     mpiexec -n 4 python -m benchmarks.schedule_rank '{"microbatches": 4, "slot_ms": 50, "chunks": [2], "rounds": 1}'
-
-Test: pytest tests/mpi/test_benchmark_schedule.py
 """
 
 from __future__ import annotations

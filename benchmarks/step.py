@@ -8,7 +8,7 @@ Both sides start from the same weights and use the same tokens, batch, AdamW and
 compared, so both do the same work. Ours runs as pretrain_gpt.py does, the baseline with the system's allocator or
 --baseline-preload, and with torch's MKL at full width (mkl.py); with --mkl both a third process has it as shipped. No two of them
 compute at the same time. Figures are medians over the rounds that other processes did not disturb; the peak of multiply-adds is
-measured between rounds. Left out: the sides themselves (contestant.py), layouts (layouts.py). Test: pytest tests/test_benchmarks.py
+measured between rounds. Left out: the sides themselves (contestant.py), layouts (layouts.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 A row is a real `mpiexec ... pretrain_gpt.py` of a few micro-batches; ranks share this host's threads. The model
 (fugaku_megatron.perf, software fugaku_megatron) uses a calibration of this host made in the same run, or --machine. Left out:
-starting jobs (jobs.py), how rows are shown (tables_text.py, pictures.py). Test: pytest tests/test_benchmark_tables.py
+starting jobs (jobs.py), how rows are shown (tables_text.py, pictures.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`benchmarks tables` as text and CSV: the published columns with measured values, then scaled and modelled ones.
-
-Test: pytest tests/test_benchmark_tables.py
-"""
+"""`benchmarks tables` as text and CSV: the published columns with measured values, then scaled and modelled ones."""
 
 from __future__ import annotations
 

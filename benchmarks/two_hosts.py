@@ -13,7 +13,7 @@ computing thread waits; the rest of what is exposed is work that communication t
 
 Hosts of a cluster leave a core to the thread that calls MPI (host/placement.py). So by default one core here computes for both
 hosts, and the other one has both of these threads; with --own-cores each host has one core for all.
-Left out: more hosts. Needs Linux, root, iproute2 and MPICH. Test: pytest tests/mpi/test_two_hosts.py
+Left out: more hosts. Needs Linux, root, iproute2 and MPICH.
 """
 
 from __future__ import annotations

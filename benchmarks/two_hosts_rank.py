@@ -5,7 +5,6 @@
 One JSON line per round on rank 0: {job: {"seconds", "computation", "waiting", "sent", "loss"}}. computation: seconds of another
 iteration of the same trainer, whose data- and tensor-parallel communication is left out: the same code on the same memory, which
 differs by several per cent between trainers. Left out: namespaces and figures (two_hosts.py).
-Test: pytest tests/mpi/test_two_hosts.py
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
 A round is a step with heartbeats and a report of slow ranks, and one without, in changing order; the thread, which looks once a
 second, is there all the time, because starting one for each step costs more than the rest. Beside what the clock says of two steps
 stands what is counted: signs of life in a step, times what one takes. Left out: collectives, of which a rank alone has none.
-Test: pytest tests/test_benchmarks.py
 """
 
 from __future__ import annotations

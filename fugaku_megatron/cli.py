@@ -5,7 +5,7 @@
 
 A command is a module with add_arguments(parser) and main(args) -> exit code, imported when it is called; a module with COMMANDS
 instead is a group of commands. A user's mistake (ValueError) is one line and exit code 2, also under mpiexec -n N.
-Left out: mistakes that are found after MPI has started (comm/launch.py). Test: pytest tests/test_cli.py
+Left out: mistakes that are found after MPI has started (comm/launch.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +131,7 @@ def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
 
 def _parsed(program: str, command: Any, words: Sequence[str], examples: Sequence[str]) -> Any:
     description = "\n".join([command.when, "", *examples]) if isinstance(command, Command) else command.__doc__
-    parser = Parser(prog=program, description=re.sub(r"Test: pytest.*\s*", "", description))  # tests concern developers
+    parser = Parser(prog=program, description=description)
     command.add_arguments(parser)
     with _one_process_prints():
         return parser.parse_args(words)

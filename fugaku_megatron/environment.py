@@ -1,7 +1,7 @@
 """The environment of a checkout: its scripts start themselves again with the Python of .venv when theirs lacks the packages.
 
 Needs nothing but a Python 3, which may be too old for the rest. Left out: the command fugaku-megatron, which is part of an
-environment. Test: pytest tests/test_environment.py
+environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which part of the model is on which stage of a pipeline, and the instructions that name a part.
 
 A stage owns one or more chunks of layers; each is one part of the model. Left out: their order in time (`schedule`), which layers a
-part has (`run.cuts`). Test: pytest tests/test_parts.py
+part has (`run.cuts`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 A stage owns one or more chunks of layers, each a part of the model (`parts`). F, B, I and W stand for forward, backward, and its
 halves: gradient of the input, gradient of the weights. Sends are nonblocking, receives block.
-`perf` costs the same lists. Left out: what an instruction does (`training.step.StepExecutor`). Test: pytest tests/test_schedule.py
+`perf` costs the same lists. Left out: what an instruction does (`training.step.StepExecutor`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """When every stage does what: the walk through a schedule's lists, given the seconds of each computation and of a message.
 
 Left out: where the seconds come from (`perf.cost`), the same end in less time (`perf.pipeline`), a picture (`logs.pipeline_plot`).
-Test: pytest tests/test_timeline.py
 """
 
 from __future__ import annotations

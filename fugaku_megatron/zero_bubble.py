@@ -2,7 +2,7 @@
 
 The stages are run with given integer costs, and the list of a stage is what it did: so it can be walked whatever the times really
 are, and every rank that gives the same numbers finds the same lists. Left out: messages, other schedules (`schedule`).
-Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023). Test: pytest tests/test_zero_bubble.py tests/test_schedule.py
+Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All ranks fail or none. Run: pytest tests/test_agreement.py"""
+"""All ranks fail or none."""
 
 import errno
 

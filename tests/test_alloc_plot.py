@@ -1,4 +1,4 @@
-"""The picture of allocators, of made-up results. Run: pytest tests/test_alloc_plot.py"""
+"""The picture of allocators, of made-up results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The malloc in use, the tensor arena and its reuse of memory. Run: pytest tests/test_allocator.py"""
+"""The malloc in use, the tensor arena and its reuse of memory."""
 
 import json
 import os

@@ -2,7 +2,6 @@
 
 Each is refused by a ValueError of one line that names the file or a flag, or it is accepted and does what it says; none gives
 another exception, takes more than 10 s or loads what was changed. docs/reliability.md has the counts, which the last test compares.
-Run: pytest tests/test_careless.py
 """
 
 import argparse

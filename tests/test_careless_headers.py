@@ -1,7 +1,7 @@
 """Headers of checkpoint files that only their checksum would betray, and pickled code in the place of every file that is read.
 
 A header is changed and the file's entry made anew, so that reading goes as far as the header itself: it is refused in one line or
-leads to bytes inside the file, in memory of at most four times the file's size. Run: pytest tests/test_careless_headers.py
+leads to bytes inside the file, in memory of at most four times the file's size.
 """
 
 from __future__ import annotations

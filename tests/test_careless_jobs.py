@@ -1,4 +1,4 @@
-"""Sizes beyond any machine and names that a shell would split are refused at once. Run: pytest tests/test_careless_jobs.py"""
+"""Sizes beyond any machine and names that a shell would split are refused at once."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Checkpoints on four ranks: round trips, interruptions, every damage by name. Run: pytest tests/test_checkpoint.py"""
+"""Checkpoints on four ranks: round trips, interruptions, every damage by name."""
 
 import json
 import os

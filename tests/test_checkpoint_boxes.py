@@ -1,4 +1,4 @@
-"""Pieces of tensors against a scatter of single elements. Run: pytest tests/test_checkpoint_boxes.py"""
+"""Pieces of tensors against a scatter of single elements."""
 
 import math
 import random

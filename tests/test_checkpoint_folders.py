@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks: folders, scattered records, memory at 98,304. Run: pytest tests/test_checkpoint_folders.py"""
+"""Checkpoints of many ranks: folders, scattered records, memory at 98,304."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""Checkpoints between parallel layouts: the curve goes on as if nothing had changed, and a rank reads what it needs.
-
-Run: pytest tests/test_checkpoint_layouts.py
-"""
+"""Checkpoints between parallel layouts: the curve goes on as if nothing had changed, and a rank reads what it needs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Weights put together from any pieces: against a scatter of single elements, and gaps and damage by name.
-
-Run: pytest tests/test_checkpoint_weights.py
-"""
+"""Weights put together from any pieces: against a scatter of single elements, and gaps and damage by name."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""--abft: a wrong product is found and named, right ones are let pass. Run: pytest tests/test_checksums.py"""
+"""--abft: a wrong product is found and named, right ones are let pass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The recipes of containers/: what they copy exists and is enough for `make setup`, and what they run is valid shell.
 
 No image is built here. The slow test runs the last step of the recipe, `make setup`, on a folder with nothing but what the recipe
-copies. Run: pytest tests/test_containers.py
+copies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """Models of Hugging Face become checkpoints and go back: the same bytes, the same logits, and mistakes that leave nothing behind.
-
-Run: pytest tests/test_convert_hf.py
 """
 
 from __future__ import annotations

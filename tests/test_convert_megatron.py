@@ -1,7 +1,7 @@
 """Checkpoints of Megatron-LM, written here in its layouts, become ours, and ours become its: the same tensors, and no code runs.
 
 The layouts: megatron/training/checkpointing.py (files, arguments), megatron/core/transformer and megatron/legacy/model (names),
-megatron/core/dist_checkpointing (torch_dist). Run: pytest tests/test_convert_megatron.py
+megatron/core/dist_checkpointing (torch_dist).
 """
 
 from __future__ import annotations

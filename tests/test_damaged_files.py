@@ -1,7 +1,4 @@
-"""Damage drawn with a fixed seed to every kind of data file: refused with the file's name, or harmless; never a traceback.
-
-Run: pytest tests/test_damaged_files.py
-"""
+"""Damage drawn with a fixed seed to every kind of data file: refused with the file's name, or harmless; never a traceback."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""fugaku_megatron.data.dataset: samples, --split, --data-path and blending. Run: pytest tests/test_dataset.py"""
+"""fugaku_megatron.data.dataset: samples, --split, --data-path and blending."""
 
 import numpy as np
 import pytest

@@ -3,7 +3,7 @@
     make docs      runs them all, document by document, in a copy of the checkout (marked `docs`; up to 3 minutes)
 
 `make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
-changed before a command is run here stands with its reason in tests/doc_commands.py. Run: pytest tests/test_docs_commands.py
+changed before a command is run here stands with its reason in tests/doc_commands.py.
 """
 
 from __future__ import annotations

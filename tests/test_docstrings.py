@@ -2,7 +2,7 @@
 
 That is a shape in parentheses, such as (n,) or (s, b, h / t), or the words "any shape". A function takes or returns a tensor if its
 annotations name Tensor, or an alias of a type that holds one. A class that has every method of one of our protocols need not repeat
-what the protocol says of them. Run: pytest tests/test_docstrings.py
+what the protocol says of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The thread that owns MPI, without MPI: requests are numbers that a test completes. Run: pytest tests/test_engine.py"""
+"""The thread that owns MPI, without MPI: requests are numbers that a test completes."""
 
 import threading
 import time

@@ -1,7 +1,4 @@
-"""Scripts of a checkout called by a Python that has none of the packages: they use .venv, or say in one line what to do.
-
-Run: pytest tests/test_environment.py
-"""
+"""Scripts of a checkout called by a Python that has none of the packages: they use .venv, or say in one line what to do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The evaluate command against transformers with the same weights, on one rank and on several, and its mistakes.
-
-Run: pytest tests/test_evaluate.py
-"""
+"""The evaluate command against transformers with the same weights, on one rank and on several, and its mistakes."""
 
 from __future__ import annotations
 

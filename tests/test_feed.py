@@ -1,4 +1,4 @@
-"""One reader for several ranks: the micro-batches are those that each rank would read itself. Run: pytest tests/test_feed.py"""
+"""One reader for several ranks: the micro-batches are those that each rank would read itself."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Data files that are no files: refused at once, with their names. Run: pytest tests/test_files.py"""
+"""Data files that are no files: refused at once, with their names."""
 
 import json
 import os

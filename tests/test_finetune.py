@@ -1,7 +1,4 @@
-"""--finetune and --pretrained-checkpoint: a run that begins with the weights of a checkpoint, and with nothing else of it.
-
-Run: pytest tests/test_finetune.py
-"""
+"""--finetune and --pretrained-checkpoint: a run that begins with the weights of a checkpoint, and with nothing else of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says before its first iteration. Run: pytest tests/test_forecast.py"""
+"""What a run says before its first iteration."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The lm-eval harness on a checkpoint: what it asks for, on one rank and on two, and the harness itself where it is installed.
 
-    pytest tests/test_harness.py              # against a stand-in of the harness's base class
-    pytest tests/test_harness.py -m slow      # the real one on a local task; pip install -r requirements-lm-eval.txt
-
+The tests use a stand-in of the harness's base class; those that are marked `slow` use the real one on a local task, after
+pip install -r requirements-lm-eval.txt.
 The harness brings 45 packages of 440 MB, so it is not among what the tests install.
 """
 

@@ -1,6 +1,6 @@
 """The import arrows of the house: which room may know which. Imports are read from the source, those inside functions too.
 
-A room is a package of `fugaku_megatron`, or a module that stands beside them. Run: pytest tests/test_imports.py
+A room is a package of `fugaku_megatron`, or a module that stands beside them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The data index in files: the order that memory gives, whoever built it. Run: pytest tests/test_index_cache.py"""
+"""The data index in files: the order that memory gives, whoever built it."""
 
 import json
 import os

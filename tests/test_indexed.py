@@ -1,4 +1,4 @@
-"""fugaku_megatron.data.indexed: layout byte for byte, checks and atomicity. Run: pytest tests/test_indexed.py"""
+"""fugaku_megatron.data.indexed: layout byte for byte, checks and atomicity."""
 
 import os
 import resource

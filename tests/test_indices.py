@@ -1,4 +1,4 @@
-"""fugaku_megatron.data.indices against a plain walk over the documents. Run: pytest tests/test_indices.py"""
+"""fugaku_megatron.data.indices against a plain walk over the documents."""
 
 import time
 

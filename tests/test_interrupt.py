@@ -1,7 +1,4 @@
-"""Interrupts while importing, standard streams that are closed or full, variables that mislead: one line each.
-
-Run: pytest tests/test_interrupt.py
-"""
+"""Interrupts while importing, standard streams that are closed or full, variables that mislead: one line each."""
 
 import os
 import signal

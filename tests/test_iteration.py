@@ -1,4 +1,4 @@
-"""The record of an iteration, its log line both ways, and intervals. Run: pytest tests/test_iteration.py"""
+"""The record of an iteration, its log line both ways, and intervals."""
 
 import dataclasses
 import math

@@ -1,7 +1,4 @@
-"""Order and number of samples to the letter of Megatron-LM. Each test names the file there whose rule its numbers follow.
-
-Run: pytest tests/test_letter_data.py
-"""
+"""Order and number of samples to the letter of Megatron-LM. Each test names the file there whose rule its numbers follow."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Flags of Megatron-LM, its forks and their scripts: done, noted, or refused with a reason.
-
-Run: pytest tests/test_letter_flags.py
-"""
+"""Flags of Megatron-LM, its forks and their scripts: done, noted, or refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Learning rate and weight decay to the letter of Megatron-LM. Each test names the file there whose rule its numbers follow.
-
-Run: pytest tests/test_letter_schedule.py
-"""
+"""Learning rate and weight decay to the letter of Megatron-LM. Each test names the file there whose rule its numbers follow."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tokenizers of Hugging Face, SentencePiece and numbers: against their own libraries, in every command, and told apart.
-
-Run: pytest tests/test_library_tokenizers.py
-"""
+"""Tokenizers of Hugging Face, SentencePiece and numbers: against their own libraries, in every command, and told apart."""
 
 from __future__ import annotations
 

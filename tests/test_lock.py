@@ -1,4 +1,4 @@
-"""The lock of a --save: refused to a second job, taken over from a dead one. Run: pytest tests/test_lock.py"""
+"""The lock of a --save: refused to a second job, taken over from a dead one."""
 
 import json
 import os

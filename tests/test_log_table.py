@@ -1,4 +1,4 @@
-"""Rows, CSV, picture and --follow of fugaku-megatron log. Run: pytest tests/test_log_table.py"""
+"""Rows, CSV, picture and --follow of fugaku-megatron log."""
 
 import csv
 import os

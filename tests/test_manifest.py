@@ -1,4 +1,4 @@
-"""A manifest that was changed in any field is refused in one line that names file and remedy. Run: pytest tests/test_manifest.py"""
+"""A manifest that was changed in any field is refused in one line that names file and remedy."""
 
 import json
 import os

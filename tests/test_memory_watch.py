@@ -1,4 +1,4 @@
-"""Memory in the log, and its steady growth. Run: pytest tests/test_memory_watch.py"""
+"""Memory in the log, and its steady growth."""
 
 from __future__ import annotations
 

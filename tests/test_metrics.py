@@ -1,4 +1,4 @@
-"""Averages of intervals, TensorBoard, history, peak memory. Run: pytest tests/test_metrics.py"""
+"""Averages of intervals, TensorBoard, history, peak memory."""
 
 import dataclasses
 import errno

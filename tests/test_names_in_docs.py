@@ -7,7 +7,7 @@
 
 A dotted name may also be an attribute of a variable that is called like a module: then the file has that variable, and some code
 reads the attribute. A path stands for a file beside the one that names it, below the root or the package, or for a C++ source; in a
-document for any file whose path ends so. Run: pytest tests/test_names_in_docs.py
+document for any file whose path ends so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checkpoints on the disks of nodes: found where every rank has its copy, and of no other run.
-
-Run: pytest tests/test_node_copy.py
-"""
+"""Checkpoints on the disks of nodes: found where every rank has its copy, and of no other run."""
 
 from __future__ import annotations
 

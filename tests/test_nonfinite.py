@@ -1,4 +1,4 @@
-"""The first Inf or NaN of an iteration is named: rank, layer, operation, samples. Run: pytest tests/test_nonfinite.py"""
+"""The first Inf or NaN of an iteration is named: rank, layer, operation, samples."""
 
 from __future__ import annotations
 

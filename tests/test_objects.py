@@ -1,4 +1,4 @@
-"""Objects handed out by rank 0. Run: pytest tests/test_objects.py"""
+"""Objects handed out by rank 0."""
 
 import pytest
 

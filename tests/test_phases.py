@@ -1,4 +1,4 @@
-"""Where the time of a rank's iteration goes. Run: pytest tests/test_phases.py"""
+"""Where the time of a rank's iteration goes."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Threads, cores, NUMA nodes and denormals of a rank. Run: pytest tests/test_placement.py"""
+"""Threads, cores, NUMA nodes and denormals of a rank."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The picture of a run. Run: pytest tests/test_plot.py"""
+"""The picture of a run."""
 
 import json
 import os

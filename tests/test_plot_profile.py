@@ -1,4 +1,4 @@
-"""tools.plot_profile reads what --profile writes. Run: pytest tests/test_plot_profile.py"""
+"""tools.plot_profile reads what --profile writes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The README's picture. Run: pytest tests/test_plot_result.py"""
+"""The README's picture."""
 
 import json
 import subprocess

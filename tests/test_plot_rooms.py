@@ -1,4 +1,4 @@
-"""The picture of rooms and arrows. Run: pytest tests/test_plot_rooms.py"""
+"""The picture of rooms and arrows."""
 
 import subprocess
 import sys

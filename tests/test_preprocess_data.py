@@ -1,4 +1,4 @@
-"""The preprocess command and tools/preprocess_data.py as a user runs them. Run: pytest tests/test_preprocess_data.py"""
+"""The preprocess command and tools/preprocess_data.py as a user runs them."""
 
 import json
 import os

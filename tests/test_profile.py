@@ -1,4 +1,4 @@
-"""--profile of several ranks: who records what, one origin of time, one trace. Run: pytest tests/test_profile.py"""
+"""--profile of several ranks: who records what, one origin of time, one trace."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""--profile: events, table, trace. Run: pytest tests/test_profiler.py"""
+"""--profile: events, table, trace."""
 
 import json
 

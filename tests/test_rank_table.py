@@ -1,4 +1,4 @@
-"""fugaku-megatron log --ranks: table, heat map and mistakes. Run: pytest tests/test_rank_table.py"""
+"""fugaku-megatron log --ranks: table, heat map and mistakes."""
 
 import pytest
 

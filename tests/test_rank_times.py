@@ -1,4 +1,4 @@
-"""Slow ranks are named in the log, with the phase. Run: pytest tests/test_rank_times.py"""
+"""Slow ranks are named in the log, with the phase."""
 
 import socket
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""--rerun-on-spike tells a broken machine from a bad batch. Run: pytest tests/test_rerun.py"""
+"""--rerun-on-spike tells a broken machine from a bad batch."""
 
 from __future__ import annotations
 

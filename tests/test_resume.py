@@ -1,4 +1,4 @@
-"""Where a run goes on from, and what it says of settings that differ. Run: pytest tests/test_resume.py"""
+"""Where a run goes on from, and what it says of settings that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs read back: recorded ones of ours and of an A100 run. Run: pytest tests/test_run_log.py"""
+"""Logs read back: recorded ones of ours and of an A100 run."""
 
 import json
 import os

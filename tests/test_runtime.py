@@ -1,4 +1,4 @@
-"""Signals, time limit, clock, summary. Run: pytest tests/test_runtime.py"""
+"""Signals, time limit, clock, summary."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""fugaku_megatron.data.sampler: indices and the prefetching thread. Run: pytest tests/test_sampler.py"""
+"""fugaku_megatron.data.sampler: indices and the prefetching thread."""
 
 import threading
 import time

@@ -1,7 +1,4 @@
-"""Saves behind the run: one consistent iteration, published when all ranks are done, errors on all ranks, memory as modelled.
-
-Run: pytest tests/test_save_behind.py
-"""
+"""Saves behind the run: one consistent iteration, published when all ranks are done, errors on all ranks, memory as modelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live line on a terminal, also below mpiexec, and the log file. Run: pytest tests/test_screen.py"""
+"""The live line on a terminal, also below mpiexec, and the log file."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""When a run saves, and what it keeps: by iterations, by the clock of rank 0, at the end. Run: pytest tests/test_session.py"""
+"""When a run saves, and what it keeps: by iterations, by the clock of rank 0, at the end."""
 
 from __future__ import annotations
 

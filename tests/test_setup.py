@@ -1,7 +1,4 @@
-"""The build rules of setup.py: the table of targets, flags per file, the OpenMP runtime; versions in pyproject.toml.
-
-    python -m pytest tests/test_setup.py
-"""
+"""The build rules of setup.py: the table of targets, flags per file, the OpenMP runtime; versions in pyproject.toml."""
 
 import importlib.util
 import os

@@ -1,7 +1,7 @@
 """`make setup` and its choice of MPI: a failed MPI=system leaves what worked, and the next set-up puts right what is broken.
 
 The quick tests run the Makefile on an environment whose Python only notes what it is told. The slow one sets up a real one, with a
-compiler wrapper that lacks the header of MPI, and trains. Run: pytest tests/test_setup_mpi.py
+compiler wrapper that lacks the header of MPI, and trains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""--skip-samples: which samples a run takes, in any layout, and across a resume. Run: pytest tests/test_skips.py"""
+"""--skip-samples: which samples a run takes, in any layout, and across a resume."""
 
 from __future__ import annotations
 

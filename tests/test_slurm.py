@@ -1,6 +1,6 @@
 """The Slurm scripts: committed as rendered, accepted by bash and shellcheck, and, where Slurm is installed, run on one node.
 
-Run: pytest tests/test_slurm.py   (the cluster needs root and `apt-get install -y slurm-wlm munge`, which no test installs)
+The cluster needs root and `apt-get install -y slurm-wlm munge`, which no test installs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     no parameter has a mutable default
     functools.cache is for functions of hashable arguments without visible side effects: then the cache changes no result
 
-Left out: the C++ dispatcher and allocator, and changes through another name of the same object. Run: pytest tests/test_state.py
+Left out: the C++ dispatcher and allocator, and changes through another name of the same object.
 """
 
 from __future__ import annotations

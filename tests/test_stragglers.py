@@ -1,4 +1,4 @@
-"""Which ranks are slow, from the seconds of all. Run: pytest tests/test_stragglers.py"""
+"""Which ranks are slow, from the seconds of all."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The size of functions and files: what is short is read, what is long is skipped. Run: pytest tests/test_structure.py"""
+"""The size of functions and files: what is short is read, what is long is skipped."""
 
 from __future__ import annotations
 

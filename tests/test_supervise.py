@@ -1,7 +1,6 @@
 """Automatic restarts: how a run ended, which nodes are used next, when restarting stops, how signals are forwarded.
 
 The runs are a shell script that replaces the launcher and the trainer. Real ranks: tests/mpi/test_restarts.py.
-Run: pytest tests/test_supervise.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Files of tensors: what is written is safetensors, its checksums are the file's, and a range is read with its blocks only.
-
-Run: pytest tests/test_tensor_files.py
-"""
+"""Files of tensors: what is written is safetensors, its checksums are the file's, and a range is read with its blocks only."""
 
 import json
 import random

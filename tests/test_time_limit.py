@@ -1,4 +1,4 @@
-"""A hang in a test becomes a failure. Run: pytest tests/test_time_limit.py"""
+"""A hang in a test becomes a failure."""
 
 import os
 import signal

@@ -1,7 +1,4 @@
-"""fugaku_megatron.data.tokenizer against transformers' GPT2Tokenizer and a naive BPE.
-
-Run: pytest tests/test_tokenizer.py
-"""
+"""fugaku_megatron.data.tokenizer against transformers' GPT2Tokenizer and a naive BPE."""
 
 import json
 import random

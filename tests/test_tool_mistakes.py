@@ -1,7 +1,4 @@
-"""Mistakes of those who call the tools and the benchmarks: one line, no usage block, no traceback.
-
-Run: pytest tests/test_tool_mistakes.py
-"""
+"""Mistakes of those who call the tools and the benchmarks: one line, no usage block, no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks share a node. Run: pytest tests/test_topology.py"""
+"""Which ranks share a node."""
 
 import zlib
 

@@ -1,4 +1,4 @@
-"""Traces of several ranks in one file, and the schedule in it. Run: pytest tests/test_traces.py"""
+"""Traces of several ranks in one file, and the schedule in it."""
 
 import json
 from dataclasses import replace

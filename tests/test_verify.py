@@ -1,4 +1,4 @@
-"""fugaku-megatron verify: every damage to a checkpoint is one line that names the file. Run: pytest tests/test_verify.py"""
+"""fugaku-megatron verify: every damage to a checkpoint is one line that names the file."""
 
 from __future__ import annotations
 

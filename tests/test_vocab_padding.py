@@ -1,7 +1,6 @@
 """Fine-tuning a converted model whose vocabulary is padded: transformers' losses, updates, texts and perplexity at any padding.
 
 The logits are shifted by -60, as GPT-2's are far below zero: a padding row that counted would have nearly all of the softmax.
-Run: pytest tests/test_vocab_padding.py
 """
 
 from __future__ import annotations

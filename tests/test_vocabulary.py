@@ -1,4 +1,4 @@
-"""The vocabulary command: its files encode as the library does. Run: pytest tests/test_vocabulary.py"""
+"""The vocabulary command: its files encode as the library does."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Weights of data-parallel replicas, compared bit by bit. Run: pytest tests/test_weight_hash.py"""
+"""Weights of data-parallel replicas, compared bit by bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The wheel: it holds what a run needs, names no folder of the machine that built it, and trains without the checkout.
 
 The quick tests build it once from the objects of `make setup`. The slow one is `make wheel-test`: `pip install .` as a newcomer
-calls it, in an empty environment. Run: pytest tests/test_wheel.py
+calls it, in an empty environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A limit on how long a piece of a test may take, so that a hang is a failure: an exception, or the end of the process.
 
     with time_limit(10): ...
-
-Test: pytest tests/test_time_limit.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@
 Four parts, each with a stamp of its own, so that a call after a failure goes on where the last one ended:
 host (apt packages of this machine), sysroot (arm64 Debian packages, unpacked and not installed), site (aarch64 wheels),
 python (the wrapper, and bytecode for the two before). Left out: chroots, binfmt, speed: emulated times mean nothing.
-Test: pytest tests/arm/test_env.py
 """
 
 from __future__ import annotations

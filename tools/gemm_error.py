@@ -6,7 +6,7 @@
 
 Products of random matrices as training has them, by the kernels (a target that sums in FP16: the running one, else the portable
 one, which gives the same bits), against FP64 on the same rounded operands. The error is the root mean square of the difference
-over that of the exact result. Left out: what it does to a loss. Test: pytest tests/test_gemm_error.py
+over that of the exact result. Left out: what it does to a loss.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
     python -m tools.megatron_flags          # prints them; with --write puts them into the documents
 
 Both come from the command line's own parser and tables. The scripts' flags are in tools/megatron_flags.txt.
-Test: pytest tests/test_letter_flags.py
 """
 
 from __future__ import annotations

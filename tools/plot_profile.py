@@ -3,7 +3,6 @@
     python -m tools.plot_profile --output step.png "stock malloc=profile_stock/table_rank0.txt" "tuned=profile/table_rank0.txt"
 
 A bar is as long as an iteration; its parts are the operations, the smaller ones summed. Left out: traces (ui.perfetto.dev).
-Test: pytest tests/test_plot_profile.py
 """
 
 from __future__ import annotations

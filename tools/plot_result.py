@@ -3,8 +3,6 @@
     python -m benchmarks step --micro-batch-size 4 --json fp32.json ...
     fugaku-megatron plan --recipe 30b --nodes 6144 ... --against torch1.10 --explain --json > plan.json
     python -m tools.plot_result --output docs/figures/result.png --plan plan.json --printed 252 fp32.json bf16.json
-
-Test: pytest tests/test_plot_result.py
 """
 
 from __future__ import annotations

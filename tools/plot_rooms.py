@@ -4,7 +4,6 @@
 
 A room is a package, or a module that stands beside them. An arrow points from the importing room to the imported one. Boxes stand
 in layers: every arrow points down unless it is part of a cycle. Imports are read from the source, those inside functions too.
-Test: pytest tests/test_plot_rooms.py
 """
 
 from __future__ import annotations

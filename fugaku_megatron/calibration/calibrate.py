@@ -6,7 +6,6 @@
 Start as many ranks as a training run has, on one node or on several: all ranks measure at the same time, so that they share caches,
 memory and network as in training. A node's rates are the sums over its ranks; products are also measured by one rank with all
 threads of the node. Left out: 16-bit peaks (the kernels widen to FP32), the kernels' measurements themselves (host_kernels.py).
-Test: pytest tests/test_perf_calibrate.py
 """
 
 from __future__ import annotations

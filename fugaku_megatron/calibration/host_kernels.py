@@ -1,7 +1,7 @@
 """The rates of this project's kernels on this host under the conditions of a training step, for calibrate.
 
 Products read operands that are not in the caches and pack their weight, as a training step does without --cache-packed-weights:
-each call takes another set of tensors out of COLD_BYTES bytes. Test: pytest tests/test_perf_host_kernels.py
+each call takes another set of tensors out of COLD_BYTES bytes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     saving.finish()                          waits for everything that is left
 
 The thread never communicates. Whoever drives it finds out whether all ranks are done by a collective of its own, such as the one
-that a run's loop has in every iteration anyway. Left out: what the steps are (save.py). Test: pytest tests/test_save_behind.py
+that a run's loop has in every iteration anyway. Left out: what the steps are (save.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A piece is a row-major range of a slice: all of a tensor-parallel slice, or the part of it that a ZeRO-1 shard holds. It is cut into
 boxes of the global tensor, of which two meet in a box again, so every piece can be put together from any others. Left out: files
-(tensor_files.py), which piece lies where (shards.py). Test: pytest tests/test_checkpoint_boxes.py
+(tensor_files.py), which piece lies where (shards.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     iter_0000100/ranks_016129/ranks_016256/rank_16300.safetensors    above that
 
 A folder of ranks has a manifest of its own, which its first rank writes from the records of the others, so no rank ever holds the
-records of all. Left out: the files themselves (save.py, load.py). Test: pytest tests/test_checkpoint_folders.py
+records of all. Left out: the files themselves (save.py, load.py).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A rank gets the records of its own file, which its folder's leader reads. Where the shard of any rank lies in other files, because
 the layout differs, the records of all files pass by every rank, one folder at a time, and each keeps those that it needs.
-Every public function is collective, and fails on all ranks or on none. Test: pytest tests/test_checkpoint.py
-tests/test_checkpoint_layouts.py tests/test_checkpoint_folders.py
+Every public function is collective, and fails on all ranks or on none.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The file appears by link(2), which is atomic on shared file systems too (O_EXCL 
 is renewed every BEAT seconds. A job that was killed leaves it behind. On the same kernel its owner is dead if the process is gone;
 from another node, if nobody renews the time stamp for PATIENCE seconds. Then the next job takes the lock over. A lock that does not
 tell its owner, because it is empty or damaged, is taken over if nobody renews it for a beat and a half.
-Left out: two jobs on two clusters whose file systems do not see each other's files at once. Test: pytest tests/test_lock.py
+Left out: two jobs on two clusters whose file systems do not see each other's files at once.
 """
 
 from __future__ import annotations

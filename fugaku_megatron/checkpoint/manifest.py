@@ -8,7 +8,7 @@
     DIR/iter_0000100.tmp                      a save (or a removal) under way or interrupted: never read
     DIR/iter_0000100.old                      the checkpoint that a save of the same iteration is replacing
 
-Collective saving and loading are in save.py and load.py. Test: pytest tests/test_checkpoint.py
+Collective saving and loading are in save.py and load.py.
 """
 
 from __future__ import annotations

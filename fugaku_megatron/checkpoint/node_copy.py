@@ -6,7 +6,7 @@
 
 A rank reads and writes its own folder only, so it does not matter which ranks share a disk. Of the copies only the newest iteration
 stays, once every rank has it. They are of use to the same number of ranks on the same nodes in the same layout; for any other start
-the shared directory counts. Test: pytest tests/test_node_copy.py
+the shared directory counts.
 """
 
 from __future__ import annotations

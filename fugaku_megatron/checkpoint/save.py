@@ -2,7 +2,7 @@
 
 A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the previous checkpoint loadable.
 It is a generator of steps, so that one description serves a save that the run waits for and one behind it (behind.py).
-Every public function is collective, and fails on all ranks or on none. Test: pytest tests/test_checkpoint.py
+Every public function is collective, and fails on all ranks or on none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a manifest must look like: its own checksum, and the type and range of every field, so that no edit loads unnoticed.
 
 The checksum finds changes by accident or by hand in everything that was written. Types and ranges are also checked where there is
-no checksum, in manifests of format version 1. Left out: reading the file (manifest.py). Test: pytest tests/test_manifest.py
+no checksum, in manifests of format version 1. Left out: reading the file (manifest.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a shard of a checkpoint is, which files hold the pieces that it consists of, and reading those.
 
 Pieces are found by the name of their global tensor and their place in it, so it does not matter which parallel layout wrote them.
-Left out: who gets which records (load.py), the arithmetic of pieces (boxes.py). Test: pytest tests/test_checkpoint_layouts.py
+Left out: who gets which records (load.py), the arithmetic of pieces (boxes.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 That is the safetensors format. What the manifest says of a file is its entry: size, CRC-32, and the CRC-32 of every block of it;
 entries from before blocks had checksums have the first two, and then the whole file is verified before anything is read.
-Left out: which ranges are needed (shards.py). Test: pytest tests/test_tensor_files.py
+Left out: which ranges are needed (shards.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     fugaku-megatron verify checkpoints --ckpt-step 100     one of them
 
 Exit code 0: everything is whole, 1: something is not, 2: there is nothing to check. Files are read by several threads; progress is
-on stderr. Left out: whether the values make sense. Test: pytest tests/test_verify.py
+on stderr. Left out: whether the values make sense.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The weights alone of a checkpoint, in any dtype, put together from whatever pieces the run that saved them had.
 
-Left out: optimizer state (load.py). Test: pytest tests/test_checkpoint_weights.py
+Left out: optimizer state (load.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 If one rank alone raised an exception, the others would wait in their next collective for ever. For set-up, files and checks, not
 for the step.
-Test: pytest tests/test_agreement.py
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@
 `gather_sequence` and `reduce_scatter_sequence` in their own forward and backward. Left out: second derivatives.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor parallel size.
-Test: pytest tests/test_comm_autograd.py
 """
 
 from __future__ import annotations

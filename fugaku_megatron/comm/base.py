@@ -9,7 +9,6 @@ the identity. Collectives, blocking or not, are started by every rank of the com
 be waited for in any order, and different communicators are independent. Types: float32/64, int32/64, uint8, bool, bfloat16,
 float16. A sum of bool is a logical or; sums of BF16 and FP16 are formed in FP32 in rank order and rounded once, or once at each
 level (`comm.two_level`).
-Test: pytest tests/test_local.py tests/mpi
 """
 
 from __future__ import annotations

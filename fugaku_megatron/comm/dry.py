@@ -2,7 +2,7 @@
 
     DryComm(rank, size)
 
-Left out: traffic. Test: pytest tests/test_local.py
+Left out: traffic.
 """
 
 from __future__ import annotations

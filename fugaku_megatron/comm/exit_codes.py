@@ -1,7 +1,7 @@
 """How a job ended, as its exit code: what a job script may decide by.
 
 Codes of `fugaku-megatron train` and of every other command. A launcher adds its own: any other code above 128 means that a signal
-ended a rank before it could say anything. Test: pytest tests/test_launch.py tests/mpi
+ended a rank before it could say anything.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The layout is one reshape, ranks 0 .. world-1 -> (dp, pp, tp), with tp innermost: a tensor parallel group consists of
 neighbouring ranks (one node, or one unit of a torus). Left out: placing ranks on nodes, which is the launcher's work.
-
-Test: pytest tests/test_grid.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Importing torch without Python's garbage collector, which takes a seventh of that time and finds nothing.
 
-Needs neither torch nor MPI. Test: pytest tests/test_cli.py
+Needs neither torch nor MPI.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Python would raise KeyboardInterrupt in the middle of somebody's import, where libraries swallow it or print a traceback; outside of
 imports it is raised as ever. SIGTERM and SIGUSR1 would kill a rank that is still importing, and with it the job. Needs neither
-torch nor MPI. Left out: a trainer's orderly stop (host/runtime.py). Test: pytest tests/test_interrupt.py
+torch nor MPI. Left out: a trainer's orderly stop (host/runtime.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
         run_or_abort(main)
 
 Without this, an exception on one rank leaves the others waiting in their next collective for ever.
-Left out: signals, and ranks that hang (watchdog/watch.py). Test: pytest tests/test_launch.py tests/mpi
+Left out: signals, and ranks that hang (watchdog/watch.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What an MPI launcher (mpiexec, srun) tells its processes, and how a process reports so that its launcher shows it.
 
 Needs neither torch nor MPI, so that a command line can be refused, or its help printed, before either is loaded.
-Test: pytest tests/test_launch.py
 """
 
 from __future__ import annotations

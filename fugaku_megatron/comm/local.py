@@ -4,7 +4,6 @@
 
 Left out: speed. A ThreadComm reduces every tensor on every rank, in rank order, so that results are reproducible. What a rank
 contributes is copied when its collective starts, so that no rank waits for another before `wait`.
-Test: pytest tests/test_local.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ FP32. MPI counts are C ints: larger tensors travel in pieces of MAX_COUNT elemen
 Left out: starting and ending a job (launch.py), groups (grid.py).
 
 Shapes: p ranks, n elements per rank.
-Test: pytest tests/mpi
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ that main memory moves only the tensors themselves. Nothing here calls MPI once 
 collective does its work, on all of its threads; a nonblocking one is done by the engine's thread.
 
 Left out: float64 and integers, maxima and broadcasts, which stay MPI's. Legend: p ranks, n elements per rank.
-Test: pytest tests/mpi/test_mpi_comm.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Python objects from one rank to each of the others, made of the verbs for tensors. For set-up and files, not for large groups.
-
-Test: pytest tests/test_objects.py
-"""
+"""Python objects from one rank to each of the others, made of the verbs for tensors. For set-up and files, not for large groups."""
 
 from __future__ import annotations
 

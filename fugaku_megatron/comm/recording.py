@@ -12,7 +12,7 @@ and 0 for barrier and the object verbs. A nonblocking verb counts as its blockin
 This is not the traffic on the wire: a ring all-reduce of n bytes moves 2 (size - 1) / size * n bytes per rank, and sums of BF16
 travel as an all-to-all.
 
-Left out: timing. Test: pytest tests/test_local.py
+Left out: timing.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
 The bytes are those of an all_gather and a reduce_scatter; here they travel as messages between each two ranks, which need no rank
 in between. Sums are formed in FP32 in rank order and rounded once. Ranks start gatherings and sums in one order.
 Source of the idea: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS).
-Left out: the products (`nn.overlapped_ops`). Legend: t ranks, n rows (s b) of the whole. Test: pytest tests/test_row_blocks.py
+Left out: the products (`nn.overlapped_ops`). Legend: t ranks, n rows (s b) of the whole.
 """
 
 from __future__ import annotations

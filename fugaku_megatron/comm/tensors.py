@@ -1,6 +1,6 @@
 """What communicators require of a tensor and how they sum: shared by `comm.mpi` and `comm.local`, so that both agree.
 
-Left out: traffic. Test: pytest tests/test_local.py
+Left out: traffic.
 """
 
 from __future__ import annotations

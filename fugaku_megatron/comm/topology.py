@@ -1,7 +1,6 @@
 """Which ranks share a node, found once at the start: what concerns a node is said and done inside it, by one of its ranks.
 
 No rank learns of all nodes: at 98,304 ranks their names and core masks alone would take more memory than a model's layer.
-Test: pytest tests/test_topology.py
 """
 
 from __future__ import annotations

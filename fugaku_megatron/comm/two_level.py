@@ -14,7 +14,6 @@ BF16 and FP16 sums are rounded once at each level. MPI's are an all-to-all, whic
 short. The same two levels over MANY ranks and more make it all-to-alls of at most MANY ranks, with as many bytes.
 
 Left out: nodes with different numbers of ranks. Legend: p = k m ranks, n elements per rank.
-Test: pytest tests/test_two_level.py tests/mpi/test_mpi_comm.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The architectures of Hugging Face that the block can be: a row each, with what config.json and the tensors are called there.
 
 A new architecture is a row of ARCHITECTURES. Left out: reading and writing files (hugging_face.py), fields that are not one of ours
-each (fields.py). Test: pytest tests/test_convert_hf.py
+each (fields.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How tensors of Hugging Face lie in ours: each function is a view of our tensor with the elements of one of theirs, in its order.
 
 One view serves both ways: what is read is copied into it, and what is written is copied out of it.
-Legend: h hidden, n heads, g groups of heads that share a key and a value, d head size, f MLP width. Test: pytest
-tests/test_convert_hf.py
+Legend: h hidden, n heads, g groups of heads that share a key and a value, d head size, f MLP width.
 """
 
 from __future__ import annotations

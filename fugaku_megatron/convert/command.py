@@ -6,7 +6,7 @@
     fugaku-megatron convert --load checkpoints --to-megatron other --tensor-model-parallel-size 2
 
 One source and one destination, which is a new directory and appears when it is whole. Tensors pass one by one. docs/models.md has
-the architectures and the limits. Test: pytest tests/test_convert_hf.py
+the architectures and the limits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fields of config.json that are not one field of ModelConfig each: heads, rope, the window, the tied head.
 
-A rule reads some fields of theirs as values of ours, and writes them. Test: pytest tests/test_convert_hf.py
+A rule reads some fields of theirs as values of ours, and writes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A directory of Hugging Face as weights to convert from, and weights as a directory that its from_pretrained loads.
 
 Needs no transformers: config.json and safetensors are enough. Both ways one tensor of ours, and one of theirs, is in memory.
-Left out: the table of architectures (architectures.py). Test: pytest tests/test_convert_hf.py
+Left out: the table of architectures (architectures.py).
 """
 
 from __future__ import annotations

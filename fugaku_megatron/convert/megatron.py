@@ -1,7 +1,4 @@
-"""A directory of Megatron-LM's checkpoints: which iteration, in which of its formats.
-
-Test: pytest tests/test_convert_megatron.py
-"""
+"""A directory of Megatron-LM's checkpoints: which iteration, in which of its formats."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     DIR/iter_0000100/__0_0.distcp ...     the pieces, each written by torch.save
 
 Layers that are alike are one tensor with the layer as its first dimension. Left out: optimizer states, whose pieces are not read;
-experts. Test: pytest tests/test_convert_megatron.py
+experts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     DIR/iter_0000100/mp_rank_01_002/model_optim_rng.pt          and pipeline stage 2
 
 A file has "args", "checkpoint_version" and "model" (or "model0", "model1" ... of several chunks of a stage), whose layers are
-numbered from 0 in each. Left out: optimizer states; experts. Test: pytest tests/test_convert_megatron.py
+numbered from 0 in each. Left out: optimizer states; experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What Megatron-LM calls the model: its arguments as ModelConfig, and its tensors' names as ours, of old and new versions.
 
 Facts: megatron/training/arguments.py, megatron/training/checkpointing.py, megatron/core/models/gpt, megatron/legacy/model.
-Test: pytest tests/test_convert_megatron.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     DIR/iter_0000000/part_00003.safetensors     the weights of a layer (of several in a model of more than 124), or of the rest
     DIR/hugging_face/                           files that came with the model: tokenizer, configurations
 
-Left out: optimizer state; a converted checkpoint has none. Test: pytest tests/test_convert_hf.py
+Left out: optimizer state; a converted checkpoint has none.
 """
 
 from __future__ import annotations

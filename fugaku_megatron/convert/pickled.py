@@ -1,7 +1,6 @@
 """Pickled files of other programs, of which no code runs: classes that are not known to be harmless are refused by name.
 
 What Megatron-LM saves beside tensors (its enumerations, numpy's random state) becomes an object that does nothing.
-Test: pytest tests/test_convert_megatron.py
 """
 
 from __future__ import annotations

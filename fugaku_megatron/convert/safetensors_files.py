@@ -3,7 +3,7 @@
     model.safetensors
     model-00001-of-00002.safetensors ... and model.safetensors.index.json, which names the file of every tensor
 
-Left out: the names of tensors (architectures.py). Test: pytest tests/test_convert_hf.py
+Left out: the names of tensors (architectures.py).
 """
 
 from __future__ import annotations

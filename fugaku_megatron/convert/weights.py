@@ -1,6 +1,6 @@
 """A model's weights under this program's names and shapes, whatever program wrote them, read one tensor at a time.
 
-Left out: the formats (hugging_face.py, own.py). Test: pytest tests/test_convert_hf.py
+Left out: the formats (hugging_face.py, own.py).
 """
 
 from __future__ import annotations

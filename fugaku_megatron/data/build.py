@@ -1,7 +1,7 @@
 """The data sets of a run: what --data-path with --split, or the three flags for one split each, make of indexed files.
 
 Rules of Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py. Left out: the data sets themselves (dataset.py),
-several validation sets. Test: pytest tests/test_dataset.py tests/test_letter_data.py
+several validation sets.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Rules of Megatron-LM's megatron/core/datasets/utils.py, megatron/core/datasets/blended_megatron_dataset_config.py and, for
 --legacy-split, of megatron/data/dataset_utils.py, as it was before Megatron-core 0.5.
-Test: pytest tests/test_dataset.py tests/test_letter_data.py
 """
 
 from __future__ import annotations

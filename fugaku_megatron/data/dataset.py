@@ -6,7 +6,6 @@ that stop at document ends; which data sets a run has (build.py).
 Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). An index takes 12 bytes per sample and 4 bytes per document and
 epoch, in memory or in mapped files (index_cache.py), besides the 20 bytes per document of the mapped .idx. Of mapped files a
 reader holds what it has read since it last gave their pages back, every RELEASE_EVERY samples.
-Test: pytest tests/test_dataset.py tests/test_index_cache.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ A file that thousands of nodes open at once brings a parallel file system down. 
 iteration for each rank of its group, ahead in a thread, and hands them out when the iteration begins: the ranks of a group may be
 of different pipeline stages, which could not wait for each other later. Left out: ranks that get tokens from tensor-parallel
 neighbours.
-Test: pytest tests/test_feed.py
 """
 
 from __future__ import annotations

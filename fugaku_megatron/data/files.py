@@ -1,6 +1,4 @@
 """Data files as a user names them: looked at before they are opened, since opening a FIFO waits for ever and a device never ends.
-
-Test: pytest tests/test_files.py
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ These are Megatron's names, and --data-cache-path names another folder, as Megat
 which holds other fields than Megatron's. Files appear under their names when they are whole, the description last, so a builder may
 be killed at any moment. A reader that does not see what rank 0 has built, because the data lies on the disk of its node, builds it
 there. An index of at most `IndexCache.in_memory` bytes is kept in memory instead, unless a folder was named.
-Left out: removing the files of data that is no longer used. Test: pytest tests/test_index_cache.py
+Left out: removing the files of data that is no longer used.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 .idx, little-endian: b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, n u64 sequences, d u64 document indices; then
 lengths int32[n] in tokens, pointers int64[n] in bytes into .bin, document indices int64[d]: the first sequence of each
 document, and n. A trailing int8[n] (Megatron's multimodal modes) is accepted and ignored. Left out: object storage.
-Test: pytest tests/test_indexed.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The rules and the random stream are Megatron-core's (gpt_dataset.py, helpers.cpp), so equal files, seeds and counts give
 its order. What is not shuffled is made in blocks, so that it need not fit in memory. Left out: keeping the arrays (index_cache.py).
-Test: pytest tests/test_indices.py
 """
 
 from __future__ import annotations

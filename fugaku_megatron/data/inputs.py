@@ -1,6 +1,6 @@
 """Text as a user has it: plain text files (a document a file), .jsonl files (a JSON object a line), and folders of both.
 
-Left out: compressed input. Test: pytest tests/test_preprocess_data.py tests/test_vocabulary.py
+Left out: compressed input.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Token ids, vocabulary size and end-of-document id are those of Megatron-core's classes; each names its file. The libraries are
 optional extras of this package, imported when a tokenizer is built. Left out: code in a tokenizer's folder, chat templates, tokens
-that are added on the command line. Test: pytest tests/test_library_tokenizers.py
+that are added on the command line.
 """
 
 from __future__ import annotations

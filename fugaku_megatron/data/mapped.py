@@ -2,7 +2,7 @@
 
 Pages of a mapped file that were read count as memory of the process until it gives them back; the system's page cache keeps them as
 long as there is room. The files are read at random places, so the system is told not to read around them: of 100 million documents
-that took 13 ms and 5 MiB a sample. Test: pytest tests/test_index_cache.py
+that took 13 ms and 5 MiB a sample.
 """
 
 from __future__ import annotations

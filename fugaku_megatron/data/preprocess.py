@@ -5,7 +5,7 @@
 writes corpus_text_document.bin and .idx, and says with which flags to train on them. Documents are shuffled; --keep-order leaves
 them in the order of the input, as Megatron-LM does. The result is the same for any --workers. The files have these names when all
 is done. tools/preprocess_data.py is Megatron-LM's name for this command.
-Left out: sentence splitting, partitions, compressed input. Test: pytest tests/test_preprocess_data.py
+Left out: sentence splitting, partitions, compressed input.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Everything is a function of the number of samples consumed: the position in the data is one integer, and a run may continue
 with another data-parallel size. Left out: epochs (a dataset covers the whole run), Megatron's "cyclic" sampler.
 Shapes: s = sequence length, b = micro-batch size.
-Test: pytest tests/test_sampler.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Identical to GPT-2's encoder on any text; `GPT2BPETokenizer.encode` defines how 
 "<|endoftext|>" in a text is the token that ends a document, as in Megatron-core's class of this name
 (megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py) and in Hugging Face's. Left out: training a vocabulary
 (vocabulary.py).
-Test: pytest tests/test_tokenizer.py
 """
 
 from __future__ import annotations

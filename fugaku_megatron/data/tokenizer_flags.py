@@ -1,7 +1,7 @@
 """The flags that name a tokenizer, as every command takes them, and what a file says of the tokenizer that made it.
 
 Beside PREFIX.bin and PREFIX.idx preprocess writes PREFIX.tokenizer.json, and a checkpoint's manifest has the same in its state:
-type, number of tokens, id that ends a document, CRC-32 of the vocabulary. Test: pytest tests/test_library_tokenizers.py
+type, number of tokens, id that ends a document, CRC-32 of the vocabulary.
 """
 
 from __future__ import annotations

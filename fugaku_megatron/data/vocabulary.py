@@ -4,7 +4,6 @@
 
 writes my_vocabulary/vocab.json and merges.txt, for --vocab-file and --merge-file. The `tokenizers` library does the training, with
 GPT-2's split into pieces; <|endoftext|> is the last token. Left out: other kinds of vocabulary.
-Test: pytest tests/test_vocabulary.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 glibc returns every block of more than 32 MiB (and, at first, of more than 128 KiB) to the kernel when it is freed, and the next
 micro-batch faults the same pages in again. A preloaded tcmalloc avoids that, and so does this module without a preload. An
 allocator that the user preloads is left in place.
-Left out: the arena itself (kernels_sve/arena.h). Comparison: python -m benchmarks alloc   Test: pytest tests/test_allocator.py
+Left out: the arena itself (kernels_sve/arena.h). Comparison: python -m benchmarks alloc
 """
 
 from __future__ import annotations

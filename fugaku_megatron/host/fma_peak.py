@@ -1,6 +1,6 @@
 """The peak of FP32 multiply-adds, measured on all threads of this process by a loop of independent vector FMAs in registers.
 
-It is the ceiling that --profile, the benchmarks and calibrate put beside a kernel's rate. Test: pytest tests/test_fma_peak.py
+It is the ceiling that --profile, the benchmarks and calibrate put beside a kernel's rate.
 """
 
 from __future__ import annotations

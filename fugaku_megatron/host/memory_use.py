@@ -1,6 +1,6 @@
 """What memory this process holds, and what its node or job has and has left. Linux; elsewhere less is known.
 
-Left out: the peak (`logs.metrics`), what a run will need (`training.forecast`). Test: pytest tests/test_memory_watch.py
+Left out: the peak (`logs.metrics`), what a run will need (`training.forecast`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A value whose calls of some names go through an observer: how a profile and the phases of a rank see what a step does.
 
-Left out: what an observer does (profiler.py, phases.py). Test: pytest tests/test_profiler.py tests/test_phases.py
+Left out: what an observer does (profiler.py, phases.py).
 """
 
 from __future__ import annotations

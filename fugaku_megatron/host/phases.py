@@ -3,7 +3,6 @@
 A rank that computes longer than others is seen in its own computation, and in the waiting of all others. Every wait is timed where
 it happens: two readings of the clock, no message. What waits inside another wait belongs to the outer one; computation is the rest
 of the iteration. Left out: comparing ranks (`logs.stragglers`), gathering (`training.rank_times`), kernels (profiler.py).
-Test: pytest tests/test_phases.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A rank may be bound by its launcher (numactl, Fujitsu's mpiexec, srun), or share its mask with the other ranks of the node. In the
 second case the cores are distributed in NUMA order, so that a rank's memory, which its own threads touch first, is near them.
-Left out: memory itself (allocator.py). Test: pytest tests/test_placement.py
+Left out: memory itself (allocator.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process and its machine: requests to stop, time limit, clock, a summary line.
 
-Left out: threads and cores (placement.py), memory (allocator.py). Test: pytest tests/test_runtime.py
+Left out: threads and cores (placement.py), memory (allocator.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     [{"context": "The sky is", "choices": [" blue", " made of tin"], "answer": 0}, ...]
 
-Context and choice stand together as they are, so a choice begins with its space. Test: pytest tests/test_evaluate.py
+Context and choice stand together as they are, so a choice begins with its space.
 """
 
 from __future__ import annotations

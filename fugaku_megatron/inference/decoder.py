@@ -3,7 +3,7 @@
 Prompts of any lengths go through the model side by side, without padding; then every sample adds one token at a time. Where one
 rank has the whole model and samples are few, such a step repeats the recorded kernel calls of an earlier one. Left out: the choice
 of tokens (`sampling`), and when a sample is finished (`generation`).
-Legend: v vocabulary, h hidden. Test: pytest tests/test_generate.py
+Legend: v vocabulary, h hidden.
 """
 
 from __future__ import annotations

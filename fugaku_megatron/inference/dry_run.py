@@ -1,7 +1,4 @@
-"""What generation would take of each rank's memory, without loading weights: generate --dry-run.
-
-Test: pytest tests/test_generate.py
-"""
+"""What generation would take of each rank's memory, without loading weights: generate --dry-run."""
 
 from __future__ import annotations
 

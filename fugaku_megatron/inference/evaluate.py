@@ -6,7 +6,6 @@
 
 The text is cut into windows of the sequence length, each of which predicts its successors; what does not fill a window is left out.
 Several ranks share the model in the layout of its checkpoint, or as the flags say, and its replicas share the windows.
-Test: pytest tests/test_evaluate.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ The model comes from the checkpoint's manifest, whatever its parallel layout. On
 model, weights only. Several ranks share it as --tensor-model-parallel-size and --pipeline-model-parallel-size say, or else in the
 layout of the checkpoint. Keys and values of earlier tokens are kept, so that a token costs one pass over the weights; prompts of a
 batch may have any lengths, and a finished one costs nothing. The same seed gives the same texts in every layout.
-Test: pytest tests/test_generate.py
 """
 
 from __future__ import annotations

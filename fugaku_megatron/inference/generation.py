@@ -1,4 +1,4 @@
-"""Samples that grow token by token until each is finished. Test: pytest tests/test_generate.py"""
+"""Samples that grow token by token until each is finished."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A checkpoint as the lm-eval harness asks for it: likelihoods of texts, and texts that go on until a word. On all ranks of a job.
 
 The harness runs on the first rank; the others wait for what it asks for (`serve`). Left out: the harness's own class (lm_eval.py).
-Test: pytest tests/test_harness.py
 """
 
 from __future__ import annotations

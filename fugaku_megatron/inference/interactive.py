@@ -1,7 +1,6 @@
 """A prompt line, and its continuation as it comes: generate --interactive.
 
 Ctrl-C ends one answer, Ctrl-D the program. Under mpiexec, which ends all ranks at Ctrl-C, the first rank reads the prompts.
-Test: pytest tests/test_interactive.py
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
 
 registers this model and calls its own command line; --model_args are the flags of fugaku-megatron evaluate, without dashes.
 Versions of the harness that look for models among entry points find it by `lm_eval --model fugaku_megatron`, too.
-Test: pytest tests/test_harness.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A model with the weights of a checkpoint and nothing else: no gradients, no optimizer state.
-
-Test: pytest tests/test_generate.py
-"""
+"""A model with the weights of a checkpoint and nothing else: no gradients, no optimizer state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Prompts of the command line and of a file, and where the text of an answer ends.
-
-Test: pytest tests/test_generate.py
-"""
+"""Prompts of the command line and of a file, and where the text of an answer ends."""
 
 from __future__ import annotations
 

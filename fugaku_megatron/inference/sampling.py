@@ -1,4 +1,4 @@
-"""The choice of the next token from its logits. Test: pytest tests/test_sampling.py"""
+"""The choice of the next token from its logits."""
 
 from __future__ import annotations
 

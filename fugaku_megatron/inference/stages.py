@@ -1,4 +1,4 @@
-"""Tokens through all stages of a loaded model. Test: pytest tests/test_evaluate.py tests/test_generate.py"""
+"""Tokens through all stages of a loaded model."""
 
 from __future__ import annotations
 

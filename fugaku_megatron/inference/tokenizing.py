@@ -1,7 +1,4 @@
-"""The tokenizer of a loaded model: the one that the command line names, or else the one it was trained with or came with.
-
-Test: pytest tests/test_generate.py tests/test_library_tokenizers.py
-"""
+"""The tokenizer of a loaded model: the one that the command line names, or else the one it was trained with or came with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The mistakes of a job script that can be found before it is submitted, each with the line to change.
 
-One function per subject yields its problems. Left out: whether bash can parse the script. Test: pytest tests/test_jobs_check.py
+One function per subject yields its problems. Left out: whether bash can parse the script.
 """
 
 from __future__ import annotations

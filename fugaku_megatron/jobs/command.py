@@ -7,7 +7,6 @@
     fugaku-megatron job slurm scripts/slurm                           write the Slurm scripts of the checkout again
 
 FUGAKU_GROUP sets the default of the group. `python scripts/submit.py` in the checkout is the same command.
-Test: pytest tests/test_jobs_submit.py
 """
 
 from __future__ import annotations

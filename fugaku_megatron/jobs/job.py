@@ -1,7 +1,7 @@
 """A job: its nodes and their shape, layout, memory and elapse time. Times and memory come from the performance model.
 
 `decide` reads pretrain_gpt.py's flags; the planner chooses the values that are not set. Left out: the script (render.py), its
-checks (check.py). Test: pytest tests/test_jobs_submit.py
+checks (check.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ What launchers report of the first rank that fails (MPICH 4.3, Open MPI 5.0 and 
 
 MPICH combines the bits of the signals of all ranks: 9 and 10 become "Segmentation fault (signal 11)" with code 9 or 10. A code
 alone may be the number of a signal, or belong to a rank that was ended because of another one. So the messages count first.
-Left out: what follows from an ending (supervise.py). Test: pytest tests/test_supervise.py
+Left out: what follows from an ending (supervise.py).
 """
 
 from __future__ import annotations

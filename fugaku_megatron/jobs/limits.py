@@ -1,7 +1,6 @@
 """A site's limits: resource groups, clocks and power modes, rules for files. `pjacl --rg` has priority where it exists.
 
 Sources: Fugaku user's guide 1.52 (resource groups, power control, LLIO), RIKEN's LLIO briefing of July 2025. Read on 2026-11-20.
-Test: pytest tests/test_jobs_check.py
 """
 
 from __future__ import annotations

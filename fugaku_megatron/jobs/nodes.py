@@ -1,6 +1,6 @@
 """The nodes of the allocation of a supervised run: which nodes are used, spare or lost, and whether the run fits on them.
 
-Left out: starting the run (supervise.py). Test: pytest tests/test_supervise.py
+Left out: starting the run (supervise.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The text of Fugaku's job scripts: from a job (`job.Job`) to #PJM directives, values, the common part (pjsub.sh) and the run.
 
-Left out: the checks (check.py), Slurm's scripts (slurm.py). Test: pytest tests/test_jobs_submit.py
+Left out: the checks (check.py), Slurm's scripts (slurm.py).
 """
 
 from __future__ import annotations

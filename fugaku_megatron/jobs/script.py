@@ -1,7 +1,7 @@
 """The parts of a job script: its #PJM directives, flags and variables, each with its line. The checks and local_pjsub use them.
 
 Options on pjsub's command line replace directives. The common part that a script reads (pjsub.sh) is parsed as if it stood on the
-line that reads it. Left out: whether the values are right (check.py). Test: pytest tests/test_jobs_check.py
+line that reads it. Left out: whether the values are right (check.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
 
 The layouts are written down here. Rendering checks that their modelled memory fits into the nodes. The scripts do not stage files,
 because on some hundred nodes Python can start from the shared file system. Left out: choosing layouts (fugaku-megatron plan).
-Test: pytest tests/test_slurm.py
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ r"""Start a run, and restart it from its last checkpoint after a fault, inside t
 With --hosts a failed node is replaced by a spare node; without one the run continues with fewer data-parallel replicas and the
 same global batch. In --launcher {ranks}, {nodes}, {hosts} (a,b), {slots} (a:4,b:4) and {map} (a file with the host of each rank)
 are replaced. SIGTERM and SIGUSR1 ask the trainer to save and exit. A run that finished, was refused or diverged is not restarted.
-Left out: how a run ended (launcher.py), which nodes are used (nodes.py). Test: pytest tests/test_supervise.py
+Left out: how a run ended (launcher.py), which nodes are used (nodes.py).
 """
 
 from __future__ import annotations

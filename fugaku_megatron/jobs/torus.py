@@ -5,7 +5,7 @@ grid that is cut, along each axis, into a box of data-parallel replicas for ever
 
     python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     (shape, ranks per node, TP, PP: for mpiexec --vcoordfile)
 
-Left out: routing; hops are shortest ways on a torus. Test: pytest tests/test_jobs_torus.py
+Left out: routing; hops are shortest ways on a torus.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When the memory of a process grows steadily: the rule, on numbers alone. Test: pytest tests/test_memory_watch.py"""
+"""When the memory of a process grows steadily: the rule, on numbers alone."""
 
 from __future__ import annotations
 

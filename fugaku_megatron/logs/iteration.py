@@ -3,7 +3,6 @@
 `IterationMetrics` is the one list of metrics: a field says how it is printed, under which TensorBoard tag it is written, and how a
 log interval is formed from its iterations. `format_line` prints a record, `parse_line` turns a line (ours or Megatron-DeepSpeed's)
 into a record again. Left out: where the lines go (metrics.py) and the formulas of FLOPs (the caller passes TFLOPs).
-Test: pytest tests/test_iteration.py
 """
 
 from __future__ import annotations

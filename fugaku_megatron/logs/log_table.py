@@ -11,7 +11,6 @@
 Sec/it and TFLOPs (per rank, the log's own) are medians over the last job's iterations after its first two, all of them when there
 are no more. With the model known, TFLOPs are also computed again from the time. A run's flags describe logs of Megatron-LM,
 Megatron-DeepSpeed and others that print their lines, and histories; logs of `fugaku-megatron train` describe themselves.
-Test: pytest tests/test_log_table.py
 """
 
 from __future__ import annotations

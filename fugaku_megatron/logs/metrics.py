@@ -2,7 +2,6 @@
 
 `fugaku-megatron log LOG` makes tables of logs (log_table.py). Left out: what the metrics are and their log line
 (iteration.py), the terminal and the log file (screen.py), drawing (plot.py).
-Test: pytest tests/test_metrics.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The picture of a pipeline: stages down, time across, what each stage does in colours, and its memory beside it.
 
 A planned and a measured pipeline have the same form. Left out: where the spans come from (`timeline.spans`, a profile).
-Test: pytest tests/test_pipeline_plot.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A picture of runs: loss (training, validation) over iterations, with small panels for learning rate and TFLOPs.
 
 A run has one colour in all panels; the title says its size, layout and directory.
-
-Test: pytest tests/test_plot.py
 """
 
 from __future__ import annotations

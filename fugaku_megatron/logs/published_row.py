@@ -1,7 +1,4 @@
-"""A row in the format of the published A64FX tables (document 002): one home for its columns and number formats.
-
-Test: pytest tests/test_log_table.py
-"""
+"""A row in the format of the published A64FX tables (document 002): one home for its columns and number formats."""
 
 from __future__ import annotations
 

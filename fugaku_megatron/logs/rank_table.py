@@ -1,7 +1,6 @@
 """`fugaku-megatron log --ranks`: where the time of every rank went, as min, mean and max of each phase and as a heat map.
 
 The files are those of --log-ranks. Left out: finding slow ranks while a run goes on (stragglers.py).
-Test: pytest tests/test_rank_table.py
 """
 
 from __future__ import annotations

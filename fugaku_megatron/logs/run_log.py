@@ -2,7 +2,7 @@
 
     summary = read_log("run.log"); summary.seconds, summary.tflops, summary.job.tp ...
 
-Left out: rows and the command (log_table.py), the line of an iteration (iteration.py). Test: pytest tests/test_run_log.py
+Left out: rows and the command (log_table.py), the line of an iteration (iteration.py).
 """
 
 from __future__ import annotations

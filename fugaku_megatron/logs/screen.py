@@ -1,6 +1,6 @@
 """Where the lines of a run go: standard output, a log file, and on a terminal one live line instead of the iterations' log lines.
 
-Left out: what the lines say (metrics.py, iteration.py). Test: pytest tests/test_screen.py
+Left out: what the lines say (metrics.py, iteration.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When the loss of an iteration is a spike: the rule, on numbers alone. Test: pytest tests/test_rerun.py"""
+"""When the loss of an iteration is a spike: the rule, on numbers alone."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 A rank is slow in what it does itself: it computes, or it waits for its data. All else is waiting for other ranks. Computation is
 compared with that of ranks that compute the same; data should not be waited for at all.
 Left out: where the seconds come from (`training.rank_times`), tables and pictures of them (rank_table.py).
-Test: pytest tests/test_stragglers.py
 """
 
 from __future__ import annotations

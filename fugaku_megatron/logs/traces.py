@@ -3,7 +3,6 @@
     python -m fugaku_megatron.logs.traces profile/trace.json profile/schedule.png
 
 Left out: what a rank records (`host.profiler`), drawing (pipeline_plot.py). Times of a trace are microseconds, of spans seconds.
-Test: pytest tests/test_traces.py
 """
 
 from __future__ import annotations

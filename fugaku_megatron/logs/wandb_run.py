@@ -1,6 +1,6 @@
 """A run of Weights & Biases: the package is optional, and without a network its files wait for `wandb sync`.
 
-Left out: which figures it gets (metrics.py). Test: pytest tests/test_letter_flags.py
+Left out: which figures it gets (metrics.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g query groups, d head size. With sequence
 parallelism s is this rank's part of the sequence where the last dimension is h, and whole elsewhere.
-Test: pytest tests/test_blocks.py tests/test_llama.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Such a forward works on rows instead of a sequence: x (r, 1, h), the rows of one sample after those of another, without padding. A
 sample brings either its whole prompt, as its first rows, or one token. Left out: which tokens those are (`inference`).
-Legend: r rows, s rows of a prompt, n heads and g groups of heads of this rank, d head size. Test: pytest tests/test_generate.py
+Legend: r rows, s rows of a prompt, n heads and g groups of heads of this rank, d head size.
 """
 
 from __future__ import annotations

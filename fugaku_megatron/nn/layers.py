@@ -5,7 +5,6 @@ Parameters are born on the meta device with their place in the global tensor (`p
 of (`blocks`), stages (`model`).
 Legend: s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's part of the sequence wherever the last
 dimension is whole, and the whole sequence where that is split over tensor-parallel ranks.
-Test: pytest tests/test_layers.py
 """
 
 from __future__ import annotations

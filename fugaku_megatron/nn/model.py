@@ -4,7 +4,6 @@ The first part of the model has the embeddings too, the last one the final norm 
 own. Left out: parameter memory (`training.flat.FlatParameters`), the order of chunks and micro-batches, and which part a chunk is
 (`schedule`).
 Legend: s sequence (this rank's part of it with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
-Test: pytest tests/test_model.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 `ops` says what each computes, `torch_blocks` is the readable reference. One crossing into C++ per fused operation; outputs are
 allocated here. Left out: grouped attention (`native_ops`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g groups, d head size, rows = s b.
-Test: pytest tests/test_block_ops.py
 """
 
 from __future__ import annotations

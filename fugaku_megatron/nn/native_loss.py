@@ -1,6 +1,6 @@
 """The language-model head with its loss on the C++ kernels, in chunks of rows so that the full logits never exist.
 
-Legend: s sequence, b micro-batch, h hidden, v vocabulary of this rank, rows = s b. Test: pytest tests/test_ops.py
+Legend: s sequence, b micro-batch, h hidden, v vocabulary of this rank, rows = s b.
 """
 
 from __future__ import annotations

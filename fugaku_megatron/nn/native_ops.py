@@ -2,7 +2,7 @@
 
 One crossing into C++ per fused operation; outputs are allocated here. Weight gradients go straight into `main_grad`.
 Left out: communication, and the loss (`native_loss`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this
-rank, d head size, v vocabulary of this rank, rows = s b. Test: pytest tests/test_ops.py
+rank, d head size, v vocabulary of this rank, rows = s b.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the operations on the C++ kernels share: how much memory a gathered input takes, parts of a wide tensor, the end of an MLP.
 
-Left out: the operations themselves (`native_ops`, `native_blocks`). Legend: h hidden, f MLP width. Test: pytest tests/test_ops.py
+Left out: the operations themselves (`native_ops`, `native_blocks`). Legend: h hidden, f MLP width.
 """
 
 from __future__ import annotations

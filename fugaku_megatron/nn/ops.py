@@ -8,7 +8,7 @@ Layers get an `Ops` when they are built and call nothing else. Each operation is
 gradients are accumulated straight into a parameter's `main_grad` (flat FP32 buffer), so autograd carries activation gradients only.
 Left out: communication (`comm.autograd`, `layers`), except inside the loss and of a product's split input (`sequence`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, g of their groups, d head size, v vocabulary of this
-rank. Test: pytest tests/test_ops.py
+rank.
 """
 
 from __future__ import annotations

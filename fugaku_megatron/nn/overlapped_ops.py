@@ -6,7 +6,7 @@
 
 A weight's gradient needs whole tensors: it is computed behind the last blocks, while these travel. The products are the backend's
 (`native_ops`, `torch_ops`); each row has the same bits as without blocks. Left out: how rows travel (`comm.row_blocks`).
-Legend: s sequence, b micro-batch, h hidden, f MLP width, t ranks, rows = s b. Test: pytest tests/test_row_blocks.py
+Legend: s sequence, b micro-batch, h hidden, f MLP width, t ranks, rows = s b.
 """
 
 from __future__ import annotations

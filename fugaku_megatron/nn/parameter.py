@@ -1,7 +1,4 @@
-"""Parameters that know their place in the global model before they have memory.
-
-Test: pytest tests/test_layers.py
-"""
+"""Parameters that know their place in the global model before they have memory."""
 
 from __future__ import annotations
 

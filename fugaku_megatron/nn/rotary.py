@@ -1,7 +1,7 @@
 """The angles of rotary positions: cosines and sines for each position and pair of elements.
 
 Sources: Su et al. 2021, "RoFormer" (arXiv:2104.09864), section 3.2; Llama 3.1's scaling as modeling_rope_utils of transformers has
-it (_compute_llama3_parameters). Left out: the turning (`ops.Ops.rotary`). Test: pytest tests/test_llama.py
+it (_compute_llama3_parameters). Left out: the turning (`ops.Ops.rotary`).
 """
 
 from __future__ import annotations

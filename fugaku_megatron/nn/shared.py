@@ -1,6 +1,6 @@
 """What the operations of both backends share: accumulation of gradients, dropout's key, backward and recompute.
 
-Left out: everything that has two implementations (`torch_ops`, `native_ops`). Test: pytest tests/test_ops.py
+Left out: everything that has two implementations (`torch_ops`, `native_ops`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Both backends run them (`torch_ops`; `native_ops` for what has no C++ kernel); they keep from forward to backward what
 `run.accounting` counts. Left out: their products, which are the backend's.
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g groups, d head size, rows = s b.
-Test: pytest tests/test_block_ops.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Also the readable reference of `native_ops`. Left out: communication, except inside the loss and of a product's split input.
 Legend: s sequence, b micro-batch, h hidden, n heads of this rank, d head size, v vocabulary of this rank.
-Test: pytest tests/test_ops.py
 """
 
 from __future__ import annotations

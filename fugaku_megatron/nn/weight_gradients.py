@@ -8,7 +8,7 @@ optimizer. Operations hand the second kind over as work:
         backward(y, dy)
     waiting.run()                          later: the same calls in the same order, so the same bits
 
-Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2. Test: pytest tests/test_split_backward.py
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     settled(run, layout, system, room) -> run, lines for its log
 
 The choice is a function of its arguments alone, so ranks that share them agree, and so does a dry run. All times are modelled.
-Left out: other layouts (`search`), what memory there is (`training.choices`). Test: pytest tests/test_choice.py
+Left out: other layouts (`search`), what memory there is (`training.choices`).
 """
 
 from __future__ import annotations

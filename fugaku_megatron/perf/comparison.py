@@ -1,6 +1,6 @@
 """A printed benchmark row beside what is computed for it: TFLOPs recomputed from its time, and the modelled time and memory.
 
-Left out: the model (model.py), formulas (run/accounting.py). Test: pytest tests/test_perf_tables.py
+Left out: the model (model.py), formulas (run/accounting.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ GEMM on a CPU runs at peak x fraction x maximum / (1 + (half / n)^exponent), a c
 that calibrate measured, whose losses come from packing and loading operands, it is the harmonic mean of the sides.
 GEMM on a GPU runs in tiles of 256 x 128 in waves over the SMs, with efficiency K / (K + half), and more slowly when a side is not a
 multiple of 8.
-Test: pytest tests/test_perf_cost.py
 """
 
 from __future__ import annotations

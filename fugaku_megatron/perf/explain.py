@@ -1,7 +1,4 @@
-"""The bottlenecks of a plan, and what each change from one software to another gains. Every figure is modelled.
-
-Test: pytest tests/test_perf_plan.py
-"""
+"""The bottlenecks of a plan, and what each change from one software to another gains. Every figure is modelled."""
 
 from __future__ import annotations
 

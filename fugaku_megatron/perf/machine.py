@@ -2,7 +2,7 @@
 
 Nothing here is fitted to a training run; the shares of these rates that software reaches are in `parameters`. Unknown hardware is
 an error, never a default. Units: GB/s are 10^9 bytes per second, GiB are 2^30 bytes, TFLOPs are 10^12 operations per second.
-Run: fugaku-megatron predict --machine a64fx ...   Test: pytest tests/test_perf_machine.py
+Run: fugaku-megatron predict --machine a64fx ...
 """
 
 from __future__ import annotations

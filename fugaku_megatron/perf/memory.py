@@ -6,7 +6,7 @@ This project's kernels keep what `fugaku_megatron.run.memory` counts. Eager PyTo
 equation 2 of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
 sbh (10 + 24/t + 5 a s / (h t)). With full recompute a layer keeps only its input, and one layer's activations exist while it is
 recomputed (table 2 of that paper).
-Left out: fragmentation beyond one factor. Test: pytest tests/test_perf_memory.py
+Left out: fragmentation beyond one factor.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     predict(run, System.from_names("a64fx", "torch1.10", nodes=192)) -> Prediction
     predict_row(row) -> Prediction                            for a row of the published tables
 
-Left out: input and output, evaluation, checkpoints. Test: pytest tests/test_perf_model.py
+Left out: input and output, evaluation, checkpoints.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Collectives are rings, or recursive halving and doubling where that needs fewer 
 not know nodes: it runs over all ranks at the rate of its slowest link. Software that sums inside a node first has a ring inside
 and one between nodes, where every node has as many of the ranks. Sums of BF16, which MPI does not know, travel as all-to-alls.
 Left out: routes through the torus; groups are assumed to be compact.
-Test: pytest tests/test_perf_network.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     fugaku-megatron plan --recipe 30b --nodes 6144 --offers
 
-What the trainer does not do has no time: nothing is modelled that is not built. Test: pytest tests/test_perf_offers.py
+What the trainer does not do has no time: nothing is modelled that is not built.
 """
 
 from __future__ import annotations

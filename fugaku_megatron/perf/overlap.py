@@ -3,7 +3,6 @@
 Only the last micro-batch's backward hides a reduction, since gradients are complete in no earlier one, and only buckets before
 the last: that one is complete when backward ends. The tied embedding's sum waits for both stages that hold a copy. ZeRO-1 gathers
 behind the next forward, which cannot start before its first bucket has come. Nothing hides longer than the computation takes.
-Test: pytest tests/test_perf_offers.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A parameter is the share of a machine constant that software reaches, or a cost that no data sheet gives. Its prior states what is
 published or plausible before any table is considered: a log-normal around `prior` with standard deviation `spread`.
-Run: fugaku-megatron fit   Test: pytest tests/test_perf_fit.py
+Run: fugaku-megatron fit
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The pipeline of a run over time, modelled: what each stage does when, for pictures and text.
 
 Left out: drawing (`logs.pipeline_plot`), the pipeline of a real run (--profile).
-Test: pytest tests/test_dry_run.py tests/test_perf_plan.py
 """
 
 from __future__ import annotations

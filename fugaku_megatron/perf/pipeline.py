@@ -2,7 +2,6 @@
 
 1F1B is computed from the regular structure of its lists, whatever the number of micro-batches. Other lists are walked level by
 level, and a long one is extended from two short ones. Left out: where the seconds come from (`cost`).
-Test: pytest tests/test_perf_pipeline.py
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 The search varies TP, PP, the micro-batch, ranks per node, recompute and ZeRO as far as the software offers them; a value whose flag
 is on the command line is kept. With --against the flags describe the run as it is today, and only the last step varies everything.
-Left out: the placement of ranks in the torus, checkpoints, failures. Test: pytest tests/test_perf_plan.py
+Left out: the placement of ranks in the torus, checkpoints, failures.
 """
 
 from __future__ import annotations

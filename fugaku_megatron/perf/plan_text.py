@@ -1,7 +1,4 @@
-"""Plans as text and JSON: the table with days and node hours, the pipeline over time, the command line to start.
-
-Test: pytest tests/test_perf_plan.py
-"""
+"""Plans as text and JSON: the table with days and node hours, the pipeline over time, the command line to start."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@
         --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 --checkpoint-activations --json
 
 The data-parallel size is nodes x ranks per node / (TP x PP). Flags for data, optimizer and output are accepted and change nothing.
-Test: pytest tests/test_perf_predict.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The flags of predict and plan: pretrain_gpt.py's flags describe the run, and flags of their own the system.
-
-Test: pytest tests/test_perf_predict.py
-"""
+"""The flags of predict and plan: pretrain_gpt.py's flags describe the run, and flags of their own the system."""
 
 from __future__ import annotations
 

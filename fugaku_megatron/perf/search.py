@@ -1,7 +1,6 @@
 """Every parallel layout that a trainer can run on a number of nodes, with its modelled time and memory. All times are modelled.
 
 Left out: the command that prints them (`plan`), the placement of ranks in the torus, checkpoints, failures.
-Test: pytest tests/test_perf_plan.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ A style counts, per layer and micro-batch, how often element-wise operators move
 hidden (s, b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t).
 logits_in_chunks: the head works on chunks of memory.logits_rows rows. recompute_ends_early: see accounting.recomputed_records.
 computes_in: fp32 where 16-bit operands are widened, null where products run in the run's own precision.
-Test: pytest tests/test_perf_software.py
 """
 
 from __future__ import annotations

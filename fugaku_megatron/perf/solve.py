@@ -1,7 +1,4 @@
-"""Least squares with priors on the logarithms of positive parameters: Gauss-Newton with Levenberg's damping and Huber's weights.
-
-Test: pytest tests/test_perf_solve.py
-"""
+"""Least squares with priors on the logarithms of positive parameters: Gauss-Newton with Levenberg's damping and Huber's weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Benchmark tables as a picture: a panel per document with modelled against printed seconds per iteration.
 
 Both axes are logarithmic and alike, so that points on the diagonal are rows that the model meets.
-Test: pytest tests/test_perf_tables.py
 """
 
 from __future__ import annotations

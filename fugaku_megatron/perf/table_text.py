@@ -1,7 +1,4 @@
-"""Benchmark tables as text: the printed cells in their own order and format, then the computed ones, with the errata beneath.
-
-Test: pytest tests/test_perf_tables.py
-"""
+"""Benchmark tables as text: the printed cells in their own order and format, then the computed ones, with the errata beneath."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 Shapes and collectives come from accounting's records; element-wise traffic from the software's style. Left out: time (`cost`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t tensor-parallel size.
-Test: pytest tests/test_perf_work.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Strict reading of the package's small CSV files: every error names file, line, column, value and what is expected.
-
-Test: pytest tests/test_perf_rows.py
-"""
+"""Strict reading of the package's small CSV files: every error names file, line, column, value and what is expected."""
 
 from __future__ import annotations
 

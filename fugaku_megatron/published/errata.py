@@ -2,7 +2,7 @@
 
 R1, R2, ... correct a cell or, where `corrected` is empty, comment on it; S1, S2, ... add facts that are printed outside the table.
 A record for line * applies to every row of its table and replaces `printed` inside the cell. `unfit` (time or memory) excludes a
-row from that fit. Test: pytest tests/test_perf_rows.py
+row from that fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables in Markdown's pipe form, as the published documents print theirs. Test: pytest tests/test_perf_tables.py"""
+"""Tables in Markdown's pipe form, as the published documents print theirs."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Formulas: `accounting`. The tables round times to the digits they show, and TFLOPs to two digits; x.xx5 is the mean of two logged
 values of two digits each, so every printed TFLOPs has an error of up to 0.005. PetaFLOPs are TFLOPs x nodes / 1024 (erratum R6),
-rounded to the digits they show; document 002 truncates instead. Test: pytest tests/test_perf_recompute.py
+rounded to the digits they show; document 002 truncates instead.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The trainer, the log, the performance model, the planner and the benchmarks read them here; tests hold them to the trainer.
 Left out: what a rank holds at once (`memory`), time (`perf`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads
-of d elements in g groups, l layers, v padded vocabulary, t tensor-parallel size. Test: pytest tests/test_accounting.py
+of d elements in g groups, l layers, v padded vocabulary, t tensor-parallel size.
 """
 
 from __future__ import annotations

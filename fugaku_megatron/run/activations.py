@@ -2,7 +2,7 @@
 
 Between the products every rank works on whole activations (s, b, h), or with --sequence-parallel on its 1/t of the sequence
 (Korthikanti et al. 2022, arXiv:2205.05198). Left out: what an operation keeps (`accounting`).
-Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size. Test: pytest tests/test_accounting.py
+Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Flags that CPU forks of Megatron carry (compatibility flags) are accepted with a line that says what they mean here; unknown ones
 are refused with the nearest known one. Left out: what the flags mean (see `config`).
-Test: pytest tests/test_arguments.py
 """
 
 from __future__ import annotations

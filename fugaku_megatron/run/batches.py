@@ -1,6 +1,6 @@
 """The global batch size as a function of the samples consumed, and the length of a run that follows from it.
 
-Left out: which samples a rank takes (`data.sampler`). Test: pytest tests/test_batches.py
+Left out: which samples a rank takes (`data.sampler`).
 """
 
 from __future__ import annotations

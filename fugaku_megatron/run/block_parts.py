@@ -1,7 +1,6 @@
 """What a transformer block can be made of: one row per part, with what accounting and the model need to know of it. No torch.
 
 A new norm is one class and one row of NORMS; a new MLP one class and one row of MLPS. `ModelConfig` chooses rows by name.
-Test: pytest tests/test_blocks.py
 """
 
 from __future__ import annotations

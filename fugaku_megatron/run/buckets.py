@@ -2,7 +2,7 @@
 
 A stage's parameters come in units, in the order in which backward finishes them: the final norm (with the head's weight, where that
 is its own), the layers from the last to the first, the embeddings. A bucket is a run of whole units. Left out: their memory
-(`training.flat`), when a bucket is reduced (`training.buckets`). Pure integers, no torch. Test: pytest tests/test_buckets.py
+(`training.flat`), when a bucket is reduced (`training.buckets`). Pure integers, no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fields of a run's config and what is asked of their values. Test: pytest tests/test_config.py"""
+"""Fields of a run's config and what is asked of their values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What every command line of the project is made of: a parser whose mistakes are one line, and commands with a line of help.
 
-Left out: a run's flags (`arguments`), the commands themselves and the report of mistakes (`cli`). Test: pytest tests/test_cli.py
+Left out: a run's flags (`arguments`), the commands themselves and the report of mistakes (`cli`).
 """
 
 from __future__ import annotations

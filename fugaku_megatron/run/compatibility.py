@@ -1,7 +1,6 @@
 """Flags of Megatron-LM and its forks that are no fields of `config`: what each means here, or why it is refused.
 
 Scripts written for them start unchanged, unless they ask for something that would change the model or be lost.
-Test: pytest tests/test_arguments.py tests/test_letter_flags.py
 """
 
 from __future__ import annotations

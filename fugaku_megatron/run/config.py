@@ -2,7 +2,7 @@
 
 `arguments` makes Megatron-LM's flags out of these fields (num_layers -> --num-layers) and `recipes` returns filled-in ones.
 Left out: anything that needs the world size (`layout.Layout`) or touches the disk.
-Errors: ValueError naming the flag, the value and the remedy. Test: pytest tests/test_config.py
+Errors: ValueError naming the flag, the value and the remedy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Cuts of the layers into the parts of a pipeline. Pure integers.
 
-Left out: what a layer costs (`accounting`), which stage owns a part (`parts.Placement`). Test: pytest tests/test_cuts.py
+Left out: what a layer costs (`accounting`), which stage owns a part (`parts.Placement`).
 """
 
 from __future__ import annotations

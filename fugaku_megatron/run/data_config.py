@@ -1,4 +1,4 @@
-"""The data of a run: a group of `config`'s fields. Test: pytest tests/test_config.py"""
+"""The data of a run: a group of `config`'s fields."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """World size, its factors, and the stages and chunks into which a run cuts the model. Pure integers, no torch.
 
-Left out: where costs decide the cut (`accounting.part_sizes`). Test: pytest tests/test_accounting.py
+Left out: where costs decide the cut (`accounting.part_sizes`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one rank holds at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
 
 Left out: what an operation keeps (`accounting`), other software and the MPI's buffers (`perf.memory`).
-Legend: s sequence, b micro-batch, v vocabulary of a rank. Test: pytest tests/test_memory.py
+Legend: s sequence, b micro-batch, v vocabulary of a rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The GPT that is trained, a group of `config`'s fields: GPT-2's block by default; Llama's, Mistral's and Qwen's by flags.
 
-Legend: h hidden, n heads, g groups of heads that share a key and a value, d head size. Test: pytest tests/test_config.py
+Legend: h hidden, n heads, g groups of heads that share a key and a value, d head size.
 """
 
 from __future__ import annotations

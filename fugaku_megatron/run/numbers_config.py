@@ -1,4 +1,4 @@
-"""Checks of the numbers that a run computes: a group of `config`'s fields. Test: pytest tests/test_config.py"""
+"""Checks of the numbers that a run computes: a group of `config`'s fields."""
 
 from __future__ import annotations
 

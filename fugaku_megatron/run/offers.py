@@ -2,7 +2,7 @@
 
 `built` says whether the trainer does it. To take a new one into use, set `built` in its row: the planner then tries it, the model
 counts its gain, and tests ask for its flag. Until then its flag, if there is one, changes no modelled time.
-Left out: what an offer does (the modules named in `place`). Test: pytest tests/test_offers.py
+Left out: what an offer does (the modules named in `place`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AdamW and its schedules: a group of `config`'s fields. Test: pytest tests/test_config.py"""
+"""AdamW and its schedules: a group of `config`'s fields."""
 
 from __future__ import annotations
 

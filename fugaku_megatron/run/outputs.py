@@ -1,7 +1,4 @@
-"""Files that commands write: a path that cannot be written is refused before the work, and a failure while writing is one line.
-
-Test: pytest tests/test_perf_outputs.py
-"""
+"""Files that commands write: a path that cannot be written is refused before the work, and a failure while writing is one line."""
 
 from __future__ import annotations
 

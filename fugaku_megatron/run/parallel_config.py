@@ -1,4 +1,4 @@
-"""How ranks share the model: a group of `config`'s fields. Test: pytest tests/test_config.py"""
+"""How ranks share the model: a group of `config`'s fields."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 124M and 30B are the runs of the benchmark tables, 1.3B is GPT-3 XL, 13B is Fugaku-LLM's; `demo` trains in minutes on two cores.
 Llama, Qwen, TinyLlama and Mistral have the configuration that each repository on huggingface.co publishes in config.json; where no
 paper says how they were trained, batch size and learning rate are GPT-3's for that size (Brown et al. 2020, table 2.1).
-Left out: the parallel layout, which depends on the number of nodes. Test: pytest tests/test_arguments.py
+Left out: the parallel layout, which depends on the number of nodes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Early stages of a pipeline hold more micro-batches than late ones, and early chunks of a stage more than late ones, so a number for
 all of them would recompute too much or hold too much. Attention alone (selective) is no choice: attention keeps one number for each
 row and head, so a layer recomputed whole frees several hundred times as much for less than a hundred times the time.
-Left out: the bytes (`memory`), the time (`perf`). Test: pytest tests/test_recompute.py
+Left out: the bytes (`memory`), the time (`perf`).
 """
 
 from __future__ import annotations

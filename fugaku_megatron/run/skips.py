@@ -2,7 +2,7 @@
 
 A position in the data counts every sample, those left out as well: after an iteration of n samples it stands behind the last of
 the next n samples that are not left out. So one whole number is the state of a run, with and without the flag, and a range that
-lies behind it needs no flag any more. Test: pytest tests/test_skips.py
+lies behind it needs no flag any more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """--step-batch-size-schedule: the global batch size in steps that begin at given numbers of tokens.
 
-Rules of Megatron-LM's megatron/core/num_microbatches_calculator.py. Test: pytest tests/test_batches.py
+Rules of Megatron-LM's megatron/core/num_microbatches_calculator.py.
 """
 
 from __future__ import annotations

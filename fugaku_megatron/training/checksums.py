@@ -13,7 +13,7 @@ DOUBT u' |row|, u' being the rounding of its type. Sums of n elements, which tor
 sqrt(log2 n) for sqrt(k). An error below that is not seen.
 
 Left out: products whose result the GELU's derivative multiplies (the gradient of an MLP's inner tensor), attention, which is no
-product of the layers, and torch's products. Test: pytest tests/test_checksums.py
+product of the layers, and torch's products.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run leaves to the program, --pipeline-schedule auto and --recompute-auto, settled before anything is built.
 
-Left out: how it is chosen (`perf.choice`). Test: pytest tests/test_choice.py tests/test_recompute.py
+Left out: how it is chosen (`perf.choice`).
 """
 
 from __future__ import annotations

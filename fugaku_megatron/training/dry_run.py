@@ -1,7 +1,7 @@
 """--dry-run: the grid, every stage, the schedule and the memory of a run of any size, built in one process without traffic.
 
 Stages are built for real (on the meta device) and their parameters compared with `accounting`. Left out: other machines (`perf`).
-Run: python pretrain_gpt.py --recipe 30b --dry-run --world-size 12288 ...   Test: pytest tests/test_dry_run.py
+Run: python pretrain_gpt.py --recipe 30b --dry-run --world-size 12288 ...
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Inside a bucket weight-decayed parameters lie first, so that an update is a few calls on long ranges and a ZeRO-1 shard is one slice
 of each bucket. A bucket's gradients get memory with their first use, so that in an iteration of one micro-batch they take what
-backward has freed. Left out: the update (`optim`), reductions (`buckets`), files (`checkpoint`). Test: pytest tests/test_optim.py
+backward has freed. Left out: the update (`optim`), reductions (`buckets`), files (`checkpoint`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run will need, said before its first iteration: memory, time of an iteration, passes over the data.
 
-Left out: other machines and communication (`fugaku-megatron predict`). Test: pytest tests/test_forecast.py
+Left out: other machines and communication (`fugaku-megatron predict`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which backend runs each family of operations in this run: --kernels, the checkpoint's choice, or a measurement.
 
-Left out: the measurement itself (`nn.autotune`). Test: pytest tests/mpi/test_pretrain.py
+Left out: the measurement itself (`nn.autotune`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loss scaling for FP16. Test: pytest tests/test_optim.py"""
+"""Loss scaling for FP16."""
 
 from __future__ import annotations
 

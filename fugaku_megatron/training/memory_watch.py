@@ -2,7 +2,7 @@
 
 A rank reads its own use after an iteration, every READ_EVERY seconds at most. At the end of a log interval three numbers of all
 ranks are reduced to their largest. Only where some rank grows (`logs.growth`) more is asked: which one, and what its node has left
-for all ranks that grow there. Test: pytest tests/test_memory_watch.py
+for all ranks that grow there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The micro-batches of one iteration, by number, whatever order a schedule runs them in.
 
-Legend: s sequence, b micro-batch. Test: pytest tests/test_microbatches.py
+Legend: s sequence, b micro-batch.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ pays nothing.
 
 Left out: when to look (`session`); two faults in one micro-batch (the first is named); which of the tensor-parallel ranks it was
 where sequence parallelism makes their sum a part of a product's backward (the first of them is named).
-Test: pytest tests/test_nonfinite.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """AdamW on flat buffers: clipping, loss scale, ZeRO-1.
 
 Left out: the buffers (`flat`), sums of gradients and gathers of weights (`buckets`), files (`checkpoint`).
-Test: pytest tests/test_optim.py
 """
 
 from __future__ import annotations

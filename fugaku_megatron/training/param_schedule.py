@@ -1,6 +1,6 @@
 """Learning rate and weight decay over a run: the rules of Megatron-LM's megatron/core/optimizer_param_scheduler.py.
 
-A schedule counts the samples of iterations that updated the weights. Test: pytest tests/test_optim.py tests/test_letter_schedule.py
+A schedule counts the samples of iterations that updated the weights.
 """
 
 from __future__ import annotations

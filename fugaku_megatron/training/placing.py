@@ -1,6 +1,4 @@
 """Tells a rank's watchdog who is who, once MPI is there: ranks and folder of its node, and the address of the node it reports to.
-
-Test: pytest tests/test_placing.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run on one rank: check, build data and trainer, resume, and hand over to the loop.
 
-Left out: the loop (`session`), MPI start-up (`comm.launch`). Entry point: pretrain_gpt.py   Test: pytest tests/mpi
+Left out: the loop (`session`), MPI start-up (`comm.launch`). Entry point: pretrain_gpt.py
 """
 
 from __future__ import annotations

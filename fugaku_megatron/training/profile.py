@@ -2,7 +2,6 @@
 
 The ranks of --profile-ranks record everything; of the others those of rank 0's pipeline record their instructions, so that the
 schedule of a run is there as a whole. Left out: recording itself (`host.profiler`), the form of traces (`logs.traces`).
-Test: pytest tests/test_profile.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Going on from a checkpoint: what --load names, and which settings of the run differ from those it was saved with.
 
-Left out: reading the tensors (`checkpoint.load`). Test: pytest tests/test_resume.py
+Left out: reading the tensors (`checkpoint.load`).
 """
 
 from __future__ import annotations

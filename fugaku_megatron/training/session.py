@@ -1,6 +1,6 @@
 """The loop of a run on one rank: train, evaluate, log, save, and leave when something asks for it.
 
-Left out: what comes before the loop (`pretrain`), what a step is (`train`). Test: pytest tests/mpi
+Left out: what comes before the loop (`pretrain`), what a step is (`train`).
 """
 
 from __future__ import annotations

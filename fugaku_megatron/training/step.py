@@ -1,7 +1,6 @@
 """One rank's part of an iteration: what each instruction of a schedule does.
 
 Left out: the schedules (`schedule`), reduction and update (`optim`). Legend: s sequence, b micro-batch, h hidden.
-Test: pytest tests/test_step.py tests/test_parallel.py
 """
 
 from __future__ import annotations

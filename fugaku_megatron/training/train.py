@@ -1,7 +1,7 @@
 """The trainer: builds a rank's part of the run, steps, evaluates, saves and loads.
 
 Left out: the loop with its log and its reasons to leave (`session`), what comes before it (`pretrain`), the plan without training
-(`dry_run`). Legend: s sequence, b micro-batch, h hidden. Test: pytest tests/test_train.py tests/test_parallel.py
+(`dry_run`). Legend: s sequence, b micro-batch, h hidden.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The tokenizer of a run, of which training needs the number of tokens alone, and whether data and checkpoint have the same.
-
-Test: pytest tests/test_library_tokenizers.py tests/test_dry_run.py
-"""
+"""The tokenizer of a run, of which training needs the number of tokens alone, and whether data and checkpoint have the same."""
 
 from __future__ import annotations
 

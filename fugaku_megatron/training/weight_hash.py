@@ -3,7 +3,7 @@
 Every rank forms a CRC-32 of each of its parameters; two small reductions over its replicas find a difference, and one over all
 ranks tells everybody. Only then hashes are gathered, to name the rank whose bits most replicas do not have. Compared are the
 weights that the model computes with; master weights and moments decide the next ones, so a fault there is seen after the next
-update, unless ZeRO-1 spreads it to all replicas. Test: pytest tests/test_weight_hash.py tests/mpi/test_weight_hash.py
+update, unless ZeRO-1 spreads it to all replicas.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Node n reports to node (n - 1) // FAN what its ranks do, with what its own children have reported, and gets an answer. So no node
 hears more than FAN others, and a report of any number of nodes is one short datagram: it names few ranks and counts the rest. Two
 ranks of each node listen, because one of them may be what stops. The end of a job goes down the same tree.
-Left out: finding addresses over MPI (`training.placing`). Test: pytest tests/test_watchdog_nodes.py
+Left out: finding addresses over MPI (`training.placing`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@
 A heartbeat is a file of one page below /dev/shm, so that a sign of life is a write to memory and a reader needs nothing from the
 rank: not its interpreter, not MPI, not a signal. Times are seconds of CLOCK_MONOTONIC, one clock for all processes of a node.
 Needs neither torch nor MPI. Left out: who is stuck (verdict.py), the thread that looks (watch.py).
-Test: pytest tests/test_heartbeat.py
 """
 
 from __future__ import annotations

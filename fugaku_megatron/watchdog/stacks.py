@@ -1,7 +1,4 @@
-"""Where every thread of a rank stands: Python's frames by faulthandler, native ones by gdb or eu-stack where a system has them.
-
-Test: pytest tests/test_watchdog.py
-"""
+"""Where every thread of a rank stands: Python's frames by faulthandler, native ones by gdb or eu-stack where a system has them."""
 
 from __future__ import annotations
 

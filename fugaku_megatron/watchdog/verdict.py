@@ -2,7 +2,6 @@
 
 A rank that waits for others is innocent as long as its watchdog is awake. A rank that does something else, or is not awake, and has
 not moved for too long, is stuck. Left out: where heartbeats come from (heartbeat.py).
-Test: pytest tests/test_watchdog.py
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
 
 It needs nothing that may be what hangs: no MPI, no other process. The lowest rank of a node whose watchdog is awake judges and
 speaks; all write their stacks. Left out: what nodes tell each other (between.py).
-Test: pytest tests/test_watchdog.py tests/mpi/test_hangs.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The commands that the local scheduler emulator puts on a job's PATH: mpiexec with Fujitsu's options, and llio_transfer.
 
 With --scale N mpiexec starts N ranks of a tiny model. To try the failure of a node, write its line of the rank map into the file
-`down` of the job's folder: mpiexec then refuses to start ranks on it. Test: pytest tests/mpi/test_jobs_local.py
+`down` of the job's folder: mpiexec then refuses to start ranks on it.
 """
 
 from __future__ import annotations

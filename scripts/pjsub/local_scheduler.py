@@ -6,7 +6,7 @@
 The options of pjsub and the #PJM directives have the same meaning as on Fugaku. The script is checked as by `fugaku-megatron job
 check`; --no-check skips that. --scale N runs the script on N ranks with a tiny model, --flags adds training flags, --elapse and
 --margin replace its times (seconds), --wait waits for the end of the job. The records of jobs are in .local_pjsub ($LOCAL_PJSUB).
-Left out: queues, priorities, users, several nodes. Test: pytest tests/mpi/test_jobs_local.py
+Left out: queues, priorities, users, several nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The gate on hot loops: its parser on written-out loops, good and bad, and the real kernels under both compilers.
-
-    python -m pytest tests/arm/test_codegen.py
-"""
+"""The gate on hot loops: its parser on written-out loops, good and bad, and the real kernels under both compilers."""
 
 import re
 import shutil

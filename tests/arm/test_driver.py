@@ -1,6 +1,6 @@
 """tools/kernel_driver: every op gives the reference's checksum, here and on the emulated A64FX.
 
-    python -m pytest tests/arm/test_driver.py        (builds the programs, from what is built already)
+The tests build the programs from what is built already.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""tools/arm_env.py: pins, stamps, and a reason in one line when there can be no ARM environment.
-
-    python -m pytest tests/arm/test_env.py
-"""
+"""tools/arm_env.py: pins, stamps, and a reason in one line when there can be no ARM environment."""
 
 import subprocess
 

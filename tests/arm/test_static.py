@@ -1,7 +1,5 @@
 """Kernels cross-compiled for aarch64 and run under qemu-user at each vector length, without Python on the ARM side.
 
-    python -m pytest tests/arm/test_static.py
-
 The A64FX model of qemu refuses what the A64FX lacks, so this also shows that no SVE2 or BF16 instruction slipped in.
 """
 

@@ -15,7 +15,7 @@ may be stopped and resumed; it keeps the revision of the program that each fault
     unnamed       those that hung, or whose log did not say what happened
     tracebacks    those whose log shows a traceback
 
-Left out: faults of several nodes at a time. Test: pytest tests/mpi/test_faults.py
+Left out: faults of several nodes at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""AdamW against its reference and torch.optim.AdamW.
-
-    python -m pytest tests/kernels/test_adamw.py
-"""
+"""AdamW against its reference and torch.optim.AdamW."""
 
 import math
 

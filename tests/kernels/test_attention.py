@@ -1,4 +1,4 @@
-"""Causal attention against a double-precision softmax(Q K^T) V and its autograd. python -m pytest tests/kernels/test_attention.py
+"""Causal attention against a double-precision softmax(Q K^T) V and its autograd.
 
 Shapes: qkv (s, b, (heads + 2 groups) d), out (s, b, heads d), lse (b, heads, s). Query heads of a group share its key and value.
 """

@@ -1,7 +1,5 @@
 """Attention of one new token against kept keys and values, against the textbook's formula in double precision.
 
-    python -m pytest tests/kernels/test_attention_decode.py
-
 Shapes: qkv (rows, (heads + 2 groups) d), keys and values (samples, groups, slots, d), out (rows, heads d).
 """
 

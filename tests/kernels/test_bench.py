@@ -1,7 +1,4 @@
-"""The yardsticks of the benchmarks: what they compute, and that they count their work right.
-
-    python -m pytest tests/kernels/test_bench.py
-"""
+"""The yardsticks of the benchmarks: what they compute, and that they count their work right."""
 
 import time
 

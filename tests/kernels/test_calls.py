@@ -1,7 +1,4 @@
-"""Kernel calls that are kept and made again.
-
-    python -m pytest tests/kernels/test_calls.py
-"""
+"""Kernel calls that are kept and made again."""
 
 import gc
 

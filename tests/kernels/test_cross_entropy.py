@@ -1,7 +1,5 @@
 """Vocabulary-parallel cross-entropy on every target this CPU runs, against double precision.
 
-    python -m pytest tests/kernels/test_cross_entropy.py
-
 Legend: rows of logits, v vocabulary, of which a rank holds the words from first_row.
 """
 

@@ -1,7 +1,4 @@
-"""Products of a few rows on every target this CPU runs, against double precision.
-
-    python -m pytest tests/kernels/test_decode.py
-"""
+"""Products of a few rows on every target this CPU runs, against double precision."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""The machinery of the extension: targets, threads, checks of arguments.
-
-    python -m pytest tests/kernels/test_dispatch.py
-"""
+"""The machinery of the extension: targets, threads, checks of arguments."""
 
 import os
 import re

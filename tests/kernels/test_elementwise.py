@@ -1,7 +1,4 @@
-"""Elementary functions and conversion against their references and torch.
-
-    python -m pytest tests/kernels/test_elementwise.py
-"""
+"""Elementary functions and conversion against their references and torch."""
 
 import math
 

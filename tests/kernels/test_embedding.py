@@ -1,7 +1,5 @@
 """Word and position embedding on every target this CPU runs, against torch.
 
-    python -m pytest tests/kernels/test_embedding.py
-
 Legend: s sequence, b micro-batch, h hidden.
 """
 

@@ -1,7 +1,4 @@
-"""GELU with bias on every target this CPU runs, against double precision.
-
-    python -m pytest tests/kernels/test_gelu.py
-"""
+"""GELU with bias on every target this CPU runs, against double precision."""
 
 import pytest
 import torch

@@ -2,8 +2,6 @@
 
 Sums in FP16 are in test_gemm_fp16.py.
 Legend: M rows, N output features, K input features; a weight is (N, K). Left out: speed (benchmarks/gemm.py).
-
-    python -m pytest tests/kernels/test_gemm.py
 """
 
 import itertools

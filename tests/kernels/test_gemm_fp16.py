@@ -2,8 +2,6 @@
 the reference, overflow, refusals. Left out: how large the error is (docs/numerics.md, tools/gemm_error.py).
 
 Legend: M rows, N output features, K input features; a weight is (N, K).
-
-    python -m pytest tests/kernels/test_gemm_fp16.py
 """
 
 import itertools

@@ -1,7 +1,4 @@
-"""docs/kernels-howto.md quotes real files: its code stands in them, and what it names exists.
-
-    python -m pytest tests/kernels/test_howto.py
-"""
+"""docs/kernels-howto.md quotes real files: its code stands in them, and what it names exists."""
 
 import re
 from pathlib import Path

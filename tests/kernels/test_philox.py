@@ -1,7 +1,4 @@
-"""Philox: known answers, statistics, independence of slices and threads.
-
-    python -m pytest tests/kernels/test_philox.py
-"""
+"""Philox: known answers, statistics, independence of slices and threads."""
 
 import math
 

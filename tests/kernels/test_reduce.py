@@ -1,7 +1,4 @@
-"""Reductions over flat tensors against their references and torch.
-
-    python -m pytest tests/kernels/test_reduce.py
-"""
+"""Reductions over flat tensors against their references and torch."""
 
 import math
 

@@ -1,7 +1,5 @@
 """Rotary position embedding and the norm of queries and keys on every target this CPU runs, against double precision.
 
-    python -m pytest tests/kernels/test_rotary.py
-
 Legend: s sequence, b micro-batch, d head size, half = pairs of columns that are turned, queries = of a group, which are followed by
 its key and its value.
 """

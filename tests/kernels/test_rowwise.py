@@ -1,7 +1,5 @@
 """Layer norm, RMS norm and bias_dropout_add, apart and fused, on every target this CPU runs, against double precision.
 
-    python -m pytest tests/kernels/test_rowwise.py
-
 Left out: cross-entropy (test_cross_entropy.py). Legend: s sequence, b micro-batch, h hidden; rows = s b.
 """
 

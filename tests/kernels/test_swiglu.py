@@ -1,7 +1,4 @@
-"""SwiGLU and its gradient on every target this CPU runs, against double precision.
-
-    python -m pytest tests/kernels/test_swiglu.py
-"""
+"""SwiGLU and its gradient on every target this CPU runs, against double precision."""
 
 import pytest
 import torch

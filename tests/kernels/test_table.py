@@ -1,7 +1,5 @@
 """The table of kernels (kernels_sve/kernels.inc): every row is bound and tested, and says what its kernel costs.
 
-    python -m pytest tests/kernels/test_table.py
-
 That kernel_driver knows every row is tests/arm/test_driver.py's, that the benchmarks time what the trainer calls is
 tests/test_benchmarks.py's.
 """

@@ -1,4 +1,4 @@
-"""Which rank opens which file of a job: one rank of a node each, seen by strace. Run: pytest tests/mpi/test_shared_files.py"""
+"""Which rank opens which file of a job: one rank of a node each, seen by strace."""
 
 from __future__ import annotations
 
