@@ -66,7 +66,7 @@ def test_every_command_explains_itself(name, capsys):
             cli.main([name, "--help"])
         assert end.value.code == 0
     page = capsys.readouterr().out
-    assert page.startswith(f"usage: fugaku-megatron {name} ") and f"fugaku-megatron {name} " in page[20:]
+    assert page.startswith(f"usage: fugaku-megatron {name} ") and f"fugaku-megatron {name}" in page[20:]
 
 
 def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
