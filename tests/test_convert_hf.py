@@ -452,6 +452,7 @@ for words in (["--from-hf", hf, "--save", ours], ["--load", ours, "--to-hf", bac
 """
 
 
+@pytest.mark.system
 def test_memory_is_twice_the_largest_tensor(tmp_path):
     config = transformers.GPT2Config(vocab_size=4096, n_positions=8, n_embd=1024, n_layer=2, n_head=4, n_inner=16384,
                                      bos_token_id=1, eos_token_id=2)

@@ -143,6 +143,7 @@ doc_to_target: "{target}"
 """
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_the_real_harness_runs_a_local_task(model, tmp_path):
     if importlib.util.find_spec("lm_eval") is None:  # an import would change this process's environment

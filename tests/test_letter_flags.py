@@ -163,6 +163,7 @@ def test_an_error_of_wandb_does_not_end_the_run(package, monkeypatch, capsys):
     assert "--wandb-project project: division by zero; the run goes on without it" in capsys.readouterr().out
 
 
+@pytest.mark.system
 def test_the_real_package_keeps_a_run_offline(tmp_path):
     words = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --mock-data"
     order = [*words.split(), *"--vocab-size 64 --train-iters 3 --log-interval 1 --eval-iters 0 --kernels native".split(),

@@ -52,6 +52,7 @@ def test_a_second_job_is_refused_with_host_process_and_time_until_the_first_ends
     assert list((tmp_path / "new").iterdir()) == []
 
 
+@pytest.mark.system
 def test_a_killed_job_on_this_host_leaves_no_obstacle(tmp_path):
     job = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
     assert job.stdout.readline() == "held\n"

@@ -173,6 +173,7 @@ def test_missing_tensorboard_is_one_clear_error_on_every_rank(tmp_path, monkeypa
         MetricsWriter(10, 1, printing=printing, tensorboard_dir=tmp_path)
 
 
+@pytest.mark.system
 def test_tensorboard_is_imported_only_when_asked_for():
     code = ("import io, sys; from fugaku_megatron.logs.metrics import MetricsWriter;"
             "MetricsWriter(2, 1, stream=io.StringIO());"
@@ -181,6 +182,7 @@ def test_tensorboard_is_imported_only_when_asked_for():
     assert result.stdout == "[]\n"
 
 
+@pytest.mark.system
 def test_peak_memory_grows_with_what_the_process_held():
     code = ("from fugaku_megatron.logs.metrics import peak_memory_mib as peak; before = peak();"
             "x = bytearray(b'x' * (96 << 20)); print(peak() - before)")

@@ -149,10 +149,10 @@ def wrong_names(text: str, path: Path) -> Iterator[str]:
             yield quoted
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, *SOURCES, *KERNELS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_named_exists(path):
-    text = prose(path)
-    assert [*wrong_files(text, path), *wrong_names(text, path)] == []
+def test_what_is_named_exists():
+    texts = {path: prose(path) for path in (*DOCUMENTS, *SOURCES, *KERNELS)}
+    wrong = {str(path.relative_to(ROOT)): [*wrong_files(text, path), *wrong_names(text, path)] for path, text in texts.items()}
+    assert not {path: names for path, names in wrong.items() if names}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -64,6 +64,7 @@ def test_messages_between_nodes_are_kept_apart(tmp_path):
     assert (host.link_gbs, host.intra_gbs) == (3.0, 10.0) and host.sources["link_gbs"].startswith("measured")
 
 
+@pytest.mark.system
 def test_one_rank_is_refused(tmp_path):
     command = [sys.executable, "-m", "fugaku_megatron", "calibrate", "--output", str(tmp_path / "host.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -22,6 +22,7 @@ def run_json(command: str, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.system
 def test_json_alone_on_stdout():
     command = [sys.executable, "-m", "fugaku_megatron", *EXAMPLE.split(), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)

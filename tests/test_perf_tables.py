@@ -38,9 +38,9 @@ def printed_lines(output: str) -> list[list[str]]:
     return [r for previous, r in zip([[]] + rows, rows) if not r[0].endswith("-:") and r[-1] != "remarks"]
 
 
-def test_the_committed_tables_are_what_is_printed():
-    done = call("tables", "--markdown")
-    assert TABLES.read_text().endswith(done.stdout), "make rendered writes it again"
+def test_the_committed_tables_are_what_is_printed(capsys):
+    assert cli.main(["tables", "--markdown"]) == 0
+    assert TABLES.read_text().endswith(capsys.readouterr().out), "make rendered writes it again"
 
 
 @pytest.mark.parametrize("predict", [None, slow])
@@ -135,14 +135,11 @@ def test_the_picture_has_a_square_panel_per_document_whose_points_are_the_rows(t
         assert len(panel.get_legend().get_texts()) <= 6
 
 
-def call(*arguments: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "fugaku_megatron", *arguments], capture_output=True, text=True, **options)
-
-
-def test_command(tmp_path):
-    done = call("tables", "--document", "001", "002", "--csv", str(tmp_path / "t.csv"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(printed_lines(done.stdout)) == 30 and len((tmp_path / "t.csv").read_text().splitlines()) == 31
+def test_command(tmp_path, capsys):
+    assert cli.main(["tables", "--document", "001", "002", "--csv", str(tmp_path / "t.csv")]) == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+    assert len(printed_lines(done.out)) == 30 and len((tmp_path / "t.csv").read_text().splitlines()) == 31
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -163,6 +160,7 @@ def test_help_and_no_command(capsys):
     assert "tables" in capsys.readouterr().out
 
 
+@pytest.mark.system
 def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m fugaku_megatron tables | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -154,6 +154,7 @@ def _child(cpus):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
+@pytest.mark.system
 def test_every_thread_is_on_its_core_flushes_denormals_and_none_is_left_over():
     cpus = sorted(os.sched_getaffinity(0), reverse=True)[:2]
     places, denormals, threads = _child(cpus)

@@ -8,6 +8,7 @@ import torch
 
 from fugaku_megatron.host import kernels
 from tests.kernels.conftest import VECTOR_TARGETS
+from tests.kernels.numbers import for_each
 
 TARGETS = ["reference", *VECTOR_TARGETS]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -39,8 +40,8 @@ def double_loss(logits, labels, dloss):
     return loss.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(dtype=ROUNDING)
+@for_each(shape=SHAPES)
 def test_forward_and_backward(target, shape, dtype):
     logits, labels, dloss = sample(*shape, dtype)
     row_max, sum_exp, target_logit = forward(logits, labels)

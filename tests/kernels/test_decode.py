@@ -5,7 +5,7 @@ import torch
 
 from fugaku_megatron.host import kernels
 from tests.kernels.conftest import VECTOR_TARGETS
-from tests.kernels.numbers import DTYPES, random
+from tests.kernels.numbers import DTYPES, for_each, random
 
 TARGETS = ["reference", *VECTOR_TARGETS]
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -23,8 +23,8 @@ def close(got, exact, dtype):
     torch.testing.assert_close(got.double(), exact, rtol=ROUNDING[dtype], atol=ROUNDING[dtype] * max(top, 1e-3))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(dtype=DTYPES)
+@for_each(shape=SHAPES)
 def test_linear_few_rows(target, shape, dtype, guarded):
     m, n, k = shape
     x, weight, bias = random(m, k, dtype=dtype), random(n, k + 3, dtype=dtype, seed=1)[:, :k], random(n, dtype=dtype, seed=2)

@@ -8,7 +8,7 @@ import torch
 
 from fugaku_megatron.host import kernels
 from tests.kernels.conftest import VECTOR_TARGETS
-from tests.kernels.numbers import random
+from tests.kernels.numbers import for_each, random
 
 TARGETS = ["reference", *VECTOR_TARGETS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,8 +25,8 @@ def some_tokens(s=37, b=3, words=23):
     return torch.randint(words, (s, b), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("h", COLUMNS)
+@for_each(dtype=DTYPES)
+@for_each(h=COLUMNS)
 def test_embedding(target, h, dtype):
     tokens, table = some_tokens(), random(23, h, dtype=dtype)
     out = torch.empty(37, 3, h, dtype=dtype)
@@ -36,8 +36,8 @@ def test_embedding(target, h, dtype):
     assert torch.equal(out, table[tokens] * ((tokens >= 7) & (tokens < 15)).unsqueeze(-1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("h", COLUMNS)
+@for_each(dtype=DTYPES)
+@for_each(h=COLUMNS)
 def test_embedding_backward(target, h, dtype):
     tokens, dout = some_tokens(), random(37, 3, h, dtype=dtype)
     grad = torch.ones(8, h)
@@ -46,8 +46,8 @@ def test_embedding_backward(target, h, dtype):
     torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("h", COLUMNS)
+@for_each(dtype=DTYPES)
+@for_each(h=COLUMNS)
 def test_position(target, h, dtype):
     x, table = random(37, 3, h, dtype=dtype), random(40, h, dtype=dtype, seed=1)
     out, grad = torch.empty_like(x), torch.ones(40, h)

@@ -5,7 +5,7 @@ import torch
 
 from fugaku_megatron.host import kernels
 from tests.kernels.conftest import VECTOR_TARGETS
-from tests.kernels.numbers import random
+from tests.kernels.numbers import for_each, random
 
 TARGETS = ["reference", *VECTOR_TARGETS]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -22,9 +22,9 @@ def gelu(x):
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(dtype=ROUNDING)
+@for_each(with_bias=[True, False])
+@for_each(shape=SHAPES)
 def test_gelu(target, shape, with_bias, dtype):
     x, bias = random(*shape, dtype=dtype) * 3, random(shape[1], dtype=dtype, seed=2)
     y = torch.empty_like(x)
@@ -34,7 +34,7 @@ def test_gelu(target, shape, with_bias, dtype):
     torch.testing.assert_close(y.double(), exact, rtol=ROUNDING[dtype], atol=ROUNDING[dtype] * max(top, 1e-3))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(shape=SHAPES)
 def test_gelu_of_strided_rows(target, shape):
     wide = random(shape[0], 3 * shape[1])
     x, y = wide[:, shape[1] : 2 * shape[1]], torch.empty(shape)

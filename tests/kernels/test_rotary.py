@@ -11,7 +11,7 @@ import torch
 
 from fugaku_megatron.host import kernels
 from tests.kernels.conftest import VECTOR_TARGETS
-from tests.kernels.numbers import random
+from tests.kernels.numbers import for_each, random
 
 TARGETS = ["reference", *VECTOR_TARGETS]
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -76,9 +76,9 @@ def assert_close(got, want, dtype):
     torch.testing.assert_close(got.double(), want.double(), rtol=ROUNDING[dtype], atol=ROUNDING[dtype] * max(top, 1e-3))
 
 
-each_form = pytest.mark.parametrize("interleaved", [False, True])
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-each_dtype = pytest.mark.parametrize("dtype", ROUNDING)
+each_form = for_each(interleaved=[False, True])
+each_shape = for_each(shape=SHAPES)
+each_dtype = for_each(dtype=ROUNDING)
 
 
 @each_form

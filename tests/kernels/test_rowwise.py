@@ -8,7 +8,7 @@ import torch
 
 from fugaku_megatron.host import kernels
 from tests.kernels.conftest import VECTOR_TARGETS
-from tests.kernels.numbers import random
+from tests.kernels.numbers import for_each, random
 
 TARGETS = ["reference", *VECTOR_TARGETS]
 FAST = kernels.runnable_targets()[-1]
@@ -45,8 +45,8 @@ def double_norm(x, weight, bias, eps=1e-5):
     return torch.nn.functional.layer_norm(leaves[0], (x.shape[-1],), *leaves[1:], eps), *leaves
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(dtype=DTYPES)
+@for_each(shape=SHAPES)
 def test_layer_norm(target, shape, dtype):
     x = random(*shape, dtype=dtype) * 3 + 7
     weight, bias = random(shape[1], dtype=dtype, seed=1), random(shape[1], dtype=dtype, seed=2)
@@ -58,8 +58,8 @@ def test_layer_norm(target, shape, dtype):
     assert_close(rstd, (centred.square().mean(-1) + 1e-5).rsqrt(), torch.float32, 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(dtype=DTYPES)
+@for_each(shape=SHAPES)
 def test_layer_norm_backward(target, shape, dtype):
     x, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype, seed=1)
     dy, add = random(*shape, dtype=dtype, seed=3), random(*shape, dtype=dtype, seed=4)
@@ -102,8 +102,8 @@ def double_rms(x, weight, eps=1e-5):
     return leaves[0] * (leaves[0].square().mean(-1, keepdim=True) + eps).rsqrt() * leaves[1], *leaves
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(dtype=DTYPES)
+@for_each(shape=SHAPES)
 def test_rms_norm_and_its_gradient(target, shape, dtype):
     x, weight = random(*shape, dtype=dtype) * 3 + 1, random(shape[1], dtype=dtype, seed=1)
     dy, add = random(*shape, dtype=dtype, seed=3), random(*shape, dtype=dtype, seed=4)
@@ -131,8 +131,8 @@ def test_rms_norm_backward_is_the_slope(target):
         torch.testing.assert_close((grad.double() * direction.double()).sum(), (values[0] - values[1]) / 2e-2, rtol=3e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@for_each(with_bias=[True, False])
+@for_each(p=[0.0, 0.3])
 def test_fused_rms_norm_is_its_two_parts(target, p, with_bias):
     """Bit by bit, forward and backward."""
     place, shape = {**PLACE, "p": p}, (11, 3, 67)
@@ -159,9 +159,9 @@ def dropped(x, place):
     return x.double() * out.double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("shape", [(0, 2, 5), (3, 1, 1), (3, 2, VL + 1), (5, 3, 67), (2, 2, 768)])
+@for_each(dtype=DTYPES)
+@for_each(p=[0.0, 0.3])
+@for_each(shape=[(0, 2, 5), (3, 1, 1), (3, 2, VL + 1), (5, 3, 67), (2, 2, 768)])
 def test_fused_forward_and_backward(target, shape, dtype, p):
     place, h = {**PLACE, "p": p}, shape[-1]
     x, residual, dy, dsum = (random(*shape, dtype=dtype, seed=i) for i in range(4))
@@ -186,8 +186,8 @@ def test_fused_forward_and_backward(target, shape, dtype, p):
         assert_close(got, grad + 1, dtype if grad is not weight64.grad else torch.float32, 4, terms)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@for_each(dtype=DTYPES)
+@for_each(p=[0.0, 0.3])
 def test_bias_dropout_add(target, dtype, p):
     place, shape = {**PLACE, "p": p}, (13, 3, 131)
     x, residual, bias = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1), random(131, dtype=dtype, seed=2)
@@ -232,7 +232,7 @@ def test_same_bits_for_any_number_of_threads(target_name):
         assert torch.equal(everything(threads, target_name), one), threads
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@for_each(bad=[float("nan"), float("inf"), float("-inf")])
 def test_nan_and_inf_travel_within_their_row(target, bad):
     x, weight, bias = random(6, 67), random(67, seed=1), random(67, seed=2)
     x[2, 5] = bad

@@ -5,7 +5,7 @@ import torch
 
 from fugaku_megatron.host import kernels
 from tests.kernels.conftest import VECTOR_TARGETS
-from tests.kernels.numbers import random
+from tests.kernels.numbers import for_each, random
 
 TARGETS = ["reference", *VECTOR_TARGETS]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -34,8 +34,8 @@ def assert_close(got, want, dtype):
     torch.testing.assert_close(got.double(), want.double(), rtol=ROUNDING[dtype], atol=ROUNDING[dtype] * max(top, 1e-3))
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(dtype=ROUNDING)
+@for_each(shape=SHAPES)
 def test_swiglu_and_its_gradient(target, shape, dtype):
     rows, cols = shape
     x, dy = random(rows, 2, cols, dtype=dtype) * 3, random(rows, cols, dtype=dtype, seed=2)

@@ -15,6 +15,7 @@ import torch
 from fugaku_megatron.host import kernels
 from fugaku_megatron.run import accounting
 from tests.helpers import small_run
+from tests.kernels.numbers import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {row["name"]: row for row in kernels.table.rows()}
@@ -180,3 +181,16 @@ def test_what_is_no_kernel_costs_nothing():
 def test_wrong_shapes_and_sizes_are_value_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_for_each_tries_every_case_and_names_the_one_that_fails():
+    seen = []
+
+    @for_each(a=[1, 2], b=[3, 4])
+    def check(a, b):
+        seen.append((a, b))
+        assert (a, b) != (2, 3), "wrong"
+
+    with pytest.raises(AssertionError, match="{'a': 2, 'b': 3}: wrong"):
+        check()
+    assert seen == [(1, 3), (1, 4), (2, 3)]
