@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import setup
+from tests.mpi import launch
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fugaku_megatron"
@@ -36,8 +37,10 @@ def pytest_configure():
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items):
-    """Mark every test with its folder, unless it says itself of which kind it is."""
+def pytest_collection_modifyitems(config, items):
+    """Mark every test with its folder, unless it says itself of which kind it is. A second MPI is for tests that take `mpi`."""
+    if config.getoption("--mpi") == "openmpi":
+        items[:] = [item for item in items if "mpi" in item.fixturenames]
     for item in items:
         kind = item.path.relative_to(TESTS).parts[0]
         if kind in KINDS and not any(mark.name in KINDS for mark in item.iter_markers()):
@@ -57,3 +60,28 @@ def same_environment_variables():
     before = variables()
     yield
     assert variables() == before
+
+
+def installed(name: str) -> launch.MPI:
+    """An MPI; the test is skipped with the reason where it is missing."""
+    found = launch.FIND[name]()
+    if found is None:
+        pytest.skip(f"{name}: {launch.MISSING[name]}")
+    return found
+
+
+@pytest.fixture(scope="session")
+def mpi(request):
+    """The MPI that --mpi names."""
+    return installed(request.config.getoption("--mpi"))
+
+
+@pytest.fixture(scope="session")
+def mpich():
+    return installed("mpich")
+
+
+@pytest.fixture(scope="session")
+def kills(request):
+    """How often test_pretrain.py kills a job: --kills N."""
+    return request.config.getoption("--kills")

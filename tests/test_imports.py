@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tools.plot_rooms import imports, module_name, own_imports
 
 ROOT = Path(__file__).resolve().parents[1]
