@@ -109,6 +109,7 @@ def gradients_alone() -> dict[str, torch.Tensor]:
     return gradients(1)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["tp2", "pp4", "dp2", "tp2pp2dp2", "tp2pp2 sequence"])
 def test_all_gradients_equal_one_rank(name, gradients_alone):
     ranks, layout = LAYOUTS[name.split()[0]]

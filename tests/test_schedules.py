@@ -93,6 +93,7 @@ def test_a_stage_with_both_ends_has_the_tied_weight_once(name):
                      [(False, 1), (True, 0), (True, 0), (False, 1)])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_weights_are_those_of_one_rank(name):
     def weights(world: Comm, changes: dict) -> dict[str, torch.Tensor]:
