@@ -169,7 +169,7 @@ class Compiler:
     def target_command(self, target: Target, family: str) -> list[str]:
         """Compiles a family of kernels for a row of the table."""
         gcc = [] if "clang" in self.target_cxx[0] else GCC_FLAGS + GCC_SVE_FLAGS * (target.machine == "aarch64")
-        macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}", f"-DFM_FAMILY={family}",
+        macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}", f'-DFM_HEADER="{family}.h"',
                   f"-DFM_IS_{family}=,,,"]
         return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros]
 

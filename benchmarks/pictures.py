@@ -1,4 +1,4 @@
-"""The results of `benchmarks alloc`, `tables`, `comm` and `two_hosts` as pictures. All of them need matplotlib.
+"""The results of alloc.py, tables.py, comm.py and two_hosts.py as pictures. All of them need matplotlib.
 
 A ValueError names --png where a file cannot be written.
 """

@@ -1,17 +1,14 @@
 // The kernels of one row of TARGETS in setup.py, a family at a time: -DFM_TARGET names the namespace and the block of tuning.h,
-// -DFM_VECTOR_BYTES the length of the vectors, -DFM_FAMILY=gemm the header gemm.h, and -DFM_IS_gemm=,,, marks the rows of
-// kernels.inc that the unit defines. No symbol may be weak and outside fm::FM_TARGET, or code for one CPU could be picked for
+// -DFM_VECTOR_BYTES the length of the vectors, -DFM_HEADER="gemm.h" the family, and -DFM_IS_gemm=,,, marks its rows of kernels.inc,
+// which the unit defines. No symbol may be weak and outside fm::FM_TARGET, or code for one CPU could be picked for
 // another (tests/kernels/test_dispatch.py): headers keep to FM_INLINE functions, lambdas, and no std:: containers or algorithms.
 //
-// Without FM_FAMILY it is the table of the row's kernels. That unit is compiled for the baseline, because its constructor runs
+// Without FM_HEADER it is the table of the row's kernels. That unit is compiled for the baseline, because its constructor runs
 // on every CPU.
 #include "table.h"
 
-#ifdef FM_FAMILY
-
-#define FM_QUOTE(header) #header
-#define FM_HEADER_OF(family) FM_QUOTE(family.h)
-#include FM_HEADER_OF(FM_FAMILY)
+#ifdef FM_HEADER
+#include FM_HEADER
 
 namespace fm::FM_TARGET {
 // Three commas before FM_DEFINE move it to the fourth place, where otherwise FM_SKIP is.

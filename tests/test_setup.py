@@ -47,7 +47,7 @@ def test_flags_of_a_target_stay_with_its_file(project, tmp_path):
     assert len({obj for _, _, obj in jobs}) == len(jobs)
     for command, source, _ in jobs:
         machine_flags = [flag for flag in command if flag.startswith(("-m", "-march")) and flag != "-MMD"]
-        assert machine_flags == [] or (source.name == "target.cc" and any(flag.startswith("-DFM_FAMILY=") for flag in command))
+        assert machine_flags == [] or (source.name == "target.cc" and any(flag.startswith("-DFM_HEADER=") for flag in command))
         assert ("-fopenmp" in command) == (source.name == "parallel.cc")
         assert "-ffast-math" not in command
 
