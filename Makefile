@@ -137,26 +137,26 @@ test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
 	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi
 
 docs: setup $(STAMPS)/test-packages
-	$(BIN)/python -m pytest -q -m docs tests/test_docs_commands.py
+	$(BIN)/python -m pytest -q -m docs tests/system/test_docs_commands.py
 
 # --strict makes a broken link an error, but not with --quiet. The variable silences an announcement of the theme's makers.
 site: $(STAMPS)/docs-packages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 faults-short: setup $(STAMPS)/test-packages
-	$(BIN)/python -m tests.faults --count $(FAULTS_SHORT) --seed $(FAULTS_SEED) --workers 2
+	$(BIN)/python -m tests.campaigns.faults --count $(FAULTS_SHORT) --seed $(FAULTS_SEED) --workers 2
 
 faults: setup $(STAMPS)/test-packages
-	$(BIN)/python -m tests.faults --count $(FAULTS) --seed $(FAULTS_SEED) --json faults.json --resume --workers 3 --write
+	$(BIN)/python -m tests.campaigns.faults --count $(FAULTS) --seed $(FAULTS_SEED) --json faults.json --resume --workers 3 --write
 
 wheel: $(STAMPS)/venv
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
 wheel-test: $(STAMPS)/test-packages
-	$(BIN)/python -m pytest -q -m slow tests/test_wheel.py
+	$(BIN)/python -m pytest -q -m slow tests/system/test_wheel.py
 
 setup-test: $(STAMPS)/test-packages
-	$(BIN)/python -m pytest -q -m slow tests/test_setup_mpi.py
+	$(BIN)/python -m pytest -q -m slow tests/system/test_setup_mpi.py
 
 # Allocators and layouts take longer: python -m benchmarks alloc, python -m benchmarks step --ranks 2
 bench: setup

@@ -13,8 +13,8 @@ import importlib
 from collections.abc import Sequence
 from types import ModuleType
 
-from fugaku_megatron.run.command_line import Parser
-from fugaku_megatron.run.outputs import check_file, check_picture
+from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.config.outputs import check_file, check_picture
 
 from . import driver, mkl
 

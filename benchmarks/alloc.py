@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.outputs import pipe_table
 from fugaku_megatron.host import runtime
-from fugaku_megatron.published.markdown import pipe_table
-from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.layout import Layout
 
 from . import alloc_logs, disturbance, driver, jobs, pictures, preloads, published, shapes
 

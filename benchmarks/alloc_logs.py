@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.outputs import pipe_table
+from fugaku_megatron.costs import accounting
 from fugaku_megatron.logs.log_table import row_of, size_name
 from fugaku_megatron.logs.run_log import LogSummary, read_log
-from fugaku_megatron.published.markdown import pipe_table
-from fugaku_megatron.run import accounting
-from fugaku_megatron.run.checks import check
 
 from . import jobs, published
 

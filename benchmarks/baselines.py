@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.grid import Grid
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.convert.architectures import GPT2
+from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.nn.model import Stage
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.run import accounting
-from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.config import ModelConfig, RunConfig
 from fugaku_megatron.training.flat import initial_values
 
 from .plain_gpt import PlainGPT
@@ -80,7 +80,7 @@ def build(name: str, run: RunConfig) -> nn.Module:
     """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
     model = BASELINES[name](run, accounting.padded_vocab_size(run.model, 1))
     ops = Ops.build()
-    meta = {p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(DryComm()), ops).parameters()}  # on the meta device
+    meta = {p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(SoloComm()), ops).parameters()}  # on the meta device
 
     @lru_cache(maxsize=1)  # several parameters of theirs are parts of one of ours, one after another
     def ours(name: str) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from fugaku_megatron.run.checks import check
+from fugaku_megatron.config.checks import check
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron.config.checks import check
 from fugaku_megatron.host import runtime
-from fugaku_megatron.run.checks import check
 
 from . import child, disturbance, driver, jobs, pictures
 

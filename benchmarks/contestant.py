@@ -75,14 +75,14 @@ class Apart:
 
 def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
     """(function that trains a step, facts for the report): the trainer as training/pretrain.py sets it up."""
-    from fugaku_megatron.comm.dry import DryComm
     from fugaku_megatron.comm.grid import Grid
-    from fugaku_megatron.run.arguments import make_run
+    from fugaku_megatron.comm.solo import SoloComm
+    from fugaku_megatron.config.arguments import make_run
     from fugaku_megatron.training import pretrain
-    from fugaku_megatron.training.kernel_choice import build_ops, choose_kernels
+    from fugaku_megatron.training.start_choices import build_ops, choose_kernels
     from fugaku_megatron.training.train import Trainer
 
-    run, world = make_run(task.recipe, task.values), DryComm()
+    run, world = make_run(task.recipe, task.values), SoloComm()
     machine = pretrain.configure_process(run, world)
     groups = Grid(1, 1, 1).groups(world)
     layout = pretrain.Layout.from_run(run, 1)
@@ -95,7 +95,7 @@ def _baseline(task: Task) -> tuple[Any, dict[str, Any]]:
     """(function that trains a step, facts for the report): the baseline."""
     import torch
 
-    from fugaku_megatron.run.arguments import make_run
+    from fugaku_megatron.config.arguments import make_run
 
     from .baselines import BaselineTrainer
 
@@ -110,7 +110,7 @@ def main(task: Task) -> None:
     step, facts = (_ours if task.side == "ours" else _baseline)(task)
 
     from fugaku_megatron.host import allocator
-    from fugaku_megatron.logs.metrics import peak_memory_mib
+    from fugaku_megatron.host.memory_use import peak_memory_mib
 
     from .disturbance import Settling, multiply_adds
 

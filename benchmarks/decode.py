@@ -25,14 +25,15 @@ from typing import Any
 import torch
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
 from fugaku_megatron.convert.own import save_own
 from fugaku_megatron.host import allocator, kernels, runtime
 from fugaku_megatron.inference.generation import steps
-from fugaku_megatron.inference.loading import LoadedModel, load_model, saved_run
+from fugaku_megatron.inference.loading import LoadedModel, load_model
 from fugaku_megatron.inference.sampling import Sampling
-from fugaku_megatron.run.checks import check
 
 from . import disturbance, driver, mkl
 
@@ -96,7 +97,7 @@ def models(options: argparse.Namespace, folder: Path) -> tuple[Any, LoadedModel]
     theirs.save_pretrained(folder / "theirs")
     save_own(open_hugging_face(folder / "theirs"), folder / "ours")
     manifest = read_manifest(folder / "ours", 0)
-    return theirs, load_model(saved_run(manifest, (1, 1)), DryComm(), str(folder / "ours"), 0, manifest)
+    return theirs, load_model(saved_run(manifest, (1, 1)), SoloComm(), str(folder / "ours"), 0, manifest)
 
 
 def our_side(loaded: LoadedModel, prompt: list[int]) -> Side:

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
+from fugaku_megatron.config.checks import check
 from fugaku_megatron.host import allocator, kernels, runtime
 from fugaku_megatron.host.fma_peak import fma_gflops, fma_peak_gflops
-from fugaku_megatron.run.checks import check
 
 from . import mkl, openblas, shapes
 from .child import Child, python

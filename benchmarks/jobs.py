@@ -14,11 +14,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.logs.iteration import parse_log
 from fugaku_megatron.logs.metrics import parse_peak_memory
 from fugaku_megatron.logs.run_log import exact_seconds
-from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.config import RunConfig
 
 from . import disturbance, preloads
 from .child import ROOT, mpiexec

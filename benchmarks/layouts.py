@@ -13,9 +13,9 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fugaku_megatron.config.checks import check, flag
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import runtime
-from fugaku_megatron.run.checks import check, flag
-from fugaku_megatron.run.layout import Layout
 
 from . import disturbance, driver, jobs, shapes
 

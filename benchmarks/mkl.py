@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fugaku_megatron.run.checks import check
+from fugaku_megatron.config.checks import check
 
 from . import preloads
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from fugaku_megatron.config.checks import check
 from fugaku_megatron.host import kernels
-from fugaku_megatron.run.checks import check
 
 # A kernel target that the CPU can run -> OpenBLAS's kernels of the same width. Those of later CPUs are the same in FP32.
 CORES = {"avx512": "SKYLAKEX", "avx2": "HASWELL"}

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.run.outputs import writing
+from fugaku_megatron.config.outputs import writing
 
 from . import tables_text
 

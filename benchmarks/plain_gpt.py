@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fugaku_megatron.run.config import ModelConfig
+from fugaku_megatron.config.run_config import ModelConfig
 
 
 class Attention(nn.Module):

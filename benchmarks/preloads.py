@@ -10,7 +10,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from fugaku_megatron.run.checks import check
+from fugaku_megatron.config.checks import check
 
 # name -> Debian and Ubuntu package, sonames in the order of preference
 LIBRARIES = {"tcmalloc": ("libgoogle-perftools4", ("libtcmalloc.so", "libtcmalloc_minimal.so")),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.run.config import ModelConfig
+from fugaku_megatron.config.run_config import ModelConfig
 
 from .driver import Call, Case
 from .eager import EPSILON, EagerPass, compare, relative_error

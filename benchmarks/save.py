@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron.comm.dry import DryComm
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.checks import check
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host import runtime
-from fugaku_megatron.run.checks import check
 from fugaku_megatron.training.train import Trainer
 
 from . import disturbance, driver, shapes
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
 def build(options: argparse.Namespace, folder: str) -> Trainer:
     """A trainer on one rank that saves into `folder`."""
     config = shapes.run_of(options, seq_length=options.seq_length, train_iters=1000, save=folder, keep_last=1, async_save=True)
-    return Trainer(config, DryComm(), train=MockDataset(config.model.vocab_size, options.seq_length, 4096, 1))
+    return Trainer(config, SoloComm(), train=MockDataset(config.model.vocab_size, options.seq_length, 4096, 1))
 
 
 def one_round(trainer: Trainer, folder: str) -> dict[str, float]:

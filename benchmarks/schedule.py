@@ -15,12 +15,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.outputs import check_picture
 from fugaku_megatron.host import runtime
 from fugaku_megatron.logs import pipeline_plot
-from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.outputs import check_picture
-from fugaku_megatron.schedule import Schedule, build
-from fugaku_megatron.timeline import Costs, Span, spans
+from fugaku_megatron.pipeline.schedule import Schedule, build
+from fugaku_megatron.pipeline.timeline import Costs, Span, spans
 
 from . import disturbance, driver, jobs
 from .child import ranks

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron import schedule
 from fugaku_megatron.comm.base import Comm, Handle
 from fugaku_megatron.comm.launch import run_or_abort
-from fugaku_megatron.parts import receives_ahead
-from fugaku_megatron.schedule import Instruction, Schedule
-from fugaku_megatron.timeline import Costs, Span, walk
+from fugaku_megatron.pipeline import schedule
+from fugaku_megatron.pipeline.parts import receives_ahead
+from fugaku_megatron.pipeline.schedule import Instruction, Schedule
+from fugaku_megatron.pipeline.timeline import Costs, Span, walk
 
 from .child import answer, answers
 from .schedule import schedules

@@ -1,6 +1,6 @@
 """Which model a benchmark measures: the options of every family and the run that they mean.
 
-Left out: the sizes themselves (fugaku_megatron/run/recipes.py) and what follows from them (fugaku_megatron/run/accounting.py).
+Left out: the sizes themselves (fugaku_megatron/config/recipes.py) and what follows from them (fugaku_megatron/costs/accounting.py).
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fugaku_megatron.run.arguments import make_run
-from fugaku_megatron.run.config import RunConfig
-from fugaku_megatron.run.layout import Layout
-from fugaku_megatron.run.recipes import RECIPES
+from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.config.run_config import RunConfig
 
 VOCABULARY = 8192  # of recipes that take theirs from a tokenizer
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import runtime
 from fugaku_megatron.host.fma_peak import fma_peak_gflops
-from fugaku_megatron.run import accounting
-from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.config import RunConfig
 
 from . import baselines, disturbance, driver, layouts, mkl, preloads, shapes
 from .contestant import SIDES, Apart, Contestant, Task

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.host import runtime
 from fugaku_megatron.perf import machine, model, software
-from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.config import RunConfig
-from fugaku_megatron.run.layout import Layout
 
 from . import alloc, disturbance, driver, jobs, pictures, preloads, shapes, tables_text
 from .child import ROOT, mpiexec

@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron.config.outputs import pipe_table
 from fugaku_megatron.perf.software import THIS_PROJECT
-from fugaku_megatron.published.markdown import pipe_table
 
 from . import published
 

@@ -30,8 +30,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron.config.checks import check
 from fugaku_megatron.host import runtime
-from fugaku_megatron.run.checks import check
 
 from . import disturbance, driver, jobs, pictures
 from .child import Child, mpiexec, python

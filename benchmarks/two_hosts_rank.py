@@ -24,12 +24,11 @@ from fugaku_megatron.comm.base import DONE, Comm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.comm.mpi import MPIComm
-from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
-from fugaku_megatron.host.phases import PHASES, REDUCTIONS, Phases
-from fugaku_megatron.run.arguments import make_run
-from fugaku_megatron.run.layout import Layout
+from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.host.observed import NONBLOCKING, PHASES, REDUCTIONS, VERBS, Observed, Phases
 from fugaku_megatron.training import pretrain
-from fugaku_megatron.training.kernel_choice import build_ops, choose_kernels
+from fugaku_megatron.training.start_choices import build_ops, choose_kernels
 from fugaku_megatron.training.train import Trainer
 
 from .child import answer, answers

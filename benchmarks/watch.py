@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron.comm.dry import DryComm
 from fugaku_megatron.comm.grid import Grid
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.checks import check
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host import runtime
-from fugaku_megatron.host.phases import Phases
-from fugaku_megatron.run.checks import check
+from fugaku_megatron.host.observed import Phases
 from fugaku_megatron.training.observers import Heartbeats, Observers
 from fugaku_megatron.training.rank_times import RankTimes
 from fugaku_megatron.training.train import Trainer
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     check(options.tensor_model_parallel_size == 1, "--tensor-model-parallel-size: this benchmark has one rank, leave it out")
     watch, config = disturbance.Watch(torch.get_num_threads(), time.process_time), shapes.run_of(
         options, seq_length=options.seq_length, train_iters=10 * options.rounds + 10)
-    trainer = Trainer(config, DryComm(), train=MockDataset(config.model.vocab_size, options.seq_length, 4096, 1))
+    trainer = Trainer(config, SoloComm(), train=MockDataset(config.model.vocab_size, options.seq_length, 4096, 1))
     with tempfile.TemporaryDirectory() as folder:
         with watching(trainer, Path(folder)) as watched:
             rounds = [one_round(trainer, watched, bool(i % 2)) for i in range(-1, options.rounds)][1:]

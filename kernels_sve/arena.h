@@ -5,7 +5,7 @@
 // Why not malloc: glibc gives every block above its threshold back when it is freed, and the next tensor's pages are
 // zeroed and faulted in again, one fault per 4 KiB (through one lock of the process in the kernel).
 // Left out: blocks below SMALL, which are malloc's; returning memory. Bound to torch in bind_arena.cc; tested by
-// tests/test_allocator.py.
+// tests/system/test_allocator.py.
 #pragma once
 #include <cstddef>
 

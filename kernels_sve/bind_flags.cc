@@ -1,5 +1,5 @@
 // Python functions for memory that processes share: set_flag, wait_for_flags. What was written before a flag was set is there
-// for who has seen the flag. Tested by tests/mpi/test_mpi_comm.py.
+// for who has seen the flag. Tested by tests/system/mpi/test_mpi_comm.py.
 #include <sched.h>
 
 #include <chrono>

@@ -3,7 +3,7 @@
 //   Call check(py::handle x_object, ...) { TensorView x("x", x_object); ...; return [args] { kernels().some_kernel(args); }; }
 //   FM_BIND(family) { def_repeatable(module, "some_kernel", &check, "x"_a, ...); }
 //
-// Python functions of Calls: bind_calls.cc. Tested by tests/kernels/test_calls.py and tests/test_replay.py.
+// Python functions of Calls: bind_calls.cc. Tested by tests/kernels/test_calls.py and tests/unit/test_decode_replay.py.
 #pragma once
 #include <functional>
 #include <utility>

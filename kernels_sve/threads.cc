@@ -1,5 +1,5 @@
 // What every worker thread must set for itself: its core, and that denormal numbers count as zero. Bound in bind.cc; tested by
-// tests/test_placement.py.
+// tests/unit/test_placement.py.
 #include <sched.h>
 
 #include "parallel.h"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import setup
-from tests.mpi import launch
+from tests.system.mpi import launch
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fugaku_megatron"

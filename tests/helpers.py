@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from benchmarks.plain_gpt import PlainGPT
-from fugaku_megatron.checkpoint.folders import Folders
 from fugaku_megatron.checkpoint.load import load_shards, open_checkpoint
+from fugaku_megatron.checkpoint.manifest import Folders
 from fugaku_megatron.checkpoint.save import Description, run_steps, save_steps, shard_writer
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Grid, Groups
+from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.run.arguments import make_run
-from fugaku_megatron.run.config import ModelConfig, RunConfig
 from fugaku_megatron.training.train import IterationResult, Trainer
 
 SMALL = {

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fugaku_megatron import cli
+from fugaku_megatron.config.outputs import writing
 from fugaku_megatron.data.vocabulary import train_vocabulary
-from fugaku_megatron.run.outputs import writing
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings"}
 SUFFIXES = {".py", ".txt", ".rst"}

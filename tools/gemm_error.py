@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fugaku_megatron import cli
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.run_config import MAX_FP16_CHUNK
 from fugaku_megatron.host import kernels
-from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.config import MAX_FP16_CHUNK
 
 CHUNKS = (16, 32, 64, 128, 256)
 

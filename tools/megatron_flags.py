@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
+from fugaku_megatron.config.arguments import build_parser
+from fugaku_megatron.config.checks import flag_words
+from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.config.compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
+from fugaku_megatron.config.model_config import NORMS, choices
+from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.config.run_config import GROUPS, RunConfig
 from fugaku_megatron.data.tokenizer import TOKENIZERS
-from fugaku_megatron.run.arguments import build_parser
-from fugaku_megatron.run.block_parts import NORMS, choices
-from fugaku_megatron.run.checks import flag_words
-from fugaku_megatron.run.command_line import Parser
-from fugaku_megatron.run.compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
-from fugaku_megatron.run.config import GROUPS, RunConfig
-from fugaku_megatron.run.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "tools" / "megatron_flags.txt"

@@ -15,15 +15,15 @@ from collections import Counter
 from pathlib import Path
 
 from fugaku_megatron import cli
-from fugaku_megatron.run.checks import check
-from fugaku_megatron.run.outputs import check_picture
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.outputs import check_picture
 
 Arrows = Counter  # (room, imported room) -> number of imports
 TALL, HALF = 10.0, 0.17  # of a picture, of half a box
 
 
 def module_name(path: Path, package: Path) -> str:
-    """run.config for run/config.py of the package."""
+    """config.run_config for config/run_config.py of the package."""
     return ".".join(path.relative_to(package).with_suffix("").parts)
 
 

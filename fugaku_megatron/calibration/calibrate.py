@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..run.checks import check
-from ..run.outputs import check_file, writing
+from ..config.checks import check
+from ..config.outputs import check_file, writing
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -87,8 +87,8 @@ def measure_compute() -> Compute:
 
     from ..host import kernels
     from ..host.fma_peak import fma_peak_gflops
+    from ..host.memory_use import peak_memory_mib
     from ..host.runtime import clock_ghz
-    from ..logs.metrics import peak_memory_mib
     from . import host_kernels
 
     process = peak_memory_mib()

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..comm.dry import DryComm
+from ..comm.solo import SoloComm
+from ..config.arguments import make_run
+from ..config.layout import Layout
+from ..config.run_config import ModelConfig, RunConfig
+from ..costs import accounting
 from ..data.dataset import MockDataset
 from ..host import kernels
 from ..perf import model, software
-from ..run import accounting
-from ..run.arguments import make_run
-from ..run.config import ModelConfig, RunConfig
-from ..run.layout import Layout
 from ..training.train import Trainer
 
 COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the caches of all cores
@@ -84,7 +84,7 @@ def _tiny(layers: int, microbatches: int) -> RunConfig:
 
 def _step_seconds(run: RunConfig) -> float:
     data = [MockDataset(run.model.vocab_size, run.model.seq_length, 1024, seed) for seed in (1, 2)]
-    trainer = Trainer(run, DryComm(), None, *data)
+    trainer = Trainer(run, SoloComm(), None, *data)
     try:
         return statistics.median(trainer.train_step().seconds for _ in range(STEPS))
     finally:

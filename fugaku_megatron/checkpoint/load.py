@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from ..comm.agreement import agree, on_root
+from ..comm.agreement import agree, on_root, scatter_object
 from ..comm.base import Comm
-from ..comm.objects import scatter_object
-from .folders import FOLDER_FILES, Folders, file_name
 from .manifest import (
+    FOLDER_FILES,
     TRACKER,
+    Folders,
+    file_name,
     iteration_path,
     join,
     latest_iteration,
@@ -158,3 +159,20 @@ def _other_iterations(directory: Path, damaged: int) -> str:
     if not others:
         return f". No other checkpoint in {directory} is complete"
     return f". Complete checkpoints: iterations {join(others)}. Use iteration {others[-1]}: --ckpt-step {others[-1]}"
+
+
+def load_weights(directory: str | os.PathLike, iteration: int, manifest: dict[str, Any], targets: list[Shard], comm: Comm,
+                 padded: Collection[str] = ()) -> None:
+    """Fill the tensors of `targets`, of any dtype, in place. Collective.
+
+    manifest: of this iteration. padded: see `Search`. Everything that is read is verified. Raises ValueError on all ranks when a
+    tensor is missing, has another shape or is not wholly there, and when a file is damaged.
+    """
+    path, prefix = iteration_path(Path(directory), iteration), f"--load {directory}: "
+    if comm.rank == 0 and (note := unsigned_note(manifest, path)):
+        print(note)
+    search = Search(targets, padded, converts=("",))
+    for name, entry in manifest["files"].items():
+        search.look(name, entry)
+    plan = agree(comm, lambda: search.plan(path), prefix)
+    agree(comm, lambda: [read_shards(path / name, work) for name, work in plan.items()] and None, prefix)

@@ -17,9 +17,12 @@ import errno
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..comm.base import Comm
+from ..comm.grid import subgroup
 from . import schema
 from .crc import crc32, verify_file
 
@@ -256,3 +259,45 @@ def fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is one more. Records of 127 ranks take about 5 MiB
+
+
+def file_name(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def folder_of(rank: int, ranks: int) -> str:
+    """The folder of a rank's file among `ranks`, relative to the checkpoint; "" for the checkpoint itself."""
+    names, span = [], FOLDER_FILES
+    while span < ranks:
+        names.append(f"ranks_{rank // span * span:06d}")
+        span *= FOLDER_FILES
+    return "/".join(reversed(names))
+
+
+def all_folders(ranks: int) -> Iterator[str]:
+    """The folders of a checkpoint of `ranks` ranks, in order."""
+    return (folder_of(first, ranks) for first in range(0, ranks, FOLDER_FILES))
+
+
+class Folders:
+    """The ranks of `comm`, by the folder that holds their files. Made once for a run, since it splits `comm`. Collective.
+
+    name: this rank's folder. members: the ranks of it, of which the first one leads. leaders: the leaders of all folders, in
+    order; a communicator of this rank alone elsewhere.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.name = comm, folder_of(comm.rank, comm.size)
+        self.members, self.leaders = comm, None
+        if self.name:
+            first, starts = comm.rank // FOLDER_FILES * FOLDER_FILES, range(0, comm.size, FOLDER_FILES)
+            self.members = subgroup(comm, range(first, min(first + FOLDER_FILES, comm.size)))
+            self.leaders = subgroup(comm, starts if comm.rank in starts else [comm.rank])
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank reads and writes the folder's manifest."""
+        return self.members.rank == 0

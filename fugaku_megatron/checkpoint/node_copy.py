@@ -23,9 +23,8 @@ import torch
 
 from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
-from .folders import Folders
 from .load import Checkpoint
-from .manifest import entries, fsync, iteration_name, list_iterations, read_head, write_manifest, write_text
+from .manifest import Folders, entries, fsync, iteration_name, list_iterations, read_head, write_manifest, write_text
 from .save import Description, Steps, Written, run_steps, save_steps, write_shards
 from .shards import Shard
 from .tensor_files import copy_verified

@@ -19,10 +19,12 @@ from typing import Any
 
 from ..comm.agreement import agree, describe, on_root
 from ..comm.base import Comm
-from .folders import Folders, all_folders, file_name
 from .manifest import (
     TRACKER,
+    Folders,
+    all_folders,
     entries,
+    file_name,
     fsync,
     iteration_name,
     join,

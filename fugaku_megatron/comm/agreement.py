@@ -7,9 +7,15 @@ for the step.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+import pickle
+import platform
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
 
 from .base import Comm
 
@@ -107,3 +113,50 @@ def describe(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = str(error)
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """ranks: those of this rank's node, in the order of the world. count: nodes of the world. number: this one's, from 0."""
+
+    ranks: Comm
+    count: int
+    number: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what one rank of a node does for all."""
+        return self.ranks.rank == 0
+
+
+def find_nodes(world: Comm, name: str | None = None) -> Nodes:
+    """The nodes of `world`. name: this rank's node, by default the host's name. Collective.
+
+    The nodes are numbered in the order of their first ranks.
+    """
+    name = name or platform.node()
+    alike = world.split(zlib.crc32(name.encode()) & 0x7FFFFFFF, world.rank)  # names of one checksum: nearly always one name
+    names = alike.all_gather_object(name)
+    ranks = alike if len(set(names)) == 1 else alike.split(sorted(set(names)).index(name), alike.rank)
+    leaders = world.split(0 if ranks.rank == 0 else 1, world.rank)
+    place = torch.tensor([leaders.rank, leaders.size] if ranks.rank == 0 else [0, 0])
+    number, count = ranks.broadcast(place).tolist()
+    return Nodes(ranks, count, number)
+
+
+def scatter_object(comm: Comm, objects: Sequence[Any] | None) -> Any:
+    """objects[rank] of rank 0 on every rank; the other ranks pass None. Collective. A rank sends as often as there are others."""
+    if comm.rank > 0:
+        return _receive(comm)
+    assert len(objects) == comm.size, (len(objects), comm.size)
+    for rank in range(1, comm.size):
+        data = torch.frombuffer(bytearray(pickle.dumps(objects[rank], pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+        comm.send(torch.tensor([data.numel()]), rank)
+        comm.send(data, rank)
+    return objects[0]
+
+
+def _receive(comm: Comm) -> Any:
+    size = int(comm.recv(torch.zeros(1, dtype=torch.int64), 0))
+    data = comm.recv(torch.empty(size, dtype=torch.uint8), 0)
+    return pickle.loads(data.numpy().tobytes()) if size else None  # nothing comes where nobody sends (a dry run)

@@ -27,7 +27,7 @@ def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
     """The communicator of `ranks` (ranks of `comm`, in this order), which must include the caller.
 
     Entered by every rank of `comm`, each with its own group of one partition. A communicator without other ranks
-    (`comm.dry.DryComm`) builds the group itself; all others split, with the group's first rank as the color.
+    (`comm.solo.SoloComm`) builds the group itself; all others split, with the group's first rank as the color.
     """
     own = getattr(comm, "subgroup", None)
     return own(ranks) if own else comm.split(color=ranks[0], key=ranks.index(comm.rank))

@@ -22,9 +22,9 @@ from typing import Any, NoReturn, TypeVar
 from . import launcher
 from .agreement import storage_failed
 from .base import Comm
-from .dry import DryComm
 from .exit_codes import ExitCode
 from .mpi import MPIComm, mpi_world
+from .solo import SoloComm
 
 T = TypeVar("T")
 GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause
@@ -45,7 +45,7 @@ def init(waits: Callable[[bool], Any] = bool) -> Comm:
         world = mpi_world(waits)
     except (ImportError, RuntimeError) as error:  # mpi4py is missing; mpi4py finds no MPI library
         if started == 1:
-            return DryComm()
+            return SoloComm()
         raise ValueError(
             f"{name}={started} but MPI cannot be loaded ({error}): run `pip install mpi4py mpich` and use the mpiexec "
             "next to python, or build mpi4py with the site's MPI"

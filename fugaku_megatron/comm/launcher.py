@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ import stat
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # variables with the number of processes
@@ -196,3 +198,15 @@ def wait_until_read(stream: TextIO, limit: float = 2.0) -> None:
             fcntl.ioctl(pipe, termios.FIONREAD, unread)
     except (OSError, ValueError):  # not a file, or a system without FIONREAD
         pass
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No collection within; afterwards the collector is as it was. What an import creates stays, so that it has nothing to find."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DONE, Handle
-from .tensors import OPS, check, rank_order_sum, rows
+from .base import DONE, OPS, Handle, check, rank_order_sum, rows
 
 
 def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:

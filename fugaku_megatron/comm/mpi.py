@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from . import launcher
-from .base import DONE, Handle
+from .base import DONE, HALF, OPS, Handle, check, rank_order_sum, rows
 from .engine import Engine, Steps
-from .tensors import HALF, OPS, check, rank_order_sum, rows
 
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 THREAD_LEVEL_VARIABLE = "FUGAKU_MEGATRON_MPI_THREAD_LEVEL"  # the level to ask for

@@ -24,11 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import DONE, Comm, Handle
+from .base import DONE, SUMMED_DTYPES, Comm, Handle, check, rows
 from .engine import PATIENCE, Steps
 from .grid import Groups
 from .mpi import MPIComm
-from .tensors import SUMMED_DTYPES, check, rows
 from .two_level import TwoLevelComm, in_stages, split_levels
 
 HALF_BYTES = 2**20  # of a segment, which has two

@@ -1,4 +1,4 @@
-"""A communicator that counts what passes through another one; tests compare the formulas of `run/accounting.py` with it.
+"""A communicator that counts what passes through another one; tests compare the formulas of `costs/accounting.py` with it.
 
     record(groups)      the same groups, each counting its calls and bytes
 

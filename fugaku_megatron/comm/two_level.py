@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DONE, Comm, Handle
+from .base import DONE, HALF, SUMMED_DTYPES, Comm, Handle, check, rows
 from .engine import Engine, Steps
-from .tensors import HALF, SUMMED_DTYPES, check, rows
 
 MANY = 64  # ranks of an all-to-all: among more of them rings were published to be faster
 SMALL = 2**12  # elements of an all_reduce, up to which its latency counts and not its bytes

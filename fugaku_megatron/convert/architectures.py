@@ -7,13 +7,49 @@ each (fields.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..run.model_config import LEARNED, ROPE, ModelConfig
-from .arrangements import Arrangement, conv_query_key_value, query_key_value, stacked, transposed, whole
+from torch import Tensor
+
+from ..config.model_config import LEARNED, ROPE, ModelConfig
 from .fields import FULL_ATTENTION, HEADS, NO_DROPOUT, ROTARY, WINDOW, Rule, tied
+
+Shape = tuple[int, ...]
+Arrangement = Callable[[Tensor, int, ModelConfig], tuple[Tensor, Shape]]
+"""(our tensor, number of theirs among those that make it, model) -> (a view of ours with the elements of theirs, their shape)."""
+
+
+def whole(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+    """The same tensor."""
+    return ours, tuple(ours.shape)
+
+
+def transposed(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+    """GPT-2's Conv1D holds (inputs, outputs)."""
+    return ours.t(), tuple(ours.t().shape)
+
+
+def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+    """GPT-2's c_attn: (h, 3 n d), all queries, all keys, all values; ours has a head's three after another, (n 3 d, h)."""
+    heads = ours.view(model.num_attention_heads, 3, -1, *ours.shape[1:]).transpose(0, 1)  # (3, n, d, h) or (3, n, d)
+    theirs = heads.movedim(-1, 0) if ours.dim() == 2 else heads
+    return theirs, (*ours.shape[1:], len(ours))
+
+
+def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+    """Queries (n d, h), keys (g d, h) or values (g d, h); ours has of each group its queries, its key and its value."""
+    queries = model.num_attention_heads // model.query_groups
+    groups = ours.view(model.query_groups, queries + 2, model.kv_channels, *ours.shape[1:])
+    theirs = groups[:, (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2))[part]]
+    return theirs, (theirs.shape[0] * theirs.shape[1] * theirs.shape[2], *ours.shape[1:])
+
+
+def stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+    """The gate (f, h) and what it multiplies, (f, h); ours is (2, f, h)."""
+    return ours[part], tuple(ours.shape[1:])
+
 
 REQUIRED = object()
 # As Architecture.only, of every architecture.

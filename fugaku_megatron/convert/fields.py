@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..run.checks import check
-from ..run.model_config import ROPE, ModelConfig
+from ..config.checks import check
+from ..config.model_config import ROPE, ModelConfig
 
 FILE = "config.json"
 POSITIONS = "original_max_position_embeddings"

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.tensor_files import DTYPES
-from ..run.checks import check, check_kind
-from ..run.model_config import MASKED, ModelConfig
-from ..run.model_config import architecture as shape_values
-from .architectures import ARCHITECTURES, ONLY, REQUIRED, Architecture
-from .arrangements import Arrangement, Shape, whole
+from ..config.checks import check, check_kind
+from ..config.model_config import MASKED, ModelConfig
+from ..config.model_config import architecture as shape_values
+from .architectures import ARCHITECTURES, ONLY, REQUIRED, Architecture, Arrangement, Shape, whole
 from .fields import FILE
 from .safetensors_files import SAVE_AS, TensorDirectory, read_json, write
 from .weights import Weights, layer_of, place_of, shapes, widest

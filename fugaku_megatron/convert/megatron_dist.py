@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from ..config.checks import check
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
-from ..run.checks import check
 from . import pickled
 from .megatron_names import model_of, our_name
 from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs, widest

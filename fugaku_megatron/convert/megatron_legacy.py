@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.manifest import TRACKER, write_text
+from ..config.checks import check
+from ..config.model_config import ModelConfig
+from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
-from ..run.accounting import round_up
-from ..run.checks import check
-from ..run.model_config import ModelConfig
 from . import pickled
 from .megatron_names import VERSION, arguments_of, model_of, our_name, transformer_engine_name
 from .weights import Weights, check_elements, check_rest, layer_of, specs, widest

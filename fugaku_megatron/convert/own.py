@@ -17,16 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.folders import FOLDER_FILES
-from ..checkpoint.manifest import CARRIED, existing_iteration, iteration_path, read_manifest
+from ..checkpoint.manifest import CARRIED, FOLDER_FILES, existing_iteration, iteration_path, read_manifest
 from ..checkpoint.save import Description, save_alone
 from ..checkpoint.shards import Search, Shard, read_shards
 from ..checkpoint.tensor_files import write_tensors
-from ..inference.loading import saved_run
+from ..config.checks import check
+from ..config.model_config import ModelConfig
+from ..config.run_config import PrecisionConfig, saved_run
 from ..nn.model import VOCABULARY
-from ..run.checks import check
-from ..run.config import PrecisionConfig
-from ..run.model_config import ModelConfig
 from .weights import DTYPES, Weights, layer_of, shapes
 
 _KIND = "weight/"  # of a key in the manifest

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..comm.agreement import describe
-from ..run.checks import check
+from ..config.checks import check
 
 _NAMESPACE = "argparse.Namespace"
 _IGNORED = ("megatron.", "numpy.", "signal.")  # modules whose classes and functions become Nothing

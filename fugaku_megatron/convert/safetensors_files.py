@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checkpoint.tensor_files import StoredTensor, UnsupportedFormat, as_bytes, fill, read_header, write_tensors
 from ..comm.agreement import describe
-from ..run.checks import check
+from ..config.checks import check
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAVE_AS = "save the model in F32, BF16 or F16"

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..comm.dry import DryComm
 from ..comm.grid import Grid
+from ..comm.solo import SoloComm
+from ..config.checks import check
+from ..config.model_config import ModelConfig
+from ..config.run_config import BatchConfig, RunConfig
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import ParameterSpec
-from ..run.checks import check
-from ..run.config import BatchConfig, RunConfig
-from ..run.model_config import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -59,7 +59,7 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def specs(model: ModelConfig) -> dict[str, ParameterSpec]:
     """What every weight of the model is, by global name, in its order, the vocabulary without padding."""
     run = RunConfig(model=replace(model, make_vocab_size_divisible_by=1), batch=BatchConfig(micro_batch_size=1))
-    stage = Stage(run, Grid(1, 1, 1).groups(DryComm()), Ops.build())
+    stage = Stage(run, Grid(1, 1, 1).groups(SoloComm()), Ops.build())
     return {parameter.spec.name: parameter.spec for parameter in stage.parameters()}
 
 

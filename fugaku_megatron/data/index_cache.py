@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..comm.agreement import agree, describe, on_root
-from .mapped import MappedFile
+from .files import MappedFile
 
 if TYPE_CHECKING:
     from ..comm.base import Comm

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ..comm.agreement import on_root
-from .files import unreadable
+from .files import MappedFile, unreadable
 from .indices import BLOCK
-from .mapped import MappedFile
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
     from ..comm.base import Comm

@@ -11,12 +11,15 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..comm.agreement import Nodes, scatter_object
+from ..comm.base import Comm
 from .dataset import Dataset
 
 T = TypeVar("T")
@@ -65,8 +68,8 @@ def micro_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens, labels), int64 (s, b) each, of every micro-batch of this data-parallel rank from sample `consumed` on, in order.
 
-    `global_batch_size` is a function of the samples consumed before a step (such as `run.batches.RampUp`), and `samples` says which
-    ones a step takes (such as `run.skips.Skips.samples`). Ends before the first global batch that the dataset cannot fill.
+    `global_batch_size` is a function of the samples consumed before a step (such as `config.batches.RampUp`), and `samples` says which
+    ones a step takes (such as `config.sample_rules.Skips.samples`). Ends before the first global batch that the dataset cannot fill.
     """
     for batch in global_batches(dataset, consumed, global_batch_size, samples):
         for m in range(len(batch) // (micro_batch_size * dp_size)):
@@ -142,3 +145,70 @@ class Prefetcher(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Batch = tuple[Tensor, Tensor]  # tokens and labels, int64 (s, b) each
+MAX_NODES = 7000  # that open one file; Fugaku's documentation asks for staging above it
+
+
+@dataclass(frozen=True)
+class ReaderGroup:
+    """The ranks that one reader serves, of which it is the first. dp_ranks: the data-parallel rank of each."""
+
+    comm: Comm
+    dp_ranks: tuple[int, ...]
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank opens the data."""
+        return self.comm.rank == 0
+
+
+def build_reader_group(world: Comm, nodes: Nodes, dp_rank: int, needs_data: bool) -> ReaderGroup | None:
+    """The feed of this rank, None where it needs no data. Collective over `world`."""
+    share = -(-nodes.count // MAX_NODES)  # nodes to a reader
+    comm = world.split(nodes.number // share if needs_data else nodes.count, world.rank)
+    return ReaderGroup(comm, tuple(comm.all_gather_object(dp_rank))) if needs_data else None
+
+
+class ReaderBatches:
+    """The micro-batches of this rank, in order; the reader hands out those of an iteration when `begin` is called.
+
+    dataset: on the reader. Iterations begin at sample `consumed`; `size` gives the global batch size of the one that begins at a
+    sample, `samples` the numbers of its samples. The samples of one iteration go to a rank as int32.
+    """
+
+    def __init__(self, feed: ReaderGroup, dataset: Dataset | None, consumed: int, size: Callable[[int], int], micro_batch_size: int,
+                 dp_size: int, samples: Callable[[int, int], Sequence[int]] = consecutive) -> None:
+        self.feed, self.micro_batch_size, self.dp_size = feed, micro_batch_size, dp_size
+        batches = global_batches(dataset, consumed, size, samples)
+        self._reader = Prefetcher(self._iterations(dataset, batches), depth=1) if feed.reads else None
+        self._ready: Iterator[Batch] = iter(())
+
+    def _iterations(self, dataset: Dataset, batches: Iterator[Sequence[int]]) -> Iterator[list[np.ndarray]]:
+        """For every iteration, the micro-batches of each rank of the feed, (micro-batches, 2, s, b) int32; in numpy as `fetch`."""
+        for batch in batches:
+            count = len(batch) // (self.micro_batch_size * self.dp_size)
+            parts: dict[int, np.ndarray] = {}
+            for dp_rank in set(self.feed.dp_ranks):
+                firsts = (first_sample(0, m, self.micro_batch_size, dp_rank, self.dp_size) for m in range(count))
+                pairs = (fetch(dataset, batch[first : first + self.micro_batch_size]) for first in firsts)
+                parts[dp_rank] = np.stack([np.stack([part.numpy() for part in pair]).astype(np.int32) for pair in pairs])
+            yield [parts[dp_rank] for dp_rank in self.feed.dp_ranks]
+
+    def begin(self) -> None:
+        """Before each iteration. Collective over the feed. An error of the reader is raised by the reader."""
+        part = scatter_object(self.feed.comm, next(self._reader) if self._reader else None)
+        self._ready = (tuple(pair.long()) for pair in torch.from_numpy(part))
+
+    def __iter__(self) -> ReaderBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next tokens and labels of the iteration, (s, b) each."""
+        return next(self._ready)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._reader:
+            self._reader.close()

@@ -1,12 +1,14 @@
 """What memory this process holds, and what its node or job has and has left. Linux; elsewhere less is known.
 
-Left out: the peak (`logs.metrics`), what a run will need (`training.forecast`).
+Left out: the peak (`logs.metrics`), what a run will need (`training.memory_watch`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,3 +71,12 @@ def _number(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):
         return None
+
+
+def peak_memory_mib() -> float:
+    """The largest resident memory of this process so far, MiB."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[1]) / 1024
+    except (OSError, TypeError):  # not Linux, where ru_maxrss includes what the parent process held before exec
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)

@@ -24,17 +24,15 @@ import numpy as np
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
+from ..config.checks import check, check_positive
+from ..config.outputs import check_file, writing
+from ..config.run_config import ModelConfig, saved_run
 from ..data.files import read_text
 from ..data.indexed import IndexedDataset
 from ..data.tokenizer import Tokenizer
-from ..run.checks import check, check_positive
-from ..run.config import ModelConfig
-from ..run.outputs import check_file, writing
-from .choices import Question, accuracies, read_questions
 from .generate import saved_manifest
-from .loading import LoadedModel, load_model, saved_run
-from .scoring import Request, score, windows
-from .tokenizing import add_model_tokenizer_flags, open_tokenizer, tokenizer_note
+from .loading import LoadedModel, add_model_tokenizer_flags, load_model, open_tokenizer, tokenizer_note
+from .scoring import Question, Request, accuracies, read_questions, score, windows
 
 MODEL_NUMBERS = ("seq_length", "micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 PROGRESS_SECONDS = 10.0

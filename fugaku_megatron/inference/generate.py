@@ -13,25 +13,40 @@ batch may have any lengths, and a finished one costs nothing. The same seed give
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..checkpoint import manifest as checkpoint
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
+from ..config.checks import check
+from ..config.layout import Layout
+from ..config.run_config import ModelConfig, RunConfig, saved_run
+from ..costs import accounting, activations
 from ..data.tokenizer import Tokenizer
 from ..host import allocator
-from ..run.checks import check
-from ..run.config import ModelConfig
 from . import sampling
-from .dry_run import describe
 from .generation import check_lengths, steps
 from .interactive import converse
-from .loading import LoadedModel, load_model, saved_run
-from .prompts import Ending, read_prompts
-from .sampling import Sampling
-from .tokenizing import add_model_tokenizer_flags, open_tokenizer, tokenizer_note
+from .loading import LoadedModel, add_model_tokenizer_flags, load_model, open_tokenizer, tokenizer_note
+from .sampling import Ending, Sampling, read_prompts
+
+MIB = 2**20
+
+
+def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str:
+    """Parameters, layout, and the weights and the cache of the rank that holds most of each."""
+    tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    layout, stages = Layout(tp * pp, tp, pp, 1), range(pp)
+    weights = max(accounting.stage_parameters(run, layout, stage) for stage in stages) * activations.element_bytes(run)
+    positions = max(map(len, prompts)) + max_new_tokens
+    layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in stages)
+    cache = activations.cache_bytes(run, len(prompts), positions, layers, tp)
+    slots = activations.cache_slots(run.model, positions)
+    return (f"{accounting.parameters(run):,} parameters in {run.precision.name}, tensor parallel {tp}, pipeline parallel {pp}\n"
+            f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of keys and values: "
+            f"{layers} layers, {len(prompts)} samples, {slots} positions")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,17 +11,16 @@ from typing import Any
 
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
+from ..config.checks import check, check_positive
+from ..config.command_line import Parser
+from ..config.run_config import saved_run
 from ..data.tokenizer import Tokenizer
-from ..run.checks import check, check_positive
-from ..run.command_line import Parser
 from .evaluate import MODEL_NUMBERS, Progress, add_model_arguments, sizes_of, window_of
 from .generate import saved_manifest
 from .generation import steps
-from .loading import LoadedModel, load_model, saved_run
-from .prompts import Ending
-from .sampling import Sampling
+from .loading import LoadedModel, load_model, open_tokenizer
+from .sampling import Ending, Sampling
 from .scoring import Request, encode_after, encode_pair, rolling, score
-from .tokenizing import open_tokenizer
 
 NEW_TOKENS = 256  # where a task does not say; the harness's own default
 

@@ -13,7 +13,7 @@ from types import FrameType
 
 from ..comm.agreement import describe
 from ..comm.base import Comm
-from .prompts import Ending
+from .sampling import Ending
 
 
 class Interrupt:

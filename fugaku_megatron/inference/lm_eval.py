@@ -19,9 +19,9 @@ except ImportError as error:
     raise (SystemExit if __name__ == "__main__" else ImportError)(text) from None
 
 from ..comm.base import Comm
-from ..comm.dry import DryComm
 from ..comm.launch import run_or_abort
-from ..run.checks import check
+from ..comm.solo import SoloComm
+from ..config.checks import check
 from .harness import Asker, serve
 
 NAME = "fugaku_megatron"
@@ -39,7 +39,7 @@ class MegatronLM(LM):
         size = values.get("batch_size")
         if "micro_batch_size" not in values and str(size).isdecimal() and int(size) > 0:
             values["micro_batch_size"] = size
-        self.asker = Asker(world or DryComm(), {name: value for name, value in values.items() if name not in THEIRS})
+        self.asker = Asker(world or SoloComm(), {name: value for name, value in values.items() if name not in THEIRS})
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would give it."""

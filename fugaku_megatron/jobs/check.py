@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
 from ..perf import choice, memory, software
 from ..perf.model import System, step
-from ..run.config import RunConfig
-from ..run.layout import Layout
 from . import limits, torus
 from .job import MARGIN, interpret, start_up
 from .script import READS_COMMON, Request, add_options, parse, requested

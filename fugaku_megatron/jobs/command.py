@@ -21,9 +21,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..run import arguments
-from ..run.checks import check, flag
-from ..run.command_line import Command, Parser
+from ..config import arguments
+from ..config.checks import check, flag
+from ..config.command_line import Command, Parser
 from . import check as checks
 from . import job as jobs
 from . import limits, render, script, slurm

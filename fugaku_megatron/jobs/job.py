@@ -11,14 +11,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config import arguments, batches
+from ..config.checks import check
+from ..config.recipes import GPT2_VOCABULARY
+from ..config.run_config import RunConfig
+from ..costs.recompute import recompute_name
 from ..perf import plan_text, search, software
 from ..perf.model import System
 from ..perf.request import run_of
-from ..run import arguments, batches
-from ..run.checks import check
-from ..run.config import RunConfig
-from ..run.recipes import GPT2_VOCABULARY
-from ..run.recompute import recompute_name
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..run.arguments import parse
-from ..run.checks import check
-from ..run.config import RunConfig
-from ..run.layout import Layout
+from ..config.arguments import parse
+from ..config.checks import check
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
 
 
 @dataclass

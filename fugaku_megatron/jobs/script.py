@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..run.checks import check
+from ..config.checks import check
 from . import limits, torus
 
 COMMON = Path(__file__).with_name("pjsub.sh")

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import schedule
-from ..run import memory
-from ..run.arguments import parse
-from ..run.checks import check
-from ..run.layout import Layout
+from ..config.arguments import parse
+from ..config.checks import check
+from ..config.layout import Layout
+from ..costs import memory, run_schedule
 from .render import flag_lines
 
 LEAVE_SECONDS = 300  # before the time limit the trainer is told to save and exit
@@ -108,7 +107,7 @@ def memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     run = parse(["--mock-data", *flags(job)]).run
     layout = Layout.from_run(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
-    mib = max(memory.stage_memory(run, layout, stage, schedule.of_run(run, batches).held(stage)).total
+    mib = max(memory.stage_memory(run, layout, stage, run_schedule.of_run(run, batches).held(stage)).total
                for stage in range(job.pp)) / 2**20
     usable = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
     check(mib <= usable, f"{cluster.name}, {job.recipe}: {mib:.0f} MiB per rank (model) are more than the {usable:.0f} that "

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from ..checkpoint.manifest import latest_iteration
 from ..comm.exit_codes import ExitCode
-from ..run.checks import check
-from ..run.config import RunConfig
+from ..config.checks import check
+from ..config.run_config import RunConfig
 from .launcher import Ending, Launcher, Stop, ending
 from .nodes import Nodes, run_of
 

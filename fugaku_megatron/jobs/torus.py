@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..comm.grid import Grid
-from ..run.checks import check
-from ..run.layout import check_world_size
+from ..config.checks import check
+from ..config.layout import check_world_size
 
 Shape = tuple[int, int, int]
 UNIT: Shape = (2, 3, 2)

@@ -25,14 +25,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..published.markdown import pipe_table
-from ..published.rows import HEADERS
-from ..run import accounting, arguments
-from ..run.checks import check
-from ..run.outputs import check_file, writing
+from ..config import arguments
+from ..config.checks import check
+from ..config.outputs import check_file, pipe_table, writing
+from ..costs import accounting
 from . import plot, rank_table
 from .iteration import IterationMetrics
-from .published_row import PublishedRow, header, rate_text, seconds_text, size_name
+from .published_row import HEADERS, PublishedRow, header, rate_text, seconds_text, size_name
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 from .screen import duration_text
 

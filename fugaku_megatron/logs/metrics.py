@@ -12,16 +12,64 @@ import json
 import math
 import os
 import re
-import resource
+import socket
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 from .iteration import METRICS, IterationMetrics
 from .screen import open_screen
-from .wandb_run import WandbRun
+
+SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another
+REACHED_WITHIN = 3.0  # s
+
+
+@dataclass(frozen=True)
+class WandbRun:
+    """What --wandb-project and the flags beside it say. config: of the run, shown with it."""
+
+    project: str
+    name: str
+    entity: str | None = None
+    directory: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def check_installed(self) -> None:
+        """Raises ValueError, one line, where the package is missing."""
+        if importlib.util.find_spec("wandb") is None:
+            raise ValueError(f"--wandb-project {self.project}: a package is missing: pip install wandb, or this package with "
+                             "its extra [wandb]")
+
+    def start(self, say: Callable[[str], None]) -> Any:
+        """The open run, or None where the package refuses: that is said, and no reason to end a training run."""
+        import wandb  # imported only on request: it takes seconds
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if _reachable() else "offline")
+        if mode == "offline":
+            say("note: --wandb-project: offline, as there is no network or WANDB_MODE says so: `wandb sync` sends the files later")
+        try:
+            if self.directory:
+                os.makedirs(self.directory, exist_ok=True)
+            return wandb.init(project=self.project, name=self.name, entity=self.entity, dir=self.directory, config=self.config,
+                              mode=mode)
+        except Exception as error:  # noqa: BLE001 - wandb's own errors have no common class
+            reason = [*str(error).splitlines(), type(error).__name__][0]
+            say(f"note: --wandb-project {self.project}: {reason}; the run goes on without it")
+            return None
+
+
+def _reachable() -> bool:
+    address = urlsplit(os.environ.get("WANDB_BASE_URL", SERVER))
+    try:
+        socket.create_connection((address.hostname, address.port or (80 if address.scheme == "http" else 443)),
+                                 REACHED_WITHIN).close()
+    except OSError:
+        return False
+    return True
+
 
 _PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|")
@@ -185,13 +233,6 @@ def _open_history(path: Path, start_iteration: int) -> TextIO:
     return open(path, "a", encoding="utf-8")
 
 
-def peak_memory_mib() -> float:
-    """The largest resident memory of this process so far, MiB."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[1]) / 1024
-    except (OSError, TypeError):  # not Linux, where ru_maxrss includes what the parent process held before exec
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
 
 def format_peak_memory(mib: list[float]) -> str:

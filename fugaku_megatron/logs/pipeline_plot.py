@@ -9,9 +9,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECV_BACKWARD, RECV_FORWARD
-from ..run.outputs import writing
-from ..timeline import Span
+from ..config.outputs import writing
+from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECV_BACKWARD, RECV_FORWARD
+from ..pipeline.timeline import Span
 
 # (colour, label, operations), in the order of the legend; the colours differ in lightness, too, for readers who see few of them.
 KINDS = (("tab:blue", "F forward", (FORWARD,)), ("tab:orange", "B backward", (BACKWARD,)),

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..run import accounting
-from ..run.config import RunConfig
+from ..config.run_config import RunConfig
+from ..costs import accounting
 from .metrics import read_history
 from .published_row import size_name
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..published.rows import load
 from . import iteration
 
 
 def header() -> tuple[str, ...]:
-    """The printed columns: those of the tables of document 002, which the package holds as data."""
-    return load(["002"])[0].table.header
+    """The printed columns of the tables of document 002."""
+    return ("Nodes", "Freq", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Est. Aggr. PetaFLOPs", "Notes")
 
 
 def size_name(parameters: int) -> str:
@@ -63,3 +62,13 @@ class PublishedRow:
         layout = (_or_dash(value, "d") for value in (self.dp, self.tp, self.pp, self.mbs, self.gbs))
         return (_or_dash(self.nodes, "d"), ghz, self.size, *layout, mib, seconds_text(self.seconds), rate_text(self.tflops),
                 _or_dash(self.petaflops, ".4f"), self.notes)
+
+
+# The printed title of a column -> the column's name here.
+HEADERS = {
+    "Nodes": "nodes", "GPUs": "gpus", "Ranks per node": "ranks_per_node", "Freq": "freq", "Size": "size", "Layers": "layers",
+    "hidden-size": "hidden",
+    "NHIDDEN": "hidden", "num-attention-heads": "heads", "NHEADS": "heads", "ZS": "zero", "async": "async", "DP": "dp", "TP": "tp",
+    "MP": "tp", "PP": "pp", "MBS": "mbs", "GBS": "gbs", "AC": "ac", "Mem": "mem", "Sec/it": "seconds", "TFLOPs": "tflops",
+    "TFLOPs*": "tflops", "Est. Aggr. PetaFLOPs": "petaflops", "Notes": "notes",
+}

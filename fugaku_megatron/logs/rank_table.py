@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..published.markdown import pipe_table
-from ..run.checks import check
-from ..run.outputs import writing
+from ..config.checks import check
+from ..config.outputs import pipe_table, writing
 from .plot import shown, title
 from .stragglers import Interval, parse_interval
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..run import accounting
-from ..run.arguments import make_run
-from ..run.checks import check, check_kind
-from ..run.config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
-from ..run.layout import Layout
+from ..config.arguments import make_run
+from ..config.checks import check, check_kind
+from ..config.layout import Layout
+from ..config.run_config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from ..costs import accounting
 from .iteration import IterationMetrics, parse_line
 from .metrics import parse_peak_memory, parse_validation_line
 
@@ -38,7 +38,7 @@ FORMULAS = {"hardware": accounting.hardware_flops,
 class Job:
     """The configuration of a logged run.
 
-    values: of fields of run/config.py, by name. other_program: the log is another program's, and `values` come from flags. Without
+    values: of fields of config/run_config.py, by name. other_program: the log is another program's, and `values` come from flags. Without
     a model, properties that `values` does not hold are None.
     """
 
@@ -166,7 +166,7 @@ class LogSummary:
 
     @property
     def recomputed_tflops(self) -> float | None:
-        """TFLOPs per rank by run/accounting.py from the model, the batch and the time; None where one of them is unknown."""
+        """TFLOPs per rank by costs/accounting.py from the model, the batch and the time; None where one of them is unknown."""
         run, ranks = self.job.run, self.job.ranks
         if run is None or ranks is None:
             return None

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ..run.checks import check
+from ..config.checks import check
 
 COMPUTATION, DATA = "computation", "data"  # phases of a rank's own
 SLOW = 0.1  # of an iteration that a rank may take longer than it should before it is named

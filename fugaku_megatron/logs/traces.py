@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..parts import RECEIVES, SENDS, Instruction, Placement
-from ..timeline import COMPUTATIONS, Span
+from ..pipeline.parts import RECEIVES, SENDS, Instruction, Placement
+from ..pipeline.timeline import COMPUTATIONS, Span
 from . import pipeline_plot
 from .plot import title
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.dry import DryComm
-from ..run import accounting
-from ..run.config import ModelConfig, RunConfig
+from ..comm.solo import SoloComm
+from ..config.run_config import ModelConfig, RunConfig
+from ..costs import accounting
 from .ops import BACKENDS, DropoutKey, Ops
 
 REPEATS = 3
@@ -59,7 +59,7 @@ def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Op
         "attention": lambda ops: ops.attention(qkv, model.kv_channels, model.attention_dropout, scores, model.query_groups // tp,
                                                model.window).sum(),
         "rowwise": _add_and_normalize(model, residual),
-        "loss": lambda ops: ops.head_loss(x, table, tokens, DryComm(), 0, 1.0),
+        "loss": lambda ops: ops.head_loss(x, table, tokens, SoloComm(), 0, 1.0),
         "embedding": lambda ops: ops.embedding(tokens, table).sum(),
     }
 

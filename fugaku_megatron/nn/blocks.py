@@ -1,4 +1,4 @@
-"""The transformer block, assembled from the parts that the config names (`run.block_parts`).
+"""The transformer block, assembled from the parts that the config names (`config.model_config`).
 
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g query groups, d head size. With sequence
 parallelism s is this rank's part of the sequence where the last dimension is h, and whole elsewhere.
@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ..run.block_parts import MLPS, NORMS
+from ..config.model_config import MLPS, NORMS
 from .layers import (
     ColumnParallelLinear,
     Context,
@@ -25,11 +25,11 @@ from .layers import (
 )
 from .ops import DropoutKey, recompute
 from .passes import Pass
-from .torch_blocks import Angles
+from .shared import Angles
 
 
 def _layer_class(path: str) -> type[nn.Module]:
-    """The class that a row of `run.block_parts` names as "module:class"."""
+    """The class that a row of `config.model_config` names as "module:class"."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 

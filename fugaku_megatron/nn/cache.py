@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..run.config import ModelConfig
+from ..config.run_config import ModelConfig
 from .ops import Ops
 from .rotary import rotary_angles
-from .torch_blocks import Angles
+from .shared import Angles
 
 
 @dataclass(frozen=True)

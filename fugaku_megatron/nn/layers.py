@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ..comm.autograd import copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 from ..comm.base import Comm
 from ..comm.row_blocks import RowBlocks
-from ..run import activations
-from ..run.config import ModelConfig
+from ..config.run_config import ModelConfig
+from ..costs import activations
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter
 from .rotary import rotary_angles
-from .torch_blocks import Angles
+from .shared import Angles
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
 SITES = ("residual_1", "residual_2", "attention", "embedding")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
 from ..comm.grid import Groups
-from ..run import accounting, memory
-from ..run.config import RunConfig
-from ..run.layout import Layout, placement
+from ..config.layout import Layout, placement
+from ..config.run_config import RunConfig
+from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
 from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout_key
 from .ops import Ops, recompute
@@ -29,7 +29,7 @@ VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # whose rows are a multiple that depends
 
 
 class Stage(nn.Module):
-    """This rank's part of the model: its chunks, in the model's order. `run.model.vocab_size` must be known.
+    """This rank's part of the model: its chunks, in the model's order. `config.model.vocab_size` must be known.
 
     ops: what runs its operations. Raises nothing of its own: `layout.Layout` has checked that heads, layers and vocabulary
     divide.

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..comm.autograd import gather_sequence
 from ..comm.base import Comm
 from .native_shared import column_parts, dropout_arguments, gradient_of, gradient_of_input, row_count
-from .shared import DropoutKey, as_rows
-from .torch_blocks import Angles, BlockOps, matrix
+from .shared import Angles, DropoutKey, as_rows
+from .torch_blocks import BlockOps, matrix
 
 
 class NativeBlockOps(BlockOps):

@@ -20,8 +20,7 @@ from . import shared
 from .native_blocks import NativeBlockOps
 from .native_loss import HeadLoss
 from .native_shared import column_parts, dropout_arguments, gradient_of, gradient_of_input, row_count
-from .shared import DropoutKey, as_rows
-from .torch_blocks import Heads
+from .shared import DropoutKey, Heads, as_rows
 from .weight_cache import WeightCache
 from .weight_gradients import WeightGradients
 

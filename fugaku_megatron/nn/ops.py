@@ -25,8 +25,7 @@ from ..comm.row_blocks import RowBlocks
 from ..host import kernels as native_kernels
 from . import overlapped_ops
 from .native_ops import NativeOps
-from .shared import DropoutKey, backward, recompute
-from .torch_blocks import Angles
+from .shared import Angles, DropoutKey, backward, recompute
 from .torch_ops import TorchOps
 from .weight_cache import WeightCache
 from .weight_gradients import WeightGradients

@@ -60,3 +60,6 @@ def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, pa
         init_name=init_name or name, owned=owned, counted=owned and init_name is None,
         sequence_parallel=sequence_parallel and partition_dim is None)
     return parameter
+
+
+PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by PrecisionConfig.name

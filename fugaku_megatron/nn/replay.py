@@ -4,7 +4,7 @@ The next token of as many samples takes the same calls with the same weights, an
 the same tensors: only what the inputs hold is new. So a recording keeps each call with its tensors, and a repetition copies its
 inputs and makes the calls, all of them in C++ (`kernels.Calls`): without layers, autograd, allocations and checks, which take
 longer than the products of a small model.
-Left out: when a step may be repeated (`inference.decoder`).
+Left out: when a step may be repeated (`inference.generation`).
 """
 
 from __future__ import annotations

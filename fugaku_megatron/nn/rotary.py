@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..run.config import ModelConfig
-from ..run.model_config import ROPE
+from ..config.model_config import ROPE
+from ..config.run_config import ModelConfig
 
 
 def frequencies(model: ModelConfig) -> Tensor:

@@ -1,14 +1,13 @@
 """The operations of Llama's, Mistral's and Qwen's blocks in torch: RMS norm, gated MLP, rotary positions, grouped attention.
 
 Both backends run them (`torch_ops`; `native_ops` for what has no C++ kernel); they keep from forward to backward what
-`run.accounting` counts. Left out: their products, which are the backend's.
+`costs.accounting` counts. Left out: their products, which are the backend's.
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g groups, d head size, rows = s b.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,29 +16,7 @@ from torch.nn import functional as F
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .shared import DropoutKey, accumulate, as_rows
-
-Angles = tuple[Tensor, Tensor]  # cosines and sines (positions, rotated elements / 2), FP32
-
-
-@dataclass(frozen=True)
-class Heads:
-    """How qkv (s, b, g (n/g + 2) d) lies: for each group its n/g queries, its key and its value, d elements each."""
-
-    heads: int
-    groups: int
-    head_size: int
-
-    @staticmethod
-    def of(qkv: Tensor, head_size: int, groups: int | None) -> Heads:
-        """Those of qkv (s, b, width); groups None: as many as heads."""
-        slots = qkv.shape[-1] // head_size
-        return Heads(slots // 3, slots // 3, head_size) if groups is None else Heads(slots - 2 * groups, groups, head_size)
-
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of queries (s, b, g, n/g, d), keys and values (s, b, g, 1, d)."""
-        each = self.heads // self.groups
-        return qkv.view(*qkv.shape[:2], self.groups, each + 2, self.head_size).split((each, 1, 1), dim=3)
+from .shared import Angles, DropoutKey, Heads, accumulate, as_rows
 
 
 class BlockOps:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared, torch_blocks
-from .shared import DropoutKey, accumulate
-from .torch_blocks import BlockOps, Heads
+from .shared import DropoutKey, Heads, accumulate
+from .torch_blocks import BlockOps
 from .weight_gradients import WeightGradients
 
 

@@ -3,7 +3,7 @@
     settled(run, layout, system, room) -> run, lines for its log
 
 The choice is a function of its arguments alone, so ranks that share them agree, and so does a dry run. All times are modelled.
-Left out: other layouts (`search`), what memory there is (`training.choices`).
+Left out: other layouts (`search`), what memory there is (`training.start_choices`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .. import schedule
-from ..parts import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1, ZBV
-from ..run import recompute
-from ..run.config import RunConfig
-from ..run.layout import Layout, check_split, placement
-from ..run.memory import stage_memory
-from ..zero_bubble import NoList
+from ..config.layout import Layout, check_split, placement
+from ..config.run_config import RunConfig
+from ..costs import recompute, run_schedule
+from ..costs.memory import stage_memory
+from ..pipeline import schedule
+from ..pipeline.parts import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1, ZBV
+from ..pipeline.zero_bubble import NoList
 from . import memory
 from .model import System, step
-from .software import Offers, with_schedule
+from .software import Choices, with_schedule
 
 CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
 ZB_CHUNKS = (3, 4, 6)  # for ZB-H1
@@ -55,7 +55,7 @@ class Candidate:
                 + f" holding {pending} micro-batches" * bool(pending))
 
 
-def schedules(offered: Offers, stages: int, microbatches: int) -> list[Order]:
+def schedules(offered: Choices, stages: int, microbatches: int) -> list[Order]:
     """The schedules that software offers, and that are worth the search.
 
     ZB-H1 has chunks where micro-batches are few: elsewhere a bubble is small in any schedule. With chunks it idles so little that
@@ -76,7 +76,7 @@ def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...
 def candidates(run: RunConfig, layout: Layout, system: System, room: float) -> list[Candidate]:
     """The run in every schedule that its layers can be cut for, best first. room: bytes of a rank's tensors."""
     found, microbatches = [], layout.microbatches(run, layout.global_batch_size(run))
-    for order in schedules(system.software.offers, layout.pp, microbatches):
+    for order in schedules(system.software.choices, layout.pp, microbatches):
         asked = with_schedule(run, *order)
         try:
             check_split(asked)
@@ -89,7 +89,7 @@ def candidates(run: RunConfig, layout: Layout, system: System, room: float) -> l
 
 def lists_of(run: RunConfig, layout: Layout) -> schedule.Schedule:
     """The lists of an iteration at the full global batch size."""
-    return schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+    return run_schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
 
 
 def _judged(asked: RunConfig, layout: Layout, system: System, room: float) -> Candidate:

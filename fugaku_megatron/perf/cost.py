@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..run import accounting
+from ..costs import accounting
 from .machine import GB, Machine
 from .network import Network
 from .parameters import Parameters

@@ -2,18 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from ..run.config import RunConfig
-from ..run.layout import Layout
-from ..run.recompute import recompute_name
+from ..config.features import FEATURES, switched
+from ..config.layout import Layout
+from ..config.outputs import pipe_table
+from ..config.run_config import RunConfig
+from ..costs.recompute import recompute_name
 from . import model, software
 from .cost import Seconds
-from .model import System
+from .model import System, step
 from .parameters import Parameters
 from .plan_text import schedule_name
-from .search import Plan, Search, search
+from .search import SWITCHED, VARIED, Plan, Search, search
+
+HEADER = ("offers", "sec/it", "slow network", "against all", "best layout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfferRow:
+    """The best plan of one choice of offers; None where no layout runs, or where the trainer has no such offer."""
+
+    name: str
+    plan: Plan | None
+    built: bool = True
+
+    @property
+    def slow_seconds(self) -> float:
+        """Seconds per iteration of the plan with large sums at the pessimistic rate."""
+        plan = self.plan
+        return step(plan.run, plan.layout, plan.system, plan.system.parameters, slow=True).seconds
+
+
+def variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunConfig, System]]:
+    """(name, run, system) of the whole table: all that the search uses, without each, and with each that it does not use itself."""
+    yield "all", run, system
+    for name in FEATURES:
+        if name not in system.software.choices.names:
+            continue
+        if name in SWITCHED or name in VARIED:
+            yield f"without {name}", run, replace(system, software=system.software.without(name))
+        else:
+            yield f"with {name}", switched(run, name), system
+
+
+def rows(run: RunConfig, system: System, held: frozenset[str]) -> list[OfferRow]:
+    """The best plan of every variant, then the rows that the trainer does not offer."""
+    found = []
+    for name, variant, on in variants(run, system):
+        plans = search(variant, on, held).plans
+        found.append(OfferRow(name=name, plan=plans[0] if plans else None))
+    return found + [OfferRow(name=name, plan=None, built=False) for name, offer in FEATURES.items() if not offer.built]
+
+
+def text(table: list[OfferRow]) -> str:
+    """The rows as Markdown; seconds are modelled."""
+    whole = table[0].plan
+    return "\n".join(pipe_table([HEADER, *(_cells(row, whole) for row in table)]))
+
+
+def _cells(row: OfferRow, whole: Plan | None) -> tuple[str, ...]:
+    plan = row.plan
+    if plan is None:
+        return row.name, "-", "-", "-", "no layout runs" if row.built else "not in the trainer: not modelled"
+    change = "" if whole is None or plan is whole else f"{plan.seconds / whole.seconds - 1:+.1%}"
+    layout = plan.layout
+    return (row.name, f"{plan.seconds:.4g}", f"{row.slow_seconds:.4g}", change,
+            f"{plan.system.ranks_per_node} ranks a node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, "
+            f"MBS {plan.run.batch.micro_batch_size}, recompute {recompute_name(plan.run)}, "
+            f"ZeRO {plan.run.parallel.zero_stage}" + (", sequence parallel" if plan.run.parallel.sequence_parallel else "")
+            + (", exchange overlapped" if plan.run.parallel.tp_comm_overlap else ""))
+
 
 MEANINGS = {
     "gemm": "matrix products outside attention", "attention": "Q K^T and P V", "elementwise": "element-wise operators",
@@ -57,7 +117,7 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
     """The changes from software `against`, at the run's layout and its own ranks per node, to plan `best` of system.software."""
     old_code, new_code = software.load(against), system.software
     old, new = old_code.fitted.values, new_code.fitted.values
-    ranks = old_code.offers.ranks_per_node[0]
+    ranks = old_code.choices.ranks_per_node[0]
     before = replace(system, software=old_code, ranks_per_node=ranks)
     current = old_code.cut(run)
     layout = Layout.from_run(current, before.world_size)
@@ -76,7 +136,7 @@ def changes(run: RunConfig, system: System, against: str, best: Plan) -> list[Ch
     cut = frozenset({"ranks_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size",
                      "recompute_granularity", "zero_stage"})
     units = system.machine.units
-    if units in new_code.offers.ranks_per_node:
+    if units in new_code.choices.ranks_per_node:
         spread = search(current, replace(after, ranks_per_node=units), cut)
         rows.append(_taken("ranks per CMG", rows[-1].seconds, spread))
     rows.append(Change(name="schedule and layout", seconds=best.seconds, note=_layout(best)))

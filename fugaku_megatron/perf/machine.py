@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..run.checks import check
+from ..config.checks import check
 
 FOLDER = Path(__file__).parent / "machines"
 MIB, GIB, GB = 2**20, 2**30, 10**9

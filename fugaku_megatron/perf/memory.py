@@ -1,6 +1,6 @@
 """Memory of one rank at the peak of a step, for each style of software. Values are in bytes or, where the name says so, in MiB.
 
-This project's kernels keep what `fugaku_megatron.run.memory` counts. Eager PyTorch and Megatron on CUDA keep more. In units of one
+This project's kernels keep what `fugaku_megatron.costs.memory` counts. Eager PyTorch and Megatron on CUDA keep more. In units of one
 (s, b, h) tensor a layer keeps 6 (inputs and outputs of two layer norms, two dropout masks) and 12/t (qkv, context, two of width
 4h), and besides 3 tensors of scores (softmax, the mask and the output of its dropout). With 2-byte elements and byte masks this is
 equation 2 of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .. import schedule
-from ..parts import SPLITS_BACKWARD, Held
-from ..run import accounting
-from ..run.config import RunConfig
-from ..run.layout import Layout, placement
-from ..run.memory import stage_memory
-from ..run.recompute import settled, without_choice
-from ..schedule import Schedule
+from ..config.layout import Layout, placement
+from ..config.run_config import RunConfig
+from ..costs import accounting, run_schedule
+from ..costs.memory import stage_memory
+from ..costs.recompute import settled, without_choice
+from ..pipeline.parts import SPLITS_BACKWARD, Held
+from ..pipeline.schedule import Schedule
 from .machine import MIB, Machine
 from .parameters import MemoryParameters
 from .software import Software
@@ -63,7 +62,7 @@ def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, 
     """Bytes of the kept and temporary tensors of one stage, without the logits."""
     training, hidden, saved = run.training, tensors(run, layout.tp)["hidden"], layer_saved_bytes(run, layout.tp)
     layers = sum(map(len, accounting.stage_layers(run, stage)))
-    in_flight = max(sum(moment.activations) for moment in _held(schedule.of_run(run, microbatches), stage))
+    in_flight = max(sum(moment.activations) for moment in _held(run_schedule.of_run(run, microbatches), stage))
     temporary = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [group for part in accounting.stage_parts(run, stage) for group in accounting.part_recompute_groups(run, part)]
@@ -83,7 +82,7 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
     """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers and the ranks that share its threads."""
     microbatches, fixed = layout.microbatches(run, layout.global_batch_size(run)), _fixed_mib(layout, code, nodes, parameters)
     if code.style == "native":
-        lists = schedule.of_run(run, microbatches)
+        lists = run_schedule.of_run(run, microbatches)
         return fixed + stage_memory(run, layout, stage, _held(lists, stage)).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
     sharded = parameters.sharded_bytes / accounting.zero_shards(run, layout)
@@ -109,7 +108,7 @@ def with_recompute(run: RunConfig, layout: Layout, machine: Machine, code: Softw
     fixed = _fixed_mib(layout, code, nodes, code.memory(machine))
     if (peak_mib(plain, layout, code, nodes, code.memory(machine)) - fixed) * MIB <= room:
         return plain  # found from one stage of each kind, where `settled` asks all
-    lists = schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+    lists = run_schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
     return settled(run, layout, room, lambda stage: _held(lists, stage))
 
 

@@ -13,21 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .. import schedule
-from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from ..published.rows import Row
-from ..run import accounting, buckets
-from ..run.accounting import Collective
-from ..run.checks import check, flag
-from ..run.config import RunConfig
-from ..run.layout import Layout, placement
-from ..timeline import Costs
+from ..config.checks import check, flag
+from ..config.layout import Layout, placement
+from ..config.run_config import RunConfig
+from ..costs import accounting, buckets, run_schedule
+from ..costs.accounting import Collective
+from ..pipeline import schedule
+from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from ..pipeline.timeline import Costs, makespan
 from . import machine, memory, overlap, software, work
 from .cost import Rank, Seconds
 from .machine import Machine
 from .network import Network
 from .parameters import Parameters
-from .pipeline import makespan
 from .software import Software
 
 NOISE_FLOOR = 0.08  # of a time's logarithm: campaigns of the same run differ by 5 to 13 %, so no prediction can be closer
@@ -164,7 +162,7 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
                       active=active, slow=slow)
     rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
                 precision=run.precision.name, ranks_per_node=system.ranks_per_node)
-    lists = schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+    lists = run_schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
     parts = _part_seconds(run, layout, rank, without)
     stages = [_stage_seconds([parts[part] for part in accounting.stage_parts(run, stage)]) for stage in range(layout.pp)]
     transfer = network.seconds("send", "pp", accounting.residual_bytes(run, layout.tp)) * system.machine.host_factor
@@ -312,8 +310,8 @@ def not_offered(run: RunConfig, code: Software) -> list[str]:
     training, zero = run.training, run.parallel.zero_stage
     kind = training.recompute_granularity or "none"
     kind = "block" if kind == "full" and training.recompute_method == "block" else kind
-    return [name for name, offered in ((f"{kind} recompute", kind in code.offers.recompute),
-                                       (f"--zero-stage {zero}", zero in code.offers.zero_stages)) if not offered]
+    return [name for name, offered in ((f"{kind} recompute", kind in code.choices.recompute),
+                                       (f"--zero-stage {zero}", zero in code.choices.zero_stages)) if not offered]
 
 
 def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
@@ -329,15 +327,5 @@ def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) ->
             for name, (low, high) in ranges.items() if not low <= values[name] <= high]
 
 
-def row_system(row: Row) -> System:
-    """The system on which a published row was run."""
-    before = row.machine == "a100" and row.notes < "02-25"
-    return System.from_names("a100-before-0225" if before else row.machine, row.software, row.nodes,
-                     max(1, row.ranks // row.nodes), row.ghz)
 
 
-def predict_row(row: Row) -> Prediction:
-    """The prediction for a row of the published tables. Raises ValueError for a row that cannot be run."""
-    problem = row.problem()
-    check(problem is None, problem)
-    return predict(row.run(), row_system(row))

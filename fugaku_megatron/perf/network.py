@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..run import offers
-from ..run.layout import Layout
+from ..config import features
+from ..config.layout import Layout
 from .machine import GB, Machine
 from .parameters import Parameters
 
@@ -23,7 +23,7 @@ LARGE_SUMS = ("dp", "embedding")  # communicators whose sums are large: gradient
 class Network:
     """Communicators of one layout on one machine. ranks_per_node: ranks that share a node's ports.
 
-    active: offers in use (run/offers.py). slow: large sums at the pessimistic rate that the machine knows.
+    active: offers in use (config/features.py). slow: large sums at the pessimistic rate that the machine knows.
     """
 
     machine: Machine
@@ -43,8 +43,8 @@ class Network:
         size = bytes * members if verb == "all_gather" else bytes
         passes = 2 if verb == "all_reduce" else 1
         inside = min(members, together)
-        levels = members == inside or offers.TWO_LEVEL_SUMS in self.active and members % inside == 0
-        within = self._inside_rate(shared=levels and offers.NODE_SUMS in self.active)
+        levels = members == inside or features.TWO_LEVEL_SUMS in self.active and members % inside == 0
+        within = self._inside_rate(shared=levels and features.NODE_SUMS in self.active)
         if not levels:
             between = self._between_rate(group, self.ranks_per_node // inside)
             rate = min(between, within) if inside > 1 else between
@@ -86,7 +86,7 @@ class Network:
         own = self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs  # each link of a ring carries the vector twice
         if self.slow and group in LARGE_SUMS and self.machine.slow_reduce_gbs:
             own = min(own, self.machine.slow_reduce_gbs)
-        if offers.GRAD_REDUCE_IN_BF16 in self.active and group in LARGE_SUMS and self.machine.all_to_all_gbs:
+        if features.GRAD_REDUCE_IN_BF16 in self.active and group in LARGE_SUMS and self.machine.all_to_all_gbs:
             own = min(own, self.machine.all_to_all_gbs / self.ranks_per_node)
         return min(own, self.machine.injection_gbs / rings)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..run import offers
-from ..run.accounting import Collective
+from ..config import features
+from ..costs.accounting import Collective
 
 
 def exposed(collectives: Sequence[Collective], seconds: Callable[[Collective], float], forward: float, backward: float,
@@ -23,11 +23,11 @@ def exposed(collectives: Sequence[Collective], seconds: Callable[[Collective], f
     gathers = [c for c in collectives if c.verb == "all_gather"]
     others = [c for c in collectives if c not in reductions and c not in gathers]
     waiting = sum(map(seconds, others))
-    if offers.OVERLAP_GRAD_REDUCE in active:
+    if features.OVERLAP_GRAD_REDUCE in active:
         waiting += _behind_backward([(c.bytes, seconds(c)) for c in reductions], backward)
     else:
         waiting += sum(map(seconds, reductions))
-    if offers.OVERLAP_PARAM_GATHER in active:
+    if features.OVERLAP_PARAM_GATHER in active:
         return waiting + _before_forward([(c.bytes, seconds(c)) for c in reversed(gathers)], forward)
     return waiting + sum(map(seconds, gathers))
 

@@ -15,11 +15,11 @@ import argparse
 import json
 from dataclasses import replace
 
-from ..run import batches
-from ..run.checks import check
-from ..run.config import RunConfig
-from ..run.outputs import check_picture
-from . import explain, offer_table, plan_text, software
+from ..config import batches
+from ..config.checks import check
+from ..config.outputs import check_picture
+from ..config.run_config import RunConfig
+from . import explain, plan_text, software
 from .model import Prediction
 from .predict import as_json
 from .request import add_system_arguments, run_of, system_of
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     check(run.batch.global_batch_size is not None, "--global-batch-size must be given: the search goes over layouts of one batch")
     run = _with_length(run)
     if args.offers:
-        print(offer_table.text(offer_table.rows(run, system, held_fields(args))))
+        print(explain.text(explain.rows(run, system, held_fields(args))))
         return 0
     result = search(run, system, frozenset() if args.against else held_fields(args), args.ramp_divisible)
     check(bool(result.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common()))

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED, ZBV
-from ..run import batches
-from ..run.checks import flag_words
-from ..run.config import GROUPS, RunConfig
-from ..run.layout import chunks
-from ..run.recipes import RECIPES
-from ..run.recompute import recompute_name
-from . import memory, picture
-from .model import Prediction
+from ..config import batches
+from ..config.checks import flag_words
+from ..config.layout import Layout, chunks, placement
+from ..config.recipes import RECIPES
+from ..config.run_config import GROUPS, RunConfig
+from ..costs.recompute import recompute_name
+from ..logs import pipeline_plot
+from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED, ZBV
+from ..pipeline.schedule import Schedule
+from ..pipeline.timeline import Span, spans
+from . import memory, plan_text
+from .model import Prediction, System, step
 from .search import Plan, Search
 
 WIDTH, ROWS = 100, 8  # of the picture, in characters and lines
@@ -118,7 +122,7 @@ def command(plan: Plan, args: argparse.Namespace) -> str:
 
 def pipeline(plan: Plan) -> list[str]:
     """Up to ROWS stages over time as lines of text: F forward, B backward (with recompute), . idle."""
-    bars, shown, microbatches, _ = picture.modelled(plan.run, plan.layout, plan.system)
+    bars, shown, microbatches, _ = plan_text.modelled(plan.run, plan.layout, plan.system)
     end, pp = max(s.end for s in bars), plan.layout.pp
     stages = sorted({round(i * (pp - 1) / max(1, min(ROWS, pp) - 1)) for i in range(min(ROWS, pp))})
     lines = []
@@ -131,7 +135,7 @@ def pipeline(plan: Plan) -> list[str]:
         lines.append(f"stage {stage:>3} |{''.join(cells)}|")
     backward = "I gradients of inputs, W of weights" if shown.splits_backward else f"B {_backward(plan)}"
     legend = f"F forward, {backward}, . idle"
-    return [f"pipeline of the first plan, {picture.part(shown, microbatches)}, {end:.3g} s ({legend}; model)", *lines]
+    return [f"pipeline of the first plan, {plan_text.part(shown, microbatches)}, {end:.3g} s ({legend}; model)", *lines]
 
 
 def _backward(plan: Plan) -> str:
@@ -144,4 +148,29 @@ def png(plan: Plan, file: str) -> None:
     system = plan.system
     held = [memory.stage_mib(plan.run, plan.layout, stage, system.software, system.nodes, system.software.memory(system.machine))
             for stage in range(plan.layout.pp)]
-    picture.draw(plan.run, plan.layout, system, file, held)
+    plan_text.draw(plan.run, plan.layout, system, file, held)
+
+
+PICTURED = 4  # a picture shows at most this many times the number of stages in micro-batches
+
+
+def modelled(run: RunConfig, layout: Layout, system: System) -> tuple[list[Span], Schedule, int, float]:
+    """What the stages do, the schedule that is shown, the micro-batches of the whole one, and seconds of an iteration."""
+    whole = step(run, layout, system, system.parameters)
+    shown = replace(whole.schedule, microbatches=min(whole.schedule.microbatches, PICTURED * layout.pp))
+    return spans(shown, whole.costs), shown, whole.schedule.microbatches, whole.seconds
+
+
+def part(shown: Schedule, microbatches: int) -> str:
+    """How much of an iteration a picture shows."""
+    return f"{shown.microbatches} of {microbatches} micro-batches" if shown.microbatches < microbatches else (
+        f"all {microbatches} micro-batches")
+
+
+def draw(run: RunConfig, layout: Layout, system: System, file: str | os.PathLike, memory: Sequence[float]) -> None:
+    """The pipeline over time as a PNG file. memory: MiB of a rank of each stage. Raises ValueError when it cannot be written."""
+    bars, shown, microbatches, seconds = modelled(run, layout, system)
+    chunks, machine = placement(run).chunks, system.machine.name
+    heading = (shown.name + f", {chunks} chunks of layers a stage" * (chunks > 1) + f", {part(shown, microbatches)}, recompute "
+               f"{recompute_name(run)}; an iteration takes {seconds:.4g} s (model, {machine})")
+    pipeline_plot.draw(file, bars, memory, heading)

@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from ..run.config import RunConfig
-from ..run.layout import Layout
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
 from . import choice, memory
 from .model import Prediction, System, predict
 from .request import add_system_arguments, run_of, system_of

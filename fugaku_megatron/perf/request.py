@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..run import arguments
-from ..run.checks import check
-from ..run.config import RunConfig
-from ..run.recipes import GPT2_VOCABULARY
+from ..config import arguments
+from ..config.checks import check
+from ..config.recipes import GPT2_VOCABULARY
+from ..config.run_config import RunConfig
 from . import machine, software
 from .model import System
 

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..parts import AUTO, ONE_F_ONE_B
-from ..run import offers
-from ..run.config import BatchConfig, RunConfig, TrainingConfig
-from ..run.layout import Layout
-from ..run.layout import chunks as chunks_of
-from ..zero_bubble import NoList
+from ..config import features
+from ..config.layout import Layout
+from ..config.layout import chunks as chunks_of
+from ..config.run_config import BatchConfig, RunConfig, TrainingConfig
+from ..pipeline.parts import AUTO, ONE_F_ONE_B
+from ..pipeline.zero_bubble import NoList
 from . import memory
 from .choice import Order, pendings, schedules
 from .model import Prediction, System, predict, step
@@ -85,7 +85,7 @@ def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
     """The schedules that are tried for a layout. run: as it was asked for."""
     stages, microbatches = plan.layout.pp, plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
     if (name := _asked(run, held)) is None:
-        return [order for order in schedules(plan.system.software.offers, stages, microbatches) if order.name != ONE_F_ONE_B]
+        return [order for order in schedules(plan.system.software.choices, stages, microbatches) if order.name != ONE_F_ONE_B]
     given = "zero_bubble_max_pending_backward" in held
     chosen = (run.parallel.zero_bubble_max_pending_backward,) if given else pendings(name, stages, microbatches)
     return [Order(name, chunks_of(run), pending) for pending in chosen if name != ONE_F_ONE_B]
@@ -117,7 +117,7 @@ def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) ->
 def candidates(run: RunConfig, system: System, held: frozenset[str],
                ramp_divisible: bool = False) -> Iterator[tuple[RunConfig, System] | str]:
     """Every combination of what the software offers, as (run, system with its ranks per node), or why its numbers do not divide."""
-    choices, model, parallel = system.software.offers, run.model, run.parallel
+    choices, model, parallel = system.software.choices, run.model, run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
     tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.query_groups),
                       "tensor_model_parallel_size" in held)
@@ -125,8 +125,8 @@ def candidates(run: RunConfig, system: System, held: frozenset[str],
     stages = _choices(parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held)
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
     zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
-    tried = {name: _choices(offers.OFFERS[name].used(run), values if name in choices.names else (False,),
-                            offers.OFFERS[name].field in held) for name, values in SWITCHED.items()}
+    tried = {name: _choices(features.FEATURES[name].used(run), values if name in choices.names else (False,),
+                            features.FEATURES[name].field in held) for name, values in SWITCHED.items()}
     for pp in stages:
         for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
             for tp, mbs, stage, number in ((t, m, z, r) for t in tensor for m in micro for z in zero for r in ranks):
@@ -155,12 +155,12 @@ def _indivisible(system: System, tp: int, pp: int, zero_stage: int, batch: Batch
     return None
 
 
-# Offers that a search varies or that are always on.
-VARIED = (offers.BALANCED_SPLIT, offers.ZERO_1, offers.SELECTIVE, offers.BLOCK, offers.RECOMPUTE_AUTO, offers.NODE_SUMS,
-          offers.TWO_LEVEL_SUMS, offers.INTERLEAVED, offers.ZERO_BUBBLE)
-# Offers of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
-SWITCHED: dict[str, tuple[bool, ...]] = {offers.OVERLAP_GRAD_REDUCE: (True,), offers.OVERLAP_PARAM_GATHER: (True,),
-                                         offers.SEQUENCE_PARALLEL: (False, True), offers.TP_COMM_OVERLAP: (False, True)}
+# Choices that a search varies or that are always on.
+VARIED = (features.BALANCED_SPLIT, features.ZERO_1, features.SELECTIVE, features.BLOCK, features.RECOMPUTE_AUTO, features.NODE_SUMS,
+          features.TWO_LEVEL_SUMS, features.INTERLEAVED, features.ZERO_BUBBLE)
+# Choices of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
+SWITCHED: dict[str, tuple[bool, ...]] = {features.OVERLAP_GRAD_REDUCE: (True,), features.OVERLAP_PARAM_GATHER: (True,),
+                                         features.SEQUENCE_PARALLEL: (False, True), features.TP_COMM_OVERLAP: (False, True)}
 
 
 def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int) -> Iterator[dict[str, bool]]:
@@ -169,15 +169,15 @@ def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, rank
     Exchanges behind products are left out inside a node, where sums in its memory use all cores, and are always tried with one
     rank a node, where as many bytes travel with them as without.
     """
-    for sequence in tried[offers.SEQUENCE_PARALLEL] if tp > 1 else (False,):
-        exchanges = tried[offers.TP_COMM_OVERLAP] if sequence and tp > ranks_per_node else (False,)
+    for sequence in tried[features.SEQUENCE_PARALLEL] if tp > 1 else (False,):
+        exchanges = tried[features.TP_COMM_OVERLAP] if sequence and tp > ranks_per_node else (False,)
         for behind in exchanges if ranks_per_node > 1 else exchanges[-1:]:
-            for reduce in tried[offers.OVERLAP_GRAD_REDUCE]:
-                for gather in tried[offers.OVERLAP_PARAM_GATHER]:
-                    values = {offers.SEQUENCE_PARALLEL: sequence, offers.TP_COMM_OVERLAP: behind,
-                              offers.OVERLAP_GRAD_REDUCE: reduce,
-                              offers.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1}
-                    yield {offers.OFFERS[name].field: value for name, value in values.items()}
+            for reduce in tried[features.OVERLAP_GRAD_REDUCE]:
+                for gather in tried[features.OVERLAP_PARAM_GATHER]:
+                    values = {features.SEQUENCE_PARALLEL: sequence, features.TP_COMM_OVERLAP: behind,
+                              features.OVERLAP_GRAD_REDUCE: reduce,
+                              features.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1}
+                    yield {features.FEATURES[name].field: value for name, value in values.items()}
 
 
 def _choices(value: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:

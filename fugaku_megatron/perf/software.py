@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..parts import CHUNKED, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
-from ..run import offers
-from ..run.checks import check
-from ..run.config import RunConfig
+from ..config import features
+from ..config.checks import check
+from ..config.run_config import RunConfig
+from ..pipeline.parts import CHUNKED, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
 from .machine import Machine, unknown
 from .parameters import Fitted, MemoryParameters, Parameters, fitted
 
@@ -27,11 +27,11 @@ ALIASES = {"this": THIS_PROJECT}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offers:
+class Choices:
     """The choices that software offers. recompute: none, selective, full (all layers), block (some layers of each stage) or
     auto (as few of each stage as memory allows, which is never slower than none, block or full).
 
-    names: rows of run/offers.py that it has; other people's software has none of them. Raises ValueError for a row that is not
+    names: rows of config/features.py that it has; other people's software has none of them. Raises ValueError for a row that is not
     built: a gain without an implementation is not modelled.
     """
 
@@ -42,18 +42,18 @@ class Offers:
     names: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        missing = sorted(self.names - offers.built())
-        check(not missing, f"{', '.join(missing)}: the trainer does not have it, so it is not modelled: see run/offers.py")
+        missing = sorted(self.names - features.built())
+        check(not missing, f"{', '.join(missing)}: the trainer does not have it, so it is not modelled: see config/features.py")
 
     @staticmethod
-    def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Offers:
+    def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Choices:
         """The choices of this project's trainer with only the offers `names`."""
-        recompute = {"none": True, "selective": offers.SELECTIVE in names, "block": offers.BLOCK in names, "full": True,
-                     "auto": offers.RECOMPUTE_AUTO in names}
-        return Offers(ranks_per_node=ranks_per_node, recompute=tuple(kind for kind, there in recompute.items() if there),
-                      zero_stages=(0, 1) if offers.ZERO_1 in names else (0,), names=names,
-                      schedules=(ONE_F_ONE_B, *(INTERLEAVED,) * (offers.INTERLEAVED in names),
-                                 *SPLITS_BACKWARD * (offers.ZERO_BUBBLE in names)))
+        recompute = {"none": True, "selective": features.SELECTIVE in names, "block": features.BLOCK in names, "full": True,
+                     "auto": features.RECOMPUTE_AUTO in names}
+        return Choices(ranks_per_node=ranks_per_node, recompute=tuple(kind for kind, there in recompute.items() if there),
+                      zero_stages=(0, 1) if features.ZERO_1 in names else (0,), names=names,
+                      schedules=(ONE_F_ONE_B, *(INTERLEAVED,) * (features.INTERLEAVED in names),
+                                 *SPLITS_BACKWARD * (features.ZERO_BUBBLE in names)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Software:
     page_faults: "none" (memory is kept), "across nodes" (large blocks fault in again, and in runs on several nodes, where the
     network has registered them, cost more to return), "registered" (they always cost more).
     old_torch: element-wise work and operator calls take longer by the factor of PyTorch 1.7.
-    machines: names of machines on which it has run. offers: the choices for the planner; this project's are those of run/offers.py.
+    machines: names of machines on which it has run. offers: the choices for the planner; this project's are those of config/features.py.
     counts: the row of `style` in software.json. fitted: the values of `group`. Both follow from names that are compared, so they
     take no part in comparisons.
     """
@@ -76,22 +76,22 @@ class Software:
     page_faults: str
     old_torch: bool
     machines: tuple[str, ...]
-    offers: Offers
+    choices: Choices
     counts: Mapping[str, Any] = field(compare=False, repr=False)
     fitted: Fitted = field(compare=False, repr=False)
 
     def active(self, run: RunConfig) -> frozenset[str]:
         """The offers that the software has and the run uses."""
-        return frozenset(name for name in self.offers.names if offers.OFFERS[name].used(run))
+        return frozenset(name for name in self.choices.names if features.FEATURES[name].used(run))
 
     def lacking(self, run: RunConfig) -> list[str]:
         """The offers that the run has switched on by a flag without a value, and that the software does not have."""
-        switches = [name for name in offers.SWITCHES if offers.OFFERS[name].used(run)]
-        return [name for name in switches if name not in self.offers.names]
+        switches = [name for name in features.SWITCHES if features.FEATURES[name].used(run)]
+        return [name for name in switches if name not in self.choices.names]
 
     def without(self, name: str) -> Software:
         """This project's software without one of its offers."""
-        return replace(self, offers=Offers.from_names(self.offers.names - {name}, self.offers.ranks_per_node))
+        return replace(self, choices=Choices.from_names(self.choices.names - {name}, self.choices.ranks_per_node))
 
     def cut(self, run: RunConfig) -> RunConfig:
         """The run as this software does it: without what it lacks, in 1F1B's order instead of one that it lacks, and with an even
@@ -100,10 +100,10 @@ class Software:
         Raises ValueError for a --pipeline-split that it does not offer, and for numbers of layers that do not divide.
         """
         for name in self.lacking(run):
-            run = offers.switched(run, name, False)
-        if run.parallel.schedule not in self.offers.schedules:
+            run = features.switched(run, name, False)
+        if run.parallel.schedule not in self.choices.schedules:
             run = with_schedule(run, ONE_F_ONE_B, 1)
-        if offers.BALANCED_SPLIT in self.offers.names:
+        if features.BALANCED_SPLIT in self.choices.names:
             return run
         layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
         check(split in ("balanced", "even"), f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or give "
@@ -158,7 +158,7 @@ def load(name: str, flag: str = "--software") -> Software:
     if name not in data["software"]:
         raise unknown(flag, name, data["software"])
     facts = data["software"][name]
-    choices = {key: tuple(value) for key, value in facts["offers"].items()}
-    has = Offers.from_names(offers.built(), **choices) if facts["style"] == "native" else Offers(**choices)
-    return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "offers": has},
+    choices = {key: tuple(value) for key, value in facts["choices"].items()}
+    has = Choices.from_names(features.built(), **choices) if facts["style"] == "native" else Choices(**choices)
+    return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "choices": has},
                     counts=data["styles"][facts["style"]], fitted=fitted(facts["group"]))

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
-from ..parts import SPLITS_BACKWARD
-from ..run import accounting, activations, memory, offers
-from ..run.accounting import Collective, Record
-from ..run.block_parts import MLPS
-from ..run.config import RunConfig
-from ..run.layout import Layout
+from ..config import features
+from ..config.layout import Layout
+from ..config.model_config import MLPS
+from ..config.run_config import RunConfig
+from ..costs import accounting, activations, memory
+from ..costs.accounting import Collective, Record
+from ..pipeline.parts import SPLITS_BACKWARD
 from .software import Software
 
 
@@ -84,7 +85,7 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
 def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
     """`tensors` as element-wise operators see them: with sequence parallelism a rank has 1/t of those between the products."""
     sizes = tensors(run, tp)
-    return {**sizes, "hidden": sizes["hidden"] // tp} if offers.SEQUENCE_PARALLEL in software.active(run) else sizes
+    return {**sizes, "hidden": sizes["hidden"] // tp} if features.SEQUENCE_PARALLEL in software.active(run) else sizes
 
 
 def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
@@ -136,7 +137,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
 
     In backward the gradient of the weight needs all that is gathered; it hides what is summed, unless it is put off.
     """
-    if offers.TP_COMM_OVERLAP not in software.active(run) or not work.collectives or not work.products:
+    if features.TP_COMM_OVERLAP not in software.active(run) or not work.collectives or not work.products:
         return work
     data, *weight = work.products
     collectives = tuple(c for c, _ in work.collectives)

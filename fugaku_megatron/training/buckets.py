@@ -10,7 +10,7 @@ Every data-parallel rank starts the same operations in the same order: buckets a
 of the tied embedding over its two copies starts when this stage's copy is complete; only the bucket that holds it waits for that
 sum, after the reductions of all others have started.
 
-Left out: which parameters form a bucket (`run.buckets`, `flat`), the update (`optim`).
+Left out: which parameters form a bucket (`costs.buckets`, `flat`), the update (`optim`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ..comm.base import DONE, Comm, Handle
 from ..comm.grid import Groups
+from ..config.run_config import RunConfig
 from ..nn.model import Stage
-from ..run.config import RunConfig
 from .flat import Bucket, FlatParameters, unit_modules
 
 

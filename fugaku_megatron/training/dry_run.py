@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .. import schedule
-from ..comm.dry import DryComm
 from ..comm.grid import Grid
+from ..comm.solo import SoloComm
+from ..config import batches
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
+from ..costs import accounting, buckets, run_schedule
+from ..costs.memory import Memory, stage_memory
+from ..costs.recompute import layers_again
 from ..nn.model import Stage
 from ..nn.ops import Ops
-from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B
-from ..perf import picture
+from ..perf import plan_text
 from ..perf.model import step
-from ..run import accounting, batches, buckets
-from ..run.config import RunConfig
-from ..run.layout import Layout
-from ..run.memory import Memory, stage_memory
-from ..run.recompute import layers_again
-from ..timeline import Costs, walk
-from .choices import modelled_system, settle
+from ..pipeline import schedule
+from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B
+from ..pipeline.timeline import Costs, walk
+from .start_choices import modelled_system, settle
 
 LARGE_BUBBLE = 0.2  # from which on other layouts are worth a search
 SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
@@ -43,7 +44,7 @@ class StagePlan:
 def plan_stage(run: RunConfig, layout: Layout, stage: int, lists: schedule.Schedule) -> StagePlan:
     """Build stage `stage` on a world that only pretends to exist."""
     grid = Grid(layout.world_size, layout.tp, layout.pp)
-    built = Stage(run, grid.groups(DryComm(grid.rank(0, stage, 0), layout.world_size)), Ops.build())
+    built = Stage(run, grid.groups(SoloComm(grid.rank(0, stage, 0), layout.world_size)), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
     assert parameters == accounting.stage_parameters(run, layout, stage)
     held = lists.held(stage)
@@ -131,11 +132,11 @@ def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
     run, chosen = settle(run, layout)
     size = layout.global_batch_size(run)
     microbatches = layout.microbatches(run, size)
-    lists = schedule.of_run(run, microbatches)
+    lists = run_schedule.of_run(run, microbatches)
     plans = [plan_stage(run, layout, stage, lists) for stage in range(layout.pp)]
     iterations, samples = batches.run_length(run, size)
     if png:
-        picture.draw(run, layout, modelled_system(layout), png, [plan.memory.total / 2**20 for plan in plans])
+        plan_text.draw(run, layout, modelled_system(layout), png, [plan.memory.total / 2**20 for plan in plans])
     sent: dict[str, int] = {}
     for c in buckets.gradient_collectives(run, layout, 0):
         sent[f"{c.verb} {c.group}"] = sent.get(f"{c.verb} {c.group}", 0) + c.bytes

@@ -28,7 +28,7 @@ from ..data.sampler import first_sample
 from ..host.observed import Observed
 from ..nn.layers import dropout_layer
 from ..nn.model import Stage
-from ..parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
+from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
 from .flat import stage_units
 from .train import Trainer
 

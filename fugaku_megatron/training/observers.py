@@ -1,7 +1,7 @@
 """What observes a rank in an iteration: its heartbeat, the clock of its phases and perhaps a profile.
 
 A heartbeat tells the instruction and its micro-batch, a collective and its ranks, and reading. Left out: the heartbeat itself
-(watchdog/heartbeat.py), where time goes (host/phases.py, host/profiler.py).
+(watchdog/heartbeat.py), where time goes (host/observed.py, host/profiler.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm.grid import Grid, Groups
-from ..host.observed import INSTRUCTIONS, NONBLOCKING, Observed, Observer, observe_groups
-from ..host.phases import Phases
-from ..parts import SENDS, Instruction
-from ..schedule import Executor
+from ..host.observed import INSTRUCTIONS, NONBLOCKING, Observed, Observer, Phases, observe_groups
+from ..pipeline.parts import SENDS, Instruction
+from ..pipeline.schedule import Executor
 from ..watchdog.heartbeat import Heartbeat
 from .checksums import Checksums
 from .profile import Profile

@@ -15,15 +15,53 @@ from torch import Tensor
 
 from ..checkpoint.shards import Shard
 from ..comm.grid import Groups
+from ..config.run_config import PrecisionConfig, RunConfig
+from ..costs.buckets import bucket_minimum
 from ..nn.model import Stage
 from ..nn.ops import Ops
-from ..run.buckets import bucket_minimum
-from ..run.config import RunConfig
+from ..nn.parameter import PARAMETER_DTYPES
 from .buckets import BucketComm
 from .flat import FlatParameters, Range
-from .loss_scaler import LossScaler
 
-PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by PrecisionConfig.name
+
+class LossScaler:
+    """Static or dynamic loss scale (Megatron's DynamicGradScaler): halve after `hysteresis` overflows, double after a window."""
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        self.precision = precision
+        self.dynamic = precision.fp16 and precision.loss_scale is None
+        self.scale = precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0)
+        self.good_steps, self.hysteresis = 0, precision.hysteresis
+
+    @property
+    def falling(self) -> bool:
+        """Whether an overflow is no surprise: the scale can still fall."""
+        return self.dynamic and self.scale > self.precision.min_loss_scale
+
+    def update(self, overflow: bool) -> None:
+        """Tell whether the gradients of this step had an Inf or NaN."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.good_steps, self.hysteresis = 0, self.hysteresis - 1
+            if self.hysteresis <= 0:
+                self.scale = max(self.scale / 2, self.precision.min_loss_scale)
+            return
+        self.good_steps += 1
+        if self.good_steps == self.precision.loss_scale_window:
+            self.good_steps, self.hysteresis = 0, self.precision.hysteresis
+            self.scale *= 2
+
+    def state(self) -> dict[str, float]:
+        """For the checkpoint."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "hysteresis": self.hysteresis}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Back from the checkpoint."""
+        if self.dynamic:
+            self.scale, self.good_steps, self.hysteresis = state["scale"], int(state["good_steps"]), int(state["hysteresis"])
+
+
 
 
 @dataclass(frozen=True)

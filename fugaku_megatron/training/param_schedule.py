@@ -9,8 +9,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..run.checks import check
-from ..run.config import OptimizerConfig, RunConfig
+from ..config.checks import check
+from ..config.run_config import OptimizerConfig, RunConfig
 
 # Share of the way from the peak down to --min-lr that is left at a fraction of the decay: 1 at fraction 0, 0 at fraction 1.
 SHAPES = {

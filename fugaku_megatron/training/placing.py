@@ -8,8 +8,8 @@ import socket
 
 import torch
 
+from ..comm.agreement import Nodes
 from ..comm.base import Comm
-from ..comm.topology import Nodes
 from ..watchdog.between import LISTENERS, Address, Link, open_socket, own_address, parent
 from ..watchdog.watch import Watchdog
 

@@ -13,39 +13,35 @@ import torch
 
 from ..checkpoint.lock import hold
 from ..checkpoint.save import check_replaces, check_writable
-from ..comm.agreement import everywhere, on_root
+from ..comm.agreement import Nodes, everywhere, find_nodes, on_root
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..comm.launch import describe
 from ..comm.mpi import MPIComm
 from ..comm.node import share_groups
-from ..comm.topology import Nodes, find_nodes
+from ..config import batches
+from ..config.arguments import Arguments
+from ..config.checks import check
+from ..config.layout import Layout
+from ..config.outputs import check_file
+from ..config.run_config import RunConfig
+from ..costs import accounting
+from ..costs.recompute import recompute_name
 from ..data.build import build_datasets, build_separate_datasets
 from ..data.data_path import parse_data_path
 from ..data.dataset import Dataset, MockDataset
-from ..data.feed import Feed, build_feed
 from ..data.index_cache import IndexCache
 from ..data.indexed import check_files
+from ..data.sampler import ReaderGroup, build_reader_group
 from ..host import allocator, kernels, placement, runtime
-from ..host.memory_use import node_bytes
-from ..host.phases import Phases
-from ..logs.metrics import MetricsWriter, format_peak_memory, peak_memory_mib, read_run_history
+from ..host.memory_use import node_bytes, peak_memory_mib
+from ..host.observed import Phases
+from ..logs.metrics import MetricsWriter, WandbRun, format_peak_memory, read_run_history
 from ..logs.run_log import format_run
 from ..logs.screen import append
-from ..logs.wandb_run import WandbRun
-from ..run import accounting, batches
-from ..run.arguments import Arguments
-from ..run.checks import check
-from ..run.config import RunConfig
-from ..run.layout import Layout
-from ..run.outputs import check_file
-from ..run.recompute import recompute_name
 from ..watchdog.watch import Watchdog
 from .checksums import Checksums
-from .choices import settle
-from .forecast import check_memory, data_line, iteration_line, skip_line, validation_line
-from .kernel_choice import build_ops, choose_kernels
-from .memory_watch import MemoryWatch
+from .memory_watch import MemoryWatch, check_memory, data_line, iteration_line, skip_line, validation_line
 from .observers import Heartbeats, Observers
 from .param_schedule import ParamSchedule
 from .placing import place
@@ -54,6 +50,7 @@ from .rank_times import RankTimes
 from .rerun import Rerun
 from .resume import Resume, find_checkpoint, resume_training, with_padding
 from .session import HISTORY, Session
+from .start_choices import build_ops, choose_kernels, settle
 from .train import Progress, Trainer, reads_data
 from .vocabulary import read_tokenizer, tokenizer_notes, with_vocabulary
 
@@ -70,12 +67,12 @@ def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int,
     return batches.run_length(run, layout.global_batch_size(run), progress.iteration, progress.consumed_samples)
 
 
-def find_feed(run: RunConfig, groups: Groups, nodes: Nodes) -> Feed | None:
+def find_reader_group(run: RunConfig, groups: Groups, nodes: Nodes) -> ReaderGroup | None:
     """Who reads the data for this rank; None where it needs none, and where no file is read. Collective."""
-    return None if run.data.mock_data else build_feed(groups.world, nodes, groups.dp.rank, reads_data(run, groups))
+    return None if run.data.mock_data else build_reader_group(groups.world, nodes, groups.dp.rank, reads_data(run, groups))
 
 
-def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None, feed: Feed | None = None) -> Data:
+def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None, feed: ReaderGroup | None = None) -> Data:
     """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
 
     progress: where a resumed run stands. feed: of this rank; without one every rank that needs data reads it.
@@ -178,7 +175,7 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> 
 
 
 def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backends: dict[str, str],
-                  observers: Observers, feed: Feed | None = None) -> Trainer:
+                  observers: Observers, feed: ReaderGroup | None = None) -> Trainer:
     """This rank's trainer, observed."""
     train, valid = data
     trainer = Trainer(run, world, observers.groups(groups), train, valid, ops=build_ops(run, backends, observers.kernels(kernels)),
@@ -238,7 +235,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     with everywhere():
         _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))
     enter("the start: reading data")
-    feed = find_feed(run, groups, nodes)
+    feed = find_reader_group(run, groups, nodes)
     data = build_data(run, groups, layout, resume.progress, feed)
     saved = resume.state.get("tokenizer")
     _say(run, world, data_line(data[0]), validation_line(data[1]), skip_line(run, data[0]),

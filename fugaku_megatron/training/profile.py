@@ -17,11 +17,11 @@ import torch
 
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
+from ..config.layout import Layout, placement
+from ..config.run_config import OutputConfig, RunConfig
+from ..host.memory_use import peak_memory_mib
 from ..host.profiler import Profiler
 from ..logs import plot, traces
-from ..logs.metrics import peak_memory_mib
-from ..run.config import OutputConfig, RunConfig
-from ..run.layout import Layout, placement
 
 BARRIERS = 9  # that clocks are compared at
 Say = Callable[[str], None]  # prints a line, on rank 0

@@ -2,7 +2,7 @@
 
 Ranks are judged over log intervals that are enough together (JUDGED_ITERATIONS, JUDGED_SECONDS). A rank is named when it was slow
 in two judgements in a row; a single one is often the system's. One small all-gather per interval.
-Left out: the clock of a rank (`host.phases`), what is slow (`logs.stragglers`).
+Left out: the clock of a rank (`host.observed`), what is slow (`logs.stragglers`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm
-from ..host.phases import PHASES, Phases
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
+from ..costs import accounting
+from ..host.observed import PHASES, Phases
 from ..logs.screen import append
 from ..logs.stragglers import NAMED, Interval, Straggler, find
-from ..run import accounting
-from ..run.config import RunConfig
-from ..run.layout import Layout
 
 Slow = set[tuple[int, str]]  # rank, phase
 JUDGED_ITERATIONS, JUDGED_SECONDS = 10, 5.0  # a judgement needs as many of both; less is the noise of a start

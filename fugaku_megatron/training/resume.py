@@ -16,12 +16,12 @@ from ..checkpoint.manifest import CARRIED, TRACKER, join, latest_iteration, newe
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
-from ..run.accounting import padded_vocab_size
-from ..run.checks import check, flag
-from ..run.config import COURSE, RunConfig
-from ..run.layout import Layout
-from ..run.model_config import COUNTED, MASKED, UNSETTLED
-from ..run.skips import MAX_SAMPLE, Skips
+from ..config.checks import check, flag
+from ..config.layout import Layout
+from ..config.model_config import COUNTED, MASKED, UNSETTLED
+from ..config.run_config import COURSE, RunConfig
+from ..config.sample_rules import MAX_SAMPLE, Skips
+from ..costs.accounting import padded_vocab_size
 from .param_schedule import ParamSchedule
 from .session import HISTORY, LOSS_CURVE
 from .train import Progress, Trainer, layout_record

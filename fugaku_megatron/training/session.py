@@ -14,19 +14,18 @@ import torch
 
 from ..checkpoint.behind import SaveBehind
 from ..comm.exit_codes import ExitCode
+from ..costs import accounting
 from ..host import allocator, runtime
 from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
-from ..run import accounting
 from ..watchdog.watch import Watchdog
-from .checksums import Checksums
+from .checksums import Checksums, differing_replica
 from .memory_watch import MemoryWatch
 from .nonfinite import find_nonfinite
 from .profile import Profile
 from .rank_times import RankTimes
 from .train import IterationResult, Trainer
-from .weight_hash import differing_replica
 
 HISTORY = "history.jsonl"
 LOSS_CURVE = "loss_curve.png"

@@ -15,31 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import schedule
 from ..checkpoint.behind import SaveBehind, Snapshot
-from ..checkpoint.folders import Folders
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
+from ..checkpoint.manifest import Folders
 from ..checkpoint.node_copy import node_first_steps
 from ..checkpoint.save import Description, Steps, run_steps, save_steps, shard_writer
 from ..checkpoint.shards import Shard
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
+from ..config.batches import sizes_of
+from ..config.checks import check
+from ..config.layout import Layout, placement
+from ..config.model_config import architecture, with_block
+from ..config.run_config import RunConfig
+from ..config.sample_rules import Skips
+from ..costs import run_schedule
+from ..costs.accounting import pipeline_split, sequence_parts, zero_shards
 from ..data.dataset import Dataset
-from ..data.feed import Feed, Handout
-from ..data.sampler import Prefetcher, consecutive, first_sample, micro_batches
+from ..data.sampler import Prefetcher, ReaderBatches, ReaderGroup, consecutive, first_sample, micro_batches
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
-from ..run.accounting import pipeline_split, sequence_parts, zero_shards
-from ..run.batches import sizes_of
-from ..run.checks import check
-from ..run.config import RunConfig
-from ..run.layout import Layout, placement
-from ..run.model_config import architecture, with_block
-from ..run.skips import Skips
-from .microbatches import Batch, MicroBatch, MicroBatchWindow
-from .optim import PARAMETER_DTYPES, Optimizer
+from ..nn.parameter import PARAMETER_DTYPES
+from ..pipeline import schedule
+from .optim import Optimizer
 from .param_schedule import ParamSchedule
-from .step import StepExecutor, StepShape
+from .step import Batch, MicroBatch, MicroBatchWindow, StepExecutor, StepShape
 
 WEIGHTS, MOMENTS = ("weight/",), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
 Watch = Callable[[StepExecutor], schedule.Executor]
@@ -99,8 +99,8 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     ops: Ops = field(default_factory=Ops.build)
     watch: Watch | None = None
-    make_schedule: Callable[[RunConfig, int], schedule.Schedule] = schedule.of_run
-    feed: Feed | None = None
+    make_schedule: Callable[[RunConfig, int], schedule.Schedule] = run_schedule.of_run
+    feed: ReaderGroup | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
     tokenizer: dict[str, Any] | None = None
@@ -116,7 +116,7 @@ class Trainer:
         self.skips = Skips.parse(run.data.skip_samples)
         self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
         self.folders = Folders(self.world)  # of checkpoints
-        self._batches: Prefetcher[Batch] | Handout | None = None
+        self._batches: Prefetcher[Batch] | ReaderBatches | None = None
         behind = run.output.save and run.output.async_save
         self._snapshot = Snapshot(self.optimizer.checkpoint_shards(owned=True)) if behind else None
 
@@ -132,11 +132,11 @@ class Trainer:
     # One step ------------------------------------------------------------------------------------------------------------------
 
     def _samples(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int],
-                 samples: Callable[[int, int], Sequence[int]] = consecutive) -> Prefetcher[Batch] | Handout:
+                 samples: Callable[[int, int], Sequence[int]] = consecutive) -> Prefetcher[Batch] | ReaderBatches:
         """This rank's micro-batches from `consumed` on; only a rank that reads data may call it. Close it at the end."""
         micro_batch_size, dp = self.run.batch.micro_batch_size, self.groups.dp
         if self.feed and self.feed.comm.size > 1:
-            return Handout(self.feed, dataset, consumed, size, micro_batch_size, dp.size, samples)
+            return ReaderBatches(self.feed, dataset, consumed, size, micro_batch_size, dp.size, samples)
         return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, dp.rank, dp.size, samples))
 
     def _broadcast(self, source: Iterator[Batch] | None) -> Iterator[Batch]:
@@ -176,7 +176,7 @@ class Trainer:
     def _train_batches(self) -> Iterator[Batch]:
         if self._batches is None and self.reads_data:
             self._batches = self._samples(self.train, self.progress.consumed_samples, self.batch_size, self.skips.samples)
-        if isinstance(self._batches, Handout):
+        if isinstance(self._batches, ReaderBatches):
             with self.waiting_for_data():
                 self._batches.begin()
         return self._broadcast(self._batches)
@@ -217,7 +217,7 @@ class Trainer:
         """
         own = self.watch
         source = self._samples(self.train, consumed, self.batch_size, self.skips.samples) if self.reads_data else None
-        if isinstance(source, Handout):
+        if isinstance(source, ReaderBatches):
             source.begin()
         both = (lambda executor: watch(own(executor) if own else executor)) if watch else own
         loss = self._gradients(self._broadcast(source), consumed, scale, stage, both)
@@ -229,12 +229,12 @@ class Trainer:
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
         """Mean loss over `iterations` global batches of a dataset from sample `first` on. Collective."""
         size = self.layout.global_batch_size(self.run)
-        lists = schedule.of_run(self.run, self.layout.microbatches(self.run, size)).forward_only()
+        lists = run_schedule.of_run(self.run, self.layout.microbatches(self.run, size)).forward_only()
         total = 0.0
         source = self._samples(dataset, first, lambda _: size) if self.reads_data else None
         batches = self._broadcast(source)
         for i in range(iterations):
-            if isinstance(source, Handout):
+            if isinstance(source, ReaderBatches):
                 source.begin()
             losses = self._execute(batches, first + i * size, lists, 1.0, training=False)
             total += self._mean_loss(losses)

@@ -8,12 +8,12 @@ from typing import Any
 
 from ..comm.agreement import on_root
 from ..comm.base import Comm
+from ..config.checks import check
+from ..config.recipes import GPT2_VOCABULARY
+from ..config.run_config import RunConfig
 from ..data.data_path import parse_data_path
 from ..data.tokenizer import build_tokenizer
 from ..data.tokenizer_flags import TokenizerFlags, identity, mismatch, read_identity
-from ..run.checks import check
-from ..run.config import RunConfig
-from ..run.recipes import GPT2_VOCABULARY
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:

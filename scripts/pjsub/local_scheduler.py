@@ -24,8 +24,8 @@ from pathlib import Path
 
 import local_commands
 
+from fugaku_megatron.config.checks import check
 from fugaku_megatron.jobs import limits, script
-from fugaku_megatron.run.checks import check
 
 ENDED = ("EXT", "CCL", "RJT")  # states of jobs that have ended: by themselves, cancelled, rejected
 GRACE = 10  # seconds between SIGTERM and SIGKILL at the elapse limit

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
-from fugaku_megatron.run import accounting
 from tests.arm import builds
 
 # By the number of a shape's numbers.

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-
-from .numbers import random
+from tests.kernels.numbers import random
 
 CHUNK = 16
 EDGES = (0, 1, 13, 37)

@@ -1,7 +1,7 @@
 """The table of kernels (kernels_sve/kernels.inc): every row is bound and tested, and says what its kernel costs.
 
 That kernel_driver knows every row is tests/arm/test_driver.py's, that the benchmarks time what the trainer calls is
-tests/test_benchmarks.py's.
+tests/system/test_benchmarks.py's.
 """
 
 import ast
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
-from fugaku_megatron.run import accounting
 from tests.helpers import small_run
 from tests.kernels.numbers import for_each
 

@@ -1,0 +1,242 @@
+"""The command line: Megatron-LM's flags, generated from the fields of `config`, over an optional recipe.
+
+Flags that CPU forks of Megatron carry (compatibility flags) are accepted with a line that says what they mean here; unknown ones
+are refused with the nearest known one. Left out: what the flags mean (see `config`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any
+
+from ..pipeline.parts import AUTO
+from .checks import Refused, check, flag, flag_words
+from .command_line import Parser, nearest
+from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
+from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, ModelConfig
+from .recipes import RECIPES
+from .run_config import GROUPS, RunConfig
+
+_COMPATIBILITY, _REFUSED = "compatibility ", "refused "  # prefixes of such flags among the parsed values
+
+# What a run needs to have for these fields to mean anything, whether it has it, and the fields.
+_NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
+    ("--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1,
+     ("sequence_parallel", "tp_comm_overlap")),
+    ("--group-query-attention", lambda run: run.model.group_query_attention, ("num_query_groups",)),
+    ("--position-embedding-type rope", lambda run: run.model.position_embedding_type == ROPE,
+     ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")),
+    ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ROPE_SCALING),
+    ("--fp16", lambda run: run.precision.fp16,
+     ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
+    ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full",
+     ("recompute_method", "recompute_num_layers")),
+    ("--recompute-auto or --pipeline-schedule auto",
+     lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO, ("memory_per_rank",)),
+    ("--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD",
+     ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")),
+    ("--load", lambda run: run.output.load is not None, ("no_load_optim", "no_load_lr_state", "finetune")),
+    ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
+    ("--rerun-on-spike", lambda run: run.numbers.rerun_on_spike, ("loss_spike_deviations",)),
+    ("--vocab-file or --tokenizer-model", lambda run: run.data.has_tokenizer, ("tokenizer_type",)),
+    ("--data-path", lambda run: run.data.data_path is not None, ("split", "legacy_split")),
+    ("--save", lambda run: run.output.save is not None,
+     ("save_interval", "save_interval_in_mins", "keep_last", "async_save", "save_local")),
+    ("--wandb-project", lambda run: run.output.wandb_project is not None, ("wandb_exp_name", "wandb_entity")),
+)
+
+_GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}  # a field -> its group in RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What the command line says beyond the run itself."""
+
+    run: RunConfig
+    recipe: str | None
+    dry_run: bool
+    world_size: int | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """What the flags of `add_flags` say, before they make a run. fields: values of `config`'s fields, by name."""
+
+    recipe: str | None
+    fields: dict[str, Any]
+    dry_run: bool
+    world_size: int | None
+    notes: tuple[str, ...]
+
+
+def _field_type(field: Field) -> type:
+    names = {"int": int, "float": float, "str": str, "bool": bool}
+    return field.metadata.get("type") or names[str(field.type)]
+
+
+def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
+    meta, help = field.metadata, field.metadata["help"]
+    if field.default not in (MISSING, None) and _field_type(field) is not bool:
+        default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        help += f" (default: {default})"
+    help = help.replace("%", "%%")
+    names = (flag(field.name), *meta.get("aliases", ()))
+    if _field_type(field) is bool:
+        action = argparse.BooleanOptionalAction if field.default else "store_true"  # what is on by default gets a --no- flag
+        group.add_argument(*names, dest=field.name, action=action, default=argparse.SUPPRESS, help=help)
+    else:
+        group.add_argument(*names, dest=field.name, type=_field_type(field), nargs=meta.get("nargs"), help=help,
+                           choices=meta.get("choices"), default=argparse.SUPPRESS)
+    for name, value in meta.get("switches", {}).items():
+        group.add_argument(name, dest=field.name, action="store_const", const=value, default=argparse.SUPPRESS,
+                           help=f"the same as {flag(field.name)} {value}")
+
+
+def build_parser() -> Parser:
+    """A parser of a run's flags alone. A flag that is not given leaves no attribute, so that a recipe's value stays."""
+    parser = Parser()
+    add_flags(parser)
+    return parser
+
+
+def add_train_flags(parser: argparse.ArgumentParser, meaning: str = "they describe the run") -> None:
+    """`add_flags` for commands beside train: --help names a run's flags in its last line, which says their `meaning`."""
+    own, groups = len(parser._actions), len(parser._action_groups)
+    add_flags(parser)
+    for action in parser._actions[own:]:
+        action.help = argparse.SUPPRESS
+    for group in parser._action_groups[groups:]:
+        group.description = None  # with neither flags nor a description to show, argparse leaves a group out
+    parser.epilog = f"and every flag of fugaku-megatron train, such as --recipe; {meaning}: see fugaku-megatron train --help"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Every flag of a run, for all commands that speak of one; `interpret` and `run_flags` read what was parsed."""
+    parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
+    parser.add_argument("--dry-run", action="store_true", help="build and print the run's plan in one process, train nothing")
+    parser.add_argument("--world-size", type=int, help="ranks to assume in a --dry-run")
+    groups = {name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()}
+    for name, config in GROUPS.items():
+        for field in fields(config):
+            _add_field(groups[name], field)
+    groups["training"].add_argument("--activations-checkpoint-method", dest="recompute_method", choices=("uniform", "block"),
+                                    action=_FullRecompute, default=argparse.SUPPRESS,
+                                    help="the same as --recompute-granularity full --recompute-method")
+    for title, prefix, flags in (("accepted from other Megatron versions", _COMPATIBILITY, COMPATIBILITY_FLAGS),
+                                 ("refused, with the reason", _REFUSED, REFUSED_FLAGS)):
+        group = parser.add_argument_group(title)
+        for name, (values, meaning) in flags.items():
+            shown = {"choices": COMPATIBILITY_CHOICES[name]} if name in COMPATIBILITY_CHOICES else {"metavar": "VALUE"}
+            kind: dict[str, Any] = {"nargs": values, **shown} if values else {"action": "store_true"}
+            group.add_argument(name, dest=prefix + name, default=argparse.SUPPRESS, help=meaning, **kind)
+
+
+class _FullRecompute(argparse.Action):
+    """Megatron's former flag, whose method also switched recompute of whole layers on."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        namespace.recompute_method, namespace.recompute_granularity = values, "full"
+
+
+def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
+    if name is None:
+        return {group: {} for group in GROUPS}
+    if name.lower() not in RECIPES:
+        known = ", ".join(RECIPES)
+        raise ValueError(f"--recipe {name:.60} is unknown: give one of {known}" + nearest(name, RECIPES, "", cutoff=0.3))
+    run = RECIPES[name.lower()]()
+    return {group: {f.name: getattr(getattr(run, group), f.name) for f in fields(config)} for group, config in GROUPS.items()}
+
+
+# Values of a recipe that a flag replaces: setting the key drops the recipe's value of the others.
+_DERIVED: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("ffn_hidden_size", "kv_channels"),
+    "num_attention_heads": ("kv_channels",),
+    "seq_length": ("max_position_embeddings",),
+    "lr": ("min_lr",),
+    "step_batch_size_schedule": ("global_batch_size",),
+    "train_samples": ("train_iters", "lr_decay_iters", "lr_warmup_iters"),
+    "train_tokens": ("train_iters", "lr_decay_iters", "lr_warmup_iters"),
+    "train_iters": ("train_samples", "lr_decay_samples", "lr_warmup_samples"),
+    "lr_decay_tokens": ("lr_decay_iters", "lr_decay_samples"),
+    "lr_warmup_tokens": ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    "lr_warmup_iters": ("lr_warmup_fraction", "lr_warmup_samples"),
+    "lr_warmup_samples": ("lr_warmup_fraction", "lr_warmup_iters"),
+    "lr_warmup_fraction": ("lr_warmup_iters", "lr_warmup_samples"),
+}
+
+
+def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
+    """A RunConfig from a recipe's name (or None) and field values that override it.
+
+    Raises ValueError for values that the config refuses and, naming all at once, for required fields that neither gives.
+    """
+    groups = _from_recipe(recipe)
+    assert values.keys() <= _GROUP_OF.keys(), f"no such fields: {values.keys() - _GROUP_OF.keys()}"
+    for dropped in (name for key in values for name in _DERIVED.get(key, ())):
+        groups[_GROUP_OF[dropped]].pop(dropped, None)
+    for name, value in values.items():
+        groups[_GROUP_OF[name]][name] = value
+    missing = [flag(f.name) for group, config in GROUPS.items() for f in fields(config)
+               if f.default is MISSING and f.name not in groups[group]]
+    check(not missing, f"{', '.join(missing)} must be given (or start from a --recipe: {', '.join(RECIPES)})")
+    return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+
+
+def model_flags(model: ModelConfig) -> list[str]:
+    """The words of a command line that make this model; --seq-length, which is a run's choice, is not among them."""
+    words = []
+    for field in fields(ModelConfig):
+        value = getattr(model, field.name)
+        if field.name == "seq_length" or value is None or value == field.default:
+            continue
+        words += flag_words(field.name, value)
+    return words
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Read a command line of a run's flags alone. Raises ValueError with one line for a user's mistake."""
+    return interpret(vars(build_parser().parse_args(argv)))
+
+
+def run_flags(values: Mapping[str, Any]) -> RunFlags:
+    """The part of parsed values that `add_flags` added; what a command's own flags said is left out.
+
+    Raises Refused, a ValueError, naming all flags that are refused.
+    """
+    if refused := [*_refused(values)]:
+        raise Refused(refused)
+    config_values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in _GROUP_OF}
+    names = [name.removeprefix(_COMPATIBILITY) for name in values if name.startswith(_COMPATIBILITY)]
+    notes = tuple(f"{name}: {COMPATIBILITY_FLAGS[name][1]}" for name in names)
+    return RunFlags(recipe=values["recipe"], fields=config_values, dry_run=values["dry_run"], world_size=values["world_size"],
+                    notes=notes)
+
+
+def _refused(values: Mapping[str, Any]) -> Iterator[str]:
+    """Why each flag, or its value, is refused."""
+    for name in values:
+        if name.startswith(_REFUSED):
+            yield f"{name.removeprefix(_REFUSED)}: {REFUSED_FLAGS[name.removeprefix(_REFUSED)][1]}"
+    for name, (accepted, reason) in ONLY.items():
+        given = values.get(_COMPATIBILITY + name, [accepted[0]])[0]
+        if given not in accepted:
+            yield f"{name} {given}: {reason}"
+
+
+def interpret(values: Mapping[str, Any]) -> Arguments:
+    """The parsed values of `add_flags` as a run. Raises ValueError with one line for a user's mistake."""
+    flags = run_flags(values)
+    check(flags.world_size is None or flags.dry_run,
+          f"--world-size {flags.world_size} goes with --dry-run; a real run takes it from mpiexec -n")
+    check(flags.world_size is None or flags.world_size > 0, f"--world-size is {flags.world_size}: give a number above 0")
+    run = make_run(flags.recipe, flags.fields)
+    check(run.model.kernels_take_heads or run.system.kernels == "torch", f"--kv-channels is {run.model.kv_channels}, by default "
+          f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: give one, or --kernels torch")
+    without_effect = tuple(f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
+                           for name in names if name in flags.fields)
+    return Arguments(run=run, recipe=flags.recipe, dry_run=flags.dry_run, world_size=flags.world_size,
+                     notes=flags.notes + without_effect)

@@ -1,0 +1,99 @@
+"""What the trainer offers to make a step faster or smaller: one row each, which its flags and the performance model go by.
+
+`built` says whether the trainer does it. To take a new one into use, set `built` in its row: the planner then tries it, the model
+counts its gain, and tests ask for its flag. Until then its flag, if there is one, changes no modelled time.
+Left out: what an offer does (the modules named in `place`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+from ..pipeline import parts
+from .run_config import GROUPS, RunConfig
+
+BALANCED_SPLIT, SELECTIVE, BLOCK, ZERO_1 = "pipeline_split_balanced", "recompute_selective", "recompute_block", "zero_stage_1"
+RECOMPUTE_AUTO = "recompute_auto"
+OVERLAP_GRAD_REDUCE, OVERLAP_PARAM_GATHER = "overlap_grad_reduce", "overlap_param_gather"
+GRAD_REDUCE_IN_BF16, NODE_SUMS, TWO_LEVEL_SUMS = "grad_reduce_in_bf16", "node_shared_sums", "two_level_sums"
+SEQUENCE_PARALLEL, TP_COMM_OVERLAP = "sequence_parallel", "tp_comm_overlap"
+INTERLEAVED, ZERO_BUBBLE = "interleaved_schedule", "zero_bubble_schedule"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One row. field, value: of the run's config, which switch it on; field None: always on. place: below the package.
+
+    value: one, or a tuple of those that do.
+    """
+
+    built: bool
+    meaning: str
+    place: str
+    field: str | None = None
+    value: Any = True
+
+    def used(self, run: RunConfig) -> bool:
+        """Whether the run has it switched on."""
+        given = run.parallel.schedule if self.field == "pipeline_schedule" else field_value(run, self.field)
+        return self.field is None or given in (self.value if isinstance(self.value, tuple) else (self.value,))
+
+
+FEATURES: dict[str, Feature] = {
+    BALANCED_SPLIT: Feature(built=True, meaning="stages of equal cost, the logits counted", place="costs/accounting.py",
+                          field="pipeline_split", value="balanced"),
+    ZERO_1: Feature(built=True, meaning="optimizer state sharded over data-parallel ranks", place="training/optim.py",
+                  field="zero_stage", value=1),
+    SELECTIVE: Feature(built=True, meaning="attention alone is computed again", place="nn/blocks.py",
+                     field="recompute_granularity", value="selective"),
+    BLOCK: Feature(built=True, meaning="some layers of a stage are computed again", place="nn/blocks.py",
+                 field="recompute_method", value="block"),
+    RECOMPUTE_AUTO: Feature(built=True, meaning="each stage and chunk recomputes as few layers as fit into memory",
+                          place="costs/recompute.py", field="recompute_auto"),
+    OVERLAP_GRAD_REDUCE: Feature(built=True, meaning="buckets of gradients are reduced behind the last backward",
+                               place="training/buckets.py", field="overlap_grad_reduce"),
+    OVERLAP_PARAM_GATHER: Feature(built=True, meaning="ZeRO's weights are gathered behind the next forward",
+                                place="training/buckets.py", field="overlap_param_gather"),
+    GRAD_REDUCE_IN_BF16: Feature(built=True, meaning="gradients travel in BF16", place="training/buckets.py",
+                               field="grad_reduce_in_bf16"),
+    NODE_SUMS: Feature(built=True, meaning="groups inside a node add up in shared memory, on all cores", place="comm/node.py"),
+    TWO_LEVEL_SUMS: Feature(built=True, meaning="groups over several nodes add up inside each node, then between nodes",
+                          place="comm/two_level.py"),
+    SEQUENCE_PARALLEL: Feature(built=True, meaning="norms, dropout and residuals on 1/TP of the sequence", place="nn/layers.py",
+                             field="sequence_parallel"),
+    TP_COMM_OVERLAP: Feature(built=True, meaning="tensor-parallel exchange behind the products", place="nn/overlapped_ops.py",
+                           field="tp_comm_overlap"),
+    INTERLEAVED: Feature(built=True, meaning="several chunks of layers on a stage", place="pipeline/schedule.py",
+                       field="pipeline_schedule", value=parts.INTERLEAVED),
+    ZERO_BUBBLE: Feature(built=True, meaning="weight gradients fill the pipeline's bubble", place="pipeline/schedule.py",
+                       field="pipeline_schedule", value=parts.SPLITS_BACKWARD),
+}
+
+# Choices with a flag that takes no value; one that needs another stands before it.
+SWITCHES = (OVERLAP_PARAM_GATHER, OVERLAP_GRAD_REDUCE, GRAD_REDUCE_IN_BF16, TP_COMM_OVERLAP, SEQUENCE_PARALLEL, RECOMPUTE_AUTO)
+
+
+@cache
+def group_of(field: str) -> str | None:
+    """The group of RunConfig that has the field; None where no group has it."""
+    return next((group for group, config in GROUPS.items() if field in {f.name for f in fields(config)}), None)
+
+
+def field_value(run: RunConfig, field: str) -> Any:
+    """The run's value of a field of its config; None for a field that does not exist."""
+    group = group_of(field)
+    return None if group is None else getattr(getattr(run, group), field)
+
+
+def built() -> frozenset[str]:
+    """The offers that the trainer has."""
+    return frozenset(name for name, offer in FEATURES.items() if offer.built)
+
+
+def switched(run: RunConfig, name: str, on: bool = True) -> RunConfig:
+    """The run with an offer of a flag without a value switched on or off."""
+    field = FEATURES[name].field
+    group = group_of(field)
+    return replace(run, **{group: replace(getattr(run, group), **{field: on})})

@@ -1,0 +1,137 @@
+"""World size, its factors, and the stages and chunks into which a run cuts the model. Pure integers, no torch.
+
+Left out: where costs decide the cut (`accounting.part_sizes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..pipeline import cuts
+from ..pipeline.parts import ZBV, Placement, placement_of
+from .batches import sizes_of
+from .checks import check, flag
+from .run_config import RunConfig
+
+
+def check_world_size(world_size: int, tp: int, pp: int) -> None:
+    """Raises ValueError when tensor-parallel size x pipeline-parallel size does not divide the number of ranks."""
+    for name, size in (("tensor", tp), ("pipeline", pp)):
+        check(size >= 1, f"--{name}-model-parallel-size is {size}: give a number above 0")
+    below = world_size // (tp * pp) * tp * pp
+    ranks = f"{below} or {below + tp * pp}" if below else f"{tp * pp}"
+    check(world_size >= 1 and world_size == below, f"world size {world_size} is not divisible by --tensor-model-parallel-size {tp} "
+          f"x --pipeline-model-parallel-size {pp} = {tp * pp}: start {ranks} ranks, or change the sizes")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """World size and its factors; `Layout.from_run` checks everything that depends on the world size."""
+
+    world_size: int
+    tp: int
+    pp: int
+    dp: int
+
+    @staticmethod
+    def from_run(run: RunConfig, world_size: int) -> Layout:
+        """Raises ValueError, one line with the flag and the remedy, for a run that does not fit on `world_size` ranks."""
+        tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+        model = run.model
+        check_world_size(world_size, tp, pp)
+        divided = {"num-attention-heads": model.num_attention_heads, "ffn-hidden-size": model.ffn_hidden_size}
+        if model.group_query_attention:
+            divided["num-query-groups"] = model.query_groups
+        for name, value in divided.items():
+            check(value % tp == 0, f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them")
+        check(model.seq_length % sequence_parts(run, tp) == 0, f"--seq-length {model.seq_length} is not divisible by "
+              f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out")
+        check_split(run)
+        layout = Layout(world_size, tp, pp, world_size // (tp * pp))
+        for size in sizes_of(run, layout.global_batch_size(run)).sizes():
+            layout.microbatches(run, size)
+        return layout
+
+    def global_batch_size(self, run: RunConfig) -> int:
+        """--global-batch-size, or one micro-batch per data-parallel rank."""
+        return run.batch.global_batch_size or run.batch.micro_batch_size * self.dp
+
+    def microbatches(self, run: RunConfig, global_batch_size: int) -> int:
+        """Micro-batches per rank and iteration; ValueError when the batch does not divide."""
+        each = run.batch.micro_batch_size * self.dp
+        below = max(1, global_batch_size // each) * each
+        name, remedy = f"--global-batch-size {global_batch_size}", f"use {below} or {below + each}"
+        if run.batch.step_batch_size_schedule:
+            name = f"--step-batch-size-schedule {run.batch.step_batch_size_schedule!r}: its batch size {global_batch_size}"
+            remedy = f"give multiples of {each}"
+        elif global_batch_size != self.global_batch_size(run):
+            name = f"--rampup-batch-size {' '.join(map(str, run.batch.rampup_batch_size))}: its batch size {global_batch_size}"
+            remedy = f"give a start and an increment that are multiples of {each}"
+        check(global_batch_size % each == 0, f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "
+              f"data-parallel size {self.dp} = {each}: {remedy}")
+        return global_batch_size // each
+
+
+def chunks(run: RunConfig) -> int:
+    """Chunks of layers, which are parts of the model, on each pipeline stage."""
+    parallel = run.parallel
+    if per_chunk := parallel.num_layers_per_virtual_pipeline_stage:
+        return max(1, run.model.num_layers // (per_chunk * parallel.pipeline_model_parallel_size))
+    return parallel.num_virtual_stages_per_pipeline_rank or (2 if parallel.schedule == ZBV else 1)
+
+
+@lru_cache(maxsize=1024)  # everything asks for it
+def placement(run: RunConfig) -> Placement:
+    """Which part of the model is on which stage."""
+    return placement_of(run.parallel.schedule, run.parallel.pipeline_model_parallel_size, chunks(run))
+
+
+def check_split(run: RunConfig) -> None:
+    """Raises ValueError when the layers cannot be cut into the parts that the flags ask for."""
+    layers, parallel, parts = run.model.num_layers, run.parallel, placement(run).parts
+    pp, split = parallel.pipeline_model_parallel_size, parallel.pipeline_split
+    per_chunk, per_stage = parallel.num_layers_per_virtual_pipeline_stage, parts // pp
+    chunked = f" x {per_stage} chunks of --pipeline-schedule {parallel.schedule}" if per_stage > 1 else ""
+    each = f"--pipeline-model-parallel-size {pp}{chunked}"
+    check(layers >= parts, f"--num-layers {layers} is below {each}: each needs a layer, change one")
+    check(per_chunk is None or layers % (pp * per_chunk) == 0, f"--num-layers {layers} is not divisible by "
+          f"--pipeline-model-parallel-size {pp} x --num-layers-per-virtual-pipeline-stage {per_chunk}: change one of them, or give "
+          "--num-virtual-stages-per-pipeline-rank, whose chunks may differ")
+    check(split != "even" or layers % parts == 0, f"--num-layers {layers} is not divisible by {each}: "
+          "change one of them, or give --pipeline-split balanced")
+    again = run.training.recompute_part_layers
+    check(again is None or len(again) == parts, f"--recompute-part-layers has {len(again or ())} numbers and {each} makes {parts} "
+          f"parts: give {parts} numbers")
+    if (sizes := stage_sizes(run)) is None:
+        return
+    flags = f"--pipeline-split {split}" if split not in ("even", "balanced") else " and ".join(
+        f"{flag(name)} {value}" for name, value in _ends(run).items() if value is not None)
+    check((len(sizes), sum(sizes)) == (pp, layers), f"{flags} has {len(sizes)} stages and {sum(sizes)} "
+          f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: give {pp} numbers that sum to {layers}")
+    check(min(sizes) >= per_stage, f"{flags} leaves a stage {min(sizes)} layers of --num-layers {layers}, and a stage has "
+          f"{per_stage} parts with a layer or more each: change one")
+
+
+def _ends(run: RunConfig) -> dict[str, int | None]:
+    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    return {name: getattr(run.parallel, name) for name in names}
+
+
+def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
+    """Layers of each stage where the flags give them; None where costs or equal numbers decide."""
+    split, pp, layers = run.parallel.pipeline_split, run.parallel.pipeline_model_parallel_size, run.model.num_layers
+    if split not in ("even", "balanced"):
+        return tuple(map(int, split.split(",")))
+    first, last = _ends(run).values()
+    given = [n for n in (first, last) if n is not None]
+    if not given:
+        return None
+    others = pp - len(given)
+    between = cuts.evenly(layers - sum(given), others) if others else ()
+    return (*([first] if first else []), *between, *([last] if last else []))
+
+
+def sequence_parts(run: RunConfig, tp: int) -> int:
+    """Parts into which tensor-parallel ranks cut the sequence between their products: t with --sequence-parallel, or 1."""
+    return tp if run.parallel.sequence_parallel else 1

@@ -1,0 +1,240 @@
+"""The GPT that is trained, a group of `config`'s fields: GPT-2's block by default; Llama's, Mistral's and Qwen's by flags.
+
+Legend: h hidden, n heads, g groups of heads that share a key and a value, d head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .checks import check, check_choices, check_fraction, check_numbers, check_positive, hashed_once, opt, required
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormPart:
+    """A norm over the hidden dimension h.
+
+    layer: "module:class" of a subclass of `nn.layers.Norm`, imported when a stage is built. vectors: parameters of h elements each.
+    statistics: FP32 numbers per row that backward needs beside the input.
+    """
+
+    layer: str
+    vectors: int
+    statistics: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPPart:
+    """An MLP h -> f -> h.
+
+    layer: "module:class", as in NormPart, with the interface of `nn.blocks.MLP`. activation: the record's name in accounting.
+    fc1_widths: outputs of the first product in units of f (2 where a gate stands beside the value).
+    """
+
+    layer: str
+    activation: str
+    fc1_widths: int
+
+
+NORMS = {"LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2),
+         "RMSNorm": NormPart(layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1)}
+MLPS = {"gelu": MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation="gelu", fc1_widths=1),
+        "swiglu": MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation="swiglu", fc1_widths=2)}
+
+
+def choices(parts: dict[str, NormPart] | dict[str, MLPPart]) -> str:
+    """The names of a table for an error message: "LayerNorm or RMSNorm"."""
+    return " or ".join(parts)
+
+
+UNSETTLED, MASKED, COUNTED = PADDING = ("auto", "yes", "no")  # of --mask-vocab-padding
+LEARNED, ROPE, NO_POSITIONS = POSITION_TYPES = ("learned_absolute", "rope", "none")
+FFN_MULTIPLE = 64  # of the width that --swiglu has by default, as in Megatron-LM
+HEAD_MULTIPLE = 4  # elements: the C++ kernels of attention take heads of so many, or a multiple
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The GPT that is trained (GPT-2 as Megatron-LM builds it, unless flags say otherwise)."""
+
+    num_layers: int = required("number of transformer layers", maximum=4096)
+    hidden_size: int = required("width h of the residual stream", maximum=2**20)
+    num_attention_heads: int = required("number of attention heads; must divide --hidden-size", maximum=2**16)
+    ffn_hidden_size: int | None = opt(None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22)
+    seq_length: int = required("tokens per sample, s", maximum=2**22)
+    max_position_embeddings: int | None = opt(None, "rows of the position embedding (default: --seq-length)", type=int,
+                                              maximum=2**22)
+    vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26)
+    make_vocab_size_divisible_by: int = opt(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
+    mask_vocab_padding: str = opt(UNSETTLED, "keep rows of the vocabulary that are not tokens out of the loss, where Megatron-LM "
+                                  "counts them; auto: what the checkpoint says, yes for converted weights, no from scratch",
+                                  choices=PADDING)
+    init_method_std: float = opt(0.02, "standard deviation of the initial weights")
+    normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer")
+    disable_bias_linear: bool = opt(False, "no biases in the linear layers of the blocks")
+    layernorm_epsilon: float = opt(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
+    hidden_dropout: float = opt(0.1, "dropout on embeddings and on what each sub-layer adds to the residual stream")
+    attention_dropout: float = opt(0.1, "dropout on attention probabilities")
+    swiglu: bool = opt(False, "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default")
+    group_query_attention: bool = opt(False, "groups of heads share a key and a value")
+    num_query_groups: int | None = opt(None, "groups g of heads, for --group-query-attention (default: 1)", type=int, maximum=2**16)
+    kv_channels: int | None = opt(None, "size d of a head (default: hidden size / attention heads)", type=int, maximum=2**16)
+    add_qkv_bias: bool = opt(False, "biases of queries, keys and values, also with --disable-bias-linear")
+    qk_layernorm: bool = opt(False, "normalise each query and each key over its head's d elements")
+    position_embedding_type: str = opt(LEARNED, "positions: a learned vector each, rotated queries and keys (rope), or none",
+                                       choices=POSITION_TYPES, switches={"--use-rotary-position-embeddings": ROPE})
+    rotary_base: float = opt(10000.0, "base of the wavelengths of rope")
+    rotary_percent: float = opt(1.0, "share of a head's elements that rope rotates, the first ones")
+    rotary_interleaved: bool = opt(False, "rope rotates neighbouring elements together, not those half of the rotated ones apart")
+    use_rope_scaling: bool = opt(False, "lengthen rope's long waves as Llama 3.1 does, for longer sequences")
+    rope_scaling_factor: float = opt(8.0, "how much --use-rope-scaling lengthens them")
+    rope_scaling_low_freq_factor: float = opt(1.0, "waves of the original positions / this and more are lengthened by the "
+                                              "whole factor")
+    rope_scaling_high_freq_factor: float = opt(4.0, "waves of the original positions / this and fewer stay as they are")
+    rope_scaling_original_max_position_embeddings: int = opt(8192, "the original positions: those that a model had before "
+                                                             "--use-rope-scaling", maximum=2**22)
+    untie_embeddings_and_output_weights: bool = opt(False, "the logits have a weight of their own, not the word embedding's")
+    window_size: str | None = opt(None, "LEFT,0: a token sees itself and LEFT tokens before it (Mistral's window - 1), not all",
+                                  type=str)
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        check_choices(self)
+        self._derive()
+        numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
+        check_positive(self, *(name for name in numbers if "dropout" not in name))
+        check(self.normalization in NORMS, f"--normalization is {self.normalization}: give {choices(NORMS)}")
+        check_fraction(self, "hidden_dropout", "attention_dropout")
+        check(self.max_position_embeddings >= self.seq_length, f"--max-position-embeddings {self.max_position_embeddings} "
+              f"is below --seq-length {self.seq_length}: raise it to {self.seq_length} or shorten the sequence")
+        self._check_heads()
+        self._check_rotary()
+
+    def _derive(self) -> None:
+        """Set what was not given. A head size that does not divide is left to `_check_heads`."""
+        h, heads = self.hidden_size, max(1, self.num_attention_heads)
+        width = h * 8 // 3 // FFN_MULTIPLE * FFN_MULTIPLE or FFN_MULTIPLE if self.swiglu else 4 * h
+        for name, value in (("ffn_hidden_size", width), ("max_position_embeddings", self.seq_length)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.kv_channels is None and h % heads == 0:
+            object.__setattr__(self, "kv_channels", h // heads)
+        if not self.group_query_attention or self.num_query_groups is None:
+            object.__setattr__(self, "num_query_groups", 1 if self.group_query_attention else None)
+        if self.window_size is not None:
+            object.__setattr__(self, "window_size", _window_size(self.window_size))
+
+    def _check_heads(self) -> None:
+        h, heads = self.hidden_size, self.num_attention_heads
+        check(self.kv_channels is not None, f"--hidden-size {h} is not divisible by --num-attention-heads {heads}: change one of "
+              "them, or give --kv-channels, the size of a head")
+        check(heads % self.query_groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups "
+              f"{self.query_groups}: change one of them")
+        check(self.normalization != "LayerNorm" or not self.qk_layernorm, "--qk-layernorm is an RMS norm here, and --normalization "
+              "is LayerNorm: give --normalization RMSNorm, or leave it out")
+
+    def _check_rotary(self) -> None:
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        check(low < high, f"--rope-scaling-high-freq-factor {high} is not above --rope-scaling-low-freq-factor {low}: change one "
+              "of them")
+        check(self.rotary_percent <= 1.0, f"--rotary-percent is {self.rotary_percent}: give a number above 0, and 1 at most")
+        check(self.position_embedding_type != ROPE or (self.rotary_size > 0 and self.rotary_size % 2 == 0), "rope rotates pairs of "
+              f"elements, and --rotary-percent {self.rotary_percent} of a head of {self.kv_channels} is {self.rotary_size}: change "
+              "it, or --kv-channels")
+
+    @property
+    def activation(self) -> str:
+        """The row of `block_parts.MLPS` that the block's MLP is."""
+        return "swiglu" if self.swiglu else "gelu"
+
+    @property
+    def query_groups(self) -> int:
+        """g: keys and values of a token; as many as heads without --group-query-attention."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def qkv_width(self) -> int:
+        """g (n/g + 2) d: elements of a token's queries, keys and values."""
+        return (self.num_attention_heads + 2 * self.query_groups) * self.kv_channels
+
+    @property
+    def context_width(self) -> int:
+        """n d: elements of a token's attention over all heads."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kernels_take_heads(self) -> bool:
+        """Whether the C++ kernels of attention take heads of this size."""
+        return self.kv_channels % HEAD_MULTIPLE == 0
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.add_qkv_bias or not self.disable_bias_linear
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions are a weight."""
+        return self.position_embedding_type == LEARNED
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that rope rotates."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def turns_queries(self) -> bool:
+        """Whether something happens to queries and keys before attention: rope, or their norm."""
+        return self.position_embedding_type == ROPE or self.qk_layernorm
+
+    @property
+    def masks_padding(self) -> bool:
+        """Whether rows of the vocabulary that are not tokens stay out of the softmax; `training.resume` settles "auto"."""
+        return self.mask_vocab_padding == MASKED
+
+    @property
+    def tied(self) -> bool:
+        """Whether the logits are computed with the word embedding's weight."""
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees, itself among them; None: all before it."""
+        return None if self.window_size is None else int(self.window_size.split(",")[0]) + 1
+
+
+def _window_size(text: str) -> str | None:
+    """Megatron's pair, with or without parentheses, as "LEFT,0"; None where it sets no window, -1 standing for no limit."""
+    numbers = text.strip().removeprefix("(").removesuffix(")").split(",")
+    right = len(numbers) == 2 and all(part.strip().removeprefix("-").isdecimal() for part in numbers)
+    left, ahead = (int(part) for part in numbers) if right else (0, 1)
+    check(right and ahead == 0 and -1 <= left < 2**22, f"--window-size {text!r:.60}: give LEFT,0, the tokens that a token sees "
+          "before itself, and none behind, such as 4095,0")
+    return None if left == -1 else f"{left},0"
+
+
+# What --use-rope-scaling depends on.
+ROPE_SCALING = ("rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
+                "rope_scaling_original_max_position_embeddings")
+# What a block can be beside GPT-2's, whose values are the defaults; programs before these flags saved none of them.
+BLOCK = ("swiglu", "group_query_attention", "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm",
+         "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling",
+         *ROPE_SCALING, "untie_embeddings_and_output_weights", "window_size")
+# What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
+ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
+                "normalization", "disable_bias_linear", "layernorm_epsilon", *BLOCK)
+
+
+def architecture(model: ModelConfig) -> dict[str, Any]:
+    """The values of ARCHITECTURE; the longest sequence only where it is the shape of a weight."""
+    return {name: getattr(model, name) for name in ARCHITECTURE if name != "max_position_embeddings" or model.learned_positions}
+
+
+def with_block(saved: dict[str, Any]) -> dict[str, Any]:
+    """The values of a checkpoint's model, with those that a program saved which had no flags for them: BLOCK's, and the padding."""
+    before = {"mask_vocab_padding": COUNTED, **{f.name: f.default for f in fields(ModelConfig) if f.name in BLOCK}}
+    if {"hidden_size", "num_attention_heads"} <= saved.keys():
+        before["kv_channels"] = saved["hidden_size"] // saved["num_attention_heads"]
+    return {**before, **saved}

@@ -1,0 +1,217 @@
+"""A directory of Megatron-LM's checkpoints: which iteration, in which of its formats."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from ..checkpoint.manifest import CARRIED, TRACKER, fsync, iteration_name
+from ..comm import launcher
+from ..comm.agreement import describe
+from ..config.arguments import model_flags
+from ..config.checks import check, flag
+from ..host import allocator
+from .hugging_face import carry, open_hugging_face, save_hugging_face
+from .megatron_dist import METADATA, open_dist
+from .megatron_legacy import open_legacy
+from .own import open_own, save_own
+from .weights import DTYPES, Weights
+
+LEGACY = "mp_rank_*"
+
+
+def open_megatron(directory: str, iteration: int | None, vocab_size: int | None) -> Weights:
+    """The weights of the latest checkpoint in `directory`, or of `iteration`.
+
+    vocab_size: tokens, where the checkpoint does not say how many of the embedding's rows are no padding. ValueError, one line, for
+    what is missing, damaged or not built here.
+    """
+    try:
+        path = _iteration(Path(directory), iteration)
+        if (path / METADATA).exists():
+            return open_dist(path, vocab_size)
+        check(any(path.glob(LEGACY)), f"{path} holds neither {LEGACY} nor {METADATA}")
+        return open_legacy(path, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"--from-megatron {directory}: {error}") from error
+
+
+def _iteration(directory: Path, iteration: int | None) -> Path:
+    """The directory of an iteration; it may be given itself."""
+    check(directory.is_dir(), "is no directory")
+    if iteration is not None:
+        return directory / iteration_name(iteration)
+    if (directory / METADATA).exists() or any(directory.glob(LEGACY)):
+        return directory
+    tracker = directory / TRACKER
+    check(tracker.is_file(), f"{TRACKER} is not there: give the directory that holds it, or that of an iteration")
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    check(text == "release" or text.isdecimal(), f"{tracker} should hold an iteration or release, it holds {text!r:.40}")
+    return directory / (text if text == "release" else iteration_name(int(text)))
+
+
+def check_new(flag: str, directory: str) -> None:
+    """Raises ValueError unless `directory`, the value of `flag`, is absent or empty."""
+    path = Path(directory)
+    check(directory != "", f"{flag} is empty: give a directory")
+    check(not path.exists() or path.is_dir(), f"{flag} {directory} is a file: give a directory")
+    check(not path.exists() or not any(path.iterdir()), f"{flag} {directory} is not empty: give a new directory, so that nothing "
+          "is replaced")
+
+
+@contextmanager
+def whole(flag: str, directory: str) -> Iterator[Path]:
+    """A new directory to write in, which is `directory` after the block; nothing is left of it where the block raises.
+
+    Of two blocks for one directory each writes into its own, and the second one to end is refused. Raises ValueError, one line with
+    the flag, for what `check_new` refuses and where nothing can be written.
+    """
+    check_new(flag, directory)
+    final = Path(directory).absolute()
+    aside = final.with_name(f"{_prefix(final)}{os.getpid()}.{uuid.uuid4().hex}")
+    try:
+        for path in _abandoned(final):
+            shutil.rmtree(path, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        fsync(aside)
+        check_new(flag, directory)
+        aside.replace(final)
+        fsync(final.parent)
+    except OSError as error:
+        raise ValueError(f"{flag} {directory}: {describe(error)}: give another directory") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _prefix(final: Path) -> str:
+    """What the names of temporary directories of this host begin with; then the process follows, and what is unique in it."""
+    return f".{final.name}.converting.{platform.node()}."
+
+
+def _abandoned(final: Path) -> list[Path]:
+    """Temporary directories that processes of this host left which are gone."""
+    prefix, siblings = _prefix(final), final.parent.iterdir() if final.parent.is_dir() else ()
+    ours = ((path, path.name.removeprefix(prefix).split(".")[0]) for path in siblings if path.name.startswith(prefix))
+    return [path for path, process in ours if process.isdecimal() and not psutil.pid_exists(int(process))]
+
+
+TRANSFORMER_ENGINE = "transformer_engine"
+FLAGS = "model.flags"  # beside the iterations: words of train's command line
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
+
+
+def _open_megatron(options: argparse.Namespace) -> Weights:
+    pass  # with torch.distributed, which no other format needs
+
+    return open_megatron(options.from_megatron, options.ckpt_step, options.vocab_size)
+
+
+SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
+    "load": lambda options: open_own(options.load, options.ckpt_step),
+    "from_hf": lambda options: open_hugging_face(options.from_hf),
+    "from_megatron": _open_megatron,
+}
+
+
+def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
+    save_own(weights, directory)
+    carry(weights.carried, directory / CARRIED)
+    (directory / FLAGS).write_text(" ".join(model_flags(weights.model)) + "\n", encoding="utf-8")
+
+
+def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
+    from .megatron_legacy import save_legacy
+
+    save_legacy(weights, directory, options.tensor_model_parallel_size, options.pipeline_model_parallel_size,
+                options.transformer_impl == TRANSFORMER_ENGINE, options.make_vocab_size_divisible_by)
+
+
+DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
+    "save": _save,
+    "to_hf": lambda weights, directory, options: save_hugging_face(weights, directory, size(options.max_shard_size)),
+    "to_megatron": _save_megatron,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", help="from: a directory of checkpoints")
+    parser.add_argument("--from-hf", metavar="DIR", help="from: a model's directory, with config.json and safetensors")
+    parser.add_argument("--from-megatron", metavar="DIR", help="from: Megatron-LM's checkpoints, legacy or torch_dist")
+    parser.add_argument("--save", help="to: weights alone as a checkpoint, for train --load DIR --finetune, or generate")
+    parser.add_argument("--to-hf", metavar="DIR", help="to: a directory for Hugging Face's from_pretrained")
+    parser.add_argument("--to-megatron", metavar="DIR", help="to: a legacy checkpoint for Megatron-LM's --load")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights (default: as they were read)")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file with --to-hf (default: %(default)s)")
+    parser.add_argument("--hf-files", metavar="DIR", help="directory of the tokenizer, config.json and generation config of the "
+                        "model (default: those that came with it)")
+    parser.add_argument("--vocab-size", type=int, help="tokens, where a checkpoint of Megatron-LM only says the padded number")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="rows of the vocabulary that --to-megatron "
+                        "writes are a multiple of this x tensor-parallel size (default: %(default)s)")
+    parser.add_argument("--transformer-impl", choices=(TRANSFORMER_ENGINE, "local"), default=TRANSFORMER_ENGINE,
+                        help="that Megatron-LM runs --to-megatron's checkpoint with: names differ (default: %(default)s)")
+
+
+def size(text: str) -> int:
+    """Bytes of "500MB", "2GiB" or a number. ValueError for anything else, and for 0."""
+    match = _SIZE.fullmatch(text.strip())
+    number = int(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0
+    check(number > 0, f"--max-shard-size is {text!r:.40}: give a size such as 5GB or 500MB")
+    return number
+
+
+def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) -> str:
+    given = [name for name in names if getattr(options, name) is not None]
+    check(len(given) == 1, f"{' and '.join(map(flag, given)) or 'nothing'} says what to convert {purpose}: give one of "
+          f"{', '.join(map(flag, names))}")
+    return given[0]
+
+
+def check_options(options: argparse.Namespace) -> tuple[str, str]:
+    """(name of the source, of the destination). ValueError for flags that do not go together, before anything is read."""
+    variable, processes = launcher.processes()
+    check(processes == 1, f"convert is one process, and {variable} says that {processes} were started: leave the launcher out")
+    source, destination = _one(options, SOURCES, "from"), _one(options, DESTINATIONS, "to")
+    check((source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: give --to-hf, or "
+          "leave conversion out, because a checkpoint loads into any layout")
+    check(options.ckpt_step is None or source != "from_hf", "--ckpt-step goes with --load and --from-megatron, and "
+          "--from-hf is given: leave it out")
+    check(options.vocab_size is None or source == "from_megatron", f"--vocab-size {options.vocab_size} goes with --from-megatron, "
+          f"and {flag(source)} is given: leave it out")
+    size(options.max_shard_size)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"):
+        check(getattr(options, name) > 0, f"{flag(name)} is {getattr(options, name)}: give a number above 0")
+    check(options.hf_files is None or Path(options.hf_files).is_dir(), f"--hf-files {options.hf_files} is no directory")
+    check_new(flag(destination), getattr(options, destination))
+    return source, destination
+
+
+def main(options: argparse.Namespace) -> int:
+    """Convert; one process."""
+    source, destination = check_options(options)
+    allocator.return_large_blocks()
+    weights = SOURCES[source](options).cast(DTYPES.get(options.dtype))
+    if options.hf_files is not None:
+        weights = replace(weights, carried=Path(options.hf_files))
+    target = getattr(options, destination)
+    with whole(flag(destination), target) as directory:
+        DESTINATIONS[destination](weights, directory, options)
+    parameters = sum(tensor.numel() for tensor in weights.like().values())
+    print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
+    if destination == "save":
+        print(f"the model's flags for train are in {Path(target) / FLAGS}: {' '.join(model_flags(weights.model))}")
+    return 0

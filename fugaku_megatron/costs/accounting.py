@@ -1,0 +1,345 @@
+"""THE formulas: sizes, parameters, FLOPs, saved activations and communicated bytes of a run. Pure integers, no torch.
+
+The trainer, the log, the performance model, the planner and the benchmarks read them here; tests hold them to the trainer.
+Left out: what a rank holds at once (`memory`), time (`perf`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads
+of d elements in g groups, l layers, v padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ..config.checks import check
+from ..config.layout import Layout, placement, sequence_parts, stage_sizes
+from ..config.model_config import MLPS, NORMS
+from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
+from ..pipeline import cuts
+from ..pipeline.parts import Placement
+from .activations import (
+    Collective,
+    ProductCollectives,
+    activation_bytes,
+    all_reduce,
+    element_bytes,
+    residual_bytes,
+    tokens_per_microbatch,
+)
+
+FP32_BYTES = 4
+FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
+
+
+# Sizes ------------------------------------------------------------------------------------------------------------
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is >= value."""
+    return -(-value // multiple) * multiple
+
+
+def padded_vocab_size(model: ModelConfig, tp: int) -> int:
+    """Vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tensor-parallel size, as Megatron does."""
+    check(model.vocab_size is not None, "the vocabulary size is unknown: give a tokenizer, or --vocab-size")
+    return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
+
+
+def recompute_groups(layers: int, method: str, number: int) -> list[range]:
+    """Groups of `layers` layers that are recomputed together: all layers (uniform) or single layers from the first (block)."""
+    if method == "block":
+        return [range(i, i + 1) for i in range(min(number, layers))]
+    return [range(i, min(i + number, layers)) for i in range(0, layers, number)]
+
+
+def zero_shards(run: RunConfig, layout: Layout) -> int:
+    """Parts into which ZeRO cuts the optimizer state of a rank: the data-parallel size, or 1 with --zero-stage 0."""
+    return layout.dp if run.parallel.zero_stage else 1
+
+
+# Records: what one rank does per micro-batch -----------------------------------------------------------------------------------
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One operation on one rank for one micro-batch.
+
+    name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. of_heads:
+    those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward product and how many of them.
+    flops_*: multiply and add counted apart, matrix products only, attention's over the full square. seen: the share of that square
+    that a kernel needs. dropout: whether some of its probabilities are dropped.
+    saved_bytes: kept from forward to backward. forward, backward: collectives in order.
+    """
+
+    name: str
+    parameters: int = 0
+    replicated: int = 0
+    of_heads: int = 0
+    gemm: tuple[int, int, int] | None = None
+    gemm_count: int = 1
+    seen: float = 1.0
+    dropout: bool = False
+    flops_forward: int = 0
+    flops_backward: int = 0
+    saved_bytes: int = 0
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
+
+
+def _linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: int,
+            replicated: int = 0, **collectives: tuple[Collective, ...]) -> Record:
+    flops = 2 * rows * outputs * inputs
+    return Record(name=name, parameters=outputs * inputs + bias, gemm=(rows, outputs, inputs), flops_forward=flops,
+                  flops_backward=2 * flops, saved_bytes=saved, replicated=replicated, **collectives)
+
+
+def _norm(name: str, run: RunConfig, tp: int) -> Record:
+    part, rows = NORMS[run.model.normalization], tokens_per_microbatch(run) // sequence_parts(run, tp)
+    parameters = part.vectors * run.model.hidden_size
+    return Record(name=name, parameters=parameters, replicated=parameters,
+                  saved_bytes=residual_bytes(run, tp) + part.statistics * rows * FP32_BYTES)
+
+
+ATTENTION_BACKWARD_SHARE = 2.5  # of forward's products: S and dP are computed again, dQ, dK and dV are new
+
+
+def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
+    """Q K^T and P V of `heads` query heads (times samples), of the pairs that see each other: what kernels compute."""
+    return 4.0 * heads * d * seen_pairs(s, window)
+
+
+def seen_pairs(s: int, window: int | None) -> float:
+    """Pairs of s tokens of which one sees the other, below the diagonal and inside the window: s^2 / 2 - (s - window)^2 / 2."""
+    seen = min(window or s, s)
+    return seen * (2 * s - seen) / 2
+
+
+def seen_share(s: int, window: int | None) -> float:
+    """Share of `seen_pairs` in all pairs of s tokens."""
+    return seen_pairs(s, window) / s**2
+
+
+def _attention(run: RunConfig, tp: int) -> Record:
+    model, b = run.model, run.batch.micro_batch_size
+    s, heads, d = model.seq_length, model.num_attention_heads // tp, model.kv_channels
+    flops = 4 * b * heads * s * s * d  # Q K^T and P V over the full square, as Megatron counts it
+    # Kept: qkv, the context (which is also the projection's input) and the logarithm of each row's sum.
+    saved = qkv_bytes(run, tp) + context_bytes(run, tp) + softmax_bytes(run, tp)
+    return Record(name="attention", gemm=(s, s, d), gemm_count=b * heads, flops_forward=flops, flops_backward=2 * flops,
+                  seen=seen_share(s, model.window), dropout=model.attention_dropout > 0, saved_bytes=saved)
+
+
+def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
+    """What happens to queries and keys before attention; their norm needs them as they were, turning them back does not."""
+    weights = 2 * run.model.kv_channels * run.model.qk_layernorm
+    return (Record(name="rotary", parameters=weights, replicated=weights, of_heads=weights,
+                   saved_bytes=qkv_bytes(run, tp) * run.model.qk_layernorm),) if run.model.turns_queries else ()
+
+
+def qkv_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes of queries, keys and values of this rank's heads, (s, b, g (n/g + 2) d)."""
+    return tokens_per_microbatch(run) * run.model.qkv_width * element_bytes(run) // tp
+
+
+def context_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes of what attention makes of them, (s, b, n d)."""
+    return tokens_per_microbatch(run) * run.model.context_width * element_bytes(run) // tp
+
+
+def core_bytes(run: RunConfig, tp: int) -> int:
+    """What selective recompute does without: of softmax, and of queries and keys before their norm."""
+    return softmax_bytes(run, tp) + sum(record.saved_bytes for record in _rotary(run, tp))
+
+
+def softmax_bytes(run: RunConfig, tp: int) -> int:
+    """What attention keeps of its softmax: one FP32 number per row and head."""
+    return run.batch.micro_batch_size * run.model.num_attention_heads // tp * run.model.seq_length * FP32_BYTES
+
+
+@lru_cache(maxsize=64)  # a search asks for the same again and again
+def layer_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
+    """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x."""
+    model, kept, width, around = run.model, residual_bytes(run, tp), element_bytes(run), ProductCollectives.from_run(run, tp)
+    h, f, rows = model.hidden_size, model.ffn_hidden_size, tokens_per_microbatch(run)
+    mlp, bias = MLPS[model.activation], not model.disable_bias_linear
+    column = {"forward": around.into, "backward": around.into_backward}
+    row = {"forward": around.out, "backward": around.out_backward, "replicated": h * bias}
+    fc1, qkv, context = mlp.fc1_widths * f // tp, model.qkv_width // tp, model.context_width // tp
+    return (
+        _norm("input_layernorm", run, tp),
+        _linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, **column),
+        *_rotary(run, tp),
+        _attention(run, tp),
+        _linear("linear_proj", rows, h, context, h * bias, 0, **row),
+        _norm("pre_mlp_layernorm", run, tp),
+        _linear("linear_fc1", rows, fc1, h, fc1 * bias, kept, **column),
+        Record(name=mlp.activation, saved_bytes=rows * fc1 * width),
+        _linear("linear_fc2", rows, h, f // tp, h * bias, 0, **row),
+    )
+
+
+def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
+    """What full recompute repeats of a layer; of the last of a group not the product whose result alone nobody reads again."""
+    return [r for r in layer_records(run, tp) if not (last and r.name == "linear_fc2")]
+
+
+def embedding_records(run: RunConfig, tp: int) -> list[Record]:
+    """Word embedding, and positions where they are learned (first stage)."""
+    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, ProductCollectives.from_run(run, tp)
+    words = Record(name="word_embeddings", parameters=vocabulary * model.hidden_size, forward=around.out,
+                   backward=around.out_backward)
+    positions = model.max_position_embeddings * model.hidden_size
+    return [words, *[Record(name="position_embeddings", parameters=positions, replicated=positions)] * model.learned_positions]
+
+
+def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
+    """Final norm, logits and loss (last stage). tied: a weight that is tied is the embedding's own tensor, and not counted."""
+    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, ProductCollectives.from_run(run, tp)
+    rows = tokens_per_microbatch(run)
+    # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
+    logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), forward=around.into,
+                     backward=around.into_backward[-1:])
+    if tied and model.tied:
+        logits = Record(**{**vars(logits), "parameters": 0})
+    return [_norm("final_layernorm", run, tp), logits,
+            Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))]
+
+
+def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
+    """FLOPs of a layer's forward and of the logits on one rank, attention below the diagonal only."""
+    tp = run.parallel.tensor_model_parallel_size
+    layer = sum(r.flops_forward / (2 if r.name == "attention" else 1) for r in layer_records(run, tp))
+    return layer, sum(r.flops_forward for r in head_records(run, tp, tied=True))
+
+
+@lru_cache(maxsize=64)  # every stage asks for it
+def part_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
+    """Layers of each part of the model, as --pipeline-split says; balanced counts multiply-adds. A part has at least one layer."""
+    layers, split = run.model.num_layers, run.parallel.pipeline_split
+    if (split == "even" and stage_sizes(run) is None) or placement.parts == 1:
+        return cuts.even(layers, placement)
+    layer, head = layer_and_head_flops(run)
+    sizes = stage_sizes(run)
+    return cuts.balanced(layers, placement, layer, head) if sizes is None else cuts.of_stages(sizes, placement, layer, head)
+
+
+def part_layers(run: RunConfig, placement: Placement, part: int) -> range:
+    """Layers (from 0) of a part of the model."""
+    sizes = part_sizes(run, placement)
+    return range(sum(sizes[:part]), sum(sizes[: part + 1]))
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same again and again
+def pipeline_split(run: RunConfig) -> tuple[int, ...]:
+    """Layers of each part of the model, in the model's order."""
+    return part_sizes(run, placement(run))
+
+
+def stage_parts(run: RunConfig, stage: int) -> list[int]:
+    """The parts of the model that a pipeline stage has, chunk by chunk."""
+    where = placement(run)
+    return [where.part(stage, chunk) for chunk in range(where.chunks)]
+
+
+def stage_layers(run: RunConfig, stage: int) -> list[range]:
+    """Layers (from 0) of each chunk of pipeline stage `stage`."""
+    return [part_layers(run, placement(run), part) for part in stage_parts(run, stage)]
+
+
+def part_recompute_groups(run: RunConfig, part: int) -> list[range]:
+    """Groups of a part's layers, from 0, that full recompute runs together; none without it."""
+    training, layers = run.training, pipeline_split(run)[part]
+    if training.recompute_granularity != "full":
+        return []
+    if training.recompute_part_layers is not None:
+        return recompute_groups(layers, "block", training.recompute_part_layers[part])
+    return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+
+
+def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
+    """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
+    layer = layer_records(run, layout.tp)
+    for _ in part_layers(run, placement, part):
+        yield from (("layer", r) for r in layer)
+    yield from end_records(run, layout, placement, part)
+
+
+def end_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
+    """Those of `part_records` that are not in layers."""
+    if part == 0:
+        yield from (("embedding", r) for r in embedding_records(run, layout.tp))
+    if part == placement.parts - 1:
+        tied = placement.owner(part)[0] == placement.owner(0)[0]
+        yield from (("head", r) for r in head_records(run, layout.tp, tied=tied))
+
+
+def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
+    """`part_records` of all parts that pipeline stage `stage` has."""
+    for part in stage_parts(run, stage):
+        yield from part_records(run, layout, placement(run), part)
+
+
+def part_parameters(run: RunConfig, layout: Layout, placement: Placement, part: int) -> int:
+    """Parameters of a part of the model that one rank holds."""
+    layer = sum(record.parameters for record in layer_records(run, layout.tp))
+    ends = sum(record.parameters for _, record in end_records(run, layout, placement, part))
+    return len(part_layers(run, placement, part)) * layer + ends
+
+
+def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Parameters that one rank of stage `stage` holds."""
+    return sum(part_parameters(run, layout, placement(run), part) for part in stage_parts(run, stage))
+
+
+def parameters(run: RunConfig) -> int:
+    """Parameters of the whole model, a tied embedding once, the vocabulary padded for one rank."""
+    return stage_parameters(replace(run, parallel=ParallelConfig()), Layout(1, 1, 1, 1), 0)
+
+
+# FLOPs of an iteration: three named kinds ----------------------------------------------------------------------------------------
+
+def _recompute_fraction(run: RunConfig) -> float:
+    """Share of the layers that full recompute runs twice."""
+    parts = range(placement(run).parts)
+    return sum(len(group) for part in parts for group in part_recompute_groups(run, part)) / run.model.num_layers
+
+
+def _layer_flops(run: RunConfig) -> tuple[float, float]:
+    """FLOPs of one sample's forward in one layer: (of linear layers, of attention over the full square)."""
+    flops = {r.name: r.flops_forward / run.batch.micro_batch_size for r in layer_records(run, 1)}
+    attention = flops.pop("attention")
+    return sum(flops.values()), attention
+
+
+def hardware_flops(run: RunConfig, global_batch_size: int) -> float:
+    """FLOPs of one iteration, whole world, as the benchmark tables count them: recompute included, logits in its factor.
+
+    c B s l h^2 (1 + s/(6h) + v/(16 l h)) for GPT-2's block, c = 96 with full recompute, 72 without; selective recompute adds the
+    attention's forward products. Source: Narayanan et al. (2021), equation 3. Of other blocks the products of a layer's forward
+    stand for 24 s h^2 (1 + s/(6h)).
+    """
+    model, tp = run.model, run.parallel.tensor_model_parallel_size
+    linear, attention = _layer_flops(run)
+    c = 72 + 24 * _recompute_fraction(run)
+    logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, tp)
+    again = attention if run.training.recompute_granularity == "selective" else 0.0
+    return global_batch_size * (model.num_layers * (c / 24 * (linear + attention) + again) + logits)
+
+
+def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
+    """6 (8 with recompute) FLOPs per parameter of the layers and token, as the A100 tables counted at first; no embeddings.
+
+    replicas: count as the program behind those tables did, which took what a rank of the last stage holds times TP x PP, so that
+    what tensor-parallel ranks hold in common (layer norms, some biases) counts TP times: 0.025 % more at h 13824 and TP 8.
+    """
+    layers, parallel = run.model.num_layers, run.parallel
+    tp, pp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) if replicas else (1, 0)
+    final_layernorm = _norm("final_layernorm", run, tp)
+    counted = tp * (layers * sum(r.parameters for r in layer_records(run, tp)) + pp * final_layernorm.parameters)
+    return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
+
+
+def model_flops(run: RunConfig, global_batch_size: int) -> float:
+    """FLOPs an iteration cannot avoid: no recompute, attention of the pairs that see each other, logits 6 s h v per sample."""
+    model, (linear, attention) = run.model, _layer_flops(run)
+    layer = 3 * (linear + attention * seen_share(model.seq_length, model.window))
+    logits = 6 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.parallel.tensor_model_parallel_size)
+    return float(global_batch_size * (model.num_layers * layer + logits))

@@ -1,0 +1,178 @@
+"""What one rank holds at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
+
+Left out: what an operation keeps (`accounting`), other software and the MPI's buffers (`perf.memory`).
+Legend: s sequence, b micro-batch, v vocabulary of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config.layout import Layout, placement
+from ..config.model_config import MLPS
+from ..config.run_config import RunConfig
+from ..pipeline.parts import Held, receives_ahead
+from .accounting import (
+    FP32_BYTES,
+    context_bytes,
+    core_bytes,
+    end_records,
+    layer_records,
+    padded_vocab_size,
+    part_recompute_groups,
+    pipeline_split,
+    qkv_bytes,
+    residual_bytes,
+    stage_layers,
+    stage_parts,
+    tokens_per_microbatch,
+    zero_shards,
+)
+from .activations import activation_bytes
+from .buckets import BF16_BYTES, bucket_elements, bucket_units, flat_elements
+
+LOGITS_MIN_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
+LOGITS_MAX_ROWS = 1024  # more rows are no faster
+INDEX_SAMPLE_BYTES, INDEX_MAX_BYTES = 16, 128 << 20  # of the data's index on a reader: of a sample, with its documents; and at most
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds at the peak of a step, by use. saving: the copy that --async-save writes. reused: what counts as
+    activations and, later in the step, as gradients.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    saving: int = 0
+    reused: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.saving - self.reused
+
+
+def data_index_bytes(run: RunConfig, samples: int) -> int:
+    """What the rank that reads the data for its node holds of an index of so many samples: 117 MiB of 146 million (measured)."""
+    return min(INDEX_SAMPLE_BYTES * samples, INDEX_MAX_BYTES) if run.data.files else 0
+
+
+def layer_saved_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes that one layer keeps from forward to backward, whole layers not being recomputed."""
+    spared = core_bytes(run, tp) if run.training.recompute_granularity == "selective" else 0
+    return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
+
+
+def part_kept_bytes(run: RunConfig, tp: int, layers: int, groups: Sequence[range]) -> tuple[int, int]:
+    """What `layers` layers keep of one micro-batch from forward to backward, and what backward holds beside it for recompute.
+
+    groups: of layers that are recomputed together. The layers that are not come last, so backward has freed them by then.
+    """
+    per_layer, plain = layer_saved_bytes(run, tp), layers - sum(map(len, groups))
+    again = max(map(len, groups), default=0)
+    return len(groups) * residual_bytes(run, tp) + plain * per_layer, max(0, again - plain) * per_layer
+
+
+def weight_input_bytes(run: RunConfig, tp: int) -> int:
+    """What one layer keeps between the two halves of a split backward: both operands of its weight gradients.
+
+    Four products with whole operands (s, b, h): the inputs of QKV and of the MLP, the gradients of the projection and of the MLP;
+    cut over tensor-parallel ranks: the context, QKV's gradient, and of the MLP the activation's argument and its gradient.
+    """
+    mlp = MLPS[run.model.activation].fc1_widths * inner_bytes(run, tp)
+    return 4 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp) + 2 * mlp
+
+
+def inner_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes of this rank's part of one tensor of the MLP's width, (s, b, f)."""
+    return activation_bytes(run) * run.model.ffn_hidden_size // run.model.hidden_size // tp
+
+
+def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> int:
+    """What a stage's layers hold at the fullest of the moments of its schedule."""
+    parts = stage_parts(run, stage)
+    return chunks_live_bytes(run, layout.tp, [pipeline_split(run)[part] for part in parts],
+                             [part_recompute_groups(run, part) for part in parts], held)
+
+
+def chunks_live_bytes(run: RunConfig, tp: int, layers: Sequence[int], groups: Sequence[Sequence[range]],
+                      held: Sequence[Held]) -> int:
+    """`live_bytes` of chunks of so many layers, of which `groups` are recomputed together.
+
+    What is recomputed becomes, layer by layer, what a split backward leaves for its second half, which is more.
+    """
+    kept, again = zip(*(part_kept_bytes(run, tp, *chunk) for chunk in zip(layers, groups, strict=True)), strict=True)
+    waiting = [count * weight_input_bytes(run, tp) for count in layers]
+    return max((sum(n * bytes for n, bytes in zip((*moment.activations, *moment.weight_inputs), (*kept, *waiting), strict=True))
+                + (0 if any(moment.weight_inputs) else max(again)) for moment in held), default=0)
+
+
+def working_bytes(run: RunConfig, tp: int) -> int:
+    """Tensors that a layer's forward or backward needs for itself: the MLP's inner one and two of the residual stream's width.
+
+    Where the blocks of a sum travel, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
+    """
+    whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
+    return widths * whole + inner_bytes(run, tp)
+
+
+def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
+    """Memory of the receives that a stage has posted ahead, from each neighbour of each of its chunks."""
+    where, ahead = placement(run), receives_ahead(run.parallel.schedule)
+    neighbours = [where.neighbour(stage, chunk, step) for chunk in range(where.chunks) for step in (-1, 1)]
+    return ahead * sum(n is not None and n[0] != stage for n in neighbours) * residual_bytes(run, tp)
+
+
+def logits_rows(run: RunConfig, layout: Layout) -> int:
+    """Rows of logits that the head computes at once: equal chunks, as few as the memory for them allows.
+
+    A chunk pays once for packing the whole weight, so more memory is more speed, up to LOGITS_MAX_ROWS; it may have a quarter of
+    what the layers keep, or with --recompute-part-layers would keep: the order of sums is then the same whatever is recomputed.
+    """
+    vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
+    rows, free = tokens_per_microbatch(run), run.training.recompute_part_layers is not None
+    kept = sum(part_kept_bytes(run, layout.tp, pipeline_split(run)[part], () if free else part_recompute_groups(run, part))[0]
+               for part in stage_parts(run, placement(run).last_stage))
+    budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
+    chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
+    return -(-rows // chunks)
+
+
+def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
+    """What the gradients of an iteration of one micro-batch take of the `live` bytes that layers keep, which backward frees.
+
+    A bucket gets memory when backward reaches its first unit (`training.flat`), the tied embedding's with the logits.
+    """
+    if layout.microbatches(run, layout.global_batch_size(run)) > 1:
+        return 0
+    sizes, layers = bucket_elements(run, layout, stage), sum(map(len, stage_layers(run, stage)))
+    head, tied_first = int(stage == placement(run).last_stage), run.model.tied and layout.pp == 1
+    peak, taken = 0, sizes[-1] * tied_first
+    for index, (size, units) in enumerate(zip(sizes, bucket_units(run, layout, stage), strict=True)):
+        taken += size * (not tied_first or index < len(sizes) - 1)
+        left = layers - min(max(units.start - head, 0), layers)
+        peak = max(peak, FP32_BYTES * taken + live * left // layers)
+    return FP32_BYTES * sum(sizes) + live - peak
+
+
+def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> Memory:
+    """Memory of one rank of `stage`. held: what its schedule holds at the moments that may need most (`schedule.held`)."""
+    elements, shards = flat_elements(run, layout, stage), zero_shards(run, layout)
+    low = 0 if run.precision.name == "fp32" else 2
+    outside = sum(r.saved_bytes for part in stage_parts(run, stage) for _, r in end_records(run, layout, placement(run), part))
+    logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
+    logits = logits if stage == placement(run).last_stage else 0
+    beside = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
+    posted = posted_bytes(run, layout.tp, stage)
+    travelling = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
+    moments = run.optimizer.moment_bytes
+    saving = elements * (FP32_BYTES + moments) // shards if run.output.save and run.output.async_save else 0
+    copies, live = 3 if run.system.cache_packed_weights else 1, live_bytes(run, layout, stage, held)
+    return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + travelling),
+                  optimizer=elements * (moments + (FP32_BYTES if low else 0)) // shards,
+                  activations=live + posted + beside, logits=logits, saving=saving,
+                  reused=reused_bytes(run, layout, stage, live))

@@ -1,0 +1,236 @@
+"""When every stage does what: the walk through a schedule's lists, given the seconds of each computation and of a message.
+
+Left out: where the seconds come from (`perf.cost`), the same end in less time (`pipeline.timeline`), a picture (`logs.pipeline_plot`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from .parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B, RECEIVES, SENDS, Instruction, Placement
+from .schedule import Schedule
+from .zero_bubble import few_of
+
+COMPUTATIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a micro-batch. of: computation -> stage -> chunk. transfer: of a message between two stages."""
+
+    of: Mapping[str, Sequence[Sequence[float]]]
+    transfer: float = 0.0
+
+    @staticmethod
+    def alike(schedule: Schedule, slot: float = 1.0, transfer: float = 0.0) -> Costs:
+        """Stages that cost the same: F, I and W a slot each for all of a stage's chunks, B two."""
+        p, v = schedule.placement.stages, schedule.placement.chunks
+        return Costs({op: [[slot / v * (1 + (op == BACKWARD))] * v] * p for op in COMPUTATIONS}, transfer)
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stage does for a time: a computation, or waiting while a message for it is on its way. start, end: seconds."""
+
+    stage: int
+    op: str
+    microbatch: int
+    chunk: int
+    start: float
+    end: float
+
+
+def walk(schedule: Schedule, costs: Costs) -> float:
+    """Seconds until the last stage has finished."""
+    return max((span.end for span in spans(schedule, costs)), default=0.0)
+
+
+def spans(schedule: Schedule, costs: Costs) -> list[Span]:
+    """Every computation of every stage, and every wait for a message that was under way, in the order of each stage.
+
+    A stage executes its list in order. A send costs its sender nothing and arrives after `costs.transfer` seconds; until a message
+    is sent, its receiver is idle, for which there is no span.
+    """
+    stages = range(schedule.placement.stages)
+    lists, arrived = [schedule.instructions(stage) for stage in stages], {}
+    clock, places = [0.0 for _ in stages], [0 for _ in stages]
+    result: list[Span] = []
+    while any(places[stage] < len(lists[stage]) for stage in stages):
+        before = sum(places)
+        for stage in stages:
+            while places[stage] < len(lists[stage]):
+                i = lists[stage][places[stage]]
+                span = _execute(schedule, costs, stage, i, clock[stage], arrived)
+                if span is None:
+                    break
+                clock[stage] = span.end
+                result += [span] if span.end > span.start or i.op in COMPUTATIONS else []
+                places[stage] += 1
+        assert sum(places) > before, "the schedule deadlocks"
+    return result
+
+
+def _execute(schedule: Schedule, costs: Costs, stage: int, i: Instruction, now: float, arrived: dict) -> Span | None:
+    """The instruction's span, from `now` at the earliest; None when its message has not been sent.
+
+    arrived: (receiver, tag, micro-batch) of each message -> when it arrives.
+    """
+    start = end = now
+    if i.op in SENDS:
+        other, tag = schedule.placement.peer(stage, i)
+        arrived[other, tag, i.microbatch] = now + costs.transfer
+    elif i.op in RECEIVES:
+        _, tag = schedule.placement.peer(stage, i)
+        if (stage, tag, i.microbatch) not in arrived:
+            return None
+        end = max(now, arrived[stage, tag, i.microbatch])
+        start = max(now, end - costs.transfer)
+    else:
+        end = now + costs.of[i.op][stage][i.chunk]
+    return Span(stage, i.op, i.microbatch, i.chunk, start, end)
+
+
+def makespan(schedule: Schedule, costs: Costs) -> float:
+    """The result of `timeline.walk`; for a long list that is not 1F1B's, to a hundredth."""
+    p, m = schedule.placement.stages, schedule.microbatches
+    if schedule.name == ONE_F_ONE_B:
+        forward, backward = ([seconds for seconds, in costs.of[op]] for op in (FORWARD, BACKWARD))
+        return one_f_one_b(forward, backward, costs.transfer, m)
+    first = few_of(p, m)
+    if m <= first + p:
+        return _walk_levels(_levels(schedule), costs)
+    short, longer = (_walk_levels(_levels(replace(schedule, microbatches=n)), costs) for n in (first, first + p))
+    operations = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if schedule.splits_backward else (FORWARD, BACKWARD)
+    busiest = max(sum(sum(costs.of[op][stage]) for op in operations) for stage in range(p))
+    return short + (m - first) // p * max(longer - short, p * busiest)
+
+
+# Any list, level by level --------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Levels:
+    """The computations of all stages, those of a level depending on earlier levels only and running on different stages.
+
+    operations: those that there are. cost: place in their flat costs, operation x stage x chunk. source: the computation whose
+    result it needs, or the number of computations where it needs none. message: whether that result comes from another stage.
+    ends: of each level.
+    """
+
+    operations: tuple[str, ...]
+    stage: np.ndarray
+    cost: np.ndarray
+    source: np.ndarray
+    message: np.ndarray
+    ends: tuple[int, ...]
+
+
+Result = tuple[bool | None, int, int]  # whether it is a forward's (None: of weights), micro-batch, part of the model
+
+
+def _result(place: Placement, stage: int, i: Instruction) -> Result:
+    """What a computation makes."""
+    part = place.part(stage, i.chunk)
+    return (None if i.op == BACKWARD_WEIGHT else i.op == FORWARD), i.microbatch, part
+
+
+def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
+    """The result that a computation needs beside those of its own stage before it; None where it needs none."""
+    forward, part = i.op == FORWARD, place.part(stage, i.chunk)
+    before = part - 1 if forward else part + 1
+    return (forward, i.microbatch, before) if i.op != BACKWARD_WEIGHT and 0 <= before < place.parts else None
+
+
+@lru_cache(maxsize=128)
+def _levels(schedule: Schedule) -> Levels:
+    place, rows = schedule.placement, _ordered(schedule)
+    number = {result: n for n, (_, _, _, result, _) in enumerate(rows)} | {None: len(rows)}
+    operations = tuple(sorted({row[2].op for row in rows}))
+    cost = [(operations.index(i.op) * place.stages + stage) * place.chunks + i.chunk for _, stage, i, _, _ in rows]
+    message = [source is not None and place.owner(source[2])[0] != stage for _, stage, _, _, source in rows]
+    return Levels(operations=operations, stage=np.array([row[1] for row in rows], int), cost=np.array(cost, int),
+                  message=np.array(message, bool), source=np.array([number[row[4]] for row in rows], int),
+                  ends=tuple(np.cumsum(np.bincount([row[0] for row in rows])[1:]).tolist()))
+
+
+def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Result | None]]:
+    """(level, stage, computation, its result, the result it needs) of all stages, in the order of the levels from 1."""
+    place, stages = schedule.placement, range(schedule.placement.stages)
+    todo = [deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages]
+    last, level, rows = [0 for _ in stages], {None: 0}, []
+    while any(todo):
+        for stage, mine in enumerate(todo):
+            while mine and (source := _source(place, stage, mine[0])) in level:
+                i = mine.popleft()
+                result = _result(place, stage, i)
+                last[stage] = level[result] = 1 + max(last[stage], level[source])
+                rows.append((last[stage], stage, i, result, source))
+    return sorted(rows, key=lambda row: row[0])
+
+
+def _walk_levels(levels: Levels, costs: Costs) -> float:
+    seconds = np.array([costs.of[op] for op in levels.operations], float).ravel()[levels.cost]
+    late = levels.message * costs.transfer
+    ended, clock, begin = np.zeros(len(seconds) + 1), np.zeros(levels.stage.max(initial=0) + 1), 0
+    for end in levels.ends:
+        now = slice(begin, end)
+        stage = levels.stage[now]
+        ended[now] = clock[stage] = np.maximum(clock[stage], ended[levels.source[now]] + late[now]) + seconds[now]
+        begin = end
+    return float(clock.max())
+
+
+# 1F1B, slot by slot ------------------------------------------------------------------------------------------------------------
+
+def one_f_one_b(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
+    """Seconds of 1F1B, computed by slots. forward, backward: of each stage.
+
+    Stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k. This is 1F1B's order on every stage (forward k
+    precedes backward j where k <= p - 1 - i + j), and an operation waits only for one that the neighbouring stage ran one slot
+    earlier, so a slot is two vector operations over the stages. In the steady state the slots are periodic: once 2p of them (the
+    longest round trip) shift all clocks by the same time, all further periods do so too and are skipped.
+    """
+    p, m = len(forward), microbatches
+    if p == 1:
+        return m * float(forward[0] + backward[0])
+    state = np.zeros((3, p + 2))  # clock, time of the last forward sent and of the last backward sent; stage i at column i + 1
+    state[1:] = -np.inf
+    f, b = np.concatenate([[0], forward, [0]]), np.concatenate([[0], backward, [0]])
+    slot, before, period = 0, None, 2 * p
+    while slot < 2 * (m + p - 1):
+        if slot % period == 0 and period <= slot <= 2 * (m - 1):
+            shift = None if before is None else _common_shift(before, state)
+            periods = (2 * (m - 1) - slot) // period
+            if shift is not None and periods:
+                state[:, 1:-1] += periods * shift
+                slot, before = slot + periods * period, None
+                continue
+            before = state.copy()
+        _slot(slot, p, m, state, f, b, transfer)
+        slot += 1
+    return float(state[0].max())
+
+
+def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
+    """Seconds by which every clock moved; None when they moved by different times."""
+    moved = now[:, 1:-1] - before[:, 1:-1]
+    return float(moved[0, 0]) if np.ptp(moved) <= 1e-12 * now[0].max() else None
+
+
+def _slot(slot: int, p: int, m: int, state: np.ndarray, f: np.ndarray, b: np.ndarray, transfer: float) -> None:
+    """Run one slot: every second stage does a forward and the others a backward, if they have one in this slot."""
+    clock, sent_forward, sent_backward = state
+    low, high = max(0, slot - 2 * (m - 1)), min(p - 1, slot)
+    low += (slot - low) % 2
+    if low <= high:
+        i = slice(low + 1, high + 2, 2)
+        clock[i] = sent_forward[i] = np.maximum(clock[i], sent_forward[low:high + 1:2] + transfer) + f[i]
+    low, high = max(0, 2 * p - 1 - slot), min(p - 1, 2 * p - 1 - slot + 2 * (m - 1))
+    low += (slot - 2 * p + 1 + low) % 2
+    if low <= high:
+        i = slice(low + 1, high + 2, 2)
+        clock[i] = sent_backward[i] = np.maximum(clock[i], sent_backward[low + 2:high + 3:2] + transfer) + b[i]

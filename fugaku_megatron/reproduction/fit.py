@@ -1,0 +1,328 @@
+"""Fit the model's parameters to the published tables, and print its errors on them and on parts that were left out of the fit.
+
+Times and memory are fitted separately, one set of parameters for each group of software; fitted.json holds values and intervals.
+Run: fugaku-megatron fit
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..config.layout import Layout
+from ..config.outputs import check_file, writing
+from ..perf import memory, model
+from ..perf.parameters import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters, Prior
+from .rows import Row, load
+
+CHANGE = 1e-4  # change of a parameter's logarithm in finite differences
+HUBER = 1.5  # residuals beyond this many standard deviations count linearly
+FLOOR = 1e-6  # lower bound of parameters whose own bound is 0, which has no logarithm
+
+ITERATIONS = 40
+ENOUGH = 1e-3  # the iteration ends when chi square, to which a row adds about 1, falls by less
+
+Values = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """Values at the optimum, and the covariance of their logarithms in the priors' order."""
+
+    values: Values
+    covariance: np.ndarray
+    residuals: np.ndarray  # logarithms of predicted / observed
+
+
+def solve(predict: Callable[[Values], Sequence[float]], observed: Sequence[float], priors: Sequence[Prior], noise: float,
+          start: Values | None = None) -> Solution:
+    """The most probable values, if rows have independent errors with standard deviation `noise` in the logarithm.
+
+    start: values to begin with (default: the priors').
+    """
+    target = np.log(np.asarray(observed, float))
+    low = np.log([max(p.bounds[0], FLOOR) for p in priors])
+    high = np.log([p.bounds[1] for p in priors])
+    centre, spread = np.log([p.prior for p in priors]), np.array([p.spread for p in priors])
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        return np.log(np.asarray(predict(_values(priors, x)), float)) - target
+
+    def cost(r: np.ndarray, x: np.ndarray) -> float:
+        z = np.abs(r / noise)
+        return float(np.where(z < HUBER, z**2, 2 * HUBER * z - HUBER**2).sum() + (((x - centre) / spread) ** 2).sum())
+
+    x, damping = np.log([start[p.name] for p in priors]) if start else centre.copy(), 1e-2
+    r = residuals(x)
+    for _ in range(ITERATIONS):
+        jacobian = _jacobian(residuals, x, r, high)
+        weight = np.minimum(1, HUBER * noise / np.maximum(np.abs(r), 1e-12)) / noise**2
+        normal = jacobian.T @ (weight[:, None] * jacobian) + np.diag(spread**-2.0)
+        gradient = jacobian.T @ (weight * r) + (x - centre) / spread**2
+        held = ((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0))  # at a bound and pushed against it
+        damped = (normal + damping * np.diag(np.diag(normal)))[np.ix_(~held, ~held)]
+        trial = x.copy()
+        trial[~held] = np.clip(x[~held] - np.linalg.solve(damped, gradient[~held]), low[~held], high[~held])
+        trial_r = residuals(trial)
+        gain = cost(r, x) - cost(trial_r, trial)
+        damping = damping / 5 if gain > 0 else damping * 5
+        if gain > 0:
+            x, r = trial, trial_r
+        if 0 <= gain < ENOUGH or damping > 1e6:
+            break
+    return Solution(values=_values(priors, x), covariance=np.linalg.inv(normal), residuals=r)
+
+
+def _values(priors: Sequence[Prior], x: np.ndarray) -> Values:
+    return {p.name: float(np.exp(v)) for p, v in zip(priors, x)}
+
+
+def _jacobian(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, r: np.ndarray, high: np.ndarray) -> np.ndarray:
+    columns = []
+    for i in range(len(x)):
+        moved = x.copy()
+        step = CHANGE if x[i] + CHANGE <= high[i] else -CHANGE
+        moved[i] += step
+        columns.append((residuals(moved) - r) / step)
+    return np.stack(columns, axis=1)
+
+
+TIME_NOISE, MEMORY_NOISE = 0.06, 0.06  # standard deviations of the logarithm of a row: campaigns differ by 5 to 13 %
+HEADS_TABLES = ("004.21", "004.22", "004.23", "004.24")  # tables that vary the number of heads, not the layout
+OVERFULL = ("001.1", 24)  # "OOM after first epoch": this run has a time, but ran out of memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Error:
+    """Relative errors of the predictions for some rows. inside: share of the rows in the predicted band, None if not counted."""
+
+    name: str
+    rows: int
+    mean: float
+    worst: float
+    bias: float
+    inside: float | None = None
+
+    @staticmethod
+    def from_predictions(name: str, predicted: Sequence[float], observed: Sequence[float], inside: float | None = None) -> Error:
+        relative = np.asarray(predicted, float) / np.asarray(observed, float) - 1
+        return Error(name=name, rows=len(relative), mean=float(np.abs(relative).mean()), worst=float(np.abs(relative).max()),
+                     bias=float(relative.mean()), inside=inside)
+
+
+def _many_ranks(row: Row) -> bool:
+    return row.machine == "a64fx" and row.ranks > row.nodes
+
+
+Case = tuple  # (run, layout, system)
+# group -> (name, rows) of the errors in sample
+SHOWN: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
+    "a64fx": (("30B (document 001)", lambda r: r.document == "001"),
+              ("124M (documents 000, 002)", lambda r: r.document in ("000", "002")),
+              ("124M, PyTorch 1.7 (000)", lambda r: r.document == "000"), ("124M, tcmalloc (002)", lambda r: r.document == "002"),
+              ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"), ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
+              ("all", lambda r: True)),
+    "a100": (("topology, micro-batch, TP (02-20 to 02-25)", lambda r: r.table.id not in HEADS_TABLES and r.notes >= "02-20"),
+             ("number of heads (02-23, 02-24)", lambda r: r.table.id in HEADS_TABLES), ("all", lambda r: True)),
+}
+# group -> (name, rows) of the parts that are left out of the fit and then predicted
+PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
+    "a64fx": (("TP 6 from TP 4 (001.2)", lambda r: r.tp == 6),
+              ("64-512 nodes from 1 (000)", lambda r: r.document == "000" and r.nodes > 1),
+              ("MBS 2 and 4 from MBS 1 (000)", lambda r: r.mbs > 1), ("document 000", lambda r: r.document == "000"),
+              ("document 001", lambda r: r.document == "001"), ("document 002", lambda r: r.document == "002"),
+              ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"), ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
+              ("document 005", lambda r: r.document == "005")),
+    "a100": (("TP 2 and 4 from TP 8", lambda r: r.tp < 8), ("h 14400 from the others", lambda r: r.hidden == 14400),
+             ("02-25 from the days before", lambda r: r.notes >= "02-25")),
+}
+
+
+def cases(rows: Sequence[Row]) -> list[Case]:
+    """Each row as (run, layout, system), the arguments of `model.step`."""
+    result = []
+    for row in rows:
+        system = rows.row_system(row)
+        run = system.software.cut(row.run())
+        result.append((run, Layout.from_run(run, system.world_size), system))
+    return result
+
+
+def seconds(row_cases: Sequence[Case], values: Values) -> list[float]:
+    """Seconds per iteration of each case."""
+    return [model.step(*case, Parameters(**values)).seconds for case in row_cases]
+
+
+def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> Solution:
+    """Parameters of a group from `rows`."""
+    row_cases = cases(rows)
+    return solve(lambda values: seconds(row_cases, values), [r.seconds for r in rows], PRIORS[group], TIME_NOISE, start)
+
+
+def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
+    """Peak memory of each case, in MiB."""
+    parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
+    return [memory.peak_mib(run, layout, system.software, system.nodes, parameters) for run, layout, system in row_cases]
+
+
+def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
+    """Parameters of a group's memory from `rows`."""
+    row_cases = cases(rows)
+    return solve(lambda values: mib(row_cases, values), [r.memory_mib for r in rows], MEMORY_PRIORS[group], MEMORY_NOISE)
+
+
+def time_rows(group: str) -> list[Row]:
+    """The rows on which a group's times are fitted."""
+    return [r for r in load() if r.machine == group and r.fit_time]
+
+
+def leave_out(group: str, name: str, part: Callable[[Row], bool], start: Values | None = None) -> Error:
+    """Errors on the rows of `part` when the parameters are fitted to the other rows."""
+    rows = time_rows(group)
+    left, kept = [r for r in rows if part(r)], [r for r in rows if not part(r)]
+    solution = fit_time(group, kept, start)
+    left_cases = cases(left)
+    predicted = seconds(left_cases, solution.values)
+    noise = max(rms(solution.residuals), model.NOISE_FLOOR)
+    parameters, names = Parameters(**solution.values), tuple(solution.values)
+    inside = 0
+    for case, value, row in zip(left_cases, predicted, left):
+        width = model.BAND * model.deviation(case, parameters, names, solution.covariance, noise)
+        inside += abs(np.log(row.seconds / value)) <= width
+    return Error.from_predictions(name, predicted, [r.seconds for r in left], inside / len(left))
+
+
+def rms(residuals: np.ndarray) -> float:
+    return float(np.sqrt((residuals**2).mean()))
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Correlation of ranks; ties share their mean rank."""
+    def ranks(values: Sequence[float]) -> np.ndarray:
+        values = np.asarray(values)
+        return np.array([(values < v).sum() + ((values == v).sum() - 1) / 2 for v in values])
+    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
+
+
+def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
+    """(rows for which the memory model is wrong about running out of memory, number of rows compared)."""
+    rows = [r for r in load() if r.machine == group and (r.status in ("ran", "oom")) and not r.problem()]
+    row_cases = cases(rows)
+    wrong = []
+    for row, (_, _, system), mib_used in zip(rows, row_cases, mib(row_cases, values)):
+        fails = row.status == "oom" or (row.table.id, row.line) == OVERFULL
+        if fails != (mib_used > memory.limit_mib(system.machine, system.software, system.ranks_per_node)):
+            wrong.append(f"{row.table.id} line {row.line} ({mib_used:.0f} MiB)")
+    return wrong, len(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A group's fit and its errors."""
+
+    group: str
+    time: Solution
+    memory: Solution
+    in_sample: tuple[Error, ...]
+    left_out: tuple[Error, ...]
+    memory_error: Error
+    wrong_ooms: tuple[str, ...]
+    oom_rows: int
+    spearman: float
+    ranges: dict[str, tuple[float, float]]
+
+
+def make_report(group: str, start: Values | None = None) -> Report:
+    """Fit one group, and again without each of its parts."""
+    rows = time_rows(group)
+    time = fit_time(group, rows, start)
+    predicted = seconds(cases(rows), time.values)
+    pairs = list(zip(rows, predicted))
+    in_sample = tuple(Error.from_predictions(name, [p for r, p in pairs if part(r)], [r.seconds for r in rows if part(r)])
+                      for name, part in SHOWN[group])
+    first = SHOWN[group][0][1]
+    used_rows = [r for r in load() if r.machine == group and r.fit_memory]
+    used = fit_memory(group, used_rows)
+    wrong, judged = wrong_ooms(group, used.values)
+    return Report(group=group, time=time, memory=used, in_sample=in_sample,
+                  left_out=tuple(leave_out(group, name, part, time.values) for name, part in PARTS[group]),
+                  memory_error=Error.from_predictions("memory", mib(cases(used_rows), used.values),
+                                                      [r.memory_mib for r in used_rows]),
+                  wrong_ooms=tuple(wrong), oom_rows=judged,
+                  spearman=spearman([p for r, p in pairs if first(r)], [r.seconds for r in rows if first(r)]),
+                  ranges=_ranges(rows))
+
+
+def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    facts = [model.facts(*case) for case in cases(rows)]
+    return {name: (min(fact[name] for fact in facts), max(fact[name] for fact in facts)) for name in facts[0]}
+
+
+def as_json(report: Report) -> dict:
+    """The group's part of fitted.json."""
+    def table(solution: Solution, priors: Sequence) -> dict:
+        spread = np.sqrt(np.diag(solution.covariance))
+        return {p.name: {"value": _short(v), "low": _short(v * np.exp(-1.645 * s)), "high": _short(v * np.exp(1.645 * s)),
+                         "unit": p.unit, "meaning": p.meaning}
+                for p, v, s in zip(priors, solution.values.values(), spread)}
+    return {"parameters": table(report.time, PRIORS[report.group]), "memory": table(report.memory, MEMORY_PRIORS[report.group]),
+            "covariance": [[_short(v) for v in row] for row in report.time.covariance],
+            "noise": _short(rms(report.time.residuals)), "ranges": report.ranges,
+            "errors": {e.name: round(100 * e.mean, 2) for e in report.in_sample},
+            "left_out_errors": {e.name: round(100 * e.mean, 2) for e in report.left_out},
+            "memory_error": round(100 * report.memory_error.mean, 2), "spearman": round(report.spearman, 4)}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def text(report: Report) -> str:
+    """The tables that are printed: parameters and errors."""
+    lines = [f"\n{report.group}: parameters (9 of 10: low to high; prior)"]
+    described = as_json(report)
+    for kind, priors in (("parameters", PRIORS), ("memory", MEMORY_PRIORS)):
+        for p in priors[report.group]:
+            v = described[kind][p.name]
+            lines.append(f"  {p.name:<21}{v['value']:>9.4g} {p.unit:<19}{v['low']:>9.4g} to {v['high']:<9.4g}"
+                         f"({p.prior:g})  {p.meaning}")
+    lines.append(f"{report.group}: error of seconds per iteration, per cent        rows   mean  worst   bias  inside band")
+    for title, errors in (("in sample", report.in_sample), ("left out ", report.left_out)):
+        for e in errors:
+            inside = "" if e.inside is None else f"{100 * e.inside:>8.0f} %"
+            lines.append(f"  {title}  {_columns(e)}{inside}")
+    m = report.memory_error
+    lines.append(f"  in sample  {_columns(m)}")
+    lines.append(f"  out of memory or not: {report.oom_rows - len(report.wrong_ooms)} of {report.oom_rows} rows right"
+                 + (f"; wrong: {', '.join(report.wrong_ooms)}" if report.wrong_ooms else ""))
+    lines.append(f"  rank correlation (Spearman) of {report.in_sample[0].name}: {report.spearman:.3f}")
+    return "\n".join(lines)
+
+
+def _columns(e: Error) -> str:
+    return f"{e.name:<44}{e.rows:>6}{100 * e.mean:>7.1f}{100 * e.worst:>7.1f}{100 * e.bias:>+7.1f}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=FITTED, metavar="FILE", help="where values go (default: the package's own)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Fit every group, print the errors and write --output."""
+    check_file("--output", args.output)
+    data = {}
+    for group in PRIORS:
+        print(f"fitting {group}, and again without each of {len(PARTS[group])} parts", file=sys.stderr)
+        report = make_report(group)
+        print(text(report), flush=True)
+        data[group] = as_json(report)
+    with writing("--output", args.output):
+        args.output.write_text(json.dumps(data, indent=1) + "\n")
+    print(f"\nwrote {args.output}")
+    return 0

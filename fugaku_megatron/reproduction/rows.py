@@ -1,0 +1,305 @@
+"""The published benchmark tables, row by row: the printed cells, their meaning, and the corrections by errata.
+
+    from fugaku_megatron.published.rows import load
+    for row in load(): row.table.id, row.line, row.machine, row.seconds, row.run() ...
+
+`Row` is one printed row of one table; its fields are the corrected facts, `row.cell(column)` is the printed cell, verbatim.
+Times are fitted on rows with `fit_time` and memory on rows with `fit_memory`. Both exclude runs that failed, rows that are printed
+twice and rows that an erratum declares unfit, and use corrected values (the 48-node row of 30B is 537.9 s at global batch 48).
+Rows with `ghz` 2.2 are included: a model must limit the clock's gain to 1.10, a larger one is noise (erratum R13).
+
+The data: seeds/tables.csv has one row per table (its header, and facts from its heading or the text that apply to all its rows),
+seeds/a64fx_*.csv and seeds/a100.csv one row per printed row with its line in the document, seeds/errata.csv the corrections.
+Document 005 is a list of runs that the same project published beside its tables; it has no format of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..config.checks import check
+from ..config.layout import Layout
+from ..config.run_config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from ..logs.published_row import HEADERS
+from ..perf.model import Prediction, System, predict
+from . import csv_table, errata
+from .errata import Erratum
+
+SEEDS = Path(__file__).parent / "seeds"
+DOCUMENTS = {  # id -> (file of its rows, title)
+    "000": ("a64fx_124m.csv", "124M model benchmarking results"),
+    "001": ("a64fx_30b.csv", "30B model benchmarking results"),
+    "002": ("a64fx_tcmalloc.csv", "Check for the performance of w/ or w/o tcmalloc"),
+    "004": ("a100.csv", "Prequel: A100 experiments before a 176B run"),
+    "005": ("a64fx_further.csv", "Further published runs of the project of 000 to 002, as a list"),
+}
+STATUSES = ("ran", "oom", "failed", "planned", "impossible")
+RANKS_PER_NODE = {"a64fx": 1, "a100": 8}  # where no column says it
+ABSENT = ("", "-", "- MiB", "GB", "OOM", "fail")  # cells without a value
+
+
+def _memory_mib(cell: str) -> float:
+    number, unit = re.fullmatch(r"([\d.]+) ?(MiB|GB)", cell).groups()
+    return float(number) * (1024 if unit == "GB" else 1)  # an A100 of "80GB" has 81920 MiB: the tables' GB are GiB
+
+
+def _ghz(cell: str) -> float:
+    return float(re.fullmatch(r"([\d.]+)GHz", cell).group(1))
+
+
+def _or_nothing(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda cell: None if cell in ABSENT else parse(cell)
+
+
+def _one_of(*names: str) -> tuple[Callable[[str], str], str]:
+    return {name: name for name in names}.__getitem__, " or ".join(names)
+
+
+_POSITIVE = (lambda cell: int(re.fullmatch(r"0*[1-9]\d*", cell).group()), "a whole number above 0")
+_NUMBER = (lambda cell: float(re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?", cell).group()), "a number above 0")
+_TEXT = (str, "text")
+_PARSERS = {
+    "machine": _one_of(*RANKS_PER_NODE), "software": _one_of("torch1.7", "torch1.7+tcmalloc", "torch1.10", "torch1.10+tcmalloc",
+                                                           "megatron-a100"),
+    "precision": _one_of("fp32", "fp16", "bf16"), "formula": _one_of("hardware", "parameter"),
+    **{name: _POSITIVE for name in ("seq", "vocabulary", "layers", "hidden", "heads", "gpus", "dp", "tp", "pp", "mbs", "gbs",
+                                        "ranks_per_node")},
+    "nodes": (lambda cell: int(re.fullmatch(r"(\d+)( +\([\d.]+GHz\))?", cell).group(1)), "a number of nodes, or '512 (2.2GHz)'"),
+    "zero": ({"0": 0, "1": 1}.__getitem__, "0 or 1"), "ac": ({"Yes": True, "No": False}.__getitem__, "Yes or No"),
+    "async": _one_of("yes", "no"), "freq": (_ghz, "a clock such as 2.0GHz"),
+    "mem": (_memory_mib, "memory such as 7718.0 MiB or 67GB"),
+    "seconds": _NUMBER, "tflops": _NUMBER, "petaflops": _NUMBER, "size": _TEXT, "notes": _TEXT,
+}
+# column -> (conversion of a corrected cell, None for an empty one; what is expected)
+PARSERS: errata.Parsers = {name: (_or_nothing(parse), expected) for name, (parse, expected) in _PARSERS.items()}
+TABLE_COLUMNS = ("table", "document", "line", "title", "header", "machine", "software", "precision", "formula", "seq", "vocabulary",
+                 "layers", "hidden", "heads", "ac", "zero", "freq", "size", "tp", "pp", "mbs", "gbs", "assumed")
+_FACTS = TABLE_COLUMNS[5:-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One printed table: id ("001.2": second of document 001), line of its header in the document, printed header."""
+
+    id: str
+    document: str
+    line: int
+    title: str
+    header: tuple[str, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """This module's names of the printed columns, in order."""
+        return tuple(HEADERS[name] for name in self.header)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row, corrected.
+
+    ranks: MPI processes on A64FX, GPUs on A100; tflops is per node on A64FX, per GPU on A100, ghz None on A100. recompute:
+    activation checkpointing of all layers.
+    formula: by which `tflops` was counted (accounting.hardware_flops or accounting.parameter_flops).
+    seconds, tflops, petaflops (as printed), memory_mib: None where nothing is printed. synchronous: CUDA_LAUNCH_BLOCKING=1.
+    assumed: facts that the document does not state. errata: the records that speak of this row. duplicate_of: line of the first
+    printing of the same run. status: ran, oom, failed, planned (nobody ran it) or impossible (see `problem`).
+    """
+
+    table: Table
+    line: int
+    cells: tuple[str, ...]
+    status: str
+    machine: str
+    software: str
+    precision: str
+    size: str
+    nodes: int
+    ranks: int
+    ghz: float | None
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocabulary: int
+    dp: int
+    tp: int
+    pp: int
+    mbs: int
+    gbs: int
+    recompute: bool
+    zero: int
+    synchronous: bool
+    formula: str
+    seconds: float | None
+    tflops: float | None
+    petaflops: float | None
+    memory_mib: float | None
+    notes: str
+    assumed: tuple[str, ...]
+    errata: tuple[Erratum, ...]
+    duplicate_of: int | None = None
+
+    @property
+    def document(self) -> str:
+        return self.table.document
+
+    @property
+    def devices(self) -> int:
+        """What TFLOPs are counted for: nodes on A64FX, GPUs on A100."""
+        return self.nodes if self.machine == "a64fx" else self.ranks
+
+    def cell(self, column: str) -> str:
+        """The printed cell of `column`, verbatim; empty when the table has no such column."""
+        return self.cells[self.table.columns.index(column)] if column in self.table.columns else ""
+
+    def corrected(self, column: str) -> str:
+        """The cell of `column` as it should have been printed."""
+        return next((e.corrected for e in self.errata if e.column == column and e.line and e.corrected), self.cell(column))
+
+    def unfit(self, purpose: str) -> bool:
+        """Whether an erratum excludes the row from the fit of `purpose` ("time" or "memory")."""
+        return any(erratum.unfit == purpose for erratum in self.errata)
+
+    @property
+    def fit_time(self) -> bool:
+        return self.status == "ran" and self.seconds is not None and self.duplicate_of is None and not self.unfit("time")
+
+    @property
+    def fit_memory(self) -> bool:
+        return self.status == "ran" and self.memory_mib is not None and self.duplicate_of is None and not self.unfit("memory")
+
+    def run(self) -> RunConfig:
+        """The row as a run of this project. Raises ValueError for impossible sizes."""
+        return RunConfig(
+            model=ModelConfig(num_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
+                              seq_length=self.seq, vocab_size=self.vocabulary),
+            parallel=ParallelConfig(tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
+                                    pipeline_split="even", zero_stage=self.zero),
+            batch=BatchConfig(micro_batch_size=self.mbs, global_batch_size=self.gbs),
+            precision=PrecisionConfig(bf16=self.precision == "bf16", fp16=self.precision == "fp16"),
+            training=TrainingConfig(recompute_granularity="full" if self.recompute else None))
+
+    def problem(self) -> str | None:
+        """Why the row cannot be run; None if it can."""
+        needed = self.dp * self.tp * self.pp
+        if needed != self.ranks:
+            return f"DP {self.dp} x TP {self.tp} x PP {self.pp} = {needed} ranks, but the row has {self.ranks}"
+        try:
+            Layout.from_run(self.run(), self.ranks)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def identity(self) -> tuple[Any, ...]:
+        """What two printings of one run have in common: the whole configuration and the printed time and TFLOPs."""
+        return (self.machine, self.software, self.precision, self.ranks, self.ghz, self.layers, self.hidden, self.heads, self.seq,
+                self.dp, self.tp, self.pp, self.mbs, self.gbs, self.recompute, self.zero, self.synchronous, self.seconds,
+                self.tflops)
+
+
+def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
+    """All rows, or those of `documents`, in the documents' order. Raises ValueError for unknown documents and wrong data."""
+    for name in documents:
+        check(name in DOCUMENTS, f"--document {name} is unknown: give {' or '.join(DOCUMENTS)}")
+    return tuple(row for row in read(SEEDS) if not documents or row.document in documents)
+
+
+def read(folder: Path) -> tuple[Row, ...]:
+    """All rows of the files in `folder`. Raises ValueError with file, line, column and value of a wrong cell."""
+    records = errata.read(folder / "errata.csv", PARSERS)
+    tables = {}
+    for record in csv_table.read(folder / "tables.csv", TABLE_COLUMNS):
+        table = _table(record)
+        record.expect(table.id not in tables, "table", "an id of its own")
+        tables[table.id] = table, {name: record.cells[name] for name in _FACTS}, tuple(record.cells["assumed"].split())
+    rows = [row for file, _ in DOCUMENTS.values() for row in _rows(folder / file, tables, records)]
+    places = {(row.table.id, row.line) for row in rows}
+    for erratum in records:
+        check(erratum.table in tables and (erratum.line is None or (erratum.table, erratum.line) in places),
+              f"{erratum.place}, column line: {erratum.line} is given, a row of table {erratum.table} is expected")
+    return _mark_duplicates(rows)
+
+
+def _rows(path: Path, tables: dict[str, Any], records: Sequence[Erratum]) -> Iterator[Row]:
+    seen: set[int] = set()
+    for record in csv_table.read(path, ("line", "table", "status"), tuple(PARSERS)):
+        row = _row(record, tables, records)
+        record.expect(row.line not in seen, "line", "a line of its own")
+        seen.add(row.line)
+        yield row
+
+
+def _table(record: csv_table.Record) -> Table:
+    cells = record.cells
+    record.expect(cells["document"] in DOCUMENTS, "document", " or ".join(DOCUMENTS))
+    record.expect(cells["table"].startswith(cells["document"] + "."), "table", f"{cells['document']}. and a number")
+    header = tuple(cells["header"].split("|"))
+    record.expect(all(name in HEADERS for name in header), "header", f"names out of {', '.join(HEADERS)} between |")
+    for name in cells["assumed"].split():
+        record.expect(name in PARSERS, "assumed", "names of columns", name)
+    line = record.convert("line", int, "a line number")
+    return Table(id=cells["table"], document=cells["document"], line=line, title=cells["title"], header=header)
+
+
+def _row(record: csv_table.Record, tables: dict[str, Any], records: Sequence[Erratum]) -> Row:
+    record.expect(record.cells["table"] in tables, "table", "a table of tables.csv")
+    record.expect(record.cells["status"] in STATUSES, "status", " or ".join(STATUSES))
+    table, facts, assumed = tables[record.cells["table"]]
+    record.expect(DOCUMENTS[table.document][0] == record.path.name, "table", "a table of this document")
+    line = record.convert("line", int, "a line number")
+    for column, cell in record.cells.items():
+        printed = column in table.columns or column in ("line", "table", "status")
+        record.expect(printed or not cell, column, f"nothing, as table {table.id} has no such column,")
+    values = {name: facts.get(name, "") for name in PARSERS}
+    values |= {name: record.cells[name] for name in table.columns if record.cells[name]}
+    mine = tuple(e for e in records if e.holds(table.id, line, record.cells.get(e.column, "")))
+    for erratum in mine:
+        values[erratum.column] = erratum.apply(record.cells.get(erratum.column, "")) or values[erratum.column]
+    cells = tuple(record.cells[name] for name in table.columns)
+    return Row(table=table, line=line, cells=cells, status=record.cells["status"], assumed=assumed, errata=mine,
+               **_facts(record, values))
+
+
+def _facts(record: csv_table.Record, values: dict[str, str]) -> dict[str, Any]:
+    """The fields of a Row from the corrected cells `values`."""
+    facts = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
+    clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])
+    facts["ghz"] = _ghz(clock.group(1)) if clock else facts.pop("freq")
+    facts.pop("freq", None)
+    for name in ("machine", "software", "precision", "formula", "seq", "vocabulary", "layers", "hidden", "heads", "ac", "zero",
+                 "tp", "pp", "mbs", "gbs"):
+        record.expect(facts[name] is not None, name, PARSERS[name][1], values[name])
+    each, gpus = facts.pop("ranks_per_node") or RANKS_PER_NODE[facts["machine"]], facts.pop("gpus")
+    record.expect(facts["nodes"] or gpus, "nodes", PARSERS["nodes"][1], values["nodes"])
+    facts["nodes"] = facts["nodes"] or gpus // each
+    facts["ranks"] = gpus or facts["nodes"] * each
+    facts["dp"] = facts["dp"] or facts["ranks"] // (facts["tp"] * facts["pp"])  # not printed: what the other sizes leave
+    renamed = {"recompute": facts.pop("ac"), "memory_mib": facts.pop("mem"), "synchronous": facts.pop("async") == "no"}
+    return {**facts, **renamed, "size": facts["size"] or "", "notes": facts["notes"] or ""}
+
+
+def _mark_duplicates(rows: Sequence[Row]) -> tuple[Row, ...]:
+    first: dict[tuple[Any, ...], int] = {}
+    marked = []
+    for row in rows:
+        line = first.setdefault(row.identity(), row.line) if row.status == "ran" and row.seconds is not None else row.line
+        marked.append(row if line == row.line else replace(row, duplicate_of=line))
+    return tuple(marked)
+
+
+def row_system(row: Row) -> System:
+    """The system on which a published row was run."""
+    before = row.machine == "a100" and row.notes < "02-25"
+    return System.from_names("a100-before-0225" if before else row.machine, row.software, row.nodes,
+                     max(1, row.ranks // row.nodes), row.ghz)
+
+
+def predict_row(row: Row) -> Prediction:
+    """The prediction for a row of the published tables. Raises ValueError for a row that cannot be run."""
+    problem = row.problem()
+    check(problem is None, problem)
+    return predict(row.run(), row_system(row))

@@ -1,0 +1,288 @@
+"""A printed benchmark row beside what is computed for it: TFLOPs recomputed from its time, and the modelled time and memory.
+
+Left out: the model (model.py), formulas (costs/accounting.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..config.outputs import check_file, check_picture, pipe_table, writing
+from . import recompute
+from .errata import Erratum
+from .recompute import finding, petaflops
+from .rows import DOCUMENTS, Row, load, predict_row
+
+NO_MODEL = "no model"
+_STATUS_REMARKS = {"ran": "", "planned": "planned: model only", "oom": "out of memory", "failed": "failed",
+                   "impossible": "impossible"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A row and what is computed for it. prediction: what rows.predict_row returned; if None, `problem` says why."""
+
+    row: Row
+    prediction: Any
+    problem: str
+
+    @property
+    def recomputed(self) -> float | None:
+        """TFLOPs per rank of the corrected time; None without a time."""
+        return None if self.row.seconds is None else recompute.tflops(self.row, self.row.seconds)
+
+    @property
+    def model_tflops(self) -> float | None:
+        """TFLOPs per rank that the modelled time gives by the formula the row's table used."""
+        return None if self.prediction is None else recompute.tflops(self.row, self.prediction.seconds)
+
+    @property
+    def time_error_percent(self) -> float | None:
+        """Difference of the modelled from the corrected time, in per cent of the latter; None where one of them is missing."""
+        known = self.prediction is not None and self.row.seconds is not None
+        return 100 * (self.prediction.seconds / self.row.seconds - 1) if known else None
+
+    @property
+    def memory_error_percent(self) -> float | None:
+        """Difference of the modelled from the printed memory of the rank that uses most, in per cent; None for runs that failed."""
+        known = self.prediction is not None and self.row.memory_mib is not None and self.row.status == "ran"
+        return 100 * (self.prediction.memory_mib_max / self.row.memory_mib - 1) if known else None
+
+    def corrections(self) -> dict[str, str]:
+        """Column -> the cell as it should have been printed; only errata that name this row, not those of a whole table."""
+        return {e.column: e.corrected for e in self.row.errata if e.line is not None and e.corrected}
+
+    def remarks(self) -> list[str]:
+        """What happened to the run, and the ids of the errata that name this row."""
+        remarks = [_STATUS_REMARKS[self.row.status]]
+        if self.prediction is not None and self.prediction.oom:
+            remarks.append("model: out of memory")
+        if self.row.duplicate_of is not None:
+            remarks.append(f"as line {self.row.duplicate_of}")
+        return [part for part in remarks if part] + list(dict.fromkeys(e.id for e in self.row.errata if e.line is not None))
+
+
+def compare(rows: Sequence[Row], predict: Callable[[Row], Any] | None) -> list[Comparison]:
+    """Compute everything for `rows`; a row that cannot be modelled says why."""
+    return [_compare(row, predict) for row in _with_progress(rows)]
+
+
+def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
+    """The rows, with a bar if stderr is a terminal and tqdm is installed."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        return rows
+    from tqdm import tqdm
+
+    return tqdm(rows, unit="row", leave=False)
+
+
+def _compare(row: Row, predict: Callable[[Row], Any] | None) -> Comparison:
+    problem = row.problem() or ("" if predict else NO_MODEL)
+    if problem:
+        return Comparison(row=row, prediction=None, problem=problem)
+    try:
+        return Comparison(row=row, prediction=predict(row), problem="")
+    except ValueError as error:
+        return Comparison(row=row, prediction=None, problem=str(error))
+
+
+OUR_HEADER = ("corrected", "recomputed TFLOPs", "model Sec/it", "model range", "model TFLOPs", "model MiB", "time error %",
+              "memory error %", "remarks")
+
+
+def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
+    """All tables of the rows in `comparisons`, with a summary per document; markdown: with Markdown's headings and lists."""
+    parts = []
+    for document, group in groupby(comparisons, lambda c: c.row.document):
+        document_rows = list(group)
+        parts.append(("## " if markdown else "") + f"{document}: {DOCUMENTS[document][1]}")
+        parts += [_table(list(rows), markdown) for _, rows in groupby(document_rows, lambda c: c.row.table.id)]
+        parts.append(summary(document, document_rows))
+    return "\n\n".join(parts)
+
+
+def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
+    table = comparisons[0].row.table
+    title = ("### " if markdown else "") + f"{table.id} {table.title}"
+    assumed = [f"assumed, not printed: {', '.join(comparisons[0].row.assumed)}"] if comparisons[0].row.assumed else []
+    problems = [f"line {c.row.line} {'cannot run' if c.row.status == 'impossible' else 'is not modelled'}: {c.problem}"
+                for c in comparisons if c.problem not in ("", NO_MODEL)]
+    notes = [("- " if markdown else "  ") + note for note in assumed + problems + _errata(comparisons)]
+    lines = pipe_table([(*table.header, *OUR_HEADER), *map(cells, comparisons)])
+    return "\n".join([title, "", *lines, *([""] if notes else []), *notes])
+
+
+def cells(comparison: Comparison) -> tuple[str, ...]:
+    """The printed cells of a row, then those of OUR_HEADER."""
+    row, p = comparison.row, comparison.prediction
+    names = dict(zip(row.table.columns, row.table.header))
+    corrected = ", ".join(f"{names.get(column, column)} {cell}" for column, cell in comparison.corrections().items())
+    seconds = NO_MODEL if comparison.problem == NO_MODEL else _number(p and p.seconds, ".1f")
+    between = f"{p.lower:.1f} to {p.upper:.1f}" if p else "-"
+    errors = (_number(comparison.time_error_percent, "+.1f"), _number(comparison.memory_error_percent, "+.1f"))
+    return (*row.cells, corrected or "-", _number(comparison.recomputed, ".3f"), seconds, between,
+            _number(comparison.model_tflops, ".3f"), _number(p and p.memory_mib_max, ".0f"), *errors,
+            ", ".join(comparison.remarks()) or "-")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _errata(comparisons: Sequence[Comparison]) -> list[str]:
+    """One line per erratum's id and reason, with the lines of the document that it corrects or comments on."""
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    names = dict(zip(comparisons[0].row.table.columns, comparisons[0].row.table.header))
+    for erratum in dict.fromkeys(e for c in comparisons for e in c.row.errata):
+        lines.setdefault((erratum.id, names.get(erratum.column, erratum.column), erratum.why), []).append(_place(erratum))
+    return [f"{id} {column}, {'; '.join(places)}: {why}" for (id, column, why), places in sorted(lines.items(), key=_by_number)]
+
+
+def _by_number(item: tuple[tuple[str, str, str], list[str]]) -> tuple[str, int]:
+    return item[0][0][0], int(item[0][0][1:])
+
+
+def _place(erratum: Erratum) -> str:
+    where = "every row" if erratum.line is None else f"line {erratum.line}"
+    change = f", {erratum.printed or '(nothing)'} -> {erratum.corrected}" if erratum.corrected else ""
+    return where + change
+
+
+def summary(document: str, comparisons: Sequence[Comparison]) -> str:
+    """The model's errors on the rows that it is fitted to, in one line; errors on unseen runs are larger (see `fit`)."""
+    times = [abs(c.time_error_percent) for c in comparisons if c.time_error_percent is not None and c.row.fit_time]
+    memory = [abs(c.memory_error_percent) for c in comparisons if c.memory_error_percent is not None and c.row.fit_memory]
+    sentences = [f"model against {len(errors)} printed {name}: mean absolute error {sum(errors) / len(errors):.1f} % in sample, "
+            f"largest {max(errors):.1f} %" for name, errors in (("times", times), ("memory sizes", memory)) if errors]
+    return f"{document}: {len(comparisons)} rows; " + ("; ".join(sentences) or NO_MODEL)
+
+
+BAND = 0.1  # part of the printed time: the grey band around the diagonal
+MARKERS = "os^Dv"
+# The one trait of a document's rows that its colours stand for -> the text in the legend.
+_TRAITS: dict[str, Callable[[Any], str]] = {
+    "000": lambda row: f"sequence {row.seq}, {row.ghz} GHz",
+    "001": lambda row: f"TP {row.tp}",
+    "002": lambda row: "tcmalloc" if "tcmalloc" in row.software else "glibc",
+    "004": lambda row: f"micro-batch {row.mbs}",
+    "005": lambda row: f"TP {row.tp}, {row.ranks // row.nodes} ranks per node",
+}
+
+
+def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """Draw a panel per document into the PNG file `path`. Raises ValueError when it cannot be written. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.figure import Figure
+
+    documents = [d for d in DOCUMENTS if any(c.row.document == d for c in comparisons)]
+    columns = min(2, len(documents))
+    rows = -(-len(documents) // columns)
+    figure = Figure(figsize=(4.6 * columns, 4.6 * rows + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(rows, columns)
+    for number, document in enumerate(documents):
+        panel = figure.add_subplot(grid[divmod(number, columns)])
+        _draw_document(document, panel, [c for c in comparisons if c.row.document == document])
+    figure.suptitle(f"Published runs: seconds per iteration, modelled against printed; grey: within {BAND:.0%}", fontsize="medium")
+    with writing("--png", path):
+        figure.savefig(path, dpi=110, format="png")
+
+
+def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    pairs = [c for c in comparisons if c.time_error_percent is not None and c.row.fit_time]  # as in the text's summary
+    trait = _TRAITS.get(document, lambda row: row.software)
+    for number, name in enumerate(sorted({trait(c.row) for c in pairs})):
+        points = [(c.row.seconds, c.prediction.seconds) for c in pairs if trait(c.row) == name]
+        panel.plot(*zip(*points), linestyle="none", marker=MARKERS[number % len(MARKERS)], markersize=6, alpha=0.75,
+                   color=f"C{number % 10}", markeredgecolor="white", markeredgewidth=0.5, label=name)
+    panel.set(xscale="log", yscale="log", xlabel="printed, s", ylabel="modelled, s")
+    panel.set_title(_title(document, comparisons, pairs), fontsize="medium")
+    panel.grid(alpha=0.3)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())  # they would overlap
+    if pairs:
+        _diagonal(panel, [time for c in pairs for time in (c.row.seconds, c.prediction.seconds)])
+        panel.legend(fontsize="small", loc="upper left")
+
+
+def _title(document: str, comparisons: Sequence[Comparison], pairs: Sequence[Comparison]) -> str:
+    """The document's name, how many rows have both times, and the mean error of the model."""
+    name = f"{document}: {DOCUMENTS[document][1]}"
+    if not pairs:
+        return f"{name}\n{sum(c.row.seconds is not None for c in comparisons)} printed times, no model"
+    error = sum(abs(c.time_error_percent) for c in pairs) / len(pairs)
+    return f"{name}\n{len(pairs)} rows, mean error {error:.1f} %"
+
+
+def _diagonal(panel: Any, times: Sequence[float]) -> None:
+    """The line on which modelled and printed times agree, the band around it, and equal limits."""
+    ends = [min(times) / 1.3, max(times) * 1.3]
+    panel.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
+    panel.fill_between(ends, [(1 - BAND) * t for t in ends], [(1 + BAND) * t for t in ends], color="grey", alpha=0.2, zorder=0)
+    panel.set(xlim=ends, ylim=ends, aspect="equal")
+
+
+_FIELDS = ("document", "line", "status", "machine", "software", "precision", "size", "nodes", "ranks", "ghz", "layers", "hidden",
+           "heads", "seq", "vocabulary", "dp", "tp", "pp", "mbs", "gbs", "recompute", "zero", "formula", "seconds", "tflops",
+           "memory_mib", "notes", "fit_time", "fit_memory", "duplicate_of")
+_PRINTED = ("dp", "gbs", "mem", "seconds", "tflops", "petaflops")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's flags."""
+    parser.add_argument("--document", nargs="+", default=[], metavar="ID", help=f"any of {', '.join(DOCUMENTS)} (default: all)")
+    parser.add_argument("--markdown", action="store_true", help="Markdown's headings and lists around the tables")
+    parser.add_argument("--csv", metavar="FILE", help="one line per row: printed, corrected, recomputed and modelled")
+    parser.add_argument("--png", metavar="FILE", help="time and TFLOPs against nodes, printed against modelled (needs matplotlib)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the tables and writes --csv and --png. Raises ValueError for unknown documents and files that cannot be written."""
+    rows = load(args.document)
+    check_file("--csv", args.csv)
+    check_picture(args.png)
+    comparisons = compare(rows, predict_row)
+    print(text(comparisons, args.markdown))
+    if args.csv:
+        write_csv(Path(args.csv), comparisons)
+    if args.png:
+        pass
+
+        draw(Path(args.png), comparisons)
+    return 0
+
+
+def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """One line per row; cells are empty where nothing is known. Raises ValueError when `path` cannot be written."""
+    records = [_record(comparison) for comparison in comparisons]
+    with writing("--csv", path), open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def _record(comparison: Comparison) -> dict[str, Any]:
+    row, p = comparison.row, comparison.prediction
+    return {
+        "table": row.table.id, "title": row.table.title, **{name: getattr(row, name) for name in _FIELDS},
+        **{f"printed_{name}": row.cell(name) for name in _PRINTED},
+        "petaflops": petaflops(row), "recomputed_tflops": comparison.recomputed, "finding": finding(row),
+        "model_seconds": p and p.seconds, "model_lower": p and p.lower, "model_upper": p and p.upper,
+        "model_tflops": comparison.model_tflops, "model_memory_mib": p and p.memory_mib_max, "model_oom": p and p.oom,
+        "time_error_percent": comparison.time_error_percent,
+        "memory_error_percent": comparison.memory_error_percent,
+        "problem": comparison.problem, "errata": " ".join(dict.fromkeys(e.id for e in row.errata)),
+        "remarks": ", ".join(comparison.remarks()),
+    }

@@ -1,0 +1,84 @@
+r"""Train a GPT over MPI with Megatron-LM's flags.
+
+    mpiexec -n 512 fugaku-megatron train --recipe 124m --data-path text_document --vocab-file vocab.json --merge-file merges.txt
+    fugaku-megatron train --recipe 30b --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 \
+        --dry-run --world-size 12288
+
+`python pretrain_gpt.py` of the checkout takes the same flags. Mistakes among the flags end the job before MPI starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..comm import launcher
+from ..config.arguments import Arguments, add_flags, interpret
+from ..config.checks import check
+from ..config.outputs import check_picture
+from ..config.run_config import RunConfig
+from ..watchdog.watch import HangSettings, Watchdog
+
+if TYPE_CHECKING:
+    from ..comm.base import Comm
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [flags]"  # all of them would fill the first screen
+    parser.add_argument("--png", metavar="FILE", help="picture of a --dry-run's pipeline over time (needs matplotlib)")
+    add_flags(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train, or print the plan of a dry run; every rank of mpiexec comes here."""
+    arguments = interpret(vars(args))
+    check(args.png is None or arguments.dry_run, f"--png {args.png} goes with --dry-run: give both, or --profile for the picture "
+          "of a real run")
+    check_picture(args.png)
+
+    if not arguments.dry_run:
+        return _train(arguments)
+    with launcher.uncollected():
+        from ..comm.launch import run_or_abort
+
+    run_or_abort(lambda world: print_plan(arguments, world, args.png))
+    return 0
+
+
+def _train(arguments: Arguments) -> int:
+    watchdog = Watchdog.start(hang_settings(arguments.run))  # before anything that may hang: torch, MPI, files
+    atexit.register(watchdog.close)
+
+    with launcher.uncollected():
+        from ..comm.launch import run_or_abort
+
+    run_or_abort(lambda world: _pretrain(arguments, world, watchdog), waits=watchdog.heart.wait)
+    return 0
+
+
+def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
+    from .pretrain import pretrain
+
+    pretrain(arguments, world, watchdog)
+
+
+def hang_settings(run: RunConfig) -> HangSettings:
+    """How long is too long, and where a hang is reported: beside --log-file, or else in --save, or here."""
+    output = run.output
+    directory = Path(output.log_file).parent if output.log_file else Path(output.save or ".")
+    return HangSettings(run.system.hang_timeout_in_secs, directory, output.log_file)
+
+
+def print_plan(arguments: Arguments, world: Comm, png: str | None = None) -> None:
+    """What --dry-run prints, once, and the picture that it draws. Collective."""
+    from ..comm.agreement import everywhere
+    from .dry_run import report
+    from .vocabulary import read_tokenizer, with_vocabulary
+
+    with everywhere():
+        run = with_vocabulary(arguments.run, read_tokenizer(arguments.run, world))
+        text = report(run, arguments.world_size or world.size, None if world.rank else png)
+    if world.rank == 0:
+        print(*(f"note: {note}" for note in arguments.notes), text, sep="\n")

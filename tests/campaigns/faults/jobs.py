@@ -1,0 +1,185 @@
+"""The runs of the campaign: small jobs on two to four ranks, started, watched, and compared with one that nobody disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.two_hosts import on_host, two_hosts
+from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.data.indexed import IndexedDatasetWriter
+from tests.system.mpi import launch
+
+ROOT = launch.TESTS.parent
+PROGRAM = str(ROOT / "pretrain_gpt.py")
+FIRST = Path(__file__).with_name("first")
+VOCABULARY, ITERATIONS, SAVE_INTERVAL = 96, 20, 3
+MODEL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --make-vocab-size-divisible-by 8 "
+         "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --hidden-dropout 0.1 --log-interval 1 --eval-iters 0 "
+         f"--split 100,0,0 --kernels native --vocab-size {VOCABULARY} --train-iters {ITERATIONS} "
+         f"--save-interval {SAVE_INTERVAL}").split()
+PATIENCE = 60.0  # s after which a job that does not end is a hang; longer where the machine has more to do than cores
+_ITERATION = re.compile(r"^ iteration\s+(\d+)/", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to run the model. behind: a save may still be under way when the next one falls due."""
+
+    name: str
+    ranks: int
+    flags: tuple[str, ...] = ()
+    behind: bool = False
+    hosts: tuple[str, ...] = ()  # network namespaces, one for each rank
+
+
+ZERO = ("--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000")
+LAYOUTS = (
+    Layout("DP 2", 2), Layout("DP 2, ZeRO-1", 2, ZERO), Layout("TP 2", 2, ("--tensor-model-parallel-size", "2")),
+    Layout("PP 2", 2, ("--pipeline-model-parallel-size", "2")), Layout("DP 2, async save", 2, ("--async-save",), True),
+    Layout("DP 2, ZeRO-1, save local", 2, (*ZERO, "--async-save", "--save-local", "{local}"), True),
+    Layout("TP 2 x DP 2", 4, ("--tensor-model-parallel-size", "2", "--zero-stage", "1")),
+)
+
+
+def on_two_hosts(number: int) -> Layout:
+    """A layout whose hosts are those of fault `number` alone."""
+    return Layout("DP 2 on two hosts", 2, ZERO, hosts=(f"fm-faults{number}a", f"fm-faults{number}b"))
+
+
+def write_data(folder: Path) -> Path:
+    """The prefix of a small .bin and .idx."""
+    rng = np.random.default_rng(7)
+    with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
+        for length in rng.integers(20, 60, 120):
+            writer.add_document(rng.integers(0, VOCABULARY, length))
+    return folder / "corpus"
+
+
+@dataclass
+class Job:
+    """A started job. lines: what it has printed so far, both streams."""
+
+    process: subprocess.Popen
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_iteration(self, number: int) -> bool:
+        """Whether the job logs this iteration before it ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: last_iteration(self.text()) >= number or not self._reader.is_alive(), patience())
+            return last_iteration(self.text()) >= number and self.process.poll() is None
+
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks, in the order of their numbers."""
+        found: dict[int, psutil.Process] = {}
+        for process in children(self.process.pid):
+            try:
+                words = process.environ()
+                if PROGRAM in process.cmdline() and "PMI_RANK" in words:
+                    found.setdefault(int(words["PMI_RANK"]), process)
+            except psutil.Error:
+                continue
+        return [found[rank] for rank in sorted(found)]
+
+    def end(self) -> int | None:
+        """The exit code; None for a job that had to be killed because it hung."""
+        try:
+            self.process.wait(patience())
+        except subprocess.TimeoutExpired:
+            launch.kill_tree(self.process.pid)
+            self.process.wait()
+            return None
+        self._reader.join(10)
+        return self.process.returncode
+
+
+def children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def patience() -> float:
+    return PATIENCE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def last_iteration(text: str) -> int:
+    found = _ITERATION.findall(text)
+    return int(found[-1]) if found else 0
+
+
+def lost_iterations(text: str) -> int:
+    """The most iterations that any start had to do again, from the log lines of all starts in order."""
+    lost = last = 0
+    for number in map(int, _ITERATION.findall(text)):
+        if number <= last:
+            lost = max(lost, last - number + 1)
+        last = number
+    return lost
+
+
+def network(layout: Layout) -> contextlib.AbstractContextManager[None]:
+    """The hosts of a layout, which are gone afterwards."""
+    return two_hosts("1gbit", layout.hosts) if layout.hosts else contextlib.nullcontext()
+
+
+def command(layout: Layout, folder: Path, data: Path, *flags: str) -> list[str]:
+    """mpiexec with the ranks of a layout that save to `folder`/save."""
+    save = str(folder / "save")
+    own = [flag.replace("{local}", str(folder / "local")) for flag in layout.flags]
+    program = [sys.executable, PROGRAM, *MODEL, *own, "--data-path", str(data), "--save", save, "--load", save, *flags]
+    if not layout.hosts:
+        return [str(launch.mpich().mpiexec), "-n", str(layout.ranks), *program]
+    first, second = (on_host(host, program) for host in layout.hosts)
+    return [str(launch.mpich().mpiexec), *first, ":", *second]
+
+
+def start(words: Sequence[str], **variables: str) -> Job:
+    """Start a command with both streams in one pipe."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables,
+                   "PYTHONPATH": os.pathsep.join([str(FIRST), str(ROOT)])}
+    process = subprocess.Popen(list(words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               errors="replace", env=environment)
+    return Job(process)
+
+
+def ended(save: Path) -> bool:
+    """Whether a run that saves there has come to its end."""
+    return (save / f"iter_{ITERATIONS:07d}").exists()
+
+
+def final(folder: Path) -> dict[str, Any]:
+    """The last loss, and the CRC-32 of each file of the last checkpoint: what a disturbed run must end with, bit by bit."""
+    manifest = read_manifest(folder / "save", ITERATIONS)
+    records = [json.loads(line) for line in (folder / "save" / "history.jsonl").read_text(errors="replace").splitlines()[-3:]]
+    losses = [record["lm_loss"] for record in records if record.get("kind") == "train" and record["iteration"] == ITERATIONS]
+    return {"loss": losses, "files": {name: entry["crc32"] for name, entry in manifest["files"].items()}}

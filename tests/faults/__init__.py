@@ -1,1 +1,0 @@
-"""A campaign of faults on real MPI ranks, as a program: python -m tests.faults --count N --seed S."""

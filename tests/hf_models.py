@@ -1,0 +1,79 @@
+"""Small models of Hugging Face with random weights, and what tests of conversions ask of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from fugaku_megatron import cli
+from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.run_config import saved_run
+from fugaku_megatron.inference.loading import load_model
+from fugaku_megatron.nn.passes import Pass
+
+VOCABULARY, LENGTH = 101, 24  # the first divides by nothing, so that rows of the vocabulary are added and taken away
+
+
+def gpt2(n_layer: int = 3) -> torch.nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=48, n_layer=n_layer, n_head=4, initializer_range=0.2, bos_token_id=1,
+        eos_token_id=2))
+
+
+def decoder(kind: str, **changes):
+    """A function that builds a small model of Llama's kin: grouped heads, and a head of its own unless `changes` tie it."""
+    def build() -> torch.nn.Module:
+        config = getattr(transformers, f"{kind}Config")(**{
+            "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "hidden_size": 48, "intermediate_size": 72,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": 1,
+            "eos_token_id": 2, **changes})
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
+    return build
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+FAST = {"rope_type": "default", "rope_theta": 5000.0}
+MODELS = {
+    "gpt2": gpt2, "llama": decoder("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": decoder("Mistral", sliding_window=7, head_dim=16, rope_parameters=FAST),
+    "qwen2": decoder("Qwen2", num_key_value_heads=4),
+    "qwen3": decoder("Qwen3", head_dim=16, tie_word_embeddings=True),
+}
+
+
+def convert(*words: object) -> int:
+    return cli.main(["convert", *map(str, words)])
+
+
+def randomized(build) -> torch.nn.Module:
+    """Biases and norms start at constants: make them random as well."""
+    torch.manual_seed(1)
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a directory, each once."""
+    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    both = ((tensor, other[name]) for name, tensor in one.items() if name in other)
+    return one.keys() == other.keys() and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in both)
+
+
+def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the model of a converted checkpoint. tokens (s, b) -> (s, b, v)."""
+    manifest = read_manifest(directory, 0)
+    chunk = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(directory), 0, manifest).stage.last
+    at = Pass(first_sample=0, training=False)
+    with torch.no_grad():
+        return chunk.logits(chunk.decode(chunk.embedding(tokens, at), at))

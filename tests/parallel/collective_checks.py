@@ -1,0 +1,393 @@
+"""Every verb of a communicator against plain torch, as functions of the communicator alone.
+
+tests/parallel/test_thread_ranks.py runs them on threads; under MPI this file is the program that each rank runs:
+    mpiexec -n 3 python tests/parallel/collective_checks.py [large | orders | node | levels]
+large: messages above 2^31 bytes and 2^31 elements, 12 GB; orders: random orders, and every call into MPI counted; node: in shared
+memory; levels: on several nodes that are made up
+
+p: ranks. Values are small integers, so that every dtype holds every sum exactly; rounding has its own check.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from random import Random
+
+import torch
+
+from fugaku_megatron.comm import mpi, node, two_level
+from fugaku_megatron.comm.base import COMM_DTYPES, HALF, rank_order_sum
+from fugaku_megatron.comm.launch import describe, run_or_abort
+from fugaku_megatron.host import kernels, placement
+
+LENGTHS = (0, 1, 5, 64, 1003)
+
+
+def values(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `rank` contributes, (n,); any rank can compute it."""
+    generator = torch.Generator().manual_seed(1000 * rank + n)
+    high = 2 if dtype == torch.bool else 20
+    return torch.randint(0, high, (n,), generator=generator).to(dtype)
+
+
+def stacked(p: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([values(rank, n, dtype) for rank in range(p)])  # (p, n)
+
+
+def expected(everyone: torch.Tensor, op: str) -> torch.Tensor:
+    wide = everyone.to(torch.float64)
+    result = {"sum": wide.sum(0), "max": wide.amax(0), "min": wide.amin(0)}[op]
+    return result.to(everyone.dtype)  # a sum of bool: true where any is
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.dtype == want.dtype, f"got {got.dtype}, want {want.dtype}"
+    if got.dtype == torch.bool:  # a byte of 2 would pass for true, and 256 of them would be false
+        got, want = got.view(torch.uint8), want.view(torch.uint8)
+    assert torch.equal(got, want), f"got {got}, want {want}"
+
+
+def all_reduce(comm):
+    for dtype in COMM_DTYPES:
+        for n in LENGTHS:
+            for op in ("sum", "max", "min"):
+                tensor = values(comm.rank, n, dtype)
+                assert comm.all_reduce(tensor, op) is tensor
+                same(tensor, expected(stacked(comm.size, n, dtype), op))
+
+
+def all_reduce_shapes(comm):
+    scalar = torch.tensor(float(comm.rank))
+    assert comm.all_reduce(scalar).shape == () and scalar.item() == sum(range(comm.size))
+    leaf = torch.ones(2, 3, requires_grad=True)
+    same(comm.all_reduce(leaf).detach(), torch.full((2, 3), float(comm.size)))
+
+
+def half_sums_round_once(comm):
+    for dtype in HALF:
+        for n in (7, 100003):  # gathered in one call, and in shares
+            everyone = [torch.randn(n, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(comm.size)]
+            total = everyone[0].float()
+            for part in everyone[1:]:
+                total = total + part.float()
+            same(comm.all_reduce(everyone[comm.rank].clone()), total.to(dtype))
+
+
+def half_sums_round_at_each_level(comm):
+    """comm: a TwoLevelComm."""
+    ranks = comm.levels.ranks  # (places, nodes)
+    for dtype in HALF:
+        for n in (7, 100003):
+            everyone = [torch.randn(n, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(comm.size)]
+            sums = [rank_order_sum([everyone[rank] for rank in node]).to(dtype) for node in ranks.T.tolist()]
+            same(comm.all_reduce(everyone[comm.rank].clone()), rank_order_sum(sums).to(dtype))
+
+
+def all_gather(comm):
+    for dtype in COMM_DTYPES:
+        for n in LENGTHS:
+            output = torch.zeros(comm.size * n, dtype=dtype)
+            assert comm.all_gather(output, values(comm.rank, n, dtype)) is output
+            same(output, stacked(comm.size, n, dtype).flatten())
+
+
+def all_gather_in_place(comm):
+    for dtype in COMM_DTYPES:
+        output = torch.zeros(comm.size, 5, dtype=dtype)
+        output[comm.rank] = values(comm.rank, 5, dtype)
+        comm.all_gather(output, output[comm.rank])
+        same(output, stacked(comm.size, 5, dtype))
+
+
+def reduce_scatter(comm):
+    for dtype in COMM_DTYPES:
+        for n in LENGTHS:
+            everyone = stacked(comm.size, comm.size * n, dtype)
+            whole = values(comm.rank, comm.size * n, dtype)
+            output = torch.zeros(n, dtype=dtype)
+            assert comm.reduce_scatter(output, whole) is output
+            same(output, expected(everyone, "sum").view(comm.size, n)[comm.rank])
+            same(whole, everyone[comm.rank])
+
+
+def reduce_scatter_in_place(comm):
+    for dtype in COMM_DTYPES:
+        everyone = stacked(comm.size, comm.size * 6, dtype)
+        want = everyone[comm.rank].clone().view(comm.size, 6)
+        want[comm.rank] = expected(everyone, "sum").view(comm.size, 6)[comm.rank]
+        whole = everyone[comm.rank].clone().view(comm.size, 6)
+        comm.reduce_scatter(whole[comm.rank], whole)
+        same(whole, want)
+
+
+def broadcast(comm):
+    for dtype in COMM_DTYPES:
+        for root in range(comm.size):
+            for n in LENGTHS:
+                tensor = values(comm.rank, n, dtype)
+                assert comm.broadcast(tensor, root) is tensor
+                same(tensor, values(root, n, dtype))
+
+
+def send_and_recv(comm):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for dtype in COMM_DTYPES if comm.size > 1 else ():
+        for n in LENGTHS:
+            for rank in range(comm.size):  # one sender at a time: a blocking ring would wait for itself
+                if comm.rank == rank:
+                    comm.send(values(rank, n, dtype), right, tag=n)
+                if left == rank:
+                    got = torch.zeros(n, dtype=dtype)
+                    assert comm.recv(got, left, tag=n) is got
+                    same(got, values(left, n, dtype))
+
+
+def messages_match_by_tag_and_order(comm):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = [torch.full((4,), float(10 * comm.rank + i)) for i in range(3)]
+    got = [torch.zeros(4) for _ in sent]
+    handles = [comm.irecv(got[2], left, tag=9)] + [comm.irecv(t, left, tag=1) for t in got[:2]]
+    handles += [comm.isend(t, right, tag) for t, tag in zip(sent, (1, 1, 9))]
+    for handle in handles[::-1]:
+        handle.wait()
+    for i, tensor in enumerate(got):
+        same(tensor, torch.full((4,), float(10 * left + i)))
+
+
+def nonblocking_collectives(comm):
+    """Several under way at once, waited for in another order than that of their start; blocking ones pass in between."""
+    for dtype in COMM_DTYPES:
+        everyone = stacked(comm.size, comm.size * 6, dtype)
+        shown = everyone[comm.rank]
+        own, gathered, part = shown.clone(), torch.zeros_like(everyone), torch.zeros(6, dtype=dtype)
+        handles = [comm.iall_gather(gathered, shown), comm.iall_reduce(own), comm.ireduce_scatter(part, shown)]
+        comm.barrier()
+        for handle in handles[::-1]:
+            handle.wait()
+            handle.wait()
+            assert handle.done()
+        same(own, expected(everyone, "sum"))
+        same(gathered, everyone)
+        same(part, expected(everyone, "sum").view(comm.size, 6)[comm.rank])
+
+
+def one_order(random, comms):
+    """Nonblocking sums on comms[0] among blocking ones on the others, in an order of this rank's own; waits in any order."""
+    programs = [[(comm, n) for n in range(3)] for comm in comms]
+    under_way = []
+    while any(programs):
+        comm, n = random.choice([program for program in programs if program]).pop(0)
+        tensor = torch.full((1 + 50 * n,), float(comm.rank + n))
+        total = sum(rank + n for rank in range(comm.size))
+        if comm is comms[0]:
+            under_way.append((comm.iall_reduce(tensor), tensor, total))
+        else:
+            same(comm.all_reduce(tensor), torch.full_like(tensor, total))
+    for handle, tensor, total in random.sample(under_way, len(under_way)):
+        handle.wait()
+        same(tensor, torch.full_like(tensor, total))
+
+
+def random_orders(comm, count=20):
+    row, column = comm.split(comm.rank // 2, comm.rank), comm.split(comm.rank % 2, comm.rank)
+    random = Random(comm.rank)
+    for _ in range(count):
+        one_order(random, (column, row))
+
+
+def objects(comm):
+    own = {"rank": comm.rank}
+    everyone = [{"rank": rank} for rank in range(comm.size)]
+    assert comm.all_gather_object(own) == everyone
+    for root in range(comm.size):
+        assert comm.broadcast_object(own, root) == everyone[root]
+        assert comm.gather_object(own, root) == (everyone if comm.rank == root else None)
+
+
+def split(comm):
+    reverse = comm.split(color=0, key=-comm.rank)
+    assert (reverse.size, reverse.rank) == (comm.size, comm.size - 1 - comm.rank)
+    assert reverse.all_gather_object(comm.rank) == list(range(comm.size))[::-1]
+    parity = comm.split(color=comm.rank % 2, key=comm.rank)
+    same_parity = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
+    assert parity.all_gather_object(comm.rank) == same_parity
+    same(parity.all_reduce(torch.tensor([comm.rank])), torch.tensor([sum(same_parity)]))
+
+
+def barrier(comm):
+    comm.barrier()
+
+
+COLLECTIVE_CHECKS = (all_reduce, all_reduce_shapes, half_sums_round_once, all_gather, all_gather_in_place,
+                     reduce_scatter, reduce_scatter_in_place, nonblocking_collectives, random_orders, broadcast, objects, split,
+                     barrier)
+LEVEL_CHECKS = (*(check for check in COLLECTIVE_CHECKS if check is not half_sums_round_once), half_sums_round_at_each_level)
+CHECKS = (*COLLECTIVE_CHECKS, send_and_recv, messages_match_by_tag_and_order)
+LIMITS = {"default": {}, "pieces": {"MAX_COUNT": 100, "STAGE": 200, "SMALL": 2}}
+
+
+def filled(n: int, value: int, dtype: torch.dtype, edge: int) -> torch.Tensor:
+    """`value` everywhere but at the ends, where a count that wrapped around would leave its trace."""
+    tensor = torch.full((n,), value, dtype=dtype)
+    tensor[0] = tensor[-1] = edge
+    return tensor
+
+
+def uniform(tensor: torch.Tensor, value: int, edge: int) -> None:
+    assert tensor[0] == tensor[-1] == edge, f"ends {tensor[0]} {tensor[-1]}, want {edge}"
+    low, high = tensor[1:-1].aminmax()
+    assert low == high == value, f"{low} .. {high}, want {value}"
+
+
+def large_all_reduce(comm, n, dtype):
+    ranks = range(1, comm.size + 1)
+    tensor = comm.all_reduce(filled(n, comm.rank + 1, dtype, 3 * (comm.rank + 1)))
+    uniform(tensor, sum(ranks), 3 * sum(ranks))
+
+
+def large_shards(comm, n, dtype):
+    """n elements per rank: gathered into p * n, and those reduced to n again."""
+    output = torch.empty(comm.size, n, dtype=dtype)
+    comm.all_gather(output, filled(n, comm.rank + 1, dtype, comm.rank + 5))
+    for rank in range(comm.size):
+        uniform(output[rank], rank + 1, rank + 5)
+    comm.reduce_scatter(output[comm.rank], output)
+    uniform(output[comm.rank], comm.size * (comm.rank + 1), comm.size * (comm.rank + 5))
+
+
+def large_message(comm, n, dtype):
+    tensor = filled(n, comm.rank + 1, dtype, comm.rank + 5)
+    if comm.rank == 0:
+        comm.send(tensor, dst=1)
+    elif comm.rank == 1:
+        uniform(comm.recv(tensor, src=0), 1, 5)
+    uniform(comm.broadcast(tensor, root=0), 1, 5)
+
+
+LARGE = ((large_all_reduce, 2**29 + 3, torch.float32), (large_all_reduce, 2**30 + 3, torch.bfloat16),
+         (large_all_reduce, 2**31 + 3, torch.uint8), (large_shards, 2**28 + 3, torch.float32),
+         (large_shards, 2**29 + 3, torch.bfloat16), (large_shards, 2**30 + 3, torch.uint8),
+         (large_message, 2**29 + 3, torch.float32), (large_message, 2**31 + 3, torch.uint8))
+
+
+def run_large(world):
+    for check, n, dtype in LARGE:
+        check(world, n, dtype)
+        if world.rank == 0:
+            print("ok", check.__name__, dtype, n, flush=True)
+
+
+class Counted:
+    """A part of mpi4py that notes which threads call it, and how many at once."""
+
+    threads, inside, largest, lock = set(), 0, 0, threading.Lock()
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        value = getattr(self.inner, name)
+        if name.isupper() or not callable(value):
+            return value
+
+        def call(*arguments):
+            with Counted.lock:
+                Counted.inside += 1
+                Counted.largest = max(Counted.largest, Counted.inside)
+                Counted.threads.add(threading.get_ident())
+            result = value(*arguments)
+            with Counted.lock:
+                Counted.inside -= 1
+            return Counted(result) if name == "Split" else result
+
+        return call
+
+
+def run_orders(world, count=250):
+    engine, parts = world.engine, (Counted(world.mpi), Counted(world.mpi_comm))
+    engine.test = Counted(engine).test
+    random_orders(engine.call(lambda: mpi.MPIComm(*parts, engine)), count)
+    assert (len(Counted.threads), Counted.largest) == (1, 1) and threading.get_ident() not in Counted.threads
+    if world.rank == 0:
+        print("ok orders", count, describe(world))
+
+
+def chunks_of_shared_memory(comm):
+    """Tensors of several chunks, with odd ends, blocking and not."""
+    for dtype in (torch.float32, *HALF):
+        n = 3 * node.HALF_BYTES // 4 // comm.size * comm.size + comm.size * 5
+        everyone = stacked(comm.size, n, dtype)
+        own, part, gathered = everyone[comm.rank].clone(), torch.zeros(n // comm.size, dtype=dtype), torch.zeros_like(everyone)
+        handles = [comm.ireduce_scatter(part, everyone[comm.rank]), comm.iall_gather(gathered, everyone[comm.rank])]
+        same(comm.all_reduce(own), expected(everyone, "sum"))
+        for handle in handles:
+            handle.wait()
+        same(part, expected(everyone, "sum").view(comm.size, -1)[comm.rank])
+        same(gathered, everyone)
+        same(comm.all_reduce(gathered[0].clone()), expected(everyone[:1].expand(comm.size, -1), "sum"))
+
+
+def run_node(world):
+    """The checks on shared memory, on threads that are no more than before."""
+    torch.empty(2**20).zero_()  # this thread's own OpenMP threads
+    world.engine.call(lambda: placement.apply_to_communication(placement.Placement(1, ())))
+    shared = node.share_node(world, kernels)
+    assert type(shared) is node.NodeComm
+    threads = len(os.listdir("/proc/self/task"))
+    for check in (*COLLECTIVE_CHECKS, chunks_of_shared_memory):
+        check(shared)
+        if world.rank == 0:
+            print("ok node", check.__name__)
+    assert len(os.listdir("/proc/self/task")) == threads
+    node.SHARED_MEMORY = "/not/there"
+    assert type(node.share_node(world, kernels)) is mpi.MPIComm
+
+
+# The node of a rank, of two or more nodes with as many ranks.
+NODES = {"blocks": lambda rank: rank // 2, "in turn": lambda rank: rank % 2}
+
+
+def run_levels(world):
+    """The checks on nodes that are made up, and on stages; nodes that are not alike are left to MPI."""
+    for name, place in NODES.items():
+        shared = node.share_node(world, kernels, place(world.rank))
+        assert (type(shared), type(shared.levels.inside)) == (two_level.TwoLevelComm, node.NodeComm)
+        for check in (*LEVEL_CHECKS, chunks_of_shared_memory):
+            check(shared)
+            if world.rank == 0:
+                print("ok", name, check.__name__)
+    assert type(node.share_node(world, kernels, min(world.rank, 1))) is mpi.MPIComm
+    two_level.MANY = 2
+    staged = node.share_node(world, kernels, world.rank)
+    assert (type(staged), type(staged.levels.inside)) == (two_level.TwoLevelComm, mpi.MPIComm)
+    for check in LEVEL_CHECKS:
+        check(staged)
+        if world.rank == 0:
+            print("ok stages", check.__name__)
+
+
+def main(world):
+    assert isinstance(world, mpi.MPIComm), "no launcher: run mpiexec -n 3 python tests/parallel/collective_checks.py"
+    if "orders" in sys.argv:
+        return run_orders(world)
+    if "node" in sys.argv:
+        return run_node(world)
+    if "levels" in sys.argv:
+        return run_levels(world)
+    if "large" in sys.argv:
+        return run_large(world)
+    for limit, constants in LIMITS.items():
+        for name, value in constants.items():
+            setattr(mpi, name, value)
+        for check in CHECKS:
+            check(world)
+            if world.rank == 0:
+                print("ok", limit, check.__name__)
+    if world.rank == 0:
+        print(describe(world))
+
+
+if __name__ == "__main__":
+    run_or_abort(main)

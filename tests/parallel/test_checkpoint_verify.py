@@ -1,0 +1,174 @@
+"""fugaku-megatron verify: every damage to a checkpoint is one line that names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+
+import pytest
+import torch
+
+from fugaku_megatron import cli
+from fugaku_megatron.checkpoint import load as load_module
+from fugaku_megatron.checkpoint import manifest as folders_module
+from fugaku_megatron.checkpoint import verify
+from fugaku_megatron.checkpoint.crc import BLOCK_BYTES, crc32
+from fugaku_megatron.checkpoint.manifest import FORMAT, MANIFEST, TRACKER
+from fugaku_megatron.checkpoint.schema import checksum
+from fugaku_megatron.checkpoint.shards import Shard
+from fugaku_megatron.comm.local import ThreadWorld
+from tests.helpers import save_checkpoint
+
+RANKS, NUMEL = 3, 700_000  # 2.7 MiB: three blocks
+
+
+def save(directory, iteration=10, leave_out=None):
+    def rank(comm):
+        shards = [Shard("w", torch.full((NUMEL,), 1.0 + comm.rank), (RANKS * NUMEL,), (0,), (RANKS * NUMEL,), comm.rank * NUMEL),
+                  Shard(f"b{comm.rank}", torch.ones(3), (3,), (0,), (3,))]
+        save_checkpoint(directory, iteration, [] if comm.rank == leave_out else shards, {}, comm, {}, {})
+
+    ThreadWorld(RANKS).run(rank)
+    return directory / f"iter_{iteration:07d}"
+
+
+def check(directory, capsys, *flags):
+    """(exit code, lines on standard output, standard error)."""
+    code = cli.main(["verify", str(directory), *flags])
+    output = capsys.readouterr()
+    return code, output.out.splitlines(), output.err
+
+
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 16
+    path.write_bytes(content)
+
+
+def test_whole_checkpoints(tmp_path, capsys):
+    first, second = save(tmp_path), save(tmp_path, 20)
+    code, lines, errors = check(tmp_path, capsys)
+    assert (code, errors) == (0, "")
+    assert lines == [f"{first}: 3 files, 0.008 GiB: whole", f"{second}: 3 files, 0.008 GiB: whole", "everything is whole"]
+    assert check(tmp_path, capsys, "--ckpt-step", "10", "--threads", "1")[1] == [lines[0], lines[2]]
+
+
+def test_checkpoints_in_folders(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(folders_module, "FOLDER_FILES", 2)
+    monkeypatch.setattr(load_module, "FOLDER_FILES", 2)
+    path = save(tmp_path)
+    assert check(tmp_path, capsys)[0] == 0
+    flip(path / "ranks_000002" / "rank_00002.safetensors", -1)
+    assert check(tmp_path, capsys)[1][0].startswith(f"{path}/ranks_000002/rank_00002.safetensors is damaged in its bytes ")
+    (path / "ranks_000002" / MANIFEST).write_text("{}")
+    code, lines, _ = check(tmp_path, capsys)
+    assert code == 1 and lines[0].startswith(f"{path}/ranks_000002/manifest.json is 2 bytes") and "files of" in lines[0]
+    assert any("hold 1400000 elements of w, which has 2100000" in line for line in lines)
+
+
+@pytest.mark.parametrize("position", [0, 9, 500, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, -1])
+def test_a_flipped_bit_anywhere_is_found(position, tmp_path, capsys):
+    path = save(tmp_path) / "rank_00001.safetensors"
+    flip(path, position)
+    code, (line, summary, count), _ = check(tmp_path, capsys)
+    block = position % path.stat().st_size // BLOCK_BYTES
+    end = min((block + 1) * BLOCK_BYTES, path.stat().st_size)
+    assert code == 1 and line.startswith(f"{path} is damaged in its bytes {block * BLOCK_BYTES} to {end}, ")
+    assert line.endswith("its header among them" if block == 0 else "which hold w")
+    assert summary.endswith(": 1 problem") and count == "1 problem"
+
+
+def test_damages_of_several_files_are_a_line_each(tmp_path, capsys):
+    path = save(tmp_path)
+    for position in (BLOCK_BYTES, 2 * BLOCK_BYTES):  # neighbours: one line
+        flip(path / "rank_00000.safetensors", position)
+    os.truncate(path / "rank_00001.safetensors", 99)
+    (path / "rank_00002.safetensors").unlink()
+    code, lines, _ = check(tmp_path, capsys)
+    assert code == 1 and len(lines) == 5 and lines[-1] == "3 problems"
+    assert lines[0].startswith(f"{path}/rank_00000.safetensors is damaged in its bytes {BLOCK_BYTES} to ")
+    assert lines[1].startswith(f"{path}/rank_00001.safetensors is 99 bytes, manifest says ")
+    assert lines[2] == f"{path}/rank_00002.safetensors is missing"
+
+
+@pytest.mark.parametrize(("contents", "problem"), [(None, "is missing"), ("{", "is damaged"), ('{"format": "x"}', "is foreign")])
+def test_a_manifest_that_is_damaged(contents, problem, tmp_path, capsys):
+    save(tmp_path)
+    manifest = save(tmp_path, 20) / MANIFEST
+    manifest.unlink() if contents is None else manifest.write_text(contents)
+    code, lines, _ = check(tmp_path, capsys)
+    assert code == 1 and f"{manifest} {problem}" in lines[1] and lines[2].endswith("iter_0000020: not checked further")
+
+
+def test_a_tensor_that_is_not_wholly_there(tmp_path, capsys):
+    path = save(tmp_path, leave_out=1)
+    code, lines, _ = check(tmp_path, capsys)
+    assert code == 1 and lines[0] == f"{path}: the files hold 1400000 elements of w, which has 2100000"
+
+
+def test_a_header_that_does_not_agree_with_the_manifest(tmp_path, capsys):
+    path = save(tmp_path)
+    contents = json.loads((path / MANIFEST).read_text())
+    assert contents["format"] == FORMAT
+    contents["files"]["rank_00000.safetensors"]["shards"][1]["key"] = "b7"
+    contents["crc32"] = checksum(contents)
+    (path / MANIFEST).write_text(json.dumps(contents))
+    assert f"{path}/rank_00000.safetensors does not hold b7" in check(tmp_path, capsys)[1][0]
+
+
+def test_files_from_before_blocks_had_checksums(tmp_path, capsys):
+    path = save(tmp_path)
+    contents = json.loads((path / MANIFEST).read_text())
+    for entry in contents["files"].values():
+        del entry["blocks"], entry["block_size"]
+    contents["crc32"] = checksum(contents)
+    (path / MANIFEST).write_text(json.dumps(contents))
+    assert check(tmp_path, capsys)[0] == 0
+    flip(path / "rank_00002.safetensors", -5)
+    assert check(tmp_path, capsys)[1][0].startswith(f"{path}/rank_00002.safetensors has CRC-32 ")
+
+
+def test_the_tracker(tmp_path, capsys):
+    save(tmp_path)
+    (tmp_path / TRACKER).write_text("11")
+    code, lines, _ = check(tmp_path, capsys)
+    assert code == 1 and lines[0] == (f"{tmp_path}/{TRACKER} names iteration 11, and iter_0000011 is missing: correct the "
+                                      "number in that file, or choose an iteration by --ckpt-step")
+    (tmp_path / TRACKER).unlink()
+    assert check(tmp_path, capsys)[0] == 0, "a first save that was ended before it wrote the tracker"
+
+
+def test_progress_of_long_work(tmp_path, capsys, monkeypatch):
+    save(tmp_path)
+    monkeypatch.setattr(verify, "INTERVAL", 0.0)
+    errors = check(tmp_path, capsys, "--threads", "2")[2]
+    assert errors.splitlines()[-1] == "checked 0.0 of 0.0 GiB" and len(errors.splitlines()) == RANKS
+
+
+@pytest.mark.parametrize(("name", "message"), [("none", "is no directory"), ("empty", "holds no checkpoint"),
+                                               ("save/iter_0000010", "give its parent .*save and --ckpt-step")])
+def test_nothing_to_check_is_a_mistake_of_the_call(name, message, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "save")
+    code, lines, error = check(tmp_path / name, capsys)
+    assert code == 2 and lines == [] and error.count("\n") == 1
+    with pytest.raises(ValueError, match=message):
+        verify.main(type("Options", (), {"directory": str(tmp_path / name), "ckpt_step": None, "threads": 1}))
+    assert check(tmp_path / "save", capsys, "--ckpt-step", "11")[0] == check(tmp_path / "save", capsys, "--threads", "0")[0] == 2
+
+
+def test_every_bit_of_a_small_checkpoint_counts(tmp_path, capsys):
+    """Any bit of any file: a problem is found, or it is none: JSON may be laid out otherwise."""
+    def rank(comm):
+        save_checkpoint(tmp_path, 1, [Shard("w", torch.ones(2), (2,), (0,), (2,))], {}, comm, {}, {})
+
+    ThreadWorld(1).run(rank)
+    rng, path = random.Random(0), tmp_path / "iter_0000001" / "rank_00000.safetensors"
+    for _ in range(60):
+        position = rng.randrange(path.stat().st_size)
+        before = crc32(path)
+        flip(path, position)
+        assert crc32(path) != before and check(tmp_path, capsys)[0] == 1
+        flip(path, position)
+    assert check(tmp_path, capsys)[0] == 0

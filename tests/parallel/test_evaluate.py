@@ -1,0 +1,220 @@
+"""The evaluate command against transformers with the same weights, on one rank and on several, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from fugaku_megatron import cli
+from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.data.indexed import IndexedDatasetWriter
+from fugaku_megatron.data.library_tokenizers import NullTokenizer
+from fugaku_megatron.inference import evaluate, scoring
+from fugaku_megatron.inference.scoring import Question, accuracies
+from tests.parallel.test_decoding import WIDE, their_model
+from tests.parallel.test_generate import LEARNS, TEXT, save_trained, write_tokenizer
+from tests.unit.test_library_tokenizers import TOKENS, write_hugging_face
+
+LENGTH = LEARNS["seq_length"]
+PROSE = TEXT * 6 + "that is the question: whether 'tis nobler é"
+QUESTIONS = [{"context": "to be or ", "choices": ["not to be", "zebra", "n"], "answer": 0},
+             {"context": "", "choices": ["to be", "xyz"], "answer": 1},
+             {"context": TEXT * 2, "choices": ["not", "to"], "answer": 0}]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """(folder with a checkpoint, texts and questions, flags, transformers' model with the same weights)."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    flags = ["--load", str(folder / "saved"), *write_tokenizer(folder)]
+    theirs = their_model(save_trained(SoloComm(), folder / "saved", 3, **WIDE))
+    (folder / "text.txt").write_text(PROSE, encoding="utf-8")
+    (folder / "questions.json").write_text(json.dumps(QUESTIONS))
+    return folder, flags, theirs
+
+
+def their_likelihoods(theirs, ids: list[int]) -> torch.Tensor:
+    """Log-likelihood of every token after the first."""
+    with torch.no_grad():
+        logits = theirs(torch.tensor([ids[:-1]])).logits[0].double()
+    return torch.log_softmax(logits, 1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def result(flags: list[str], *more: str, world=None) -> dict:
+    parser = Parser()
+    evaluate.add_arguments(parser)
+    options = parser.parse_args([*flags, *more])
+    evaluate.check_options(options)
+    return evaluate.evaluate(options, world or SoloComm())
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, (1, 1)), (2, (2, 1)), (2, (1, 2)), (3, (1, 1)), (4, (2, 1))])
+def test_perplexity_is_that_of_transformers(models, ranks, sizes):
+    folder, flags, theirs = models
+    ids = list(PROSE.encode())
+    count = (len(ids) - 1) // LENGTH
+    total = sum(float(their_likelihoods(theirs, ids[i * LENGTH : (i + 1) * LENGTH + 1]).sum()) for i in range(count))
+    words = [*flags, "--text", str(folder / "text.txt"), "--micro-batch-size", "2", "--choices", str(folder / "questions.json"),
+             "--tensor-model-parallel-size", str(sizes[0]), "--pipeline-model-parallel-size", str(sizes[1])]
+    found = ThreadWorld(ranks).run(lambda world: result(words, world=world))
+    assert all(one == found[0] for one in found)
+    (first, *_), tokens = found, count * LENGTH
+    assert first["perplexity"] == pytest.approx(math.exp(-total / tokens), rel=1e-6) and first["tokens"] == first["bytes"] == tokens
+    assert first["perplexity_per_byte"] == first["perplexity"] and first["windows"] == count
+    assert first["left_out"] == len(ids) - 1 - tokens > 0 == first["after_max_windows"] and first["without_context"] == 1
+    assert first["bits_per_byte"] == pytest.approx(-total / tokens / math.log(2))
+    right = by_length = 0
+    for question in QUESTIONS:
+        own = []
+        for choice in question["choices"]:
+            scored = len(choice) + len(question["context"]) - len(question["context"].rstrip())
+            whole = [256] * (not question["context"]) + list((question["context"] + choice).encode())[-LENGTH - 1:]
+            own.append(float(their_likelihoods(theirs, whole)[-scored:].sum()))
+        scaled = [likelihood / len(choice) for likelihood, choice in zip(own, question["choices"])]
+        right += own.index(max(own)) == question["answer"]
+        by_length += scaled.index(max(scaled)) == question["answer"]
+    assert (first["accuracy"], first["accuracy_norm"]) == (right / 3, by_length / 3)
+
+
+def test_a_stride_scores_every_token_once_with_more_before_it(models):
+    folder, flags, theirs = models
+    ids = list(PROSE.encode())
+    starts = range(0, len(ids) - 20, 8)
+    total = sum(float(their_likelihoods(theirs, ids[start : start + 21])[-8 if start else -20:].sum()) for start in starts)
+    tokens = 20 + 8 * (len(starts) - 1)
+    found = result(flags, "--text", str(folder / "text.txt"), "--seq-length", "20", "--stride", "8")
+    assert found["perplexity"] == pytest.approx(math.exp(-total / tokens), rel=1e-6)
+    assert (found["tokens"], found["windows"]) == (tokens, len(starts))
+
+
+def test_a_file_and_lines_of_the_result(models, tmp_path, capsys):
+    folder, flags, _ = models
+    found = result(flags, "--input", str(folder / "text.txt"), "--json", str(tmp_path / "r.json"), "--max-windows", "2")
+    assert json.loads((tmp_path / "r.json").read_text()) == found and found["windows"] == 2 and found["iteration"] == 3
+    assert capsys.readouterr().out.splitlines() == [
+        f"perplexity {found['perplexity']:.4f} per token, 48 tokens, {found['perplexity']:.4f} per byte "
+        f"({found['bits_per_byte']:.4f} bits), 48 bytes",
+        f"2 windows of 24 tokens, one every 24; --max-windows left out {4 * 24} tokens, and the last {found['left_out']} of the "
+        "text fill no window"]
+    assert found["after_max_windows"] == 4 * 24 and found["left_out"] == len(PROSE.encode()) - 1 - 6 * 24 > 0
+    whole = result(flags, "--text", str(folder / "text.txt"), "--choices", str(folder / "questions.json"))
+    assert whole["windows"] == 6 and whole["without_context"] == 1 and capsys.readouterr().out.splitlines()[1:] == [
+        f"6 windows of 24 tokens, one every 24; the last {found['left_out']} tokens of the text fill no window",
+        f"accuracy {whole['accuracy']:.4f}, by length {whole['accuracy_norm']:.4f}, 3 questions",
+        "questions without a context: 1, whose choices are scored after the token that begins or ends a text"]
+
+
+def test_a_data_set(models, tmp_path):
+    folder, flags, _ = models
+    with IndexedDatasetWriter(tmp_path / "d", "uint16") as writer:
+        writer.add_document(list(PROSE.encode())[:60])
+        writer.add_document(list(PROSE.encode())[60:])
+    found = result(flags, "--data-path", str(tmp_path / "d"))
+    assert found["perplexity"] == result(flags, "--text", str(folder / "text.txt"))["perplexity"]
+
+
+def test_logits_are_computed_for_some_rows_at_a_time(models, monkeypatch):
+    folder, flags, _ = models
+    expected, rows = result(flags, "--text", str(folder / "text.txt")), []
+    gather = scoring.gather_from_tensor_parallel
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", 257 * 4 * 10)
+    monkeypatch.setattr(scoring, "gather_from_tensor_parallel", lambda x, comm: rows.append(len(x)) or gather(x, comm))
+    found = result(flags, "--text", str(folder / "text.txt"))
+    assert max(rows) == 10 and sum(rows) == found["tokens"]
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
+
+
+def test_progress_is_told_from_the_first_rank(models, monkeypatch, capsys):
+    folder, flags, _ = models
+    monkeypatch.setattr(evaluate, "PROGRESS_SECONDS", 0.0)
+    result(flags, "--text", str(folder / "text.txt"), "--micro-batch-size", "3")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("3 of 6 windows, ") and lines[1] == "6 of 6 windows, 0 s left"
+
+
+def test_rolling_windows_score_every_token_once():
+    ids = list(range(12))
+    requests = scoring.rolling(ids, 4)
+    assert [(list(tokens), scored) for tokens, scored in requests] == [
+        ([0, 1, 2, 3, 4], 4), ([4, 5, 6, 7, 8], 4), ([7, 8, 9, 10, 11], 3)]
+    assert scoring.rolling([5], 4) == [] and scoring.rolling([5, 6], 4) == [([5, 6], 1)]
+
+
+def test_pairs_of_context_and_continuation():
+    tokenizer = NullTokenizer(100)
+    assert scoring.encode_pair(tokenizer, "1 2 ", "3 4", 10) == ([1, 2, 3, 4], 2)
+    assert scoring.encode_pair(tokenizer, "", "3 4", 10) == ([99, 3, 4], 2)
+    assert scoring.encode_pair(tokenizer, "1 2 ", "3 4", 2) == ([2, 3, 4], 2)
+    for continuation, message in (("", "'' has no tokens of its own"), (" 1 2 3", "' 1 2 3' has 3 tokens, and")):
+        with pytest.raises(ValueError, match=message):
+            scoring.encode_pair(tokenizer, "1", continuation, 2)
+    tokenizer.eod = None
+    with pytest.raises(ValueError, match="NullTokenizer has no token that begins or ends a text"):
+        scoring.encode_pair(tokenizer, "", "1", 2)
+
+
+def test_accuracy_by_length():
+    questions = [Question(tuple([scoring.Request([1, 2], 1)] * 2), (3, 30), 1, False)]
+    assert accuracies(questions, [-5.0, -6.0]) == {"accuracy": 0.0, "accuracy_norm": 1.0, "questions": 1, "without_context": 0}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
+def test_a_converted_model_with_the_tokenizer_that_came_with_it(tmp_path, kind):
+    torch.manual_seed(3)
+    config = {"vocab_size": TOKENS, "max_position_embeddings": LENGTH, "n_positions": LENGTH, "hidden_size": 48, "n_embd": 48,
+              "n_layer": 2, "num_hidden_layers": 2, "n_head": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "intermediate_size": 96, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "sliding_window": 5}
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **config)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    write_hugging_face(tmp_path / "theirs")
+    assert cli.main(["convert", "--from-hf", str(tmp_path / "theirs"), "--save", str(tmp_path / "ours")]) == 0
+    (tmp_path / "text.txt").write_text(PROSE, encoding="utf-8")
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")(PROSE).input_ids
+    count = (len(ids) - 1) // LENGTH
+    total = sum(float(their_likelihoods(theirs, ids[i * LENGTH : (i + 1) * LENGTH + 1]).sum()) for i in range(count))
+    found = result(["--load", str(tmp_path / "ours"), "--text", str(tmp_path / "text.txt")])
+    assert found["perplexity"] == pytest.approx(math.exp(-total / (count * LENGTH)), rel=1e-5) and count > 1
+    text = tokenizers.Tokenizer.from_file(str(tmp_path / "theirs" / "tokenizer.json")).decode(ids[1 : count * LENGTH + 1])
+    assert found["bytes"] == len(text.encode())
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    ([], "nothing to evaluate: give --input"), (["--text", "a", "--data-path", "b"], "--input and --data-path exclude each other"),
+    (["--text", "short.txt"], r"--input short.txt has 5 tokens, and a window is 24 and the one that follows: give a longer"),
+    (["--input", "absent"], "--input absent: cannot be read"),
+    (["--text", "t", "--stride", "25"], "--stride is 25, more than the 24"),
+    (["--text", "t", "--stride", "0"], "--stride is 0: give a number above 0"),
+    (["--text", "t", "--json", "no/where.json"], "--json no/where.json: .*no is not a directory"),
+    (["--text", "t", "--seq-length", "225"], "--seq-length is 225, and the model of --load .* has 224 positions"),
+    (["--choices", "none.json"], "--choices none.json: not JSON"), (["--choices", "empty.json"], "empty.json: expected a list"),
+    (["--choices", "answer.json"], "answer.json: question 0: answer is 2: give the number of a choice, 0 to 1"),
+    (["--choices", "fields.json"], "fields.json: question 1: expected .\"context\""),
+    (["--choices", "long.json"], "long.json: question 0: continuation 'bbb.*' has 25 tokens, and the model takes 24"),
+])
+def test_mistakes(models, tmp_path, monkeypatch, more, message):
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("short")
+    good = {"context": "a", "choices": ["b", "c"], "answer": 0}
+    for name, text in (("none", "{"), ("empty", "[]"), ("answer", json.dumps([{**good, "answer": 2}])),
+                       ("fields", json.dumps([good, {**good, "choices": ["a"]}])),
+                       ("long", json.dumps([{**good, "choices": ["b" * 25, "c"]}]))):
+        Path(f"{name}.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as refused:
+        result(models[1], *more)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_number_of_ranks_that_does_not_fit(models):
+    def work(world):
+        with pytest.raises(ValueError, match="2 x 1 takes a multiple of 2 ranks, and 3 were started"):
+            result(models[1], "--text", "t", "--tensor-model-parallel-size", "2", world=world)
+
+    ThreadWorld(3).run(work)

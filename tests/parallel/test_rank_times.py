@@ -1,0 +1,85 @@
+"""Slow ranks are named in the log, with the phase."""
+
+import socket
+from types import SimpleNamespace
+
+from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.host.observed import PHASES
+from fugaku_megatron.logs.rank_table import read
+from fugaku_megatron.training.rank_times import RankTimes
+from tests.helpers import small_run
+
+SECONDS = 2.0  # of an iteration
+
+
+def intervals(world, computation, data=None, iterations=10, **changes):
+    """What the log says when the ranks compute so many seconds: a list for each interval of some iterations."""
+    run, said = small_run(**changes), []
+    waits = iter(data or [[0.0] * world.size] * len(computation))
+    own = SimpleNamespace(begin=lambda: None)
+    times = RankTimes(run, Layout.from_run(run, world.size), world, own, said.append)
+    for number, (computes, waiting) in enumerate(zip(computation, waits, strict=True), 1):
+        for change in (-0.01, 0.01) * (iterations // 2):
+            c, d = computes[world.rank] + change, waiting[world.rank]
+            own.of_iteration = lambda seconds, c=c, d=d: [c, d, 0.0, 0.0, seconds - c - d]
+            times.begin()
+            times.end(SECONDS)
+        times.finish_interval(iterations * number)
+    return said
+
+
+def said(computation, data=None, **changes):
+    return ThreadWorld(len(computation[0])).run(lambda world: intervals(world, computation, data, **changes))[0]
+
+
+ALIKE, SLOW = [1.0] * 8, [1.0] * 5 + [1.3] + [1.0] * 2
+
+
+def test_a_rank_is_named_in_its_second_slow_interval_once_and_its_recovery_told():
+    assert said([ALIKE, SLOW, SLOW, SLOW, ALIKE]) == [
+        f"slow: rank 5 (stage 0, {socket.gethostname()}): computation 1.300 s an iteration, 30 % above the 1.000 s of its like",
+        "no longer slow: rank 5, computation"]
+
+
+def test_a_run_of_few_or_short_iterations_names_nobody(monkeypatch):
+    assert said([ALIKE, SLOW, SLOW, SLOW, ALIKE], iterations=2) == []
+    assert len(said([SLOW] * 10, iterations=2)) == 1  # two times ten iterations
+    monkeypatch.setitem(globals(), "SECONDS", 2.0 / 8)
+    quick = [[seconds / 8 for seconds in SLOW]]
+    assert said(quick * 3) == [] and len(said(quick * 4)) == 1  # ten iterations last 2.5 s
+
+
+def test_a_rank_that_is_slow_once_is_not_named():
+    assert said([SLOW, ALIKE, SLOW, ALIKE]) == []
+
+
+def test_stages_have_their_own_usual_times():
+    stages = [1.0, 1.0, 1.6, 1.6, 1.0, 1.0, 1.9, 1.6]  # tp 2, pp 2
+    lines = said([stages] * 2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert [line[:23] for line in lines] == ["slow: rank 6 (stage 1, "]
+
+
+def test_waiting_for_data_is_named():
+    lines = said([ALIKE] * 2, [[0.0, 0.5] + [0.0] * 6] * 2)
+    assert len(lines) == 1 and lines[0].endswith("): data 0.500 s an iteration")
+
+
+def test_no_more_than_three_are_named():
+    lines = said([[1.0] * 6 + [1.5, 1.6, 1.7, 1.8, 1.9]] * 2, global_batch_size=22)
+    assert lines[0].count("computation") == 3 and lines[0].startswith("slow: rank 10 ") and lines[0].endswith("; and 2 more")
+
+
+def test_every_interval_is_kept(tmp_path):
+    file = tmp_path / "ranks.jsonl"
+    said([[1.0, 1.1], [1.2, 1.3]], log_ranks=str(file), iterations=2)
+    first, last = read(file)
+    assert (first.iteration, last.iteration, first.layout) == (2, 4, (2, 1, 1)) and tuple(last.seconds) == PHASES
+    assert last.seconds["computation"] == [1.2, 1.3] and last.seconds["reductions"] == [0.8, 0.7]
+
+
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path):
+    path = tmp_path / "gone" / "ranks.jsonl"
+    assert intervals(SoloComm(), [[1.0]] * 2, log_ranks=str(path)) == [
+        f"--log-ranks {path}: no longer written: No such file or directory"]

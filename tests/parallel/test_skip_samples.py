@@ -1,0 +1,156 @@
+"""--skip-samples: which samples a run takes, in any layout, and across a resume."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.arguments import make_run, parse
+from fugaku_megatron.config.batches import RampUp, length
+from fugaku_megatron.config.run_config import TrainingConfig
+from fugaku_megatron.config.sample_rules import Skips
+from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.data.sampler import ReaderBatches, ReaderGroup, micro_batches
+from fugaku_megatron.training.memory_watch import skip_line
+from fugaku_megatron.training.pretrain import run_length
+from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training
+from tests.helpers import SMALL, make_trainer, small_run
+
+RANGES = [(), ("4:9",), ("0:3,3:5", "20:21"), ("7:30",), ("30:40", "35:50"), ("0:1",)]
+
+
+def taken(ranges: tuple[str, ...], ramp: RampUp, iterations: int, position: int = 0) -> list[list[int]]:
+    """By the definition: sample after sample, those in a range left out."""
+    out = {n for text in ranges for part in text.split(",") for n in range(*map(int, part.split(":")))}
+    batches: list[list[int]] = []
+    for _ in range(iterations):
+        size, batch = ramp(position), []
+        while len(batch) < size:
+            batch += [] if position in out else [position]
+            position += 1
+        batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 40, 12)])
+@pytest.mark.parametrize("ranges", RANGES)
+def test_samples_and_length_follow_the_definition(ranges, ramp):
+    skips, batches, position = Skips.parse(ranges), taken(ranges, ramp, 30), 0
+    ends = [0]
+    for batch in batches:
+        assert list(skips.samples(position, ramp(position))) == batch
+        position = batch[-1] + 1
+        ends.append(position)
+    for iterations, end in enumerate(ends):
+        assert length(TrainingConfig(train_iters=iterations), ramp, skips=skips) == (iterations, end)
+        assert length(TrainingConfig(train_iters=30), ramp, iterations, end, skips) == (30, ends[-1]), "resumed"
+        if end:
+            assert length(TrainingConfig(train_samples=end), ramp, skips=skips) == (iterations, end)
+            assert length(TrainingConfig(train_samples=end - 1), ramp, skips=skips)[0] == iterations - 1, "whole iterations only"
+
+
+def test_long_runs_are_not_walked_step_by_step():
+    skips = Skips.parse(["1000000000:1000000010", "9000000000:9000000003"])
+    assert length(TrainingConfig(train_iters=2**31 - 1), RampUp(8, 1, 0, 8), skips=skips) == (2**31 - 1, 8 * (2**31 - 1) + 13)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_every_layout_takes_the_same_samples(ranges):
+    data, ramp, skips = MockDataset(1000, 6, 120, 3), RampUp(4, 4, 40, 12), Skips.parse(ranges)
+    expected = [data[n][:-1] for batch in taken(ranges, ramp, 6) for n in batch]
+    for dp, size in ((1, 4), (2, 2), (2, 1), (4, 1)):
+        parts = [micro_batches(data, 0, ramp, size, rank, dp, skips.samples) for rank in range(dp)]
+        columns = [tokens[:, b] for step in zip(*parts, strict=False) for tokens, _ in step for b in range(size)]
+        assert len(columns) >= len(expected) and all(map(torch.equal, columns, expected))
+    handout = ReaderBatches(ReaderGroup(SoloComm(), (0,)), data, 0, ramp, 4, 1, skips.samples)
+    for batch in taken(ranges, ramp, 4):
+        handout.begin()
+        assert torch.equal(torch.cat([tokens for tokens, _ in handout], 1), torch.stack([data[n][:-1] for n in batch], 1))
+    handout.close()
+
+
+def test_random_ranges():
+    draw = random.Random(5)
+    for _ in range(200):
+        bounds = [sorted(draw.sample(range(90), 2)) for _ in range(draw.randrange(4))]
+        ranges = tuple(f"{a}:{b}" for a, b in bounds)
+        position, count = draw.randrange(60), draw.randrange(1, 20)
+        assert list(Skips.parse(ranges).samples(position, count)) == taken(ranges, RampUp(count, 1, 0, count), 1, position)[0]
+
+
+def test_what_is_no_range_is_refused_with_one_line():
+    for text in ("5", "5:", ":7", "7:5", "5:5", "-1:5", "a:b", "1:2:3", "1:2,", "", "0:2000000000000", "1.0:2", "٣:٥"):
+        with pytest.raises(ValueError, match="^--skip-samples .*(give FIRST:END|FIRST must be below END)") as refused:
+            make_run(None, {**SMALL, "skip_samples": (text,)})
+        assert "\n" not in str(refused.value)
+    run = parse(["--recipe", "demo", "--skip-samples", "10:20,15:30", "2:3"]).run
+    assert str(Skips.parse(run.data.skip_samples)) == "2:3,10:30"
+
+
+def test_a_run_of_iterations_over_several_epochs_is_told_of_its_order():
+    epochs = SimpleNamespace(num_epochs=2)
+    run = small_run(skip_samples=("2:3",))
+    assert skip_line(run, epochs).startswith("note: --skip-samples lengthens a run of --train-iters")
+    assert skip_line(run, SimpleNamespace(num_epochs=1)) is skip_line(small_run(), epochs) is skip_line(run, None) is None
+    assert skip_line(make_run(None, {**SMALL, "skip_samples": ("2:3",), "train_iters": None, "train_samples": 9}), epochs) is None
+
+
+# Training ---------------------------------------------------------------------------------------------------------------------
+
+DROPOUT = {"num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def curve(world, iterations: int, **changes) -> tuple[list[float], int]:
+    """Losses of some iterations, and the samples consumed then."""
+    torch.set_num_threads(1)
+    trainer = make_trainer(world, small_run(**DROPOUT, **changes))
+    losses = [trainer.train_step().loss for _ in range(iterations)]
+    trainer.close()
+    return losses, trainer.progress.consumed_samples
+
+
+@pytest.mark.parametrize("batch", [{}, {"rampup_batch_size": (4, 4, 60)}])
+def test_the_curve_depends_on_no_layout(batch):
+    skipped = {"skip_samples": ("18:21", "40:59"), **batch}
+    one, end = curve(SoloComm(), 5, **skipped)
+    ramp = RampUp(*batch.get("rampup_batch_size", (16, 1, 0)), 16)
+    assert end == taken(("18:21", "40:59"), ramp, 5)[-1][-1] + 1
+    for layout in ({"micro_batch_size": 1}, {"tensor_model_parallel_size": 2}):
+        for losses, position in ThreadWorld(2).run(partial(curve, iterations=5, **skipped, **layout)):
+            assert position == end and losses == pytest.approx(one, rel=1e-5)
+    whole, _ = curve(SoloComm(), 5, **batch)
+    assert whole[0] == one[0] and whole[-1] != one[-1]
+
+
+def test_a_resumed_run_goes_on_with_the_same_bits_and_says_what_changed(tmp_path):
+    def start(iterations, **changes):
+        torch.set_num_threads(1)
+        run = small_run(**DROPOUT, save=str(tmp_path), load=str(tmp_path), **changes)
+        resume = find_checkpoint(run, SoloComm()) if list(tmp_path.iterdir()) else Resume()
+        trainer = make_trainer(SoloComm(), run)
+        notes = [line for line in resume_training(trainer, resume) if "skip-samples" in line]
+        assert run_length(run, trainer.layout, trainer.progress)[0] == 20
+        losses = [trainer.train_step().loss for _ in range(iterations)]
+        if iterations == 3:
+            trainer.save(str(tmp_path))
+        trainer.close()
+        return losses, notes
+
+    skipped = {"skip_samples": ("20:30", "70:75")}
+    whole, _ = curve(SoloComm(), 6, **skipped)
+    first, _ = start(3, **skipped)  # up to sample 58
+    rest, notes = start(2, **skipped)
+    assert first + rest == whole[:5] and notes == []
+    assert start(2, skip_samples=("70:75",)) == (rest, []), "what lies behind needs no flag"
+    _, notes = start(1)
+    assert notes == ["note: --skip-samples leaves out nothing of the samples ahead, was 70:75: the curve goes on differently from "
+                     "there"]
+    _, notes = start(1, skip_samples=("50:60", "70:75"))
+    assert notes[0].startswith("note: --skip-samples leaves out 58:60,70:75 of the samples ahead, was 70:75: ")
+    assert notes[1].startswith("note: --skip-samples 50:58 lies before sample 58, where this checkpoint goes on: ")

@@ -1,0 +1,111 @@
+"""Sums at two levels and in stages, on ranks that are threads: every placement of ranks on nodes, and how far BF16 sums are off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fugaku_megatron.comm import two_level
+from fugaku_megatron.comm.engine import Engine
+from fugaku_megatron.comm.grid import Groups
+from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.comm.recording import record
+from fugaku_megatron.comm.two_level import TwoLevelComm, in_stages, split_levels, stage_ranks
+from tests.parallel import collective_checks
+
+# The node of each rank: what a launcher does in blocks, in turn, or as it likes.
+PLACEMENTS = {"blocks": [0, 0, 1, 1], "in turn": [0, 1, 0, 1], "any": [0, 1, 1, 0], "three nodes": [2, 2, 0, 0, 1, 1],
+              "three ranks a node": [0, 1, 0, 0, 1, 1]}
+LIMITS = {"default": {}, "small": {"SMALL": 0, "PIECE": 2}}
+
+
+@pytest.fixture(scope="module")
+def engines() -> list[Engine]:
+    """One of each rank; shared, because their threads live as long as the process."""
+    return [Engine() for _ in range(max(map(len, PLACEMENTS.values())))]
+
+
+def two_levels(comm, placement, engines) -> TwoLevelComm:
+    levels = split_levels(comm, comm.split(placement[comm.rank], comm.rank))
+    return TwoLevelComm(comm, levels, engines[comm.rank])
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("check", collective_checks.LEVEL_CHECKS, ids=lambda check: check.__name__)
+def test_verbs_agree_with_torch(check, placement, limits, engines, monkeypatch):
+    for name, value in limits.items():
+        monkeypatch.setattr(two_level, name, value)
+    ThreadWorld(len(placement)).run(lambda comm: check(two_levels(comm, placement, engines)))
+
+
+def test_levels_number_the_nodes_alike_at_every_place():
+    placement = [0, 1, 1, 0, 2, 2]  # the first ranks at place 0 are on nodes 0 and 1, at place 1 on nodes 1 and 0
+    levels = ThreadWorld(6).run(lambda comm: split_levels(comm, comm.split(placement[comm.rank], comm.rank)))
+    assert all(each.ranks.tolist() == [[0, 1, 4], [3, 2, 5]] for each in levels)
+    assert [(each.inside.rank, each.between.rank) for each in levels] == [(0, 0), (0, 1), (1, 1), (1, 0), (0, 2), (1, 2)]
+
+
+def test_nodes_with_different_numbers_of_ranks_have_no_levels():
+    assert ThreadWorld(3).run(lambda comm: split_levels(comm, comm.split(comm.rank // 2, comm.rank))) == [None] * 3
+
+
+@pytest.mark.parametrize("verb, elements", [("all_reduce", 6000), ("reduce_scatter", 6000), ("all_gather", 1500)])
+def test_a_node_sends_each_byte_once(verb, elements, engines):
+    """Between nodes pass 1 / m of the bytes that a rank passes, or as an all_gather's own part."""
+    def run(world):
+        levels = split_levels(world, world.split(world.rank // 2, world.rank))
+        groups = record(Groups(world=world, tp=levels.inside, pp=world, dp=levels.between, embedding=world))
+        recorded = two_level.Levels(groups.tp, groups.dp, levels.ranks)
+        comm, part = TwoLevelComm(world, recorded, engines[world.rank]), torch.ones(1500)
+        operands = {"all_reduce": (torch.ones(6000),), "reduce_scatter": (part, torch.ones(6000)),
+                    "all_gather": (torch.ones(6000), part)}
+        getattr(comm, verb)(*operands[verb])
+        return groups.dp.records
+
+    between = 4 * elements // (1 if verb == "all_gather" else 2)
+    assert ThreadWorld(4).run(run) == [[(verb, between)]] * 4
+
+
+@pytest.mark.parametrize("ranks, width", [(2, None), (64, None), (65, 5), (96, 8), (128, 8), (12288, 64), (67, None), (134, 2)])
+def test_the_ranks_of_a_stage(ranks, width):
+    assert stage_ranks(ranks) == width
+
+
+def sizes(comm) -> list[int]:
+    """Ranks of the all-to-alls of a sum."""
+    return [comm.levels.inside.size, *sizes(comm.levels.between)] if isinstance(comm, TwoLevelComm) else [comm.size]
+
+
+def test_stages_follow_one_another_down_to_few_ranks(monkeypatch):
+    monkeypatch.setattr(two_level, "MANY", 3)
+    assert ThreadWorld(12).run(lambda comm: sizes(in_stages(comm, None))) == [[3, 2, 2]] * 12
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((result.double() - exact).norm() / exact.norm()).item()
+
+
+def test_bf16_sums_in_stages_are_rounded_once_a_stage(monkeypatch):
+    """The figures of docs/numerics.md: gradients of ranks are independent, and each rounding adds 1.7e-3 of the sum, in squares."""
+    ranks, n = 96, 960
+    gradients = torch.randn(ranks, n, generator=torch.Generator().manual_seed(1))
+    exact, ring = gradients.double().sum(0), gradients[0].bfloat16()
+    for gradient in gradients[1:]:
+        ring = (ring.float() + gradient.bfloat16().float()).bfloat16()
+
+    def error(stages: int) -> float:
+        results = ThreadWorld(ranks).run(lambda comm: staged(comm, stages).all_reduce(gradients[comm.rank].bfloat16()))
+        assert all(torch.equal(result, results[0]) for result in results)
+        return relative_error(results[0], exact)
+
+    def staged(comm, stages):
+        comm = comm if stages == 1 else in_stages(comm, None)
+        assert len(sizes(comm)) == stages
+        return comm
+
+    one, two = error(1), error(2)
+    monkeypatch.setattr(two_level, "MANY", 8)
+    three = error(3)
+    assert [one, two, three] == pytest.approx([1.66e-3 * roundings**0.5 for roundings in (2, 3, 4)], rel=0.1)
+    assert relative_error(ring, exact) > 3 * three

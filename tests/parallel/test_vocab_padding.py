@@ -1,0 +1,261 @@
+"""Fine-tuning a converted model whose vocabulary is padded: transformers' losses, updates, texts and perplexity at any padding.
+
+The logits are shifted by -60, as GPT-2's are far below zero: a padding row that counted would have nearly all of the softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.local import ThreadWorld
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.config.model_config import architecture
+from fugaku_megatron.config.run_config import RunConfig, saved_run
+from fugaku_megatron.convert.hugging_face import open_hugging_face
+from fugaku_megatron.costs.accounting import padded_vocab_size
+from fugaku_megatron.inference.evaluate import Texts, evaluated
+from fugaku_megatron.inference.generation import steps
+from fugaku_megatron.inference.loading import LoadedModel, load_model
+from fugaku_megatron.inference.sampling import Sampling
+from fugaku_megatron.inference.scoring import windows
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training, with_padding
+from fugaku_megatron.training.train import Trainer
+from tests.helpers import make_trainer, mock, plain_loss, small_run, whole_tensors
+
+transformers = pytest.importorskip("transformers")
+
+from tests.hf_models import convert, randomized, tensors  # noqa: E402
+
+LENGTH, STEPS, SHIFT = 16, 20, -60.0
+LR, EPSILON = 1e-3, 1e-4  # Adam's epsilon is above the rounding of gradients, which it would make as large as the others
+WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+
+
+def shifted_gpt2(vocabulary: int) -> torch.nn.Module:
+    """A random GPT-2 whose logits are lower by 60 than they would be: the head's bias for it is one more element of each word."""
+    model = randomized(lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=vocabulary, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=1,
+        eos_token_id=2)))
+    with torch.no_grad():
+        model.transformer.wte.weight[:, 0] = 1.0
+        model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, SHIFT
+    return model
+
+
+class Case(NamedTuple):
+    """A converted model, and what becomes of it in transformers: losses by step, and the model after the last one."""
+
+    start: Path
+    vocabulary: int
+    losses: list[float]
+    trained: torch.nn.Module
+
+
+def run_of(case: Case, **changes: Any) -> RunConfig:
+    """A run from a converted model's weights."""
+    model = architecture(saved_run(read_manifest(case.start, 0), (1, 1)).model)
+    return small_run(**{**model, "seq_length": LENGTH, "make_vocab_size_divisible_by": 128, "load": str(case.start),
+                        "finetune": True, "micro_batch_size": 2, "global_batch_size": 4, "train_iters": STEPS, "lr": LR,
+                        "min_lr": LR, "adam_eps": EPSILON, "weight_decay": 0.1, "clip_grad": 1.0, **changes})
+
+
+def their_training(model: torch.nn.Module, run: RunConfig) -> list[float]:
+    """The losses of torch's AdamW on transformers' model, with the samples of the run."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
+                                   {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}],
+                                  lr=LR, betas=(run.optimizer.adam_beta1, run.optimizer.adam_beta2), eps=EPSILON)
+    data, size, losses = mock(run), run.batch.global_batch_size, []
+    for step in range(STEPS):
+        samples = torch.stack([data[step * size + i] for i in range(size)])
+        loss = F.cross_entropy(model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module", params=[503, 50257])
+def case(request, tmp_path_factory) -> Case:
+    directory, model = tmp_path_factory.mktemp(str(request.param)), shifted_gpt2(request.param)
+    model.save_pretrained(directory / "theirs")
+    assert convert("--from-hf", directory / "theirs", "--save", directory / "ours") == 0
+    with torch.no_grad():
+        assert model(mock_tokens(request.param)).logits.mean().item() == pytest.approx(SHIFT, abs=2.0)
+    case = Case(directory / "ours", request.param, [], model)
+    return case._replace(losses=their_training(model, run_of(case)))
+
+
+def mock_tokens(vocabulary: int) -> torch.Tensor:
+    """A sample (1, s)."""
+    return torch.randint(vocabulary, (1, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def begun(run: RunConfig, world: Comm, ops: Ops | None = None) -> Trainer:
+    """A trainer at the beginning of the run, as `pretrain` makes it."""
+    torch.set_num_threads(1)
+    resume = find_checkpoint(run, world)
+    trainer = make_trainer(world, with_padding(run, resume), ops)
+    resume_training(trainer, resume)
+    return trainer
+
+
+LAYOUTS = {
+    "one": (1, {}), "torch": (1, {"kernels": "torch"}), "tp2": (2, TP2), "tp2 torch": (2, {**TP2, "kernels": "torch"}),
+    "pp2": (2, PP2), "tp2 pp2 sequence": (4, {**TP2, **PP2, "sequence_parallel": True, "zero_stage": 1}),
+    "one row": (2, {**TP2, "make_vocab_size_divisible_by": 1}), "packed weights": (1, {"cache_packed_weights": True}),
+    "no token on rank 1": (2, {**TP2, "make_vocab_size_divisible_by": 65536}),
+    "no token on rank 1, torch": (2, {**TP2, "make_vocab_size_divisible_by": 65536, "kernels": "torch"}),
+}
+FEW = ("one", "tp2", "pp2", "tp2 torch")  # with GPT-2's own vocabulary
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_and_updates_are_those_of_transformers(case, name, tmp_path):
+    if case.vocabulary > 1000 and name not in FEW:
+        pytest.skip("the small vocabulary shows it")
+    ranks, changes = LAYOUTS[name]
+    run = run_of(case, **changes)
+    assert padded_vocab_size(run.model, changes.get("tensor_model_parallel_size", 1)) > case.vocabulary
+
+    def trained(world: Comm) -> tuple[list[float], float]:
+        trainer = begun(run, world, Ops.build(changes.get("kernels", "native"),
+                                              keep_packed_weights=run.system.cache_packed_weights))
+        losses = [trainer.train_step().loss for _ in range(STEPS)]
+        gradients = whole_tensors(trainer, "grad")
+        trainer.save(str(tmp_path / "saved"))
+        trainer.close()
+        return losses, max(gradients[key][case.vocabulary:].abs().max().item() for key in gradients if key in (WORDS, OUTPUT))
+
+    for losses, padding in ThreadWorld(ranks).run(trained):
+        assert losses == pytest.approx(case.losses, rel=1e-5) and padding == 0.0
+    assert convert("--load", tmp_path / "saved", "--to-hf", tmp_path / "hf") == 0
+    found = tensors(tmp_path / "hf")
+    expected = {key: tensor.detach() for key, tensor in case.trained.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    check_inference(case, tmp_path / "saved", ranks, run)
+
+
+def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> None:
+    """The checkpoint's greedy texts and perplexity are those of transformers' model, in the layout it was trained in."""
+    manifest, tokens = read_manifest(directory, STEPS), mock_tokens(case.vocabulary).flatten()
+    sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    prompt, text = tokens[:5].tolist(), torch.cat([tokens, tokens.flip(0), tokens[:1]])
+
+    def read(world: Comm) -> tuple[list[int], float]:
+        loaded: LoadedModel = load_model(saved_run(manifest, sizes), world, str(directory), STEPS, manifest)
+        *_, ids = steps(loaded, [prompt], 8, Sampling(0.0, 0, 0.0, 1), lambda sample, ids: False)
+        requests = windows(text.numpy().astype(np.int32), LENGTH, LENGTH)
+        return ids[0], evaluated(loaded, Texts(requests, len(text), 0, [], ""), 2)["perplexity"]
+
+    ids, perplexity = ThreadWorld(ranks).run(read)[0]
+    with torch.no_grad():
+        their_ids = case.trained.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None,
+                                          pad_token_id=0)[0, 5:].tolist()
+        logits = case.trained(torch.stack([text[:LENGTH], text[LENGTH:-1]])).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), text[1:])
+    assert ids == their_ids and perplexity == pytest.approx(math.exp(loss.item()), rel=1e-5)
+
+
+def test_from_scratch_the_padding_counts():
+    """As in Megatron-LM: the first loss is that of a model whose padding rows are words like the others."""
+    run = small_run(vocab_size=91)
+    run = with_padding(run, find_checkpoint(run, SoloComm()))
+    trainer = make_trainer(SoloComm(), run)
+    weights = whole_tensors(trainer, "weight")
+    samples = torch.stack([mock(run)[i] for i in range(run.batch.global_batch_size)])
+    found, parts = trainer.train_step().loss, (samples[:, :-1].t(), samples[:, 1:].t())
+    padding = whole_tensors(trainer, "grad")[WORDS][91:]
+    trainer.close()
+    assert run.model.mask_vocab_padding == "no" and len(weights[WORDS]) == 96
+    assert found == pytest.approx(plain_loss(weights, *parts, run.model).item(), rel=1e-6) and (padding != 0).any(1).all()
+    masked = plain_loss({**weights, WORDS: weights[WORDS][:91]}, *parts, run.model).item()
+    assert found != pytest.approx(masked, rel=1e-3)
+
+
+def lines_of(run: RunConfig, find: Callable[[RunConfig, Comm], Resume] = find_checkpoint) -> tuple[str, list[str]]:
+    """(what becomes of --mask-vocab-padding, the log's lines) of a run that begins."""
+    resume = find(run, SoloComm())
+    run = with_padding(run, resume)
+    trainer = make_trainer(SoloComm(), run)
+    lines = resume_training(trainer, resume)
+    trainer.close()
+    return run.model.mask_vocab_padding, lines[1:]
+
+
+def test_a_checkpoint_carries_the_mask_and_a_change_is_noted(tmp_path):
+    theirs, ours, own, later = (tmp_path / name for name in ("theirs", "ours", "own", "later"))
+    shifted_gpt2(503).save_pretrained(theirs)
+    assert convert("--from-hf", theirs, "--save", ours) == 0
+    assert "--mask-vocab-padding yes" in (ours / "model.flags").read_text()
+    start = run_of(Case(ours, 503, [], None))
+    assert lines_of(start) == ("yes", [])
+    assert lines_of(changed(start, mask_vocab_padding="no")) == ("no", [
+        "note: --mask-vocab-padding is no, and the weights were trained with yes: the loss starts at another value; leave the "
+        "flag out to keep yes",
+        "note: the padded vocabulary has 512 rows, had 503, and those beyond the 503 tokens count in the loss; give "
+        "--make-vocab-size-divisible-by 503 to keep 503"])
+    trainer = begun(start, SoloComm())
+    trainer.train_step()
+    trainer.save(str(own))
+    trainer.close()
+    assert read_manifest(own, 1)["config"]["model"]["mask_vocab_padding"] == "yes"
+    again = replace(start, output=replace(start.output, load=str(own), finetune=False))
+    assert lines_of(again) == ("yes", []) == lines_of(changed(again, mask_vocab_padding="yes"))
+    assert lines_of(changed(again, make_vocab_size_divisible_by=64 * 5)) == ("yes", []), "how much padding there is does not matter"
+    assert lines_of(changed(again, mask_vocab_padding="no")) == ("no", [
+        "note: --mask-vocab-padding is no, was yes: the curve goes on differently from here"])
+    assert lines_of(replace(again, output=replace(again.output, finetune=True))) == ("yes", [])
+    assert convert("--load", own, "--to-megatron", tmp_path / "megatron") == 0
+    assert convert("--from-megatron", tmp_path / "megatron", "--save", later) == 0
+    assert read_manifest(later, 0)["config"]["model"]["mask_vocab_padding"] == "yes"
+
+
+def changed(run: RunConfig, **model: Any) -> RunConfig:
+    """The run with values of its model changed."""
+    return replace(run, model=replace(run.model, **model))
+
+
+def test_checkpoints_from_before_the_flag(tmp_path):
+    """Weights alone were converted, and are masked; a run goes on as it began, and says so where the flag changes it."""
+    shifted_gpt2(503).save_pretrained(tmp_path / "theirs")
+    assert convert("--from-hf", tmp_path / "theirs", "--save", tmp_path / "ours") == 0
+    start = run_of(Case(tmp_path / "ours", 503, [], None))
+    trainer = make_trainer(SoloComm(), start)
+    trainer.save(str(tmp_path / "own"))
+    trainer.close()
+    again = replace(start, output=replace(start.output, load=str(tmp_path / "own"), finetune=False))
+
+    def before(run: RunConfig, world: Comm) -> Resume:
+        resume = find_checkpoint(run, world)
+        resume.config["model"].pop("mask_vocab_padding")
+        return resume
+
+    assert lines_of(start, before) == ("yes", []) and lines_of(again, before) == ("no", [])
+    assert lines_of(changed(again, mask_vocab_padding="yes"), before) == ("yes", [
+        "note: --mask-vocab-padding is yes, was no: the curve goes on differently from here"])
+
+
+def test_the_flag(tmp_path):
+    shifted_gpt2(503).save_pretrained(tmp_path / "theirs")
+    assert open_hugging_face(str(tmp_path / "theirs")).model.masks_padding
+    words = ["--recipe", "demo", "--mock-data", "--mask-vocab-padding"]
+    assert parse(words[:-1]).run.model.mask_vocab_padding == "auto" and parse([*words, "yes"]).run.model.masks_padding
+    with pytest.raises(ValueError, match="--mask-vocab-padding"):
+        parse([*words, "maybe"])

@@ -1,0 +1,84 @@
+"""Ways for a job to end, as a program: mpiexec -n 3 python tests/system/mpi/endings.py <name>; see test_mpi_comm.py.
+
+Rank 0 prints "started <seconds since the epoch>" when all ranks are there, so that the end is timed without imports.
+"""
+
+import sys
+import threading
+import time
+
+import torch
+
+from fugaku_megatron.comm.agreement import everywhere
+from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.config.layout import check_world_size
+
+
+def wait(world):
+    world.barrier()  # the failing rank never enters it again
+
+
+def bug_on_one_rank(world):
+    if world.rank == 2:
+        raise AssertionError("a bug on rank two")
+    wait(world)
+
+
+def mistake_on_one_rank(world):
+    if world.rank == 1:
+        raise ValueError("shard 1 is missing:\n  name it with --data-path")
+    wait(world)
+
+
+def mistake_on_all_ranks(world):
+    with everywhere():
+        check_world_size(world.size, 2, 1)
+
+
+def unmarked_mistake_on_all_ranks(world):
+    check_world_size(world.size, 2, 1)
+
+
+def bug_in_a_thread(world):
+    def fail():
+        raise RuntimeError("a bug in a thread")
+
+    if world.rank == 1:
+        threading.Thread(target=fail).start()
+    time.sleep(0.1)
+    world.recv(torch.zeros(1), src=(world.rank + 1) % world.size)
+
+
+def interrupt_on_one_rank(world):
+    if world.rank == 1:
+        raise KeyboardInterrupt
+    wait(world)
+
+
+def exit_of_one_rank(world):
+    if world.rank == 1:
+        sys.exit(7)
+    wait(world)
+
+
+def failure_in_a_subgroup(world):
+    pair = world.split(world.rank // 2, world.rank)
+    if pair.size == 1:
+        raise ValueError("the odd rank fails")
+    pair.barrier()
+    pair.recv(torch.zeros(1), src=1 - pair.rank)
+
+
+def success(world):
+    sys.stdout.write(f"done {world.rank}\n")  # one write: lines of two ranks must not mix
+
+
+def main(world):
+    world.barrier()
+    if world.rank == 0:
+        print("started", time.time(), flush=True)
+    globals()[sys.argv[1]](world)
+
+
+if __name__ == "__main__":
+    run_or_abort(main)

@@ -1,0 +1,107 @@
+"""Start `mpiexec -n N python ...` under MPICH or Open MPI, and end it for certain.
+
+MPICH's mpiexec is the one next to the running python (`pip install mpich`). Open MPI's is looked for in the directory
+named by FUGAKU_MEGATRON_OPENMPI, then in <prefix of python>/openmpi; it holds bin/mpiexec and lib/libmpi.so.
+Left out: which MPI to test, see tests/conftest.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+TESTS = Path(__file__).resolve().parents[2]
+OPENMPI_VARIABLE = "FUGAKU_MEGATRON_OPENMPI"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended. `returncode` is mpiexec's."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MPI:
+    """One installed MPI: its mpiexec, and what its jobs need of the environment."""
+
+    name: str
+    mpiexec: Path
+    options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()  # variables that choose another MPI
+
+    def run(self, n: int, *arguments: str, timeout: float = 240, **environment: str) -> Result:
+        """Run `python *arguments` on `n` ranks. After `timeout` seconds the whole process tree is killed, and
+        TimeoutError shows what was printed until then."""
+        command = [str(self.mpiexec), *self.options, "-n", str(n), sys.executable, *arguments]
+        path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        inherited = {name: value for name, value in os.environ.items() if name not in self.removed}
+        variables = {**inherited, **self.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            begin = time.monotonic()
+            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=variables)
+            try:
+                job.wait(timeout)
+            except subprocess.TimeoutExpired:
+                kill_tree(job.pid)
+                raise TimeoutError(f"{' '.join(command)}: {timeout} s; {read(out)} {read(err)}") from None
+            finally:
+                kill_tree(job.pid)  # also when the test run itself is interrupted
+                job.wait()
+            return Result(job.returncode, read(out), read(err), time.monotonic() - begin)
+
+
+def read(file) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process with all its descendants, also those in sessions of their own (launchers start such)."""
+    try:
+        parent = psutil.Process(pid)
+        tree = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in tree:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(tree, timeout=10)
+
+
+def mpich() -> MPI | None:
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    return MPI("mpich", mpiexec, removed=("MPI4PY_MPIABI",)) if mpiexec.exists() else None
+
+
+def openmpi() -> MPI | None:
+    prefix = Path(os.environ.get(OPENMPI_VARIABLE, Path(sys.prefix) / "openmpi"))
+    mpiexec = prefix / "bin" / "mpiexec"
+    if not mpiexec.exists():
+        return None
+    libraries = os.pathsep.join([str(prefix / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep)
+    root = {f"OMPI_ALLOW_RUN_AS_ROOT{suffix}": "1" for suffix in ("", "_CONFIRM")}  # containers run tests as root
+    moved = {f"{layer}_PREFIX": str(prefix) for layer in ("OPAL", "PMIX", "PRTE")}  # it may have been relocated
+    shared = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # more ranks than cores: a waiting rank shall leave its core
+    return MPI("openmpi", mpiexec, ("--oversubscribe",),
+               {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": libraries, **root, **moved, **shared})
+
+
+FIND = {"mpich": mpich, "openmpi": openmpi}
+MISSING = {
+    "mpich": "MPICH is not installed next to python: pip install mpich",
+    "openmpi": f"Open MPI is not installed in <prefix of python>/openmpi and {OPENMPI_VARIABLE} names no other place",
+}

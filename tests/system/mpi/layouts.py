@@ -1,0 +1,96 @@
+"""Train a small model in every parallel layout that fits the world, as a program:
+
+    mpiexec -n 8 python tests/system/mpi/layouts.py 3 FOLDER
+
+The number is that of iterations. FOLDER, empty, is where ranks wait for each other. All first train alone, which gives the expected
+losses and gradients; then parts of the world train together. Prints one line per layout; fails on the first difference.
+See test_layouts.py.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.launch import describe, run_or_abort
+from fugaku_megatron.comm.node import share_groups
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training.train import Trainer
+from tests.helpers import grid_groups, mock, small_run, whole_tensors
+
+SIZES = {"pp4": (4, 1, 4), "tp2pp2": (4, 2, 2), "tp2pp2dp2": (8, 2, 2), "dp4": (4, 1, 1)}
+# tests/parallel/test_layouts.py has them all, on threads; what needs a group means nothing in a layout without it
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000}
+ALL_AT_ONCE = {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP}
+EXCHANGED = {**ALL_AT_ONCE, "tp_comm_overlap": True}
+VARIANTS = ({}, {"node": 8, **ALL_AT_ONCE})
+NODES = {"dp4": ({"node": 2}, {"node": 2, **ALL_AT_ONCE})}  # variants of a layout whose groups span nodes
+SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in (
+    {"num_virtual_stages_per_pipeline_rank": 2}, {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2},
+    {"pipeline_schedule": "zbv"}))
+
+
+def variants(name: str) -> tuple[dict, ...]:
+    """What a layout is tried with."""
+    return NODES.get(name, VARIANTS) + (EXCHANGED,) * (name == "tp2pp2") + (SCHEDULES if name == "tp2pp2dp2" else ())
+
+
+def train(world: Comm, iterations: int, node: int = 0, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(losses and gradient norms (iterations, 2), gradients of the first iteration).
+
+    node: how many ranks share a node, which is made up, and its memory; 0: none do.
+    """
+    run = small_run(**changes)
+    groups = grid_groups(world, run)
+    groups = share_groups(groups, kernels, world.rank // node) if node else groups
+    trainer = Trainer(run, world, groups, mock(run), mock(run, 8), ops=Ops.build())
+    results, gradients = [], {}
+    for i in range(iterations):
+        results.append(trainer.train_step())
+        gradients = gradients or whole_tensors(trainer, "grad") if i == 0 and not trainer.optimizer.sharded else gradients
+    trainer.close()
+    return torch.tensor([(r.loss, r.grad_norm) for r in results], dtype=torch.float64), gradients
+
+
+def compare(result, expected) -> float:
+    """The largest relative difference of losses and norms; asserts 1e-5, also for gradients against their largest element."""
+    difference = ((result[0] - expected[0]).abs() / expected[0]).max().item()
+    assert difference <= 1e-5, difference
+    for name, gradient in result[1].items():
+        reference = expected[1].get(name, expected[1]["embedding.word_embeddings.weight"])
+        assert (gradient - reference).abs().max() <= 1e-5 * reference.abs().max(), name
+    return difference
+
+
+def rest(world: Comm, folder: Path) -> None:
+    """Until all ranks are here. Asleep: in MPI's own calls those that wait would take the cores from those that train."""
+    folder.mkdir(exist_ok=True)
+    (folder / str(world.rank)).touch()
+    while len(list(folder.iterdir())) < world.size:
+        time.sleep(0.02)
+
+
+def main(world: Comm) -> None:
+    torch.set_num_threads(1)
+    iterations, folder = int(sys.argv[1]), Path(sys.argv[2])
+    alone = train(SoloComm(), iterations)
+    for name, (ranks, tp, pp) in SIZES.items():
+        rest(world, folder / name)
+        part = world.split(0 if world.rank < ranks else 1, world.rank)
+        for variant in variants(name) if world.rank < ranks <= world.size else ():
+            result = train(part, iterations, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
+            difference = compare(result, alone)
+            if world.rank == 0:
+                print(f"ok {name} {variant} {difference:.1e}", flush=True)
+    rest(world, folder / "end")
+    if world.rank == 0:
+        print(describe(world))
+
+
+if __name__ == "__main__":
+    run_or_abort(main)
+    sys.exit(0)

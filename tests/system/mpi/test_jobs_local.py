@@ -1,0 +1,191 @@
+"""local_pjsub: runs our scripts as pjsub would, keeps limits, chains steps to the same losses, knows bulk jobs and pjdel."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import preloads
+from tests.system.mpi import launch
+from tests.system.mpi.kills import iterations, kill_after
+
+pytestmark = pytest.mark.mpi
+ROOT = launch.TESTS.parent
+SCRIPTS = ROOT / "scripts" / "pjsub"
+FLAGS = "--train-iters 200 --save-interval 100000"
+TRIAL = ["--scale", "2", "--elapse", "120", "--wait"]
+
+
+@pytest.fixture
+def local(tmp_path, monkeypatch, capsys):
+    """Runs a command of the emulator in this process, which saves its start. Jobs are processes of their own."""
+    if launch.mpich() is None:
+        pytest.skip(launch.MISSING["mpich"])
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("PWD", tmp_path), ("LOCAL_PJSUB", tmp_path / "jobs"), ("FUGAKU_MEGATRON", ROOT)):
+        monkeypatch.setenv(name, str(value))
+    scheduler = importlib.import_module("local_scheduler")
+
+    def run(program: str, *words: str) -> subprocess.CompletedProcess:
+        code = scheduler.main(program, list(words))
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+
+    return run
+
+
+def losses(directory: Path) -> list[float]:
+    records = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
+    return [r["lm_loss"] for r in records if r["kind"] == "train"]
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "job.sh"
+    path.write_text('#!/bin/bash\n#PJM -L "node=1,elapse=00:00:30"\n#PJM -N job\n#PJM -S\n' + body)
+    return str(path)
+
+
+def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_one_run(local, tmp_path):
+    every = f"{FLAGS} --log-interval 1"
+    resume = str(SCRIPTS / "resume.sh")
+    first = local("local_pjsub", *TRIAL, "--margin", "120", "--flags", every, "--step", "--sparam", "jnam=c,sn=1", resume)
+    message = (tmp_path / "gpt_124m_chain.1_1.err").read_text()
+    assert first.returncode == 0, message + first.stderr
+    log = next((tmp_path / "output" / "gpt_124m_chain.1_1" / "train").rglob("stdout*")).read_text()
+    assert "--exit-duration-in-mins is over" in log
+    save = tmp_path / "checkpoints" / "gpt_124m_chain"
+    killing = kill_after(save, iterations(save) + 50)
+    second = local("local_pjsub", *TRIAL, "--flags", every, "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", resume)
+    assert second.returncode == 0 and "1_2" in local("local_pjstat").stdout
+    killing.join()
+    assert next((tmp_path / "output" / "gpt_124m_chain.1_2" / "train").rglob("stdout*")).read_text().count("resumed from") == 2
+    assert "supervise: restart 1 of 5 from iteration " in (tmp_path / "gpt_124m_chain.1_2.err").read_text()
+    whole = local("local_pjsub", *TRIAL, "--flags", every, "-x", f"SAVE={tmp_path / 'whole'}", resume)
+    assert whole.returncode == 0, whole.stderr
+    assert losses(save) == losses(tmp_path / "whole")
+    assert "EXIT CODE               : 0" in (tmp_path / "gpt_124m_chain.1_2.stats").read_text()
+
+
+def logs(tmp_path: Path) -> list[str]:
+    """Rank 0's training logs, in the order of their jobs."""
+    return sorted(str(path) for path in (tmp_path / "output").glob("*/*/0/0/stdout.1.0") if path.parts[-4] != "stage")
+
+
+def table(*words: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-m", *words], cwd=launch.TESTS.parent, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("|")]
+
+
+def test_a_job_on_a_torus_trains_to_a_checkpoint_and_a_row(local, tmp_path):
+    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 6 --log-interval 1", str(SCRIPTS / "run_30b.sh"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoints" / "gpt_30b" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+    header, _, row = table("fugaku_megatron", "log", *logs(tmp_path))
+    assert "Sec/it" in header and row.split("|")[4].strip() == "2" and "loss" in row  # DP 2
+
+
+def test_allocators_end_in_the_published_table(local, tmp_path):
+    library = preloads.find("tcmalloc")
+    if library is None:
+        pytest.skip(preloads.missing("tcmalloc"))
+    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 5 --log-interval 1", "-x", f"TCMALLOC={library}",
+                 str(SCRIPTS / "compare_tcmalloc.sh"))
+    assert done.returncode == 0, done.stderr
+    message = next(line for line in (tmp_path / "compare_tcmalloc.1.out").read_text().splitlines() if line.startswith("table: "))
+    _, _, *rows = table(*shlex.split(message.partition("python -m ")[2]))
+    assert ["stock" in rows[0], "tcmalloc, " in rows[1], "tuned" in rows[2]] == [True] * 3
+
+
+def test_clocks_end_in_the_published_table(local, tmp_path):
+    script = str(SCRIPTS / "compare_frequency.sh")
+    other = next(line for line in Path(script).read_text().splitlines() if "boost-eco-2.2: pjsub" in line)
+    options = shlex.split(other.partition("-g GROUP ")[2])[:-1]
+    for words in ((), options):
+        done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 5 --log-interval 1", *words, script)
+        assert done.returncode == 0, done.stderr
+    _, _, *rows = table("benchmarks", "alloc", "--from-logs", *logs(tmp_path))
+    assert len(rows) == 2 and all("GHz" in row for row in rows)
+
+
+def test_the_script_is_checked(local):
+    refused = local("local_pjsub", "--scale", "2", "-L", "freq=2200", str(SCRIPTS / "run_124m.sh"))
+    assert refused.returncode == 2 and "since April 2025" in refused.stderr
+
+
+def test_the_elapse_limit_ends_a_job(local, tmp_path):
+    ended = local("local_pjsub", "--no-check", "--wait", "-L", "elapse=1", script(tmp_path, "sleep 60\n"))
+    stats = (tmp_path / "job.1.stats").read_text()
+    assert ended.returncode != 0 and "ELAPSE LIMIT EXCEEDED" in stats and "PJM CODE                : 11" in stats
+
+
+def test_bulk_jobs_and_variables(local, tmp_path):
+    body = 'echo "$PJM_BULKNUM of $PJM_JOBID in $PJM_SUBJOBID, $COLOUR $SHAPE"\necho oops >&2\n'
+    bulk = ["--bulk", "--sparam", "0-1", "-x", "COLOUR=red,SHAPE=9,3"]
+    done = local("local_pjsub", "--no-check", "--wait", *bulk, script(tmp_path, body))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "job.1[1].out").read_text() == "1 of 1 in 1[1], red 9,3\n"
+    assert (tmp_path / "job.1[0].err").read_text() == "oops\n"
+
+
+def test_a_failed_step_drops_the_next(local, tmp_path):
+    path = script(tmp_path, "exit 3\n")
+    assert local("local_pjsub", "--no-check", "--wait", "--step", "--sparam", "jnam=c,sn=1", path).returncode == 3
+    local("local_pjsub", "--no-check", "--wait", "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", path)
+    assert " RJT " in local("local_pjstat").stdout.splitlines()[-1]
+    assert not (tmp_path / "job.1_2.out").exists()
+
+
+def test_pjdel(local, tmp_path):
+    assert local("local_pjsub", "--no-check", script(tmp_path, "sleep 60\n")).returncode == 0
+    deadline = time.monotonic() + 20
+    while " RUN " not in local("local_pjstat").stdout and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert local("local_pjdel", "1").returncode == 0
+    assert " CCL " in local("local_pjstat").stdout
+    assert local("local_pjdel", "7").returncode == 2
+
+
+def test_interactive(local):
+    where = ["--interact", "-L", "node=1,rscgrp=int,elapse=1:00:00"]
+    assert local("local_pjsub", *where, "/bin/true").returncode == 0
+    assert local("local_pjsub", *where, "bash", "-c", "exit 3").returncode == 3
+
+
+def test_mistakes_are_one_line(local, tmp_path):
+    file = script(tmp_path, "exit 0\n")
+    assert local("local_pjsub", "--no-check", "--wait", file).returncode == 0
+    for words, answer in (("nowhere.sh", "nowhere.sh is not a file"), ("-Q x", "local_pjsub: pjsub option -Q is unknown"),
+                          ("--scale many x", "--scale is many: pass a number from 1"), ("--elapse 0 x", "--elapse is 0"),
+                          (f"--no-check --step --sparam jid=9 {file}", "jid=9: there is no such job"),
+                          (f"--no-check --step --sparam jid=../jobs,sn=1 {file}", "jid=../jobs: there is no such job"),
+                          (f"--no-check --step --sparam jid=1,sn=x {file}", "--sparam sn=x: pass the number of a step"),
+                          (f"--no-check --bulk --sparam 3-0 {file}", '--sparam "FIRST-LAST"'),
+                          (f"--no-check --bulk {file}", '--sparam "FIRST-LAST"'),
+                          (f"--no-check {file} -S", f"'-S' after {file}: pass options before the script"),
+                          ("-N job --wait x", "option --wait of this emulator must come before pjsub's"),
+                          ("--interact nosuchcommand", "nosuchcommand: No such file or directory")):
+        message = local("local_pjsub", *shlex.split(words))
+        assert message.returncode == 2 and message.stderr.count("\n") == 1 and answer in message.stderr, (words, message.stderr)
+    ended = local("local_pjdel", "1")
+    assert ended.returncode == 2 and "job 1 has ended already" in ended.stderr
+    assert len(local("local_pjstat").stdout.splitlines()) == 2
+
+
+def test_the_emulated_mpiexec(monkeypatch):
+    monkeypatch.setenv("LOCAL_PJSUB_FLAGS", "--seed 7")
+    monkeypatch.syspath_prepend(SCRIPTS)
+    commands = importlib.import_module("local_commands")
+    options, command = commands.split(["-n", "8", "-mca", "a", "1", "--vcoordfile", "m", "bash", "-c", "x"])
+    assert options["-mca"] == ["a", "1"] and command == ["bash", "-c", "x"]
+    words = commands.scaled(["python", "pretrain_gpt.py", "--cpu-frequency", "2.0", "--lr", "1"])
+    assert "--cpu-frequency" not in words and "2.0" not in words and words[-2:] == ["--seed", "7"] and "--lr" in words
+    with pytest.raises(ValueError, match="-ppn is unknown"):
+        commands.split(["-ppn", "1", "bash"])

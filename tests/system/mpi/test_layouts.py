@@ -1,0 +1,18 @@
+"""Parallel layouts on real MPI processes equal one rank."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.system.mpi import layouts
+
+pytestmark = pytest.mark.mpi
+
+
+def test_layouts_equal_one_rank(mpi, tmp_path):
+    level = {"mpich": "serialized", "openmpi": "funneled"}[mpi.name]
+    job = mpi.run(8, str(Path(layouts.__file__)), "3", str(tmp_path), timeout=500,
+                  FUGAKU_MEGATRON_MPI_THREAD_LEVEL=level)
+    assert job.returncode == 0, job.stderr
+    assert f"MPI_THREAD_{level.upper()}" in job.stdout
+    assert job.stdout.count("ok ") == sum(len(layouts.variants(name)) for name in layouts.SIZES)

@@ -1,0 +1,13 @@
+"""A rank under strace: `mpiexec -n 4 python tests/system/mpi/traced.py FOLDER program flags`; what rank r opens is in FOLDER/opened.r."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    rank = next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK") if name in os.environ)
+    folder, *command = sys.argv[1:]
+    # --seccomp-bpf: other system calls do not stop the rank
+    os.execvp("strace", ["strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,creat", "-o", f"{folder}/opened.{rank}",
+                         sys.executable, *command])

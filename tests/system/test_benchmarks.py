@@ -1,0 +1,544 @@
+"""Every benchmark command on the demo model, one round: what is measured and written, not how fast. Also the baselines' parity."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import ctypes
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import (
+    alloc,
+    attention,
+    baselines,
+    contestant,
+    disturbance,
+    driver,
+    gemm,
+    jobs,
+    layouts,
+    mkl,
+    openblas,
+    preloads,
+    rowwise,
+    shapes,
+    step,
+)
+from benchmarks.__main__ import FAMILIES, main
+from benchmarks.plain_gpt import PlainGPT
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.costs import accounting
+from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.passes import Pass
+from tests.helpers import OUR_LOG, make_trainer, small_run
+from tests.llama_models import FAMILIES as BLOCKS
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = {"op", "shape", "dtype", "target", "threads", "seconds", "gflops", "baseline", "baseline_seconds", "ratio", "peak_fraction",
+       "gb_per_second", "max_error", "repeat"}
+ROWWISE = {"layer_norm", "residual", "residual_norm", "dropout", "gelu", "cross_entropy", "cross_entropy_tp", "embedding",
+           "position", "squared_norm", "count_zeros", "sum_rows", "adamw",
+           "rms_norm", "residual_rms_norm", "swiglu", "rotary", "rotary_norm"}
+# Kernels that the trainer calls once a run or once a step, outside what the benchmarks time.
+UNTIMED = {"philox_normal", "pack_weight", "linear_few_rows"}  # the last by decode
+
+
+def benchmark(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """`python -m benchmarks ...` on one thread."""
+    return subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+def result(path: Path, *arguments: str) -> tuple[dict, str]:
+    """(what --json wrote, what was printed)."""
+    done = benchmark(*arguments, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text()), done.stdout
+
+
+def options(family: str, *arguments: str) -> argparse.Namespace:
+    """Parsed options of a family with run() of its own."""
+    parser = argparse.ArgumentParser()
+    (step if family == "step" else alloc).add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+# Kernels against torch -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family, dtype, ops, options", [
+    ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}, ("--only", "128x128x128")),  # of one shape, with all rivals
+    ("attention", "fp32", {"attention_forward", "attention", "attention_decode"}, ("--mkl", "full")),
+    ("attention", "bf16", {"attention_forward", "attention", "attention_decode"}, ("--mkl", "shipped")),
+    ("rowwise", "fp32", ROWWISE, ()),
+    ("rowwise", "bf16", ROWWISE, ()),
+])
+def test_a_family_of_kernels(tmp_path, family, dtype, ops, options):
+    measured, printed = result(tmp_path / "rows.json", family, "--recipe", "demo", "--rounds", "1", "--dtype", dtype, *options)
+    rivals = [r"MKL shipped"] * mkl.narrowed() + [r"OpenBLAS \w+"] if family == "gemm" else []
+    assert {row["op"] for row in measured["rows"]} == ops
+    assert "tuned" in measured["allocator"] and measured["allocator"] in printed.splitlines()[0]
+    for row in measured["rows"]:
+        assert row.keys() >= ROW and row["seconds"] > 0 and row["target"] == kernels.active() and row["threads"] == 1
+        assert row["ratio"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
+        assert len(row["rivals"]) == len(rivals) and all(map(re.fullmatch, rivals, row["rivals"]))
+        for name, rival in row["rivals"].items():
+            assert rival["ratio"] == pytest.approx(rival["seconds"] / row["seconds"]) and f" x {name}" in printed.splitlines()[-1]
+        assert row["max_error"] < (2e-5 if row["dtype"] == "fp32" else 2e-2), row["op"]
+        in_memory = family == "rowwise" or row["op"] == "attention_decode"
+        assert (row["gflops"] is None) == (row["peak_fraction"] is None) == in_memory and row["gb_per_second"] > 0
+        assert f"--only={row['op']} " in row["repeat"].replace("'", "") and row["repeat"] in printed
+
+
+def test_openblas_makes_the_same_products():
+    torch.manual_seed(0)
+    left, right, out = torch.randn(5, 7), torch.randn(7, 3), torch.empty(5, 3)
+    for one, other in ((left, right), (left.T.contiguous().T, right), (left, right.T.contiguous().T)):
+        openblas.sgemm(one, other, out)
+        torch.testing.assert_close(out, left @ right)
+    openblas.sgemm(left, right, out, add=True)
+    torch.testing.assert_close(out, 2 * left @ right)
+
+
+@pytest.mark.parametrize("targets, core", [(["portable", "avx2", "avx512"], "SKYLAKEX"), (["portable", "avx2"], "HASWELL"),
+                                           (["portable", "sve128"], None)])
+def test_openblas_takes_the_full_width_of_the_cpu(monkeypatch, targets, core):
+    monkeypatch.setattr(kernels, "runnable_targets", lambda: targets)
+    assert openblas.environment(3) == {"OPENBLAS_NUM_THREADS": "3", **({"OPENBLAS_CORETYPE": core} if core else {})}
+
+
+def kernels_called(folder: Path) -> set[str]:
+    """Rows of the kernel table that modules below a folder call as `kernels.name`, which must move bytes."""
+    rows = {row["name"] for row in kernels.table.rows() if row["bytes"] != "0"}
+    nodes = [node for path in sorted(folder.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))]
+    return rows & {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("kernels")}
+
+
+def family_options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    driver.add_arguments(parser)
+    attention.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_the_benchmarks_time_the_kernels_that_the_trainer_calls():
+    package = ROOT / "fugaku_megatron"
+    trainer = set().union(*(kernels_called(package / room) for room in ("comm", "nn", "training")))
+    cases = [case for family in (gemm, attention, rowwise) for case in family.cases(family_options("--recipe", "demo"))]
+    assert {call.name for case in cases for call in case.calls} == trainer - UNTIMED
+    assert trainer >= UNTIMED
+
+
+def test_attention_counts_as_accounting_does():
+    forward, both, _ = attention.cases(family_options("--recipe", "demo", "--micro-batch-size", "2"))
+    heads, s, d = forward.shape
+    flops = accounting.causal_attention_flops(2 * heads, s, d)
+    assert [call.flops for call in both.calls] == [flops, accounting.ATTENTION_BACKWARD_SHARE * flops]
+
+
+@pytest.mark.parametrize("rival", ["gqa", "repeated"])
+def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
+    """Torch's side computes the same, and the FLOPs are those inside the window."""
+    torch.manual_seed(0)
+    options = family_options("--recipe", "demo", "--num-query-groups", "2", "--window-size", "29,0", "--rival", rival)
+    forward, both, decode = attention.cases(options)
+    heads, groups, s, d, window = both.shape
+    assert (groups, window) == (2, 30)
+    both.run()
+    assert both.error() < 1e-5
+    torch.testing.assert_close(forward.baseline_run(), both.calls[0].args[1], rtol=1e-4, atol=1e-5)
+    assert both.calls[0].flops == accounting.causal_attention_flops(heads, s, d, window)
+    decode.run()
+    assert decode.error() < 1e-5
+
+
+def test_attention_shapes_are_those_of_the_published_aims():
+    def shape(*arguments):
+        run = shapes.run_of(family_options(*arguments))
+        record = next(r for r in accounting.layer_records(run, run.parallel.tensor_model_parallel_size) if r.name == "attention")
+        return record.gemm_count, *record.gemm[1:]
+
+    assert shape("--recipe", "124m") == (12, 1024, 64)
+    assert shape("--recipe", "30b", "--tensor-model-parallel-size", "4") == (14, 2048, 128)
+
+
+def test_a_row_can_be_repeated_alone(tmp_path):
+    measured, _ = result(tmp_path / "a.json", "attention", "--recipe", "demo", "--rounds", "1", "--only", "attention_forward")
+    assert len(measured["rows"]) == 1
+    done = benchmark("attention", "--recipe", "demo", "--only", "nothing")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "--only 'nothing': no row has this in its name" in done.stderr
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("--json", "/no/such/folder/a.json"), "--json /no/such/folder/a.json: /no/such/folder is not a directory"),
+    (("--rounds", "0"), "--rounds 0: give 1 or more"), (("--threads", "0"), "--threads 0: give 1 or more"),
+    (("--target", "x"), "--target x cannot run here: give"),
+    (("--tensor-model-parallel-size", "3"), "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
+])
+def test_mistakes_in_a_family_of_kernels_are_one_line(arguments, message):
+    with pytest.raises(SystemExit) as error:
+        main(["attention", "--recipe", "demo", *arguments])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# The step ------------------------------------------------------------------------------------------------------------------------
+
+def test_plain_gpt_has_the_same_loss_and_gradients():
+    trainer = make_trainer(SoloComm(), small_run(init_method_std=0.2))
+    model = trainer.run.model
+    tokens, labels = torch.randint(0, model.vocab_size, (2, model.seq_length, 3), generator=torch.Generator().manual_seed(4))
+    plain = PlainGPT(model, accounting.padded_vocab_size(model, 1))
+    plain.load_state_dict({p.spec.name: p.data for p in trainer.optimizer.flat.parameters})
+    trainer.optimizer.zero_grad()
+    loss, expected = trainer.stage.chunks[0](tokens, labels, Pass(first_sample=0)), plain(tokens.t(), labels.t())
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    grads = {p.spec.name: p.main_grad for p in trainer.optimizer.flat.parameters}
+    assert grads.keys() == dict(plain.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        scale = parameter.grad.abs().max()
+        torch.testing.assert_close(grads[name] / scale, parameter.grad / scale, rtol=0, atol=1e-5,
+                                   msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("baseline, block", [("plain", {}), ("hf", {}), *(("hf", block) for block in BLOCKS.values())],
+                         ids=["plain", "hf", *BLOCKS])
+def test_a_baseline_trains_with_our_losses(baseline, block):
+    if baseline == "hf":
+        pytest.importorskip("transformers")
+    run = small_run(lr_decay_style="constant", lr=3e-3, train_iters=6, weight_decay=0.1, clip_grad=0.5, global_batch_size=8,
+                    **block)
+    theirs = baselines.BaselineTrainer(baseline, run, compiled=False)
+    trainer = make_trainer(SoloComm(), run)
+    trainer.train = baselines.MockDataset(run.model.vocab_size, run.model.seq_length, 48, run.training.seed)
+    for _ in range(5):
+        assert theirs.step() == pytest.approx(trainer.train_step().loss, rel=2e-5)
+    trainer.close()
+    theirs.batches.close()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--dtype", "bf16", "--baseline", "hf", "--baseline-preload", "tcmalloc")],
+                         ids=["fp32", "bf16 hf"])
+def test_the_step(tmp_path, arguments):
+    if "hf" in arguments:
+        pytest.importorskip("transformers")
+        if preloads.find("tcmalloc") is None:
+            pytest.skip(preloads.missing("tcmalloc"))
+    measured, printed = result(tmp_path / "step.json", "step", "--recipe", "demo", "--rounds", "1", "--micro-batch-size", "2",
+                            "--global-batch-size", "4", *arguments)
+    for side in ("ours", "baseline"):
+        assert measured[side]["seconds"] > 0 and measured[side]["peak_rss_mib"] > 50
+        assert measured[side]["minor_faults_per_step"] >= 0
+        assert measured[side]["tokens_per_s"] == pytest.approx(4 * 128 / measured[side]["seconds"])
+        assert measured[side]["tflops"] == pytest.approx(measured["model_flops"] / measured[side]["seconds"] / 1e12)
+    assert "tuned" in measured["ours"]["allocator"]
+    assert measured["baseline"]["allocator"].startswith("tcmalloc" if "tcmalloc" in arguments else "glibc")
+    assert measured["ratio"] == pytest.approx(measured["baseline"]["seconds"] / measured["ours"]["seconds"])
+    ceiling = measured["model_flops"] / measured["ours"]["seconds"] / measured["peak_gflops"] / 1e9
+    assert measured["ceiling_fraction"] == (pytest.approx(ceiling) if not arguments else None)
+    assert measured["threads"] == 1 and measured["clock_ghz"] > 0 and measured["cpu"] in printed and measured["repeat"] in printed
+    assert measured["ours"]["losses"] == pytest.approx(measured["baseline"]["losses"], rel=step.SAME_LOSS[measured["dtype"]])
+
+
+class Timed:
+    """A contestant without a process: ours takes a second, torch at full width two, as shipped four."""
+
+    def __init__(self, task):
+        self.seconds = 1.0 if task.side == "ours" else 2.0 if any(mkl.NAME in path for path in task.preload) else 4.0
+        self.ready = {"allocator": "any"}
+
+    def step(self):
+        return {"seconds": self.seconds, "loss": 1.0, "minor_faults": 0, "system_seconds": 0.0, "peak_rss_mib": 1.0,
+                "idle_cpu_seconds": 0.0}
+
+    def cpu_seconds(self):
+        return time.process_time()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("width, said", [("both", "2.000 x as fast as plain, MKL full, 4.000 x as fast as plain, MKL shipped"),
+                                         ("full", "2.000 x as fast as plain, MKL full,"),
+                                         ("shipped", "4.000 x as fast as plain, MKL shipped,")])
+def test_the_step_against_either_mkl(monkeypatch, tmp_path, capsys, width, said):
+    for name, value in (("narrowed", lambda: True), ("library", lambda: tmp_path / mkl.NAME)):
+        monkeypatch.setattr(mkl, name, value)
+    monkeypatch.setattr(step, "Contestant", Timed)
+    step.run(options("step", "--recipe", "demo", "--rounds", "1", "--mkl", width, "--json", str(tmp_path / "a.json")))
+    measured, printed = json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
+    assert f"ours is {said}" in printed and measured["ratio"] == measured["baseline"]["ratio"]
+    assert measured.get("shipped", {}).get("ratio") == (4.0 if width == "both" else None)
+
+
+def test_a_compiled_baseline_is_the_same_model():
+    """The whole command would spend minutes in the compiler; this holds the flag to its meaning."""
+    task = step.task(options("step", "--baseline-compile"), "baseline", [Path("/lib/libx.so")])
+    assert task.compiled and task.preload == ("/lib/libx.so",)
+    ours = step.task(options("step", "--baseline-compile"), "ours", [Path("/lib/libx.so")])
+    assert not ours.compiled and ours.preload == ()
+
+
+@pytest.mark.parametrize("maker, narrower", [("AuthenticAMD", True), ("GenuineIntel", False)])
+def test_mkl_is_narrower_where_the_cpu_is_not_intels(tmp_path, maker, narrower):
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {maker}\n")
+    assert mkl.narrowed(tmp_path / "cpuinfo") == (narrower and platform.machine() == "x86_64")
+
+
+def test_what_else_is_preloaded_stays_beside_either_mkl(tmp_path, monkeypatch):
+    monkeypatch.setattr(mkl, "library", lambda: tmp_path / mkl.NAME)
+    monkeypatch.setattr(mkl, "narrowed", lambda: True)
+    monkeypatch.setenv("LD_PRELOAD", f"/lib/libtcmalloc.so:/elsewhere/{mkl.NAME}")
+    assert mkl.environment("shipped")["LD_PRELOAD"] == "/lib/libtcmalloc.so"
+    assert mkl.environment(mkl.BOTH)["LD_PRELOAD"] == f"/lib/libtcmalloc.so:{tmp_path / mkl.NAME}"
+
+
+def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    built = mkl.library()
+    assert ctypes.CDLL(str(built)).mkl_serv_intel_cpu_true() == 1
+    begin = built.stat().st_mtime_ns
+    assert mkl.library() == built and built.stat().st_mtime_ns == begin
+
+
+def test_sides_that_do_not_fit_together_take_turns_apart():
+    values = {"vocab_size": 64, "train_iters": 3, "mock_data": True, "num_layers": 1}
+    side = contestant.Apart(contestant.Task(side="ours", recipe="demo", values=values, threads=1))
+    losses = [side.step()["loss"] for _ in range(2)]
+    assert losses[0] == losses[1] and "tuned" in side.ready["allocator"] and side.cpu_seconds() > 0
+
+
+def test_others_on_the_machine_are_seen():
+    watch = disturbance.Watch(1, time.process_time)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        time.sleep(1.0)
+        other.kill()
+    assert watch.others() > disturbance.OTHERS
+    begin = time.process_time()
+    own = disturbance.Watch(1, lambda: disturbance.busy_seconds())
+    while time.process_time() - begin < 0.1:
+        pass
+    assert own.others() == pytest.approx(0.0, abs=1e-2)
+
+
+def test_two_that_train_different_things_are_not_compared():
+    class Side:
+        def __init__(self, loss):
+            self.loss = loss
+
+        def step(self):
+            return {"loss": self.loss, "seconds": 1.0}
+
+    with pytest.raises(RuntimeError, match="the two do not train the same: first losses 9.000000 .ours., 9.100000"):
+        step.measure(options("step"), {"ours": Side(9.0), "baseline": Side(9.1)})
+
+
+def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
+    task = contestant.Task(side="baseline", recipe="demo", values={"no_such_field": 1}, threads=1)
+    with pytest.raises(RuntimeError, match="the process of baseline ended with exit code 1"):
+        contestant.Contestant(task)
+    assert "no_such_field" in capfd.readouterr().err
+    with contestant.Contestant(replace(task, values={"vocab_size": 64, "train_iters": 2, "mock_data": True})) as side:
+        side.process.kill()
+        side.process.wait()
+        with pytest.raises(RuntimeError, match="the process of baseline ended with exit code -9"):
+            side.step()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("--baseline-preload", "/no/such.so"), "/no/such.so is no file: give a library's path, or one of tcmalloc"),
+    (("--rounds", "0"), "--rounds 0: give 1 or more"),
+    (("--tensor-model-parallel-size", "2"), "need --ranks"),
+    (("--schedules",), "--schedules needs --ranks"),
+    (("--recipe", "tinyllama-1.1b"), "--baseline plain has GPT-2's block, and this model another: give --baseline hf"),
+    (("--micro-batch-size", "3", "--global-batch-size", "4"), "--global-batch-size 4 is not divisible by --micro-batch-size 3"),
+    (("--ranks", "1"), "--ranks 1: give 2 or more"),
+    (("--ranks", "4", "--threads", "2"), "--ranks 4 needs 4 cores, one thread each; this run has 2"),
+    (("--ranks", "3", "--threads", "4"), "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
+    (("--ranks", "4", "--threads", "4", "--pipeline-model-parallel-size", "3"), "--ranks 4 is not divisible by"),
+])
+def test_mistakes_in_the_step_are_one_line(arguments, message):
+    with pytest.raises(SystemExit) as error:
+        main(["step", "--recipe", "demo", *arguments])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_layouts_of_four_ranks():
+    named = layouts.candidates(options("step", "--ranks", "4"))
+    assert [(c.name, c.ranks, c.tp, c.pp, c.dp) for c in named] == [
+        ("one rank", 1, 1, 1, 1), ("TP4", 4, 4, 1, 1), ("DP4", 4, 1, 1, 4), ("PP4", 4, 1, 4, 1)]
+    sizes = "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
+    two = options("step", "--ranks", "2", "--threads", "2", "--schedules")
+    pipelines = layouts.candidates(two)
+    assert [c.name for c in pipelines] == ["one rank", "PP2 1f1b", "PP2 interleaved", "PP2 zb-h1", "PP2 zbv", "PP2 zbv of 3"]
+    assert layouts.job(two, pipelines[-2]).flags[-2:] == ("--pipeline-schedule", "zbv")
+    assert layouts.job(two, pipelines[-1]).flags[-4:] == ("--pipeline-schedule", "zbv", "--zero-bubble-max-pending-backward", "3")
+    both = layouts.candidates(options("step", "--ranks", "4", *sizes))
+    assert [(c.name, c.dp) for c in both] == [("one rank", 1), ("TP2 x PP2", 1)]
+
+
+needs_mpi = pytest.mark.skipif(not (Path(sys.executable).parent / "mpiexec").exists(),
+                               reason="no mpiexec next to python: pip install mpich")
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_layouts_are_measured_by_real_jobs(tmp_path):
+    flags = "--recipe", "demo", "--rounds", "1", "--ranks", "2", "--threads", "2", "--global-batch-size", "4"
+    measured, printed = result(tmp_path / "layouts.json", "step", *flags)
+    rows = measured["layouts"]
+    assert [(r["layout"], r["ranks"], r["threads"]) for r in rows] == [
+        ("one rank", 1, 2), ("TP2", 2, 1), ("DP2", 2, 1), ("PP2", 2, 1)]
+    assert measured["global_batch_size"] == 4 and rows[0]["ratio"] == 1.0
+    for row in rows:
+        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4), "layouts train the same"
+        assert row["tokens_per_s"] == pytest.approx(4 * 128 / row["seconds"])
+        assert row["layout"] in printed
+
+
+# Allocators ---------------------------------------------------------------------------------------------------------------------
+
+def test_a_library_is_found_in_the_loaders_path_and_its_package_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(preloads, "_cache", lambda: [])
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert preloads.find("tcmalloc") is None
+    with pytest.raises(ValueError, match="tcmalloc: no libtcmalloc.so on this system: apt-get install libgoogle-perftools4"):
+        preloads.resolve("tcmalloc")
+    (tmp_path / "libtcmalloc_minimal.so.4").touch()
+    assert preloads.resolve("tcmalloc") == tmp_path / "libtcmalloc_minimal.so.4"
+    (tmp_path / "libtcmalloc.so.4.5").touch()
+    (tmp_path / "libtcmalloc.so.data").touch()
+    assert preloads.resolve("tcmalloc") == tmp_path / "libtcmalloc.so.4.5"
+
+
+def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(preloads, "find", lambda name: None)
+    planned = alloc.plan(options("alloc", "--recipe", "demo", "--ranks", "1", "--threads", "2"))
+    assert {cell.allocator for cell in planned} == {"stock", "tuned"} and len(planned) == 8
+    printed = capsys.readouterr().out
+    for name in preloads.LIBRARIES:
+        assert f"skipped {name}: " in printed and preloads.LIBRARIES[name][0] in printed
+
+
+def test_another_allocator_than_requested_is_not_compared():
+    cell = alloc.Cell(kernels="native", recompute="none", ranks=1, allocator="tcmalloc")
+    measured = jobs.Measured(seconds=1, tflops=1, samples_per_second=1, minor_faults=1, system_seconds=1, clock_ghz=1,
+                             peak_memory_mib=1, allocator="glibc 2.36, stock", loss=1, others=0)
+    with pytest.raises(RuntimeError, match="tcmalloc: the job's log says allocator glibc 2.36, stock"):
+        alloc.check_allocator(cell, measured)
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_allocators_are_measured_by_real_jobs(tmp_path):
+    names = ["stock", "tuned", *(["tcmalloc"] if preloads.find("tcmalloc") else [])]
+    measured, printed = result(tmp_path / "alloc.json", "alloc", "--quick", "--kernels", "torch", "--ranks", "1", "--recompute",
+                            "full", "--allocators", *names, "--png", str(tmp_path / "alloc.png"))
+    rows = {row["allocator"]: row for row in measured["rows"]}
+    assert list(rows) == names and all(row["recompute"] == "full" and row["kernels"] == "torch" for row in rows.values())
+    for name, row in rows.items():
+        assert name in row["log"] and row["peak_memory_mib"] > 50 and math.isfinite(row["system_seconds"]) and row["clock_ghz"] > 0
+        assert row["ratio"] == pytest.approx(rows["stock"]["seconds"] / row["seconds"])
+    assert rows["tuned"]["minor_faults"] < rows["stock"]["minor_faults"]
+    assert f"measured, {measured['cpu']}, {measured['clock_ghz']:.2f} GHz" in printed and measured["repeat"] in printed
+    assert "Sec/it | TFLOPs | Est. Aggr. PetaFLOPs | Notes" in " ".join(printed.split())
+    assert (tmp_path / "alloc.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def two_logs(tmp_path):
+    """A run with stock glibc and the same with tcmalloc, twice as fast."""
+    stock = re.sub(r"tuned: .*? madvise", "stock", OUR_LOG)
+    stock = re.sub(r"(TFLOPs: \S+ \|)$", r"\1 minor faults: 12 | system time (s): 0.020 | clock (GHz): 4.30 |", stock, flags=re.M)
+    faster = re.sub(r"allocator glibc [^,]*, stock", "allocator tcmalloc (preloaded: /usr/lib/libtcmalloc.so.4)", stock)
+    faster = re.sub(r"iteration \(s\): ([\d.]+) ", lambda m: f"iteration (s): {float(m[1]) / 2:.2f} ", faster)
+    faster = re.sub(r"samples per second: ([\d.]+) ", lambda m: f"samples per second: {float(m[1]) * 2:.3f} ", faster)
+    for name, log in (("stock", stock), ("tcmalloc", faster)):
+        (tmp_path / name).write_text(log)
+    return tmp_path / "stock", tmp_path / "tcmalloc"
+
+
+def test_the_table_of_two_logs(two_logs, capsys):
+    main(["alloc", "--from-logs", *map(str, two_logs)])
+    title, header, _, stock, tcmalloc, *basis = capsys.readouterr().out.splitlines()
+    assert "Sequence Length=128" in title and "Sec/it" in header
+    assert "glibc" in stock and "stock" in stock and "12 minor faults, 0.02 s system time" in stock
+    assert "tcmalloc, 2.00 x glibc" in tcmalloc
+    assert all(any(str(path) in line for line in basis) for path in two_logs)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda text: text.replace('"num_layers": 4', '"num_layers": 2'), "stock has num_layers 4, .*tcmalloc 2: give logs"),
+    (lambda text: "\n".join(line for line in text.splitlines() if not line.startswith("run: ")), "tcmalloc: has no 'run:' line"),
+    (lambda text: text[: text.index("peak memory")], "tcmalloc: the run is not at its end"),
+    (lambda text: "", "tcmalloc: has no line of an iteration"),
+])
+def test_logs_that_cannot_be_compared(two_logs, change, message):
+    two_logs[1].write_text(change(two_logs[1].read_text()))
+    with pytest.raises(SystemExit, match=message):
+        main(["alloc", "--from-logs", *map(str, two_logs)])
+
+
+def test_one_log_is_not_compared(two_logs):
+    with pytest.raises(SystemExit, match="give two logs or more"):
+        main(["alloc", "--from-logs", str(two_logs[0])])
+
+
+@needs_mpi
+def test_a_job_that_fails_is_quoted():
+    job = jobs.Job(ranks=1, threads=1, flags=("--recipe", "no"))
+    with pytest.raises(RuntimeError, match="--recipe no is unknown"):
+        jobs.run(job)
+
+
+def test_every_family_says_what_it_is():
+    shown = benchmark("--help").stdout
+    assert all(family in shown for family in FAMILIES)
+
+
+def test_what_the_run_waits_for_while_it_saves(tmp_path):
+    shown = benchmark("save", "--recipe", "demo", "--seq-length", "32", "--rounds", "1", "--directory", str(tmp_path), "--json",
+                      str(tmp_path / "save.json"))
+    assert shown.returncode == 0, shown.stderr
+    result = json.loads((tmp_path / "save.json").read_text())
+    assert result["ratio"] == result["stall"] / result["waiting"] and 0 < result["stall"] < result["until_whole"]
+    assert f"the run waits {result['stall']:.3f} s" in shown.stdout and [path.name for path in tmp_path.iterdir()] == ["save.json"]
+
+
+def test_what_watching_costs(tmp_path):
+    shown = benchmark("watch", "--recipe", "demo", "--seq-length", "32", "--rounds", "2", "--json", str(tmp_path / "watch.json"))
+    assert shown.returncode == 0, shown.stderr
+    result = json.loads((tmp_path / "watch.json").read_text())
+    assert result["signs"] >= 6 and 50 < result["nanoseconds"] < 50_000 and result["watched"] > 0 < result["unwatched"]
+    assert result["counted"] == pytest.approx(result["signs"] * result["nanoseconds"] * 1e-9 / result["unwatched"])
+    assert f"{result['signs']:.0f} signs of life of {result['nanoseconds']:.0f} ns" in shown.stdout
+
+
+def test_decoding_against_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    measured, printed = result(tmp_path / "a.json", "decode", "--model", "tiny", "--prompt-length", "9", "--new-tokens", "48",
+                               "--rounds", "2", "--mkl", "shipped")
+    assert measured["same_tokens"] and len(measured["rounds"]) == 2 and measured["ratio"] > 0 and measured["repeat"] in printed
+    reading = measured["weight_bytes"] / measured["read_gb_per_s"] / 1e9
+    assert measured["bound"] == pytest.approx(measured["seconds"]["transformers"] / reading)
+    assert f"only read the weights would be {measured['bound']:.2f} x" in printed
+    for arguments, message in ((("--new-tokens", "1"), "--new-tokens 1: give 2 or more"), (("--rounds", "0"), "--rounds 0: give")):
+        with pytest.raises(SystemExit, match=message):
+            main(["decode", *arguments])

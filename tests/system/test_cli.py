@@ -1,0 +1,180 @@
+"""The one command: its table, its help, its mistakes; the commands themselves are tested beside their modules."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fugaku_megatron import cli
+from fugaku_megatron.config.command_line import Command, Parser
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_says_when_to_use_which(capsys):
+    assert cli.main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("usage: fugaku-megatron COMMAND [flags]\n") and "python -m fugaku_megatron COMMAND" in page
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name:10}  {command.when}\n" in page
+    assert max(map(len, page.splitlines())) <= 120
+    assert cli.main([]) == 2 and capsys.readouterr().out == page
+
+
+def test_a_command_is_imported_without_the_garbage_collector(tmp_path, monkeypatch):
+    """It takes a seventh of torch's import and finds nothing; afterwards it works again, also where the import fails."""
+    (tmp_path / "first.py").write_text("import gc\nENABLED = gc.isenabled()\n")
+    (tmp_path / "second.py").write_text("raise ImportError('no second module')\n")
+    monkeypatch.setattr(cli.sys.modules["fugaku_megatron"], "__path__", [str(tmp_path)])
+    module = cli.ModuleCommand("first", "").load()
+    monkeypatch.delitem(sys.modules, module.__name__)
+    assert not module.ENABLED and gc.isenabled()
+    with pytest.raises(ImportError, match="no second module"):
+        cli.ModuleCommand("second", "").load()
+    assert gc.isenabled()
+
+
+COLLECTIONS = """
+import gc, sys
+from fugaku_megatron import cli
+during = []
+gc.callbacks.append(lambda *_: during.append("torch" in sys.modules and sys.modules["torch"].__spec__._initializing))
+code = cli.main([*"train --dry-run --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 "
+                  "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1".split()])
+assert code == 0 and "torch" in sys.modules
+sys.exit(f"{sum(during)} collections" if any(during) else 0)
+"""
+
+
+def test_training_imports_torch_without_the_garbage_collector():
+    done = subprocess.run([sys.executable, "-c", COLLECTIONS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_itself(name, capsys):
+    if hasattr(cli.COMMANDS[name].load(), "COMMANDS"):
+        assert cli.main([name, "--help"]) == 0
+    else:
+        with pytest.raises(SystemExit) as end:
+            cli.main([name, "--help"])
+        assert end.value.code == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: fugaku-megatron {name} ") and f"fugaku-megatron {name}" in page[20:]
+
+
+def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    page = capsys.readouterr().out
+    for group in ("model:", "parallel:", "batch:", "optimizer:", "accepted from other Megatron versions:"):
+        assert f"\n{group}\n" in page
+
+
+@pytest.mark.parametrize("words, own", [
+    (["log"], "--follow"), (["plan"], "--ramp-divisible"), (["predict"], "--machine"), (["job", "plan"], "--mode"),
+    (["job", "render"], "--all"),
+])
+def test_a_command_lists_its_own_flags_and_names_those_of_train_once(words, own, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--help"])
+    page = capsys.readouterr().out
+    usage, _, rest = page.partition("\n\n")
+    assert own in usage and "--hidden-size" not in usage and "--adam-beta1" not in rest and "accepted from other" not in rest
+    assert rest.count("every flag of fugaku-megatron train") == 1 and rest.rstrip().endswith("see fugaku-megatron train --help")
+    assert f"\n    fugaku-megatron {' '.join(words)} " in rest and "pytest" not in rest and page.count("\n") < 60
+
+
+@pytest.mark.parametrize("name", ["plan", "render", "check", "submit", "slurm"])
+def test_a_command_of_a_group_says_when_to_use_it(name, capsys):
+    command = cli.COMMANDS["job"].load().COMMANDS[name]
+    with pytest.raises(SystemExit):
+        cli.main(["job", name, "--help"])
+    page = capsys.readouterr().out
+    assert f"\n\n{command.when}\n\n    fugaku-megatron job {name} " in page and "takes the parsed flags" not in page
+
+
+@pytest.mark.parametrize("words, message", [
+    (["tran"], "fugaku-megatron: command tran is unknown: did you mean train?"),
+    (["quux"], "fugaku-megatron: command quux is unknown: give train or vocabulary or preprocess or "),
+    (["--recipe", "demo"], "fugaku-megatron: command --recipe is unknown: give train or "),
+    (["train", "--num-layer", "2"], "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?"),
+    (["train"], "fugaku-megatron train: --num-layers, --hidden-size, "),
+    (["generate", "--load", "x"], "fugaku-megatron generate: nothing to continue: give --prompt TEXT"),
+    (["job", "plan", "--recipe", "demo"], "fugaku-megatron job plan: --nodes is missing"),
+])
+def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(message) and err.count("\n") == 1
+
+
+def test_a_command_is_imported_when_it_is_called():
+    program = ("import sys; from fugaku_megatron import cli; cli.main(['--help']); cli.main(['train', '--num-layer', '2']); "
+               "sys.exit(bool({'torch', 'mpi4py', 'numpy', 'fugaku_megatron.perf.plan'} & sys.modules.keys()))")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def raising(error: BaseException) -> Command:
+    def main(args: argparse.Namespace) -> int:
+        raise error
+
+    return Command("never", lambda parser: None, main)
+
+
+@pytest.mark.parametrize("error, code, text", [
+    (ValueError("two\n  lines"), 2, "program: two lines\n"), (KeyboardInterrupt(), 130, "program: interrupted\n")])
+def test_how_a_command_ends(error, code, text, capsys):
+    assert cli.start("program", raising(error), []) == code
+    assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize("words", [["verify"], ["job", "check"], ["predict", "--recipe", "demo", "--nodes", "1", "--machine"],
+                                   ["vocabulary", "--input", "README.md", "--vocab-size", "300", "--output"]], ids=" ".join)
+def test_a_name_that_is_too_long_is_a_line(words, capsys):
+    assert cli.main([*words, "n" * 300]) == 2
+    err = capsys.readouterr().err
+    assert "n: File name too long: correct the path\n" in err or "n.json: File name too long: correct the path\n" in err
+    assert err.count("\n") == 1
+
+
+def test_a_bug_is_no_mistake_of_the_user():
+    with pytest.raises(KeyError):
+        cli.start("program", raising(KeyError("lost")), [])
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "tools/preprocess_data.py", "scripts/submit.py"])
+def test_the_entry_points_of_the_checkout_are_commands(script, tmp_path):
+    done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"usage: {Path(script).name} ")
+
+
+def test_words_for_another_program_are_kept_where_a_command_passes_them_on():
+    parser = Parser()
+    parser.add_argument("file")
+    with pytest.raises(ValueError, match="unknown flag"):
+        parser.parse_args(["a", "--", "-x", "b"])
+    parser.set_defaults(passed=[])
+    assert parser.parse_args(["a", "--", "-x", "b"]) == argparse.Namespace(file="a", passed=["-x", "b"])
+    assert parser.parse_args(["a"]) == argparse.Namespace(file="a", passed=[])
+
+
+def test_groups_of_commands_hold_commands(capsys):
+    group = SimpleNamespace(COMMANDS={"end": Command("to end", lambda parser: None, lambda args: 7)}, __doc__="A group.\nMore.")
+    assert cli.start("program", group, ["end"]) == 7
+    assert cli.start("program", group, ["-h"]) == 0
+    assert capsys.readouterr().out == ("usage: program COMMAND [flags]\n\nA group.\n\n  end  to end\n\n"
+                                       "Flags of a command: program COMMAND --help\n")
+
+
+def test_a_picture_goes_with_a_dry_run(tmp_path, capsys):
+    words = ["train", "--recipe", "demo", "--mock-data", "--png"]
+    assert cli.main([*words, str(tmp_path / "p.png")]) == 2 and "goes with --dry-run" in capsys.readouterr().err
+    assert cli.main([*words, str(tmp_path / "none" / "p.png"), "--dry-run"]) == 2 and "--png" in capsys.readouterr().err

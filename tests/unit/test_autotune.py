@@ -1,0 +1,73 @@
+"""--kernels auto: both choices are timed on the run's shapes and the faster one is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.host.observed import Observed
+from fugaku_megatron.nn import autotune
+from fugaku_megatron.nn.ops import FAMILIES as OPERATIONS
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training.start_choices import choose_kernels
+from tests.helpers import small_run
+from tests.llama_models import FAMILIES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_family_is_timed_both_ways(dtype, tp):
+    timings = autotune.measure(small_run(hidden_dropout=0.1, attention_dropout=0.1), tp, dtype)
+    assert [t.family for t in timings] == list(OPERATIONS)
+    assert all(t.native > 0 and t.torch > 0 for t in timings)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_the_parts_of_other_blocks_are_timed(family):
+    """Those that the model is made of."""
+    called = set()
+    cases = autotune.cases(small_run(**FAMILIES[family]), 2, torch.float32)
+    watched = Observed(Ops.build(), ("gated_mlp", "mlp", "attention", "bias_dropout_add_rms_norm", "bias_dropout_add_layer_norm"),
+                       lambda name, function, args, kwargs: called.add(name) or function(*args, **kwargs))
+    for case in cases.values():
+        case(watched).backward()
+    assert called == {"gated_mlp", "attention", "bias_dropout_add_rms_norm"}
+
+
+def test_the_faster_one_is_used():
+    timings = [autotune.Timing("gemm", 1.0, 2.0), autotune.Timing("attention", 2.0, 1.0)]
+    assert [t.faster for t in timings] == ["native", "torch"]
+    assert autotune.table(timings)[1].split() == ["gemm", "1000.00", "2000.00", "native"]
+
+
+class UnitForBf16(TorchDispatchMode):
+    """A CPU with a unit for BF16, as AMX is, that torch's products use: a second for what has one, two for what has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and all(
+            x.dtype == torch.bfloat16 for x in tensors)
+        return function(*args, **(kwargs or {}))
+
+    def seconds(self, case, ops):
+        before = self.products
+        with self:
+            case(ops)
+        return 1.0 if self.products > before else 2.0
+
+
+@pytest.mark.parametrize("bf16, gemm", [(True, "torch"), (False, "native")])
+def test_torchs_products_are_taken_where_they_are_faster_whatever_the_cpu_says(monkeypatch, bf16, gemm):
+    unit, run = UnitForBf16(), small_run(bf16=bf16)
+    monkeypatch.setattr(autotune, "_seconds", unit.seconds)
+    choice = choose_kernels(run, Layout.from_run(run, 1), SoloComm())
+    assert (choice.backends["gemm"], choice.backends["rowwise"]) == (gemm, "native")
+    line = next(line.split() for line in choice.lines if line.split()[0] == "gemm")
+    assert line == ["gemm", "2000.00", "1000.00" if bf16 else "2000.00", gemm]

@@ -1,0 +1,458 @@
+"""Models of Hugging Face become checkpoints and go back: the same bytes, the same logits, and mistakes that leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.config.model_config import architecture
+from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.convert import convert_command
+from fugaku_megatron.convert.convert_command import whole
+from fugaku_megatron.convert.hugging_face import read_config
+from fugaku_megatron.nn.rotary import frequencies
+from tests.helpers import make_trainer, small_run
+from tests.published_configs import PUBLISHED
+
+transformers = pytest.importorskip("transformers")
+
+from tests.hf_models import LENGTH, LLAMA3, MODELS, VOCABULARY, convert, decoder, our_logits, randomized, same, tensors  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A model of Hugging Face, its directory, the checkpoint made of it, and the directory made of that."""
+
+    model: torch.nn.Module
+    theirs: Path
+    ours: Path
+    back: Path
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def converted(request, tmp_path_factory) -> Converted:
+    directory = tmp_path_factory.mktemp(request.param)
+    theirs, ours, back = (directory / name for name in ("theirs", "ours", "back"))
+    model = randomized(MODELS[request.param])
+    model.save_pretrained(theirs, max_shard_size="60KB")
+    (theirs / "tokenizer.json").write_text("{}")
+    assert convert("--from-hf", theirs, "--save", ours) == 0
+    assert convert("--load", ours, "--to-hf", back, "--max-shard-size", "60KB") == 0
+    return Converted(model, theirs, ours, back)
+
+
+def test_there_and_back_every_byte_is_the_same(converted):
+    assert same(tensors(converted.theirs), tensors(converted.back))
+    assert len(list(converted.back.glob("model-*-of-*.safetensors"))) > 2
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((converted.theirs / file).read_text()) == json.loads((converted.back / file).read_text())
+    assert (converted.back / "tokenizer.json").read_text() == "{}" == (converted.ours / "hugging_face/tokenizer.json").read_text()
+
+
+def test_transformers_loads_what_is_exported(converted):
+    again = transformers.AutoModelForCausalLM.from_pretrained(converted.back)
+    assert type(again) is type(converted.model) and same(again.state_dict(), converted.model.state_dict())
+
+
+def test_the_same_logits(converted):
+    tokens = torch.randint(0, VOCABULARY, (LENGTH, 2), generator=torch.Generator().manual_seed(3))  # (s, b)
+    logits = our_logits(converted.ours, tokens)
+    with torch.no_grad():
+        expected = converted.model(tokens.t()).logits.transpose(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_without_the_config_that_it_came_with_one_is_made(converted, tmp_path):
+    """It is written as transformers 4 does, and as published files are."""
+    (tmp_path / "none").mkdir()
+    assert convert("--load", converted.ours, "--to-hf", tmp_path / "hf", "--hf-files", tmp_path / "none") == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(again) is type(converted.model) and same(again.state_dict(), converted.model.state_dict())
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, converted.model(tokens).logits)
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    first, second = (read_manifest(path, 0)["config"]["model"] for path in (converted.ours, tmp_path / "ours"))
+    assert first == second
+
+
+def test_the_flags_beside_a_checkpoint_make_its_model(converted):
+    words = (converted.ours / "model.flags").read_text().split()
+    run = parse([*words, "--seq-length", "8", "--micro-batch-size", "1", "--mock-data"]).run
+    saved = read_manifest(converted.ours, 0)["config"]["model"]
+    assert all(saved[name] == value for name, value in architecture(run.model).items()) and run.model.num_layers in (2, 3)
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_a_recipe_is_the_published_model(recipe):
+    assert architecture(read_config(PUBLISHED[recipe])[1]) == architecture(RECIPES[recipe]().model)
+
+
+def test_a_dtype_of_ones_own_and_one_file(converted, tmp_path):
+    assert convert("--load", converted.ours, "--to-hf", tmp_path / "half", "--dtype", "bf16") == 0
+    half, whole = tensors(tmp_path / "half"), tensors(converted.theirs)
+    assert sorted(file.name for file in (tmp_path / "half").glob("model*")) == ["model.safetensors"]
+    assert same(half, {name: tensor.bfloat16() for name, tensor in whole.items()})
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert again.dtype == torch.bfloat16
+    assert convert("--from-hf", tmp_path / "half", "--save", tmp_path / "kept") == 0
+    assert convert("--load", tmp_path / "kept", "--to-hf", tmp_path / "again") == 0
+    assert same(half, tensors(tmp_path / "again")), "BF16 is kept as BF16"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A checkpoint of this program with rows of the vocabulary that are no tokens."""
+    directory = tmp_path_factory.mktemp("trained")
+    trainer = make_trainer(SoloComm(), small_run(vocab_size=VOCABULARY))
+    trainer.train_step()
+    trainer.save(str(directory))
+    trainer.close()
+    return directory
+
+
+def test_a_model_trained_here_is_exported(trained, tmp_path):
+    assert convert("--load", trained, "--to-hf", tmp_path / "hf") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(model).__name__ == "GPT2LMHeadModel" and model.config.vocab_size == VOCABULARY
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers refuses files without it"
+
+
+def edit(path: Path, **values: object) -> None:
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in {**config, **values}.items() if value is not REMOVED}))
+
+
+REMOVED = object()
+BAD_CONFIGS = [
+    ("gpt2", {"activation_function": "relu"}, "config.json: activation_function is 'relu', and the block computes 'gelu_new' or "),
+    ("gpt2", {"add_cross_attention": True}, "config.json: add_cross_attention is True, and the block computes False"),
+    ("gpt2", {"model_type": "bloom"}, "config.json: model_type is 'bloom': it can be gpt2, llama, mistral, qwen2, qwen3"),
+    ("gpt2", {"tie_word_embeddings": "yes"}, "config.json: tie_word_embeddings is 'yes', not bool"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling has type 'yarn', and the block"),
+    ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, "--rope-scaling-high-freq-factor 4.0 is not above"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}}, "has no high_freq_factor"),
+    ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192.5}}, "is 8192.5, not a whole number above 0"),
+    ("llama", {"rope_parameters": {**LLAMA3, "factor": 10**400}}, "config.json: factor is 1000"),
+    ("llama", {"rope_interleaved": True}, "config.json: rope_interleaved is True, and the block computes False"),
+    ("llama", {"pretraining_tp": 2}, "config.json: pretraining_tp is 2, and the block computes 1"),
+    ("gpt2", {"quantization_config": {"quant_method": "fp8"}}, "config.json: quantization_config is {'quant_method': 'fp8'}, and "),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "config.json: architectures is ['LlamaForSequenceClassificat"),
+    ("gpt2", {"architectures": "GPT2DoubleHeadsModel"}, "config.json: architectures is 'GPT2DoubleHeadsModel', and the block is"),
+    ("mistral", {"head_dim": 24.5}, "config.json: head_dim is 24.5, not a whole number above 0"),
+    ("mistral", {"sliding_window": 6.5}, "config.json: sliding_window is 6.5, not a whole number above 0"),
+    ("llama", {"num_key_value_heads": 2.0}, "config.json: num_key_value_heads is 2.0, not a whole number above 0"),
+    ("llama", {"attention_bias": True}, "config.json: attention_bias is True, and the block computes False"),
+    ("llama", {"mlp_bias": True}, "config.json: mlp_bias is True, and the block computes False"),
+    ("llama", {"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', and the block computes 'silu' or 'swish'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor is 0.5, and the block"),
+    ("llama", {"num_key_value_heads": "2"}, "config.json: num_key_value_heads is '2', not a whole number above 0"),
+    ("llama", {"num_key_value_heads": 3}, "config.json: --num-attention-heads 4 is not divisible by --num-query-groups 3"),
+    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has full_attention and sliding_attention"),
+    ("qwen2", {"use_sliding_window": True}, "config.json: use_sliding_window is True, and the block computes False"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has full_attention and sliding_attention"),
+    ("qwen3", {"attention_bias": True}, "config.json: attention_bias is True"),
+    ("qwen3", {"tie_word_embeddings": False}, "holds no tensor lm_head.weight, which config.json asks for"),
+    ("gpt2", {"n_layer": REMOVED}, "config.json has no n_layer"),
+    ("gpt2", {"n_layer": "three"}, "config.json: n_layer is 'three', not int"),
+    ("gpt2", {"n_layer": 4}, "holds no tensor transformer.h.3.ln_1.weight, which config.json asks for"),
+    ("gpt2", {"n_layer": 2}, "holds 12 tensors that GPT2LMHeadModel does not have here, such as ['transformer.h.2."),
+    ("gpt2", {"n_head": 5}, "--num-attention-heads 5"),
+    ("gpt2", {"vocab_size": 102}, "transformer.wte.weight has shape [101, 48], and config.json says [102, 48]"),
+]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    """A directory of every model, in one file."""
+    directory = tmp_path_factory.mktemp("sources")
+    for name, build in MODELS.items():
+        build().save_pretrained(directory / name)
+    return {name: directory / name for name in MODELS}
+
+
+def refused(capsys, *words: object) -> str:
+    """The one line that a refused conversion prints."""
+    assert convert(*words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def named(value: object) -> str:
+    return "-".join(value) if isinstance(value, dict) else value if value in MODELS else ""
+
+
+@pytest.mark.parametrize(("model", "values", "message"), BAD_CONFIGS, ids=named)
+def test_what_the_block_cannot_do_is_named(sources, tmp_path, capsys, model, values, message):
+    shutil.copytree(sources[model], tmp_path / "hf")
+    edit(tmp_path / "hf" / "config.json", **values)
+    assert message in refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    assert not list(tmp_path.glob("*ours*"))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def add_tensor(path: Path, name: str, shape: tuple[int, ...]) -> None:
+    save_file({**load_file(path), name: torch.ones(shape)}, path, {"format": "pt"})
+
+
+def stored_as(path: Path, dtype: torch.dtype) -> None:
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+def edit_header(path: Path, change: Callable[[dict], object], added: bytes = b"") -> None:
+    """Change the header of a safetensors file, and add bytes behind its tensors."""
+    contents = path.read_bytes()
+    end = 8 + int.from_bytes(contents[:8], "little")
+    entries = json.loads(contents[8:end])
+    change(entries)
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + contents[end:] + added)
+
+
+def in_order(entries: dict) -> list[dict]:
+    """The tensors of a header by their places."""
+    return sorted((entry for name, entry in entries.items() if name != "__metadata__"), key=lambda entry: entry["data_offsets"])
+
+
+def overlap(entries: dict) -> None:
+    """The last tensor lies where the first one of its size does, and the file is shorter by it."""
+    *others, last = in_order(entries)
+    size = last["data_offsets"][1] - last["data_offsets"][0]
+    last["data_offsets"] = next(e["data_offsets"] for e in others if e["data_offsets"][1] - e["data_offsets"][0] == size)
+
+
+def leave_a_hole(entries: dict) -> None:
+    last = in_order(entries)[-1]
+    last["data_offsets"] = [offset + 8 for offset in last["data_offsets"]]
+
+
+WRONG_PLACES = {"overlapping": (overlap, b""), "a hole": (leave_a_hole, b"12345678"), "trailing bytes": (bool, b"12345678")}
+
+
+@pytest.mark.parametrize("damage", WRONG_PLACES)
+def test_places_that_the_safetensors_library_refuses_are_refused(tmp_path, capsys, sources, damage):
+    shutil.copytree(sources["qwen2"], tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    edit_header(file, *WRONG_PLACES[damage])
+    with pytest.raises(SafetensorError):
+        load_file(file)
+    line = refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    assert f"{file} is not a valid safetensors file: its header is damaged (" in line and not list(tmp_path.glob("*ours*"))
+
+
+DAMAGE = [
+    ("model-00002-of-*", Path.unlink, "is missing, and model.safetensors.index.json names it"),
+    ("model-00002-of-*", truncate, "is not a valid safetensors file: its header is damaged (a tensor of shape"),
+    ("model-00002-of-*", lambda path: path.write_bytes(b"\xff" * 64), "is not a valid safetensors file: its header of "),
+    ("model-00002-of-*", lambda path: save_file({"x": torch.ones(1)}, path), "does not hold transformer."),
+    ("model.safetensors.index.json", Path.unlink, "holds neither model.safetensors nor model.safetensors.index.json"),
+    ("model.safetensors.index.json", lambda path: path.write_text('{"weight_map": {"a": "../b"}}'), "has no weight_map of tensors"),
+    ("config.json", lambda path: path.write_text("{"), "config.json is no JSON: Expecting"),
+    ("config.json", lambda path: path.write_text("[]"), "config.json holds list, not an object"),
+    ("config.json", Path.unlink, "config.json is missing"),
+    ("model-00001-of-*", lambda path: add_tensor(path, "score.weight", (2,)), "tensors that GPT2LMHeadModel does not have here"),
+    ("model-00001-of-*", lambda path: add_tensor(path, "lm_head.weight", (VOCABULARY, 48)), "lm_head.weight differs from "),
+    ("model-00002-of-*", lambda path: stored_as(path, torch.float8_e4m3fn), "has the format F8_E4M3, which is not supported: save"),
+    ("model-00002-of-*", lambda path: stored_as(path, torch.int8), "has the format I8, which is not supported: save the model"),
+    ("model-00002-of-*", lambda path: stored_as(path, torch.int64), "has the format I64, which is not supported for weights: save"),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "message"), DAMAGE, ids=lambda value: value if isinstance(value, str) else "")
+def test_damaged_files_are_named_and_nothing_is_left(tmp_path, capsys, sources, file, damage, message):
+    transformers.GPT2LMHeadModel.from_pretrained(sources["gpt2"]).save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+    capsys.readouterr()
+    damage(next((tmp_path / "hf").glob(file)))
+    line = refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    assert message in line and line.startswith(f"fugaku-megatron convert: --from-hf {tmp_path / 'hf'}: ")
+    assert not list(tmp_path.glob("*ours*"))
+
+
+def test_a_disk_that_fails_in_the_middle_leaves_nothing(sources, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert_command, "carry", full)
+    line = refused(capsys, "--from-hf", sources["gpt2"], "--save", tmp_path / "ours")
+    assert line.endswith("ours: No space left on device: give another directory") and not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_conversion_left_is_removed_and_other_directories_stay(sources, tmp_path):
+    """A killed process is one of this host that is gone; those of other hosts may be running."""
+    killed = subprocess.Popen([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"],
+                              stdout=subprocess.PIPE, text=True)
+    own = f".ours.converting.{platform.node()}.{killed.pid}"
+    killed.kill()
+    killed.communicate()
+    others = [".ours.converting.elsewhere.7.ab", f".ours.converting.{platform.node()}.{os.getppid()}.ab", "ours.tmp"]
+    for name in (f"{own}.ab", *others):
+        (tmp_path / name).mkdir()
+    assert convert("--from-hf", sources["gpt2"], "--save", tmp_path / "ours") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"ours", *others}
+
+
+def test_two_conversions_into_one_directory_do_not_disturb_each_other(tmp_path):
+    """The second one begins while the first one writes. The first to end has the name, and the other is refused."""
+    with pytest.raises(ValueError, match=r"--save .*ours is not empty: give a new directory"):
+        with whole("--save", str(tmp_path / "ours")) as first:
+            (first / "weights").write_text("first")
+            with whole("--save", str(tmp_path / "ours")) as second:
+                (second / "weights").write_text("second")
+            assert (first / "weights").read_text() == "first"
+    assert (tmp_path / "ours" / "weights").read_text() == "second" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(("query", "others", "widest"), [
+    (torch.bfloat16, torch.float32, torch.float32), (torch.float32, torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16)])
+def test_tensors_that_become_one_are_kept_in_the_widest_of_their_formats(sources, tmp_path, query, others, widest):
+    """Queries, keys and values are one tensor here. No value changes."""
+    shutil.copytree(sources["llama"], tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    stored = {name: tensor.to(query if "q_proj" in name else others if ".self_attn." in name else tensor.dtype)
+              for name, tensor in load_file(file).items()}
+    save_file(stored, file, {"format": "pt"})
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "back") == 0
+    joined = ("q_proj", "k_proj", "v_proj")
+    expected = {name: tensor.to(widest) if any(part in name for part in joined) else tensor for name, tensor in stored.items()}
+    assert same(tensors(tmp_path / "back"), expected)
+
+
+SCALINGS = [{"factor": 16.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 64},
+            {"factor": 3.0, "low_freq_factor": 0.5, "high_freq_factor": 32.5},  # transformers then takes max_position_embeddings
+            {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 4096}]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_any_scaling_of_llama_3_is_computed_and_comes_back(tmp_path, scaling):
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, **scaling}
+    model = randomized(decoder("Llama", rope_parameters=rope, max_position_embeddings=256, head_dim=24))
+    model.save_pretrained(tmp_path / "hf")
+    if "original_max_position_embeddings" not in scaling:
+        edit(tmp_path / "hf" / "config.json", rope_parameters=rope)
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    tokens = torch.randint(0, VOCABULARY, (200, 2), generator=torch.Generator().manual_seed(3))  # (s, b)
+    logits = our_logits(tmp_path / "ours", tokens)
+    with torch.no_grad():
+        expected = model(tokens.t()).logits.transpose(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+    words = (tmp_path / "ours" / "model.flags").read_text().split()
+    flags = parse([*words, "--seq-length", "8", "--micro-batch-size", "1", "--mock-data"]).run.model
+    assert flags.rope_scaling_original_max_position_embeddings == scaling.get("original_max_position_embeddings", 256)
+    assert (flags.rope_scaling_low_freq_factor, flags.rope_scaling_high_freq_factor) == (
+        scaling["low_freq_factor"], scaling["high_freq_factor"])
+    (tmp_path / "none").mkdir()
+    assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "made", "--hf-files", tmp_path / "none") == 0
+    made = transformers.AutoConfig.from_pretrained(tmp_path / "made").rope_parameters
+    assert made == {**rope, "original_max_position_embeddings": 256, **scaling}
+    assert torch.equal(frequencies(read_config(json.loads((tmp_path / "made" / "config.json").read_text()))[1]),
+                       frequencies(read_config(json.loads((tmp_path / "hf" / "config.json").read_text()))[1]))
+
+
+def test_a_scaling_that_megatron_has_no_arguments_for_is_refused(tmp_path, capsys):
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, **SCALINGS[0]}
+    randomized(decoder("Llama", rope_parameters=rope, max_position_embeddings=256)).save_pretrained(tmp_path / "hf")
+    capsys.readouterr()
+    line = refused(capsys, "--from-hf", tmp_path / "hf", "--to-megatron", tmp_path / "megatron")
+    assert "--rope-scaling-low-freq-factor is 2.0, and Megatron-LM computes 1.0" in line and not list(tmp_path.glob("*megatron*"))
+
+
+def test_names_of_published_files(sources, tmp_path):
+    """GPT-2's own files have no prefix, and hold causal masks; a tied head may be stored as well."""
+    shutil.copytree(sources["gpt2"], tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    stored = load_file(file)
+    published = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file({**published, **masks, "lm_head.weight": published["wte.weight"].clone()}, file, {"format": "pt"})
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "back") == 0
+    assert same(tensors(tmp_path / "back"), stored)
+
+
+def test_it_is_one_process(sources, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    line = refused(capsys, "--from-hf", sources["gpt2"], "--save", tmp_path)
+    assert "convert is one process, and PMI_SIZE says that 2 were started" in line
+
+
+def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    hf, new = ["--from-hf", sources["gpt2"]], ["--save", tmp_path / "new"]
+    for words, message in [
+        (hf, "nothing says what to convert to: give one of --save, --to-hf"),
+        ([*hf, "--load", trained, *new], "--load and --from-hf says what to convert from"),
+        (["--load", trained, *new], "a checkpoint loads into any layout"),
+        ([*hf, "--save", tmp_path / "full"], "is not empty: give a new directory"),
+        ([*hf, "--save", tmp_path / "full" / "thesis.tex"], "is a file: give a directory"),
+        ([*hf, *new, "--max-shard-size", "5 apples"], "--max-shard-size is '5 apples': give a size such as 5GB"),
+        ([*hf, *new, "--ckpt-step", "3"], "--ckpt-step goes with --load"),
+        ([*hf, *new, "--vocab-size", "3"], "--vocab-size 3 goes with --from-megatron"),
+        ([*hf, *new, "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size is 0: give a number above 0"),
+        ([*hf, *new, "--hf-files", tmp_path / "none"], "is no directory"),
+        (["--from-hf", tmp_path / "none", *new], "is no directory: give one that holds config.json"),
+        (["--load", tmp_path / "none", "--to-hf", tmp_path / "new"], "holds no checkpoint"),
+        (["--load", trained, "--ckpt-step", "9", "--to-hf", tmp_path / "new"], "manifest.json is missing"),
+    ]:
+        assert message in refused(capsys, *words)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["full"]
+
+
+# Prints by how many bytes the memory of a conversion exceeded what was there before it.
+MEASURED = """
+import sys
+from pathlib import Path
+from fugaku_megatron import cli
+from fugaku_megatron.convert import command, hugging_face
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+hf, ours, back = sys.argv[1:]
+for words in (["--from-hf", hf, "--save", ours], ["--load", ours, "--to-hf", back]):
+    Path("/proc/self/clear_refs").write_text("5")  # the highest value begins anew
+    before = status("VmRSS")
+    assert cli.main(["convert", *words]) == 0
+    print("PEAK", status("VmHWM") - before)
+"""
+
+
+@pytest.mark.system
+def test_memory_is_twice_the_largest_tensor(tmp_path):
+    config = transformers.GPT2Config(vocab_size=4096, n_positions=8, n_embd=1024, n_layer=2, n_head=4, n_inner=16384,
+                                     bos_token_id=1, eos_token_id=2)
+    largest = config.n_embd * config.n_inner * 2
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    config.save_pretrained(tmp_path / "hf")
+    save_file({name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()},
+              tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 4 * largest, "the whole model would be seen"
+    done = subprocess.run([sys.executable, "-c", MEASURED, *(tmp_path / name for name in ("hf", "ours", "back"))], check=True,
+                          capture_output=True, text=True)
+    peaks = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("PEAK")]
+    assert len(peaks) == 2 and max(peaks) < 2.2 * largest, [peak / largest for peak in peaks]

@@ -1,0 +1,209 @@
+"""fugaku_megatron.data.dataset: samples, --split, --data-path and blending."""
+
+import numpy as np
+import pytest
+import torch
+
+from fugaku_megatron.data import build
+from fugaku_megatron.data.build import build_datasets
+from fugaku_megatron.data.data_path import parse_data_path, parse_split
+from fugaku_megatron.data.dataset import BlendedDataset, GPTDataset, MockDataset
+from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from fugaku_megatron.training.memory_watch import validation_line
+
+
+def write(prefix, lengths, first_token=0, dtype="<i4"):
+    """Documents of the given lengths whose tokens count up from `first_token`: a token says where it comes from."""
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for length in lengths:
+            writer.add_document(np.arange(first_token, first_token + length))
+            first_token += length
+    return str(prefix)
+
+
+@pytest.fixture
+def indexed(tmp_path):
+    rng = np.random.default_rng(3)
+    return IndexedDataset(write(tmp_path / "corpus", rng.integers(1, 90, 100)))
+
+
+def flat_tokens(dataset):
+    return np.concatenate([dataset.indexed[i] for i in dataset.document_index])
+
+
+@pytest.mark.parametrize("num_samples", [None, 10, 300, 1000])
+def test_samples_cut_the_documents_laid_end_to_end(indexed, num_samples):
+    dataset = GPTDataset(indexed, "train", np.arange(5, 95), num_samples, 16, 1234)
+    flat = flat_tokens(dataset)
+    assert len(dataset) == (len(flat) - 1) // 16 >= (num_samples or 1)
+    assert sorted(dataset.shuffle_index) == list(range(len(dataset)))
+    for i in range(len(dataset)):
+        begin = 16 * int(dataset.shuffle_index[i])
+        sample = dataset[i]
+        assert sample.dtype == torch.int64 and sample.tolist() == flat[begin : begin + 17].tolist()
+
+
+def test_document_longer_than_many_samples(tmp_path):
+    dataset = GPTDataset(IndexedDataset(write(tmp_path / "one", [1000])), "train", np.arange(1), None, 10, 0)
+    assert len(dataset) == 99
+    assert all(dataset[i].tolist() == list(range(dataset[i][0], dataset[i][0] + 11)) for i in range(99))
+
+
+def test_exactly_one_sample(tmp_path):
+    indexed = IndexedDataset(write(tmp_path / "one", [5, 0, 6]))
+    assert len(GPTDataset(indexed, "train", np.arange(3), None, 10, 0)) == 1
+    with pytest.raises(ValueError, match=r"train data of .*one: 11 tokens in 3 documents.*--seq-length 11 \+ 1"):
+        GPTDataset(indexed, "train", np.arange(3), None, 11, 0)
+
+
+def test_deterministic_from_the_seed(indexed):
+    def order(seed):
+        dataset = GPTDataset(indexed, "train", np.arange(100), 500, 16, seed)
+        return torch.stack([dataset[i] for i in range(500)])
+
+    assert torch.equal(order(1), order(1)) and not torch.equal(order(1), order(2))
+
+
+def test_last_epoch_of_which_little_is_used_keeps_to_itself(tmp_path):
+    """100 samples an epoch: 210 need a third epoch for 10, which stays apart; 290 need 90 of it, which mix."""
+    indexed = IndexedDataset(write(tmp_path / "even", [16] * 100))
+    few, many = (GPTDataset(indexed, "train", np.arange(100), n, 16, 5) for n in (210, 290))
+    assert few.num_epochs == many.num_epochs == 3
+    assert sorted(few.document_index[200:]) == list(range(100)) != sorted(many.document_index[200:])
+    assert few.shuffle_index[:199].max() == 198 < many.shuffle_index[:199].max()
+
+
+def test_index_errors(indexed):
+    dataset = GPTDataset(indexed, "train", np.arange(100), 10, 16, 1)
+    for index in (-1, len(dataset)):
+        with pytest.raises(IndexError, match=f"sample {index} of a dataset of {len(dataset)}"):
+            dataset[index]
+
+
+def test_token_ids_are_checked_at_start_and_as_fetched(tmp_path):
+    prefix = write(tmp_path / "big", [100] * 10, first_token=50)
+    with pytest.raises(ValueError, match=r"big\.bin: token id 1049 is outside the vocabulary of 1049: use the tokenizer"):
+        build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=1049)
+    dataset = GPTDataset(IndexedDataset(prefix), "train", np.arange(10), None, 16, 1, vocab_size=1000)
+    failed = 0
+    for i in range(len(dataset)):
+        try:
+            assert dataset[i].max() < 1000
+        except ValueError as error:
+            failed += "outside the vocabulary of 1000" in str(error)
+    assert 3 <= failed <= 5  # the last 50 of 1000 tokens, in one document
+
+
+def test_built_datasets_check_beyond_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "CHECKED_AT_START", 400)  # the first document
+    prefix = write(tmp_path / "big", [100] * 10)
+    train = build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=100)[0]
+    with pytest.raises(ValueError, match="outside the vocabulary of 100"):
+        [train[i] for i in range(len(train))]
+
+
+def test_blended_dataset(tmp_path):
+    parts = [MockDataset(10, 4, 100, seed) for seed in (1, 2)]
+    blend = BlendedDataset(parts, [3, 1], 100)
+    assert np.bincount(blend.dataset_index).tolist() == [75, 25] and len(blend) == 100
+    for i in (0, 1, 50, 99):
+        part = parts[blend.dataset_index[i]]
+        assert torch.equal(blend[i], part[int(blend.sample_index[i])])
+    with pytest.raises(ValueError, match="dataset 0 has 100, its weight takes 150"):
+        BlendedDataset(parts, [3, 1], 200)
+    with pytest.raises(IndexError):
+        blend[100]
+
+
+def test_mock_dataset():
+    dataset = MockDataset(50, 8, 1000, 7)
+    samples = torch.stack([dataset[i] for i in range(1000)])
+    assert samples.shape == (1000, 9) and samples.dtype == torch.int64
+    assert samples.unique().tolist() == list(range(50)) and len({tuple(row.tolist()) for row in samples}) == 1000
+    assert torch.equal(dataset[123], MockDataset(50, 8, 2000, 7)[123])
+    assert not torch.equal(dataset[123], MockDataset(50, 8, 1000, 8)[123])
+    with pytest.raises(IndexError):
+        dataset[1000]
+
+
+def test_build_datasets_splits_without_overlap(tmp_path):
+    prefix = write(tmp_path / "corpus", [50] * 100)
+    built = build_datasets([prefix], "80,15,5", 16, (100, 20, 5), 1)
+    documents = [sorted(set(dataset.document_index.tolist())) for dataset in built]
+    assert documents == [list(range(80)), list(range(80, 95)), list(range(95, 100))]
+    assert [len(dataset) >= n for dataset, n in zip(built, (100, 20, 5))] == [True] * 3
+
+
+def test_it_is_said_how_much_text_validation_has(tmp_path):
+    """Of one data set, and of several together."""
+    write(tmp_path / "a", [3] * 10)
+    write(tmp_path / "b", [5] * 20)
+    one = build_datasets([str(tmp_path / "a")], "60,40", 4, (4, 2, 0), seed=1)
+    assert validation_line(one[1]) == "data: validation has 4 documents with 12 tokens"
+    both = build_datasets(["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], "60,40", 4, (4, 2, 0), seed=1)
+    assert validation_line(both[1]) == "data: validation has 12 documents with 52 tokens"
+
+
+def test_build_datasets_none(tmp_path):
+    prefix = write(tmp_path / "corpus", [50] * 100)
+    train, valid, test = build_datasets([prefix], "99,1,0", 16, (100, 0, 5), 1)
+    assert train is not None and valid is None and test is None
+
+
+def test_build_datasets_blends(tmp_path):
+    a = write(tmp_path / "a", [50] * 100)
+    b = write(tmp_path / "b", [50] * 40, first_token=100_000)
+    train, valid, _ = build_datasets(["0.25", a, "0.75", b], "90,10", 16, (400, 40, 0), 1)
+    assert len(train) == 400 and len(valid) == 40
+    assert sum(int(train[i][0] >= 100_000) for i in range(400)) == 300
+    scaled = build_datasets(["1", a, "3", b], "90,10", 16, (400, 40, 0), 1)[0]  # weights are relative
+    assert all(torch.equal(train[i], scaled[i]) for i in range(400))
+
+
+def test_build_datasets_split_errors(tmp_path):
+    prefix = write(tmp_path / "corpus", [50] * 10)
+    with pytest.raises(ValueError, match=r"--split 1,99: none of the 10 documents of .*corpus falls to train"):
+        build_datasets([prefix], "1,99", 16, (10, 1, 0), 1)
+    other = write(tmp_path / "other", [50])
+    with pytest.raises(ValueError, match=r"none of the 1 documents of .*other falls to valid"):
+        build_datasets(["1", prefix, "1", other], "80,20", 16, (10, 1, 0), 1)
+
+
+@pytest.mark.parametrize("split", ["", "a", "1,-1", "1,2,3,4", "1,,2", "1;2", "nan", "1e3", "0", "0,0,0"])
+def test_malformed_split(split):
+    with pytest.raises(ValueError, match="--split"):
+        parse_split(split)
+
+
+def test_parse_split():
+    assert parse_split("969,30,1") == [0.969, 0.03, 0.001]
+    assert parse_split(" 1 ") == [1, 0, 0] and parse_split(".5,1.") == [1 / 3, 2 / 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([], "0 items"),
+        (["1", "a", "2"], r"3 items \(1 a 2\)"),
+        (["a", "1"], "'a' stands where a weight is due"),
+        (["1", "a", "b", "c"], "'b' stands where a weight is due"),
+        (["1", "a", "0", "b"], "weight 0 is not a positive"),
+        (["-1", "a"], "weight -1 is not"),
+        (["nan", "a"], "weight nan is not"),
+        (["inf", "a"], "weight inf is not"),
+    ],
+)
+def test_malformed_data_path(path, message):
+    with pytest.raises(ValueError, match=f"--data-path: {message}"):
+        parse_data_path(path)
+
+
+def test_an_order_of_samples_beyond_memory_is_refused_before_it_is_built(tmp_path):
+    prefix = write(tmp_path / "small", [100] * 10)
+    with pytest.raises(ValueError, match=r"train data of .*small: the order of 1000000000 samples, which read its 9 documents "
+                       r"\d+ times, takes about \S+ GiB, and the node has 4.0 GiB: give fewer --train-iters or --train-samples"):
+        build_datasets([prefix], "90,10", 16, (10**9, 0, 0), 1, max_bytes=2**32)
+    with pytest.raises(ValueError, match="valid data of .*: give fewer --eval-iters"):
+        build_datasets([prefix], "90,10", 16, (10, 10**12, 0), 1, max_bytes=2**32)
+    built = build_datasets([prefix], "90,10", 16, (1000, 100, 0), 1, max_bytes=2**20)
+    assert [len(data) >= n for data, n in zip(built, (1000, 100))] == [True, True]

@@ -1,0 +1,40 @@
+"""Recorded steps of generation: the same bits as through the layers, no layer called again, and nothing left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.inference import generation
+from fugaku_megatron.nn.replay import RecordingKernels
+from tests.parallel.test_decoding import random_model
+
+STEPS = ({0: [5, 9], 1: [3]}, {0: [7], 1: [2]}, {0: [11], 1: [90]}, {1: [4]}, {1: [8]}, {0: [1]}, {0: [6], 1: [3]})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_repeated_step_has_the_bits_of_the_layers(family, monkeypatch):
+    loaded, forwards = random_model(SoloComm(), family, 1, 1), []
+    through = generation.through_stages
+    monkeypatch.setattr(generation, "through_stages", lambda *args: forwards.append(args) or through(*args))
+    recorded, plain = (generation.Decoder(loaded, [8, 8]) for _ in range(2))
+    plain._recorder = None
+    for new in STEPS:
+        expected = plain.logits(new)
+        assert torch.equal(recorded.logits(new), expected), new
+    assert len(forwards) == len(STEPS) + 3, "the prompts and the first step of one and of two samples"
+
+
+def test_what_no_kernel_computes_is_not_left_out():
+    kernels, x = RecordingKernels(), torch.ones(3)
+    with pytest.raises(AssertionError, match="computes something that no kernel does"):
+        kernels.record(lambda: x + 1, (x,))
+    assert len(kernels.record(lambda: x.new_empty(3).view(3, 1), (x,)).calls) == 0
+
+
+def test_heads_that_the_kernels_do_not_take():
+    loaded = random_model(SoloComm(), "gpt2", 1, 1, kv_channels=6, kernels="torch")
+    one_by_one, at_once = (generation.Decoder(loaded, [8]) for _ in range(2))
+    last = [one_by_one.logits({0: ids}) for ids in ([5, 9], [7], [11], [4])][-1]
+    torch.testing.assert_close(last, at_once.logits({0: [5, 9, 7, 11, 4]}))

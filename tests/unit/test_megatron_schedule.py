@@ -1,0 +1,162 @@
+"""Learning rate and weight decay to the letter of Megatron-LM. Each test names the file there whose rule its numbers follow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.training.param_schedule import ParamSchedule
+from fugaku_megatron.training.resume import find_checkpoint, resume_training
+from tests.helpers import make_trainer, small_run
+
+BY_SAMPLES = {"train_iters": None, "train_samples": 1600}
+
+
+def schedule(**changes) -> ParamSchedule:
+    """100 iterations of 16 samples, rate 1 to 0.1."""
+    return ParamSchedule.from_run(small_run(**{"train_iters": 100, "lr": 1.0, "min_lr": 0.1, **changes}), 16)
+
+
+def test_a_fraction_of_warm_up_need_not_be_whole_samples():
+    """megatron/training/training.py, get_optimizer_param_scheduler: fraction x decay steps, as it is."""
+    params = schedule(lr_warmup_fraction=0.00333)
+    assert params.warmup_samples == 0.00333 * 1600 != 5
+    assert params.learning_rate(4) == pytest.approx(4 / 5.328, rel=1e-15)
+    assert params.learning_rate(16) == pytest.approx(0.1 + 0.9 * (1 - (16 - 5.328) / (1600 - 5.328)), rel=1e-15)
+
+
+@pytest.mark.parametrize(("style", "share"), [("linear", 0.5), ("cosine", 0.5)])
+def test_a_decay_may_be_shorter_than_a_sample(style, share):
+    """megatron/core/optimizer_param_scheduler.py, get_lr: the decay's ratio is divided by its own length, and ends at 1."""
+    params = schedule(lr_warmup_fraction=0.9998, lr_decay_style=style)  # of 1600 samples: the decay has 0.32
+    assert params.learning_rate(1600) == pytest.approx(0.1, rel=1e-12) and params.learning_rate(1599) < 1.0
+    half = replace(params, warmup_samples=1599.5, decay_samples=1600.5)
+    assert half.learning_rate(1600) == pytest.approx(0.1 + 0.9 * share, rel=1e-12)
+    assert schedule(train_iters=0, lr_decay_style=style).learning_rate(0) == 1.0
+
+
+@pytest.mark.parametrize("warmup", [{"lr_warmup_iters": 100}, {"lr_warmup_iters": 60, "lr_decay_iters": 50},
+                                    {"lr_warmup_fraction": 1.0}, {"lr_warmup_samples": 1600, **BY_SAMPLES},
+                                    {"lr_warmup_iters": 100, "lr_decay_style": "constant"}])
+def test_warm_up_at_or_above_the_decay_is_refused(warmup):
+    """megatron/core/optimizer_param_scheduler.py asserts that the warm-up steps are below the decay steps, for every style."""
+    with pytest.raises(ValueError, match=r"^the warm-up of the learning rate, \d+ samples .* is not below the \d+ samples of its"):
+        schedule(**warmup)
+
+
+@pytest.mark.parametrize(("flags", "rates"), [
+    ({"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 4}, {2: 0.5, 4: 1.0, 16: 0.5, 64: 0.25, 100: 0.2, 101: 0.1}),
+    ({"lr_decay_style": "inverse-square-root"}, {1: 0.25, 25: 0.1, 101: 0.1}),  # 1 / sqrt(16 n), not below --min-lr
+    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}, {0: 1, 80: 1, 90: 0.1 + 0.9 * (2**0.5 - 1), 100: 0.1, 101: 0.1}),
+    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20, "lr_wsd_decay_style": "linear"}, {80: 1, 85: 0.775, 90: 0.55, 100: 0.1}),
+    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20, "lr_wsd_decay_style": "cosine"}, {80: 1, 90: 0.55, 100: 0.1}),
+    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 16, "lr_wsd_decay_style": "minus_sqrt", "lr_warmup_iters": 2},
+     {1: 0.5, 84: 1, 88: 0.55, 93: 0.325, 100: 0.1}),
+    ({"lr_decay_style": "WSD", "lr_wsd_decay_samples": 320, "lr_wsd_decay_style": "linear", **BY_SAMPLES}, {80: 1, 90: 0.55}),
+    ({"lr_warmup_iters": 4, "lr_warmup_init": 0.2}, {0: 0.2, 1: 0.4, 3: 0.8, 4: 1.0, 100: 0.1}),
+])
+def test_styles(flags, rates):
+    """megatron/core/optimizer_param_scheduler.py, get_lr."""
+    params = schedule(**flags)
+    for iteration, rate in rates.items():
+        assert params.learning_rate(16 * iteration) == pytest.approx(rate, rel=1e-12), iteration
+    assert ParamSchedule.from_state(params.state()) == params
+
+
+def test_the_same_numbers_in_tokens():
+    """As forks with --train-tokens, --lr-decay-tokens and --lr-warmup-tokens: consumed tokens instead of steps."""
+    s = small_run().model.seq_length
+    by_tokens = schedule(train_iters=None, train_tokens=1600.0 * s, lr_decay_tokens=1200.0 * s, lr_warmup_tokens=100.5 * s)
+    assert (by_tokens.total_samples, by_tokens.decay_samples, by_tokens.warmup_samples) == (1600, 1200, 100.5)
+    assert by_tokens.learning_rate(50) == pytest.approx(50 / 100.5, rel=1e-15)
+    assert by_tokens.learning_rate(700) == pytest.approx(0.1 + 0.9 * (1 - (700 - 100.5) / (1200 - 100.5)), rel=1e-15)
+    run = parse(["--recipe", "124m", "--train-tokens", "3e11", "--train-samples", "200000000", "--lr-decay-tokens", "26e10",
+                 "--lr-warmup-tokens", "3e9"]).run
+    assert (run.training.train_iters, run.training.train_samples, run.optimizer.lr_warmup_fraction) == (None, 200000000, None)
+    params = ParamSchedule.from_run(run, 1024)
+    assert (params.warmup_samples, params.decay_samples, params.total_samples) == (3e9 / 1024, 26e10 / 1024, 200000000)
+
+
+@pytest.mark.parametrize(("style", "half"), [("linear", 0.15), ("cosine", 0.1 + 0.2 * 0.5 * (math.cos(math.pi * 0.75) + 1.0))])
+def test_weight_decay_is_start_plus_a_share_of_the_way(style, half):
+    """megatron/core/optimizer_param_scheduler.py, get_wd."""
+    params = schedule(start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style=style)
+    assert params.weight_decay(400) == pytest.approx(half, rel=1e-15)
+    assert params.weight_decay(1600) == pytest.approx(0.3, rel=1e-15) and params.weight_decay(1601) == 0.3
+
+
+# Runs -------------------------------------------------------------------------------------------------------------------------
+
+FP16 = {"fp16": True, "initial_loss_scale": 2.0**40, "hysteresis": 1, "lr_warmup_iters": 8, "train_iters": 40, "num_layers": 1}
+
+
+def steps(trainer, count):
+    results = [trainer.train_step() for _ in range(count)]
+    trainer.close()
+    return results
+
+
+def test_skipped_steps_do_not_advance_the_schedule(tmp_path):
+    """megatron/training/training.py, train_step: the scheduler steps only where the update succeeded."""
+    torch.set_num_threads(1)
+    run = small_run(**FP16, save=str(tmp_path), load=str(tmp_path))
+    trainer = make_trainer(SoloComm(), run)
+    results, updates = steps(trainer, 26), 0
+    assert 3 < sum(result.skipped for result in results) < 24
+    for result in results:
+        assert result.learning_rate == trainer.param_schedule.learning_rate(16 * updates)
+        updates += not result.skipped
+    progress = trainer.progress
+    assert (progress.consumed_samples, progress.scheduled_samples) == (16 * 26, 16 * updates)
+    trainer.save(str(tmp_path))
+    again = make_trainer(SoloComm(), run)
+    assert len(resume_training(again, find_checkpoint(run, SoloComm()))) == 1
+    assert again.progress == progress and steps(again, 1)[0].learning_rate == trainer.param_schedule.learning_rate(16 * updates)
+
+
+def test_a_checkpoint_from_before_goes_on_where_its_schedule_stood(tmp_path):
+    torch.set_num_threads(1)
+    run = small_run(num_layers=1, train_iters=20, save=str(tmp_path), load=str(tmp_path))
+    trainer = make_trainer(SoloComm(), run)
+    steps(trainer, 2)
+    trainer.save(str(tmp_path))
+    resume = find_checkpoint(run, SoloComm())
+    del resume.state["progress"]["unscheduled"]
+    for name in ("lr_warmup_init", "lr_wsd_decay_style", "no_load_optim"):
+        del resume.state["param_schedule"]["config"][name], resume.config["optimizer"][name]
+    del resume.state["param_schedule"]["wsd_samples"]
+    again = make_trainer(SoloComm(), run)
+    assert len(resume_training(again, resume)) == 1 and again.progress.scheduled_samples == 32
+
+
+@pytest.mark.parametrize("given", ["no_load_optim", "no_load_lr_state"])
+def test_what_is_not_loaded_begins_anew(tmp_path, given):
+    """megatron/training/checkpointing.py, load_checkpoint: without the optimizer the scheduler is not loaded either."""
+    torch.set_num_threads(1)
+    run = small_run(num_layers=1, train_iters=20, lr_warmup_iters=4, save=str(tmp_path), load=str(tmp_path))
+    trainer = make_trainer(SoloComm(), run)
+    steps(trainer, 3)
+    trainer.save(str(tmp_path))
+    anew = replace(run, optimizer=replace(run.optimizer, **{given: True}))
+    again = make_trainer(SoloComm(), anew)
+    lines = resume_training(again, find_checkpoint(anew, SoloComm()))
+    assert f"note: --{given.replace('_', '-')}: " in lines[-1] and lines[-1].endswith("begins anew, at 0.000e+00")
+    kept = given == "no_load_lr_state"
+    assert (again.progress.iteration, again.progress.consumed_samples, again.optimizer.steps) == (3, 48, 3 * kept)
+    assert any(bool(part.exp_avg.any()) for part in again.optimizer.parts) == kept
+    assert all(torch.equal(a.master, b.master) for a, b in zip(trainer.optimizer.parts, again.optimizer.parts))
+    assert [result.learning_rate for result in steps(again, 2)] == [0.0, run.optimizer.lr / 4]
+
+
+def test_the_names_of_forks():
+    words = ["--recipe", "demo", "--mock-data", "--load", "x"]
+    assert parse([*words, "--override-lr-scheduler"]).run.optimizer.override_opt_param_scheduler
+    assert parse([*words, "--use-checkpoint-lr-scheduler"]).run.optimizer.use_checkpoint_opt_param_scheduler
+    run = parse([*words, "--no-load-lr-state", "--no-load-optim", "--no-load-rng"]).run.optimizer
+    assert run.no_load_lr_state and run.no_load_optim
+    assert parse([*words[:3], "--no-load-optim"]).notes == ("--no-load-optim has no effect without --load",)

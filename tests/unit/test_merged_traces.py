@@ -1,0 +1,73 @@
+"""Traces of several ranks in one file, and the schedule in it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fugaku_megatron.logs import traces
+from fugaku_megatron.pipeline import schedule
+from fugaku_megatron.pipeline.parts import NAMES, SENDS, Placement
+from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span
+from fugaku_megatron.pipeline.timeline import spans as planned
+
+ONE = Placement(1)
+
+
+def trace(path, *names):
+    path.write_text(json.dumps({"traceEvents": [{"ph": "X", "name": name} for name in names]}))
+    return path
+
+
+def test_events_of_all_traces_are_in_one_file(tmp_path):
+    paths = [trace(tmp_path / "0.json", "a", "b"), tmp_path / "1.json", trace(tmp_path / "2.json", "c")]
+    assert traces.merge(paths, tmp_path / "all.json", ONE, [0]) == [tmp_path / "1.json"]
+    assert [event["name"] for event in traces.read(tmp_path / "all.json")["traceEvents"]] == ["a", "b", "c"]
+
+
+def test_no_trace_at_all_is_an_empty_one(tmp_path):
+    traces.merge([], tmp_path / "all.json", ONE, [0])
+    assert traces.spans(traces.read(tmp_path / "all.json")) == [] == traces.memory(traces.read(tmp_path / "all.json"))
+    with pytest.raises(ValueError, match="holds no instructions of a schedule"):
+        traces.draw(str(tmp_path / "all.json"), str(tmp_path / "no.png"))
+
+
+def recorded(lists, expected):
+    """A trace of stages on ranks 0, 2, 4 ... that did what `expected` says, after an iteration that was slower."""
+    placement, events = lists.placement, []
+
+    def event(span, shift):
+        events.append({"ph": "X", "pid": 2 * span.stage, "name": span.op, "ts": 1e6 * (shift + span.start),
+                       "dur": 1e6 * (span.end - span.start), "args": {"microbatch": span.microbatch, "chunk": span.chunk}})
+
+    for shift in (0.0, 1000.0):
+        for stage in range(placement.stages):
+            clock, spans = 0.0, {(s.op, s.microbatch, s.chunk): s for s in expected if s.stage == stage}
+            for i in lists.instructions(stage):
+                span = spans.get((i.op, i.microbatch, i.chunk), Span(stage, i.op, i.microbatch, i.chunk, clock, clock))
+                waited = span if i.op in (*COMPUTATIONS, *SENDS) else replace(span, start=clock)  # a receive waits for its sender
+                event(waited, shift)
+                clock = span.end
+    pipeline = [2 * stage for stage in range(placement.stages)]
+    about = {"stages": placement.stages, "chunks": placement.chunks, "kind": placement.kind}
+    return {"traceEvents": [{"ph": "M", "name": "process_name", "args": {}}, *events],
+            "otherData": {"placement": about, "pipeline": pipeline}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_that_was_run_as_planned_looks_as_planned(name):
+    lists = schedule.build(name, 3, {"interleaved": 2, "zbv": 2}.get(name, 1), 4)
+    expected = planned(lists, Costs.alike(lists, 1.0, 0.25))
+    found = traces.spans(recorded(lists, expected))
+    assert {round_to_ms(span) for span in found} == {round_to_ms(span) for span in expected}
+
+
+def round_to_ms(span):
+    return replace(span, start=round(span.start, 3), end=round(span.end, 3))
+
+
+def test_memory_is_known_where_every_stage_tells():
+    events = [{"ph": "M", "pid": rank, "name": "process_labels", "args": {"peak_mib": 10.0 + rank}} for rank in (0, 2)]
+    other = {"placement": {"stages": 2}, "pipeline": [0, 2]}
+    assert traces.memory({"traceEvents": events, "otherData": other}) == [10.0, 12.0]
+    assert traces.memory({"traceEvents": events[:1], "otherData": other}) == []

@@ -1,0 +1,87 @@
+"""Calibration: curve fit and the machine's file; the command over real MPI is in tests/system/mpi/test_calibrate.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fugaku_megatron import cli
+from fugaku_megatron.calibration import calibrate
+from fugaku_megatron.calibration.calibrate import Compute, Messages
+from fugaku_megatron.perf import machine, software
+
+
+def test_the_curve_that_made_the_points_is_found():
+    points = [(n, 100 * 0.9 / (1 + 60 / n)) for n in calibrate.SIZES]
+    maximum, half = calibrate.fit_curve(points, 100.0)
+    assert maximum == pytest.approx(0.9, rel=0.02) and half == pytest.approx(60, rel=0.05)
+
+
+def test_one_disturbed_size_does_not_bend_the_curve():
+    points = [(n, 95.0 / (1 + 80 / n)) for n in (128, 256, 1024, 2048)]
+    assert calibrate.fit_curve([*points, (512, 40.0)], 100.0) == pytest.approx((0.95, 80), rel=0.03)
+
+
+def described(tmp_path, between: Messages | None) -> machine.Machine:
+    rank = Compute(threads=2, clock_ghz=3.0, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)),
+                   attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)), dropout_flops=90.0, elementwise_gbs=15.0,
+                   call_us=7.0, iteration_s=0.01, process_mib=250.0)
+    team = ((256, 120.0), (1024, 160.0))
+    data = calibrate.describe("a test", [rank, rank], team, Messages(alpha_us=1.0, gbs=10.0), between, 5.0, 64.0)
+    (tmp_path / "host.json").write_text(calibrate.json.dumps(data))
+    return machine.load(str(tmp_path / "host.json"))
+
+
+def test_a_nodes_rates_are_the_sums_over_its_ranks(tmp_path):
+    host = described(tmp_path, None)
+    assert (host.peak_tflops["fp32"], host.stream_gbs, host.threads, host.ranks_per_node) == (0.2, 40.0, 4, 2)
+    assert host.sources["link_gbs"].startswith("not measured") and host.link_gbs == 10.0
+
+
+def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path):
+    host = described(tmp_path, None)
+    assert [curve.threads for curve in host.gemm_curves] == [2, 4]
+    assert host.gemm_curve(4).maximum / (1 + host.gemm_curve(4).half / 1024) == pytest.approx(0.8, rel=1e-2)  # 160 of 200
+    code = software.load("fugaku_megatron")
+    parameters = code.parameters(host)
+    assert (parameters.call_us, parameters.iteration_s, parameters.elementwise_fraction) == (7.0, 0.01, 0.75)
+    assert parameters.attention_forward / (1 + parameters.attention_forward_half / 2048) == pytest.approx(0.64, rel=1e-2)
+    assert parameters.dropout_flops == 90.0
+    before = replace(host, native={k: v for k, v in host.native.items() if k != "dropout_flops"})
+    assert code.parameters(before).dropout_flops == 0.0  # those of before had it in their shares of attention
+    assert parameters.intra_reduce_gbs == 5.0  # two ranks: the vector once over a link
+    assert code.memory(host).base_mib == 250.0 and code.known_on(host)
+    other = software.load("torch1.10")
+    assert other.parameters(host) == other.fitted.values and other.memory(host) == other.fitted.memory
+    assert "intra_reduce_gbs" not in described(tmp_path, Messages(alpha_us=2.0, gbs=3.0)).native
+
+
+def test_messages_between_nodes_are_kept_apart(tmp_path):
+    host = described(tmp_path, Messages(alpha_us=2.0, gbs=3.0))
+    assert (host.link_gbs, host.intra_gbs) == (3.0, 10.0) and host.sources["link_gbs"].startswith("measured")
+
+
+@pytest.mark.system
+def test_one_rank_is_refused(tmp_path):
+    command = [sys.executable, "-m", "fugaku_megatron", "calibrate", "--output", str(tmp_path / "host.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "mpiexec -n 2" in done.stderr and not (tmp_path / "host.json").exists()
+
+
+@pytest.mark.parametrize("output, message", [("host.txt", "ends in .json"), ("nowhere/host.json", "is not a directory")])
+def test_bad_outputs_are_refused_before_anything_is_measured(output, message, capsys):
+    assert cli.main(["calibrate", "--output", output]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_clock_that_other_processes_disturbed_is_said():
+    def rank(ghz):
+        return Compute(threads=2, clock_ghz=ghz, fma_gflops=100.0, triad_gbs=20.0, gemm=(), attention=(), dropout_flops=0.0,
+                       elementwise_gbs=15.0, call_us=7.0, iteration_s=0.01, process_mib=250.0)
+
+    assert calibrate.disturbances([rank(3.0), rank(2.9)], 3.1) == [] == calibrate.disturbances([rank(3.0)], 0.0)
+    assert "measured at 1.08 GHz, the system says 3.00 GHz: other" in calibrate.disturbances([rank(1.08), rank(1.1)], 3.0)[0]
+    assert "measured at 1.08 to 3.00 GHz: other processes" in calibrate.disturbances([rank(3.0), rank(1.08)], 0.0)[0]

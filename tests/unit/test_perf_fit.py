@@ -1,0 +1,81 @@
+"""The fit: errors in sample and on parts left out stay within what is promised; the committed values are what it finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fugaku_megatron import cli
+from fugaku_megatron.perf.parameters import MEMORY_PRIORS, PRIORS, fitted
+from fugaku_megatron.reproduction import fit
+
+
+def start(group: str) -> dict[str, float]:
+    return {name: getattr(fitted(group).values, name) for name in fitted(group).names}
+
+
+def errors(group: str) -> dict[str, fit.Error]:
+    rows = fit.time_rows(group)
+    predicted = fit.seconds(fit.cases(rows), start(group))
+    return {name: fit.Error.from_predictions(name, [p for p, r in zip(predicted, rows) if part(r)],
+                                             [r.seconds for r in rows if part(r)])
+            for name, part in fit.SHOWN[group]}
+
+
+def test_the_rows_that_are_fitted():
+    rows = fit.time_rows("a64fx")
+    assert [sum(r.document == d for r in rows) for d in ("000", "001", "002", "005")] == [19, 15, 14, 10]
+    assert 537.9 in [r.seconds for r in rows] and 17212.8 not in [r.seconds for r in rows]
+
+
+def test_errors_on_a64fx():
+    assert {name: error.mean for name, error in errors("a64fx").items() if error.mean > 0.06} == {}
+
+
+def test_errors_and_ranks_on_a100():
+    assert errors("a100")["topology, micro-batch, TP (02-20 to 02-25)"].mean <= 0.10
+    rows = [r for r in fit.time_rows("a100") if fit.SHOWN["a100"][0][1](r)]
+    assert fit.spearman(fit.seconds(fit.cases(rows), start("a100")), [r.seconds for r in rows]) >= 0.85
+
+
+QUICK = ("64-512 nodes from 1 (000)", "document 002", "124M, 4 ranks a node (005.2, 005.3)")
+
+
+@pytest.mark.parametrize("name, part", [
+    pytest.param(name, part, id=name, marks=() if name in QUICK else pytest.mark.full) for name, part in fit.PARTS["a64fx"]])
+def test_parts_left_out_of_the_fit_are_predicted(name, part):
+    left = fit.leave_out("a64fx", name, part, start("a64fx"))
+    assert left.mean <= 0.12 and left.inside >= 0.75
+
+
+@pytest.mark.parametrize("group", PRIORS)
+def test_memory_and_every_fate(group):
+    values = {p.name: getattr(fitted(group).memory, p.name) for p in MEMORY_PRIORS[group]}
+    rows = [r for r in fit.load() if r.machine == group and r.fit_memory]
+    assert fit.Error.from_predictions("", fit.mib(fit.cases(rows), values), [r.memory_mib for r in rows]).mean <= 0.12
+    wrong, judged = fit.wrong_ooms(group, values)
+    assert judged > 40 and wrong == []
+
+
+def test_values_lie_in_their_bounds_with_unit_and_meaning():
+    for group, priors in PRIORS.items():
+        for p in priors:
+            assert p.bounds[0] <= getattr(fitted(group).values, p.name) <= p.bounds[1]
+            assert p.unit and p.meaning and p.source
+
+
+def test_spearman_with_ties():
+    assert fit.spearman([1, 2, 2, 3], [10, 20, 20, 30]) == pytest.approx(1.0)
+    assert fit.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+
+
+def test_the_command_writes_what_it_prints_and_finds_the_committed_values(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fit, "PRIORS", {"a64fx": PRIORS["a64fx"]})
+    monkeypatch.setattr(fit, "PARTS", {"a64fx": fit.PARTS["a64fx"][:1]})
+    assert cli.main(["fit", "--output", str(tmp_path / "fitted.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "59 of 59 rows right" in printed and "TP 6 from TP 4" in printed
+    data = fit.json.loads((tmp_path / "fitted.json").read_text())["a64fx"]
+    assert np.shape(data["covariance"]) == (len(PRIORS["a64fx"]),) * 2
+    found = {name: parameter["value"] for name, parameter in data["parameters"].items()}
+    assert found == {name: pytest.approx(value, rel=0.02) for name, value in start("a64fx").items()}

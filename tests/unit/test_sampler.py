@@ -1,0 +1,109 @@
+"""fugaku_megatron.data.sampler: indices and the prefetching thread."""
+
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from fugaku_megatron.config.batches import RampUp
+from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.data.sampler import Prefetcher, fetch, first_sample, micro_batches
+
+DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)
+
+
+def test_every_layout_covers_a_global_batch_once_and_in_order():
+    for dp_size, micro_batch_size in [(1, 1), (1, 24), (4, 2), (3, 8), (24, 1)]:
+        count = 24 // (micro_batch_size * dp_size)
+        samples = [
+            first_sample(48, m, micro_batch_size, rank, dp_size) + i
+            for m in range(count)
+            for rank in range(dp_size)
+            for i in range(micro_batch_size)
+        ]
+        assert samples == list(range(48, 72))
+
+
+def test_fetch_layout():
+    tokens, labels = fetch(DATASET, range(10, 14))
+    assert tokens.shape == labels.shape == (6, 4) and tokens.dtype == labels.dtype == torch.int64
+    assert tokens.is_contiguous() and labels.is_contiguous()
+    for b in range(4):
+        assert torch.equal(tokens[:, b], DATASET[10 + b][:-1]) and torch.equal(labels[:, b], DATASET[10 + b][1:])
+
+
+def test_micro_batches_follow_the_ramp_and_stop_before_a_part_batch():
+    ramp = RampUp(4, 4, 24, 12)  # steps of 4 samples until 12, of 8 until 24 or beyond, then of 12
+    sizes, consumed = [], 0
+    while consumed + ramp(consumed) <= 96:
+        sizes.append(ramp(consumed))
+        consumed += sizes[-1]
+    assert sizes == [4, 4, 4, 8, 8] + [12] * 5
+    parts = [list(micro_batches(DATASET, 0, ramp, 2, rank, 2)) for rank in range(2)]
+    assert [len(part) for part in parts] == [consumed // 4] * 2
+    columns = [tokens[:, b] for pair in zip(*parts) for tokens, _ in pair for b in range(2)]
+    assert all(torch.equal(column, DATASET[i][:-1]) for i, column in enumerate(columns))
+
+
+def test_resuming_with_another_layout_sees_the_same_samples():
+    one = torch.cat([tokens for tokens, _ in micro_batches(DATASET, 0, lambda _: 8, 8, 0, 1)], dim=1)
+    rest = [micro_batches(DATASET, 24, lambda _: 8, 2, rank, 4) for rank in range(4)]
+    four = torch.cat([tokens for step in zip(*rest) for tokens, _ in step], dim=1)
+    assert torch.equal(one[:, 24:], four)
+
+
+def test_prefetcher_keeps_order_and_ends():
+    with Prefetcher(iter(range(100)), depth=3) as items:
+        assert list(items) == list(range(100))
+        assert list(items) == []
+    assert not items._thread.is_alive()
+
+
+def test_prefetcher_runs_ahead_but_no_further_than_depth():
+    produced = []
+    with Prefetcher((produced.append(i) or i for i in range(100)), depth=3) as items:
+        assert next(items) == 0
+        deadline = time.monotonic() + 5
+        while len(produced) < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert produced == [0, 1, 2, 3]
+
+
+def test_loading_in_the_background_starts_no_second_openmp_team():
+    large = MockDataset(vocab_size=1000, seq_length=4096, num_samples=128, seed=3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        torch.ones(2**22).add_(1)  # the main thread's own team
+        before = psutil.Process().num_threads()
+        with Prefetcher(micro_batches(large, 0, lambda _: 64, 64, 0, 1), depth=2) as items:
+            assert next(items)[0].shape == next(items)[1].shape == (4096, 64)
+            assert psutil.Process().num_threads() <= before + 1  # libgomp may end idle threads of a former, larger team
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_prefetcher_raises_the_source_error_in_turn():
+    def source():
+        yield 1
+        raise ValueError("token id 9 is outside the vocabulary")
+
+    with Prefetcher(source()) as items:
+        assert next(items) == 1
+        for _ in range(2):
+            with pytest.raises(ValueError, match="token id 9"):
+                next(items)
+
+
+def test_prefetcher_closes_while_full_and_leaves_no_thread():
+    before = threading.active_count()
+    items = Prefetcher(iter(range(1000)), depth=1)
+    next(items)
+    items.close()
+    items.close()
+    assert threading.active_count() == before
+    with pytest.raises(ValueError, match="closed"):
+        next(items)

@@ -1,0 +1,82 @@
+"""The peak of a stage's activations under every schedule: what the list predicts against what torch really allocates.
+
+One stage runs alone: what other stages would send is whatever lies in memory, which changes no size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.layout import Layout, placement
+from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.costs import memory, run_schedule
+from tests.helpers import make_trainer, small_run
+
+STAGES, MICROBATCHES = 4, 8
+MODEL = {"num_layers": 16, "hidden_size": 64, "seq_length": 128, "max_position_embeddings": 128, "micro_batch_size": 2,
+         "global_batch_size": 2 * MICROBATCHES, "pipeline_model_parallel_size": STAGES, "pipeline_split": "even",
+         "hidden_dropout": 0.1, "attention_dropout": 0.1}
+SCHEDULES = {"1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank": 2}, "zb-h1": {"pipeline_schedule": "zb-h1"},
+             "zbv": {"pipeline_schedule": "zbv"}}
+
+
+def allocations(events: list) -> Iterator:
+    for event in events:
+        if event.typed[0] == _EventType.Allocation:
+            yield event
+        yield from allocations(event.children)
+
+
+def allocated_peak(world: SoloComm, run: RunConfig) -> int:
+    """Bytes that an iteration's forwards and backwards have allocated at most, beyond what was there before."""
+    torch.set_num_threads(1)
+    trainer = make_trainer(world, run)
+    trainer.train_step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        trainer.train_step()
+    trainer.close()
+    sizes: dict[int, int] = {}  # by address: what was there before the record may be freed in it, and counts for nothing
+    held = peak = 0
+    events = allocations(recorded.profiler.kineto_results.experimental_event_tree())
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        address, change = event.typed[1].ptr, event.typed[1].alloc_size
+        if change > 0:
+            sizes[address] = change
+        held += change if change > 0 else -sizes.pop(address, 0)
+        peak = max(peak, held)
+    return peak
+
+
+def test_peak_of_stages_that_hold_more():
+    test_peak("zbv", 0, None, 6)
+
+
+@pytest.mark.parametrize(("stage", "recompute"), [*((n, kind) for n in range(STAGES) for kind in (None, "full")), (0, "some")])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_peak(name, stage, recompute, pending=None):
+    changes = {**SCHEDULES[name], "recompute_granularity": recompute and "full", "zero_bubble_max_pending_backward": pending}
+    if recompute == "some":
+        changes["recompute_part_layers"] = (1, 3, 2, 0, 2, 0, 1, 1)[:placement(small_run(**MODEL, **changes)).parts]
+    run = small_run(**MODEL, **changes)
+    held = run_schedule.of_run(run, MICROBATCHES).held(stage)
+    predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, held)
+    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers", [2, 6])
+def test_gradients_of_one_micro_batch_lie_where_activations_were(layers, tied):
+    sizes = {"num_layers": layers, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "max_position_embeddings": 256}
+    changes = {**MODEL, **sizes, "pipeline_model_parallel_size": 1, "micro_batch_size": 1, "global_batch_size": 1,
+               "untie_embeddings_and_output_weights": not tied, "swiglu": not tied, "disable_bias_linear": not tied}
+    run = small_run(**changes)
+    predicted = memory.stage_memory(run, Layout.from_run(run, 1), 0, run_schedule.of_run(run, 1).held(0))
+    assert predicted.reused > predicted.activations / 4
+    both = predicted.gradients + predicted.activations + predicted.logits - predicted.reused
+    assert 0.8 * both < allocated_peak(SoloComm(), run) < 1.05 * both, "tensors of head and layers that are never there at once"

@@ -1,0 +1,125 @@
+"""Files of tensors: what is written is safetensors, its checksums are the file's, and a range is read with its blocks only."""
+
+import json
+import random
+import zlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fugaku_megatron.checkpoint.crc import BLOCK_BYTES, BlockChecksums, combine, crc32
+from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
+from tests.file_damage import DAMAGES, damaged
+
+TENSORS = {"b": torch.arange(300_000.0), "a": torch.ones(3, 5, dtype=torch.bfloat16), "empty": torch.zeros(0, 4),
+           "scalar": torch.tensor(7.0), "mask": torch.ones(3, dtype=torch.bool), "c": torch.randn(64, 4096)}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "rank_00000.safetensors"
+    return path, write_tensors(path, TENSORS)
+
+
+def test_the_safetensors_library_reads_what_was_written(saved):
+    stored = load_file(saved[0])
+    assert stored.keys() == TENSORS.keys() and all(torch.equal(stored[name], TENSORS[name]) for name in TENSORS)
+    assert all(stored[name].dtype == TENSORS[name].dtype and stored[name].shape == TENSORS[name].shape for name in TENSORS)
+
+
+def test_checksums_computed_while_writing_are_those_of_the_file(saved):
+    path, entry = saved
+    content = path.read_bytes()
+    blocks = [content[i : i + BLOCK_BYTES] for i in range(0, len(content), BLOCK_BYTES)]
+    assert len(blocks) == 3 and entry["size"] == len(content) and entry["crc32"] == crc32(path) == f"{zlib.crc32(content):08x}"
+    assert entry["blocks"] == "".join(f"{zlib.crc32(block):08x}" for block in blocks)
+
+
+def test_checksums_do_not_depend_on_how_the_bytes_come():
+    content, rng = random.Random(0).randbytes(2 * BLOCK_BYTES + 5), random.Random(1)
+    for size in (BLOCK_BYTES, 2 * BLOCK_BYTES, len(content), 0):
+        whole, parts, done = BlockChecksums(), BlockChecksums(), 0
+        whole.add(memoryview(content[:size]))
+        while done < size:
+            step = rng.randint(1, 300_000)
+            parts.add(memoryview(content[done : min(done + step, size)]))
+            done += step
+        assert whole.record() == parts.record() and whole.record()["crc32"] == f"{zlib.crc32(content[:size]):08x}"
+
+
+@pytest.mark.parametrize("length", [0, 1, 8, 1000])
+def test_combined_checksums(length):
+    first, second = random.Random(0).randbytes(100), random.Random(1).randbytes(length)
+    assert combine(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)
+
+
+def test_ranges_are_read_with_their_blocks_and_each_block_once_in_order(saved):
+    path, entry = saved
+    content = path.read_bytes()
+    with BlockFile(path, entry) as file:
+        assert file.read(10, 20) == content[10:20] and file.read_bytes == BLOCK_BYTES
+        assert file.read(20, BLOCK_BYTES + 1) == content[20 : BLOCK_BYTES + 1] and file.read_bytes == 2 * BLOCK_BYTES
+        assert file.read(len(content) - 3, len(content)) == content[-3:] and file.read_bytes == len(content)
+    rng = random.Random(0)
+    with BlockFile(path, entry) as file:
+        for _ in range(50):
+            start = rng.randrange(len(content))
+            end = rng.randint(start, len(content))
+            assert file.read(start, end) == content[start:end]
+
+
+def test_a_flipped_bit_is_found_by_whoever_reads_its_block(saved):
+    path, entry = saved
+    content = bytearray(path.read_bytes())
+    content[BLOCK_BYTES + 7] ^= 4
+    path.write_bytes(content)
+    with BlockFile(path, entry) as file:
+        file.read(0, BLOCK_BYTES)
+        file.read(2 * BLOCK_BYTES, len(content))
+        with pytest.raises(ValueError, match=rf"rank_00000.safetensors has CRC-32 .* bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES}"):
+            file.read(0, len(content))
+
+
+def test_files_whose_blocks_have_no_checksums_are_verified_as_a_whole(saved):
+    path, entry = saved
+    old = {name: entry[name] for name in ("size", "crc32")}
+    with BlockFile(path, old) as file:
+        assert file.read(5, 9) == path.read_bytes()[5:9]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="has CRC-32 .*manifest says"), BlockFile(path, old):
+        pass
+
+
+def test_the_header_leads_to_the_values(saved):
+    path, entry = saved
+    with BlockFile(path, entry) as file:
+        stored = read_header(file)
+        assert stored.keys() == TENSORS.keys()
+        for name, tensor in TENSORS.items():
+            place = stored[name]
+            data = file.read(place.start, place.start + place.numel * place.dtype.itemsize)
+            assert data == tensor.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_damaged_headers_are_refused_in_one_line(tmp_path):
+    """Also where nothing protects them: the entry is made after the damage."""
+    path, rng, refused = tmp_path / "x.safetensors", random.Random(0), 0
+    write_tensors(path, {"w": torch.ones(4), "v": torch.zeros(2, 2)})
+    content = path.read_bytes()
+    headers = [damaged(content[:-32], rng.choice(DAMAGES), rng.randrange(len(content) - 32), rng.randrange(len(content) - 32),
+                       rng.randbytes(rng.randrange(1, 20))) for _ in range(300)]
+    nested = b"[" * 50_000
+    for header in [*headers, b"", b"abc", (2**63).to_bytes(8, "little"), len(nested).to_bytes(8, "little") + nested,
+                   (2).to_bytes(8, "little") + json.dumps([]).encode()]:
+        path.write_bytes(header + content[-32:] * bool(header))
+        try:
+            with BlockFile(path, {"size": path.stat().st_size, "crc32": crc32(path)}) as file:
+                read_header(file)
+        except ValueError as error:
+            refused += 1
+            assert "x.safetensors is not a valid safetensors file" in str(error)
+            assert "\n" not in str(error) and len(str(error)) < 500
+    assert refused > 200
