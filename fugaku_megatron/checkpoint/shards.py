@@ -7,7 +7,7 @@ Left out: who gets which records (load.py), the arithmetic of pieces (boxes.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ def range_boxes(shape: Place, start: int, end: int) -> Iterator[tuple[Place, Pla
 
 Record = dict[str, Any]  # of a shard, in a manifest
 READ_BYTES = 4 << 20  # of a tensor at once
+WEIGHT = "weight/"  # beginning of the key of a weight
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,24 @@ class Shard:
 def record_piece(record: Record) -> Piece:
     """The piece that a record of the manifest describes."""
     return Piece(tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"])
+
+
+def fill_shards(shards: Sequence[Shard], names: Collection[str], read: Callable[[str], Tensor]) -> None:
+    """Fill shards of weights from whole tensors of other programs, each read once. What lies beyond a whole tensor stays.
+
+    names: global names of the tensors that there are. read: the whole tensor of a name, any shape.
+    """
+    by_name: dict[str, list[Shard]] = {}
+    for shard in shards:
+        keys = (key.removeprefix(WEIGHT) for key in (shard.key, shard.alias) if key is not None)
+        by_name.setdefault(next(name for name in keys if name in names), []).append(shard)
+    for name, same in by_name.items():
+        whole = read(name)
+        there = Box((0,) * whole.dim(), tuple(whole.shape))
+        for shard in same:
+            for box in filter(None, map(there.meet, shard.piece.boxes())):
+                part = whole[tuple(slice(first, first + length) for first, length in zip(box.begin, box.extent))]
+                shard.piece.view(shard.tensor, box).copy_(part)
 
 
 def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:

@@ -109,9 +109,25 @@ def _thread_failed(failed: threading.ExceptHookArgs, comm: Comm | None) -> None:
         os._exit(end.code)
 
 
-def _end(error: BaseException, comm: Comm | None) -> NoReturn:
+def end_job_with_exceptions(world: Comm) -> None:
+    """From now on an exception that nobody catches, on the main thread or another, prints its traceback and ends all ranks.
+
+    For a program that is not called by `run_or_abort`. It sets sys.excepthook and threading.excepthook, which SystemExit does not
+    reach: a rank that leaves by sys.exit ends alone, and the others wait for it.
+    """
+    def end(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
+        _end(error or kind(), world, traced=True)
+
+    sys.excepthook = end
+    threading.excepthook = lambda failed: end(failed.exc_type, failed.exc_value, failed.exc_traceback)
+
+
+def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoReturn:
+    """Report the error, with its traceback in any case if `traced`, and end the job."""
     rank = comm.rank if comm else launcher.rank()
     code, text = _report(error)
+    if traced:
+        text = _traceback(error)
     if rank:
         time.sleep(launcher.GRACE_EVERYWHERE if comm and getattr(error, "everywhere", False) else GRACE)
     if text and (comm or not rank):  # without MPI all processes fail alike, and none can end the others
@@ -138,4 +154,8 @@ def _report(error: BaseException) -> tuple[int, str]:
         return ExitCode.USER_ERROR, line
     if line := launcher.memory_error(error):
         return ExitCode.FAILED, line
-    return ExitCode.FAILED, "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+    return ExitCode.FAILED, _traceback(error)
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()

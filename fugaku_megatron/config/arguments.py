@@ -7,12 +7,14 @@ are refused with the nearest known one. Left out: what the flags mean (see `conf
 from __future__ import annotations
 
 import argparse
+import numbers
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from ..pipeline.parts import AUTO
-from .checks import Refused, check, flag, flag_words
+from .checks import Refused, check, check_kind, flag, flag_words
 from .command_line import Parser, nearest
 from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
 from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, ModelConfig
@@ -233,10 +235,73 @@ def interpret(values: Mapping[str, Any]) -> Arguments:
     check(flags.world_size is None or flags.dry_run,
           f"--world-size {flags.world_size} goes with --dry-run; a real run takes it from mpiexec -n")
     check(flags.world_size is None or flags.world_size > 0, f"--world-size is {flags.world_size}: give a number above 0")
-    run = make_run(flags.recipe, flags.fields)
+    run, notes = checked_run(flags.recipe, flags.fields)
+    return Arguments(run=run, recipe=flags.recipe, dry_run=flags.dry_run, world_size=flags.world_size, notes=flags.notes + notes)
+
+
+def checked_run(recipe: str | None, values: dict[str, Any]) -> tuple[RunConfig, tuple[str, ...]]:
+    """The run of `make_run`, and a note for each of the given values that has no effect in it.
+
+    Raises ValueError as `make_run` does, and for heads that the run's kernels do not take.
+    """
+    run = make_run(recipe, values)
     check(run.model.kernels_take_heads or run.system.kernels == "torch", f"--kv-channels is {run.model.kv_channels}, by default "
           f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: give one, or --kernels torch")
-    without_effect = tuple(f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
-                           for name in names if name in flags.fields)
-    return Arguments(run=run, recipe=flags.recipe, dry_run=flags.dry_run, world_size=flags.world_size,
-                     notes=flags.notes + without_effect)
+    return run, tuple(f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
+                      for name in names if name in values)
+
+
+# Keywords of Python -------------------------------------------------------------------------------------------------------------
+
+
+def _keyword(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _keywords() -> dict[str, tuple[Field, Any]]:
+    """Every name of a flag as a keyword -> its field, and for a switch the value that it sets."""
+    found: dict[str, tuple[Field, Any]] = {}
+    for field in (field for config in GROUPS.values() for field in fields(config)):
+        found |= {_keyword(name): (field, value) for name, value in field.metadata.get("switches", {}).items()}
+        found |= {_keyword(name): (field, None) for name in (flag(field.name), *field.metadata.get("aliases", ()))}
+    return found
+
+
+def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `config`'s fields, by name, from keywords that have the names of a run's flags.
+
+    Raises ValueError, one line, for a keyword that is unknown and for a value of another type than the flag's.
+    """
+    known, values = _keywords(), {}
+    for name, given in keywords.items():
+        check(name in known, f"unknown keyword {name}" + nearest(name, known, ": fugaku-megatron train --help lists the flags"))
+        field, switched = known[name]
+        if switched is None:
+            values[field.name] = _typed(field, name, given)
+            continue
+        check(isinstance(given, bool), f"{name} ({flag(name)}) is {given!r:.60}: expected bool")
+        if given:
+            values[field.name] = switched
+    return values
+
+
+def _typed(field: Field, name: str, given: Any) -> Any:
+    """A given value as the field has it: a path as str, a list as tuple, numpy's numbers as Python's."""
+    several, plain = str(field.type).startswith("tuple"), _plain(given)
+    if several and isinstance(plain, str) and field.metadata.get("nargs") == "+":
+        plain = (plain,)
+    try:
+        check_kind(field, plain)
+    except ValueError:
+        raise ValueError(f"{name} ({flag(name)}) is {given!r:.60}: expected {field.type}") from None
+    return float(plain) if isinstance(plain, int) and not isinstance(plain, bool) and "float" in str(field.type) else plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value

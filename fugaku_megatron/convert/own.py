@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checkpoint.manifest import CARRIED, FOLDER_FILES, existing_iteration, iteration_path, read_manifest
 from ..checkpoint.save import Description, save_alone
-from ..checkpoint.shards import Search, Shard, read_shards
+from ..checkpoint.shards import WEIGHT, Search, Shard, read_shards
 from ..checkpoint.tensor_files import write_tensors
 from ..config.checks import check
 from ..config.model_config import ModelConfig
@@ -27,7 +27,6 @@ from ..config.run_config import PrecisionConfig, saved_run
 from ..nn.model import VOCABULARY
 from .weights import DTYPES, Weights, layer_of, shapes
 
-_KIND = "weight/"  # of a key in the manifest
 _LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "zero_shards": 1}
 
 
@@ -41,7 +40,7 @@ class _Reader:
     files: dict[str, dict[str, dict[str, Any]]]
 
     def __call__(self, name: str) -> Tensor:
-        key, shape = _KIND + name, self.shapes[name]
+        key, shape = WEIGHT + name, self.shapes[name]
         tensor = torch.zeros(shape, dtype=self.dtypes[name])
         search = Search([Shard(key, tensor, shape, (0,) * len(shape), shape)], VOCABULARY)
         for file, entry in self.files[key].items():
@@ -75,9 +74,9 @@ def _reader(path: Path, manifest: dict[str, Any], model: ModelConfig) -> _Reader
             place.update({**entry, "shards": [*place["shards"], record]})
             dtypes[record["key"]] = getattr(torch, record["dtype"])
     wanted = shapes(model)
-    lacking = next((name for name in wanted if _KIND + name not in files), None)
-    check(lacking is None, f"{path} has no {_KIND}{lacking}")
-    return _Reader(path, wanted, {name: dtypes[_KIND + name] for name in wanted}, files)
+    lacking = next((name for name in wanted if WEIGHT + name not in files), None)
+    check(lacking is None, f"{path} has no {WEIGHT}{lacking}")
+    return _Reader(path, wanted, {name: dtypes[WEIGHT + name] for name in wanted}, files)
 
 
 def save_own(weights: Weights, directory: Path) -> None:
@@ -99,8 +98,8 @@ def _write_parts(weights: Weights, path: Path) -> Iterator[tuple[str, dict[str, 
         parts[0 if layer is None else 1 + layer // each][name] = tensor
     for number, part in parts.items():
         file = f"part_{number:05d}.safetensors"
-        entry = write_tensors(path / file, {_KIND + name: tensor for name, tensor in part.items()},
-                              lambda key: weights.read(key.removeprefix(_KIND)))
-        records = [Shard(_KIND + name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape)).record()
+        entry = write_tensors(path / file, {WEIGHT + name: tensor for name, tensor in part.items()},
+                              lambda key: weights.read(key.removeprefix(WEIGHT)))
+        records = [Shard(WEIGHT + name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape)).record()
                    for name, tensor in part.items()]
         yield file, {**entry, "shards": records}

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
+from .arrays import TokenArrays
 from .data_path import normalize, parse_data_path, parse_split, split_documents
 from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, check_tokens
 from .index_cache import IndexCache
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
 CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
 
+Indexed = IndexedDataset | TokenArrays
 Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
 
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes data sets of one sequence length and seed; arguments as of `GPTDataset`. All ranks of `comm` make the same calls."""
+    """Makes data sets of one sequence length and seed; arguments as of `GPTDataset`. All ranks of `comm` make the same calls.
+
+    arrays: documents that are in no files, by the name that stands for a prefix.
+    """
 
     seq_length: int
     seed: int
@@ -37,19 +42,22 @@ class Builder:
     comm: Comm | None = None
     max_bytes: int | None = None
     cache: IndexCache | None = None
+    arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
 
-    def open(self, prefixes: Sequence[str]) -> dict[str, IndexedDataset]:
+    def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
         """The files of each prefix, once. ValueError where the beginning of one has tokens outside the vocabulary."""
         return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
 
-    def _open(self, prefix: str) -> IndexedDataset:
+    def _open(self, prefix: str) -> Indexed:
+        if prefix in self.arrays:
+            return self.arrays[prefix].measure(self.vocab_size, self.comm)
         indexed = IndexedDataset(prefix, self.comm)
         if self.vocab_size is not None:
             start = CHECKED_AT_START // indexed.dtype.itemsize
             on_root(self.comm, lambda: check_tokens(indexed.tokens[:start], self.vocab_size, prefix))
         return indexed
 
-    def part(self, indexed: IndexedDataset, name: str, documents: range) -> Callable[..., GPTDataset]:
+    def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., GPTDataset]:
         """A function of num_samples, the number of samples or None for one epoch."""
         return partial(GPTDataset, indexed, name, documents, seq_length=self.seq_length, seed=self.seed, vocab_size=self.vocab_size,
                        max_bytes=self.max_bytes, cache=self.cache, comm=self.comm)
@@ -82,15 +90,17 @@ def _check_once(needed: int, available: int, name: str) -> None:
 
 def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_samples: Sequence[int], seed: int,
                    vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
-                   cache: IndexCache | None = None, legacy_split: bool = False) -> Datasets:
+                   cache: IndexCache | None = None, legacy_split: bool = False,
+                   arrays: Mapping[str, TokenArrays] | None = None) -> Datasets:
     """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
 
-    max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. A dataset with
+    max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. arrays: see
+    `Builder`. A dataset with
     `num_samples` 0 is None; so is valid or test if --split leaves it no documents. legacy_split: see `split_documents`.
     With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
     Raises ValueError on every rank.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache)
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {})
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)
     opened = builder.open(prefixes)
@@ -107,7 +117,7 @@ def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_sa
 
 
 def _check_documents(split: str, name: str, prefixes: Sequence[str], documents: Sequence[range],
-                     opened: Mapping[str, IndexedDataset]) -> None:
+                     opened: Mapping[str, Indexed]) -> None:
     """Raises ValueError for a data set of which no document falls to a split that others have."""
     for prefix, ids in zip(prefixes, documents):
         if not ids:
@@ -117,13 +127,13 @@ def _check_documents(split: str, name: str, prefixes: Sequence[str], documents: 
 
 def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: int, num_samples: Sequence[int], seed: int,
                             vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
-                            cache: IndexCache | None = None) -> Datasets:
+                            cache: IndexCache | None = None, arrays: Mapping[str, TokenArrays] | None = None) -> Datasets:
     """(train, valid, test) of --train-data-path, --valid-data-path and --test-data-path: every document of each.
 
     A split without a path, or with `num_samples` 0, is None. One prefix alone is no blend, whatever its weight. The other
     arguments and errors are those of `build_datasets`.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache)
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {})
     built: list[Dataset | None] = []
     for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):
         if not path or not needed:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import on_root
+from .arrays import TokenArrays
 from .data_path import normalize
 from .index_cache import Index, IndexCache, Store, provide
 from .indexed import IndexedDataset
@@ -78,7 +79,7 @@ class GPTDataset:
 
     def __init__(
         self,
-        indexed: IndexedDataset,
+        indexed: IndexedDataset | TokenArrays,
         name: str,
         documents: np.ndarray | range,
         num_samples: int | None,

@@ -1,4 +1,4 @@
-"""The process and its machine: requests to stop, time limit, clock, a summary line.
+"""The process and its machine: what a command sets up for all of it, requests to stop, time limit, clock, a summary line.
 
 Left out: threads and cores (placement.py), memory (allocator.py).
 """
@@ -19,7 +19,12 @@ import psutil
 import torch
 
 from ..comm import interrupt
-from . import kernels
+from ..comm.agreement import Nodes, everywhere, find_nodes
+from ..comm.base import Comm
+from ..comm.launch import describe
+from ..comm.mpi import MPIComm
+from . import allocator as memory
+from . import kernels, placement
 
 STOP_SIGNALS = (*interrupt.STOPS, signal.SIGINT)
 
@@ -33,6 +38,27 @@ _ARM_CPUS = {
     (0x41, 0xD49): "Arm Neoverse N2",
     (0x41, 0xD4F): "Arm Neoverse V2",
 }
+
+
+def init(world: Comm, *, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequency: float | None = None,
+         flush_denormals: bool = True, reserve_core: bool = False, nodes: Nodes | None = None) -> str:
+    """Memory, threads, cores, clock and denormals of this rank, before its first large tensor; returns the log's line.
+
+    reserve_core: leave a core to the thread that calls MPI. nodes: those of `world`, where they are known. Collective; ValueError
+    on every rank for a clock that is not the one asked for.
+    """
+    mask = sorted(os.sched_getaffinity(0))
+    memory_text = memory.tune(allocator)
+    here = (nodes or find_nodes(world)).ranks
+    masks = here.all_gather_object(mask)
+    with everywhere():
+        place = placement.place(mask, masks, here.rank, os.environ, placement.cpu_quota(), thread_affinity, reserve=reserve_core)
+        placement.apply(place, flush_denormals)
+        if isinstance(world, MPIComm):
+            world.engine.call(lambda: placement.apply_to_communication(place))
+        ghz = check_clock(cpu_frequency, place.cpus or mask)
+    library = describe(world) + ("" if place.communication is None else f", communication on core {place.communication}")
+    return machine_summary(library, len(mask), here.size, place.threads, bool(place.cpus), memory_text, ghz)
 
 
 class StopSignals:

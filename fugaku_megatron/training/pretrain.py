@@ -5,7 +5,8 @@ Left out: the loop (`session`), MPI start-up (`comm.launch`). Entry point: pretr
 
 from __future__ import annotations
 
-import os
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,8 +17,6 @@ from ..checkpoint.save import check_replaces, check_writable
 from ..comm.agreement import Nodes, everywhere, find_nodes, on_root
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
-from ..comm.launch import describe
-from ..comm.mpi import MPIComm
 from ..comm.node import share_groups
 from ..config import batches
 from ..config.arguments import Arguments
@@ -27,13 +26,14 @@ from ..config.outputs import check_file
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..costs.recompute import recompute_name
+from ..data.arrays import TokenArrays
 from ..data.build import build_datasets, build_separate_datasets
 from ..data.data_path import parse_data_path
 from ..data.dataset import Dataset, MockDataset
-from ..data.index_cache import IndexCache
+from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
 from ..data.sampler import ReaderGroup, build_reader_group
-from ..host import allocator, kernels, placement, runtime
+from ..host import allocator, kernels, runtime
 from ..host.memory_use import node_bytes, peak_memory_mib
 from ..host.observed import Phases
 from ..logs.metrics import MetricsWriter, WandbRun, format_peak_memory, read_run_history
@@ -79,26 +79,34 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progres
     """
     size = layout.global_batch_size(run)
     iterations, end = run_length(run, layout, progress or Progress())
-    samples = batches.requested_samples(run, size, end)
     valid_samples = evaluations(run, iterations) * run.training.eval_iters * size
+    return open_data(run, groups, (batches.requested_samples(run, size, end), valid_samples), feed)
+
+
+def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], feed: ReaderGroup | None = None,
+              arrays: Mapping[str, TokenArrays] | None = None) -> Data:
+    """`build_data` for these numbers of training and validation samples; a data set of 0 samples is None.
+
+    arrays: documents that are in no files, by the names that the run's data flags have for them.
+    """
     reads = feed.reads if feed else reads_data(run, groups)
     readers = groups.world.split(0 if reads else 1, groups.world.rank)
     if not reads:
         return None, None
     model, seed = run.model, run.training.seed
     if run.data.mock_data:
-        return (MockDataset(model.vocab_size, model.seq_length, samples, seed),
-                MockDataset(model.vocab_size, model.seq_length, valid_samples, seed + 1) if valid_samples else None)
-    common = (model.seq_length, (samples, valid_samples, 0), seed, model.vocab_size, readers, node_bytes(),
-              IndexCache(run.data.data_cache_path))
+        train, valid = (MockDataset(model.vocab_size, model.seq_length, count, seed + number) if count else None
+                        for number, count in enumerate(samples))
+        return train, valid
+    cache = IndexCache(run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY)  # there is no file to keep an index beside
+    common = (model.seq_length, (*samples, 0), seed, model.vocab_size, readers, node_bytes(), cache)
     if run.data.train_data_path:
-        return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common)[:2]
-    return build_datasets(run.data.data_path, run.data.split, *common, legacy_split=run.data.legacy_split)[:2]
+        return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common, arrays=arrays)[:2]
+    return build_datasets(run.data.data_path, run.data.split, *common, legacy_split=run.data.legacy_split, arrays=arrays)[:2]
 
 
-def check_early(arguments: Arguments, world_size: int) -> Layout | None:
+def check_early(run: RunConfig, world_size: int) -> None:
     """Everything that can be checked without files: the same ValueError on every rank."""
-    run = arguments.run
     check(run.data.mock_data or run.data.files is not None, "give --data-path (see fugaku-megatron preprocess) or --mock-data")
     batches.length(run.training, batches.RampUp(1, 1, 0, 1))
     ranks = run.output.profile_ranks
@@ -118,23 +126,11 @@ def check_data(run: RunConfig) -> None:
 
 
 def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -> str:
-    """Memory, threads, cores, clock and denormals of this rank, before its first large tensor; returns the log's line.
-
-    nodes: those of `world`, where they are known. Collective; ValueError on every rank for a clock that is not the one asked for.
-    """
-    system, mask = run.system, sorted(os.sched_getaffinity(0))
-    memory = allocator.tune(system.allocator)
-    here = (nodes or find_nodes(world)).ranks
-    masks = here.all_gather_object(mask)
-    with everywhere():
-        place = placement.place(mask, masks, here.rank, os.environ, placement.cpu_quota(), system.thread_affinity,
-                                reserve=run.parallel.overlap_grad_reduce)
-        placement.apply(place, run.training.use_flush_denormal)
-        if isinstance(world, MPIComm):
-            world.engine.call(lambda: placement.apply_to_communication(place))
-        ghz = runtime.check_clock(system.cpu_frequency, place.cpus or mask)
-    library = describe(world) + ("" if place.communication is None else f", communication on core {place.communication}")
-    return runtime.machine_summary(library, len(mask), here.size, place.threads, bool(place.cpus), memory, ghz)
+    """`runtime.init` as the run asks for it, before the first large tensor; returns the log's line. Collective."""
+    system = run.system
+    return runtime.init(world, allocator=system.allocator, thread_affinity=system.thread_affinity, nodes=nodes,
+                        cpu_frequency=system.cpu_frequency, flush_denormals=run.training.use_flush_denormal,
+                        reserve_core=run.parallel.overlap_grad_reduce)
 
 
 def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str, nodes: int) -> list[str]:
@@ -268,7 +264,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     """The run, from checked flags to the last checkpoint. Collective over `world`."""
     with everywhere():
-        check_early(arguments, world.size)
+        check_early(arguments.run, world.size)
     on_root(world, lambda: check_data(arguments.run))
     with hold(arguments.run.output.save, world, lambda: watchdog.heart.enter("the start: waiting for the lock of --save")):
         _train(start(arguments, world, watchdog), world)

@@ -7,7 +7,7 @@ Left out: the loop with its log and its reasons to leave (`session`), what comes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,7 +20,8 @@ from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
 from ..checkpoint.manifest import Folders
 from ..checkpoint.node_copy import node_first_steps
 from ..checkpoint.save import Description, Steps, run_steps, save_steps, shard_writer
-from ..checkpoint.shards import Shard
+from ..checkpoint.shards import WEIGHT, Shard, fill_shards
+from ..comm.agreement import agree
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..config.batches import sizes_of
@@ -41,7 +42,7 @@ from .optim import Optimizer
 from .param_schedule import ParamSchedule
 from .step import Batch, MicroBatch, MicroBatchWindow, StepExecutor, StepShape
 
-WEIGHTS, MOMENTS = ("weight/",), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
+WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
 Watch = Callable[[StepExecutor], schedule.Executor]
 
 
@@ -308,6 +309,16 @@ class Trainer:
             self.progress.unscheduled = self.progress.consumed_samples
         self.close()
         return state
+
+
+    def start_from(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+        """Take whole weights of another program, and nothing else; arguments as of `fill_shards`, any shape. Collective.
+
+        Every rank reads what it holds. ValueError on every rank where one cannot.
+        """
+        shards = [shard for shard in self.optimizer.checkpoint_shards(owned=True) if shard.key.startswith(WEIGHTS)]
+        agree(self.world, lambda: fill_shards(shards, names, read))
+        self.optimizer.after_load()
 
 
 def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
