@@ -1,1 +1,40 @@
-"""GPT training on CPU clusters over MPI, with Megatron-LM's interface."""
+"""GPT training on CPU clusters over MPI, with Megatron-LM's interface.
+
+    import fugaku_megatron as fm
+
+    fm.Config       what a run is: the flags of fugaku-megatron train as keywords
+    fm.Trainer      a run on this process, or on the ranks that mpiexec started
+    fm.load         a model in memory, which generates text and scores it
+    fm.init         threads, memory and signals of the process, which nothing else here touches
+
+Importing the package loads none of its modules; torch is loaded when Trainer or load is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api.config import Config as Config
+    from .api.model import Model as Model
+    from .api.model import load as load
+    from .api.process import init as init
+    from .api.trainer import Step as Step
+    from .api.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Config", "Model", "Step", "Trainer", "__version__", "init", "load"]
+_MODULES = {"Config": "config", "Model": "model", "Step": "trainer", "Trainer": "trainer", "init": "process", "load": "model"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    value = getattr(importlib.import_module(f".api.{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,6 +18,7 @@ from ..config.checks import check
 from ..config.command_line import nearest
 from ..config.run_config import GROUPS, RunConfig
 
+
 @dataclass(frozen=True, init=False, repr=False)
 class Config:
     """A run, complete and checked. Frozen; two configs are equal when their runs are.

@@ -1,4 +1,10 @@
-"""A directory of Megatron-LM's checkpoints: which iteration, in which of its formats."""
+"""Weights of Hugging Face's models and Megatron-LM's checkpoints as checkpoints of this program, and the other way.
+
+    fugaku-megatron convert --from-hf my_model --save start
+    fugaku-megatron convert --load checkpoints --to-hf my_model
+
+Left out: the formats (hugging_face.py, megatron_legacy.py, megatron_dist.py, own.py).
+"""
 
 from __future__ import annotations
 
@@ -15,15 +21,16 @@ from pathlib import Path
 
 import psutil
 
-from ..checkpoint.manifest import CARRIED, TRACKER, fsync, iteration_name
+from ..checkpoint.manifest import CARRIED, MANIFEST, TRACKER, fsync, iteration_name
 from ..comm import launcher
 from ..comm.agreement import describe
 from ..config.arguments import model_flags
 from ..config.checks import check, flag
 from ..host import allocator
+from .fields import FILE
 from .hugging_face import carry, open_hugging_face, save_hugging_face
 from .megatron_dist import METADATA, open_dist
-from .megatron_legacy import open_legacy
+from .megatron_legacy import open_legacy, save_legacy
 from .own import open_own, save_own
 from .weights import DTYPES, Weights
 
@@ -58,6 +65,30 @@ def _iteration(directory: Path, iteration: int | None) -> Path:
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     check(text == "release" or text.isdecimal(), f"{tracker} should hold an iteration or release, it holds {text!r:.40}")
     return directory / (text if text == "release" else iteration_name(int(text)))
+
+
+def open_weights(directory: str, iteration: int | None = None, vocab_size: int | None = None) -> Weights:
+    """The weights of a directory of any of the three kinds; arguments as of `open_megatron`.
+
+    This program's checkpoints have a manifest in each iteration, Hugging Face's models a config.json. ValueError, one line, for a
+    directory of no kind, and for what is missing or damaged in it.
+    """
+    path = Path(directory)
+    check(path.is_dir(), f"{directory} is not a directory: give a checkpoint of this program or of Megatron-LM, or a directory of "
+          "Hugging Face")
+    try:
+        if iteration is None and (path / MANIFEST).is_file():  # the directory of an iteration
+            return open_own(str(path.parent), int(path.name.removeprefix("iter_")))
+        if any(path.glob(f"iter_*/{MANIFEST}")):
+            return open_own(directory, iteration)
+        if (path / FILE).is_file():
+            return open_hugging_face(directory)
+        kinds = (TRACKER, METADATA, LEGACY, "iter_*")
+        check(any(any(path.glob(kind)) for kind in kinds), f"{directory} holds no checkpoint of this program or of Megatron-LM "
+              f"({TRACKER} is not there) and no model of Hugging Face ({FILE} is not there)")
+        return open_megatron(directory, iteration, vocab_size)
+    except ValueError as error:
+        raise ValueError(re.sub("^--(load|from-hf|from-megatron) ", "", str(error))) from error
 
 
 def check_new(flag: str, directory: str) -> None:
@@ -112,16 +143,10 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 _SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
 
 
-def _open_megatron(options: argparse.Namespace) -> Weights:
-    pass  # with torch.distributed, which no other format needs
-
-    return open_megatron(options.from_megatron, options.ckpt_step, options.vocab_size)
-
-
 SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
     "load": lambda options: open_own(options.load, options.ckpt_step),
     "from_hf": lambda options: open_hugging_face(options.from_hf),
-    "from_megatron": _open_megatron,
+    "from_megatron": lambda options: open_megatron(options.from_megatron, options.ckpt_step, options.vocab_size),
 }
 
 
@@ -132,8 +157,6 @@ def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> Non
 
 
 def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
-    from .megatron_legacy import save_legacy
-
     save_legacy(weights, directory, options.tensor_model_parallel_size, options.pipeline_model_parallel_size,
                 options.transformer_impl == TRANSFORMER_ENGINE, options.make_vocab_size_divisible_by)
 

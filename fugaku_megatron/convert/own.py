@@ -25,7 +25,7 @@ from ..config.checks import check
 from ..config.model_config import ModelConfig
 from ..config.run_config import PrecisionConfig, saved_run
 from ..nn.model import VOCABULARY
-from .weights import DTYPES, Weights, layer_of, shapes
+from .weights import Weights, layer_of, shapes
 
 _LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "zero_shards": 1}
 
@@ -62,7 +62,7 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from error
     carried = Path(directory) / CARRIED
-    return Weights(model, read.dtypes, read, carried if carried.is_dir() else None)
+    return Weights(model, read.dtypes, read, carried if carried.is_dir() else None, manifest["config"])
 
 
 def _reader(path: Path, manifest: dict[str, Any], model: ModelConfig) -> _Reader:
@@ -79,11 +79,15 @@ def _reader(path: Path, manifest: dict[str, Any], model: ModelConfig) -> _Reader
     return _Reader(path, wanted, {name: dtypes[WEIGHT + name] for name in wanted}, files)
 
 
+def precision_of(weights: Weights) -> PrecisionConfig:
+    """The flags of a run of these weights."""
+    return PrecisionConfig(**{} if weights.precision == "fp32" else {weights.precision: True})
+
+
 def save_own(weights: Weights, directory: Path) -> None:
     """Write the weights as a checkpoint of iteration 0 into a new directory that nobody takes for whole yet."""
-    precision = next((name for name, dtype in DTYPES.items() if dtype in weights.dtypes.values() and name != "fp32"), None)
     config = {"model": {**asdict(weights.model), "make_vocab_size_divisible_by": 1},
-              "precision": asdict(PrecisionConfig(**({precision: True} if precision else {})))}
+              "precision": asdict(precision_of(weights))}
     state = {"progress": {"iteration": 0, "consumed_samples": 0}, "scaler": {}, "optimizer_steps": 0, "weights_only": True}
     layout = {**_LAYOUT, "pipeline_split": str(weights.model.num_layers)}
     save_alone(directory, lambda path: dict(_write_parts(weights, path)), Description(0, layout, config, state))

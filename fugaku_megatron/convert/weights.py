@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +33,20 @@ class Weights:
     """What a conversion reads.
 
     dtypes: by global name, in the model's order. read: the whole tensor of a name, its vocabulary without padding. carried: a
-    directory with files that belong to the model and that nothing here reads, such as Hugging Face's tokenizer.
+    directory with files that belong to the model and that nothing here reads, such as Hugging Face's tokenizer. config: by
+    group, the flags of the run that wrote a checkpoint of this program.
     """
 
     model: ModelConfig
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor]
     carried: Path | None = None
+    config: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def precision(self) -> str:
+        """What a run of these weights computes in: "fp32" only where all of them are."""
+        return next((name for name, dtype in DTYPES.items() if dtype in self.dtypes.values() and name != "fp32"), "fp32")
 
     def cast(self, dtype: torch.dtype | None) -> Weights:
         """The same in another dtype; None: as they are."""

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +30,20 @@ from ..config.run_config import ModelConfig, saved_run
 from ..data.files import read_text
 from ..data.indexed import IndexedDataset
 from ..data.tokenizer import Tokenizer
-from .generate import saved_manifest
-from .loading import LoadedModel, add_model_tokenizer_flags, load_model, open_tokenizer, tokenizer_note
-from .scoring import Question, Request, accuracies, read_questions, score, windows
+from . import scoring
+from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
+from .scoring import Question, accuracies, read_questions, score, windows
 
-MODEL_NUMBERS = ("seq_length", "micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 PROGRESS_SECONDS = 10.0
 DECODED = 2**20  # tokens whose bytes are counted at a time
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and in what windows and layout."""
+    add_source_flags(parser)
     add = parser.add_argument
-    add("--load", required=True, help="directory of checkpoints")
-    add("--ckpt-step", type=int, help="iteration to load (default: the latest)")
-    add_model_tokenizer_flags(parser)
     add("--seq-length", type=int, help="tokens of a window (default: the model's)")
     add("--micro-batch-size", type=int, default=4, help="windows side by side (default: %(default)s)")
-    for kind in ("tensor", "pipeline"):
-        add(f"--{kind}-model-parallel-size", type=int, help="of these ranks (default: the checkpoint's)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,13 +57,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-windows", type=int, help="no more windows than these, from the beginning")
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for values out of range, and where nothing is asked for."""
-    check(bool(options.input or options.data_path or options.choices),
-          "nothing to evaluate: give --input, --data-path or --choices")
-    check(not (options.input and options.data_path), "--input and --data-path exclude each other: give one")
-    check_positive(options, *MODEL_NUMBERS, "stride", "max_windows")
-    check_file("--json", options.json)
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A checkpoint and the windows that it reads a text in. Raises ValueError for values out of range.
+
+    seq_length: of a window; None: the model's. micro_batch_size: windows side by side.
+    """
+
+    source: Source
+    seq_length: int | None = None
+    micro_batch_size: int = 4
+
+    def __post_init__(self) -> None:
+        check_positive(self, "seq_length", "micro_batch_size")
+        check_positive(self.source, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Model:
+        """From the parsed flags of `add_model_arguments`."""
+        return cls(source=Source.of(options), seq_length=options.seq_length, micro_batch_size=options.micro_batch_size)
+
+    def window(self, model: ModelConfig) -> int:
+        """--seq-length, or the model's. Raises ValueError for more positions than the model has learned."""
+        length, positions = self.seq_length or model.seq_length, model.max_position_embeddings
+        check(length <= positions or not model.learned_positions, f"--seq-length is {length}, and the model of --load "
+              f"{self.source.load} has {positions} positions: give at most these")
+        return length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to evaluate: a text or a data set, questions, or both. Raises ValueError for values out of range."""
+
+    model: Model
+    input: str | None = None
+    data_path: str | None = None
+    choices: str | None = None
+    json: str | None = None
+    stride: int | None = None
+    max_windows: int | None = None
+
+    def __post_init__(self) -> None:
+        check(bool(self.input or self.data_path or self.choices), "nothing to evaluate: give --input, --data-path or --choices")
+        check(not (self.input and self.data_path), "--input and --data-path exclude each other: give one")
+        check_positive(self, "stride", "max_windows")
+        check_file("--json", self.json)
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Request:
+        """From the parsed flags of `add_arguments`."""
+        values = {field.name: getattr(options, field.name) for field in fields(cls) if field.name != "model"}
+        return cls(model=Model.of(options), **values)
 
 
 @dataclass(frozen=True)
@@ -78,7 +117,7 @@ class Texts:
     tokens: of the text. predicted: those that all its windows would score.
     """
 
-    requests: list[Request]
+    requests: list[scoring.Request]
     tokens: int
     predicted: int
     bytes: int
@@ -95,62 +134,53 @@ class Windows:
     limit: int | None
 
     @classmethod
-    def of(cls, options: argparse.Namespace, model: ModelConfig) -> Windows:
+    def of(cls, request: Request, model: ModelConfig) -> Windows:
         """Raises ValueError for windows that the model does not take, and for a stride that leaves tokens out."""
-        length = window_of(options, model)
-        stride = options.stride or length
+        length = request.model.window(model)
+        stride = request.stride or length
         check(stride <= length, f"--stride is {stride}, more than the {length} tokens of a window: give at most these")
-        return cls(length, stride, options.max_windows)
+        return cls(length, stride, request.max_windows)
 
-    def cut(self, ids: np.ndarray, source: str) -> list[Request]:
+    def cut(self, ids: np.ndarray, source: str) -> list[scoring.Request]:
         """Raises ValueError for tokens that do not fill one window."""
         check(len(ids) > self.length, f"{source} has {len(ids)} tokens, and a window is {self.length} and the one that follows: "
               "give a longer text, or a smaller --seq-length")
         return windows(ids, self.length, self.stride)
 
 
-def window_of(options: argparse.Namespace, model: ModelConfig) -> int:
-    """--seq-length, or the model's. Raises ValueError for more positions than the model has learned."""
-    length, positions = options.seq_length or model.seq_length, model.max_position_embeddings
-    check(length <= positions or not model.learned_positions, f"--seq-length is {length}, and the model of --load "
-          f"{options.load} has {positions} positions: give at most these")
-    return length
-
-
-def sizes_of(options: argparse.Namespace, world: Comm, saved: dict[str, Any]) -> tuple[int, int]:
+def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, int]:
     """(tensor, pipeline) parallel size of a replica of the model, of which the ranks make several. saved: the checkpoint's layout.
 
     Raises ValueError for a number of ranks that is no multiple.
     """
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    given = [getattr(options, name) for name in names]
-    default = [saved[name] for name in names] if world.size > 1 and not any(given) else [1, 1]
-    tp, pp = (size or other for size, other in zip(given, default))
-    check(world.size % (tp * pp) == 0, f"the model of --load {options.load} over tensor x pipeline parallel size {tp} x {pp} takes "
+    default = [saved[name] for name in names] if world.size > 1 and not any(source.sizes) else [1, 1]
+    tp, pp = (size or other for size, other in zip(source.sizes, default))
+    check(world.size % (tp * pp) == 0, f"the model of --load {source.load} over tensor x pipeline parallel size {tp} x {pp} takes "
           f"a multiple of {tp * pp} ranks, and {world.size} were started: start others, or give --tensor-model-parallel-size and "
           "--pipeline-model-parallel-size")
     return tp, pp
 
 
-def read_tokens(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
+def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
     """Tokens of --input or --data-path, and that flag with its value."""
-    if options.data_path:
-        return IndexedDataset(options.data_path).tokens, f"--data-path {options.data_path}"
-    return np.array(tokenizer.encode(read_text(options.input, "--input")), np.int32), f"--input {options.input}"
+    if request.data_path:
+        return IndexedDataset(request.data_path).tokens, f"--data-path {request.data_path}"
+    return np.array(tokenizer.encode(read_text(request.input, "--input")), np.int32), f"--input {request.input}"
 
 
-def read_all(options: argparse.Namespace, manifest: dict[str, Any], cut: Windows) -> Texts:
-    """What the flags name, read and tokenized. Raises ValueError for what cannot be read."""
-    tokenizer = open_tokenizer(options, manifest)
+def read_all(request: Request, manifest: dict[str, Any], cut: Windows) -> Texts:
+    """What the request names, read and tokenized. Raises ValueError for what cannot be read."""
+    tokenizer = request.model.source.open_tokenizer(manifest)
     requests, tokens, predicted, size = [], 0, 0, 0
-    if options.input or options.data_path:
-        ids, source = read_tokens(options, tokenizer)
+    if request.input or request.data_path:
+        ids, source = read_tokens(request, tokenizer)
         requests, tokens = cut.cut(ids, source), len(ids)
-        predicted = sum(request.scored for request in requests)
+        predicted = sum(part.scored for part in requests)
         requests = requests[: cut.limit]
-        end = 1 + sum(request.scored for request in requests)
+        end = 1 + sum(part.scored for part in requests)
         size = sum(tokenizer.count_bytes(ids[start : min(start + DECODED, end)]) for start in range(1, end, DECODED))
-    questions = read_questions(options.choices, tokenizer, cut.length) if options.choices else []
+    questions = read_questions(request.choices, tokenizer, cut.length) if request.choices else []
     return Texts(requests, tokens, predicted, size, questions, tokenizer_note(tokenizer, manifest))
 
 
@@ -215,25 +245,26 @@ def lines(result: dict[str, Any], cut: Windows) -> list[str]:
     return shown
 
 
-def evaluate(options: argparse.Namespace, world: Comm) -> dict[str, Any]:
+def evaluate(request: Request, world: Comm) -> dict[str, Any]:
     """Load the checkpoint, print the figures on rank 0 and write --json. Collective."""
-    iteration, manifest = saved_manifest(options, world)
+    source = request.model.source
+    iteration, manifest = source.manifest(world)
     with everywhere():
-        run = saved_run(manifest, sizes_of(options, world, manifest["layout"]))
-        cut = Windows.of(options, run.model)
-    texts = on_root(world, lambda: read_all(options, manifest, cut))
-    loaded = load_model(run, world, options.load, iteration, manifest)
-    result = {"load": options.load, "iteration": iteration, **evaluated(loaded, texts, options.micro_batch_size)}
+        run = saved_run(manifest, sizes_of(source, world, manifest["layout"]))
+        cut = Windows.of(request, run.model)
+    texts = on_root(world, lambda: read_all(request, manifest, cut))
+    loaded = load_model(run, world, source.load, iteration, manifest)
+    result = {"load": source.load, "iteration": iteration, **evaluated(loaded, texts, request.model.micro_batch_size)}
     if world.rank == 0:
         print(*filter(None, [texts.note, *lines(result, cut)]), sep="\n")
-        if options.json:
-            with writing("--json", options.json):
-                Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        if request.json:
+            with writing("--json", request.json):
+                Path(request.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
 
 
 def main(options: argparse.Namespace) -> int:
     """Evaluate; every rank of mpiexec comes here."""
-    check_options(options)
-    run_or_abort(lambda world: evaluate(options, world))
+    request = Request.of(options)
+    run_or_abort(lambda world: evaluate(request, world))
     return 0

@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import manifest as checkpoint
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
 from ..config.checks import check
 from ..config.layout import Layout
-from ..config.run_config import ModelConfig, RunConfig, saved_run
+from ..config.run_config import RunConfig, saved_run
 from ..costs import accounting, activations
-from ..data.tokenizer import Tokenizer
 from ..host import allocator
 from . import sampling
-from .generation import check_lengths, steps
+from .generation import Texts, check_request, steps
 from .interactive import converse
-from .loading import LoadedModel, add_model_tokenizer_flags, load_model, open_tokenizer, tokenizer_note
-from .sampling import Ending, Sampling, read_prompts
+from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
+from .sampling import Sampling, prompts_of
 
 MIB = 2**20
 
@@ -50,9 +49,7 @@ def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--load", required=True, help="directory of checkpoints")
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
-    add_model_tokenizer_flags(parser)
+    add_source_flags(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; repeated: a batch of texts")
     parser.add_argument("--prompts", metavar="FILE", help="texts to continue, one a line, or a JSON list in FILE.json")
     parser.add_argument("--interactive", action="store_true", help="continue line after line; Ctrl-C ends an answer, Ctrl-D all")
@@ -62,111 +59,105 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "repeated")
     sampling.add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what a rank would hold, in any layout, and stop")
-    for kind in ("tensor", "pipeline"):
-        parser.add_argument(f"--{kind}-model-parallel-size", type=int, help="of these ranks (default: the checkpoint's)")
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for values out of range."""
-    check(options.max_new_tokens >= 0, f"--max-new-tokens is {options.max_new_tokens}: give 0 or more")
-    check(all(options.stop), "--stop is empty: give a text")
-    given = options.prompt is not None or options.prompts is not None
-    check(given or options.interactive, "nothing to continue: give --prompt TEXT, --prompts FILE or --interactive")
-    check(not options.dry_run or given, "--dry-run needs prompts, whose lengths count: give --prompt TEXT or --prompts FILE")
-    check(not given or not options.interactive, "--interactive asks for prompts: leave out --prompt and --prompts")
-    Sampling.of(options)
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to continue, and how. file: --prompts. Raises ValueError for values out of range."""
+
+    source: Source
+    prompts: tuple[str, ...] = ()
+    file: str | None = None
+    interactive: bool = False
+    max_new_tokens: int = 100
+    stop: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        check_request(self.max_new_tokens, self.stop)
+        given = bool(self.prompts) or self.file is not None
+        check(given or self.interactive, "nothing to continue: give --prompt TEXT, --prompts FILE or --interactive")
+        check(not self.dry_run or given, "--dry-run needs prompts, whose lengths count: give --prompt TEXT or --prompts FILE")
+        check(not given or not self.interactive, "--interactive asks for prompts: leave out --prompt and --prompts")
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Request:
+        """From the parsed flags of `add_arguments`."""
+        return cls(source=Source.of(options), prompts=tuple(options.prompt or ()), file=options.prompts,
+                   interactive=options.interactive, max_new_tokens=options.max_new_tokens, stop=tuple(options.stop),
+                   sampling=Sampling.of(options), dry_run=options.dry_run)
+
+    def texts(self) -> list[str]:
+        """The prompts, those of the file as well. Raises ValueError for a file without prompts."""
+        return [*self.prompts, *(prompts_of(self.file) if self.file is not None else [])]
 
 
-def saved_manifest(options: argparse.Namespace, world: Comm) -> tuple[int, dict[str, Any]]:
-    """Iteration and manifest of the checkpoint to load. Collective; ValueError on every rank when there is none."""
-    step = options.ckpt_step
-    iteration = on_root(world, lambda: checkpoint.existing_iteration(options.load) if step is None else step)
-    check(iteration is not None, f"--load {options.load} holds no checkpoint")
-    return iteration, on_root(world, lambda: checkpoint.read_manifest(options.load, iteration))
-
-
-def layout_of(options: argparse.Namespace, world: Comm, saved: dict[str, Any]) -> tuple[int, int] | None:
+def layout_of(source: Source, world: Comm, saved: dict[str, Any], dry_run: bool = False) -> tuple[int, int] | None:
     """(tensor, pipeline) parallel size of these ranks; None: as the checkpoint's run. saved: its layout.
 
     Raises ValueError for a number of ranks that does not fit.
     """
-    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    tp, pp = source.sizes
     if tp is not None or pp is not None:
         tp, pp = tp or 1, pp or 1
-        fits = options.dry_run or world.size == tp * pp
-        check(fits, f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp}, but "
-              f"{world.size} ranks were started: start {tp * pp}, or change the sizes")
+        check(dry_run or world.size == tp * pp, f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = "
+              f"{tp * pp}, but {world.size} ranks were started: start {tp * pp}, or change the sizes")
         return tp, pp
     if world.size == 1:
         return 1, 1
     tp, pp, shards = saved["tensor_model_parallel_size"], saved["pipeline_model_parallel_size"], saved["zero_shards"]
     ranks = tp * pp * shards
-    check(world.size == ranks, f"--load {options.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
+    check(world.size == ranks, f"--load {source.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
           f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: give --tensor-model-parallel-size or "
           f"--pipeline-model-parallel-size, or start {'it without mpiexec' if ranks == 1 else f'{ranks} or one'}")
     return None
 
 
-class _Texts:
-    """The tokenizer on rank 0, which reads the files and prints, and what it makes of prompts for a model."""
-
-    def __init__(self, options: argparse.Namespace, tokenizer: Tokenizer, model: ModelConfig) -> None:
-        self.options, self.tokenizer, self.model = options, tokenizer, model
-        self.ending = Ending(tokenizer.decode, tokenizer.eod, options.stop)
-
-    def encode(self, *prompts: str) -> list[list[int]]:
-        """Tokens of prompts. Raises ValueError for an empty one, and for one that the model cannot continue."""
-        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
-        check(all(ids), "a prompt is empty: give at least one character")
-        check_lengths(self.model, ids, self.options.max_new_tokens)
-        return ids
-
-    def show(self, prompt: list[int], ids: list[int]) -> None:
-        """Print a prompt with its continuation."""
-        print(f"[{self.tokenizer.decode(prompt)}]{self.ending.text(ids)}")
-
-
-def continue_prompts(options: argparse.Namespace, world: Comm) -> None:
+def continue_prompts(request: Request, world: Comm) -> None:
     """Load the checkpoint and print the continuations on rank 0. Collective."""
-    iteration, manifest = saved_manifest(options, world)
+    source = request.source
+    iteration, manifest = source.manifest(world)
     with everywhere():
-        run = saved_run(manifest, layout_of(options, world, manifest["layout"]))
-    texts: list[_Texts] = []  # on rank 0
+        run = saved_run(manifest, layout_of(source, world, manifest["layout"], request.dry_run))
+    texts: list[Texts] = []  # on rank 0, which reads the files and prints
 
     def open_and_encode() -> list[list[int]]:
-        texts.append(_Texts(options, open_tokenizer(options, manifest), run.model))
-        return [] if options.interactive else texts[0].encode(*read_prompts(options))
+        texts.append(Texts(source.open_tokenizer(manifest), run.model, request.max_new_tokens, request.stop))
+        return [] if request.interactive else texts[0].encode(*request.texts())
 
     prompts = on_root(world, open_and_encode)
-    if options.dry_run:
-        print(*(describe(run, prompts, options.max_new_tokens) for _ in texts), sep="")
+    if request.dry_run:
+        print(*(describe(run, prompts, request.max_new_tokens) for _ in texts), sep="")
         return None
-    loaded = load_model(run, world, options.load, iteration, manifest)
+    loaded = load_model(run, world, source.load, iteration, manifest)
     for text in texts:
-        heading = f"--- iteration {iteration}" + ", prompt in brackets" * (not options.interactive) + " ---"
+        heading = f"--- iteration {iteration}" + ", prompt in brackets" * (not request.interactive) + " ---"
         print(*filter(None, (tokenizer_note(text.tokenizer, manifest), heading)), sep="\n", flush=True)
-    if options.interactive:
-        return _converse(options, loaded, texts)
-    *_, ids = steps(loaded, prompts, options.max_new_tokens, Sampling.of(options), _finished(texts))
+    if request.interactive:
+        return _converse(request, loaded, texts)
+    *_, ids = steps(loaded, prompts, request.max_new_tokens, request.sampling, texts[0].finished if texts else _never)
     for text in texts:
         for prompt, own in zip(prompts, ids, strict=True):
-            text.show(prompt, own)
+            print(f"[{text.tokenizer.decode(prompt)}]{text.ending.text(own)}")
+    return None
 
 
-def _finished(texts: list[_Texts]) -> Callable[[int, list[int]], bool]:
-    return lambda sample, ids: texts[0].ending.reached(ids)
+def _never(sample: int, ids: list[int]) -> bool:
+    """Other ranks than the first are not asked."""
+    return False
 
 
-def _converse(options: argparse.Namespace, loaded: LoadedModel, texts: list[_Texts]) -> None:
+def _converse(request: Request, loaded: LoadedModel, texts: list[Texts]) -> None:
     def answer(prompt: list[int], finished: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
-        return steps(loaded, [prompt], options.max_new_tokens, Sampling.of(options), finished)
+        return steps(loaded, [prompt], request.max_new_tokens, request.sampling, finished)
 
     converse(loaded.groups.world, lambda line: texts[0].encode(line)[0], texts[0].ending if texts else None, answer)
 
 
 def main(options: argparse.Namespace) -> int:
     """Continue the prompts; every rank of mpiexec comes here."""
-    check_options(options)
+    request = Request.of(options)
     allocator.tune("tuned")  # its huge pages: every token reads all weights
-    run_or_abort(lambda world: continue_prompts(options, world))
+    run_or_abort(lambda world: continue_prompts(request, world))
     return 0

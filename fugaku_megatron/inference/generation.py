@@ -11,11 +11,12 @@ from ..comm.autograd import gather_from_tensor_parallel
 from ..config.checks import check
 from ..config.run_config import ModelConfig
 from ..costs import activations
+from ..data.tokenizer import Tokenizer
 from ..nn.cache import LayerCache, Rows
 from ..nn.passes import Pass
 from ..nn.replay import RecordedStep, RecordingKernels
 from .loading import FEW_ROWS, LoadedModel, through_stages
-from .sampling import Sampling
+from .sampling import Ending, Sampling
 
 PREFILL_ROWS = 4096  # tokens of prompts that go through the model at once, unless one prompt has more
 
@@ -89,6 +90,32 @@ def check_lengths(model: ModelConfig, prompts: Sequence[Sequence[int]], max_new_
         check(length <= model.max_position_embeddings, f"prompt {number + 1} has {len(prompt)} tokens and --max-new-tokens is "
               f"{max_new_tokens}, {length} positions in all, and the model learned {model.max_position_embeddings} "
               "(--max-position-embeddings): shorten one")
+
+
+def check_request(max_new_tokens: int, stop: Sequence[str]) -> None:
+    """Raises ValueError for a number of tokens below 0 and for an empty text that ends an answer."""
+    check(max_new_tokens >= 0, f"--max-new-tokens is {max_new_tokens}: give 0 or more")
+    check(all(stop), "--stop is empty: give a text")
+
+
+class Texts:
+    """A tokenizer, and what it makes of prompts for a model: tokens to continue, and the text of what they are continued with."""
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, max_new_tokens: int, stop: Sequence[str] = ()) -> None:
+        check_request(max_new_tokens, stop)
+        self.tokenizer, self.model, self.max_new_tokens = tokenizer, model, max_new_tokens
+        self.ending = Ending(tokenizer.decode, tokenizer.eod, stop)
+
+    def encode(self, *prompts: str) -> list[list[int]]:
+        """Tokens of prompts. Raises ValueError for an empty one, and for one that the model cannot continue."""
+        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        check(all(ids), "a prompt is empty: give at least one character")
+        check_lengths(self.model, ids, self.max_new_tokens)
+        return ids
+
+    def finished(self, sample: int, ids: list[int]) -> bool:
+        """For `steps`: whether nothing follows these tokens."""
+        return self.ending.reached(ids)
 
 
 def steps(loaded: LoadedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling,

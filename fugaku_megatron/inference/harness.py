@@ -5,49 +5,47 @@ The harness runs on the first rank; the others wait for what it asks for (`serve
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
-from ..config.checks import check, check_positive
+from ..config.checks import check
 from ..config.command_line import Parser
 from ..config.run_config import saved_run
 from ..data.tokenizer import Tokenizer
-from .evaluate import MODEL_NUMBERS, Progress, add_model_arguments, sizes_of, window_of
-from .generate import saved_manifest
+from . import evaluate
 from .generation import steps
-from .loading import LoadedModel, load_model, open_tokenizer
+from .loading import LoadedModel, load_model
 from .sampling import Ending, Sampling
 from .scoring import Request, encode_after, encode_pair, rolling, score
 
 NEW_TOKENS = 256  # where a task does not say; the harness's own default
 
 
-def read_arguments(values: Mapping[str, Any]) -> argparse.Namespace:
+def read_arguments(values: Mapping[str, Any]) -> evaluate.Model:
     """The flags of evaluate, without dashes. Raises ValueError for unknown ones and values out of range."""
     parser = Parser()
-    add_model_arguments(parser)
-    options = parser.parse_args([f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None])
-    check_positive(options, *MODEL_NUMBERS)
-    return options
+    evaluate.add_model_arguments(parser)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+    return evaluate.Model.of(parser.parse_args(words))
 
 
 class Model:
-    """The checkpoint that `options` name. All ranks make one together, and call `score` and `go_on` together.
+    """A checkpoint in memory. All ranks make one together, and call `score` and `go_on` together.
 
     tokenizer: on the first rank, which alone reads its files.
     """
 
-    def __init__(self, options: argparse.Namespace, world: Comm) -> None:
-        iteration, manifest = saved_manifest(options, world)
+    def __init__(self, model: evaluate.Model, world: Comm) -> None:
+        source = model.source
+        iteration, manifest = source.manifest(world)
         with everywhere():
-            run = saved_run(manifest, sizes_of(options, world, manifest["layout"]))
-            self.window = window_of(options, run.model)
-        self.batch, self.tokenizers = options.micro_batch_size, []
-        on_root(world, lambda: self.tokenizers.append(open_tokenizer(options, manifest)))
-        self.loaded: LoadedModel = load_model(run, world, options.load, iteration, manifest)
+            run = saved_run(manifest, evaluate.sizes_of(source, world, manifest["layout"]))
+            self.window = model.window(run.model)
+        self.batch, self.tokenizers = model.micro_batch_size, []
+        on_root(world, lambda: self.tokenizers.append(source.open_tokenizer(manifest)))
+        self.loaded: LoadedModel = load_model(run, world, source.load, iteration, manifest)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -57,7 +55,7 @@ class Model:
         """As `scoring.score`, a pair for each request. Collective."""
         if not requests:
             return []
-        progress = Progress(self.loaded.groups.world, "requests", len(requests))
+        progress = evaluate.Progress(self.loaded.groups.world, "requests", len(requests))
         return [tuple(pair) for pair in score(self.loaded, requests, self.batch, progress).tolist()]
 
     def go_on(self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling,
@@ -83,10 +81,10 @@ class Asker:
     """The model on the first rank: every call goes to all ranks. values: of --model_args."""
 
     def __init__(self, world: Comm, values: Mapping[str, Any]) -> None:
-        options = read_arguments(values)
+        model = read_arguments(values)
         self.world = world
-        world.broadcast_object(("open", (options,)))
-        self.model = Model(options, world)
+        world.broadcast_object(("open", (model,)))
+        self.model = Model(model, world)
 
     def _ask(self, name: str, *arguments: Any) -> list[Any]:
         self.world.broadcast_object((name, arguments))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint import manifest as checkpoint
 from ..checkpoint.load import load_weights
 from ..checkpoint.manifest import CARRIED
-from ..checkpoint.shards import Shard
+from ..checkpoint.shards import WEIGHT, Shard, fill_shards
+from ..comm.agreement import on_root
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
+from ..comm.solo import SoloComm
 from ..config.checks import check
 from ..config.layout import Layout
 from ..config.run_config import ModelConfig, RunConfig
@@ -45,8 +49,6 @@ class LoadedModel:
         return PARAMETER_DTYPES[self.run.precision.name]
 
 
-
-
 def operations(model: ModelConfig) -> Ops:
     """What a model without a backward runs on: recorded kernels, or torch's attention for heads that the kernels do not take."""
     if model.kernels_take_heads:
@@ -54,21 +56,80 @@ def operations(model: ModelConfig) -> Ops:
     return Ops.build({"attention": "torch"}, few_rows=FEW_ROWS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint of this program, its tokenizer, and how the ranks share its model: the flags that commands have in common.
+
+    tokenizer: where it names none, the checkpoint's. Sizes that are None are those of the command's default layout.
+    """
+
+    load: str
+    ckpt_step: int | None = None
+    tokenizer: TokenizerFlags = TokenizerFlags()
+    tensor_model_parallel_size: int | None = None
+    pipeline_model_parallel_size: int | None = None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Source:
+        """From the parsed flags of `add_source_flags`."""
+        values = {field.name: getattr(options, field.name) for field in fields(cls) if field.name != "tokenizer"}
+        return cls(tokenizer=TokenizerFlags.of(options), **values)
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """(tensor, pipeline) parallel size as given."""
+        return self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+
+    def manifest(self, world: Comm) -> tuple[int, dict[str, Any]]:
+        """Iteration and manifest of the checkpoint. Collective; ValueError on every rank when there is none."""
+        step = self.ckpt_step
+        iteration = on_root(world, lambda: checkpoint.existing_iteration(self.load) if step is None else step)
+        check(iteration is not None, f"--load {self.load} holds no checkpoint")
+        return iteration, on_root(world, lambda: checkpoint.read_manifest(self.load, iteration))
+
+    def open_tokenizer(self, manifest: dict[str, Any]) -> Tokenizer:
+        """The tokenizer that was named, or else the checkpoint's. ValueError as in `choose_tokenizer`."""
+        saved, size = manifest["config"].get("data", {}), manifest["config"]["model"]["vocab_size"]
+        return choose_tokenizer(self.tokenizer, saved, Path(self.load) / CARRIED, size, f"--load {self.load}")
+
+
+def add_source_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a `Source`."""
+    parser.add_argument("--load", required=True, help="directory of checkpoints")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    add_tokenizer_flags(parser, "the tokenizer that the model of --load was trained with")
+    for kind in ("tensor", "pipeline"):
+        parser.add_argument(f"--{kind}-model-parallel-size", type=int, help="of these ranks (default: the checkpoint's)")
+
+
 def load_model(run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]) -> LoadedModel:
     """The model of `run` with the weights of the checkpoint. Collective; ValueError on every rank where one cannot read."""
+    loaded, shards = _empty_model(run, world)
+    load_weights(directory, iteration, manifest, shards, world, VOCABULARY)
+    return loaded
+
+
+def model_of(run: RunConfig, names: Collection[str], read: Callable[[str], Tensor]) -> LoadedModel:
+    """The whole model of `run` in this process, with weights of any origin; arguments as of `fill_shards`, any shape."""
+    loaded, shards = _empty_model(run, SoloComm())
+    fill_shards(shards, names, read)
+    return loaded
+
+
+def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]:
+    """This rank's stage, its weights zero, and what is to be filled."""
     layout = Layout.from_run(run, world.size)
     groups = Grid(world.size, layout.tp, layout.pp).groups(world)
     loaded = LoadedModel(run, groups, Stage(run, groups, operations(run.model)))
     _give_memory(loaded.stage, loaded.dtype)
-    load_weights(directory, iteration, manifest, [_target(p) for p in loaded.stage.parameters()], world, VOCABULARY)
-    return loaded
+    return loaded, [_target(parameter) for parameter in loaded.stage.parameters()]
 
 
 def _target(parameter: nn.Parameter) -> Shard:
     """Where a parameter's weights go; a tied copy is not in the checkpoint of every layout, and what it copies is."""
     spec = parameter.spec
-    copied = f"weight/{spec.init_name}" if spec.init_name != spec.name else None
-    return Shard(key=f"weight/{spec.name}", tensor=parameter.data, global_shape=spec.shape, offset=spec.offset,
+    copied = WEIGHT + spec.init_name if spec.init_name != spec.name else None
+    return Shard(key=WEIGHT + spec.name, tensor=parameter.data, global_shape=spec.shape, offset=spec.offset,
                  slice_shape=tuple(parameter.shape), alias=copied)
 
 
@@ -100,27 +161,22 @@ def through_stages(loaded: LoadedModel, tokens: Tensor, at: Pass) -> Tensor | No
     return x if stage.last else None
 
 
-def add_model_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a tokenizer, for commands with a --load."""
-    add_tokenizer_flags(parser, "the tokenizer that the model of --load was trained with")
+def choose_tokenizer(named: TokenizerFlags, saved: Mapping[str, Any], carried: Path, size: int, where: str) -> Tokenizer:
+    """The tokenizer that is named, or else that of the run that wrote the model, or one that came with the model.
 
-
-def open_tokenizer(options: argparse.Namespace, manifest: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of parsed flags, or where they name none, the checkpoint's: of the run that wrote it, or one that came along.
-
-    Raises ValueError when neither names one, for unreadable files, and for more tokens than the model has.
+    saved: the values of that run's data flags. carried: a directory of Hugging Face's files. size: tokens of the model. where: what
+    messages call the model. Raises ValueError when there is none, for unreadable files, and for more tokens than the model has.
     """
-    saved, size = manifest["config"].get("data", {}), manifest["config"]["model"]["vocab_size"]
-    flags = TokenizerFlags.of(options, size)
+    flags = named._replace(vocab_size=size)
     if not flags.named:
         flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
-    if not flags.named and has_tokenizer(Path(options.load) / CARRIED):
-        flags = TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(Path(options.load) / CARRIED))
-    check(flags.named, f"the tokenizer is unknown, the checkpoint in --load {options.load} was trained without one: give "
+    if not flags.named and has_tokenizer(carried):
+        flags = TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(carried))
+    check(flags.named, f"the tokenizer is unknown, the checkpoint in {where} was trained without one: give "
           "--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model")
     tokenizer = build_tokenizer(*flags)
-    named = f"--tokenizer-model {flags.tokenizer_model}" if flags.tokenizer_model else f"--vocab-file {flags.vocab_file}"
-    check(tokenizer.vocab_size <= size, f"{named} has {tokenizer.vocab_size} tokens, the model of --load {options.load} {size}: "
+    given = f"--tokenizer-model {flags.tokenizer_model}" if flags.tokenizer_model else f"--vocab-file {flags.vocab_file}"
+    check(tokenizer.vocab_size <= size, f"{given} has {tokenizer.vocab_size} tokens, the model of {where} {size}: "
           "give the files it was trained with")
     return tokenizer
 

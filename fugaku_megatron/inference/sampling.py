@@ -19,36 +19,31 @@ MAX_SEED = 2**63 - 1  # what torch's generator takes
 NEXT_SAMPLE = 0x9E3779B97F4A7C15  # between the seeds of two samples: 2^64 over the golden ratio (Steele et al. 2014, SplitMix64)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a choice, with Megatron's names beside our own."""
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
-    parser.add_argument("--top-k", "--top_k", type=int, default=40, help="choose among the likeliest tokens, this many; "
-                        "0: all (default: %(default)s)")
-    parser.add_argument("--top-p", "--top_p", type=float, default=0.0, help="choose among the likeliest tokens that together have "
-                        "this probability; 0: all (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1234, help="of the choice among tokens (default: %(default)s)")
-
-
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; see the flags' help. A temperature of 0 takes the likeliest token, the first of several."""
+    """How tokens are chosen; see the flags' help. A temperature of 0 takes the likeliest token, the first of several.
 
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    Raises ValueError for values out of range.
+    """
 
-    @staticmethod
-    def of(options: argparse.Namespace) -> Sampling:
-        """From parsed flags. Raises ValueError for values out of range."""
-        temperature, seed = options.temperature, options.seed
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.0
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        temperature = self.temperature
         check(0 <= temperature < math.inf, f"--temperature is {temperature}: give 0 or more")
         check(temperature == 0 or temperature >= MIN_TEMPERATURE, f"--temperature is {temperature}: give 0, which always takes the "
               f"likeliest token, or at least {MIN_TEMPERATURE}")
-        check(options.top_k >= 0, f"--top-k is {options.top_k}: give a number of tokens, or 0 for all")
-        check(0 <= options.top_p <= 1, f"--top-p is {options.top_p}: give a probability up to 1, or 0 for all tokens")
-        check(0 <= seed <= MAX_SEED, f"--seed is {seed}: give a number from 0 to {MAX_SEED}")
-        return Sampling(temperature, options.top_k, options.top_p, seed)
+        check(self.top_k >= 0, f"--top-k is {self.top_k}: give a number of tokens, or 0 for all")
+        check(0 <= self.top_p <= 1, f"--top-p is {self.top_p}: give a probability up to 1, or 0 for all tokens")
+        check(0 <= self.seed <= MAX_SEED, f"--seed is {self.seed}: give a number from 0 to {MAX_SEED}")
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> Sampling:
+        """From the parsed flags of `add_arguments`."""
+        return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
     def chance(self, sample: int) -> torch.Generator:
         """The random numbers of a sample, which do not depend on how many others there are."""
@@ -66,9 +61,15 @@ class Sampling:
         return int(tokens[min(int(place), len(cumulative) - 1)])
 
 
-def read_prompts(options: argparse.Namespace) -> list[str]:
-    """The texts of --prompt and of --prompts. Raises ValueError for a file without prompts."""
-    return [*(options.prompt or []), *(prompts_of(options.prompts) if options.prompts is not None else [])]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a choice, with Megatron's names beside our own."""
+    add = parser.add_argument
+    add("--temperature", type=float, default=Sampling.temperature, help="0: always the likeliest token (default: %(default)s)")
+    add("--top-k", "--top_k", type=int, default=Sampling.top_k, help="choose among the likeliest tokens, this many; 0: all "
+        "(default: %(default)s)")
+    add("--top-p", "--top_p", type=float, default=Sampling.top_p, help="choose among the likeliest tokens that together have this "
+        "probability; 0: all (default: %(default)s)")
+    add("--seed", type=int, default=Sampling.seed, help="of the choice among tokens (default: %(default)s)")
 
 
 def prompts_of(path: str) -> list[str]:

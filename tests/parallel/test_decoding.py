@@ -7,10 +7,11 @@ import zlib
 import pytest
 import torch
 
+from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.run_config import saved_run
-from fugaku_megatron.inference import generate, generation
+from fugaku_megatron.inference import generation
 from fugaku_megatron.inference.generation import steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model, operations
 from fugaku_megatron.inference.sampling import Sampling
@@ -56,7 +57,7 @@ def pair(tmp_path_factory):
 
 def our_tokens(world, directory, sizes: tuple[int, int], prompts=PROMPTS, ends: dict[int, int] | None = None) -> list[list[int]]:
     """ends: samples that are finished after so many tokens."""
-    manifest = generate.checkpoint.read_manifest(directory, 3)
+    manifest = read_manifest(directory, 3)
     loaded = load_model(saved_run(manifest, sizes), world, str(directory), 3, manifest)
     *_, ids = steps(loaded, prompts, NEW, GREEDY, lambda sample, ids: len(ids) == (ends or {}).get(sample))
     return ids

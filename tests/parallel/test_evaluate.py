@@ -52,8 +52,7 @@ def result(flags: list[str], *more: str, world=None) -> dict:
     parser = Parser()
     evaluate.add_arguments(parser)
     options = parser.parse_args([*flags, *more])
-    evaluate.check_options(options)
-    return evaluate.evaluate(options, world or SoloComm())
+    return evaluate.evaluate(evaluate.Request.of(options), world or SoloComm())
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, (1, 1)), (2, (2, 1)), (2, (1, 2)), (3, (1, 1)), (4, (2, 1))])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.command_line import Parser
@@ -79,8 +80,7 @@ def write(trained, capsys):
         parser = Parser()
         generate.add_arguments(parser)
         options = parser.parse_args(["--load", str(load or trained[0]), *trained[1], *flags])
-        generate.check_options(options)
-        generate.continue_prompts(options, world or SoloComm())
+        generate.continue_prompts(generate.Request.of(options), world or SoloComm())
         return capsys.readouterr().out
     return call
 
@@ -146,7 +146,7 @@ PROMPTS = [list(b"to be"), list(b"or not to"), list(b"q")]
 def continued(directory: Path, world=None, sizes=None) -> list[list[int]]:
     """What a checkpoint of 12 iterations goes on with, on one rank or in its own layout or another."""
     world = world or SoloComm()
-    manifest = generate.checkpoint.read_manifest(directory, 12)
+    manifest = read_manifest(directory, 12)
     run = saved_run(manifest, sizes or ((1, 1) if world.size == 1 else None))
     *_, ids = steps(load_model(run, world, str(directory), 12, manifest), PROMPTS, 12, SAMPLED, lambda sample, ids: False)
     return ids
@@ -190,13 +190,13 @@ def test_the_weights_of_a_bf16_run_are_those_it_trained_with(tmp_path):
 
     def weights(world) -> dict[str, torch.Tensor]:
         save_trained(world, tmp_path, 3, micro_batch_size=4, **layout)
-        manifest = generate.checkpoint.read_manifest(tmp_path, 3)
+        manifest = read_manifest(tmp_path, 3)
         trainer = Trainer(saved_run(manifest), world)
         trainer.load(str(tmp_path))
         return whole_tensors(trainer, "weight")
 
     theirs = ThreadWorld(8).run(weights)[0]
-    manifest = generate.checkpoint.read_manifest(tmp_path, 3)
+    manifest = read_manifest(tmp_path, 3)
     loaded = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(tmp_path), 3, manifest)
     for parameter in loaded.stage.parameters():
         rows = len(parameter) if parameter.spec.name != "embedding.word_embeddings.weight" else 257
@@ -229,7 +229,7 @@ def test_what_a_rank_would_hold(write, alone_directory):
     printed = write(*flags, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
     cache = 2 * 1 * 2 * 12 * 32 // 2 * 4  # keys and values, layers, samples, positions, half of the width, bytes
     assert f"{cache / 2**20:.1f} MiB of keys and values: 1 layers, 2 samples, 12 positions\n" in printed
-    manifest = generate.checkpoint.read_manifest(alone_directory, 12)
+    manifest = read_manifest(alone_directory, 12)
     loaded = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(alone_directory), 12, manifest)
     weights = sum(p.nbytes for p in loaded.stage.parameters())
     assert f"holds at most {weights / 2**20:.1f} MiB of weights" in write(*flags)

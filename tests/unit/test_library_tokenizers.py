@@ -229,7 +229,7 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
         parser = Parser()
         generate.add_arguments(parser)
         options = parser.parse_args(["--load", str(tmp_path), "--prompt", "to be", "--tokens", "0", *words])
-        generate.continue_prompts(options, SoloComm())
+        generate.continue_prompts(generate.Request.of(options), SoloComm())
         return capsys.readouterr().out
 
     write_hugging_face(tmp_path / "hugging_face")  # what came with a model counts where its run named none

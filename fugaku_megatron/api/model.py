@@ -1,0 +1,150 @@
+"""A model in memory, for texts and for tokens: of a checkpoint of this program, of Hugging Face, or of Megatron-LM.
+
+    model = load("my_model")
+    print(model.generate("Once", max_new_tokens=50), model.loss("Once upon a time"))
+
+Test: pytest tests/test_library.py
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ..config.checks import check
+from ..config.model_config import ModelConfig
+from ..config.run_config import BatchConfig, PrecisionConfig, RunConfig
+from ..convert.convert_command import open_weights, whole
+from ..convert.hugging_face import save_hugging_face
+from ..convert.own import precision_of
+from ..convert.weights import DTYPES, Weights
+from ..data.tokenizer import Tokenizer
+from ..data.tokenizer_flags import TokenizerFlags
+from ..inference.generation import Texts, steps
+from ..inference.loading import choose_tokenizer, model_of, through_stages
+from ..inference.sampling import Sampling
+from ..inference.scoring import EVALUATION, rolling, score
+from .config import Config
+
+SHARD_BYTES = 5 * 10**9  # of a safetensors file, as Hugging Face writes them
+SIDE_BY_SIDE = 4  # windows of a text that is scored
+
+
+def load(path: str | os.PathLike[str], *, ckpt_step: int | None = None, dtype: str | None = None, tokenizer_type: str | None = None,
+         vocab_file: str | os.PathLike[str] | None = None, merge_file: str | os.PathLike[str] | None = None,
+         tokenizer_model: str | os.PathLike[str] | None = None, vocab_size: int | None = None) -> Model:
+    """The model of a directory: a checkpoint of this program, a directory of Hugging Face, or a checkpoint of Megatron-LM.
+
+    Every process that calls it holds the whole model, weights alone. ckpt_step: the iteration; None: the latest. dtype: "fp32",
+    "bf16" or "fp16" of weights and activations; None: that of the run or of the files. The tokenizer is the one that came with the
+    model, unless the flags of the commands name another: vocab_file and merge_file, or tokenizer_model (a folder of Hugging Face,
+    or a file of SentencePiece) and perhaps tokenizer_type. vocab_size: tokens, where a checkpoint of Megatron-LM only says the
+    padded number. Raises ValueError, one line, for what is missing, damaged or not built here.
+    """
+    check(dtype is None or dtype in DTYPES, f"dtype is {dtype!r:.40}: give {' or '.join(DTYPES)}")
+    weights = open_weights(os.fspath(path), ckpt_step, vocab_size)
+    if tokenizer_type is None and tokenizer_model is not None:
+        tokenizer_type = "HuggingFaceTokenizer" if Path(tokenizer_model).is_dir() else "SentencePieceTokenizer"
+    given = {"tokenizer_type": tokenizer_type, "vocab_file": vocab_file, "merge_file": merge_file,
+             "tokenizer_model": tokenizer_model}
+    flags = TokenizerFlags(**{name: str(value) for name, value in given.items() if value is not None})
+    model = Model(weights, dtype, flags, os.fspath(path))
+    if flags.named:
+        _ = model.tokenizer  # a mistake is told now
+    return model
+
+
+class Model:
+    """The model that `load` returns. architecture: its flags."""
+
+    def __init__(self, weights: Weights, dtype: str | None, tokenizer: TokenizerFlags, where: str) -> None:
+        self.architecture: ModelConfig = weights.model
+        self._weights, self._flags, self._where = weights, tokenizer, where
+        if dtype is not None:
+            precision = PrecisionConfig(bf16=dtype == "bf16", fp16=dtype == "fp16")
+        else:
+            precision = PrecisionConfig(**weights.config["precision"]) if "precision" in weights.config else precision_of(weights)
+        run = RunConfig(model=weights.model, batch=BatchConfig(micro_batch_size=1), precision=precision)
+        self._loaded = model_of(run, weights.dtypes, weights.read)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """encode(text) -> token ids, decode(ids) -> text. ValueError where the model came without one and none was named."""
+        carried, data = self._weights.carried, self._weights.config.get("data", {})
+        return choose_tokenizer(self._flags, data, carried or Path(os.devnull), self.architecture.vocab_size, self._where)
+
+    def config(self, **flags: Any) -> Config:
+        """The config of a run that trains this model, with flags beyond its architecture, such as micro_batch_size and lr."""
+        own = {field.name: getattr(self.architecture, field.name) for field in fields(ModelConfig)}
+        return Config(**{**{name: value for name, value in own.items() if value is not None}, **flags})
+
+    @overload
+    def generate(self, prompt: str, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ..., top_p: float = ...,
+                 seed: int = ..., stop: Sequence[str] = ...) -> str: ...
+
+    @overload
+    def generate(self, prompt: Sequence[str], max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ...,
+                 top_p: float = ..., seed: int = ..., stop: Sequence[str] = ...) -> list[str]: ...
+
+    def generate(self, prompt: str | Sequence[str], max_new_tokens: int = 100, *, temperature: float = Sampling.temperature,
+                 top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, seed: int = Sampling.seed,
+                 stop: Sequence[str] = ()) -> str | list[str]:
+        """What the prompt is continued with, or each of several prompts, as fugaku-megatron generate continues them.
+
+        temperature: 0 takes the likeliest token. top_k, top_p: choose among the likeliest tokens, so many or of so much probability
+        together; 0: all. stop: texts before which a continuation ends.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else [*prompt]
+        stop = [stop] if isinstance(stop, str) else [*stop]
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        texts = Texts(self.tokenizer, self.architecture, max_new_tokens, stop)
+        tokens = texts.encode(*prompts)
+        check(bool(tokens), "there is no prompt: give at least one text")
+        *_, added = steps(self._loaded, tokens, max_new_tokens, sampling, texts.finished)
+        results = [texts.ending.text(ids) for ids in added]
+        return results[0] if isinstance(prompt, str) else results
+
+    def loss(self, text: str) -> float:
+        """Mean negative log-likelihood (natural logarithm) of the text's tokens after the first, each given those before it.
+
+        A text that is longer than the model's sequence length is read in windows of that length.
+        """
+        ids = self.tokenizer.encode(text)
+        check(len(ids) > 1, f"the text has {len(ids)} tokens: give one of at least two, each of which follows another")
+        scores = score(self._loaded, rolling(ids, self.architecture.seq_length), SIDE_BY_SIDE)
+        return -float(scores[:, 0].sum()) / (len(ids) - 1)
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """FP32 logits (s, v) of the token after each of `tokens` (s,)."""
+        ids, model = torch.as_tensor(tokens), self.architecture
+        check(ids.dim() == 1 and len(ids) > 0 and not ids.is_floating_point(), f"tokens have shape {tuple(ids.shape)} and type "
+              f"{ids.dtype}: give a list of token ids")
+        check(0 <= int(ids.min()) <= int(ids.max()) < model.vocab_size, f"tokens are {int(ids.min())} to {int(ids.max())}, outside "
+              f"the vocabulary of {model.vocab_size}")
+        check(not model.learned_positions or len(ids) <= model.max_position_embeddings, f"{len(ids)} tokens are given, and the "
+              f"model has {model.max_position_embeddings} positions: give at most these")
+        x = through_stages(self._loaded, ids.long()[:, None], EVALUATION)
+        return self._loaded.stage.last.logits(x)[:, 0, : model.vocab_size].float().contiguous()
+
+    def save_hf(self, directory: str | os.PathLike[str]) -> None:
+        """Write a new directory that Hugging Face's from_pretrained loads, with the tokenizer's files where there are some.
+
+        ValueError for a directory that is not empty, and for a block that no architecture of Hugging Face has.
+        """
+        parameters = {p.spec.name: p.data for p in self._loaded.stage.parameters()}
+        rows = {name: spec[0] for name, spec in self._shapes().items()}
+        in_memory = Weights(self.architecture, dict.fromkeys(self._weights.dtypes, self._loaded.dtype),
+                            lambda name: parameters[name][: rows[name]], self._weights.carried)
+        with whole("save_hf", os.fspath(directory)) as target:
+            save_hugging_face(in_memory, target, SHARD_BYTES)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._weights.like().items()}

@@ -1,0 +1,270 @@
+"""Training from Python: the trainer of fugaku-megatron train, with the loop left to the caller.
+
+    trainer = Trainer(Config.recipe("demo", vocab_size=512, train_iters=100), data=arrays)
+    for step in trainer.steps():
+        print(step.iteration, step.loss)
+
+Test: pytest tests/test_library.py
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.load import open_checkpoint
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.shards import check_model
+from ..comm.agreement import everywhere, find_nodes, on_root
+from ..comm.grid import Grid
+from ..comm.node import share_groups
+from ..config import batches
+from ..config.checks import check, flag
+from ..config.layout import Layout
+from ..config.model_config import architecture
+from ..config.run_config import NumbersConfig, OutputConfig, RunConfig
+from ..convert.convert_command import open_weights
+from ..data.arrays import Documents, TokenArrays
+from ..host import kernels
+from ..host.observed import Phases
+from ..training import pretrain, train
+from ..training.memory_watch import check_memory
+from ..training.observers import Heartbeats, Observers
+from ..training.param_schedule import ParamSchedule
+from ..training.start_choices import choose_kernels, settle
+from ..training.vocabulary import read_tokenizer, with_vocabulary
+from ..watchdog.heartbeat import Heartbeat
+from . import process
+from .config import Config
+
+Source = str | os.PathLike[str] | Sequence[Any] | Documents
+NO_END = 2**31 - 1  # iterations of a run whose length is not known yet
+# Flags of the command's own loop and process.
+LOOP = ({f.name for f in fields(OutputConfig)} - {"keep_last", "log_num_zeros_in_grad"} | {f.name for f in fields(NumbersConfig)}
+        | {"exit_interval", "exit_duration_in_mins", "eval_interval", "skip_train"})
+PROCESS = {"allocator", "thread_affinity", "cpu_frequency", "use_flush_denormal"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration, equal on every rank.
+
+    iteration: its number, from 1. loss: mean over its samples, before the update. grad_norm: before clipping. skipped: the
+    gradients held an Inf or NaN, and no update was made. consumed_samples, consumed_tokens: since the beginning of the run.
+    """
+
+    iteration: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    consumed_samples: int
+    consumed_tokens: int
+    seconds: float
+    skipped: bool
+    loss_scale: float
+    global_batch_size: int
+
+
+class Trainer:
+    """A run on the ranks of `process.world`: alone, or one of those that mpiexec started, each with the same calls.
+
+    data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and prefixes in turn. Or documents:
+    a sequence, or a map-style data set of torch, whose items are one-dimensional arrays of token ids (of numpy or torch, or lists);
+    it is read as if it had been written to such files. Every rank passes the same data. Without it the config's data flags count.
+    valid: the same for `evaluate`. All documents of `data` are for training, unless the config has a split and `valid` is not given.
+
+    Raises ValueError, one line, for a config that does not fit these ranks, and for data that cannot be read. Flags that belong to
+    the command's loop have no effect here; a warning names them.
+    """
+
+    def __init__(self, config: Config, data: Source | None = None, valid: Source | None = None) -> None:
+        check(isinstance(config, Config), f"config is a {type(config).__name__}: expected Config")
+        self.config, self._world = config, process.world()
+        self._length_given = any((config.train_iters is not None, config.train_samples, config.train_tokens))
+        self._arrays: dict[str, TokenArrays] = {}
+        self._end: int | None = None  # iterations of the run, where that is known
+        with everywhere():
+            self._warn()
+            run = self._with_data(config.run, data, valid)
+            tokenizer = read_tokenizer(run, self._world)
+            self._run = with_vocabulary(run, tokenizer)
+            pretrain.check_early(self._with_length(NO_END), self._world.size)
+        self._build()
+        self._trainer.tokenizer = tokenizer
+
+    # Building ---------------------------------------------------------------------------------------------------------------------
+
+    def _warn(self) -> None:
+        notes = [*self.config.notes, *(f"{flag(name)} has no effect on Trainer: {remedy}" for names, remedy in (
+            (LOOP, "the loop is the caller's"), (PROCESS, "give it to init")) for name in self.config.given if name in names)]
+        for note in notes if self._world.rank == 0 else ():
+            warnings.warn(note, stacklevel=3)
+
+    def _with_data(self, run: RunConfig, data: Source | None, valid: Source | None) -> RunConfig:
+        """The run with `data` and `valid` as its data flags."""
+        if data is None:
+            check(valid is None, "valid is given without data: give both, or the data flags in the config")
+            check(run.data.mock_data or run.data.files is not None, "there is no data: give data to Trainer, or data_path or "
+                  "mock_data to Config")
+            return run
+        check(run.data.files is None and not run.data.mock_data, "data is given to Trainer, and the config names data as well: give "
+              "one of them")
+        if valid is None and "split" in self.config.given:
+            return replace(run, data=replace(run.data, data_path=self._named("data", data)))
+        return replace(run, data=replace(run.data, train_data_path=self._named("data", data),
+                                         valid_data_path=None if valid is None else self._named("valid", valid)))
+
+    def _named(self, name: str, source: Source) -> tuple[str, ...]:
+        """The words of a data flag: prefixes, or a name that stands for documents in memory."""
+        if isinstance(source, (str, os.PathLike)):
+            return (os.fspath(source),)
+        if isinstance(source, (list, tuple)) and any(isinstance(item, (str, os.PathLike)) for item in source):
+            return tuple(str(item) for item in source)
+        check(hasattr(source, "__len__") and hasattr(source, "__getitem__"), f"{name} is a {type(source).__name__}: give a prefix "
+              "of .bin/.idx files, a sequence of arrays of token ids, or a map-style data set of torch")
+        check(len(source) > 0, f"{name} is empty: give at least one document")
+        self._arrays[f"<{name}>"] = TokenArrays(source, f"<{name}>")
+        return (f"<{name}>",)
+
+    def _with_length(self, iterations: int) -> RunConfig:
+        """The run of so many iterations, unless its config says how many."""
+        if self._length_given:
+            return self._run
+        return replace(self._run, training=replace(self._run.training, train_iters=iterations))
+
+    def _build(self) -> None:
+        """The trainer of this rank, its data opened. Collective."""
+        world, layout, nodes = self._world, Layout.from_run(self._run, self._world.size), find_nodes(self._world)
+        with everywhere():
+            run, _ = settle(self._with_length(1), layout, world, nodes)
+            check_memory(run, layout, world, nodes)
+        self._run = replace(run, training=replace(run.training, train_iters=self._run.training.train_iters))
+        self._groups = share_groups(Grid(world.size, layout.tp, layout.pp).groups(world), kernels)
+        self._feed = pretrain.find_reader_group(run, self._groups, nodes)
+        self._opened = self._samples_needed(layout, train.Progress()) if self._length_given else 1
+        data = self._open(self._opened, run.training.eval_iters * layout.global_batch_size(run))
+        choice = choose_kernels(run, layout, world)
+        observers = Observers(Phases(), Heartbeats(Heartbeat(), Grid(world.size, layout.tp, layout.pp), world.rank), None)
+        self._trainer = pretrain.build_trainer(self._with_length(NO_END), world, self._groups, data, choice.backends, observers,
+                                               self._feed)
+        self._has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
+        if self._length_given:
+            self._end = pretrain.run_length(self._run, layout, train.Progress())[0]
+
+    def _open(self, samples: int, valid_samples: int) -> pretrain.Data:
+        return pretrain.open_data(self._run, self._groups, (samples, valid_samples), self._feed, self._arrays)
+
+    def _samples_needed(self, layout: Layout, progress: train.Progress) -> int:
+        run = self._with_length(self._end or 0)
+        _, end = pretrain.run_length(run, layout, progress)
+        return batches.requested_samples(run, layout.global_batch_size(run), end)
+
+    # Training ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        """Iterations that are done."""
+        return self._trainer.progress.iteration
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those of the job, from 0."""
+        return self._world.rank
+
+    def steps(self, count: int | None = None) -> Iterator[Step]:
+        """The next `count` iterations, each made when it is asked for; None: up to the end of the run. Collective.
+
+        The config says how long the run is (train_iters, train_samples or train_tokens), and ValueError is raised for more. Without
+        them every call makes the run `count` iterations longer; then only a constant learning rate, or one whose decay has a length
+        of its own (lr_decay_iters), can go on after the first call, because the first one has decayed to its end.
+        """
+        check(count is None or isinstance(count, int) and count >= 0, f"steps({count!r:.40}): give a number of iterations")
+        with everywhere():
+            self._prepare(count)
+        return self._steps(self._end if count is None else self.iteration + count)
+
+    def _prepare(self, count: int | None) -> None:
+        """Make the run long enough, and its data."""
+        trainer = self._trainer
+        if not self._length_given:
+            check(count is not None, "steps() goes to the end of the run, which is not known: give steps a number, or train_iters to "
+                  "Config")
+            self._lengthen(self.iteration + count)
+        elif count is not None:
+            check(self.iteration + count <= self._end, f"steps({count}) after iteration {self.iteration} goes beyond the "
+                  f"{self._end} iterations of the run: ask for fewer, or give Config a larger train_iters")
+        needed = self._samples_needed(trainer.layout, trainer.progress)
+        if needed > self._opened:
+            trainer.close()
+            trainer.train, self._opened = self._open(needed, 0)[0], needed
+
+    def _lengthen(self, end: int) -> None:
+        """A run without a length goes on to iteration `end`."""
+        if self._end is not None and end <= self._end:
+            return
+        optimizer = self._run.optimizer
+        own = optimizer.lr_decay_style == "constant" or optimizer.lr_decay_iters or optimizer.lr_decay_tokens
+        check(self._end is None or own, f"the learning rate decays ({optimizer.lr_decay_style}) over the {self._end} iterations of "
+              "the first steps(): give Config train_iters, or lr_decay_style constant")
+        self._end = end
+        trainer, run = self._trainer, self._with_length(end)
+        trainer.run, trainer.param_schedule = run, ParamSchedule.from_run(run, trainer.layout.global_batch_size(run))
+
+    def _steps(self, end: int) -> Iterator[Step]:
+        try:
+            while self.iteration < end and not self._asked_to_stop():
+                yield self._step()
+        except GeneratorExit:  # the caller's loop was left
+            self._trainer.close()
+            raise
+        self._trainer.close()
+
+    def _step(self) -> Step:
+        result, progress = self._trainer.train_step(), self._trainer.progress
+        return Step(progress.iteration, result.loss, result.grad_norm, result.learning_rate, progress.consumed_samples,
+                    progress.consumed_samples * self._run.model.seq_length, result.seconds, result.skipped, result.loss_scale,
+                    result.global_batch_size)
+
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal that `init` waits for came on any rank."""
+        return bool(self._world.all_reduce(torch.tensor(int(process.stop_requested())), "max"))
+
+    def evaluate(self) -> float:
+        """Mean loss over the first eval_iters global batches of the validation data, the same ones at every call. Collective."""
+        with everywhere():
+            check(self._has_valid, "there is no validation data: give valid, or a split or valid_data_path in the config")
+            check(self._run.training.eval_iters > 0, "--eval-iters is 0: give a number above 0")
+        return self._trainer.evaluate(self._trainer.valid, 0, self._run.training.eval_iters)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write a checkpoint that `load`, fugaku_megatron.load and all commands take. Collective."""
+        self._trainer.save(os.fspath(directory))
+
+    def load(self, directory: str | os.PathLike[str], weights_only: bool = False) -> None:
+        """Go on from the latest checkpoint of a directory, of any layout, or start from weights. Collective.
+
+        A checkpoint of this program brings optimizer, schedules and the position in the data with it. weights_only: nothing but its
+        weights, for a run that begins anew. A directory of Hugging Face or of Megatron-LM, and a converted checkpoint, have weights
+        alone. ValueError on every rank for what is missing, damaged or of another architecture.
+        """
+        path = os.fspath(directory)
+        if on_root(self._world, lambda: any(Path(path).glob(f"iter_*/{MANIFEST}"))):
+            found = open_checkpoint(path, self._world)
+            self._trainer.load(found, weights_only or found.state.get("weights_only", False))
+            return
+        with everywhere():
+            weights = open_weights(path)
+            check_model(architecture(weights.model), architecture(self._run.model), Path(path))
+        self._trainer.start_from(weights.dtypes, weights.read)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._trainer.close()
