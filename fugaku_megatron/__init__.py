@@ -2,10 +2,11 @@
 
     import fugaku_megatron as fm
 
-    fm.Config       what a run is: the flags of fugaku-megatron train as keywords
-    fm.Trainer      a run on this process, or on the ranks that mpiexec started
-    fm.load         a model in memory, which generates text and scores it
-    fm.init         threads, memory and signals of the process, which nothing else here touches
+    fm.Config         what a run is: the flags of fugaku-megatron train as keywords
+    fm.Trainer        a run on this process, or on the ranks that mpiexec started
+    fm.load           a model in memory, which generates text and scores it
+    fm.on_first_rank  work that one rank does for all
+    fm.init           threads, memory and signals of the process, which nothing else here touches
 
 Importing the package loads none of its modules; torch is loaded when Trainer or load is first used.
 """
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from .api.model import Model as Model
     from .api.model import load as load
     from .api.process import init as init
+    from .api.process import on_first_rank as on_first_rank
     from .api.trainer import Step as Step
     from .api.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Model", "Step", "Trainer", "__version__", "init", "load"]
-_MODULES = {"Config": "config", "Model": "model", "Step": "trainer", "Trainer": "trainer", "init": "process", "load": "model"}
+__all__ = ["Config", "Model", "Step", "Trainer", "__version__", "init", "load", "on_first_rank"]
+_MODULES = {"Config": "config", "Model": "model", "Step": "trainer", "Trainer": "trainer", "init": "process", "load": "model",
+            "on_first_rank": "process"}
 
 
 def __getattr__(name: str) -> Any:

@@ -82,8 +82,8 @@ class Model:
 
     def config(self, **flags: Any) -> Config:
         """The config of a run that trains this model, with flags beyond its architecture, such as micro_batch_size and lr."""
-        own = {field.name: getattr(self.architecture, field.name) for field in fields(ModelConfig)}
-        return Config(**{**{name: value for name, value in own.items() if value is not None}, **flags})
+        own = {f.name: value for f in fields(ModelConfig) if (value := getattr(self.architecture, f.name)) not in (None, f.default)}
+        return Config(**{**own, **flags})
 
     @overload
     def generate(self, prompt: str, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ..., top_p: float = ...,

@@ -6,14 +6,18 @@ Test: pytest tests/test_library.py
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 from ..comm import launcher
+from ..comm.agreement import on_root
 from ..comm.base import Comm
 from ..comm.launch import end_job_with_exceptions
 from ..comm.launch import init as start_mpi
 from ..comm.solo import SoloComm
 from ..host import runtime
 
+T = TypeVar("T")
 _signals: list[runtime.StopSignals] = []  # of `init`, at most one
 
 
@@ -54,6 +58,14 @@ def init(*, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequen
     if stop_signals and not _signals:
         _signals.append(runtime.StopSignals().__enter__())
     return line
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Run `work` on the first rank alone; its result, which can be pickled, on all ranks, once it is there. Collective.
+
+    Where it raises, every rank raises ValueError with its message.
+    """
+    return on_root(world(), work)
 
 
 def stop_requested() -> bool:

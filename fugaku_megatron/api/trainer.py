@@ -76,8 +76,9 @@ class Trainer:
 
     data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and prefixes in turn. Or documents:
     a sequence, or a map-style data set of torch, whose items are one-dimensional arrays of token ids (of numpy or torch, or lists);
-    it is read as if it had been written to such files. Every rank passes the same data. Without it the config's data flags count.
-    valid: the same for `evaluate`. All documents of `data` are for training, unless the config has a split and `valid` is not given.
+    they are read as if they had been written to such files. Every rank passes the same data. Without it the config's data flags
+    count. valid: the same for `evaluate`. All documents of `data` are for training, unless the config has a split and `valid` is
+    not given.
 
     Raises ValueError, one line, for a config that does not fit these ranks, and for data that cannot be read. Flags that belong to
     the command's loop have no effect here; a warning names them.
@@ -113,8 +114,8 @@ class Trainer:
             check(run.data.mock_data or run.data.files is not None, "there is no data: give data to Trainer, or data_path or "
                   "mock_data to Config")
             return run
-        check(run.data.files is None and not run.data.mock_data, "data is given to Trainer, and the config names data as well: give "
-              "one of them")
+        check(run.data.files is None and not run.data.mock_data, "data is given to Trainer, and the config names data as well: "
+              "give one of them")
         if valid is None and "split" in self.config.given:
             return replace(run, data=replace(run.data, data_path=self._named("data", data)))
         return replace(run, data=replace(run.data, train_data_path=self._named("data", data),
@@ -193,8 +194,8 @@ class Trainer:
         """Make the run long enough, and its data."""
         trainer = self._trainer
         if not self._length_given:
-            check(count is not None, "steps() goes to the end of the run, which is not known: give steps a number, or train_iters to "
-                  "Config")
+            check(count is not None, "steps() goes to the end of the run, which is not known: give steps a number, or Config "
+                  "train_iters")
             self._lengthen(self.iteration + count)
         elif count is not None:
             check(self.iteration + count <= self._end, f"steps({count}) after iteration {self.iteration} goes beyond the "

@@ -1,0 +1,426 @@
+"""The library: what `import fugaku_megatron as fm` offers, on one process and on the ranks of mpiexec.
+
+Left out: the examples, which tests/test_docs_commands.py runs. Run: pytest tests/test_library.py
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fugaku_megatron as fm
+from fugaku_megatron.api import process
+from fugaku_megatron.config.arguments import build_parser, parse
+from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.data.indexed import IndexedDatasetWriter, best_dtype
+from fugaku_megatron.inference import evaluate, generate
+from tests.helpers import SMALL
+from tests.mpi.launch import Job, mpich
+from tests.test_generate import TEXT, save_trained, write_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+from tests.small_models import MODELS, VOCABULARY, convert, randomized, same, tensors  # noqa: E402
+from tests.test_convert_megatron import models as models  # noqa: E402
+from tests.test_convert_megatron import weights_of, write_legacy  # noqa: E402
+
+FLAGS = {**{name: value for name, value in SMALL.items() if name not in ("mock_data", "train_iters")}, "num_layers": 2,
+         "global_batch_size": 4, "kernels": "native", "eval_iters": 2}
+
+
+def documents(seed: int = 0) -> list[np.ndarray]:
+    """Of unequal lengths, one empty and one longer than a sample."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, FLAGS["vocab_size"], length) for length in (50, 3, 0, 200, 77, 1)]
+
+
+def write(prefix: Path, arrays: list[np.ndarray]) -> Path:
+    with IndexedDatasetWriter(prefix, best_dtype(FLAGS["vocab_size"])) as writer:
+        for array in arrays:
+            writer.add_document(array)
+    return prefix
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+# Import -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_importing_is_fast_and_loads_no_torch():
+    code = """if True:
+        import sys, time
+        begin = time.perf_counter()
+        import fugaku_megatron as fm
+        seconds = time.perf_counter() - begin
+        fm.Config.recipe("124m", lr=1e-4).replace(num_layers=2)
+        print(seconds < 0.2, "torch" in sys.modules, "mpi4py" in sys.modules, "numpy" in sys.modules)"""
+    assert python(code).split() == ["True", "False", "False", "False"]
+
+
+def test_names():
+    assert set(fm.__all__) <= set(dir(fm)) and all(getattr(fm, name) for name in fm.__all__)
+    with pytest.raises(AttributeError, match="has no attribute Trainr"):
+        fm.Trainr  # noqa: B018
+    assert (Path(fm.__file__).parent / "py.typed").is_file()
+
+
+# Config -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_is_the_run_of_the_flags():
+    words = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --batch-size 2 --lr 1 --use-distributed-optimizer"
+    config = fm.Config(num_layers=np.int64(2), hidden_size=32, num_attention_heads=4, seq_length=16, batch_size=2, lr=1,
+                       use_distributed_optimizer=True, recompute_activations=False)
+    assert config.run == parse(words.split()).run and config == fm.Config.from_flags(words.split())
+    assert (config.lr, config.zero_stage, config.micro_batch_size) == (1.0, 1, 2) and type(config.lr) is float
+    assert fm.Config.recipe("124M").run == RECIPES["124m"]() and hash(config) == hash(fm.Config.from_flags(words.split()))
+    paths = fm.Config.recipe("demo", data_path=Path("a"), save=Path("b"), skip_samples=["1:2"])
+    assert (paths.data_path, paths.save, paths.skip_samples) == (("a",), "b", ("1:2",))
+    assert eval(repr(paths), {"Config": fm.Config}) == paths
+
+
+def test_other_values_are_as_if_given_first():
+    config = fm.Config.recipe("124m", hidden_size=96).replace(lr=1e-4)
+    assert config == fm.Config.recipe("124m", hidden_size=96, lr=1e-4) and config.ffn_hidden_size == 384
+    with pytest.raises(AttributeError):
+        config.lr = 2
+    assert fm.Config.recipe("124m", num_query_groups=2).notes == (
+        "--num-query-groups has no effect without --group-query-attention",)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: fm.Config(num_layer=2), "unknown keyword num_layer: did you mean num_layers[?]"),
+    (lambda: fm.Config(quux=2), "unknown keyword quux: fugaku-megatron train --help lists the flags"),
+    (lambda: fm.Config(num_layers="twelve"), "num_layers .--num-layers. is 'twelve': expected int"),
+    (lambda: fm.Config(num_layers=2.0), "num_layers .--num-layers. is 2.0: expected int"),
+    (lambda: fm.Config(swiglu=1), "swiglu .--swiglu. is 1: expected bool"),
+    (lambda: fm.Config(lr="1e-4"), "lr .--lr. is '1e-4': expected float"),
+    (lambda: fm.Config(use_distributed_optimizer="yes"), "use_distributed_optimizer .--use-distributed-optimizer. is 'yes': expected"),
+    (lambda: fm.Config(num_layers=2), "--hidden-size, .* must be given .or start from a --recipe: demo, "),
+    (lambda: fm.Config.recipe("125m"), "--recipe 125m is unknown: .* did you mean 124m"),
+    (lambda: fm.Config.recipe("124m", num_layers=0), "--num-layers is 0: give a number above 0"),
+    (lambda: fm.Config.from_flags(["--num-layer", "2"]), "unknown flag --num-layer: did you mean --num-layers[?]"),
+    (lambda: fm.Config.from_flags("--num-layers 2"), "from_flags takes a list of words"),
+    (lambda: fm.Config.from_flags(["--recipe", "124m", "--dry-run"]), "--dry-run and --world-size belong to the command"),
+    (lambda: fm.Config(**{**FLAGS, "kernels": "auto"}, kv_channels=6), "--kv-channels is 6, .* multiples of 4"),
+])
+def test_mistakes_of_a_config_are_one_line(make, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_every_flag_is_a_keyword():
+    from fugaku_megatron.config.arguments import _COMPATIBILITY, _REFUSED, _keywords
+
+    actions = [a for a in build_parser()._actions if not a.dest.startswith((_COMPATIBILITY, _REFUSED))]
+    names = {name[2:].replace("-", "_") for a in actions for name in a.option_strings if name.startswith("--")}
+    missing = {name for name in names - _keywords().keys() if not name.startswith("no_")}
+    assert missing == {"help", "recipe", "dry_run", "world_size", "activations_checkpoint_method"}
+
+
+# Trainer ------------------------------------------------------------------------------------------------------------------------
+
+
+def results(config: fm.Config, data, valid=None, count: int = 6) -> list[float]:
+    trainer = fm.Trainer(config, data, valid)
+    found = [value for step in trainer.steps(count) for value in (step.loss, step.grad_norm)]
+    return found + ([trainer.evaluate()] if valid is not None else [])
+
+
+class MapStyle(torch.utils.data.Dataset):
+    """A data set as torch has it."""
+
+    def __len__(self) -> int:
+        return len(documents())
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(documents()[index])
+
+
+def test_arrays_are_trained_on_as_files_are(tmp_path):
+    config, arrays = fm.Config(**FLAGS, train_iters=10), documents()
+    files, other = write(tmp_path / "train", arrays), write(tmp_path / "valid", documents(1))
+    expected = results(config, files, valid=[str(other)])
+    assert len(set(expected)) == 13 and results(config, arrays, valid=documents(1)) == expected
+    assert results(config, [torch.from_numpy(array) for array in arrays]) == expected[:-1]
+    assert results(config, MapStyle()) == results(config, [array.tolist() for array in arrays]) == expected[:-1]
+    blend = results(config, [0.3, files, 0.7, other])
+    assert blend != expected[:-1] and results(config.replace(train_data_path=["0.3", files, "0.7", other]), None) == blend
+
+
+def test_a_split_divides_the_documents_as_the_flag_does(tmp_path):
+    config = fm.Config(**FLAGS, train_iters=4, split="3,3,0")
+    prefix = write(tmp_path / "data", documents())
+    by_flag = fm.Trainer(config.replace(data_path=prefix))
+    in_memory = fm.Trainer(config, documents())
+    assert [s.loss for s in in_memory.steps()] == [s.loss for s in by_flag.steps()]
+    assert in_memory.evaluate() == by_flag.evaluate()
+
+
+def test_a_step_says_where_the_run_stands():
+    trainer = fm.Trainer(fm.Config(**FLAGS, train_iters=3), documents())
+    steps = list(trainer.steps())
+    assert [s.iteration for s in steps] == [1, 2, 3] and [s.consumed_samples for s in steps] == [4, 8, 12]
+    assert steps[-1].consumed_tokens == 12 * FLAGS["seq_length"] and steps[0].learning_rate == FLAGS["lr"]
+    assert all(s.seconds > 0 and s.global_batch_size == 4 and not s.skipped for s in steps)
+
+
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    config = fm.Config(**FLAGS, train_iters=6)
+    trainer = fm.Trainer(config, documents())
+    for step in trainer.steps():
+        if step.iteration == 2:
+            trainer.save(tmp_path / "saved")
+            break
+    rest = [step.loss for step in trainer.steps()]
+    again = fm.Trainer(config, documents())
+    again.load(tmp_path / "saved")
+    assert again.iteration == 2 and [step.loss for step in again.steps()] == rest and len(rest) == 4
+    anew = fm.Trainer(config, documents())
+    anew.load(tmp_path / "saved", weights_only=True)
+    assert anew.iteration == 0 and next(iter(anew.steps())).loss != rest[0]
+    with pytest.raises(ValueError, match="holds another model, with --num-layers 2 .this run: 3."):
+        fm.Trainer(config.replace(num_layers=3), documents()).load(tmp_path / "saved")
+
+
+def test_the_length_of_a_run():
+    with_length = fm.Trainer(fm.Config(**FLAGS, train_iters=3), documents())
+    with pytest.raises(ValueError, match="steps.4. after iteration 0 goes beyond the 3 iterations of the run"):
+        with_length.steps(4)
+    assert len(list(with_length.steps(1))) == 1 and len(list(with_length.steps())) == 2 and not list(with_length.steps())
+    decaying = fm.Trainer(fm.Config(**FLAGS, lr_warmup_iters=1), documents())
+    with pytest.raises(ValueError, match="steps.. goes to the end of the run, which is not known"):
+        decaying.steps()
+    rates = [step.learning_rate for step in decaying.steps(3)]
+    assert rates == [s.learning_rate for s in fm.Trainer(fm.Config(**FLAGS, lr_warmup_iters=1, train_iters=3), documents()).steps()]
+    with pytest.raises(ValueError, match="the learning rate decays .linear. over the 3 iterations"):
+        decaying.steps(1)
+    constant = fm.Trainer(fm.Config(**FLAGS, lr_decay_style="constant"), documents())
+    assert [step.iteration for step in (*constant.steps(2), *constant.steps(40))] == [*range(1, 43)]
+
+
+def test_mistakes_about_data(tmp_path):
+    config = fm.Config(**FLAGS, train_iters=2)
+    for data, message in (([1, 2, 3], "document 0 of <data> is a int of shape"), ([[0.5]], "type float64: give"),
+                          ([[1], [2, 96]], "document 1 of <data>: token id 96 is outside the vocabulary of 96"),
+                          ([], "data is empty"), (5, "data is a int: give a prefix"), ([[[1, 2], [3]]], "is a list of shape"),
+                          (tmp_path / "none", "none.idx: cannot be read"), (None, "there is no data: give data to Trainer")):
+        with pytest.raises(ValueError, match=message):
+            fm.Trainer(config, data)
+    with pytest.raises(ValueError, match="the config names data as well"):
+        fm.Trainer(config.replace(mock_data=True), documents())
+    with pytest.raises(ValueError, match="there is no validation data: give valid"):
+        fm.Trainer(config, documents()).evaluate()
+    with pytest.raises(ValueError, match="config is a dict: expected Config"):
+        fm.Trainer(FLAGS, documents())
+    with pytest.warns(UserWarning, match="--save has no effect on Trainer: the loop is the caller's"):
+        fm.Trainer(config.replace(save="x"), documents())
+    with pytest.warns(UserWarning, match="--allocator has no effect on Trainer: give it to init"):
+        fm.Trainer(config.replace(allocator="stock"), documents())
+
+
+QUIET = """if True:
+    import os, signal, sys, threading
+    import torch
+    handlers = [signal.getsignal(n) for n in range(1, 32)]
+    hooks, threads, mask = (sys.excepthook, threading.excepthook), torch.get_num_threads(), os.sched_getaffinity(0)
+    import fugaku_megatron as fm
+    from tests.test_library import FLAGS, documents
+    trainer = fm.Trainer(fm.Config(**FLAGS, train_iters=2), documents(), valid=documents())
+    losses = [step.loss for step in trainer.steps()] + [trainer.evaluate()]
+    assert handlers == [signal.getsignal(n) for n in range(1, 32)] and mask == os.sched_getaffinity(0)
+    assert hooks == (sys.excepthook, threading.excepthook) and threads == torch.get_num_threads()
+    assert (torch.tensor(1e-39) * 1).item() != 0, "denormals are flushed"
+    assert "mpi4py" not in sys.modules and "arena" not in open("/proc/self/maps").read()
+    line = fm.init(stop_signals=True)
+    assert (torch.tensor(1e-39) * 1).item() == 0 and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    print(line)
+    """
+
+
+def test_the_process_is_left_as_it_is_until_init():
+    assert "allocator glibc" in python(QUIET)
+
+
+def test_a_signal_ends_the_steps(monkeypatch):
+    signals = process.runtime.StopSignals((signal.SIGUSR1,))
+    monkeypatch.setattr(process, "_signals", [signals])
+    trainer, done = fm.Trainer(fm.Config(**FLAGS, train_iters=5), documents()), []
+    with signals:
+        for step in trainer.steps():
+            done.append(step.iteration)
+            if len(done) == 2:
+                signal.raise_signal(signal.SIGUSR1)
+    assert done == [1, 2]
+
+
+# Ranks of mpiexec ---------------------------------------------------------------------------------------------------------------
+
+SCRIPT = """if True:
+    import json, sys
+    import fugaku_megatron as fm
+    from tests.test_library import FLAGS, documents
+    flags = json.loads(sys.argv[1])
+    trainer = fm.Trainer(fm.Config(**FLAGS, **flags, train_iters=4), documents(), valid=documents(1))
+    losses = []
+    for step in trainer.steps():
+        losses.append(step.loss)
+        if len(sys.argv) > 2 and step.iteration == 2 and trainer.rank == int(sys.argv[2]):
+            raise ValueError("an error of one rank")
+    print(json.dumps([*losses, trainer.evaluate()]))
+"""
+
+
+def on_two(script: Path, *arguments: str) -> Job:
+    """What becomes of two ranks of a script."""
+    script.write_text(SCRIPT)
+    return mpich().run(2, str(script), *arguments)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("flags", [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}])
+def test_ranks_share_a_run(flags, tmp_path):
+    config = fm.Config(**{**FLAGS, "vocab_size": 96, "make_vocab_size_divisible_by": 8}, train_iters=4)
+    alone = [*(step.loss for step in (trainer := fm.Trainer(config, documents(), documents(1))).steps()), trainer.evaluate()]
+    done = on_two(tmp_path / "script.py", json.dumps(flags))
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 2 and found[0] == found[1] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_one_rank_ends_the_job(rank, tmp_path):
+    begin = time.monotonic()
+    done = on_two(tmp_path / "script.py", "{}", str(rank))
+    assert done.returncode == 2 and "Traceback" in done.stderr and f"rank {rank}: " in done.stderr
+    assert "ValueError: an error of one rank" in done.stderr and time.monotonic() - begin < 100
+
+
+# Models in memory ---------------------------------------------------------------------------------------------------------------
+
+
+def their_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].float()
+
+
+@pytest.fixture
+def tokens() -> list[int]:
+    return torch.randint(VOCABULARY, (20,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen3"])
+def test_logits_of_hugging_face_s_models(kind, tmp_path, tokens):
+    theirs = randomized(MODELS[kind])
+    theirs.save_pretrained(tmp_path / "hf")
+    model = fm.load(tmp_path / "hf")
+    found = model.logits(tokens)
+    assert found.shape == (20, VOCABULARY) and found.dtype == torch.float32
+    torch.testing.assert_close(found, their_logits(theirs, tokens), rtol=1e-4, atol=1e-4)
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    torch.testing.assert_close(fm.load(tmp_path / "ours").logits(torch.tensor(tokens)), found, rtol=0, atol=0)
+    model.save_hf(tmp_path / "again")
+    assert same(tensors(tmp_path / "hf"), tensors(tmp_path / "again"))
+    with pytest.raises(ValueError, match="save_hf .* is not empty: give a new directory"):
+        model.save_hf(tmp_path / "again")
+    with pytest.raises(ValueError, match="the tokenizer is unknown"):
+        model.loss("a")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_logits_of_megatron_s_checkpoints(models, kind, tmp_path, tokens):  # noqa: F811
+    write_legacy(tmp_path, kind, weights_of(models[kind]))
+    model = fm.load(tmp_path, vocab_size=VOCABULARY)
+    torch.testing.assert_close(model.logits(tokens), their_logits(models[kind], tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_training_goes_on_from_hugging_face_s_weights(tmp_path, tokens):
+    theirs = randomized(MODELS["qwen2"])
+    theirs.save_pretrained(tmp_path / "hf")
+    config = fm.load(tmp_path / "hf").config(micro_batch_size=1, train_iters=1, lr=1e-9, kernels="native")
+    trainer = fm.Trainer(config, [tokens * 10])
+    trainer.load(tmp_path / "hf")
+    trainer.save(tmp_path / "start")
+    torch.testing.assert_close(fm.load(tmp_path / "start").logits(tokens), their_logits(theirs, tokens), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="holds another model, with --num-attention-heads 4"):
+        fm.Trainer(config.replace(num_attention_heads=2, num_query_groups=2), [tokens]).load(tmp_path / "hf")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[str]]:
+    """(directory of a checkpoint, flags of its tokenizer)."""
+    folder = tmp_path_factory.mktemp("library")
+    flags = write_tokenizer(folder)
+    save_trained(process.world(), folder / "saved", 20)
+    return folder / "saved", flags
+
+
+def parsed(command, *words: str):
+    parser = Parser()
+    command.add_arguments(parser)
+    return command.Request.of(parser.parse_args(list(words)))
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": 2.0, "top_k": 0, "seed": 5}, {"stop": ["e"]}])
+def test_it_generates_what_the_command_generates(trained, changes, capsys):
+    directory, flags = trained
+    model = fm.load(directory, vocab_file=flags[1], merge_file=flags[3])
+    prompts, words = ["to be", "q"], []
+    for name, value in changes.items():
+        words += [f"--{name.replace('_', '-')}", value[0] if isinstance(value, list) else str(value)]
+    generate.continue_prompts(parsed(generate, "--load", str(directory), *flags, "--prompt", prompts[0], "--prompt", prompts[1],
+                                     "--max-new-tokens", "12", *words), process.world())
+    printed = capsys.readouterr().out
+    texts = model.generate(prompts, 12, **changes)
+    assert printed == "--- iteration 20, prompt in brackets ---\n" + "".join(f"[{p}]{t}\n" for p, t in zip(prompts, texts))
+    assert model.generate("to be", 12, **changes) == texts[0]
+
+
+def test_the_loss_of_a_text_is_that_of_the_command(trained, tmp_path):
+    directory, flags = trained
+    model, length = fm.load(directory, vocab_file=flags[1], merge_file=flags[3]), 24
+    text = (TEXT * 3)[: length + 1]  # one whole window of the command
+    (tmp_path / "text").write_text(text)
+    result = evaluate.evaluate(parsed(evaluate, "--load", str(directory), *flags, "--text", str(tmp_path / "text"),
+                                      "--seq-length", str(length)), process.world())
+    assert result["tokens"] == length and model.loss(text) == pytest.approx(result["loss"], rel=1e-6)
+    ids = model.tokenizer.encode(text)
+    rows = torch.log_softmax(model.logits(ids[:-1]).double(), 1)
+    assert model.loss(text) == pytest.approx(-float(rows[range(length), ids[1:]].mean()), rel=1e-6)
+    assert np.isfinite(model.loss(TEXT * 20))
+
+
+def test_mistakes_about_models(trained, tmp_path):
+    directory, flags = trained
+    model = fm.load(directory, vocab_file=flags[1], merge_file=flags[3])
+    for call, message in ((lambda: fm.load(tmp_path / "none"), "none is not a directory: give a checkpoint"),
+                          (lambda: fm.load(tmp_path), "holds no checkpoint of this program or of Megatron-LM"),
+                          (lambda: fm.load(directory, ckpt_step=7), "iter_0000007"),
+                          (lambda: fm.load(directory, dtype="int8"), "dtype is 'int8': give fp32 or bf16 or fp16"),
+                          (lambda: fm.load(directory, vocab_file="none", merge_file="none"), "--vocab-file none: cannot be read"),
+                          (lambda: fm.load(directory).generate("a"), "the tokenizer is unknown"),
+                          (lambda: model.generate(""), "a prompt is empty"), (lambda: model.generate([]), "there is no prompt"),
+                          (lambda: model.generate("a", -1), "--max-new-tokens is -1"),
+                          (lambda: model.generate("a", temperature=-1.0), "--temperature is -1.0: give 0 or more"),
+                          (lambda: model.loss("a"), "the text has 1 tokens"), (lambda: model.logits([]), "tokens have shape"),
+                          (lambda: model.logits([[1]]), "tokens have shape .1, 1."), (lambda: model.logits([9999]), "outside the"),
+                          (lambda: model.logits([1] * 99), "99 tokens are given, and the model has 24 positions")):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fm.load(directory, dtype="bf16").logits([1]).dtype == torch.float32
