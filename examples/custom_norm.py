@@ -39,8 +39,7 @@ class TanhNorm(Norm):
         return Scale.apply((x / 2).tanh(), self.weight)
 
 
-# One row. vectors: parameters of h elements; statistics: numbers that backward needs for each row beside the input.
-NORMS["TanhNorm"] = NormPart(layer=f"{__name__}:TanhNorm", vectors=1, statistics=0)
+NORMS["TanhNorm"] = NormPart(layer=f"{__name__}:TanhNorm", vectors=1, statistics=0)  # parameters of h elements; see NormPart
 
 config = fm.Config(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=256, micro_batch_size=4, lr=3e-3,
                    normalization="TanhNorm")

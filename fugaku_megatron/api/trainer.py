@@ -91,7 +91,7 @@ class Trainer:
         self._arrays: dict[str, TokenArrays] = {}
         self._end: int | None = None  # iterations of the run, where that is known
         with everywhere():
-            self._warn()
+            self._warn(() if data is None else ("--split ", "--legacy-split "))
             run = self._with_data(config.run, data, valid)
             tokenizer = read_tokenizer(run, self._world)
             self._run = with_vocabulary(run, tokenizer)
@@ -101,8 +101,9 @@ class Trainer:
 
     # Building ---------------------------------------------------------------------------------------------------------------------
 
-    def _warn(self) -> None:
-        notes = [*self.config.notes, *(f"{flag(name)} has no effect on Trainer: {remedy}" for names, remedy in (
+    def _warn(self, effective: tuple[str, ...]) -> None:
+        """Name the flags without effect. effective: beginnings of the config's notes that do not hold."""
+        notes = [*(note for note in self.config.notes if not note.startswith(effective)), *(f"{flag(name)} has no effect on Trainer: {remedy}" for names, remedy in (
             (LOOP, "the loop is the caller's"), (PROCESS, "give it to init")) for name in self.config.given if name in names)]
         for note in notes if self._world.rank == 0 else ():
             warnings.warn(note, stacklevel=3)

@@ -21,12 +21,14 @@ import pytest
 from benchmarks import __main__ as benchmarks
 from fugaku_megatron import cli
 from fugaku_megatron.config.command_line import Parser
-from tests.system.doc_commands import CHANGES, DOCUMENTS, LEAVES, ROOT, commands, script
+from tests.system.doc_commands import CHANGES, DOCUMENTS, LEAVES, ROOT, blocks, commands, script
 
 # Programs of the system, or of a site; their own flags are not ours to check.
 SYSTEM = {"module", "source", "export", "cd", "git", "apt-get", "dnf", "sudo", "docker", "apptainer", "pjsub", "squeue", "curl",
           "ls", "mkdir", "cp", "pip", "cat", "echo", "nproc", "lscpu", "srun", "python3", "tee", "spack", "g++", "make"}
 DOCUMENTS_WITH_COMMANDS = [document for document in DOCUMENTS if any(commands(document))]
+ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+               "PYTHONPATH": str(ROOT)}
 FAILURES = re.compile(r"Traceback|command not found|No such file or directory|error while loading")
 
 
@@ -54,6 +56,8 @@ def check_python(words: list[str]) -> None:
         assert str(end.value).endswith("parsed"), rest
     elif name == "-c":
         compile(rest[0], "document", "exec")
+    elif name.startswith("examples/"):
+        assert (ROOT / name).is_file(), name
     elif name not in ("-m venv", "-m fugaku_megatron.inference.lm_eval"):  # their own flags
         parse([*stands_for[name], *rest])
 
@@ -90,7 +94,7 @@ def test_programs_and_flags_exist(document):
 
 def test_documents_have_commands_and_every_change_is_in_use():
     names = {"README.md", "docs/clusters.md", "docs/data.md", "docs/evaluation.md",
-             "docs/fugaku.md", "docs/install.md", "docs/models.md",
+             "docs/fugaku.md", "docs/install.md", "docs/library.md", "docs/models.md",
              "docs/performance.md", "docs/training.md"}
     assert set(DOCUMENTS_WITH_COMMANDS) == names
     assert {change[0] for change in CHANGES} <= set(DOCUMENTS_WITH_COMMANDS)
@@ -147,6 +151,34 @@ def test_commands_run_as_they_stand(document, checkout):
     assert done.returncode == 0, done.stdout[-4000:]
     assert not FAILURES.search(done.stdout), done.stdout[-4000:]
     assert [name for name in LEAVES.get(document, ()) if not (checkout / name).exists()] == [], done.stdout[-4000:]
+
+
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_run(example, ranks, tmp_path):
+    """From another folder, alone and under mpiexec; each checks its own result."""
+    launcher = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
+    done = subprocess.run([*launcher, sys.executable, str(ROOT / "examples" / example)], cwd=tmp_path, text=True, timeout=300,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and done.stdout and not FAILURES.search(done.stdout), done.stdout[-4000:]
+    assert not [*tmp_path.iterdir()], "it leaves nothing"
+
+
+def test_examples_are_short():
+    assert len(EXAMPLES) >= 3 and all(len((ROOT / "examples" / name).read_text().splitlines()) < 50 for name in EXAMPLES)
+
+
+@pytest.mark.docs
+def test_python_of_the_library_s_page_runs(tmp_path):
+    """All blocks of docs/library.md, one after another, as a notebook runs its cells."""
+    code = "\n".join(blocks("docs/library.md", "python"))
+    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], cwd=tmp_path, text=True, timeout=300,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.docs

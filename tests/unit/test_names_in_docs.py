@@ -29,7 +29,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fugaku_megatron"
 FOLDERS = ("fugaku_megatron", "benchmarks", "tools", "scripts", "tests", "docs", "kernels_sve")
-SOURCES = sorted(p for f in FOLDERS for p in (ROOT / f).rglob("*.py")) + [ROOT / "setup.py", ROOT / "pretrain_gpt.py"]
+EXAMPLES = "examples"  # Megatron-LM has a folder of this name as well, which docs/megatron.md names
+SOURCES = sorted(p for f in (*FOLDERS, EXAMPLES) for p in (ROOT / f).rglob("*.py")) + [ROOT / "setup.py", ROOT / "pretrain_gpt.py"]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 KERNELS = sorted(path for path in (ROOT / "kernels_sve").rglob("*") if path.suffix in (".h", ".cc", ".inc"))
 OTHERS = {"gpt_dataset.py", "preprocess_data.py", "malloc.h", "mpi.h", "pyconfig.h", "tokenizers"}  # Megatron's, C's, MPI's ...
@@ -66,7 +67,7 @@ def prose(path: Path) -> str:
 @functools.cache
 def files() -> frozenset[str]:
     """Paths, relative to the root, of the project's files and of the folders that hold them."""
-    below = [path for folder in FOLDERS for path in (ROOT / folder, *(ROOT / folder).rglob("*"))]
+    below = [path for folder in (*FOLDERS, EXAMPLES) for path in (ROOT / folder, *(ROOT / folder).rglob("*"))]
     return frozenset(str(path.relative_to(ROOT)) for path in (*below, *ROOT.glob("*")) if "__pycache__" not in path.parts)
 
 

@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "calibration": {"comm", "config", "costs", "data", "host", "perf", "training"},
     "inference": {"comm", "config", "costs", "data", "host", "checkpoint", "nn"},
     "convert": {"comm", "config", "costs", "host", "checkpoint", "nn"},
+    "api": {"comm", "config", "data", "host", "checkpoint", "watchdog", "training", "inference", "convert"},
     "reproduction": {"config", "costs", "logs", "perf"},
     "cli": {"comm", "config"},  # and every command by its name, when it is called
     "__main__": {"cli"},

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted(path for place in ("fugaku_megatron", "benchmarks", "tools", "scripts", "setup.py", "pretrain_gpt.py")
+SOURCES = sorted(path for place in ("fugaku_megatron", "benchmarks", "tools", "scripts", "examples", "setup.py", "pretrain_gpt.py")
                  for path in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py")))
 
 
