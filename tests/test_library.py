@@ -24,6 +24,7 @@ from fugaku_megatron.data.indexed import IndexedDatasetWriter, best_dtype
 from fugaku_megatron.inference import evaluate, generate
 from tests.helpers import SMALL
 from tests.test_generate import TEXT, save_trained, write_tokenizer
+from tests.test_library_tokenizers import write_hugging_face
 
 transformers = pytest.importorskip("transformers")
 
@@ -187,6 +188,9 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
     again = fm.Trainer(config, documents())
     again.load(tmp_path / "saved")
     assert again.iteration == 2 and [step.loss for step in again.steps()] == rest and len(rest) == 4
+    by_iteration = fm.Trainer(config, documents())
+    by_iteration.load(tmp_path / "saved" / "iter_0000002")
+    assert by_iteration.iteration == 2 and next(iter(by_iteration.steps())).loss == rest[0]
     anew = fm.Trainer(config, documents())
     anew.load(tmp_path / "saved", weights_only=True)
     assert anew.iteration == 0 and next(iter(anew.steps())).loss != rest[0]
@@ -301,6 +305,26 @@ def test_logits_of_megatron_s_checkpoints(models, kind, tmp_path, tokens):  # no
     write_legacy(tmp_path, kind, weights_of(models[kind]))
     model = fm.load(tmp_path, vocab_size=VOCABULARY)
     torch.testing.assert_close(model.logits(tokens), their_logits(models[kind], tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_hugging_face_s_tokenizer_comes_with_the_model(tmp_path):
+    torch.manual_seed(3)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=304, n_positions=64, n_embd=48, n_layer=2, n_head=4,
+                                                                  initializer_range=0.2)).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    write_hugging_face(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model, ids = fm.load(tmp_path / "hf"), tokenizer("to be or not to be")["input_ids"]
+    assert model.tokenizer.encode("to be or not to be") == ids
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids]), labels=torch.tensor([ids])).loss
+    assert model.loss("to be or not to be") == pytest.approx(float(expected), rel=1e-5)
+    flags = {"do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7, "eos_token_id": None, "pad_token_id": 0}
+    added = theirs.generate(torch.tensor([ids]), **flags)[0, len(ids):].tolist()
+    found = model.generate("to be or not to be", 7, temperature=0.0)
+    assert found == tokenizer.decode(added[:added.index(1)] if 1 in added else added)
+    named = fm.load(tmp_path / "hf", tokenizer_model=tmp_path / "hf")
+    assert named.generate("to be", 3, seed=2) == model.generate("to be", 3, seed=2)
 
 
 def test_training_goes_on_from_hugging_face_s_weights(tmp_path, tokens):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ..checkpoint.load import open_checkpoint
-from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.shards import check_model
 from ..comm.agreement import everywhere, find_nodes, on_root
 from ..comm.grid import Grid
@@ -29,7 +28,7 @@ from ..config.checks import check, flag
 from ..config.layout import Layout
 from ..config.model_config import architecture
 from ..config.run_config import NumbersConfig, OutputConfig, RunConfig
-from ..convert.convert_command import open_weights
+from ..convert.convert_command import open_weights, own_checkpoint
 from ..data.arrays import Documents, TokenArrays
 from ..host import kernels
 from ..host.observed import Phases
@@ -103,8 +102,9 @@ class Trainer:
 
     def _warn(self, effective: tuple[str, ...]) -> None:
         """Name the flags without effect. effective: beginnings of the config's notes that do not hold."""
-        notes = [*(note for note in self.config.notes if not note.startswith(effective)), *(f"{flag(name)} has no effect on Trainer: {remedy}" for names, remedy in (
-            (LOOP, "the loop is the caller's"), (PROCESS, "give it to init")) for name in self.config.given if name in names)]
+        notes = [note for note in self.config.notes if not note.startswith(effective)]
+        for names, remedy in ((LOOP, "the loop is the caller's"), (PROCESS, "give it to init")):
+            notes += [f"{flag(name)} has no effect on Trainer: {remedy}" for name in self.config.given if name in names]
         for note in notes if self._world.rank == 0 else ():
             warnings.warn(note, stacklevel=3)
 
@@ -188,23 +188,23 @@ class Trainer:
         """
         check(count is None or isinstance(count, int) and count >= 0, f"steps({count!r:.40}): give a number of iterations")
         with everywhere():
-            self._prepare(count)
-        return self._steps(self._end if count is None else self.iteration + count)
+            return self._steps(self._prepare(count))
 
-    def _prepare(self, count: int | None) -> None:
-        """Make the run long enough, and its data."""
-        trainer = self._trainer
+    def _prepare(self, count: int | None) -> int:
+        """Make the run long enough, and its data; the iteration at which these steps end."""
+        trainer, length = self._trainer, self._end
         if not self._length_given:
             check(count is not None, "steps() goes to the end of the run, which is not known: give steps a number, or Config "
                   "train_iters")
             self._lengthen(self.iteration + count)
         elif count is not None:
-            check(self.iteration + count <= self._end, f"steps({count}) after iteration {self.iteration} goes beyond the "
-                  f"{self._end} iterations of the run: ask for fewer, or give Config a larger train_iters")
+            check(self.iteration + count <= length, f"steps({count}) after iteration {self.iteration} goes beyond the "
+                  f"{length} iterations of the run: ask for fewer, or give Config a larger train_iters")
         needed = self._samples_needed(trainer.layout, trainer.progress)
         if needed > self._opened:
             trainer.close()
             trainer.train, self._opened = self._open(needed, 0)[0], needed
+        return length if count is None else self.iteration + count
 
     def _lengthen(self, end: int) -> None:
         """A run without a length goes on to iteration `end`."""
@@ -214,9 +214,9 @@ class Trainer:
         own = optimizer.lr_decay_style == "constant" or optimizer.lr_decay_iters or optimizer.lr_decay_tokens
         check(self._end is None or own, f"the learning rate decays ({optimizer.lr_decay_style}) over the {self._end} iterations of "
               "the first steps(): give Config train_iters, or lr_decay_style constant")
-        self._end = end
         trainer, run = self._trainer, self._with_length(end)
-        trainer.run, trainer.param_schedule = run, ParamSchedule.from_run(run, trainer.layout.global_batch_size(run))
+        trainer.param_schedule = ParamSchedule.from_run(run, trainer.layout.global_batch_size(run))
+        trainer.run, self._end = run, end
 
     def _steps(self, end: int) -> Iterator[Step]:
         try:
@@ -250,20 +250,20 @@ class Trainer:
         """Write a checkpoint that `load`, fugaku_megatron.load and all commands take. Collective."""
         self._trainer.save(os.fspath(directory))
 
-    def load(self, directory: str | os.PathLike[str], weights_only: bool = False) -> None:
-        """Go on from the latest checkpoint of a directory, of any layout, or start from weights. Collective.
+    def load(self, directory: str | os.PathLike[str], weights_only: bool = False, ckpt_step: int | None = None) -> None:
+        """Go on from the latest checkpoint of a directory, or from that of `ckpt_step`, or start from weights. Collective.
 
-        A checkpoint of this program brings optimizer, schedules and the position in the data with it. weights_only: nothing but its
+        A checkpoint of this program may have any layout, and brings optimizer, schedules and the position in the data with it. weights_only: nothing but its
         weights, for a run that begins anew. A directory of Hugging Face or of Megatron-LM, and a converted checkpoint, have weights
         alone. ValueError on every rank for what is missing, damaged or of another architecture.
         """
         path = os.fspath(directory)
-        if on_root(self._world, lambda: any(Path(path).glob(f"iter_*/{MANIFEST}"))):
-            found = open_checkpoint(path, self._world)
+        if own := on_root(self._world, lambda: own_checkpoint(path, ckpt_step)):
+            found = open_checkpoint(own[0], self._world, own[1])
             self._trainer.load(found, weights_only or found.state.get("weights_only", False))
             return
         with everywhere():
-            weights = open_weights(path)
+            weights = open_weights(path, ckpt_step, self._run.model.vocab_size)
             check_model(architecture(weights.model), architecture(self._run.model), Path(path))
         self._trainer.start_from(weights.dtypes, weights.read)
 

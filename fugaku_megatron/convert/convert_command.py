@@ -29,8 +29,7 @@ from ..config.checks import check, flag
 from ..host import allocator
 from .fields import FILE
 from .hugging_face import carry, open_hugging_face, save_hugging_face
-from .megatron_dist import METADATA, open_dist
-from .megatron_legacy import open_legacy, save_legacy
+from .megatron_names import METADATA
 from .own import open_own, save_own
 from .weights import DTYPES, Weights
 
@@ -43,6 +42,9 @@ def open_megatron(directory: str, iteration: int | None, vocab_size: int | None)
     vocab_size: tokens, where the checkpoint does not say how many of the embedding's rows are no padding. ValueError, one line, for
     what is missing, damaged or not built here.
     """
+    from .megatron_dist import open_dist  # with torch.distributed, which takes a second to load and which no other format needs
+    from .megatron_legacy import open_legacy
+
     try:
         path = _iteration(Path(directory), iteration)
         if (path / METADATA).exists():
@@ -67,6 +69,14 @@ def _iteration(directory: Path, iteration: int | None) -> Path:
     return directory / (text if text == "release" else iteration_name(int(text)))
 
 
+def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, int | None] | None:
+    """Directory and iteration of this program's checkpoint, which may be the directory of the iteration; None where it is none."""
+    path = Path(directory)
+    if iteration is None and (path / MANIFEST).is_file() and path.name.removeprefix("iter_").isdecimal():
+        return str(path.absolute().parent), int(path.name.removeprefix("iter_"))
+    return (directory, iteration) if any(path.glob(f"iter_*/{MANIFEST}")) else None
+
+
 def open_weights(directory: str, iteration: int | None = None, vocab_size: int | None = None) -> Weights:
     """The weights of a directory of any of the three kinds; arguments as of `open_megatron`.
 
@@ -77,10 +87,8 @@ def open_weights(directory: str, iteration: int | None = None, vocab_size: int |
     check(path.is_dir(), f"{directory} is not a directory: give a checkpoint of this program or of Megatron-LM, or a directory of "
           "Hugging Face")
     try:
-        if iteration is None and (path / MANIFEST).is_file():  # the directory of an iteration
-            return open_own(str(path.parent), int(path.name.removeprefix("iter_")))
-        if any(path.glob(f"iter_*/{MANIFEST}")):
-            return open_own(directory, iteration)
+        if own := own_checkpoint(directory, iteration):
+            return open_own(*own)
         if (path / FILE).is_file():
             return open_hugging_face(directory)
         kinds = (TRACKER, METADATA, LEGACY, "iter_*")
@@ -157,6 +165,8 @@ def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> Non
 
 
 def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
+    from .megatron_legacy import save_legacy
+
     save_legacy(weights, directory, options.tensor_model_parallel_size, options.pipeline_model_parallel_size,
                 options.transformer_impl == TRANSFORMER_ENGINE, options.make_vocab_size_divisible_by)
 

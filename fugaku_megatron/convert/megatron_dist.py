@@ -24,10 +24,10 @@ from ..config.checks import check
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
 from . import pickled
-from .megatron_names import model_of, our_name
+from .megatron_names import METADATA, model_of, our_name
 from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs, widest
 
-METADATA, COMMON = ".metadata", "common.pt"
+COMMON = "common.pt"
 
 
 def open_dist(path: Path, vocab_size: int | None) -> Weights:

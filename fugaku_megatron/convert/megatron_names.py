@@ -16,6 +16,7 @@ import torch
 from ..config.checks import check, check_kind, flag
 from ..config.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
 
+METADATA = ".metadata"  # of the format torch_dist
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
 # (their argument, its value where the block can do it, and what leaving it out means)
 _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (

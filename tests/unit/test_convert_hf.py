@@ -426,7 +426,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from fugaku_megatron import cli
-from fugaku_megatron.convert import command, hugging_face
+from fugaku_megatron.convert import convert_command, hugging_face
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
