@@ -319,7 +319,7 @@ def test_hugging_face_s_tokenizer_comes_with_the_model(tmp_path):
     with torch.no_grad():
         expected = theirs(torch.tensor([ids]), labels=torch.tensor([ids])).loss
     assert model.loss("to be or not to be") == pytest.approx(float(expected), rel=1e-5)
-    flags = {"do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7, "eos_token_id": None, "pad_token_id": 0}
+    flags = {"do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7, "eos_token_id": None, "pad_token_id": 303}
     added = theirs.generate(torch.tensor([ids]), **flags)[0, len(ids):].tolist()
     found = model.generate("to be or not to be", 7, temperature=0.0)
     assert found == tokenizer.decode(added[:added.index(1)] if 1 in added else added)

@@ -253,9 +253,9 @@ class Trainer:
     def load(self, directory: str | os.PathLike[str], weights_only: bool = False, ckpt_step: int | None = None) -> None:
         """Go on from the latest checkpoint of a directory, or from that of `ckpt_step`, or start from weights. Collective.
 
-        A checkpoint of this program may have any layout, and brings optimizer, schedules and the position in the data with it. weights_only: nothing but its
-        weights, for a run that begins anew. A directory of Hugging Face or of Megatron-LM, and a converted checkpoint, have weights
-        alone. ValueError on every rank for what is missing, damaged or of another architecture.
+        A checkpoint of this program may have any layout, and brings optimizer, schedules and the position in the data with it.
+        weights_only: nothing but its weights, for a run that begins anew. A directory of Hugging Face or of Megatron-LM, and a
+        converted checkpoint, have weights alone. ValueError on every rank for what is missing, damaged or of another architecture.
         """
         path = os.fspath(directory)
         if own := on_root(self._world, lambda: own_checkpoint(path, ckpt_step)):
