@@ -27,7 +27,7 @@ help:
 	@echo "make test    set up, then lint and run all tests that need neither apt nor root (under 12 minutes with the set-up)"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make kernels  compile the C++ kernels that changed (TARGET=avx512: for this row of TARGETS in setup.py alone)"
-	@echo "make docs    set up, then run every command of README.md and docs/ (3 minutes)"
+	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes)"
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
 	@echo "make test-full     the combinations of layouts, schedules and flags that make test leaves out"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"

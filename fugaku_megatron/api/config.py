@@ -3,8 +3,6 @@
     config = Config(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, micro_batch_size=1, lr=6e-4)
     config = Config.recipe("124m", lr=3e-4)
     config = Config.from_flags(["--recipe", "124m", "--lr", "3e-4"])
-
-Test: pytest tests/test_library.py
 """
 
 from __future__ import annotations

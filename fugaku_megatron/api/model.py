@@ -2,8 +2,6 @@
 
     model = load("my_model")
     print(model.generate("Once", max_new_tokens=50), model.loss("Once upon a time"))
-
-Test: pytest tests/test_library.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The process that uses the library: which ranks there are, and what `init` sets up for all of it.
-
-Test: pytest tests/test_library.py
-"""
+"""The process that uses the library: which ranks there are, and what `init` sets up for all of it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
     trainer = Trainer(Config.recipe("demo", vocab_size=512, train_iters=100), data=arrays)
     for step in trainer.steps():
         print(step.iteration, step.loss)
-
-Test: pytest tests/test_library.py
 """
 
 from __future__ import annotations

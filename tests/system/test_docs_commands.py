@@ -1,6 +1,7 @@
 """The commands of README.md and docs/*.md work as they stand.
 
-    make docs      runs them all, document by document, in a copy of the checkout (marked `docs`; up to 3 minutes)
+    make docs      runs them all, document by document, in a copy of the checkout (marked `docs`; up to 5 minutes); also the
+                   examples, alone and under mpiexec, and the Python of docs/library.md
 
 `make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
 changed before a command is run here stands with its reason in tests/system/doc_commands.py.

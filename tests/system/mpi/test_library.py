@@ -1,4 +1,4 @@
-"""The library on two ranks: they share a run, and an exception of one ends both. Run: pytest tests/mpi/test_library.py"""
+"""The library on two ranks: they share a run, and an exception of one ends both."""
 
 from __future__ import annotations
 

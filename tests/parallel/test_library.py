@@ -1,6 +1,6 @@
 """The library: what `import fugaku_megatron as fm` offers, on one process.
 
-Left out: several ranks (tests/mpi/test_library.py), the examples (tests/test_docs_commands.py). Run: pytest tests/test_library.py
+Left out: several ranks (tests/system/mpi/test_library.py), the examples (tests/system/test_docs_commands.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.test_library_tokenizers import write_hugging_face
 
 transformers = pytest.importorskip("transformers")
 
-from tests.small_models import MODELS, VOCABULARY, convert, randomized, same, tensors  # noqa: E402
+from tests.hf_models import MODELS, VOCABULARY, convert, randomized, same, tensors  # noqa: E402
 from tests.test_convert_megatron import models as models  # noqa: E402
 from tests.test_convert_megatron import weights_of, write_legacy  # noqa: E402
 
@@ -158,6 +158,17 @@ def test_arrays_are_trained_on_as_files_are(tmp_path):
     assert results(config, MapStyle()) == results(config, [array.tolist() for array in arrays]) == expected[:-1]
     blend = results(config, [0.3, files, 0.7, other])
     assert blend != expected[:-1] and results(config.replace(train_data_path=["0.3", files, "0.7", other]), None) == blend
+
+
+def test_the_command_train_has_the_same_losses(tmp_path):
+    prefix = write(tmp_path / "data", documents())
+    flags = {**FLAGS, "split": "1,0,0", "train_iters": 3, "eval_iters": 0, "log_interval": 1, "data_path": prefix}
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    done = subprocess.run([sys.executable, "-m", "fugaku_megatron", "train", *words], capture_output=True, text=True, check=True)
+    printed = [line.split("lm loss: ")[1].split(" |")[0] for line in done.stdout.splitlines() if "lm loss: " in line]
+    with pytest.warns(UserWarning, match="--log-interval has no effect on Trainer"):
+        trainer = fm.Trainer(fm.Config.from_flags(words))
+    assert printed == [f"{step.loss:.6E}" for step in trainer.steps()] and len(printed) == 3
 
 
 def test_a_split_divides_the_documents_as_the_flag_does(tmp_path):
