@@ -3,7 +3,7 @@
 torch's is scaled_dot_product_attention. attention_decode is generation: one token of each sample against s keys and values of
 earlier ones (or as many as a window has), which memory bounds.
 
-Shapes are those of fugaku_megatron.costs.accounting: sequence s, this rank's heads and groups, head size d. Both sides read and write
+Shapes are those of costs/accounting.py: sequence s, this rank's heads and groups, head size d. Both sides read and write
 Megatron's fused (s, b, (heads + 2 groups) d) tensor; torch's side works on (b, heads, s, d) and (b, groups, s, d) views of it, with
 enable_gqa or, with --rival repeated, on keys and values that are repeated for every query head, as transformers does. A window is a
 mask there. FLOPs are those of kernels_sve/kernels.inc: forward's two products below the diagonal and inside the window, and 2.5

@@ -1,6 +1,6 @@
 """Matrix products of a model's linear layers: forward, data gradient and weight gradient against torch and OpenBLAS.
 
-Shapes are those of fugaku_megatron.costs.accounting: M tokens of a micro-batch, N output and K input features on one tensor-parallel
+Shapes are those of costs/accounting.py: M tokens of a micro-batch, N output and K input features on one tensor-parallel
 rank; a weight is (N, K). Weights are packed once, outside the timing, as the trainer packs them once per step; the weight gradient
 packs both operands inside it. torch runs with its MKL at full width and, with --mkl both, as shipped; in FP32 numpy's OpenBLAS is a
 rival, too, with kernels of the CPU's full width. Left out: bias and GELU, so that all sides do exactly the product.

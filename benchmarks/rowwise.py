@@ -1,6 +1,6 @@
 """Kernels on rows, AdamW and the reductions of an update against torch's eager operations, forward and backward.
 
-They are the kernels that the trainer calls, on the shapes of `costs.accounting` for one tensor-parallel rank. Ours write into tensors
+They are the kernels that the trainer calls, on shapes of `costs.accounting` for one tensor-parallel rank. Ours write into tensors
 made once, as the trainer does; torch makes its own, in the same tuned memory. AdamW's baseline is torch.optim.AdamW(fused=True).
 These operations are bound by memory: rates are bytes that must move over time, beside the triad of the same run.
 Left out: GELU with its bias and its derivative, which the trainer computes inside the products (gemm.py times the products).

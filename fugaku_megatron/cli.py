@@ -40,11 +40,11 @@ class ModuleCommand:
 
 
 COMMANDS = {
-    "train": ModuleCommand("training.train_command", "train a GPT: mpiexec -n N fugaku-megatron train ...; --dry-run shows any run"),
+    "train": ModuleCommand("training.train_command", "train a GPT: mpiexec -n N fugaku-megatron train ...; --dry-run plans it"),
     "vocabulary": ModuleCommand("data.vocabulary", "before preprocess: train vocab.json and merges.txt on your own text"),
     "preprocess": ModuleCommand("data.preprocess", "before training: turn text into Megatron's .bin/.idx files of tokens"),
     "verify": ModuleCommand("checkpoint.verify", "before a long job or after a fault: check every byte of saved checkpoints"),
-    "convert": ModuleCommand("convert.convert_command", "weights in and out: of Hugging Face's directories and Megatron-LM's checkpoints"),
+    "convert": ModuleCommand("convert.convert_command", "weights from and to Hugging Face and Megatron-LM"),
     "generate": ModuleCommand("inference.generate", "after training: continue a text with a checkpoint"),
     "evaluate": ModuleCommand("inference.evaluate", "after training: perplexity of a text, and multiple choice, with a checkpoint"),
     "log": ModuleCommand("logs.log_table", "during and after a run: its log as a table, CSV and picture"),
@@ -53,7 +53,7 @@ COMMANDS = {
     "job": ModuleCommand("jobs.command", "nodes of a cluster: plan, render, check and submit job scripts"),
     "supervise": ModuleCommand("jobs.supervise", "in a job: start the run, and restart it after a fault without the failed node"),
     "calibrate": ModuleCommand("calibration.calibrate", "a machine that plan and predict do not know: measure this host for them"),
-    "tables": ModuleCommand("reproduction.tables", "the published benchmark tables: printed, corrected, computed again and modelled"),
+    "tables": ModuleCommand("reproduction.tables", "the published benchmark tables: printed, corrected, recomputed and modelled"),
     "fit": ModuleCommand("reproduction.fit", "a change of the performance model: fit its parameters to those tables again"),
 }
 

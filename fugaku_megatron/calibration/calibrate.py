@@ -297,7 +297,7 @@ def main(args: argparse.Namespace) -> int:
     """Calibrate; called on every rank of mpiexec."""
     from ..comm.launch import run_or_abort
 
-    check(args.output.suffix == ".json", f"--output {args.output}: give a name that ends in .json")
     check_file("--output", args.output)
+    check(args.output.suffix == ".json", f"--output {args.output}: pass a name that ends in .json")
     run_or_abort(lambda world: calibrate(world, args.output))
     return 0

@@ -3,7 +3,7 @@
     DIR/latest_checkpointed_iteration.txt     the tracker (Megatron's name), moved last by a save
     DIR/iter_0000100/manifest.json            layout, config, state, and every shard's place in its global tensor
     DIR/iter_0000100/rank_00003.safetensors   the shards that rank 3 owns
-    DIR/iter_0000100/ranks_000127/...         files of ranks 127 to 253 with a manifest of their shards (folders.py)
+    DIR/iter_0000100/ranks_000127/...         files of ranks 127 to 253 with a manifest of their shards
     DIR/hugging_face/                         files that came with a converted model: tokenizer, configurations
     DIR/iter_0000100.tmp                      a save (or a removal) under way or interrupted: never read
     DIR/iter_0000100.old                      the checkpoint that a save of the same iteration is replacing

@@ -1,7 +1,7 @@
-"""What a shard of a checkpoint is, which files hold the pieces that it consists of, and reading those.
+"""What a shard of a checkpoint is, which files hold its pieces, and reading those.
 
-Pieces are found by the name of their global tensor and their place in it, so it does not matter which parallel layout wrote them.
-Left out: who gets which records (load.py), the arithmetic of pieces (boxes.py).
+Pieces are found by the name of their global tensor and their position in it, so it does not matter which parallel layout wrote
+them. Ranges are cut into boxes of the global tensor; what two boxes share is copied. Left out: who gets which records (load.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ it is complete, and goes on when they are.
 Operations of one channel (a communicator's collectives) follow one another, because all ranks must start them in one order;
 channels are independent.
 
-Left out: what is communicated (system/mpi.py).
+Left out: what is communicated (mpi.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How ranks share the model: a group of `config`'s fields."""
+"""The groups of a run's fields that say how ranks share the model, how it is optimized, its data, and checks of its numbers."""
 
 from __future__ import annotations
 

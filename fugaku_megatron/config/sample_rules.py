@@ -1,6 +1,6 @@
-"""--step-batch-size-schedule: the global batch size in steps that begin at given numbers of tokens.
+"""What depends on the samples consumed: batch sizes of --step-batch-size-schedule, and --skip-samples.
 
-Rules of Megatron-LM's megatron/core/num_microbatches_calculator.py.
+The rules of the schedule are those of Megatron-LM's megatron/core/num_microbatches_calculator.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The architectures of Hugging Face that the block can be: a row each, with what config.json and the tensors are called there.
 
-A new architecture is a row of ARCHITECTURES. Left out: reading and writing files (hugging_face.py), fields that are not one of ours
-each (fields.py).
+A new architecture is a row of ARCHITECTURES. How their tensors lie in ours is a view of ours, used to read and to write. Left out:
+reading and writing files (hugging_face.py), fields that do not correspond to one of ours (fields.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Data files as a user names them: looked at before they are opened, since opening a FIFO waits for ever and a device never ends.
-"""
+"""Data files as a user names them: checked before they are opened, and mapped into memory.
+
+Opening a FIFO would wait for ever, and a device never ends."""
 
 from __future__ import annotations
 

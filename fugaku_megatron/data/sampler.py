@@ -68,8 +68,9 @@ def micro_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens, labels), int64 (s, b) each, of every micro-batch of this data-parallel rank from sample `consumed` on, in order.
 
-    `global_batch_size` is a function of the samples consumed before a step (such as `config.batches.RampUp`), and `samples` says which
-    ones a step takes (such as `config.sample_rules.Skips.samples`). Ends before the first global batch that the dataset cannot fill.
+    `global_batch_size` is a function of the samples consumed before a step (such as `config.batches.RampUp`), and `samples` says
+    which ones a step takes (such as `config.sample_rules.Skips.samples`). Ends before the first global batch that the dataset
+    cannot fill.
     """
     for batch in global_batches(dataset, consumed, global_batch_size, samples):
         for m in range(len(batch) // (micro_batch_size * dp_size)):

@@ -1,6 +1,6 @@
-"""A value whose calls of some names go through an observer: how a profile and the phases of a rank see what a step does.
+"""A value whose calls of some names go through an observer, and the phases of a rank's iteration that are measured in this way.
 
-Left out: what an observer does (profiler.py, phases.py).
+Left out: the profiler (profiler.py).
 """
 
 from __future__ import annotations

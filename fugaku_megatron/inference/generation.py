@@ -1,4 +1,4 @@
-"""Samples that grow token by token until each is finished."""
+"""Samples that grow token by token until each is finished, and the decoder that computes the next logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with the weights of a checkpoint and nothing else: no gradients, no optimizer state."""
+"""A model with the weights of a checkpoint and nothing else, and its tokenizer: no gradients, no optimizer state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the next token from its logits."""
+"""Prompts, and the choice of the next token from its logits."""
 
 from __future__ import annotations
 

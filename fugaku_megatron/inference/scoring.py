@@ -1,7 +1,7 @@
-"""How likely a model finds given tokens: the sums that perplexity and multiple choice are made of.
+"""How likely a model finds given tokens: the sums that perplexity and multiple choice consist of, and the choices themselves.
 
 Replicas of the model share the requests. Logits are computed for some rows at a time, never for a whole batch.
-Legend: s sequence, b samples side by side, h hidden, r rows, v vocabulary.
+Legend: s sequence, b samples of a batch, h hidden, r rows, v vocabulary.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def plan(args: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str, flag: str = "") -> None:
     """Write a script. Raises ValueError naming a file that cannot be written."""
-    check(not path.is_fifo(), f"{flag}{path} is a FIFO, and writing would wait for a reader: pass a file")
+    check(not path.is_fifo(), f"{flag}{path} is a FIFO, which would wait for a reader: pass a file")
     try:
         path.write_text(text)
         path.chmod(0o755)

@@ -38,8 +38,8 @@ FORMULAS = {"hardware": accounting.hardware_flops,
 class Job:
     """The configuration of a logged run.
 
-    values: of fields of config/run_config.py, by name. other_program: the log is another program's, and `values` come from flags. Without
-    a model, properties that `values` does not hold are None.
+    values: of fields of config/run_config.py, by name. other_program: the log is another program's, and `values` come from flags.
+    Without a model, properties that `values` does not hold are None.
     """
 
     values: dict[str, Any] = field(default_factory=dict)

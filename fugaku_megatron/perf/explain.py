@@ -1,4 +1,4 @@
-"""The bottlenecks of a plan, and what each change from one software to another gains. Every figure is modelled."""
+"""The bottlenecks of a plan, what each change of software gains, and the table of `plan --offers`. All figures are modelled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Memory of one rank at the peak of a step, for each style of software. Values are in bytes or, where the name says so, in MiB.
 
-This project's kernels keep what `fugaku_megatron.costs.memory` counts. Eager PyTorch and Megatron on CUDA keep more. In units of one
+This project's kernels keep what `costs.memory` counts. Eager PyTorch and Megatron on CUDA keep more. In units of one
 (s, b, h) tensor a layer keeps 6 (inputs and outputs of two layer norms, two dropout masks) and 12/t (qkv, context, two of width
 4h), and besides 3 tensors of scores (softmax, the mask and the output of its dropout). With 2-byte elements and byte masks this is
 equation 2 of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),

@@ -1,4 +1,4 @@
-"""Plans as text and JSON: the table with days and node hours, the pipeline over time, the command line to start."""
+"""Plans as text, JSON and picture: the table with days and node hours, the pipeline over time, the command line to start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..logs import pipeline_plot
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED, ZBV
 from ..pipeline.schedule import Schedule
 from ..pipeline.timeline import Span, spans
-from . import memory, plan_text
+from . import memory
 from .model import Prediction, System, step
 from .search import Plan, Search
 
@@ -122,7 +122,7 @@ def command(plan: Plan, args: argparse.Namespace) -> str:
 
 def pipeline(plan: Plan) -> list[str]:
     """Up to ROWS stages over time as lines of text: F forward, B backward (with recompute), . idle."""
-    bars, shown, microbatches, _ = plan_text.modelled(plan.run, plan.layout, plan.system)
+    bars, shown, microbatches, _ = modelled(plan.run, plan.layout, plan.system)
     end, pp = max(s.end for s in bars), plan.layout.pp
     stages = sorted({round(i * (pp - 1) / max(1, min(ROWS, pp) - 1)) for i in range(min(ROWS, pp))})
     lines = []
@@ -135,7 +135,7 @@ def pipeline(plan: Plan) -> list[str]:
         lines.append(f"stage {stage:>3} |{''.join(cells)}|")
     backward = "I gradients of inputs, W of weights" if shown.splits_backward else f"B {_backward(plan)}"
     legend = f"F forward, {backward}, . idle"
-    return [f"pipeline of the first plan, {plan_text.part(shown, microbatches)}, {end:.3g} s ({legend}; model)", *lines]
+    return [f"pipeline of the first plan, {part(shown, microbatches)}, {end:.3g} s ({legend}; model)", *lines]
 
 
 def _backward(plan: Plan) -> str:
@@ -148,7 +148,7 @@ def png(plan: Plan, file: str) -> None:
     system = plan.system
     held = [memory.stage_mib(plan.run, plan.layout, stage, system.software, system.nodes, system.software.memory(system.machine))
             for stage in range(plan.layout.pp)]
-    plan_text.draw(plan.run, plan.layout, system, file, held)
+    draw(plan.run, plan.layout, system, file, held)
 
 
 PICTURED = 4  # a picture shows at most this many times the number of stages in micro-batches

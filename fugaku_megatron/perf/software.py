@@ -64,7 +64,7 @@ class Software:
     page_faults: "none" (memory is kept), "across nodes" (large blocks fault in again, and in runs on several nodes, where the
     network has registered them, cost more to return), "registered" (they always cost more).
     old_torch: element-wise work and operator calls take longer by the factor of PyTorch 1.7.
-    machines: names of machines on which it has run. offers: the choices for the planner; this project's are those of config/features.py.
+    machines: names of machines on which it has run. choices: those of the planner; this project's come from config/features.py.
     counts: the row of `style` in software.json. fitted: the values of `group`. Both follow from names that are compared, so they
     take no part in comparisons.
     """

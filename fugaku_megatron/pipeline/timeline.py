@@ -1,6 +1,7 @@
 """When every stage does what: the walk through a schedule's lists, given the seconds of each computation and of a message.
 
-Left out: where the seconds come from (`perf.cost`), the same end in less time (`pipeline.timeline`), a picture (`logs.pipeline_plot`).
+`walk` gives every span. `makespan` gives the same end in less time: 1F1B from its regular structure, other lists level by level,
+and a long list extended from two short ones. Left out: where the seconds come from (`perf.cost`), a picture (`logs.pipeline_plot`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ..config.layout import Layout
 from ..config.outputs import check_file, writing
 from ..perf import memory, model
 from ..perf.parameters import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters, Prior
-from .rows import Row, load
+from .rows import Row, load, row_system
 
 CHANGE = 1e-4  # change of a parameter's logarithm in finite differences
 HUBER = 1.5  # residuals beyond this many standard deviations count linearly
@@ -148,7 +148,7 @@ def cases(rows: Sequence[Row]) -> list[Case]:
     """Each row as (run, layout, system), the arguments of `model.step`."""
     result = []
     for row in rows:
-        system = rows.row_system(row)
+        system = row_system(row)
         run = system.software.cut(row.run())
         result.append((run, Layout.from_run(run, system.world_size), system))
     return result

@@ -14,6 +14,8 @@ sqrt(log2 n) for sqrt(k). An error below that is not seen.
 
 Left out: products whose result the GELU's derivative multiplies (the gradient of an MLP's inner tensor), attention, which is no
 product of the layers, and torch's products.
+
+`differing_replica` compares the weights of data-parallel replicas by a hash.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The memory of all ranks in the log, and a word when it grows without end, before the node or the job has none left.
+"""Memory of all ranks: the check before the first iteration, the log's line, and a warning when it grows without end.
 
 A rank reads its own use after an iteration, every READ_EVERY seconds at most. At the end of a log interval three numbers of all
-ranks are reduced to their largest. Only where some rank grows (`training.memory_watch`) more is asked: which one, and what its node has left
-for all ranks that grow there.
+ranks are reduced to their largest. Only where some rank grows (`steady_growth`) the ranks are asked which one, and what its node
+has left for all ranks that grow there.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ def find_reader_group(run: RunConfig, groups: Groups, nodes: Nodes) -> ReaderGro
     return None if run.data.mock_data else build_reader_group(groups.world, nodes, groups.dp.rank, reads_data(run, groups))
 
 
-def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None, feed: ReaderGroup | None = None) -> Data:
+def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None,
+               feed: ReaderGroup | None = None) -> Data:
     """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
 
     progress: where a resumed run stands. feed: of this rank; without one every rank that needs data reads it.

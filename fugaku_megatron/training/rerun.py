@@ -6,7 +6,7 @@ input's gradient, micro-batch by micro-batch, and of its own weight gradients be
 the first difference (along the samples, then forward and backward through the parts of the model, weight gradients last) names the
 rank. Megatron-LM's rerun state machine does as much with results that it is given to validate.
 
-Left out: a machine that makes the same mistake twice (`weight_hash`, other nodes).
+Left out: a machine that makes the same mistake twice (`checksums.differing_replica`, other nodes).
 """
 
 from __future__ import annotations

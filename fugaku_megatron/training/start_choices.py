@@ -1,6 +1,6 @@
-"""What a run leaves to the program, --pipeline-schedule auto and --recompute-auto, settled before anything is built.
+"""What a run leaves to the program, settled before the model is built: the schedule, recompute, and the kernels.
 
-Left out: how it is chosen (`perf.choice`).
+Left out: how the performance model ranks schedules (`perf.choice`).
 """
 
 from __future__ import annotations

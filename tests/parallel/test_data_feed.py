@@ -16,7 +16,8 @@ DATA = MockDataset(50, 8, 100, 3)
 
 def test_a_reader_serves_the_ranks_of_its_node_that_need_data():
     def rank(world):
-        feed = build_reader_group(world, find_nodes(world, "ab"[world.rank % 2]), dp_rank=10 + world.rank, needs_data=world.rank != 2)
+        nodes = find_nodes(world, "ab"[world.rank % 2])
+        feed = build_reader_group(world, nodes, dp_rank=10 + world.rank, needs_data=world.rank != 2)
         return feed and (feed.dp_ranks, feed.reads)
 
     assert ThreadWorld(6).run(rank) == [((10, 14), True), ((11, 13, 15), True), None, ((11, 13, 15), False), ((10, 14), False),
@@ -59,7 +60,8 @@ def test_an_error_of_the_reader_is_raised():
             raise ValueError("token id 99")
 
     def rank(world):
-        handout = ReaderBatches(feed_module.ReaderGroup(world, (0, 1)), Broken(50, 8, 100, 3) if world.rank == 0 else None, 0, lambda _: 4, 2, 2)
+        data = Broken(50, 8, 100, 3) if world.rank == 0 else None
+        handout = ReaderBatches(feed_module.ReaderGroup(world, (0, 1)), data, 0, lambda _: 4, 2, 2)
         try:
             handout.begin()
         finally:

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fugaku_megatron"
-ROOMS = ("comm", "data", "checkpoint", "host", "logs", "config", "costs", "pipeline", "perf", "reproduction", "jobs", "calibration", "inference", "api")
+ROOMS = ("comm", "data", "checkpoint", "host", "logs", "config", "costs", "pipeline", "perf", "reproduction", "jobs", "calibration",
+         "inference", "api")
 CHECKED = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
 SPECIAL = ("__call__", "__getitem__", "__iter__", "__next__")
 

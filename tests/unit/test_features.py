@@ -12,7 +12,7 @@ from fugaku_megatron.config.checks import flag
 from fugaku_megatron.config.compatibility import COMPATIBILITY_FLAGS
 from fugaku_megatron.config.features import FEATURES
 
-PACKAGE = Path(features.__file__).resolve().parents[2]
+PACKAGE = Path(features.__file__).resolve().parents[1]
 RUN = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "64", "--micro-batch-size", "1"]
 
 

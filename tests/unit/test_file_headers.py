@@ -149,7 +149,7 @@ def test_nothing_read_from_disk_is_unpickled(tmp_path, name, protocol):
 
 
 def test_only_messages_between_ranks_are_pickled():
-    """Of a run's own processes; and Megatron-LM's checkpoints are read by what runs no code (tests/parallel/test_convert_megatron.py).
+    """Of a run's own processes. Megatron-LM's checkpoints run no code: tests/parallel/test_convert_megatron.py.
 
     Whatever else could run code from a file is named nowhere.
     """

@@ -168,7 +168,8 @@ HERE = PACKAGE / "comm" / "grid.py"
 
 
 @pytest.mark.parametrize("text", [
-    "see checkpoint.py", "`comm/wire.py`", "as in (tests/test_nothing.py)", "Test: pytest tests/parallel/test_grid.py tests/test_nothing.py",
+    "see checkpoint.py", "`comm/wire.py`", "as in (tests/test_nothing.py)",
+    "Test: pytest tests/parallel/test_grid.py tests/test_nothing.py",
     "Test: pytest tests/nothing", "`tools/absent/`", "docs/absent.md,", "kernels_sve/absent*.h", "`local.RecordingComm`",
     "`comm.wire`", "`fugaku_megatron.comm.grid.Grids`", "`grid.Grids`", "`optim.FlatParameters`", "`no_such_name`",
     "`config.absent()`",
@@ -178,10 +179,12 @@ def test_names_that_lead_nowhere_are_seen(text):
 
 
 @pytest.mark.parametrize("text", [
-    "see launch.py, grid.py, ../cli.py.", "`config/run_config.py` and setup.py", "Test: pytest tests/parallel/test_grid.py tests/system/mpi",
+    "see launch.py, grid.py, ../cli.py.", "`config/run_config.py` and setup.py",
+    "Test: pytest tests/parallel/test_grid.py tests/system/mpi",
     "`scripts/pjsub`", "docs/*.md", "kernels_sve/simd*.h, or gemm.h", "Megatron's gpt_dataset.py", "https://a.b/absent.py",
     "h / t, and/or",
-    "write my.json or run.csv", "`comm.grid.Grid`, `dry.SoloComm`, `grid`, `fugaku_megatron.config`", "`world_size`, `None`, `with`",
+    "write my.json or run.csv", "`comm.grid.Grid`, `solo.SoloComm`, `grid`, `fugaku_megatron.config`",
+    "`world_size`, `None`, `with`",
     "`comm.rank` of a variable", "`torch.absent`, `a b`, `--flag`",
     "<room>/absent.py and {name}.py", "fugaku_megatron/_kernels.*.so", "--output docs/figures/absent.png",
 ])

@@ -109,7 +109,7 @@ def test_rooms_without_torch():
 
 
 def test_only_one_file_knows_mpi():
-    assert [p.name for p in modules() if any(i.split(".")[0] == "mpi4py" for i in imports(p, PACKAGE))] == ["system/mpi.py"]
+    assert [p.name for p in modules() if any(i.split(".")[0] == "mpi4py" for i in imports(p, PACKAGE))] == ["mpi.py"]
 
 
 def test_kernels_know_nothing_of_ours():

@@ -39,7 +39,7 @@ def test_nothing_is_modelled_that_is_not_built():
 @pytest.fixture
 def planned(monkeypatch) -> None:
     """A row of the table that the trainer does not have."""
-    monkeypatch.setitem(FEATURES, PLANNED, features.Feature(built=False, meaning="a plan", place="nowhere.py", field="planned_offer"))
+    monkeypatch.setitem(FEATURES, PLANNED, features.Feature(built=False, meaning="a plan", place="no.py", field="planned_offer"))
 
 
 def test_a_gain_without_its_implementation_is_refused(planned):

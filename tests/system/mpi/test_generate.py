@@ -1,4 +1,4 @@
-"""The generate command on two real ranks writes what one rank writes, which tests/parallel/test_decoding.py holds to transformers."""
+"""The generate command on two real ranks writes what one does; tests/parallel/test_decoding.py compares it with transformers."""
 
 from __future__ import annotations
 

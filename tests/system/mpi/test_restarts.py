@@ -1,6 +1,7 @@
 """A job whose rank is killed goes on by itself and ends with the bits of an undisturbed one: plain mpiexec, and pjsub's emulator.
 
-A rendered script with a killed rank: tests/system/mpi/test_jobs_local.py. Slurm: tests/system/test_slurm.py. Decisions: tests/system/test_supervise.py
+A rendered script with a killed rank: tests/system/mpi/test_jobs_local.py. Slurm: tests/system/test_slurm.py.
+Decisions: tests/system/test_supervise.py
 """
 
 from __future__ import annotations

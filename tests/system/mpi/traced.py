@@ -1,4 +1,4 @@
-"""A rank under strace: `mpiexec -n 4 python tests/system/mpi/traced.py FOLDER program flags`; what rank r opens is in FOLDER/opened.r."""
+"""A rank under strace: `mpiexec -n 4 python traced.py FOLDER program flags`; FOLDER/opened.r is what rank r opens."""
 
 from __future__ import annotations
 
