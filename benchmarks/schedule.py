@@ -4,7 +4,7 @@
 
 Messages, communicators and the loop that walks a list are the trainer's. A forward sleeps one slot, a backward two, the gradients
 of inputs and of weights one each, divided by the number of chunks: what is measured is the list, not the cores.
-Left out: computation (`step`), the seconds that a list takes by itself (timeline.py).
+Left out: computation (`step`), the seconds that a list takes by itself (pipeline/timeline.py).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # whose rows are a multiple that depends
 
 
 class Stage(nn.Module):
-    """This rank's part of the model: its chunks, in the model's order. `config.model.vocab_size` must be known.
+    """This rank's part of the model: its chunks, in the model's order. `vocab_size` of the config must be known.
 
     ops: what runs its operations. Raises nothing of its own: `layout.Layout` has checked that heads, layers and vocabulary
     divide.

@@ -1,4 +1,4 @@
-"""The fast pipeline time equals the walk through schedule.py's own lists."""
+"""The fast pipeline time equals the walk through the schedule's own lists."""
 
 from __future__ import annotations
 
