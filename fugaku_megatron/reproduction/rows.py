@@ -1,6 +1,6 @@
 """The published benchmark tables, row by row: the printed cells, their meaning, and the corrections by errata.
 
-    from fugaku_megatron.published.rows import load
+    from fugaku_megatron.reproduction.rows import load
     for row in load(): row.table.id, row.line, row.machine, row.seconds, row.run() ...
 
 `Row` is one printed row of one table; its fields are the corrected facts, `row.cell(column)` is the printed cell, verbatim.

@@ -23,14 +23,14 @@ from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.data.indexed import IndexedDatasetWriter, best_dtype
 from fugaku_megatron.inference import evaluate, generate
 from tests.helpers import SMALL
-from tests.test_generate import TEXT, save_trained, write_tokenizer
-from tests.test_library_tokenizers import write_hugging_face
+from tests.parallel.test_generate import TEXT, save_trained, write_tokenizer
+from tests.unit.test_library_tokenizers import write_hugging_face
 
 transformers = pytest.importorskip("transformers")
 
 from tests.hf_models import MODELS, VOCABULARY, convert, randomized, same, tensors  # noqa: E402
-from tests.test_convert_megatron import models as models  # noqa: E402
-from tests.test_convert_megatron import weights_of, write_legacy  # noqa: E402
+from tests.parallel.test_convert_megatron import models as models  # noqa: E402
+from tests.parallel.test_convert_megatron import weights_of, write_legacy  # noqa: E402
 
 FLAGS = {**{name: value for name, value in SMALL.items() if name not in ("mock_data", "train_iters")}, "num_layers": 2,
          "global_batch_size": 4, "kernels": "native", "eval_iters": 2}
@@ -251,7 +251,7 @@ QUIET = """if True:
     handlers = [signal.getsignal(n) for n in range(1, 32)]
     hooks, threads, mask = (sys.excepthook, threading.excepthook), torch.get_num_threads(), os.sched_getaffinity(0)
     import fugaku_megatron as fm
-    from tests.test_library import FLAGS, documents
+    from tests.parallel.test_library import FLAGS, documents
     trainer = fm.Trainer(fm.Config(**FLAGS, train_iters=2), documents(), valid=documents())
     losses = [step.loss for step in trainer.steps()] + [trainer.evaluate()]
     assert handlers == [signal.getsignal(n) for n in range(1, 32)] and mask == os.sched_getaffinity(0)
