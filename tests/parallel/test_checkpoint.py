@@ -396,8 +396,9 @@ def test_a_cut_tracker_never_means_an_older_checkpoint(tmp_path):
     assert _load_failure(tmp_path) == (f"--load {tmp_path}: {tracker} holds '1' without an end of line and may be cut: checkpoints "
                                        "of iterations 12 are newer; choose one by --ckpt-step")
     tracker.write_text("2\n")
-    assert _load_failure(tmp_path) == (f"--load {tmp_path}: {tracker} names iteration 2, and iter_0000002 is missing. Complete "
-                                       "checkpoints: iterations 1, 12. Use iteration 12: --ckpt-step 12")
+    assert _load_failure(tmp_path) == (f"--load {tmp_path}: {tracker} names iteration 2, and iter_0000002 is missing: correct "
+                                       "the number in that file, or choose an iteration by --ckpt-step. Complete checkpoints: "
+                                       "iterations 1, 12. Use iteration 12: --ckpt-step 12")
 
 
 @pytest.mark.parametrize("text, problem", [
