@@ -170,7 +170,7 @@ def test_a_bug_in_a_thread_ends_the_process():
     program = """
 import threading, time
 from fugaku_megatron.comm.launch import run_or_abort
-from fugaku_megatron.comm.dry import SoloComm
+from fugaku_megatron.comm.solo import SoloComm
 def main(comm):
     threading.Thread(target=lambda: 1 / 0).start()
     time.sleep(60)

@@ -19,7 +19,7 @@ from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from fugaku_megatron.watchdog.verdict import SILENT, Standing, count, judge, merge
 from fugaku_megatron.watchdog.watch import OUTSIDE, HangSettings, Watchdog
 
-PROGRAM = Path(__file__).with_name("system/hanging_rank.py")
+PROGRAM = Path(__file__).with_name("hanging_rank.py")
 SECONDS = 1.0
 
 

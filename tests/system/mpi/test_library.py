@@ -7,13 +7,13 @@ import json
 import pytest
 
 import fugaku_megatron as fm
-from tests.test_library import FLAGS, documents
+from tests.parallel.test_library import FLAGS, documents
 
 pytestmark = pytest.mark.mpi
 SCRIPT = """
 import json, sys
 import fugaku_megatron as fm
-from tests.test_library import FLAGS, documents
+from tests.parallel.test_library import FLAGS, documents
 trainer = fm.Trainer(fm.Config(**FLAGS, **json.loads(sys.argv[1]), train_iters=4), documents(), valid=documents(1))
 losses = []
 for step in trainer.steps():

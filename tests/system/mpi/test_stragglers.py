@@ -13,7 +13,7 @@ pytestmark = pytest.mark.mpi
 
 def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(mpich, tmp_path, capsys):
     file, picture = tmp_path / "ranks.jsonl", tmp_path / "ranks.png"
-    job = mpich.run(8, str(launch.TESTS / "mpi" / "slow_rank.py"), str(file))
+    job = mpich.run(8, str(launch.TESTS / "system" / "mpi" / "slow_rank.py"), str(file))
     assert job.returncode == 0, job.stderr
     named = [line for line in job.stdout.splitlines() if line.startswith("slow: rank 6 (stage 0, ")]
     assert any(": computation " in line for line in named), job.stdout

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.mpi
 
 
 def test_one_flipped_bit_is_found_with_its_replica(mpich):
-    job = mpich.run(3, str(launch.TESTS / "mpi" / "flipped_bit.py"))
+    job = mpich.run(3, str(launch.TESTS / "system" / "mpi" / "flipped_bit.py"))
     assert job.returncode == ExitCode.REPLICAS_DIFFER, job.stderr
     assert job.stdout.splitlines() == [
         f"weights differ after iteration 6: rank 2 (node {platform.node()}, replica 2) holds other bits in "
