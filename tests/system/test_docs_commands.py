@@ -1,7 +1,7 @@
 """The commands of README.md and docs/*.md work as they stand.
 
     make docs      runs them all, document by document, in a copy of the checkout (marked `docs`; up to 5 minutes); also the
-                   examples, alone and under mpiexec, and the Python of docs/library.md
+                   examples, alone and under mpiexec, and the Python of README.md and docs/library.md
 
 `make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
 changed before a command is run here stands with its reason in tests/system/doc_commands.py.
@@ -174,9 +174,10 @@ def test_examples_are_short():
 
 
 @pytest.mark.docs
-def test_python_of_the_library_s_page_runs(tmp_path):
-    """All blocks of docs/library.md, one after another, as a notebook runs its cells."""
-    code = "\n".join(blocks("docs/library.md", "python"))
+@pytest.mark.parametrize("document", ["README.md", "docs/library.md"])
+def test_python_of_the_documents_runs(document, tmp_path):
+    """All blocks of a document, one after another, as a notebook runs its cells."""
+    code = "\n".join(blocks(document, "python"))
     done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], cwd=tmp_path, text=True, timeout=300,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-4000:]
