@@ -89,7 +89,8 @@ LEAVES = {
     "docs/models.md": ("my_hf/model.safetensors", "my_start/latest_checkpointed_iteration.txt", "my_tuned_hf/config.json",
                        "my_from_megatron/iter_0000000/manifest.json"),
     "docs/performance.md": ("all.csv", "all.png"),
-    "docs/training.md": ("demo/checkpoint/loss_curve.png", "my_ranks.png", "run_30b.sh", "my_model/loss_curve.png", "my_model/iter_0000006/manifest.json", "my_run.csv", "my_run.png"),
+    "docs/training.md": ("demo/checkpoint/loss_curve.png", "my_ranks.png", "run_30b.sh", "my_model/loss_curve.png",
+                         "my_model/iter_0000006/manifest.json", "my_run.csv", "my_run.png"),
 }
 
 
