@@ -132,8 +132,9 @@ def checkout(tmp_path_factory):
 def own_text(folder: Path) -> None:
     """The reader's own text, which the documents start from."""
     (folder / "my_texts").mkdir()
-    for name in ("cli.py", "schedule.py"):
-        shutil.copy(ROOT / "fugaku_megatron" / name, folder / "my_texts" / f"{name}.txt")
+    for name in ("cli.py", "pipeline/schedule.py"):
+        source = ROOT / "fugaku_megatron" / name
+        shutil.copy(source, folder / "my_texts" / f"{source.name}.txt")
 
 
 @pytest.mark.docs

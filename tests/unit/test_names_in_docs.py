@@ -164,6 +164,11 @@ def test_the_site_shows_a_document_as_it_is_meant(path):
     assert re.findall(r"`[^`\n]*\\\|[^`\n]*`", text) == []
 
 
+def test_readme_is_short():
+    """Explanations belong in docs/."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
 HERE = PACKAGE / "comm" / "grid.py"
 
 

@@ -5,6 +5,7 @@ A room is a package of `fugaku_megatron`, or a module that stands beside them.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,10 @@ def test_only_one_file_knows_mpi():
 def test_kernels_know_nothing_of_ours():
     for source in (ROOT / "kernels_sve").iterdir():
         assert "fugaku_megatron/" not in source.read_text() or source.suffix == ".md", source
+
+
+def test_the_table_of_the_documentation_is_this_one():
+    """docs/architecture.md has a row for each package, with what it may import, in the same order or another one."""
+    rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \|.*\| ([^|]*)\|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    documented = {name: set(re.findall(r"`(\w+)`", imported)) for name, imported in rows}
+    assert documented == {name: targets - {"_kernels"} for name, targets in ARROWS.items() if name not in ("_kernels", "__main__")}
