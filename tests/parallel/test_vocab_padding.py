@@ -162,7 +162,8 @@ def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> 
         loaded: LoadedModel = load_model(saved_run(manifest, sizes), world, str(directory), STEPS, manifest)
         *_, ids = steps(loaded, [prompt], 8, Sampling(0.0, 0, 0.0, 1), lambda sample, ids: False)
         requests = windows(text.numpy().astype(np.int32), LENGTH, LENGTH)
-        return ids[0], evaluated(loaded, Texts(requests, len(text), 0, [], ""), 2)["perplexity"]
+        texts = Texts(requests, tokens=len(text), predicted=len(text) - 1, bytes=0, questions=[], note="")
+        return ids[0], evaluated(loaded, texts, 2)["perplexity"]
 
     ids, perplexity = ThreadWorld(ranks).run(read)[0]
     with torch.no_grad():
