@@ -1,9 +1,9 @@
 """The published benchmark tables in their own format, with corrected, recomputed and modelled values next to the printed ones.
 
 "recomputed TFLOPs" follow from the corrected time by the formula that the table used; reproduction/recompute.py explains the
-tables' rounding. Columns named "model" are modelled, not measured, and are filled for planned rows too; "error %" is the difference of the
-modelled from the corrected value. A table's errata stand beneath it. Documents 000 and 002 are 124M and 001 is 30B on A64FX; 004 is
-A100.
+tables' rounding. Columns named "model" are modelled, not measured, and are filled for planned rows too; "error %" is the difference
+of the modelled from the corrected value. A table's errata stand beneath it. Documents 000 and 002 are 124M and 001 is 30B on A64FX;
+004 is A100.
 
     fugaku-megatron tables --document 001 --png 30b.png
 """

@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).with_name("hanging_rank.py")
 SECONDS = 1.0
 
 
-# name -> what each rank does (see ranks_that_hang.py), and the signal that the last one gets
+# name -> what each rank does (see hanging_rank.py), and the signal that the last one gets
 GROUPS = {
     "stopped": (("wait", "forward"), signal.SIGSTOP), "stopped while waiting": (("wait", "wait"), signal.SIGSTOP),
     "killed": (("wait", "forward"), signal.SIGKILL), "stands still": (("forward", "wait"), None),
