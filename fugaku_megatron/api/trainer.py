@@ -34,6 +34,7 @@ from ..training import pretrain, train
 from ..training.memory_watch import check_memory
 from ..training.observers import Heartbeats, Observers
 from ..training.param_schedule import ParamSchedule
+from ..training.resume import Resume, with_padding
 from ..training.start_choices import choose_kernels, settle
 from ..training.vocabulary import read_tokenizer, with_vocabulary
 from ..watchdog.heartbeat import Heartbeat
@@ -138,8 +139,8 @@ class Trainer:
             return self._run
         return replace(self._run, training=replace(self._run.training, train_iters=iterations))
 
-    def _build(self) -> None:
-        """The trainer of this rank, its data opened. Collective."""
+    def _build(self, saved: dict[str, str] | None = None) -> None:
+        """The trainer of this rank, its data opened. saved: the kernels of the checkpoint that it goes on from. Collective."""
         world, layout, nodes = self._world, Layout.from_run(self._run, self._world.size), find_nodes(self._world)
         with everywhere():
             run, _ = settle(self._with_length(1), layout, world, nodes)
@@ -149,7 +150,7 @@ class Trainer:
         self._feed = pretrain.find_reader_group(run, self._groups, nodes)
         self._opened = self._samples_needed(layout, train.Progress()) if self._length_given else 1
         data = self._open(self._opened, run.training.eval_iters * layout.global_batch_size(run))
-        choice = choose_kernels(run, layout, world)
+        choice = choose_kernels(run, layout, world, saved)
         observers = Observers(Phases(), Heartbeats(Heartbeat(), Grid(world.size, layout.tp, layout.pp), world.rank), None)
         self._trainer = pretrain.build_trainer(self._with_length(NO_END), world, self._groups, data, choice.backends, observers,
                                                self._feed)
@@ -258,12 +259,26 @@ class Trainer:
         path = os.fspath(directory)
         if own := on_root(self._world, lambda: own_checkpoint(path, ckpt_step)):
             found = open_checkpoint(own[0], self._world, own[1])
-            self._trainer.load(found, weights_only or found.state.get("weights_only", False))
+            weights_only = weights_only or found.state.get("weights_only", False)
+            self._begin_from(Resume(found, {} if weights_only else found.state, found.config, weights_only))
+            self._trainer.load(found, weights_only)
             return
         with everywhere():
             weights = open_weights(path, ckpt_step, self._run.model.vocab_size)
             check_model(architecture(weights.model), architecture(self._run.model), Path(path))
+        self._begin_from(Resume(config={"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}}))
         self._trainer.start_from(weights.dtypes, weights.read)
+
+    def _begin_from(self, resume: Resume) -> None:
+        """Build the trainer again where what is loaded has other kernels, or masks the padding of the vocabulary. Collective."""
+        run, saved, trainer = with_padding(self._run, resume), resume.state.get("kernels"), self._trainer
+        other = run.system.kernels == "auto" and saved not in (None, trainer.ops.choice)
+        if not other and run.model.masks_padding == self._run.model.masks_padding:
+            return
+        trainer.close()
+        self._run = run
+        self._build(saved)
+        self._trainer.tokenizer = trainer.tokenizer
 
     def close(self) -> None:
         """Stop reading ahead."""

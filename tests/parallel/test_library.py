@@ -209,6 +209,14 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
         fm.Trainer(config.replace(num_layers=3), documents()).load(tmp_path / "saved")
 
 
+def test_a_checkpoint_brings_its_choice_of_kernels(tmp_path):
+    config = fm.Config(**{**FLAGS, "kernels": "torch"}, train_iters=2)
+    fm.Trainer(config, documents()).save(tmp_path)
+    again = fm.Trainer(config.replace(kernels="auto"), documents())
+    again.load(tmp_path)
+    assert set(again._trainer.ops.choice.values()) == {"torch"} and len(list(again.steps())) == 2
+
+
 def test_the_length_of_a_run():
     with_length = fm.Trainer(fm.Config(**FLAGS, train_iters=3), documents())
     with pytest.raises(ValueError, match="steps.4. after iteration 0 goes beyond the 3 iterations of the run"):
@@ -346,6 +354,12 @@ def test_training_goes_on_from_hugging_face_s_weights(tmp_path, tokens):
     trainer.load(tmp_path / "hf")
     trainer.save(tmp_path / "start")
     torch.testing.assert_close(fm.load(tmp_path / "start").logits(tokens), their_logits(theirs, tokens), rtol=1e-4, atol=1e-4)
+    counting = fm.Trainer(config.replace(mask_vocab_padding="auto"), [tokens * 10])
+    assert not counting._run.model.masks_padding
+    counting.load(tmp_path / "hf")  # whose padding rows are not the model's
+    masked = fm.Trainer(config.replace(mask_vocab_padding="yes"), [tokens * 10])
+    masked.load(tmp_path / "hf")
+    assert counting._run.model.masks_padding and next(counting.steps()).loss == next(masked.steps()).loss
     with pytest.raises(ValueError, match="holds another model, with --num-attention-heads 4"):
         fm.Trainer(config.replace(num_attention_heads=2), [tokens]).load(tmp_path / "hf")
 
