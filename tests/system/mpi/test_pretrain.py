@@ -284,7 +284,7 @@ def test_mistakes_give_one_line(mpich, name):
 ])
 def test_flags_that_no_run_of_two_ranks_can_have(flags, message):
     with pytest.raises(ValueError, match=message):
-        check_early(parse([*TINY, *flags]), 2)
+        check_early(parse([*TINY, *flags]).run, 2)
 
 
 def test_sums_in_fp16_where_the_instruction_set_can(mpich, tmp_path):
