@@ -165,7 +165,8 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
         f"micro-batch {batch.micro_batch_size}, global batch {batch.global_batch_size}: "
         f"{batch.global_batch_size // dp // batch.micro_batch_size} micro-batches; recompute {recompute_name(best.run)}, "
         f"ZeRO {best.run.parallel.zero_stage}",
-        f"model: {best.seconds:.4g} s per iteration (9 of 10 runs: {prediction.lower:.4g} to {prediction.upper:.4g}), "
+        f"model: {best.seconds:.4g} s per iteration (nine of ten runs should take {prediction.lower:.4g} to "
+        f"{prediction.upper:.4g}; never run on an A64FX), "
         f"{prediction.tflops_per_node:.3f} TFLOPs per node, bubble {best.bubble_fraction:.1%}, "
         f"{best.memory_mib:.0f} MiB on the fullest rank",
         f"elapse {limits.clock(job.elapse)} in {job.resource_group} ({source}): {job.iterations} iterations and the start take "

@@ -285,7 +285,7 @@ def _short(value: float) -> float:
 
 def text(report: Report) -> str:
     """The tables that are printed: parameters and errors."""
-    lines = [f"\n{report.group}: parameters (9 of 10: low to high; prior)"]
+    lines = [f"\n{report.group}: parameters (interval that should hold nine of ten: low to high; prior)"]
     described = as_json(report)
     for kind, priors in (("parameters", PRIORS), ("memory", MEMORY_PRIORS)):
         for p in priors[report.group]:

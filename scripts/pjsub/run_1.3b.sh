@@ -10,7 +10,8 @@
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 384 nodes as 8x6x8 torus x 4 ranks = DP 128 x TP 4 x PP 3; each tensor-parallel group is inside a node
 # micro-batch 1, global batch 512: 4 micro-batches; recompute none, ZeRO 1
-# model: 7.388 s per iteration (9 of 10 runs: 5.317 to 10.27), 3.298 TFLOPs per node, bubble 11.8%, 5824 MiB on the fullest rank
+# model: 7.388 s per iteration (nine of ten runs should take 5.317 to 10.27; never run on an A64FX), 3.298 TFLOPs per node, bubble
+# 11.8%, 5824 MiB on the fullest rank
 # elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 196:04:28 (model), 3 jobs in a row; each
 # job saves and exits 15 minutes before its end
 set -euo pipefail

@@ -10,7 +10,8 @@
 # Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE
 # 1152 nodes as 8x12x12 torus x 2 ranks = DP 72 x TP 4 x PP 8; each tensor-parallel group is on 2 nodes of a 2x3x2 unit
 # micro-batch 1, global batch 2016: 28 micro-batches; recompute none, ZeRO 1
-# model: 79.03 s per iteration (9 of 10 runs: 56.87 to 109.8), 3.795 TFLOPs per node, bubble 14.8%, 12765 MiB on the fullest rank
+# model: 79.03 s per iteration (nine of ten runs should take 56.87 to 109.8; never run on an A64FX), 3.795 TFLOPs per node, bubble
+# 14.8%, 12765 MiB on the fullest rank
 # elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 2093:53:37 (model), 89 jobs in a row; each
 # job saves and exits 15 minutes before its end
 set -euo pipefail
