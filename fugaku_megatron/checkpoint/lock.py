@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import platform
+import stat
 import threading
 import time
 import uuid
@@ -95,11 +96,11 @@ def hold(directory: str | os.PathLike | None, comm: Comm, alive: Callable[[], An
 
 
 def _read(path: Path) -> Owner | None:
-    """Who holds a lock; None if nobody does or the file does not tell."""
+    """Who holds a lock; None if the file does not tell. Raises FileNotFoundError without a file."""
     try:
         owner = Owner(**json.loads(path.read_text(encoding="utf-8")))
         return owner if owner.is_possible() else None
-    except (FileNotFoundError, TypeError, ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return None
 
 
@@ -134,15 +135,19 @@ class Lock:
 
     def _acquire(self) -> None:
         while not self._create():
-            if self.path.exists() and not self.path.is_file():
-                raise ValueError(f"--save {self.path.parent}: {LOCK} in it is no regular file: remove it, or give another --save")
-            owner = _read(self.path)
-            lives = owner.lives() if owner else None
-            if self._is_renewed(owner) if lives is None else lives:
-                owner = _read(self.path) or owner
-                raise ValueError(f"--save {self.path.parent} is in use by another job: {_job(owner)}: wait for its end, or give "
-                                 "another --save")
-            self._remove(owner)
+            with contextlib.suppress(FileNotFoundError):  # its job ended, or another removed it: try again
+                self._remove_if_dead()
+
+    def _remove_if_dead(self) -> None:
+        """Remove the lock that is there if its job is dead. Raises ValueError if the job lives, FileNotFoundError without a lock."""
+        if not stat.S_ISREG(self.path.lstat().st_mode):
+            raise ValueError(f"--save {self.path.parent}: {LOCK} in it is not a regular file: remove it, or pass another --save")
+        owner = _read(self.path)
+        lives = owner.lives() if owner else None
+        if self._is_renewed(owner) if lives is None else lives:
+            raise ValueError(f"--save {self.path.parent} is in use by another job: {_job(_read(self.path) or owner)}: wait for its "
+                             "end, or pass another --save")
+        self._remove(owner)
 
     def _create(self) -> bool:
         """Whether the file is now ours; False where one exists."""
@@ -200,7 +205,7 @@ class Lock:
             return
         try:
             if _read(self.path) == dead:
-                self.path.unlink(missing_ok=True)
+                self.path.unlink()
         finally:
             guard.unlink(missing_ok=True)
 

@@ -128,7 +128,7 @@ def parse_run(line: str) -> Job:
 def _check_job(job: Job) -> None:
     """Raises ValueError for values of the wrong type, or that no run can have."""
     for name, number in (("nodes", job.nodes), ("world_size", job.ranks)):
-        check(type(number) is int and number > 0, f"{name} is {number!r:.60}, not a whole number above 0")
+        check(type(number) is int and 0 < number < 2**31, f"{name} is {number!r:.60}, not a whole number from 1 to 2147483647")
     for f in (f for group in (*_GROUPS.values(), TrainingConfig) for f in fields(group)):
         if f.name in job.values:
             check_kind(f, job.values[f.name])

@@ -1,7 +1,7 @@
-"""Careless inputs of eight kinds, 1,200 drawn by hypothesis with a fixed seed: files, flags, and what stands in them.
+"""Random input of eight kinds, 1,200 examples drawn by hypothesis with a fixed seed: files, flags, and their contents.
 
-Each is refused by a ValueError of one line that names the file or a flag, or it is accepted and does what it says; none gives
-another exception, takes more than 10 s or loads what was changed. docs/reliability.md has the counts, which the last test compares.
+Each example is refused by a ValueError of one line that names the file or a flag, or it is accepted and does what it says. None
+raises another exception, takes more than 10 s or loads what was changed.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import copy
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -41,7 +40,6 @@ from tests.time_limit import time_limit
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {"manifests": 250, "tensor files": 100, "machine files": 150, "job scripts": 100, "flags": 250, "vocabularies": 100,
             "data files": 150, "logs": 100}
-COUNTS: dict[str, Counter] = {}  # of each kind: "refused", "accepted", "unchanged"
 SCRIPT = render.self_contained((ROOT / "scripts" / "pjsub" / "run_124m.sh").read_text())
 PARSER = argparse.ArgumentParser(add_help=False)
 arguments.add_flags(PARSER)
@@ -59,14 +57,14 @@ STATE = {"progress": {"iteration": 5, "consumed_samples": 40, "skipped": 0, "nan
          "optimizer_steps": 5, "rng": {"seed": 1, "sample": 40}}
 
 
-def careless(kind, **strategies):
-    """Runs `test`, which returns its outcome, on EXAMPLES[kind] inputs, the same every time, and counts the outcomes.
+def refused_or_harmless(kind, **strategies):
+    """Run `test`, which returns its outcome, on EXAMPLES[kind] inputs, the same every time; some of them must be refused.
 
     Hypothesis would also draw constants that it finds in the modules that other tests have loaded.
     """
     rules = settings(max_examples=EXAMPLES[kind], derandomize=True, database=None, deadline=None,
                      suppress_health_check=list(HealthCheck))
-    seen = Counter()
+    seen = []
 
     def run(test):
         @rules
@@ -74,13 +72,11 @@ def careless(kind, **strategies):
         def one(**drawn):
             with time_limit():
                 answer = test(**drawn)
-            seen[answer] += 1
+            seen.append(answer)
 
         with mock.patch.object(HypothesisProvider, "_maybe_draw_constant", return_value=None):
             one()
-        assert sum(seen.values()) >= EXAMPLES[kind]
-        COUNTS[kind] = seen
-        print(kind, dict(seen))
+        assert len(seen) >= EXAMPLES[kind] and "refused" in seen
 
     return run
 
@@ -117,7 +113,7 @@ def edited(value, place, new, remove_it):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("careless") / "iter_0000005"
+    folder = tmp_path_factory.mktemp("random") / "iter_0000005"
     folder.mkdir()
     manifest.write_manifest(folder, 5, {"world_size": 1}, {"model": {"num_layers": 1}}, STATE,
                             {"rank_00000.safetensors": {"size": 4, "crc32": "0123abcd", "shards": [RECORD]}})
@@ -127,7 +123,7 @@ def saved(tmp_path_factory):
 def test_no_changed_manifest_loads(saved):
     path, contents = saved
 
-    @careless("manifests", place=st.sampled_from(places(contents)), new=VALUES, remove_it=st.booleans())
+    @refused_or_harmless("manifests", place=st.sampled_from(places(contents)), new=VALUES, remove_it=st.booleans())
     def change(place, new, remove_it):
         text = json.dumps(edited(contents, place, new, remove_it))
         path.write_text(text)
@@ -149,7 +145,7 @@ def test_no_changed_file_of_tensors_loads(tmp_path):
     content = path.read_bytes()
     at, noises = st.integers(0, len(content) - 1), st.binary(min_size=1, max_size=40)
 
-    @careless("tensor files", damage=st.sampled_from([*DAMAGES, *OTHER_KINDS]), i=at, j=at, noise=noises)
+    @refused_or_harmless("tensor files", damage=st.sampled_from([*DAMAGES, *OTHER_KINDS]), i=at, j=at, noise=noises)
     def change(damage, i, j, noise):
         replace(path, damage) if damage in OTHER_KINDS else path.write_bytes(damaged(content, damage, i, j, noise))
         same = damage in DAMAGES and path.read_bytes() == content
@@ -169,7 +165,7 @@ def test_machine_files_are_refused_or_predict(tmp_path):
         prediction = model.predict(run, model.System.from_names(str(path), software.THIS_PROJECT, 1, 1))
         assert 0 < prediction.seconds < math.inf and 0 < prediction.memory_mib_max < math.inf
 
-    @careless("machine files", place=st.sampled_from(places(data)), new=VALUES, remove_it=st.booleans())
+    @refused_or_harmless("machine files", place=st.sampled_from(places(data)), new=VALUES, remove_it=st.booleans())
     def change(place, new, remove_it):
         path.write_text(json.dumps(edited(data, place, new, remove_it)))
         return outcome(predicted, path.name)
@@ -178,7 +174,7 @@ def test_machine_files_are_refused_or_predict(tmp_path):
 def test_job_scripts_are_checked():
     lines = SCRIPT.splitlines()
 
-    @careless("job scripts", number=st.integers(0, len(lines) - 1), word=WORDS, group=WORDS)
+    @refused_or_harmless("job scripts", number=st.integers(0, len(lines) - 1), word=WORDS, group=WORDS)
     def change(number, word, group):
         text = "\n".join([*lines[:number], lines[number].partition("=")[0] + "=" + word, *lines[number + 1:]])
         problems = check.problems(text, group, files=False)
@@ -191,7 +187,7 @@ def test_flags_are_refused_or_planned():
         parsed = arguments.parse(["--recipe", "demo", "--mock-data", "--vocab-size", "512", "--dry-run", *words])
         report(parsed.run, parsed.world_size or 1)
 
-    @careless("flags", pairs=st.lists(st.tuples(st.sampled_from(FLAGS), WORDS), min_size=1, max_size=3))
+    @refused_or_harmless("flags", pairs=st.lists(st.tuples(st.sampled_from(FLAGS), WORDS), min_size=1, max_size=3))
     def change(pairs):
         return outcome(lambda: planned([word for pair in pairs for word in pair]), "--", "unknown flag", "world size")
 
@@ -211,7 +207,7 @@ def test_vocabularies_are_refused_or_encode(tmp_path):
         tokenizer = build_tokenizer("GPT2BPETokenizer", str(vocab), str(merges))
         assert tokenizer.decode(tokenizer.encode("abc à b")) == "abc à b"
 
-    @careless("vocabularies", text=contents, lines=lines)
+    @refused_or_harmless("vocabularies", text=contents, lines=lines)
     def change(text, lines):
         for path, written in ((vocab, text), (merges, lines)):
             path.write_bytes(written.encode("utf-8", "surrogatepass"))
@@ -243,7 +239,7 @@ def test_data_files_are_refused_or_read(corpus):
         for document in read_documents(input_files([str(folder / "corpus.jsonl")], ["text"])):
             assert all(isinstance(text, str) for text in document_texts(document, ["text"]))
 
-    @careless("data files", name=st.sampled_from(list(originals)), damage=st.sampled_from((*DAMAGES, *OTHER_KINDS)),
+    @refused_or_harmless("data files", name=st.sampled_from(list(originals)), damage=st.sampled_from((*DAMAGES, *OTHER_KINDS)),
               place=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), noise=st.binary(min_size=1, max_size=40))
     def change(name, damage, place, noise):
         path, content = folder / name, originals[name]
@@ -270,29 +266,8 @@ def test_logs_are_refused_or_make_a_row(tmp_path):
     def table():
         assert log_table.text([run_log.read_log(path)])
 
-    @careless("logs", name=st.sampled_from(names), new=VALUES, remove_it=st.booleans())
+    @refused_or_harmless("logs", name=st.sampled_from(names), new=VALUES, remove_it=st.booleans())
     def change(name, new, remove_it):
         line = json.dumps(edited(values, (name,), new, remove_it and name in values))
         path.write_text(re.sub(r"^run: .*$", lambda match: "run: " + line, OUR_LOG, flags=re.MULTILINE))
         return outcome(table, path.name)
-
-
-def document_rows():
-    """Kind -> the numbers of its row in docs/reliability.md."""
-    section = (ROOT / "docs/reliability.md").read_text().split("## Careless inputs")[1].split("\n## ")[0]
-    lines = section.splitlines()
-    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| "))
-    return {row[0]: [int(number.replace(",", "")) for number in row[2:]] for row in rows if row[0] in (*EXAMPLES, "sum")}
-
-
-def test_the_document_has_these_counts():
-    """Zeros and sums exactly; refusals may move by a tenth, as the job scripts and machine files do that inputs are made from."""
-    if COUNTS.keys() != EXAMPLES.keys():
-        pytest.skip("needs all tests of this file")
-    rows = document_rows()
-    assert rows.pop("sum") == [sum(numbers) for numbers in zip(*rows.values())]
-    for kind, seen in COUNTS.items():
-        drawn, refused, *rest = rows[kind]
-        counted = f"{kind}: {sum(seen.values())} | {seen['refused']} | {sum(seen.values()) - seen['refused']} | 0 | 0 | 0"
-        assert drawn == sum(seen.values()) and rest == [drawn - refused, 0, 0, 0], counted
-        assert abs(refused - seen["refused"]) <= drawn / 10, f"write into docs/reliability.md: {counted}"

@@ -46,7 +46,7 @@ def test_a_second_job_is_refused_with_host_process_and_time_until_the_first_ends
         Lock(tmp_path / "new")
     owner = first.owner
     assert str(raised.value) == (f"--save {tmp_path}/new is in use by another job: process {os.getpid()} on {owner.host} since "
-                                 f"{owner.since}: wait for its end, or give another --save")
+                                 f"{owner.since}: wait for its end, or pass another --save")
     first.release()
     Lock(tmp_path / "new").release()
     assert list((tmp_path / "new").iterdir()) == []
@@ -194,7 +194,7 @@ def test_a_directory_that_takes_no_file_is_named(tmp_path):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_refused_without_waiting(tmp_path, make):
     make(tmp_path / LOCK)
-    with time_limit(), pytest.raises(ValueError, match=f"--save {tmp_path}: .lock in it is no regular file: remove it"):
+    with time_limit(), pytest.raises(ValueError, match=f"--save {tmp_path}: .lock in it is not a regular file: remove it"):
         Lock(tmp_path)
 
 
