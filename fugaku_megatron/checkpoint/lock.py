@@ -139,7 +139,7 @@ class Lock:
                 self._remove_if_dead()
 
     def _remove_if_dead(self) -> None:
-        """Remove the lock that is there if its job is dead. Raises ValueError if the job lives, FileNotFoundError without a lock."""
+        """Remove the lock if its job is dead. Raises ValueError if the job lives, FileNotFoundError without a lock."""
         if not stat.S_ISREG(self.path.lstat().st_mode):
             raise ValueError(f"--save {self.path.parent}: {LOCK} in it is not a regular file: remove it, or pass another --save")
         owner = _read(self.path)
