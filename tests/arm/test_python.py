@@ -19,7 +19,7 @@ KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")
 # Left out: millions of elements, the portable build (test_static.py runs it), what reads sources only, the scalar references
 # against their definitions and the statistics of random numbers, which this machine's own tests hold and to which the kernels are
 # compared here, and what starts Python again or imports torch._dynamo, which costs 20 s each.
-TOO_SLOW = ("test_howto", "test_table", "test_bench", "portable", "whole_range", "positive_numbers", "from_every_half",
+TOO_SLOW = ("test_table", "test_bench", "portable", "whole_range", "positive_numbers", "from_every_half",
             "adamw_is_torchs", "environment_chooses", "shared_with_torch", "reference_agrees_with_formula",
             "reference_is_the_definition", "is_the_slope", "is_standard_normal", "at_the_right_rate", "keeps_its_mean")
 

@@ -9,11 +9,13 @@ LEFT_OUT = [pytest.param(row["name"], marks=pytest.mark.skip(reason=row["reason"
             if row["reason"].startswith("left out")]  # by KERNEL_TARGETS
 VECTOR_TARGETS = [*kernels.runnable_targets(), *LEFT_OUT]
 
+
 def pytest_collection_modifyitems(config, items):
     """--best-target leaves out what a test does on the other targets."""
     if config.getoption("--best-target"):
         best = kernels.runnable_targets()[-1]
-        others = [item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("target", best) != best]
+        used = [{"target", "every_target"} & set(getattr(getattr(item, "callspec", None), "params", ())) for item in items]
+        others = [item for item, names in zip(items, used) if any(item.callspec.params[name] != best for name in names)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
 
@@ -25,22 +27,34 @@ def target(request):
         yield request.param
 
 
-@pytest.fixture
-def same_for_any_threads():
-    """Calls f with 1 to 4 threads, asserts that the tensors it returns have the same bits, and returns them."""
-    before = kernels.num_threads()
+@pytest.fixture(params=["reference", *VECTOR_TARGETS])
+def every_target(request):
+    """Name of the target in use: the vector targets and the scalar reference."""
+    with kernels.target(request.param):
+        yield request.param
 
+
+@pytest.fixture
+def with_threads():
+    """kernels.set_num_threads, put back after the test."""
+    before = kernels.num_threads()
+    yield kernels.set_num_threads
+    kernels.set_num_threads(before)
+
+
+@pytest.fixture
+def same_for_any_threads(with_threads):
+    """Calls f with 1 to 4 threads, asserts that the tensors it returns have the same bits, and returns them."""
     def run(f):
         results = []
         for count in (1, 2, 3, 4):
-            kernels.set_num_threads(count)
+            with_threads(count)
             results.append(f())
         for other in results[1:]:
             assert bits(other) == bits(results[0])
         return results[0]
 
-    yield run
-    kernels.set_num_threads(before)
+    return run
 
 
 def bits(value):

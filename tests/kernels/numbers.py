@@ -1,9 +1,10 @@
-"""Numbers for the kernel tests, the same for the same shape and seed, and tests of many cases."""
+"""What the kernel tests share: numbers, the same for the same shape and seed, comparisons, and tests of many cases."""
 
 import functools
 import inspect
 import itertools
 
+import pytest
 import torch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -12,6 +13,34 @@ SIZES = [0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 61, 64, 65, 127, 1031, 131101] 
 
 def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
+
+
+def assert_near(got, want, dtype, scale=1.0, terms=(), float32=2e-6):
+    """Within a few units of `dtype`, relative to each element and to the largest element or cancelling term."""
+    tolerance = {torch.float32: float32, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype] * scale
+    top = max((float(t.abs().max()) for t in (want, *terms) if t.numel()), default=0.0)
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance * max(top, 1e-3))
+
+
+def assert_slope(value, leaves, grads):
+    """The gradients are the central differences of value() through each leaf, which is changed in place."""
+    for leaf, grad in zip(leaves, grads, strict=True):
+        direction = random(*leaf.shape, seed=9)
+        values = []
+        for step in (1e-2, -1e-2):
+            leaf.add_(direction, alpha=step)
+            values.append(value())
+            leaf.add_(direction, alpha=-step)
+        slope = (values[0] - values[1]) / 2e-2
+        torch.testing.assert_close((grad.double() * direction.double()).sum(), slope, rtol=3e-3, atol=1e-2)
+
+
+def assert_refused(cases, untouched=()):
+    """Each call, of (call, message), raises a ValueError with this message; these tensors of ones stay as they are."""
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert all(bool((t == 1).all()) for t in untouched)
 
 
 def for_each(**axes):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.conftest import VECTOR_TARGETS
-from tests.kernels.numbers import DTYPES, SIZES
+from tests.kernels.numbers import DTYPES, SIZES, assert_refused
 
 OPTIONS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 BF16 = torch.bfloat16
@@ -27,8 +26,7 @@ def adamw_steps(n, steps, grad_scale=1.0, copy_dtype=None, moments=MOMENTS[0], *
     return (param, exp_avg, exp_avg_sq) if copy is None else (param, exp_avg, exp_avg_sq, copy)
 
 
-@pytest.mark.parametrize("name", [*VECTOR_TARGETS, "reference"])
-def test_adamw_is_torchs(name):
+def test_adamw_is_torchs(every_target):
     n, steps, scale = 1031, 5, 0.5
     generator = torch.Generator().manual_seed(n)
     weight = torch.nn.Parameter(torch.randn(n, generator=generator))
@@ -39,11 +37,9 @@ def test_adamw_is_torchs(name):
         weight.grad[::7] = 0
         weight.grad *= scale
         optimizer.step()
-    with kernels.target(name):
-        param, exp_avg, exp_avg_sq = adamw_steps(n, steps, scale)
-    torch.testing.assert_close(param, weight.detach(), rtol=2e-6, atol=2e-7)
-    torch.testing.assert_close(exp_avg, optimizer.state[weight]["exp_avg"], rtol=2e-6, atol=2e-7)
-    torch.testing.assert_close(exp_avg_sq, optimizer.state[weight]["exp_avg_sq"], rtol=2e-6, atol=2e-7)
+    state = optimizer.state[weight]
+    for got, want in zip(adamw_steps(n, steps, scale), (weight.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-7)
 
 
 @pytest.mark.parametrize("copy_dtype", [None, *DTYPES])
@@ -90,24 +86,18 @@ def test_a_first_moment_in_bf16_is_rounded_to_nearest_even(target):
     assert torch.equal(rounded[1], whole[1].bfloat16())
 
 
-def second_moments(steps, n=2048, beta2=0.999, **changes):
-    """exp_avg_sq in FP32 and in BF16 after so many steps, of normal gradients that fall to a tenth after half of them."""
-    generator = torch.Generator().manual_seed(1)
+def test_a_second_moment_in_bf16_keeps_its_mean_where_rounding_to_nearest_would_not_fall():
+    """Normal gradients that fall to a tenth after half of the steps."""
+    generator, n, steps = torch.Generator().manual_seed(1), 2048, 2400
     state = [[torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=dtype)] for dtype in (torch.float32, BF16)]
-    options = {**OPTIONS, "beta2": beta2, **changes}
     for step in range(1, steps + 1):
         grad = torch.randn(n, generator=generator) * (1.0 if step <= steps // 2 else 0.1)
-        for param, exp_avg, exp_avg_sq in state:
-            kernels.adamw(param, grad, exp_avg, exp_avg_sq, **options, step=step)
-    return state[0][2], state[1][2].float()
-
-
-def test_a_second_moment_in_bf16_keeps_its_mean_where_rounding_to_nearest_would_not_fall():
-    exact, rounded = second_moments(2400)
-    ratio = rounded / exact
+        for tensors in state:
+            kernels.adamw(tensors[0], grad, *tensors[1:], **{**OPTIONS, "beta2": 0.999}, step=step)
+    ratio = state[1][2].float() / state[0][2]
     mean, deviation = ratio.mean().item(), ratio.std().item()
     assert mean == pytest.approx(1.0, abs=4 * deviation / len(ratio) ** 0.5)
-    assert 0.005 < deviation < 0.2, "rounded at every step, and not adrift"
+    assert 0.005 < deviation < 0.2, "rounded at every step, without a drift"
 
 
 def test_a_word_of_rounding_belongs_to_the_elements_place_in_the_global_tensor(target):
@@ -139,9 +129,11 @@ def test_adamw_carries_nan(target, moments):
         assert tensor.isnan().nonzero().tolist() == [[33]]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_adamw_refuses_bad_arguments():
+    good = {name: torch.zeros(4) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    shared = torch.zeros(7)
+    good = {**good, **OPTIONS, "step": 1}
+    assert_refused((lambda change=change: kernels.adamw(**{**good, **change}), message) for change, message in [
         ({"step": 0}, "step: expected 1 or more, got 0"),
         ({"beta1": 1.0}, r"beta1: expected a number in \[0, 1\), got 1.0"),
         ({"eps": 0.0}, "eps: expected more than 0, got 0.0"),
@@ -152,15 +144,5 @@ def test_adamw_carries_nan(target, moments):
         ({"columns": -1}, "columns: expected 0 or more, got -1"),
         ({"first": -1}, "first: expected 0 or more, got -1"),
         ({"copy": torch.zeros(4, dtype=torch.int32)}, "copy: expected dtype float32 or bfloat16 or float16, got int32"),
-    ],
-)
-def test_adamw_refuses_bad_arguments(change, message):
-    arguments = {name: torch.zeros(4) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
-    with pytest.raises(ValueError, match=message):
-        kernels.adamw(**{**arguments, **OPTIONS, "step": 1, **change})
-
-
-def test_adamw_refuses_shared_memory():
-    buffer = torch.zeros(10)
-    with pytest.raises(ValueError, match="exp_avg: expected memory apart from exp_avg_sq, got overlapping"):
-        kernels.adamw(torch.zeros(5), torch.zeros(5), buffer[:5], buffer[4:9], **OPTIONS, step=1)
+        ({"exp_avg": shared[:4], "exp_avg_sq": shared[3:]}, "exp_avg: expected memory apart from exp_avg_sq, got overlapping"),
+    ])

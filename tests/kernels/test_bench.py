@@ -1,4 +1,4 @@
-"""The yardsticks of the benchmarks: what they compute, and that they count their work right."""
+"""The kernels that the benchmarks compare with: what they compute, and that they count their work right."""
 
 import time
 
@@ -28,16 +28,12 @@ def test_gemm_panel_adds_its_sweeps(target, shape):
     torch.testing.assert_close(c.double(), 3 * a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 
 
-def test_multiply_adds_are_counted_per_thread_and_lane(target):
+def test_multiply_adds_are_counted_per_thread_and_lane(target, with_threads):
     lanes = next(row["vector_bytes"] // 4 for row in kernels.targets() if row["name"] == target)
-    before = kernels.num_threads()
-    try:
-        kernels.set_num_threads(1)
-        alone = kernels.bench_fma(100)
-        kernels.set_num_threads(3)
-        assert kernels.bench_fma(100) == 3 * alone
-    finally:
-        kernels.set_num_threads(before)
+    with_threads(1)
+    alone = kernels.bench_fma(100)
+    with_threads(3)
+    assert kernels.bench_fma(100) == 3 * alone
     chains, rest = divmod(alone, 2 * 100 * lanes)
     rows, vectors = next(row["gemm_tile"] for row in kernels.targets() if row["name"] == target)
     assert rest == 0 and chains >= rows * vectors, "as many independent chains as the GEMM has accumulators"

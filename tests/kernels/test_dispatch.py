@@ -4,13 +4,14 @@ import os
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from fugaku_megatron.host import kernels
+from tests.kernels.numbers import assert_refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,50 +22,30 @@ def run_python(code, **environment):
 
 
 def test_targets_say_why_they_cannot_run():
-    rows = kernels.targets()
+    rows, before = kernels.targets(), kernels.active()
     left_out = [row["name"] for row in rows if row["reason"].startswith("left out of this build")]
     assert rows[0]["name"] == "reference" and ("portable" in left_out or rows[1]["name"] == "portable")
+    assert before == os.environ.get("FUGAKU_MEGATRON_TARGET", kernels.runnable_targets()[-1])
     for row in rows:
-        assert row["runnable"] == (row["reason"] == ""), row
-        assert row["compiled"] or not row["runnable"], row
-    assert kernels.active() == os.environ.get("FUGAKU_MEGATRON_TARGET", kernels.runnable_targets()[-1])
-
-
-def test_use_unknown_target_lists_the_known():
+        assert row["runnable"] == (row["reason"] == "") and (row["compiled"] or not row["runnable"]), row
+        if not row["runnable"]:
+            with pytest.raises(RuntimeError, match=f"{row['name']} cannot run here: {row['reason']}"):
+                kernels.use(row["name"])
     with pytest.raises(ValueError, match="unknown kernel target 'avx1024'; known: reference, portable, .*sve512"):
         kernels.use("avx1024")
-
-
-def test_use_missing_target_gives_the_reason():
-    missing = [row for row in kernels.targets() if not row["runnable"]]
-    for row in missing:
-        with pytest.raises(RuntimeError, match=f"{row['name']} cannot run here: {row['reason']}"):
-            kernels.use(row["name"])
-
-
-def test_target_context_restores_on_error():
-    before = kernels.active()
-    with pytest.raises(KeyError):
-        with kernels.target("reference"):
-            assert kernels.active() == "reference"
-            raise KeyError
+    with pytest.raises(KeyError), kernels.target("reference"):
+        assert kernels.active() == "reference"
+        raise KeyError
     assert kernels.active() == before
 
 
-def test_environment_chooses_the_target():
+def test_environment_chooses_the_target_and_torch_is_imported_first():
     code = "from fugaku_megatron.host import kernels; print(kernels.active())"
     assert run_python(code, FUGAKU_MEGATRON_TARGET="portable").stdout == "portable\n"
-    wrong = run_python(code, FUGAKU_MEGATRON_TARGET="sve3")
-    assert wrong.returncode == 1
-    assert wrong.stderr.splitlines()[-1].startswith(
-        "ValueError: environment variable FUGAKU_MEGATRON_TARGET: unknown kernel target 'sve3'; known: reference,"
-    )
-
-
-def test_import_without_torch_is_refused():
-    run = run_python("import fugaku_megatron._kernels")
-    assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith("ImportError:")
+    for run, error in ((run_python(code, FUGAKU_MEGATRON_TARGET="sve3"),
+                        "ValueError: environment variable FUGAKU_MEGATRON_TARGET: unknown kernel target 'sve3'; known: reference,"),
+                       (run_python("import fugaku_megatron._kernels"), "ImportError:")):
+        assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith(error)
 
 
 THREADS_CODE = """
@@ -94,33 +75,20 @@ def test_threads_are_shared_with_torch():
     assert len(libraries.split()) == 1, libraries
 
 
-def test_thread_setting_is_torchs():
-    before = torch.get_num_threads()
-    try:
-        kernels.set_num_threads(3)
-        assert torch.get_num_threads() == kernels.num_threads() == 3
-        torch.set_num_threads(1)
-        assert kernels.num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+def test_thread_setting_is_torchs(with_threads):
+    with_threads(3)
+    assert torch.get_num_threads() == kernels.num_threads() == 3
+    torch.set_num_threads(1)
+    assert kernels.num_threads() == 1
     with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
-        kernels.set_num_threads(0)
+        with_threads(0)
 
 
 def test_kernels_run_from_several_python_threads():
     x = torch.arange(200_000, dtype=torch.float32)
     expected = kernels.squared_norm(x)
-    results = []
-
-    def work():
-        results.append([kernels.squared_norm(x) for _ in range(50)])
-
-    workers = [threading.Thread(target=work) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert results == [[expected] * 50] * 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: kernels.squared_norm(x), range(200))) == [expected] * 200
 
 
 def test_target_flags_stay_in_their_namespace():
@@ -136,14 +104,16 @@ def test_target_flags_stay_in_their_namespace():
         assert leaks == [], path
 
 
-def test_alignment_of_views_is_not_required(target):
+def test_views_and_parameters_are_accepted(target):
     buffer = torch.arange(64, dtype=torch.float32)
-    assert kernels.squared_norm(buffer[1:18]) == float((buffer[1:18] ** 2).sum())
+    assert kernels.squared_norm(buffer[1:18]) == float((buffer[1:18] ** 2).sum()), "alignment is not required"
+    assert kernels.squared_norm(torch.nn.Parameter(torch.full((3, 5), 2.0))) == 60.0
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_bad_arguments_are_value_errors_before_a_byte_is_written():
+    out = torch.ones(4, 6)
+    good = {"x": torch.zeros(4, 6), "out": out, "p": 0.1, "seed": 1, "stream": 1, "first_sample": 0, "sample_dim": 0}
+    assert_refused([(lambda change=change: kernels.dropout(**{**good, **change}), message) for change, message in [
         ({"x": 3}, "x: expected a torch tensor, got int"),
         ({"x": None}, "x: expected a torch tensor, got NoneType"),
         ({"x": torch.zeros(4, 6, device="meta")}, "x: expected a tensor in CPU memory, got meta"),
@@ -158,15 +128,7 @@ def test_alignment_of_views_is_not_required(target):
         ({"sample_dim": 1}, "sample_dim: expected a dimension before the last, got 1"),
         ({"first_sample": -1}, "first_sample: expected 0 or more, got -1"),
         ({"row0": 2**32}, r"row0: expected fewer than 2\*\*32 rows in a sample"),
-    ],
-)
-def test_bad_arguments_are_value_errors_before_a_byte_is_written(change, message):
-    out = torch.full((4, 6), 7.0)
-    numbers = {"p": 0.1, "seed": 1, "stream": 1, "first_sample": 0, "sample_dim": 0}
-    arguments = {"x": torch.zeros(4, 6), "out": out, **numbers}
-    with pytest.raises(ValueError, match=message):
-        kernels.dropout(**{**arguments, **change})
-    assert (out == 7).all()
+    ]], untouched=[out])
 
 
 def test_overlap_is_refused_and_in_place_is_not():
@@ -176,8 +138,3 @@ def test_overlap_is_refused_and_in_place_is_not():
     kernels.elementwise("sqrt", buffer[:20], buffer[20:])
     torch.testing.assert_close(buffer[20:], torch.arange(20.0).sqrt())
     kernels.elementwise("sqrt", buffer, buffer)
-
-
-def test_parameters_that_require_gradients_are_accepted(target):
-    weight = torch.nn.Parameter(torch.full((3, 5), 2.0))
-    assert kernels.squared_norm(weight) == 60.0

@@ -3,31 +3,20 @@
 Legend: s sequence, b micro-batch, h hidden.
 """
 
-import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.conftest import VECTOR_TARGETS
-from tests.kernels.numbers import for_each, random
+from tests.kernels.numbers import DTYPES, assert_refused, for_each, random
 
-TARGETS = ["reference", *VECTOR_TARGETS]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COLUMNS = [1, 15, 16, 17, 67, 131, 768]
-
-
-@pytest.fixture(params=TARGETS)
-def target(request):
-    with kernels.target(request.param):
-        yield request.param
 
 
 def some_tokens(s=37, b=3, words=23):
     return torch.randint(words, (s, b), generator=torch.Generator().manual_seed(5))
 
 
-@for_each(dtype=DTYPES)
-@for_each(h=COLUMNS)
-def test_embedding(target, h, dtype):
+@for_each(dtype=DTYPES, h=COLUMNS)
+def test_embedding(every_target, h, dtype):
     tokens, table = some_tokens(), random(23, h, dtype=dtype)
     out = torch.empty(37, 3, h, dtype=dtype)
     kernels.embedding(tokens, table, out, vocabulary=23)
@@ -36,9 +25,8 @@ def test_embedding(target, h, dtype):
     assert torch.equal(out, table[tokens] * ((tokens >= 7) & (tokens < 15)).unsqueeze(-1))
 
 
-@for_each(dtype=DTYPES)
-@for_each(h=COLUMNS)
-def test_embedding_backward(target, h, dtype):
+@for_each(dtype=DTYPES, h=COLUMNS)
+def test_embedding_backward(every_target, h, dtype):
     tokens, dout = some_tokens(), random(37, 3, h, dtype=dtype)
     grad = torch.ones(8, h)
     kernels.embedding_backward(tokens, dout, grad, first_row=7)
@@ -46,9 +34,8 @@ def test_embedding_backward(target, h, dtype):
     torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5)
 
 
-@for_each(dtype=DTYPES)
-@for_each(h=COLUMNS)
-def test_position(target, h, dtype):
+@for_each(dtype=DTYPES, h=COLUMNS)
+def test_position(every_target, h, dtype):
     x, table = random(37, 3, h, dtype=dtype), random(40, h, dtype=dtype, seed=1)
     out, grad = torch.empty_like(x), torch.ones(40, h)
     kernels.add_position(x, table, out)
@@ -58,7 +45,7 @@ def test_position(target, h, dtype):
     assert (grad[37:] == 1).all()
 
 
-def test_no_tokens_and_no_positions(target):
+def test_no_tokens_and_no_positions(every_target):
     tokens, table = torch.empty(0, 3, dtype=torch.int64), torch.ones(5, 16)
     kernels.embedding(tokens, table, torch.empty(0, 3, 16), vocabulary=5)
     kernels.embedding_backward(tokens, torch.empty(0, 3, 16), table)
@@ -67,30 +54,25 @@ def test_no_tokens_and_no_positions(target):
     assert (table == 1).all()
 
 
-def test_same_bits_for_any_number_of_threads(target):
-    tokens, dout, before, results = some_tokens(300, 4), random(300, 4, 331), kernels.num_threads(), []
-    try:
-        for threads in (1, 2, 3, 4):
-            kernels.set_num_threads(threads)
-            grad, positions = torch.zeros(23, 331), torch.zeros(300, 331)
-            kernels.embedding_backward(tokens, dout, grad)
-            kernels.add_position_backward(dout, positions)
-            results.append(torch.cat([grad, positions]))
-    finally:
-        kernels.set_num_threads(before)
-    assert all(torch.equal(results[0], other) for other in results)
+def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads):
+    tokens, dout = some_tokens(300, 4), random(300, 4, 331)
+
+    def both():
+        grad, positions = torch.zeros(23, 331), torch.zeros(300, 331)
+        kernels.embedding_backward(tokens, dout, grad)
+        kernels.add_position_backward(dout, positions)
+        return grad, positions
+
+    same_for_any_threads(both)
 
 
 def test_wrong_arguments_leave_everything_untouched():
     tokens, table, out = torch.tensor([[0, 9]]), torch.ones(5, 8), torch.ones(1, 2, 8)
-    for call, message in [
+    assert_refused([
         (lambda: kernels.embedding(tokens, table, out, vocabulary=9), "tokens: expected words from 0 to 8, got 9 at 1"),
         (lambda: kernels.embedding(tokens, table, out[:, :1].contiguous()), "out: expected a row of 8 for each of 2 tokens"),
         (lambda: kernels.embedding(tokens.int(), table, out), "tokens: expected dtype int64"),
         (lambda: kernels.embedding(tokens, table, out.half()), "out: expected dtype float32 as table"),
         (lambda: kernels.embedding_backward(tokens, out, table.half()), "dtable: expected dtype float32"),
         (lambda: kernels.add_position(torch.ones(6, 1, 8), table, torch.ones(6, 1, 8)), "table: expected at least 6 rows of 8"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call()
-    assert (table == 1).all() and (out == 1).all()
+    ], untouched=(table, out))

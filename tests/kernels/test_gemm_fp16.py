@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import random
+from tests.kernels.numbers import assert_refused, random
 
 CHUNK = 16
 EDGES = (0, 1, 13, 37)
@@ -45,7 +45,7 @@ def packed(weight, transposed, chunk=CHUNK):
     return buffer
 
 
-def product(a, b, chunk=CHUNK):
+def matmul(a, b, chunk=CHUNK):
     out = torch.empty(a.shape[0], b.shape[1])
     kernels.gemm(a, b, out, fp16_chunk=chunk)
     return out
@@ -68,7 +68,7 @@ def by_definition(a, b, chunk):
 @pytest.mark.parametrize("chunk", [1, 8, 24, 300])
 def test_reference_is_the_definition(reference, chunk, scale):
     a, b = half(7, 100) * scale, half(100, 9, seed=1) * scale
-    torch.testing.assert_close(reference(lambda: product(a, b, chunk)), by_definition(a, b, chunk), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(reference(lambda: matmul(a, b, chunk)), by_definition(a, b, chunk), rtol=0, atol=0, equal_nan=True)
 
 
 def forms(m, n, k, seed, with_packed):
@@ -113,22 +113,22 @@ def test_threads_and_packing_do_not_change_the_bits(target, same_for_any_threads
 def test_views(target, transposed):
     a, b = half(30, 41), half(41, 130, seed=1)
     views = (m.T.contiguous().T if t else m for m, t in zip((a, b), transposed, strict=True))
-    torch.testing.assert_close(product(*views), by_definition(a, b, CHUNK), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(matmul(*views), by_definition(a, b, CHUNK), rtol=1e-6, atol=1e-6)
 
 
 def test_a_chunk_overflows_where_its_sum_does(target):
-    """FP16 ends at 65504: a product or a chunk's sum above it is infinite, a sum of chunks is not."""
-    a, b = torch.full((14, 64), 200.0).half(), torch.full((64, 66), 200.0).half()  # products of 40000
+    """FP16 ends at 65504: a term or a chunk's sum above it is infinite, a sum of chunks is not."""
+    a, b = torch.full((14, 64), 200.0).half(), torch.full((64, 66), 200.0).half()  # terms of 40000
     a[13] = 300.0  # 60000
-    assert bool((product(a, b, 1)[:13] == 64 * 40000).all())
-    assert bool((product(a, b, 2) == torch.inf).all())
-    assert bool((product(a, -b, 2) == -torch.inf).all())
+    assert bool((matmul(a, b, 1)[:13] == 64 * 40000).all())
+    assert bool((matmul(a, b, 2) == torch.inf).all())
+    assert bool((matmul(a, -b, 2) == -torch.inf).all())
     a[3, 5] = torch.inf
     a[4, 6], b[6] = 300.0, 300.0
-    got = product(a, b, 1)
+    got = matmul(a, b, 1)
     assert bool((got[3:5] == torch.inf).all()) and bool(got[torch.tensor([0, 1, 2, 5, 12])].isfinite().all())
     b[5, 0] = 0.0
-    assert bool(product(a, b, 1)[3, 0].isnan())
+    assert bool(matmul(a, b, 1)[3, 0].isnan())
     exact = torch.empty(14, 66)
     kernels.gemm(a[:3], b, exact[:3])
     assert bool(exact[:3].isfinite().all()), "without a chunk sums are FP32"
@@ -142,7 +142,7 @@ def test_denormals(target):
     single = torch.empty(14, 66)
     try:
         kernels.flush_denormals(True)
-        got = product(a, b)
+        got = matmul(a, b)
         kernels.gemm(a, b, single)
     finally:
         kernels.flush_denormals(False)
@@ -153,26 +153,24 @@ def test_denormals(target):
 def test_longer_chunks_lose_more(target):
     a, b = half(24, 2048), half(2048, 64, seed=1)
     exact = a.double() @ b.double()
-    errors = [float((product(a, b, chunk) - exact).square().mean().sqrt()) for chunk in (8, 64, 512)]
+    errors = [float((matmul(a, b, chunk) - exact).square().mean().sqrt()) for chunk in (8, 64, 512)]
     assert errors[0] < errors[1] < errors[2]
 
 
 def test_refusals(target):
     x, weight, out = half(4, 6), half(5, 6), torch.empty(4, 5)
     refused = [
-        ("fp16_chunk: expected 0 for operands of float32, got 8", lambda: product(torch.randn(2, 3), torch.randn(3, 4), 8)),
-        ("fp16_chunk: expected 0 to 65536, got -1", lambda: product(x, weight.T, -1)),
+        ("fp16_chunk: expected 0 for operands of float32, got 8", lambda: matmul(torch.randn(2, 3), torch.randn(3, 4), 8)),
+        ("fp16_chunk: expected 0 to 65536, got -1", lambda: matmul(x, weight.T, -1)),
         ("packed: expected a weight .*fp16_chunk=8.* got .*fp16_chunk=16",
          lambda: kernels.linear_forward(x, weight, out, packed=packed(weight, False), fp16_chunk=8)),
         ("packed: expected a weight .*fp16_chunk=0", lambda: kernels.linear_forward(x, weight, out, packed=packed(weight, False))),
     ]
-    for message, call in refused:
-        with pytest.raises(ValueError, match=message):
-            call()
+    assert_refused((call, message) for message, call in refused)
 
 
 def test_a_target_without_fp16_arithmetic_refuses():
     for name in kernels.runnable_targets():
         if not has_fp16(name):
             with kernels.target(name), pytest.raises(ValueError, match=f"0 for target {name}, which has no FP16 arithmetic"):
-                product(half(2, 3), half(3, 4), 8)
+                matmul(half(2, 3), half(3, 4), 8)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.conftest import VECTOR_TARGETS
 
 SIZES = [1, 3, 4, 5, 8, 15, 16, 17, 31, 61, 63, 64, 65, 127, 257, 1031]
 
@@ -31,22 +30,16 @@ def dropout(x, p=0.25, seed=1, stream=2, first_sample=0, **place):
 KNOWN = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    (
-        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-        [0xA4093822, 0x299F31D0],
-        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-    ),
+    ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0], [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
 ]
 
 
-@pytest.mark.parametrize("name", [*VECTOR_TARGETS, "reference"])
 @pytest.mark.parametrize("calls", [1, 15, 33])
-def test_known_answers(name, calls):
-    with kernels.target(name):
-        for counter, key, answer in KNOWN:
-            out = torch.zeros(calls, 4, dtype=torch.int32)
-            kernels.philox4x32(to_int32([counter] * calls), out, *key)
-            assert torch.equal(out, to_int32([answer] * calls))
+def test_known_answers(every_target, calls):
+    for counter, key, answer in KNOWN:
+        out = torch.zeros(calls, 4, dtype=torch.int32)
+        kernels.philox4x32(to_int32([counter] * calls), out, *key)
+        assert torch.equal(out, to_int32([answer] * calls))
 
 
 def test_normal_agrees_with_reference(target, reference):
@@ -57,11 +50,13 @@ def test_normal_agrees_with_reference(target, reference):
             torch.testing.assert_close(normal(3, cols, **place), want, rtol=1e-6, atol=1e-7)
 
 
-def test_normal_slices_equal_the_whole(target):
-    whole = normal(40, 300)
-    for row0, col0, rows, cols in [(0, 0, 40, 150), (0, 150, 40, 150), (13, 7, 20, 64), (39, 299, 1, 1)]:
-        part = normal(rows, cols, row0, col0, full_cols=300)
+def test_normal_slices_and_threads_give_the_bits_of_the_whole(target, same_for_any_threads):
+    whole = same_for_any_threads(lambda: normal(40, 1031))
+    for row0, col0, rows, cols in [(0, 0, 40, 150), (0, 150, 40, 150), (13, 7, 20, 64), (39, 1030, 1, 1)]:
+        part = normal(rows, cols, row0, col0, full_cols=1031)
         assert torch.equal(part, whole[row0 : row0 + rows, col0 : col0 + cols])
+    with pytest.raises(ValueError, match=r"col0: expected a slice within the 100 columns \(full_cols\).*90 to 110"):
+        normal(2, 20, col0=90, full_cols=100)
 
 
 def test_normal_is_standard_normal(target):
@@ -86,15 +81,6 @@ def test_seeds_and_streams_give_other_numbers():
     assert abs((a * b).mean()) < 4 / 300
 
 
-def test_normal_same_for_any_threads(target, same_for_any_threads):
-    same_for_any_threads(lambda: normal(37, 1031, col0=3))
-
-
-def test_normal_refuses_a_slice_beyond_the_whole():
-    with pytest.raises(ValueError, match=r"col0: expected a slice within the 100 columns \(full_cols\).*90 to 110"):
-        normal(2, 20, col0=90, full_cols=100)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dropout_agrees_with_reference(target, reference, dtype):
     for cols in [0, *SIZES]:
@@ -115,22 +101,17 @@ def test_dropout_scales_what_it_keeps_at_the_right_rate(target):
         assert abs(float(kept.double().mean()) - (1 - p)) <= 4 * math.sqrt(p * (1 - p) / n)
 
 
-def test_dropout_of_hidden_activations_does_not_depend_on_the_layout(target):
+def test_dropout_does_not_depend_on_the_layout_nor_on_threads(target, same_for_any_threads):
     x = torch.randn(12, 6, 200)  # (s, b, h)
-    whole = dropout(x, first_sample=100)
+    whole = same_for_any_threads(lambda: dropout(x, first_sample=100))
     for h0, h1 in [(0, 100), (100, 200), (50, 75)]:
         part = dropout(x[:, :, h0:h1].contiguous(), first_sample=100, col0=h0)
         assert torch.equal(part, whole[:, :, h0:h1])
     assert torch.equal(dropout(x[:, 2:5].contiguous(), first_sample=102), whole[:, 2:5])
     assert torch.equal(dropout(x[4:9].contiguous(), first_sample=100, row0=4), whole[4:9])
-
-
-def test_dropout_of_attention_does_not_depend_on_the_layout(target):
-    s = 33
-    x = torch.randn(3, 8, s, s)  # (b, heads, s, s)
-    whole = dropout(x, sample_dim=0, first_sample=7)
-    part = dropout(x[1:, 4:6].contiguous(), sample_dim=0, first_sample=8, row0=4 * s)
-    assert torch.equal(part, whole[1:, 4:6])
+    scores = torch.randn(3, 8, 33, 33)  # (b, heads, s, s)
+    part = dropout(scores[1:, 4:6].contiguous(), sample_dim=0, first_sample=8, row0=4 * 33)
+    assert torch.equal(part, dropout(scores, sample_dim=0, first_sample=7)[1:, 4:6])
 
 
 def test_dropout_masks_differ_between_samples_streams_and_seeds():
@@ -151,23 +132,14 @@ def test_writes_stay_inside_the_output(target, guarded):
                 kernels.dropout(x, guarded(x.shape, dtype), 0.5, 1, 2, 0, col0=col0)
 
 
-def test_dropout_backward_is_the_same_call(target):
+def test_dropout_is_a_mask_in_forward_and_backward(target):
     x, dy = torch.randn(5, 3, 70), torch.randn(5, 3, 70)
     mask = dropout(torch.ones(5, 3, 70)) != 0
-    torch.testing.assert_close(dropout(x), torch.where(mask, x / 0.75, 0.0))
-    torch.testing.assert_close(dropout(dy), torch.where(mask, dy / 0.75, 0.0))
+    for values in (x, dy):
+        torch.testing.assert_close(dropout(values), torch.where(mask, values / 0.75, 0.0))
     in_place = x.clone()
     kernels.dropout(in_place, in_place, 0.25, 1, 2, 0)
     assert torch.equal(in_place, dropout(x))
-
-
-def test_dropout_drops_what_is_not_finite(target):
-    x = torch.full((4, 2, 64), math.inf)
-    x[1] = math.nan
+    x[:], x[1] = math.inf, math.nan
     out = dropout(x, 0.5)
-    assert bool(((out == 0) | ~out.isfinite()).all()) and bool((out == 0).any())
-
-
-def test_dropout_same_for_any_threads(target, same_for_any_threads):
-    x = torch.randn(97, 4, 129)
-    same_for_any_threads(lambda: dropout(x))
+    assert bool(((out == 0) | ~out.isfinite()).all()) and bool((out == 0).any()), "what is not finite is dropped as well"

@@ -1,4 +1,4 @@
-"""The table of kernels (kernels_sve/kernels.inc): every row is bound and tested, and says what its kernel costs.
+"""The table of kernels (kernels_sve/kernels.inc) and the page that explains it: every row is bound, tested and has its costs.
 
 That kernel_driver knows every row is tests/arm/test_driver.py's, that the benchmarks time what the trainer calls is
 tests/system/test_benchmarks.py's.
@@ -15,11 +15,10 @@ import torch
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 from tests.helpers import small_run
-from tests.kernels.numbers import for_each
+from tests.kernels.numbers import assert_refused
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {row["name"]: row for row in kernels.table.rows()}
-TARGET_PARAMETERS = {"target", "target_name", "name"}  # of a test that runs on every vector target
 PRIMES = [3, 5, 7, 11, 13, 17]
 
 
@@ -29,12 +28,10 @@ def test_every_row_is_listed_and_bound():
     assert [name for name in ROWS if not callable(getattr(kernels, name, None))] == []
 
 
-@pytest.mark.parametrize("family", sorted({row["family"] for row in ROWS.values()}))
-def test_a_family_is_four_files(family):
-    sources = ROOT / "kernels_sve"
-    files = [sources / f"{family}.h", sources / f"reference_{family}.cc", sources / f"bind_{family}.cc",
-             ROOT / "tests" / "kernels" / f"test_{family}.py"]
-    assert [str(path.relative_to(ROOT)) for path in files if not path.exists()] == []
+def test_a_family_is_four_files():
+    places = ("kernels_sve/{}.h", "kernels_sve/reference_{}.cc", "kernels_sve/bind_{}.cc", "tests/kernels/test_{}.py")
+    files = {place.format(row["family"]) for row in ROWS.values() for place in places}
+    assert [path for path in sorted(files) if not (ROOT / path).exists()] == []
 
 
 # Correctness tests ---------------------------------------------------------------------------------------------------------------
@@ -52,7 +49,7 @@ def kernels_called(module):
         return direct.union(*(reach(other, seen | {name}) for other in used))
 
     tests = [name for name, node in functions.items()
-             if name.startswith("test_") and TARGET_PARAMETERS & {argument.arg for argument in node.args.args}]
+             if name.startswith("test_") and {"target", "every_target"} & {argument.arg for argument in node.args.args}]
     return set().union(*(reach(name, frozenset()) for name in tests))
 
 
@@ -60,12 +57,6 @@ def test_every_row_has_a_correctness_test_on_every_target():
     tested = {family: set().union(*(kernels_called(path) for path in sorted(Path(__file__).parent.glob(f"test_{family}*.py"))))
               for family in {row["family"] for row in ROWS.values()}}
     assert [name for name, row in ROWS.items() if name not in tested[row["family"]]] == []
-
-
-def test_a_row_without_a_test_would_be_seen(tmp_path):
-    module = tmp_path / "test_x.py"
-    module.write_text("def helper():\n    kernels.gelu(1)\ndef test_a(target):\n    helper()\ndef test_b():\n    kernels.gemm(1)\n")
-    assert kernels_called(module) == {"gelu"}
 
 
 # Costs ---------------------------------------------------------------------------------------------------------------------------
@@ -81,10 +72,10 @@ def signature(name):
     return re.findall(r"(\w+): ", getattr(kernels, name).__doc__.splitlines()[0])
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_operands_are_the_leading_arguments(name):
-    names = [operand for operand, _ in operands(ROWS[name])]
-    assert signature(name)[: len(names)] == names
+def test_operands_are_the_leading_arguments():
+    for name, row in ROWS.items():
+        names = [operand for operand, _ in operands(row)]
+        assert signature(name)[: len(names)] == names
 
 
 def size_of(dimension, sizes):
@@ -163,34 +154,43 @@ def test_linear_layers_are_counted_as_accounting_counts_them():
             assert sum(backward) == record.flops_backward
 
 
-def test_what_is_no_kernel_costs_nothing():
-    assert kernels.table.flops("set_num_threads", 3) == kernels.table.bytes("active") == 0
-    for function in (kernels.table.sizes, kernels.table.cost):
-        with pytest.raises(ValueError, match="no kernel of the table is called active"):
-            function("active")
+def test_wrong_shapes_and_sizes_are_value_errors():
+    table = kernels.table
+    assert table.flops("set_num_threads", 3) == table.bytes("active") == 0, "what is not a kernel costs nothing"
+    assert_refused([
+        (lambda: table.sizes("active"), "no kernel of the table is called active"),
+        (lambda: table.cost("active"), "no kernel of the table is called active"),
+        (lambda: table.flops("linear_forward", torch.empty(4, 6), torch.empty(5, 7), torch.empty(4, 5)),
+         r"linear_forward: expected shapes x \(m, k\), weight \(n, k\), out \(m, n\), got a dimension of 7 beside a factor of 6"),
+        (lambda: table.flops("linear_forward", torch.empty(4), torch.empty(5, 6)), "got x with 1 dimensions"),
+        (lambda: table.flops("linear_forward", torch.empty(4, 6)), "got none that tells n"),
+        (lambda: table.cost("gelu", rows=3), "sizes: expected cols, got none"),
+        (lambda: table.cost("gelu", rows=3, cols=4, depth=3), "sizes: expected symbols of kernels.inc, got depth"),
+    ])
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: kernels.table.flops("linear_forward", torch.empty(4, 6), torch.empty(5, 7), torch.empty(4, 5)),
-     r"linear_forward: expected shapes x \(m, k\), weight \(n, k\), out \(m, n\), got a dimension of 7 beside a factor of 6"),
-    (lambda: kernels.table.flops("linear_forward", torch.empty(4), torch.empty(5, 6)), "got x with 1 dimensions"),
-    (lambda: kernels.table.flops("linear_forward", torch.empty(4, 6)), "got none that tells n"),
-    (lambda: kernels.table.cost("gelu", rows=3), "sizes: expected cols, got none"),
-    (lambda: kernels.table.cost("gelu", rows=3, cols=4, depth=3), "sizes: expected symbols of kernels.inc, got depth"),
-])
-def test_wrong_shapes_and_sizes_are_value_errors(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+# docs/kernels-howto.md -----------------------------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "kernels-howto.md").read_text()
+SECTION = PAGE[PAGE.index("## Adding a kernel") : PAGE.index("## Tuning for a new machine")]
 
 
-def test_for_each_tries_every_case_and_names_the_one_that_fails():
-    seen = []
+def quotations():
+    """(file, code) of every fenced block, the file being the last one with a folder that is named before it."""
+    for match in re.finditer(r"```(?:c\+\+|python)\n(.*?)```", SECTION, re.DOTALL):
+        yield re.findall(r"`((?:kernels_sve|tests|tools|benchmarks)/[\w/]+\.\w+)`", SECTION[: match.start()])[-1], match[1]
 
-    @for_each(a=[1, 2], b=[3, 4])
-    def check(a, b):
-        seen.append((a, b))
-        assert (a, b) != (2, 3), "wrong"
 
-    with pytest.raises(AssertionError, match="{'a': 2, 'b': 3}: wrong"):
-        check()
-    assert seen == [(1, 3), (1, 4), (2, 3)]
+def test_every_step_is_quoted_as_it_stands_in_its_file():
+    assert [file for file, code in quotations() if code not in (ROOT / file).read_text()] == []
+    assert {Path(file).name for file, _ in quotations()} == {"kernels.inc", "reference_rowwise.cc", "rowwise.h", "bind_rowwise.cc",
+                                                             "numbers.py", "ops_rows.cc", "rowwise.py"}
+
+
+def test_files_and_tuning_values_that_are_named_exist():
+    names = set(re.findall(r"`([\w/]+\.(?:h|cc|inc|py|md))`", PAGE))
+    assert [name for name in sorted(names) if not any(
+        (ROOT / folder / name).exists() for folder in ("", "kernels_sve", "fugaku_megatron"))] == []
+    tuning = (ROOT / "kernels_sve" / "tuning.h").read_text()
+    values = set(re.findall(r"`((?:GEMM|ROW|KEY|ATTENTION)_[A-Z_]+)`", PAGE))
+    assert values and [value for value in sorted(values) if value not in tuning] == []
