@@ -20,7 +20,8 @@ class BlockChecksums:
     """The CRC-32 of each block of the bytes that are added; the last block may be shorter."""
 
     def __init__(self) -> None:
-        self.size, self._closed, self._open = 0, [], 0
+        self.size, self._open = 0, 0
+        self._closed: list[int] = []
 
     def add(self, data: memoryview) -> None:
         """Bytes that follow those added before."""

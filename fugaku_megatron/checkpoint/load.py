@@ -95,7 +95,8 @@ def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, m
     prefix, others = _messages(checkpoint)
     on_root(comm, lambda: check_model(head["config"].get("model", {}), model or {}, path), prefix)
     search = Search(shards, padded, converts)
-    for name, entry in (checkpoint.files if checkpoint.node else _own_entry(checkpoint, folders, prefix, others)).items():
+    own = checkpoint.files if checkpoint.node else _own_entry(checkpoint, folders, prefix, others)
+    for name, entry in (own or {}).items():
         search.look(name, entry)
     if not checkpoint.node and comm.all_reduce(torch.tensor(int(not search.complete)), "max"):
         search = _search_all(checkpoint, comm, Search(shards, padded, converts), prefix, others)
@@ -117,7 +118,7 @@ def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: An
     if checkpoint.head.get("ranks", comm.size) != comm.size or ("folders" in checkpoint.head) != bool(folders.name):
         return {}
     read = partial(read_folder, checkpoint.path, folders.name, checkpoint.head) if folders.name else lambda: checkpoint.files
-    entries = agree(comm, lambda: read() if folders.leads else None, prefix, others)
+    entries = agree(comm, lambda: read() if folders.leads else None, prefix, others) or {}
     first = comm.rank
     members = range(first, first + folders.members.size)
     entry = scatter_object(folders.members, [entries.get(file_name(rank)) for rank in members] if folders.leads else None)

@@ -56,8 +56,8 @@ class Owner:
 
     def is_possible(self) -> bool:
         """Whether every field has its type, and a process may have the number."""
-        kinds = {"str": str, "int": int, "float": (int, float)}
-        return all(isinstance(getattr(self, f.name), kinds[f.type]) for f in fields(self)) and 0 < self.process <= MAX_PROCESS
+        kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+        return all(isinstance(getattr(self, f.name), kinds[str(f.type)]) for f in fields(self)) and 0 < self.process <= MAX_PROCESS
 
     def lives(self) -> bool | None:
         """Whether the process is there; None where only its own node could tell."""

@@ -194,7 +194,7 @@ def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
             "the next save has one")
 
 
-def write_manifest(path: Path, iteration: int, layout: dict[str, int], config: dict[str, Any], state: dict[str, Any],
+def write_manifest(path: Path, iteration: int, layout: dict[str, int | str], config: dict[str, Any], state: dict[str, Any],
                    files: dict[str, Any], ranks: int | None = None) -> None:
     """`files`: name -> {"size", "crc32", "shards": records}; with `ranks`, folder -> {"size", "crc32"} of a run of so many ranks.
 
@@ -291,7 +291,8 @@ class Folders:
 
     def __init__(self, comm: Comm) -> None:
         self.comm, self.name = comm, folder_of(comm.rank, comm.size)
-        self.members, self.leaders = comm, None
+        self.members = comm
+        self.leaders: Comm | None = None
         if self.name:
             first, starts = comm.rank // FOLDER_FILES * FOLDER_FILES, range(0, comm.size, FOLDER_FILES)
             self.members = subgroup(comm, range(first, min(first + FOLDER_FILES, comm.size)))

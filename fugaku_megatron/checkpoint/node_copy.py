@@ -61,7 +61,7 @@ def node_first_steps(local: str | Path, directory: str | Path, shards: list[Shar
     return (yield from save_steps(directory, partial(copy_written, local, comm, iteration, written), description, folders))
 
 
-def local_steps(local: str | Path, shards: list[Shard], description: Description, name: str, comm: Comm) -> Steps:
+def local_steps(local: str | Path, shards: list[Shard], description: Description, name: str | None, comm: Comm) -> Steps:
     """Write this rank's copy, and remove older ones when all ranks have theirs; returns its file's name and entry (`Written`).
 
     name: of the run. As `save.save_steps`, whose work and errors are alike.

@@ -123,8 +123,8 @@ def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[st
     if not folders.name:
         return files
     entry = agree(comm, lambda: write_folder(folder, files) if folders.leads else None, prefix, _untouched)
-    summaries = folders.leaders.gather_object(entry)
-    return dict(zip(all_folders(comm.size), summaries, strict=True)) if comm.rank == 0 else {}
+    summaries = folders.leaders.gather_object(entry) if folders.leaders else None
+    return dict(zip(all_folders(comm.size), summaries or [], strict=True)) if comm.rank == 0 else {}
 
 
 def _unite(written: list[Any]) -> dict[str, Any]:

@@ -232,7 +232,7 @@ class Search:
                    for shard, found in ((shard, self._of(shard)) for shard in self.shards))
 
     def _of(self, shard: Shard) -> _Found | None:
-        return self._found.get(shard.key) or self._found.get(shard.alias)
+        return self._found.get(shard.key) or self._found.get(shard.alias or "")
 
     def plan(self, path: Path) -> dict[str, list[tuple[Shard, Source]]]:
         """File name -> what to copy from it. Raises ValueError for a shard that does not fit, or is not wholly there."""

@@ -59,12 +59,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], values: Callable[[s
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor, any shape."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
     """The length of the header, and the header."""
-    entries, end = {"__metadata__": {"format": "pt"}}, 0
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, tensor in tensors:
         start, end = end, end + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}

@@ -20,6 +20,7 @@ import torch
 from .base import Comm
 
 T = TypeVar("T")
+EVERYWHERE = "everywhere"  # the attribute of an exception that every rank raises
 # Of a disk or a file server, which may be well again at the next try; others (no space, no permission, no such file) stay.
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET,
            errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESHUTDOWN)
@@ -48,7 +49,7 @@ def everywhere() -> Iterator[None]:
     try:
         yield
     except (ValueError, SystemExit) as error:
-        error.everywhere = True
+        setattr(error, EVERYWHERE, True)
         raise
 
 
@@ -60,25 +61,24 @@ def agree(comm: Comm, work: Callable[[], T], prefix: str = "", hint: Callable[[]
     the first failing rank (unless `name_rank` is False), that rank's message, and what `hint` returns on rank 0. Success costs one
     reduction of a number, so no rank holds anything of the others.
     """
-    result, cause = None, None
+    results: list[T] = []
+    cause: Exception | None = None
     try:
-        result = work()
+        results.append(work())
     except Exception as error:  # of any kind: no rank may raise alone
         cause = error
     failing = _first(comm, cause is not None)
     if failing == comm.size:
-        return result
+        return results[0]
     told = None if cause is None else (describe(cause), storage_failed(cause))
     text, passing = comm.broadcast_object(told, root=failing)
-    advice = comm.broadcast_object(hint() if hint and comm.rank == 0 else "") if hint else ""
+    advice = "" if hint is None else comm.broadcast_object(hint() if comm.rank == 0 else "")
     with everywhere():
         raise (StorageFailure if passing else ValueError)(prefix + f"rank {failing}: " * name_rank + text + advice) from cause
 
 
 def _first(comm: Comm, flag: bool) -> int:
     """The first rank whose flag is set, `comm.size` if there is none. Collective."""
-    import torch  # reading and writing tokens needs none
-
     return int(comm.all_reduce(torch.tensor(comm.rank if flag else comm.size), "min"))
 
 
@@ -87,8 +87,6 @@ def first_rank(comm: Comm, key: tuple[int, ...] | None, length: int) -> int | No
 
     Collective; one reduction of a number for each number of the key, so no rank holds anything of the others.
     """
-    import torch
-
     for place in range(length):
         own = 2**62 if key is None else key[place]
         if int(comm.all_reduce(torch.tensor(own), "min")) != own:
@@ -148,7 +146,7 @@ def scatter_object(comm: Comm, objects: Sequence[Any] | None) -> Any:
     """objects[rank] of rank 0 on every rank; the other ranks pass None. Collective. A rank sends as often as there are others."""
     if comm.rank > 0:
         return _receive(comm)
-    assert len(objects) == comm.size, (len(objects), comm.size)
+    assert objects is not None and len(objects) == comm.size, (objects, comm.size)
     for rank in range(1, comm.size):
         data = torch.frombuffer(bytearray(pickle.dumps(objects[rank], pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
         comm.send(torch.tensor([data.numel()]), rank)

@@ -138,7 +138,7 @@ def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
     return whole.detach().view(size, part.numel())
 
 
-def rank_order_sum(parts: Sequence[Tensor]) -> Tensor:
+def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
     """The sum of `parts` (any shape, the same for all), in their order. BF16 and FP16 are summed, and returned, in FP32."""
     first = parts[0].detach()
     total = first.float() if first.dtype in HALF else first.clone()

@@ -11,14 +11,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
+from typing import Any
 
 from . import launcher
 from .exit_codes import ExitCode
 
 # SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None  # what signal.signal takes and returns
 STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
 
 
@@ -50,7 +52,7 @@ def keep_stops() -> None:
             signal.signal(number, handler)
 
 
-def kept_stop(handlers: Iterable[object]) -> signal.Signals | None:
+def kept_stop(handlers: Iterable[Handler]) -> signal.Signals | None:
     """The signal that one of these handlers has kept; None if none has."""
     return next((handler.received for handler in handlers if isinstance(handler, EarlyStop) and handler.received), None)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from . import launcher
-from .agreement import storage_failed
+from .agreement import EVERYWHERE, storage_failed
 from .base import Comm
 from .exit_codes import ExitCode
 from .mpi import MPIComm, mpi_world
@@ -104,9 +104,9 @@ def _thread_failed(failed: threading.ExceptHookArgs, comm: Comm | None) -> None:
     if failed.exc_type is SystemExit:  # ends the thread only, as Python has it
         return
     try:
-        _end(failed.exc_value, comm)
+        _end(failed.exc_value or failed.exc_type(), comm)
     except SystemExit as end:  # from a communicator without MPI: would end this thread only
-        os._exit(end.code)
+        os._exit(end.code if isinstance(end.code, int) else ExitCode.FAILED)
 
 
 def end_job_with_exceptions(world: Comm) -> None:
@@ -129,7 +129,7 @@ def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoRet
     if traced:
         text = _traceback(error)
     if rank:
-        time.sleep(launcher.GRACE_EVERYWHERE if comm and getattr(error, "everywhere", False) else GRACE)
+        time.sleep(launcher.GRACE_EVERYWHERE if comm and getattr(error, EVERYWHERE, False) else GRACE)
     if text and (comm or not rank):  # without MPI all processes fail alike, and none can end the others
         with contextlib.suppress(OSError):  # nobody reads
             print(f"rank {rank}: {text}", file=sys.stderr, flush=True)

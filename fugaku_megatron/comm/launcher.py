@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import io
 import os
 import resource
 import signal
@@ -102,10 +103,12 @@ def open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor, which is this one
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 - stays open as long as the process
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
+            null = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 - stays open as long as the process
+            setattr(sys, name, null)
+            setattr(sys, f"__{name}__", null)
     for stream in (sys.stdout, sys.stderr):  # the bytes of a path that is not valid in the locale's encoding are surrogates
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
         if codecs.lookup(stream.encoding).name in ("ascii", "utf-8"):
             stream.reconfigure(encoding="utf-8", errors="surrogateescape")
         else:

@@ -276,7 +276,7 @@ class ThreadWorld:
 
 
 def _raise_with_rank(rank: int, error: BaseException) -> None:
-    error.rank = rank
+    error.__dict__["rank"] = rank
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"raised on rank {rank}")
     raise error

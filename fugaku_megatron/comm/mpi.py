@@ -261,10 +261,10 @@ class MPIComm:
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         data = np.frombuffer(pickle.dumps(obj), np.uint8) if self.rank == root else None
-        length = self.broadcast(torch.tensor(0 if data is None else data.size), root).item()
+        length = int(self.broadcast(torch.tensor(0 if data is None else data.size), root))
         received = data.copy() if data is not None else np.empty(length, np.uint8)
         self._collective(self._broadcast(received, root)).wait()
-        return obj if self.rank == root else pickle.loads(received)
+        return obj if self.rank == root else pickle.loads(received.data)
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
         own, lengths = self._pickled(obj)
@@ -311,4 +311,4 @@ class MPIComm:
 def _unpickled(data: np.ndarray, lengths: np.ndarray) -> list[Any]:
     """One object of each rank."""
     ends = lengths.cumsum()
-    return [pickle.loads(data[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    return [pickle.loads(data[end - length : end].data) for end, length in zip(ends, lengths, strict=True)]

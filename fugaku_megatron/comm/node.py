@@ -86,13 +86,16 @@ class _Window:
         comm.Barrier()
 
 
-class _WithoutMPI(Iterator):
+Ready = Callable[..., bool]  # tells, after so many seconds at most, whether a step is complete
+
+
+class _WithoutMPI(Iterator[Ready]):
     """Steps that any thread may go through."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Iterator[Ready]) -> None:
         self._steps = steps
 
-    def __next__(self) -> Callable[..., bool]:
+    def __next__(self) -> Ready:
         return next(self._steps)
 
 
@@ -156,13 +159,13 @@ class NodeComm(MPIComm):
         self._chunks += 1
         return self._window.halves[self._chunks % 2].view(dtype), self._chunks
 
-    def _flag(self, which: int, number: int) -> Callable[..., bool]:
+    def _flag(self, which: int, number: int) -> Ready:
         """Raise this rank's flag; the result tells, after so many seconds at most, whether all are up."""
         flags = self._window.flags[which]
         self._kernels.set_flag(flags, self.rank, number)
         return lambda seconds=0.0: self._kernels.wait_for_flags(flags, number, seconds)
 
-    def _sum(self, flat: Tensor) -> Steps:
+    def _sum(self, flat: Tensor) -> Iterator[Ready]:
         if self.size == 2:  # adding up everything takes no longer than passing the halves on
             yield from self._sum_two(flat, flat, flat)
             return
@@ -177,7 +180,7 @@ class NodeComm(MPIComm):
             for rank, (own, part) in enumerate(zip(chunk.tensor_split(self.size), parts, strict=True)):
                 own.copy_(part[rank])
 
-    def _sum_parts(self, output: Tensor, parts: Tensor) -> Steps:
+    def _sum_parts(self, output: Tensor, parts: Tensor) -> Iterator[Ready]:
         if self.size == 2:
             yield from self._sum_two(output, parts[self.rank], parts[1 - self.rank])
             return
@@ -190,7 +193,7 @@ class NodeComm(MPIComm):
             yield self._flag(0, number)
             self._kernels.sum_rows(half[:, self.rank * width : (self.rank + 1) * width], output[start : start + step])
 
-    def _sum_two(self, output: Tensor, own: Tensor, sent: Tensor) -> Steps:
+    def _sum_two(self, output: Tensor, own: Tensor, sent: Tensor) -> Iterator[Ready]:
         """Of two ranks each adds what the other shows it to its own, which stays where it is: a sum of two has no order."""
         for start in range(0, output.numel(), step := HALF_BYTES // own.element_size()):
             half, number = self._half(own.dtype)
@@ -199,7 +202,7 @@ class NodeComm(MPIComm):
             yield self._flag(0, number)
             torch.add(chunk, half[1 - self.rank, : chunk.numel()], out=output[start : start + step])
 
-    def _exchange(self, output: Tensor, own: Tensor) -> Steps:
+    def _exchange(self, output: Tensor, own: Tensor) -> Iterator[Ready]:
         inside = own.numel() and own.data_ptr() == output[self.rank].data_ptr()
         for start in range(0, own.numel(), step := HALF_BYTES // own.element_size()):
             chunk = own[start : start + step]

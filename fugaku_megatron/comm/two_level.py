@@ -91,6 +91,7 @@ def in_stages(comm: Comm, engine: Engine) -> Comm:
     if width is None:
         return comm
     levels = split_levels(comm, comm.split(comm.rank // width, comm.rank))
+    assert levels is not None, "groups of one size"
     return TwoLevelComm(comm, replace(levels, between=in_stages(levels.between, engine)), engine, HALF, gathers=False)
 
 

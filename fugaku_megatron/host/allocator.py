@@ -82,8 +82,9 @@ def _tune_malloc() -> None:
 def _mallopt(*values: tuple[int, int]) -> None:
     """Set parameters of malloc to values."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    for parameter, value in values if mallopt else ():
-        mallopt(parameter, value)
+    if mallopt is not None:
+        for parameter, value in values:
+            mallopt(parameter, value)
 
 
 def trim() -> None:

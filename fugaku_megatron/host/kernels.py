@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401
 
 try:
-    from .. import _kernels
+    from .._kernels import *  # noqa: F403
+    from .._kernels import active, targets, use
 except ModuleNotFoundError as error:
     raise ImportError("the C++ kernels are not built: run make kernels, or python setup.py build_ext --inplace") from error
 except ImportError as error:
@@ -23,20 +25,22 @@ except ImportError as error:
         raise
     raise ValueError(str(error)) from error  # the user's, see comm/launch.py
 
-from .._kernels import *  # noqa: F403
+if TYPE_CHECKING:
+    def __getattr__(name: str) -> Any:
+        """Every other function of the extension, which is compiled and has no types."""
 
 
 @contextlib.contextmanager
 def target(name: str) -> Iterator[None]:
     """Use the target `name` (see targets()) inside the block. Raises what use() raises."""
-    before = _kernels.active()
-    _kernels.use(name)
+    before = active()
+    use(name)
     try:
         yield
     finally:
-        _kernels.use(before)
+        use(before)
 
 
 def runnable_targets() -> list[str]:
     """Names of the vector targets that this CPU can run, the default last; without the scalar reference."""
-    return [row["name"] for row in _kernels.targets() if row["runnable"] and row["name"] != "reference"]
+    return [row["name"] for row in targets() if row["runnable"] and row["name"] != "reference"]

@@ -5,6 +5,7 @@ Left out: the peak (`logs.metrics`), what a run will need (`training.memory_watc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -75,8 +76,7 @@ def _number(file: Path) -> int | None:
 
 def peak_memory_mib() -> float:
     """The largest resident memory of this process so far, MiB."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[1]) / 1024
-    except (OSError, TypeError):  # not Linux, where ru_maxrss includes what the parent process held before exec
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    with contextlib.suppress(OSError):  # Linux, where ru_maxrss includes what the parent process held before exec
+        if peak := re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(peak[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)

@@ -41,7 +41,7 @@ class Event:
     microbatch: int | None = None
     chunk: int | None = None
 
-    def details(self) -> dict[str, float]:
+    def details(self) -> dict[str, float | None]:
         """What a trace says of it beside its name and times."""
         if self.flops:
             return {"gflops": self.flops / self.seconds / 1e9}

@@ -71,7 +71,7 @@ class StopSignals:
     def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
         self.signals = tuple(signals)
         self.received: signal.Signals | None = None
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, interrupt.Handler] = {}
 
     @property
     def stop_requested(self) -> bool:

@@ -58,10 +58,10 @@ def _shape(request: Request) -> Iterator[Problem]:
     best = torus.best_shape(request.nodes)
     near = " or ".join(map(str, torus.nearest(request.nodes)))
     remedy = f"write node={torus.text(best)}:torus" if best else f"request {near} nodes"
-    if request.nodes > limits.TORUS_ABOVE and (shape is None or "torus" not in request.script.get("-L", "node").text):
+    if request.nodes > limits.TORUS_ABOVE and (shape is None or "torus" not in request.script.text("-L", "node")):
         yield Problem(line, f"{request.nodes} nodes: above {limits.TORUS_ABOVE} nodes a job must request a torus of 2x3x2 units: "
                       + remedy)
-    if shape is None or request.nodes <= limits.TORUS_ABOVE and "torus" not in request.script.get("-L", "node").text:
+    if shape is None or request.nodes <= limits.TORUS_ABOVE and "torus" not in request.script.text("-L", "node"):
         return
     for axis, size, unit, maximum in zip("XYZ", shape, torus.UNIT, torus.WHOLE):
         if size % unit:
@@ -112,7 +112,7 @@ def _power(request: Request) -> Iterator[Problem]:
     freq, eco = script.get("-L", "freq"), script.get("-L", "eco_state")
     for name, setting in (("freq", freq), ("eco_state", eco), ("retention_state", script.get("-L", "retention_state"))):
         if setting is None:
-            line = (freq or eco).line if freq or eco else script.line("-L")
+            line = given.line if (given := freq or eco) else script.line("-L")
             yield Problem(line, f"{name} is not set, and the site's default is Boost-Eco, which uses one "
                           f"floating-point pipe: add {name}={limits.MODES['normal-2.0'].states[name]}")
     retention = script.get("-L", "retention_state")
@@ -233,19 +233,22 @@ def _volumes(request: Request) -> Iterator[Problem]:
     """All paths of the script are on volumes that the job mounts."""
     script = request.script
     setting = script.get("-x", "PJM_LLIO_GFSCACHE")
-    volumes = set(setting.text.split(":")) if setting else set()
     if setting is None:
         yield Problem(script.line("-x"), "PJM_LLIO_GFSCACHE is not set, so the job would not find any file: add "
                       "#PJM -x PJM_LLIO_GFSCACHE=/vol0004")
+        return
+    volumes = set(setting.text.split(":"))
     for volume in sorted(v for v in volumes if not re.fullmatch(r"/vol\w+", v)):
         yield Problem(setting.line, f"PJM_LLIO_GFSCACHE={setting.text}: {volume!r} is not a volume: write names such as /vol0004, "
                       "joined by colons (realpath . shows yours)")
     for name in ("ARCHIVE", "SAVE", "OUT", *PRELOADED):
         path = script.value(name)
-        volume = re.match(r"/vol\d+", os.path.realpath(path.text)) if path and path.text else None
-        if setting and volume and volume[0] not in volumes:
-            yield Problem(setting.line, f"{name}={path.text} is on {volume[0]}, which PJM_LLIO_GFSCACHE does not name: "
-                          f"write PJM_LLIO_GFSCACHE={':'.join([*setting.text.split(':'), volume[0]])}")
+        if not path or not path.text:
+            continue
+        mount = re.match(r"/vol\d+", os.path.realpath(path.text))
+        if mount and mount[0] not in volumes:
+            yield Problem(setting.line, f"{name}={path.text} is on {mount[0]}, which PJM_LLIO_GFSCACHE does not name: "
+                          f"write PJM_LLIO_GFSCACHE={setting.text}:{mount[0]}")
 
 
 def _common_part(request: Request) -> Iterator[Problem]:
@@ -264,13 +267,13 @@ def _files(request: Request) -> Iterator[Problem]:
     path = archive.text if archive else ""
     if request.files and archive and not Path(path).is_file():
         yield Problem(archive.line, f"ARCHIVE {path} does not exist: create it with scripts/build.sh, or set ARCHIVE=FILE")
-    size = script.get("--llio", "localtmp-size")
-    amount = re.fullmatch(r"(\d+)Gi", size.text) if size else None
+    size, size_line = script.text("--llio", "localtmp-size"), script.line("--llio", "localtmp-size")
+    amount = re.fullmatch(r"(\d+)Gi", size)
     if amount is None or not 0 < int(amount[1]) <= limits.LOCAL_TMP_GIB:
-        yield Problem(script.line("--llio"), f"localtmp-size={size.text if size else 'missing'}: the archive is unpacked there: "
+        yield Problem(size_line, f"localtmp-size={size or 'missing'}: the archive is unpacked there: "
                       f"write 1Gi to {limits.LOCAL_TMP_GIB}Gi")
     elif request.files and Path(path).is_file() and Path(path).stat().st_size > int(amount[1]) << 30:
-        yield Problem(size.line, f"localtmp-size={size.text} is smaller than {path}: raise it")
+        yield Problem(size_line, f"localtmp-size={size} is smaller than {path}: raise it")
     for name in ("DATA", "TOKENIZER"):
         if (packed := script.value(name)) and "/" in packed.text:
             yield Problem(packed.line, f"{name}={packed.text}: the archive stores names without folders: write "
@@ -279,11 +282,13 @@ def _files(request: Request) -> Iterator[Problem]:
         yield Problem(model.line, f"TOKENIZER={model.text} needs --tokenizer-type HuggingFaceTokenizer or SentencePieceTokenizer")
     for name in PRELOADED if request.files else ():
         library = script.value(name)
-        for path in library.text.split(":") if library else ():
+        if library is None:
+            continue
+        for path in library.text.split(":"):
             if "/" in path and "$" not in path and not Path(path).is_file():
                 yield Problem(library.line, f"{name} {path} does not exist, and the job would run without it: set another path, or "
                               "remove it")
-        if library and not library.text and script.find(f'[ -f "${name}" ]'):
+        if not library.text and script.find(f'[ -f "${name}" ]'):
             yield Problem(library.line, f"{name} is not set, but this job measures it: pass -x {name}=/path/to/libtcmalloc.so")
     many = request.nodes > limits.SINGLE_FILE_NODES or request.processes > limits.SINGLE_FILE_PROCESSES
     if many and not script.find('llio_transfer "$ARCHIVE"'):

@@ -76,8 +76,9 @@ def choose(run: RunConfig, system: System, held: frozenset[str], shape: torus.Sh
         f"{n} x {why}" for why, n in result.dropped.most_common()) + ": change --nodes, --global-batch-size or the parallel sizes")
     best = next((p for p in result.plans if placeable(p, shape)), None)
     inside = "a node or a 2x3x2 unit" if shape else "a node (a job with a multiple of 12 --nodes is a torus with units of 2x3x2)"
-    check(best is not None, f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
-          "--ranks-per-node or --nodes")
+    if best is None:
+        raise ValueError(f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
+                         "--ranks-per-node or --nodes")
     return best
 
 
@@ -101,11 +102,12 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
     shape = node_shape(args.nodes)
     system = System.from_names("a64fx", software.THIS_PROJECT, args.nodes, args.ranks_per_node, mode.ghz, mode.eco_state == 2)
     run = run_of(args, system, own, {"micro_batch_size": 1})
-    check(run.batch.global_batch_size is not None, "--global-batch-size is missing: the layout depends on it")
+    if run.batch.global_batch_size is None:
+        raise ValueError("--global-batch-size is missing: the layout depends on it")
     held = frozenset(name for name, value in vars(args).items() if value is not None and name not in own)
     asked = _elapse(args.elapse, group)
     best = choose(run, system, held | ({"ranks_per_node"} if args.ranks_per_node else set()), shape)
-    iterations, _ = batches.run_length(best.run, best.run.batch.global_batch_size)
+    iterations, _ = batches.run_length(best.run, run.batch.global_batch_size)
     whole = start_up(args.nodes) + iterations * best.seconds + MARGIN
     elapse = asked or min(int(group.hours * HOUR), 60 * math.ceil(whole / 60))
     flags = _flags(best, args, mode)
@@ -156,14 +158,14 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
     start, training = start_up(job.nodes), job.iterations * best.seconds
     in_a_job = max(best.seconds, job.elapse - start - MARGIN)  # each job starts, and trains at least one iteration
     dp, tp, pp = job.layout
-    batch = best.run.batch
+    batch, global_batch = best.run.batch, best.layout.global_batch_size(best.run)
     prediction = best.predict()
     place = "is inside a node" if job.ranks_per_node % tp == 0 else f"is on {tp // job.ranks_per_node} nodes of a 2x3x2 unit"
     lines = [
         f"{job.nodes} nodes" + (f" as {torus.text(job.shape)} torus" if job.shape else "")
         + f" x {job.ranks_per_node} ranks = DP {dp} x TP {tp} x PP {pp}; each tensor-parallel group {place}",
-        f"micro-batch {batch.micro_batch_size}, global batch {batch.global_batch_size}: "
-        f"{batch.global_batch_size // dp // batch.micro_batch_size} micro-batches; recompute {recompute_name(best.run)}, "
+        f"micro-batch {batch.micro_batch_size}, global batch {global_batch}: "
+        f"{global_batch // dp // batch.micro_batch_size} micro-batches; recompute {recompute_name(best.run)}, "
         f"ZeRO {best.run.parallel.zero_stage}",
         f"model: {best.seconds:.4g} s per iteration (nine of ten runs should take {prediction.lower:.4g} to "
         f"{prediction.upper:.4g}; never run on an A64FX), "

@@ -56,6 +56,11 @@ class Script:
         """The value of a setting, such as get("-L", "node")."""
         return self.settings.get(option, {}).get(name)
 
+    def text(self, option: str, name: str = "") -> str:
+        """The text of a setting; "" if it is not set."""
+        value = self.get(option, name)
+        return value.text if value else ""
+
     def line(self, option: str, name: str = "") -> int:
         """The line to change for a setting: its own line, otherwise its option's line, otherwise the last directive."""
         setting = self.get(option, name)

@@ -98,7 +98,7 @@ class Supervisor:
     def _saved(self) -> int:
         """The iteration of the newest checkpoint; 0 if there is none, or if it cannot be read, which the trainer reports."""
         try:
-            return latest_iteration(self.run.output.save) or 0
+            return latest_iteration(self.run.output.save or "") or 0
         except (ValueError, OSError):
             return 0
 

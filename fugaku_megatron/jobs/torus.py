@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..comm.grid import Grid
@@ -80,8 +80,8 @@ def snake(box: Shape) -> list[Shape]:
 
 def cut(cells: Shape, replicas: int) -> Shape:
     """Edges of the most cubic box of `replicas` cells that tiles a box of `cells`; `replicas` divides the number of cells."""
-    divisors = ([d for d in range(1, c + 1) if c % d == 0] for c in cells)
-    return min((b for b in itertools.product(*divisors) if math.prod(b) == replicas), key=lambda b: (sum(b), b))
+    x, y, z = ([d for d in range(1, c + 1) if c % d == 0] for c in cells)
+    return min((b for b in itertools.product(x, y, z) if math.prod(b) == replicas), key=lambda b: (sum(b), b))
 
 
 def hops(a: Shape, b: Shape, shape: Shape) -> int:
@@ -113,20 +113,19 @@ class RankMap:
         check_world_size(math.prod(shape) * ranks_per_node, tp, pp)
         grid = Grid(math.prod(shape) * ranks_per_node, tp, pp)
         tile = TILES[max(1, tp // ranks_per_node)]
-        cells = tuple(n // t for n, t in zip(shape, tile))
+        cells = _shape(n // t for n, t in zip(shape, tile))
         slots = max(1, ranks_per_node // tp)  # tensor groups of a node: neighbouring stages first, then replicas
         stages = math.gcd(slots, pp)
         replicas = slots // stages
         box = cut(cells, grid.dp // replicas)
-        path = [tuple(c // b for c, b in zip(cells, box)), box]
-        stage_at, replica_at = (snake(size) for size in path)
+        stage_at, replica_at = snake(_shape(c // b for c, b in zip(cells, box))), snake(box)
         inside = snake(tile)
 
         def node(rank: int) -> Shape:
             dp, stage, index = grid.coords(rank)
             corner, offset = stage_at[stage // stages], replica_at[dp // replicas]
             within = inside[index // ranks_per_node] if tp > ranks_per_node else (0, 0, 0)
-            return tuple((c * b + o) * t + w for c, b, o, t, w in zip(corner, box, offset, tile, within))
+            return _shape((c * b + o) * t + w for c, b, o, t, w in zip(corner, box, offset, tile, within))
 
         return RankMap(shape=shape, ranks_per_node=ranks_per_node, grid=grid, box=box,
                        nodes=tuple(node(rank) for rank in range(grid.world_size)))
@@ -156,7 +155,12 @@ def parse_shape(word: str) -> Shape:
     """XxYxZ. Raises ValueError for anything else."""
     parts = word.split("x")
     check(len(parts) == 3 and all(_is_size(p) for p in parts), f"node shape {word!r:.60}: give XxYxZ, such as 4x6x16")
-    return tuple(map(int, parts))
+    return _shape(map(int, parts))
+
+
+def _shape(sizes: Iterable[int]) -> Shape:
+    x, y, z = sizes
+    return x, y, z
 
 
 def _is_size(word: str) -> bool:

@@ -61,7 +61,7 @@ def _tokens_per_second(records: Sequence[IterationMetrics], name: str) -> float 
 
 
 def _nan_iterations(records: Sequence[IterationMetrics], name: str) -> int:
-    return sum(not math.isfinite(record.lm_loss) for record in records)
+    return sum(record.lm_loss is not None and not math.isfinite(record.lm_loss) for record in records)
 
 
 def rate_text(rate: float) -> str:

@@ -54,7 +54,7 @@ class WandbRun:
             if self.directory:
                 os.makedirs(self.directory, exist_ok=True)
             return wandb.init(project=self.project, name=self.name, entity=self.entity, dir=self.directory, config=self.config,
-                              mode=mode)
+                              mode=mode)  # type: ignore[arg-type]  # wandb checks WANDB_MODE
         except Exception as error:  # noqa: BLE001 - wandb's own errors have no common class
             reason = [*str(error).splitlines(), type(error).__name__][0]
             say(f"note: --wandb-project {self.project}: {reason}; the run goes on without it")

@@ -45,7 +45,7 @@ def draw(path: str | os.PathLike, spans: Sequence[Span], memory: Sequence[float]
         panels[1].set(xlabel="MiB of a rank")
     figure.legend(handles=[Patch(color=colour, label=label) for colour, label in (*drawn, (IDLE, "idle"))],
                   loc="outside lower center", ncols=len(KINDS) + 1, frameon=False, fontsize="small")
-    with writing("--png", path):
+    with writing("--png", os.fspath(path)):
         figure.savefig(path, dpi=120, format="png")
 
 
@@ -71,7 +71,7 @@ def compare(path: str | os.PathLike, rows: Sequence[tuple[str, Sequence[Span], S
         axes.set(xlabel="seconds", xlim=(0, max(s.end for _, *both in rows for spans in both for s in spans)))
     figure.legend(handles=[Patch(color=colour, label=label) for label, colour in {**kinds, "idle": IDLE}.items()],
                   loc="outside lower center", ncols=len(kinds) + 1, frameon=False, fontsize="small")
-    with writing("--png", path):
+    with writing("--png", os.fspath(path)):
         figure.savefig(path, dpi=110, format="png")
 
 

@@ -78,7 +78,7 @@ def draw(path: str | os.PathLike, source: str | os.PathLike, intervals: Sequence
     columns[0].invert_yaxis()
     figure.colorbar(image, ax=columns, label="seconds of an iteration")
     figure.suptitle(shown(title("Where the time of every rank went, measured", os.path.abspath(source))), fontsize="medium")
-    with writing("--png", path):
+    with writing("--png", os.fspath(path)):
         figure.savefig(path, dpi=120, format="png")
 
 

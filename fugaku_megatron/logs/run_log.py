@@ -76,11 +76,12 @@ class Job:
     @property
     def dp(self) -> int | None:
         """Data-parallel size: ranks / (tp * pp). ValueError when that is no whole number."""
-        if None in (self.ranks, self.tp, self.pp):
+        ranks, tp, pp = self.ranks, self.tp, self.pp
+        if ranks is None or tp is None or pp is None:
             return None
-        check(self.ranks % (self.tp * self.pp) == 0, f"{self.ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
-              f"--tensor-model-parallel-size {self.tp} x --pipeline-model-parallel-size {self.pp}: change one of them")
-        return self.ranks // (self.tp * self.pp)
+        check(ranks % (tp * pp) == 0, f"{ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
+              f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}: change one of them")
+        return ranks // (tp * pp)
 
     @property
     def mbs(self) -> int | None:
@@ -171,8 +172,8 @@ class LogSummary:
         if run is None or ranks is None:
             return None
         flops = FORMULAS[self.formula if self.job.other_program else "hardware"]  # our own logs always count hardware FLOPs
-        return _median(flops(run, i.global_batch_size) / ranks / exact_seconds(i) / 1e12
-                       for i in self.counted if i.global_batch_size and exact_seconds(i))
+        return _median(flops(run, i.global_batch_size) / ranks / seconds / 1e12
+                       for i in self.counted if i.global_batch_size and (seconds := exact_seconds(i)))
 
     @property
     def gbs(self) -> int | None:
@@ -204,7 +205,9 @@ class LogReader:
 
     def _start(self, machine: str) -> None:
         """A job begins."""
-        self.machine, self._of_job, self._memory, self._ended = machine, [], None, False
+        self.machine, self._ended = machine, False
+        self._of_job: list[IterationMetrics] = []
+        self._memory: int | None = None
 
     def feed(self, lines: Iterable[str]) -> None:
         """Read whole lines. Raises ValueError, with file and line, for an iteration whose numbers cannot be read."""

@@ -68,11 +68,14 @@ class LiveLine:
     """The text of the live line: progress, loss, tokens per second and the time left, from the iterations so far."""
 
     def __init__(self, train_iters: int, start_iteration: int = 0) -> None:
-        self._end, self._iteration, self._loss = train_iters, start_iteration, None
+        self._end, self._iteration = train_iters, start_iteration
+        self._loss: float | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # (seconds, tokens) of iterations
 
     def add(self, metrics: IterationMetrics) -> None:
-        tokens = metrics.consumed_tokens / metrics.consumed_samples * metrics.global_batch_size if metrics.consumed_samples else 0.0
+        tokens = 0.0
+        if metrics.consumed_tokens and metrics.consumed_samples and metrics.global_batch_size:
+            tokens = metrics.consumed_tokens / metrics.consumed_samples * metrics.global_batch_size
         if metrics.elapsed_seconds:
             self._recent.append((metrics.elapsed_seconds, tokens))
         self._iteration, self._loss = metrics.iteration, metrics.lm_loss
@@ -102,8 +105,7 @@ class Screen:
         """Print a line, above the live line, and add it to the log file."""
         self._write(self._wiped() + text + "\n")
         self._keep(text)
-        if self._live is not None:
-            self.refresh()
+        self.refresh()
 
     def log_line(self, text: str) -> None:
         """Add the log line of an iteration to the log file; print it unless the live line stands for it."""
@@ -118,9 +120,11 @@ class Screen:
             self.refresh()
 
     def refresh(self) -> None:
-        text = self._live.text()
-        self._write(f"\r{text:{len(self._shown)}}")
-        self._shown = text
+        """Draw the live line again, if there is one."""
+        if self._live is not None:
+            text = self._live.text()
+            self._write(f"\r{text:{len(self._shown)}}")
+            self._shown = text
 
     def close(self) -> None:
         """Leave the live line as the last line."""

@@ -76,7 +76,8 @@ class Link:
         self._socket = opened
         self._children: dict[int, Heard] = {}
         self._parent: Heard | None = None
-        self._reported, self._began = 0.0, None  # times of the last report and of the first
+        self._reported = 0.0  # time of the last report
+        self._began: float | None = None  # time of the first
 
     def alone(self, limit: float, now: float) -> bool:
         """Whether the node above has left reports unanswered since the first one, for too long."""

@@ -189,7 +189,7 @@ class Heartbeat:
         """The watchdog of this rank is awake; `written`: the stacks of this rank's threads are in their file."""
         TICK.pack_into(self._memory, TICK_AT, time.monotonic(), written)
 
-    def beat(self) -> Beat:
+    def beat(self) -> Beat | None:
         """What others read."""
         return decode(self._memory)
 

@@ -139,6 +139,12 @@ class Watchdog:
 
     # The thread -------------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _here(self) -> Node:
+        """The heartbeats of this node: the thread runs only where there is one."""
+        assert self._node is not None
+        return self._node
+
     def _run(self) -> None:
         last = time.monotonic()
         while not self._stopped.wait(self.period):
@@ -147,9 +153,9 @@ class Watchdog:
                 self._since = now  # this process was stopped itself: what it missed counts from now on
             last = now
             self.heart.look()
-            if (self._node.folder / END).exists():
+            if (self._here.folder / END).exists():
                 self._end(self._read_end())
-            beats = self._node.read()
+            beats = self._here.read()
             if self.link:
                 self.link.receive(now)
             if self._leads(beats, now):
@@ -169,7 +175,7 @@ class Watchdog:
         whole = link.whole(own, limit, now)
         link.report(own, whole, limit, now)
         if link.end:
-            self._end(self._pass_on(link.end))
+            self._end(self._pass_on(link, link.end))
         if link.number == 0:
             return whole, whole.nodes < link.count, 0.0
         if alone := link.alone(limit, now):
@@ -218,18 +224,18 @@ class Watchdog:
                 self.link.tell(end)
         return end
 
-    def _pass_on(self, end: dict) -> dict:
+    def _pass_on(self, link: Link, end: dict) -> dict:
         """Another node has said why the job ends."""
-        self.link.tell(end)
+        link.tell(end)
         return self._publish({**end, "speaks": False})
 
     def _publish(self, end: dict) -> dict:
         """Tell the ranks of this node why the job ends; what they are told, which another rank may have told first."""
         end = {**end, "process": os.getpid()}
-        aside = self._node.folder / f"{END}.{os.getpid()}"
+        aside = self._here.folder / f"{END}.{os.getpid()}"
         aside.write_text(json.dumps(end))
         try:
-            os.link(aside, self._node.folder / END)
+            os.link(aside, self._here.folder / END)
         except FileExistsError:  # another rank was faster
             return self._read_end()
         return end
@@ -243,7 +249,7 @@ class Watchdog:
                     log.write(f"{line}\n")
 
     def _read_end(self) -> dict:
-        return json.loads((self._node.folder / END).read_text())
+        return json.loads((self._here.folder / END).read_text())
 
     def _end(self, end: dict) -> None:
         """Write the stacks of this rank, and end it when those of the whole node are written."""
@@ -255,11 +261,11 @@ class Watchdog:
         self.heart.look(written=True)
         if leads:
             self._write_stuck(directory, end["stuck"], begin + STACKS)
-            self._await(lambda: all(beat.written or time.monotonic() - beat.looked > verdict.ASLEEP for beat in self._node.read()),
+            self._await(lambda: all(beat.written or time.monotonic() - beat.looked > verdict.ASLEEP for beat in self._here.read()),
                         begin + STACKS + LOOK)
             others = (SPREAD if end["speaks"] else PATIENCE) if self.link else 0.0  # until other nodes have written theirs
             time.sleep(max(0.0, begin + others - time.monotonic()))
-            launcher.wait_until_read(sys.__stderr__)
+            launcher.wait_until_read(sys.__stderr__ or sys.stderr)
             launcher.abort(end["code"])
         else:  # a launcher ends with the code of the rank that ends first, and ends the others
             self._await(lambda: not lives(end["process"]), begin + PATIENCE)
@@ -269,10 +275,10 @@ class Watchdog:
 
     def _write_stuck(self, directory: Path, ranks: list[int], until: float) -> None:
         """The stacks of ranks of this node that do not write them themselves, all at once."""
-        stuck = [b for b in self._node.read() if b.rank in ranks and b.rank != self.heart.rank and lives(b.process)]
+        stuck = [b for b in self._here.read() if b.rank in ranks and b.rank != self.heart.rank and lives(b.process)]
         with ThreadPoolExecutor(max(1, len(stuck))) as pool:
             for beat in stuck:
-                pool.submit(stacks.write_of, directory, beat.rank, beat.process, requested(self._node.folder, beat.process), until)
+                pool.submit(stacks.write_of, directory, beat.rank, beat.process, requested(self._here.folder, beat.process), until)
 
     def _await(self, condition: Callable[[], bool], until: float) -> None:
         """Stay awake until the condition holds, or until a monotonic time."""
@@ -281,7 +287,7 @@ class Watchdog:
             time.sleep(0.05)
 
     def _kill(self, ranks: list[int]) -> None:
-        for beat in self._node.read():
+        for beat in self._here.read():
             if beat.rank in ranks and beat.process != os.getpid():
                 with contextlib.suppress(OSError):
                     os.kill(beat.process, signal.SIGKILL)
