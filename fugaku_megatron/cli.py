@@ -124,7 +124,7 @@ def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
         return ExitCode.FINISHED if words else ExitCode.USER_ERROR
     launcher.check_environment()
     name, names = words[0], list(group.COMMANDS)
-    check(name in names, f"command {name} is unknown" + nearest(name, names, f": give {' or '.join(names)}"))
+    check(name in names, f"command {name} is unknown" + nearest(name, names, f": pass {' or '.join(names)}"))
     examples = [line for line in group.__doc__.splitlines() if line.startswith("    ") and f" {name} " in line]
     return start(f"{program} {name}", group.COMMANDS[name].load(), words[1:], examples)
 

@@ -67,13 +67,13 @@ def _zeros(length: int) -> int:
 
 def _multiply(a: int, b: int) -> int:
     """a b modulo the polynomial of CRC-32, all reflected."""
-    product, bit = 0, _ONE
+    result, bit = 0, _ONE
     while bit:
         if a & bit:
-            product ^= b
+            result ^= b
         b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
         bit >>= 1
-    return product
+    return result
 
 
 def check_size(path: Path, entry: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def check_size(path: Path, entry: dict[str, Any]) -> None:
     if size != entry["size"]:
         raise ValueError(f"{path} is {size} bytes, manifest says {entry['size']}")
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
 
 
 def verify_file(path: Path, entry: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class Checkpoint:
 def open_checkpoint(directory: str | os.PathLike, comm: Comm, iteration: int | None = None) -> Checkpoint:
     """The latest checkpoint, or that of `iteration`, without its tensors. Collective.
 
-    Raises ValueError on all ranks when there is no tracker, and when the manifest is missing, damaged or of another program.
+    Raises ValueError on all ranks if the tracker or the manifest is missing, or if the manifest is damaged or of another program.
     """
     directory, files = Path(directory), []
     prefix = f"--load {directory}: "
@@ -107,7 +107,7 @@ def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, m
 def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
     """(what messages begin with, what may be loaded instead)."""
     if checkpoint.node:
-        return f"--save-local {checkpoint.node}: ", lambda: ". Leave --save-local out once to go on from the shared directory"
+        return f"--save-local {checkpoint.node}: ", lambda: ". Omit --save-local once to continue from the shared directory"
     others = partial(_other_iterations, checkpoint.directory, checkpoint.iteration)
     return f"--load {checkpoint.directory}: ", others
 

@@ -1,10 +1,10 @@
 """One job at a time on one --save: a file in the directory that names the job that writes there.
 
-The file appears by link(2), which is atomic on shared file systems too (O_EXCL where there are no hard links), and its time stamp
-is renewed every BEAT seconds. A job that was killed leaves it behind. On the same kernel its owner is dead if the process is gone;
-from another node, if nobody renews the time stamp for PATIENCE seconds. Then the next job takes the lock over. A lock that does not
-tell its owner, because it is empty or damaged, is taken over if nobody renews it for a beat and a half.
-Left out: two jobs on two clusters whose file systems do not see each other's files at once.
+The file appears by link(2), which is atomic on shared file systems too (O_EXCL if hard links are not supported), and its time stamp
+is renewed every BEAT seconds. A job that was killed does not remove it. On the same kernel its owner is dead if the process is
+gone; from another node, if nobody renews the time stamp for PATIENCE seconds. Then the next job takes the lock over. A lock that is
+empty or damaged, and so does not name its owner, is taken over if nobody renews it for a beat and a half. Left out: two jobs on two
+clusters whose file systems do not see each other's files at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .manifest import write_text
 
 LOCK = ".lock"
 BEAT, PATIENCE = 10.0, 120.0  # seconds
-UNKNOWN_BEATS = 1.5  # of an owner that the lock does not tell, without a sign of life
+UNKNOWN_BEATS = 1.5  # of waiting for a sign of life if the lock does not name its owner
 MAX_PROCESS = 2**31 - 1
 GUARD_PATIENCE = 60.0  # seconds; a takeover takes milliseconds
 
@@ -39,7 +39,7 @@ GUARD_PATIENCE = 60.0  # seconds; a takeover takes milliseconds
 class Owner:
     """The process that holds a lock. kernel: its boot and its process namespace, within which `process` is unique.
 
-    created: when the process started, seconds since 1970, which tells it from a later one of the same number.
+    created: when the process started, seconds since 1970, which distinguishes it from a later one of the same number.
     """
 
     host: str
@@ -105,7 +105,7 @@ def _read(path: Path) -> Owner | None:
 
 
 def _job(owner: Owner | None) -> str:
-    return f"process {owner.process} on {owner.host} since {owner.since}" if owner else f"{LOCK} does not tell which"
+    return f"process {owner.process} on {owner.host} since {owner.since}" if owner else f"{LOCK} does not say which"
 
 
 class Lock:
@@ -122,12 +122,12 @@ class Lock:
             directory.mkdir(parents=True, exist_ok=True)
             self._acquire()
         except OSError as error:
-            raise ValueError(f"--save {directory} is not writable: {describe(error)}. Give another --save or change the "
+            raise ValueError(f"--save {directory} is not writable: {describe(error)}. Pass another --save or change the "
                              "permissions") from error
         threading.Thread(target=self._renew, name="lock of --save", daemon=True).start()
 
     def release(self) -> None:
-        """Give the lock back; a lock that another job has taken over meanwhile stays."""
+        """Release the lock; a lock that another job has taken over in the meantime stays."""
         self._released.set()
         with contextlib.suppress(OSError):
             if _read(self.path) == self.owner:

@@ -42,12 +42,12 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
     """The tracker's iteration, or None if the directory holds no checkpoint and a run starts from the beginning.
 
     One checkpoint without a tracker is that of a first save which was ended before its last step. Raises ValueError if the tracker
-    cannot be read, is cut, or is missing beside several checkpoints: a run must not go back, and replace them, by accident.
+    cannot be read, is cut, or is missing next to several checkpoints: a run must not go back, and replace them, by accident.
     """
     tracker = Path(directory) / TRACKER
     if tracker.exists():
         if not tracker.is_file():
-            raise ValueError(f"{tracker} is no regular file: remove it and choose an iteration by --ckpt-step")
+            raise ValueError(f"{tracker} is not a regular file: remove it and choose an iteration by --ckpt-step")
         with open(tracker, encoding="utf-8", errors="replace") as file:
             line = file.read(100)
         text = line.strip()
@@ -61,8 +61,8 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
         return int(text)
     present = list_iterations(directory)
     if len(present) > 1:
-        raise ValueError(f"{tracker} is missing beside checkpoints of iterations {join(present)}; choose one by"
-                         " --ckpt-step or give an empty directory")
+        raise ValueError(f"{tracker} is missing next to checkpoints of iterations {join(present)}; choose one by"
+                         " --ckpt-step or pass an empty directory")
     return present[0] if present else None
 
 
@@ -136,11 +136,14 @@ def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
     path = iteration_path(Path(directory), iteration) / MANIFEST
     _refuse_megatron(path.parent)
     manifest = _read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} is foreign: its format is not {FORMAT!r}")
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} is not the manifest of a {FORMAT} (format {found!r:.60}, expected {FORMAT!r}): pass a directory "
+                         "that train or convert wrote")
     version = manifest.get("format_version")
     if version not in (FORMAT_VERSION, FOLDERS_VERSION, UNSIGNED_VERSION):
-        raise ValueError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+        raise ValueError(f"{path} has format version {version}, and this program reads versions {UNSIGNED_VERSION} to "
+                         f"{FOLDERS_VERSION}")
     try:
         _check_checksum(manifest)
         schema.check_contents(manifest)
@@ -168,7 +171,7 @@ def _read_json(path: Path) -> Any:
     if not path.exists():
         raise ValueError(f"{path} is missing")
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file: {_REMEDY}")
+        raise ValueError(f"{path} is not a regular file: {_REMEDY}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:

@@ -1,12 +1,12 @@
-"""Checkpoints on the disks of nodes: a save is quick there, and the copy in the shared directory follows behind the run.
+"""Checkpoints on the disks of nodes: a save is quick there, and it is copied to the shared directory while training continues.
 
     LOCAL/rank_00003/iter_0000100/manifest.json            of this rank's file alone
     LOCAL/rank_00003/iter_0000100/rank_00003.safetensors
     SAVE/.run                                              which run's copies belong to this directory
 
-A rank reads and writes its own folder only, so it does not matter which ranks share a disk. Of the copies only the newest iteration
-stays, once every rank has it. They are of use to the same number of ranks on the same nodes in the same layout; for any other start
-the shared directory counts.
+A rank reads and writes its own folder only, so it does not matter which ranks share a disk. Only the newest iteration is kept, once
+every rank has it. The copies serve a start with the same number of ranks on the same nodes in the same layout. Any other start
+reads the shared directory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def local_steps(local: str | Path, shards: list[Shard], description: Description
 
 
 def _remedy() -> str:
-    return ". Checkpoints in --save are untouched. If the disk is full or read-only, give another --save-local"
+    return ". Checkpoints in --save are untouched. If the disk is full or read-only, pass another --save-local"
 
 
 def _write(aside: Path, rank: int, shards: list[Shard], description: Description) -> Written:

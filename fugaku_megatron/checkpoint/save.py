@@ -1,7 +1,7 @@
 """Writing sharded checkpoints: a safetensors file per rank and manifests (manifest.py shows the directory). No pickled code.
 
 A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the previous checkpoint loadable.
-It is a generator of steps, so that one description serves a save that the run waits for and one behind it (behind.py).
+It is a generator of steps, so that one description serves a save that the run waits for and one that overlaps with training.
 Every public function is collective, and fails on all ranks or on none.
 """
 
@@ -44,7 +44,7 @@ Steps = Generator[Callable[[], Any], Callable[[], Any], Any]
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint says beside its tensors. config and state: JSON values (tuples come back as lists).
+    """What a checkpoint says in addition to its tensors. config and state: JSON values (tuples come back as lists).
 
     keep: how many checkpoints up to this iteration remain, the newest; None: all.
     """
@@ -134,7 +134,7 @@ def _unite(written: list[Any]) -> dict[str, Any]:
     for name, entry in files.items():
         for record in entry["shards"]:
             first = owners.setdefault((record["key"], record_piece(record)), name)
-            assert first == name, f"{record['key']} is given by two ranks, in {first} and {name}"
+            assert first == name, f"{record['key']} is saved by two ranks, in {first} and {name}"
     return files
 
 
@@ -149,7 +149,7 @@ def check_writable(directory: str | os.PathLike, comm: Comm, name: str = "--save
         directory.mkdir(parents=True, exist_ok=True)  # on every rank: it may be on a disk of the node
         _write_probe(directory / f".write_probe_rank_{comm.rank:05d}")
 
-    agree(comm, lambda: probe() if comm.rank in ranks else None, prefix, lambda: f". Give another {name} or change the permissions")
+    agree(comm, lambda: probe() if comm.rank in ranks else None, prefix, lambda: f". Pass another {name} or change the permissions")
 
 
 def check_replaces(save: str | os.PathLike, load: str | os.PathLike | None, loaded: int | None, comm: Comm) -> None:
@@ -169,15 +169,15 @@ def _check_replaces(save: Path, load: str | os.PathLike | None, loaded: int) -> 
                 _check_ours(save, number)
     elif present:
         raise ValueError(f"--save {save} holds checkpoints of iterations {join(present)}, which this run would replace, and --load "
-                         f"is {load}: give --load {save} to go on from them, or another --save")
+                         f"is {load}: pass --load {save} to continue from them, or another --save")
 
 
 def _untouched() -> str:
-    return ". Earlier checkpoints there are untouched. If the disk is full or read-only, give another --save"
+    return ". Earlier checkpoints there are untouched. If the disk is full or read-only, pass another --save"
 
 
 def _prepare(directory: Path, iteration: int, aside: Path) -> None:
-    """Remove what an interrupted save left, refuse to replace what is no checkpoint, and make the directory to write in."""
+    """Remove what an interrupted save left, refuse to replace what is not a checkpoint, and make the directory to write in."""
     directory.mkdir(parents=True, exist_ok=True)
     for number, suffix, path in entries(directory):
         current = directory / iteration_name(number)
@@ -206,7 +206,7 @@ def shard_writer(rank: int, shards: list[Shard]) -> WriteFile:
 def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
     """Write this rank's file; returns its name and manifest entry, or None if the rank owns nothing."""
     tensors = {shard.key: shard.tensor.detach() for shard in shards}
-    assert len(tensors) == len(shards), "a rank gives two shards of one key"
+    assert len(tensors) == len(shards), "a rank saves two shards of one key"
     if not shards:
         return None
     path = folder / file_name(rank)
@@ -271,7 +271,7 @@ def _remove_rest(path: Path | None) -> None:
 
 @contextmanager
 def _warning(path: Path) -> Iterator[None]:
-    """The new checkpoint is safe: an old one that stays is no error."""
+    """The new checkpoint is safe: an old one that stays is not an error."""
     try:
         yield
     except OSError as error:

@@ -37,7 +37,7 @@ def check_contents(manifest: dict[str, Any]) -> None:
     for name in ("layout", "config", "state"):
         _check(manifest, name, is_object, "an object")
     for name in manifest["layout"]:
-        _check(manifest["layout"], name, _is_size, "a whole number above 0 or a text", "layout.")
+        _check(manifest["layout"], name, _is_size, "a whole number above 0 or a string", "layout.")
     if "model" in manifest["config"]:
         _check(manifest["config"], "model", is_object, "an object", "config.")
         _check_state(manifest["state"], manifest["iteration"])
@@ -48,7 +48,7 @@ def check_files(owner: dict[str, Any]) -> None:
     """The entries of the files in one directory."""
     _check(owner, "files", is_object, "an object")
     for name, entry in owner["files"].items():
-        _require(bool(name) and "/" not in name and name not in (".", ".."), f"files.{name!r} is no file's name")
+        _require(bool(name) and "/" not in name and name not in (".", ".."), f"files.{name!r} is not a file's name")
         _check(owner["files"], name, is_object, "an object", "files.")
         _check_file(entry, f"files.{name}.")
         _check_shards(entry, f"files.{name}.")
@@ -59,7 +59,7 @@ def check_folders(manifest: dict[str, Any]) -> None:
     _check(manifest, "ranks", lambda value: is_count(value) and value > 0, "a whole number above 0")
     _check(manifest, "folders", is_object, "an object")
     for name in manifest["folders"]:
-        _require(_FOLDER.fullmatch(name), f"folders.{name!r} is no folder's name")
+        _require(_FOLDER.fullmatch(name), f"folders.{name!r} is not a folder's name")
         _check(manifest["folders"], name, is_object, "an object", "folders.")
         _check_file(manifest["folders"][name], f"folders.{name}.")
 
@@ -104,7 +104,7 @@ def _check_shards(entry: dict[str, Any], where: str) -> None:
 def _check_record(record: dict[str, Any], where: str) -> None:
     """A shard's place lies inside its global tensor."""
     for name in ("key", "dtype"):
-        _check(record, name, lambda value: isinstance(value, str), "a text", where)
+        _check(record, name, lambda value: isinstance(value, str), "a string", where)
     for name in RECORD_FIELDS:
         _check(record, name, lambda value: isinstance(value, list) and all(map(is_count, value)), "a list of whole numbers", where)
     for name in ("flat_start", "numel"):

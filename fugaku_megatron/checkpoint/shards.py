@@ -176,7 +176,7 @@ def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> N
     differing = [name for name in current if name in saved and saved[name] != current[name]]
     if differing:
         both = ", ".join(f"--{name.replace('_', '-')} {saved[name]} (this run: {current[name]})" for name in differing)
-        raise ValueError(f"{path} holds another model, with {both}; give its values, or another --load")
+        raise ValueError(f"{path} holds another model, with {both}; pass its values, or another --load")
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Search:
     def _checked(self, shard: Shard, path: Path) -> _Found:
         found = self._of(shard)
         if found is None:
-            raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that was saved")
+            raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that saved it")
         needed, first = shard.record(), 1 if shard.key.partition("/")[2] in self.padded else 0
         shape, own = tuple(found.global_shape), tuple(shard.global_shape)
         if len(shape) != len(own) or shape[first:] != own[first:]:
@@ -281,7 +281,7 @@ def _show(record: Record) -> str:
 def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
     """Copy what one file holds into the tensors of the shards, in the order of the file; returns the bytes that were read.
 
-    Raises ValueError where the file is not what the manifest says. Takes READ_BYTES, and some blocks, beside the tensors.
+    Raises ValueError where the file is not what the manifest says. Needs READ_BYTES, and some blocks, in addition to the tensors.
     """
     with BlockFile(path, work[0][1].entry) as file:
         stored = read_header(file)

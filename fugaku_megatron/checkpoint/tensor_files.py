@@ -41,7 +41,7 @@ Entry = dict[str, Any]  # of a file, in a manifest
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], values: Callable[[str], Tensor] | None = None) -> Entry:
     """Write a file of contiguous tensors, of any shape; returns its entry, without shards.
 
-    values: makes a tensor when it is its turn, so that one at a time is in memory; `tensors` then only give dtypes and shapes, and
+    values: makes a tensor when it is its turn, so that one at a time is in memory; `tensors` then only have dtypes and shapes, and
     may be on the meta device. Raises ValueError naming the file where it cannot be written.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # every tensor is aligned
@@ -217,7 +217,7 @@ def _stored(name: str, entry: Any, begin: int, size: int) -> StoredTensor:
         raise ValueError(f"a tensor has dtype {entry['dtype']!r:.40}, not one of {', '.join(dtypes)}")
     dtype, (first, last) = dtypes[entry["dtype"]], entry["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, first, last)):
-        raise ValueError("a shape or an offset is no whole number")
+        raise ValueError("a shape or an offset is not a whole number")
     numel = math.prod(shape)
     if not first <= last <= size - begin or last - first != numel * dtype.itemsize:
         raise ValueError(f"a tensor of shape {shape!s:.80} has bytes {first:.6g} to {last:.6g} of {size - begin}")

@@ -31,26 +31,26 @@ GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", help="what --save named: it holds iter_... and the tracker")
+    parser.add_argument("directory", help="the directory of --save, which holds iter_... and the tracker")
     parser.add_argument("--ckpt-step", type=int, help="check this iteration alone")
     parser.add_argument("--threads", type=int, default=min(THREADS, os.cpu_count() or 1),
-                        help="files that are read at once (default: %(default)s)")
+                        help="number of files that are read at the same time (default: %(default)s)")
 
 
 @dataclass
 class Progress:
-    """Bytes checked so far, told on stderr from time to time; not to two threads at once."""
+    """Bytes checked so far, printed on stderr from time to time. One thread at a time may use it."""
 
     total: int
     done: int = 0
-    told: float = field(default_factory=time.monotonic)
+    printed: float = field(default_factory=time.monotonic)
 
     def add(self, count: int) -> None:
         self.done += count
         terminal = sys.stderr.isatty()
-        if time.monotonic() - self.told < (TERMINAL_INTERVAL if terminal else INTERVAL):
+        if time.monotonic() - self.printed < (TERMINAL_INTERVAL if terminal else INTERVAL):
             return
-        self.told = time.monotonic()
+        self.printed = time.monotonic()
         line = f"checked {self.done / GIB:.1f} of {self.total / GIB:.1f} GiB"
         print(f"\r{line} " if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     directory = Path(options.directory)
     iterations = _iterations(directory, options.ckpt_step)
     if options.threads < 1:
-        raise ValueError(f"--threads is {options.threads}: give a number above 0")
+        raise ValueError(f"--threads is {options.threads}: pass a number above 0")
     found = 0
     for problem in _tracker_problems(directory) if options.ckpt_step is None else ():
         print(problem)
@@ -76,12 +76,12 @@ def main(options: argparse.Namespace) -> int:
 def _iterations(directory: Path, wanted: int | None) -> list[int]:
     """The iterations to check. Raises ValueError where there is none."""
     if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory: give what --save named")
+        raise ValueError(f"{directory} is not a directory: pass the directory of --save")
     if directory.name.startswith("iter_"):
-        raise ValueError(f"{directory} is one iteration of a checkpoint: give its parent {directory.parent} and --ckpt-step")
+        raise ValueError(f"{directory} is one iteration of a checkpoint: pass its parent {directory.parent} and --ckpt-step")
     present = sorted({iteration for iteration, suffix, _ in entries(directory) if suffix != ".tmp"})
     if not present:
-        raise ValueError(f"{directory} holds no checkpoint: there is no {iteration_name(1)} or the like in it")
+        raise ValueError(f"{directory} holds no checkpoint: it has no folder such as {iteration_name(1)}")
     if wanted is not None and wanted not in present:
         raise ValueError(f"--ckpt-step {wanted} is not in {directory}: it holds {', '.join(map(str, present))}")
     return present if wanted is None else [wanted]
@@ -143,7 +143,7 @@ def check_file(path: Path, entry: Entry) -> tuple[list[str], int]:
 
 
 def _damaged(file: BlockFile) -> Iterator[str]:
-    """A line for each run of blocks in a row that are damaged, with the tensors in it where the header tells."""
+    """A line for each run of blocks in a row that are damaged, with the tensors in it if the header can be read."""
     first = None
     count = -(-file.entry["size"] // file.block_size)
     for index in range(count + 1):

@@ -1,7 +1,7 @@
-"""Work that fails on all ranks or on none: errors are gathered, and every rank raises the first failing rank's message.
+"""Work that fails on all ranks or on none: if a rank fails, every rank raises the message of the first failing rank.
 
-If one rank alone raised an exception, the others would wait in their next collective for ever. For set-up, files and checks, not
-for the step.
+If one rank alone raised an exception, the others would wait in their next collective for ever. This is for set-up, files and
+checks, not for the training step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .base import Comm
 
 T = TypeVar("T")
 EVERYWHERE = "everywhere"  # the attribute of an exception that every rank raises
-# Of a disk or a file server, which may be well again at the next try; others (no space, no permission, no such file) stay.
+# Errors of a disk or a file server that may be gone at the next try. Others (no space, no permission, no such file) stay.
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET,
            errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESHUTDOWN)
 
@@ -70,8 +70,8 @@ def agree(comm: Comm, work: Callable[[], T], prefix: str = "", hint: Callable[[]
     failing = _first(comm, cause is not None)
     if failing == comm.size:
         return results[0]
-    told = None if cause is None else (describe(cause), storage_failed(cause))
-    text, passing = comm.broadcast_object(told, root=failing)
+    own = None if cause is None else (describe(cause), storage_failed(cause))
+    text, passing = comm.broadcast_object(own, root=failing)
     advice = "" if hint is None else comm.broadcast_object(hint() if comm.rank == 0 else "")
     with everywhere():
         raise (StorageFailure if passing else ValueError)(prefix + f"rank {failing}: " * name_rank + text + advice) from cause

@@ -51,7 +51,7 @@ DONE: Handle = _Done()
 class Comm(Protocol):
     """A communicator: `size` ranks numbered from 0, of which this process (or thread) is `rank`.
 
-    Shapes: where a verb gives (n,), a tensor of any shape with n elements serves as well; `tensor` and `output` have one dtype.
+    Shapes: where a docstring says (n,), a tensor of any shape with n elements is accepted. `tensor` and `output` have one dtype.
     """
 
     rank: int

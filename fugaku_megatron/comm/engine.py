@@ -1,13 +1,13 @@
-"""The one thread that makes a process's MPI calls, so that communication goes on behind computation.
+"""The one thread that makes a process's MPI calls, so that communication overlaps with computation.
 
-An MPI library moves data only while somebody calls it, and many grant threads no more than MPI_THREAD_SERIALIZED. Here one thread
-initialises MPI and makes every later call: MPI_THREAD_FUNNELED is enough. It starts operations in the order in which the program
-asks for them, tests them, and takes naps between tests only while nobody waits: a computing rank keeps its cores.
+An MPI library moves data only while somebody calls it, and many libraries grant no more than MPI_THREAD_SERIALIZED. Here one thread
+initialises MPI and makes every later call, for which MPI_THREAD_FUNNELED is enough. It starts operations in the order in which the
+program asks for them, and tests them. It sleeps between tests only while nobody waits, so that a computing rank keeps its cores.
 
-An operation is an iterator of steps; each step starts nonblocking requests and yields them, or yields a function that tells whether
-it is complete, and goes on when they are.
-Operations of one channel (a communicator's collectives) follow one another, because all ranks must start them in one order;
-channels are independent.
+An operation is an iterator of steps. Each step starts nonblocking requests and yields them, or yields a function that returns
+whether it is complete; the next step follows when they are complete.
+Operations of one channel (a communicator's collectives) run one after another, because all ranks must start them in one order.
+Channels are independent.
 
 Left out: what is communicated (mpi.py).
 """
@@ -27,7 +27,7 @@ Steps = Iterator[list[Any] | Callable[[], bool]]
 # Seconds between two tests while nobody waits: the first after something happened, then twice as long each time.
 SHORTEST_NAP, LONGEST_NAP = 50e-6, 500e-6
 TURNS = 100  # tests in vain until a waiting rank of a crowded node naps
-PATIENCE = 0.1  # s of waiting before it is told, and before signals are looked at
+PATIENCE = 0.1  # s of waiting before `waits` is called, and before signals are handled
 
 
 class Operation:
@@ -61,8 +61,8 @@ class Operation:
 class Engine:
     """The thread and its queue. test: whether all requests of a list are complete, without blocking; called by the thread.
 
-    crowded: the node has more ranks than cores, so that a waiting rank takes naps, too. waits: is told when a thread begins (True)
-    and ends (False) to wait for other ranks, where that takes longer than PATIENCE.
+    crowded: the node has more ranks than cores, so that a waiting rank sleeps, too. waits: is called when a thread begins (True)
+    and ends (False) to wait for other ranks, if that takes longer than PATIENCE.
     """
 
     def __init__(self, test: Callable[[list[Any]], bool] = all, crowded: bool = False,
@@ -89,7 +89,7 @@ class Engine:
         return results[0]
 
     def start(self, steps: Steps, channel: Hashable = None, memory: Any = None) -> Operation:
-        """Queue an operation behind those of its channel; one without a channel follows no other."""
+        """Queue an operation after those of its channel; one without a channel waits for no other."""
         operation = Operation(self, steps, channel or object(), memory)
         with self._wake:
             self._orders.append(operation)

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """FINISHED is also an orderly stop: a signal or a time limit came, the run was saved and goes on with the next start."""
+    """FINISHED is also an orderly stop: a signal or a time limit came, the run was saved, and the next start continues it."""
 
     FINISHED = 0
     FAILED = 1  # a bug with its traceback, or memory that the system refuses; of `verify`: something is damaged

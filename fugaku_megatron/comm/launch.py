@@ -31,9 +31,9 @@ GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the sam
 
 
 def init(waits: Callable[[bool], Any] = bool) -> Comm:
-    """Start MPI on its own thread and return the world; `describe(world)` tells which thread level was granted.
+    """Start MPI on its own thread and return the world; `describe(world)` returns the granted thread level.
 
-    waits: is told when this process begins and ends to wait for others (`comm.engine.Engine`).
+    waits: is called when this process begins and ends to wait for others (`comm.engine.Engine`).
 
     A process that no launcher started is a world of one, and then MPI need not be installed. Raises ValueError when a
     launcher started several processes but MPI is missing, or is another MPI than the launcher's, in which case each
@@ -82,7 +82,7 @@ def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None, waits: Cal
     When all ranks fail alike, one report shall come out, but failing ranks cannot agree by a collective: others may
     never enter it. So rank 0 reports at once, and its abort ends the other ranks while they still wait, GRACE seconds,
     or GRACE_EVERYWHERE if the error is marked by `everywhere`. A rank whose wait ends knows that rank 0 did not fail:
-    it reports and aborts itself. So nothing hangs, and a mistake of one rank is told GRACE seconds late at worst.
+    it reports and aborts itself. So nothing hangs, and a mistake of one rank is reported at most GRACE seconds late.
     An exception in another thread of the process ends the job in the same way.
     """
     previous = threading.excepthook

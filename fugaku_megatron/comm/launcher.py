@@ -40,11 +40,11 @@ MAX_THREADS_PER_CPU, MAX_THREADS = 8, 64  # OMP_NUM_THREADS above both hangs or 
 
 
 def _first_set(names: tuple[str, ...], minimum: int, default: int) -> tuple[str, int]:
-    """The first variable that is set, and its value. Raises ValueError for one that is no number of processes."""
+    """The first variable that is set, and its value. Raises ValueError for one that is not a number of processes."""
     name = next((name for name in names if name in os.environ), "")
     text = os.environ[name] if name else str(default)
     if not text.isdecimal() or len(text) > len(str(MAX_PROCESSES)) or not minimum <= int(text) <= MAX_PROCESSES:
-        raise ValueError(f"{name}={text:.40} is no number that a launcher gives: unset it, or start by mpiexec or srun")
+        raise ValueError(f"{name}={text:.40} is not a number that a launcher sets: unset it, or start with mpiexec or srun")
     return name, int(text)
 
 
@@ -70,7 +70,8 @@ def check_environment() -> None:
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # one number for each level of nesting
     limit = max(MAX_THREADS, MAX_THREADS_PER_CPU * (os.cpu_count() or 1))
     if first.isdecimal() and (len(first) > 9 or int(first) > limit):
-        raise ValueError(f"OMP_NUM_THREADS={first:.40}, but this node has {os.cpu_count()} CPUs: give those of a rank, or unset it")
+        raise ValueError(f"OMP_NUM_THREADS={first:.40}, but this node has {os.cpu_count()} CPUs: set it to the CPUs of one "
+                         "rank, or unset it")
 
 
 def check_limits() -> None:
@@ -133,7 +134,7 @@ def report_everywhere(text: str) -> None:
 def abort(code: int) -> None:
     """Ask the launcher to end the job with this exit code, without MPI, which may hang; nothing where it does not speak PMI-1.
 
-    MPICH's launcher is told by each rank's end as well, but it ends with the code of any rank, also of one that it killed.
+    MPICH's launcher also notices the end of each rank, but it then ends with the code of any rank, even of one that it killed.
     """
     with contextlib.suppress(OSError, KeyError, ValueError):
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
@@ -189,7 +190,7 @@ def close_output() -> None:
 
 
 def wait_until_read(stream: TextIO, limit: float = 2.0) -> None:
-    """Wait until the launcher has read the pipe behind `stream`, at most `limit` seconds.
+    """Wait until the launcher has read the pipe that `stream` writes to, for at most `limit` seconds.
 
     MPICH's launcher drops what it has not read when the abort arrives: without this, 3 of 60 reports were lost.
     """

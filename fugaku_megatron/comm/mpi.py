@@ -2,9 +2,9 @@
 
 This is the only file that imports mpi4py, and it does so inside functions: importing this module needs no MPI. The engine's thread
 (engine.py) makes every MPI call; a blocking verb waits for the operation that its nonblocking form starts.
-MPI has no BF16 or FP16. Data of these types travels as 16-bit integers. Their sum is an all-to-all of the parts followed by a
+MPI has no BF16 or FP16. Data of these types is sent as 16-bit integers. Their sum is an all-to-all of the parts followed by a
 local sum in FP32, in rank order and rounded once; all_reduce then gathers the results. Their maximum and minimum are formed in
-FP32. MPI counts are C ints: larger tensors travel in pieces of MAX_COUNT elements.
+FP32. MPI counts are C ints: larger tensors are sent in pieces of MAX_COUNT elements.
 Left out: starting and ending a job (launch.py), groups (grid.py).
 
 Shapes: p ranks, n elements per rank.
@@ -40,7 +40,7 @@ SMALL = 2**15  # up to so many elements a BF16/FP16 all_reduce gathers everythin
 
 
 def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
-    """MPI_COMM_WORLD, with MPI initialised by the engine's thread. ImportError or RuntimeError when there is no MPI.
+    """MPI_COMM_WORLD, with MPI initialised by the engine's thread. ImportError or RuntimeError if MPI cannot be loaded.
 
     waits: see `Engine`. Raises ValueError when the library grants no threads at all, or for an unknown level in the environment
     variable.

@@ -44,11 +44,11 @@ def share_groups(groups: Groups, kernels: Any, node: int | None = None) -> Group
 
 
 def share_node(comm: Comm, kernels: Any, node: int | None = None) -> Comm:
-    """`comm` with sums and gathers in the memory that its ranks share, at two levels where they are on several nodes. Collective.
+    """`comm` with sums and gathers in the memory that its ranks share, at two levels if they are on several nodes. Collective.
 
-    `comm` stays MPI's where a node has one rank, where nodes have different numbers of ranks, and where a system has too little
-    shared memory (containers often have 64 MiB). What is left to MPI has its BF16 and FP16 sums in stages (`two_level.in_stages`).
-    Another implementation is returned as it is. node: a number that the ranks of a node have in common; by default MPI finds them.
+    MPI does all of it if a node has one rank, if nodes have different numbers of ranks, and if a system has too little shared
+    memory (containers often have 64 MiB). MPI's own BF16 and FP16 sums are done in stages (`two_level.in_stages`). Another
+    implementation is returned unchanged. node: a number that the ranks of a node have in common; by default MPI finds them.
     """
     if comm.size == 1 or not isinstance(comm, MPIComm):
         return comm
@@ -86,7 +86,7 @@ class _Window:
         comm.Barrier()
 
 
-Ready = Callable[..., bool]  # tells, after so many seconds at most, whether a step is complete
+Ready = Callable[..., bool]  # returns, after at most so many seconds, whether a step is complete
 
 
 class _WithoutMPI(Iterator[Ready]):
@@ -160,7 +160,7 @@ class NodeComm(MPIComm):
         return self._window.halves[self._chunks % 2].view(dtype), self._chunks
 
     def _flag(self, which: int, number: int) -> Ready:
-        """Raise this rank's flag; the result tells, after so many seconds at most, whether all are up."""
+        """Raise this rank's flag; the result returns, after at most so many seconds, whether all are up."""
         flags = self._window.flags[which]
         self._kernels.set_flag(flags, self.rank, number)
         return lambda seconds=0.0: self._kernels.wait_for_flags(flags, number, seconds)

@@ -10,7 +10,7 @@ Convention: the bytes of a call are the payload that its caller passes, numel * 
 
 and 0 for barrier and the object verbs. A nonblocking verb counts as its blocking form: isend as send, iall_reduce as all_reduce.
 This is not the traffic on the wire: a ring all-reduce of n bytes moves 2 (size - 1) / size * n bytes per rank, and sums of BF16
-travel as an all-to-all.
+are sent as an all-to-all.
 
 Left out: timing.
 """

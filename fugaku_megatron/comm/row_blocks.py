@@ -1,19 +1,19 @@
-"""Rows of a sequence that tensor-parallel ranks exchange block by block, behind the products that read or make them.
+"""Rows of a sequence that tensor-parallel ranks exchange block by block, overlapped with the matmuls that read or make them.
 
-    gathering = blocks.gather(part)                       each rank's part of the rows travels to all others
-    for rows in gathering:                                blocks as they come, this rank's own first
+    gathering = blocks.gather(part)                       each rank sends its part of the rows to all others
+    for rows in gathering:                                blocks as they arrive, this rank's own first
         multiply(gathering.rows[rows], ...)
     whole = gathering.wait()
 
-    total = blocks.sum(rows, width, dtype)                each rank makes all rows of a partial sum
-    for rows, block in total:                             the blocks of others first; each is sent while the next is made
+    total = blocks.sum(rows, width, dtype)                each rank computes all rows of a partial sum
+    for rows, block in total:                             the blocks of others first; each is sent while the next is computed
         multiply(..., out=block)
     part = total.wait()                                   this rank's part of the rows, summed over ranks
 
-The bytes are those of an all_gather and a reduce_scatter; here they travel as messages between each two ranks, which need no rank
-in between. Sums are formed in FP32 in rank order and rounded once. Ranks start gatherings and sums in one order.
-Source of the idea: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS).
-Left out: the products (`nn.overlapped_ops`). Legend: t ranks, n rows (s b) of the whole.
+The bytes are those of an all_gather and a reduce_scatter. Here each two ranks exchange them as messages. Sums are formed in FP32 in
+rank order and rounded once. Ranks start gatherings and sums in one order. Source of the idea: Wang et al. 2023, "Overlap
+Communication with Dependent Computation via Decomposition" (ASPLOS). Left out: the matmuls (`nn.overlapped_ops`). Legend: t ranks,
+n rows (s b) of the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .base import Comm, Handle
 
-GATHER, SUM = range(2)  # tags, because messages of a gathering and of a sum are on their way at the same time
+GATHER, SUM = range(2)  # tags, because messages of a gathering and of a sum are sent at the same time
 
 
 @dataclass(frozen=True)

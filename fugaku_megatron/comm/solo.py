@@ -19,7 +19,7 @@ class SoloComm:
     """Rank `rank` of `size` without the other ranks, a `comm.base.Comm`: no traffic, plausible values, any size at once.
 
     all_reduce and broadcast leave the tensor as it is, all_gather repeats this rank's part, reduce_scatter keeps this rank's
-    part, recv gives zeros. With size 1 the results are exact: it is the communicator of a single process.
+    part, recv fills the tensor with zeros. With size 1 the results are exact: it is the communicator of a single process.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:

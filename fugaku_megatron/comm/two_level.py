@@ -79,7 +79,7 @@ def split_levels(comm: Comm, inside: Comm) -> Levels | None:
 def stage_ranks(ranks: int) -> int | None:
     """The ranks of each group of the first level of sums in stages: a divisor up to MANY with which a rank sends fewest messages.
 
-    None: one stage, because there are no more than MANY ranks, or no such divisor.
+    None: one stage, because there are at most MANY ranks, or because no such divisor exists.
     """
     divisors = [d for d in range(2, MANY + 1) if ranks % d == 0] if ranks > MANY else []
     return min(divisors, key=lambda d: d + ranks // d, default=None)

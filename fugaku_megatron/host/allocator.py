@@ -2,7 +2,7 @@
 
 glibc returns every block of more than 32 MiB (and, at first, of more than 128 KiB) to the kernel when it is freed, and the next
 micro-batch faults the same pages in again. A preloaded tcmalloc avoids that, and so does this module without a preload. An
-allocator that the user preloads is left in place.
+allocator that the user preloads is not changed.
 Left out: the arena itself (kernels_sve/arena.h). Comparison: python -m benchmarks alloc
 """
 
@@ -26,7 +26,7 @@ _MAPS = Path("/proc/self/maps")
 
 # malloc.h: parameter -> value. The heap grows by 16 MiB at a time and shrinks only when 1 GiB of its top is free
 _MALLOPT = {"M_TRIM_THRESHOLD": (-1, 1 << 30), "M_TOP_PAD": (-2, 16 << 20), "M_MMAP_THRESHOLD": (-3, 32 << 20)}
-RESERVED_PER_RAM = 2  # reserved addresses cost no memory; twice the installed memory leaves room for fragmentation
+RESERVED_PER_RAM = 2  # reserved addresses cost no memory; twice the installed memory allows for fragmentation
 
 
 def allocator_name(maps: str | None = None) -> str:

@@ -1,6 +1,6 @@
 """The peak of FP32 multiply-adds, measured on all threads of this process by a loop of independent vector FMAs in registers.
 
-It is the ceiling that --profile, the benchmarks and calibrate put beside a kernel's rate.
+--profile, the benchmarks and calibrate compare the rate of a kernel with it.
 """
 
 from __future__ import annotations

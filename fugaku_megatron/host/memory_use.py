@@ -18,7 +18,7 @@ import psutil
 from .placement import cgroup_folders
 
 _FIELD = re.compile(rb"^(VmRSS|RssFile|RssShmem|HugetlbPages):\s+(\d+) kB", re.MULTILINE)
-_FILES = {2: ("memory.max", "memory.current", "inactive_file"),  # by version: limit, use, what of the use can be given back
+_FILES = {2: ("memory.max", "memory.current", "inactive_file"),  # by version: limit, use, what part of the use can be reclaimed
           1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
 
 

@@ -47,7 +47,7 @@ PIPELINE = {"recv_forward": PREVIOUS, "send_backward": PREVIOUS, "recv_backward"
 
 
 class Phases:
-    """Seconds that this rank has waited since `begin`. Give the trainer `groups(...)`, `watch` and `waiting_for_data`."""
+    """Seconds that this rank has waited since `begin`. Pass `groups(...)`, `watch` and `waiting_for_data` to the trainer."""
 
     def __init__(self) -> None:
         self._waiting = False

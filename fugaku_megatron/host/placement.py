@@ -38,7 +38,7 @@ def threads_per_rank(ranks_on_node: int, environ: Mapping[str, str], affinity: I
 
     OMP_NUM_THREADS decides if it is set. Otherwise the CPUs of this rank's mask are divided by the number of ranks that share
     it (`ranks_sharing`, all `ranks_on_node` if None), limited to this rank's part of a cgroup `quota` (in CPUs) that the whole
-    node shares. At least 1. Raises ValueError for an OMP_NUM_THREADS that is no positive number.
+    node shares. At least 1. Raises ValueError for an OMP_NUM_THREADS that is not a positive number.
     """
     variable = environ.get("OMP_NUM_THREADS", "").strip()
     if variable:
@@ -155,6 +155,6 @@ def apply(placement: Placement, flush_denormals: bool) -> None:
 def apply_to_communication(placement: Placement) -> None:
     """Called by the thread that calls MPI: it runs on its core, or on any of the mask, and computes alone."""
     torch.empty(2**20).zero_()  # torch sets a new thread's number of threads at its first parallel operation
-    kernels.set_num_threads(1)  # OpenMP would give it a second set of threads, on the cores of the first
+    kernels.set_num_threads(1)  # otherwise OpenMP starts a second set of threads for it, on the cores of the first
     if placement.communication is not None:
         os.sched_setaffinity(0, {placement.communication})

@@ -28,7 +28,7 @@ FMA_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Event:
-    """One call. Times in seconds (time.perf_counter); flops: of the kernel table (kernels.inc), 0 for what is no product.
+    """One call. Times in seconds (time.perf_counter); flops: of the kernel table (kernels.inc), 0 for what is not a matmul.
 
     microbatch, chunk: of an instruction.
     """
@@ -42,14 +42,14 @@ class Event:
     chunk: int | None = None
 
     def details(self) -> dict[str, float | None]:
-        """What a trace says of it beside its name and times."""
+        """What a trace says of it in addition to its name and times."""
         if self.flops:
             return {"gflops": self.flops / self.seconds / 1e9}
         return {} if self.microbatch is None else {"microbatch": self.microbatch, "chunk": self.chunk}
 
 
 class Profiler:
-    """Collects events while `active`. Give the trainer `groups(...)`, `Ops` on `kernels(...)`, and `watch`, or `watch` alone.
+    """Collects events while `active`. Pass `groups(...)`, `Ops` on `kernels(...)`, and `watch` to the trainer, or `watch` alone.
 
     begin: the moment from which a trace counts, time.perf_counter(); without one, that of the first event.
     """

@@ -30,7 +30,7 @@ STOP_SIGNALS = (*interrupt.STOPS, signal.SIGINT)
 
 CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
 
-# (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which gives no model name there
+# (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name
 _ARM_CPUS = {
     (0x46, 0x001): "Fujitsu A64FX",
     (0x41, 0xD0C): "Arm Neoverse N1",
@@ -156,7 +156,7 @@ def check_clock(requested: float | None, cpus: Iterable[int], measured: float | 
     measured = clock_ghz() if measured is None else measured
     if requested is not None and abs(measured / requested - 1) > CLOCK_TOLERANCE:
         raise ValueError(f"--cpu-frequency {requested:g}: this core runs at {measured:.2f} GHz: ask the job for that clock "
-                         f"(freq={round(requested * 1000)},eco_state=0 on Fugaku), or give --cpu-frequency {measured:.1f}")
+                         f"(freq={round(requested * 1000)},eco_state=0 on Fugaku), or pass --cpu-frequency {measured:.1f}")
     return measured
 
 

@@ -56,7 +56,7 @@ _NODES = (
 
 
 class Launcher:
-    """A running launcher. Raises ValueError if there is no such program."""
+    """A running launcher. Raises ValueError if the program does not exist."""
 
     def __init__(self, command: Sequence[str]) -> None:
         try:

@@ -16,7 +16,7 @@ from ..config.layout import Layout
 from ..costs import memory, run_schedule
 from .render import flag_lines
 
-LEAVE_SECONDS = 300  # before the time limit the trainer is told to save and exit
+LEAVE_SECONDS = 300  # so long before the time limit the trainer gets the signal to save and exit
 USABLE = 0.8  # share of a node's memory that the model may use; the rest is for MPI, Python and the system
 
 

@@ -69,7 +69,7 @@ def check_tensor(tp: int, ranks_per_node: int) -> None:
     """Raises ValueError unless `tensor_fits`."""
     sizes = sorted({ranks_per_node * n for n in TILES} | {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0})
     check(tensor_fits(tp, ranks_per_node), f"--tensor-model-parallel-size {tp} with {ranks_per_node} ranks per node fits neither "
-          f"into a node nor into a 2x3x2 unit: give {', '.join(map(str, sizes))}")
+          f"into a node nor into a 2x3x2 unit: pass {', '.join(map(str, sizes))}")
 
 
 def snake(box: Shape) -> list[Shape]:
@@ -105,8 +105,8 @@ class RankMap:
     @staticmethod
     def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int) -> RankMap:
         """The placement for a layout. Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
-        check(math.prod(shape) <= NODES, f"node={text(shape)} is above {NODES} nodes, the whole machine: give fewer")
-        check(0 < ranks_per_node <= MAX_RANKS_PER_NODE, f"{ranks_per_node} ranks per node: give 1 to {MAX_RANKS_PER_NODE}")
+        check(math.prod(shape) <= NODES, f"node={text(shape)} is above {NODES} nodes, the whole machine: request fewer")
+        check(0 < ranks_per_node <= MAX_RANKS_PER_NODE, f"{ranks_per_node} ranks per node: pass 1 to {MAX_RANKS_PER_NODE}")
         check(whole(shape), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
               "must be even, Y a multiple of 3")
         check_tensor(tp, ranks_per_node)
@@ -154,7 +154,7 @@ class RankMap:
 def parse_shape(word: str) -> Shape:
     """XxYxZ. Raises ValueError for anything else."""
     parts = word.split("x")
-    check(len(parts) == 3 and all(_is_size(p) for p in parts), f"node shape {word!r:.60}: give XxYxZ, such as 4x6x16")
+    check(len(parts) == 3 and all(_is_size(p) for p in parts), f"node shape {word!r:.60}: pass XxYxZ, such as 4x6x16")
     return _shape(map(int, parts))
 
 
@@ -169,7 +169,7 @@ def _is_size(word: str) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     try:
-        check(len(argv) == 4 and all(map(_is_size, argv[1:])), "give SHAPE RANKS_PER_NODE TP PP, such as 16x24x32 2 8 6")
+        check(len(argv) == 4 and all(map(_is_size, argv[1:])), "pass SHAPE RANKS_PER_NODE TP PP, such as 16x24x32 2 8 6")
         made = RankMap.from_layout(parse_shape(argv[0]), *map(int, argv[1:]))
     except ValueError as error:
         print(f"fugaku_megatron.jobs.torus: {error}", file=sys.stderr)

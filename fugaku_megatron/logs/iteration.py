@@ -138,7 +138,7 @@ METRICS = tuple((f.name, f.metadata) for f in fields(IterationMetrics) if f.meta
 def parse_line(line: str) -> IterationMetrics:
     """The inverse of `format_line`. Ignores a prefix (rank, time) and unknown fields; reads milliseconds too.
 
-    Raises ValueError if it is no log line or a number cannot be read.
+    Raises ValueError if it is not a log line or a number cannot be read.
     """
     head = _START.search(line)
     if head is None:

@@ -8,8 +8,8 @@
     fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
         --pipeline-model-parallel-size 10                    a log of another program
 
-Sec/it and TFLOPs (per rank, the log's own) are medians over the last job's iterations after its first two, all of them when there
-are no more. With the model known, TFLOPs are also computed again from the time. A run's flags describe logs of Megatron-LM,
+Sec/it and TFLOPs (per rank, the log's own) are medians over the last job's iterations after its first two, or over all of them if
+it has at most two. With the model known, TFLOPs are also computed again from the time. A run's flags describe logs of Megatron-LM,
 Megatron-DeepSpeed and others that print their lines, and histories; logs of `fugaku-megatron train` describe themselves.
 """
 
@@ -67,7 +67,7 @@ def _basis(log: LogSummary) -> str:
     if not log.iterations:
         return f"{log.path}: no iteration yet"
     last = log.iterations[-1]
-    state = "" if log.finished else ", not at its end"
+    state = "" if log.finished else ", not finished"
     return (f"{log.path}: medians over {len(log.counted)} lines; iteration {last.iteration} of {last.train_iters}{state}"
             + (f"; {log.machine}" if log.machine else ""))
 
@@ -134,8 +134,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-iteration", action="store_true", help="with --csv: a row per iteration (or log interval) instead")
     parser.add_argument("--png", metavar="FILE", help="draw loss and TFLOPs over iterations into FILE")
     parser.add_argument("--markdown", action="store_true", help="with a heading and lists, for a document")
-    parser.add_argument("--follow", action="store_true", help="go on while the jobs run, until their last line or Ctrl-C")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks with --follow (default: 2)")
+    parser.add_argument("--follow", action="store_true", help="read on while the jobs run, until their last line or Ctrl-C")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="S",
+                        help="with --follow: seconds between two reads of the logs (default: 2)")
     parser.add_argument("--ranks", action="store_true", help="the files are those of train --log-ranks: min, mean and max of each "
                         "phase over the ranks; with --png and one file a heat map of all ranks")
     group = parser.add_argument_group("logs of other programs and histories, with a run's flags for the rest")
@@ -151,9 +152,9 @@ def job_of(options: argparse.Namespace) -> Job:
     """What the flags say of logs without a `run:` line. ValueError when they are refused or do not fit together."""
     for name in ("nodes", "ranks_per_node", "interval"):
         value = getattr(options, name)
-        check(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: give a number above 0")
+        check(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: pass a number above 0")
     flags = arguments.run_flags(vars(options))
-    check(flags.world_size is None and not flags.dry_run, "--world-size and --dry-run have no meaning here: give --nodes and "
+    check(flags.world_size is None and not flags.dry_run, "--world-size and --dry-run have no meaning here: pass --nodes and "
           "--ranks-per-node")
     ranks = options.nodes and options.nodes * options.ranks_per_node
     job = Job(values=flags.fields, recipe=flags.recipe, nodes=options.nodes, ranks=ranks, other_program=True)
@@ -163,10 +164,10 @@ def job_of(options: argparse.Namespace) -> Job:
 
 def check_outputs(options: argparse.Namespace) -> None:
     """Raises ValueError, before any log is read, for files that cannot be written, or whose names end as a log's may."""
-    check(options.csv is not None or not options.per_iteration, "--per-iteration goes with --csv FILE: give both")
+    check(options.csv is not None or not options.per_iteration, "--per-iteration needs --csv FILE: pass both")
     for name in ("csv", "png"):
         if path := getattr(options, name):
-            check(path.endswith(f".{name}"), f"--{name} {path}: give a file whose name ends with .{name}")
+            check(path.endswith(f".{name}"), f"--{name} {path}: pass a file whose name ends with .{name}")
             check_file(f"--{name}", path)
 
 
@@ -179,7 +180,7 @@ def main(options: argparse.Namespace) -> int:
     files = [LogFile(path, job, options.formula) for path in options.logs]
     logs = follow(files, options) if options.follow else _read(files)
     for log in logs:
-        check(bool(log.iterations), f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): give a run's log or "
+        check(bool(log.iterations), f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log or "
               "history.jsonl")
     _write(options, logs)
     print(text(logs, options.markdown))
@@ -189,9 +190,9 @@ def main(options: argparse.Namespace) -> int:
 def show_ranks(options: argparse.Namespace) -> int:
     """--ranks: a table for each file, and the heat map."""
     check_outputs(options)
-    check(not options.csv and not options.follow, "--ranks has no CSV file and does not follow: leave out --csv and --follow")
-    check(not options.png or len(options.logs) == 1, f"--png {options.png} takes the ranks of one file, {len(options.logs)} are "
-          "given: give one")
+    check(not options.csv and not options.follow, "--ranks writes no CSV file and does not follow a log: omit --csv and --follow")
+    check(not options.png or len(options.logs) == 1, f"--png {options.png} draws the ranks of one file, and there are "
+          f"{len(options.logs)}: pass one")
     for path in options.logs:
         intervals = rank_table.read(path)
         print(rank_table.text(path, intervals))

@@ -29,7 +29,7 @@ REACHED_WITHIN = 3.0  # s
 
 @dataclass(frozen=True)
 class WandbRun:
-    """What --wandb-project and the flags beside it say. config: of the run, shown with it."""
+    """What --wandb-project and its companion flags say. config: of the run, shown with it."""
 
     project: str
     name: str
@@ -49,7 +49,8 @@ class WandbRun:
 
         mode = os.environ.get("WANDB_MODE") or ("online" if _reachable() else "offline")
         if mode == "offline":
-            say("note: --wandb-project: offline, as there is no network or WANDB_MODE says so: `wandb sync` sends the files later")
+            say("note: --wandb-project: offline, because there is no network or WANDB_MODE says so: send the files later "
+                "with `wandb sync`")
         try:
             if self.directory:
                 os.makedirs(self.directory, exist_ok=True)
@@ -57,7 +58,7 @@ class WandbRun:
                               mode=mode)  # type: ignore[arg-type]  # wandb checks WANDB_MODE
         except Exception as error:  # noqa: BLE001 - wandb's own errors have no common class
             reason = [*str(error).splitlines(), type(error).__name__][0]
-            say(f"note: --wandb-project {self.project}: {reason}; the run goes on without it")
+            say(f"note: --wandb-project {self.project}: {reason}; the run continues without it")
             return None
 
 
@@ -98,7 +99,7 @@ class MetricsWriter:
     All ranks may hold one; only the one with `printing` writes anything. `history_path` is a JSON-lines file: a run
     that starts at `start_iteration` drops the records after it, which an earlier run wrote past its last checkpoint.
     `live` and `log_file`: --log-live and --log-file. wandb: a run of Weights & Biases that gets TensorBoard's figures. Raises
-    ValueError, on every rank, if `tensorboard_dir` or `wandb` is given and its package is not installed.
+    ValueError, on every rank, if `tensorboard_dir` or `wandb` is set and its package is not installed.
     """
 
     def __init__(self, train_iters: int, log_interval: int, *, printing: bool = True, start_iteration: int = 0,
@@ -214,13 +215,13 @@ def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def read_run_history(path: Path) -> list[dict[str, Any]]:
-    """The records of the history that a run continues, none where there is no file. Raises ValueError for another file."""
+    """The records of the history that a run continues, none if there is not a file. Raises ValueError for another file."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"--save: {path} is no regular file, and the history is written there: move it away")
+        raise ValueError(f"--save: {path} is not a regular file, and the history is written there: move it away")
     records = read_history(path) if path.exists() else []
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
-            raise ValueError(f"{path} line {number} has no iteration, so it is no history of a run: move the file away")
+            raise ValueError(f"{path} line {number} has no iteration, so it is not the history of a run: move the file away")
     return records
 
 

@@ -1,4 +1,4 @@
-"""The picture of a pipeline: stages down, time across, what each stage does in colours, and its memory beside it.
+"""The picture of a pipeline: stages down, time across, what each stage does in colours, and its memory next to it.
 
 A planned and a measured pipeline have the same form. Left out: where the spans come from (`timeline.spans`, a profile).
 """
@@ -50,7 +50,7 @@ def draw(path: str | os.PathLike, spans: Sequence[Span], memory: Sequence[float]
 
 
 def compare(path: str | os.PathLike, rows: Sequence[tuple[str, Sequence[Span], Sequence[Span]]]) -> None:
-    """Write pipelines beside one another as a PNG file: a row for each (name, planned spans, measured spans), one axis of seconds.
+    """Write pipelines next to one another as a PNG file: a row for each (name, planned spans, measured spans), one axis of seconds.
 
     Raises ValueError, naming --png, when it cannot be written.
     """

@@ -28,22 +28,22 @@ def read(path: str | os.PathLike) -> list[Interval]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}): give a file of --log-ranks") from None
+        raise ValueError(f"{path}: cannot be read ({error}): pass a file that --log-ranks wrote") from None
     found: dict[int, Interval] = {}
     for number, line in enumerate(lines, 1):
         try:
             interval = parse_interval(line)
         except ValueError as error:
-            raise ValueError(f"{path} line {number}: {error}: give a file of --log-ranks") from None
+            raise ValueError(f"{path} line {number}: {error}: pass a file that --log-ranks wrote") from None
         if found and interval.layout != next(iter(found.values())).layout:
             found.clear()
         found[interval.iteration] = interval
-    check(bool(found), f"{path} is empty: give a file of --log-ranks, after the run's first log interval")
+    check(bool(found), f"{path} is empty: pass a file that --log-ranks wrote, after the run's first log interval")
     return [found[iteration] for iteration in sorted(found)]
 
 
 def mean(intervals: Sequence[Interval]) -> Interval:
-    """One interval with the mean seconds of all but the first WARM_UP, or of all where there are no more."""
+    """One interval with the mean seconds of all but the first WARM_UP, or of all if there are at most that many."""
     counted = intervals[WARM_UP:] or intervals
     seconds = {phase: [statistics.fmean(column) for column in zip(*(i.seconds[phase] for i in counted), strict=True)]
                for phase in counted[0].seconds}

@@ -54,7 +54,7 @@ class Job:
         if self.recipe is None and not any(f.name in self.values for f in fields(ModelConfig)):
             return None
         run = make_run(self.recipe, self.values)
-        check(run.model.vocab_size is not None, "--vocab-size must be given with the other sizes of the model")
+        check(run.model.vocab_size is not None, "--vocab-size is missing: pass it with the other sizes of the model")
         return run
 
     def parallel(self, name: str) -> int | None:
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def dp(self) -> int | None:
-        """Data-parallel size: ranks / (tp * pp). ValueError when that is no whole number."""
+        """Data-parallel size: ranks / (tp * pp). ValueError if that is not a whole number."""
         ranks, tp, pp = self.ranks, self.tp, self.pp
         if ranks is None or tp is None or pp is None:
             return None
@@ -141,7 +141,7 @@ class LogSummary:
     """The contents of a log.
 
     iterations: those of all jobs in it; of an iteration that a resumed job repeated, the last. counted: the last job's iterations
-    after its first two (all of them when there are no more), over which the medians are taken. memory_mib: the maximum over the
+    after its first two (all of them if there are at most two), over which the medians are taken. memory_mib: the maximum over the
     ranks. finished: the log has its job's last line. machine: the line that describes the node.
     """
 
@@ -284,14 +284,14 @@ class LogFile:
     def poll(self) -> bool:
         """Read what is new and return whether there was anything. ValueError when the file cannot be read."""
         try:
-            check(self._path.is_file() or not self._path.exists(), f"{self._path}: is no regular file: give a run's log")
+            check(self._path.is_file() or not self._path.exists(), f"{self._path}: is not a regular file: pass a run's log")
             with open(self._path, "rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:  # overwritten by another job
                     self._begin()
                 file.seek(self._offset)
                 new = file.read()
         except OSError as error:
-            raise ValueError(f"{self._path}: {error.strerror}: give a run's log") from None
+            raise ValueError(f"{self._path}: {error.strerror}: pass a run's log") from None
         self._offset += len(new)
         *whole, self._rest = (self._rest + new).split(b"\n")
         self.reader.feed(line.decode(errors="replace") for line in whole)
@@ -313,5 +313,5 @@ def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware"
     file = LogFile(str(path), job, formula)
     file.poll()
     summary = file.finish()
-    check(bool(summary.iterations), f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): give a run's log")
+    check(bool(summary.iterations), f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log")
     return summary

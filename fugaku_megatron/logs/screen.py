@@ -22,8 +22,9 @@ _PROXIES = ("hydra_pmi_proxy", "orted", "prted")  # processes of the launcher on
 def on_terminal(stream: TextIO) -> bool:
     """Whether what is written to `stream`, this process's standard output, appears on a terminal.
 
-    Below mpiexec that is where mpiexec's own standard output leads: MPICH gives its ranks pipes, and Open MPI gives them terminals
-    even where its own output goes to a file. False where the launcher runs on another node. Other streams say it themselves.
+    Below mpiexec that is where mpiexec's own standard output leads: MPICH starts its ranks with pipes, and Open MPI starts them
+    with terminals even where its own output goes to a file. False where the launcher runs on another node. Other streams say it
+    themselves.
     """
     try:
         if stream.fileno() != 1:

@@ -1,4 +1,4 @@
-"""Ranks that hold up the others, found from the seconds that every rank spent in each phase of an iteration.
+"""Ranks that delay the others, found from the seconds that every rank spent in each phase of an iteration.
 
 A rank is slow in what it does itself: it computes, or it waits for its data. All else is waiting for other ranks. Computation is
 compared with that of ranks that compute the same; data should not be waited for at all.
@@ -71,12 +71,13 @@ class Straggler:
 
     def text(self, host: str) -> str:
         """What a log says of it. host: the name of its node."""
-        more = f", {100 * (self.seconds / self.usual - 1):.0f} % above the {self.usual:.3f} s of its like" if self.usual else ""
-        return f"rank {self.rank} (stage {self.stage}, {host}): {self.phase} {self.seconds:.3f} s an iteration{more}"
+        excess = f", {100 * (self.seconds / self.usual - 1):.0f} % slower than the median of its stage" if self.usual else ""
+        more = f"{excess} ({self.usual:.3f} s)" if excess else ""
+        return f"rank {self.rank} (stage {self.stage}, {host}): {self.phase} {self.seconds:.3f} s per iteration{more}"
 
 
 def find(interval: Interval, work: Sequence[float]) -> list[Straggler]:
-    """The slow ranks, the slowest first. work: of each stage, in any unit; it tells stages apart that have too few ranks."""
+    """The slow ranks, the slowest first. work: of each stage, in any unit, for stages with too few ranks for a median."""
     computation, data = interval.seconds[COMPUTATION], interval.seconds[DATA]
     usual = _usual(interval, work)
     found = []

@@ -98,7 +98,7 @@ def draw(source: str, png: str) -> None:
     trace = read(source)
     found = spans(trace)
     if not found:
-        raise ValueError(f"{source} holds no instructions of a schedule: give the trace.json of a --profile")
+        raise ValueError(f"{source} holds no instructions of a schedule: pass the trace.json of a run with --profile")
     heading = title("Schedule of rank 0's pipeline, measured", os.path.abspath(source))
     pipeline_plot.draw(png, found, memory(trace), heading, "seconds (measured)")
 

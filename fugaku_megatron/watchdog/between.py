@@ -1,9 +1,9 @@
-"""What the watchdogs of nodes tell each other: a tree of UDP datagrams, so that one of them knows who is stuck and how many wait.
+"""What the watchdogs of nodes report to each other: a tree of UDP datagrams, so that one of them knows which ranks are stuck.
 
-Node n reports to node (n - 1) // FAN what its ranks do, with what its own children have reported, and gets an answer. So no node
-hears more than FAN others, and a report of any number of nodes is one short datagram: it names few ranks and counts the rest. Two
-ranks of each node listen, because one of them may be what stops. The end of a job goes down the same tree.
-Left out: finding addresses over MPI (`training.placing`).
+Node n reports to node (n - 1) // FAN what its ranks do and what its own children have reported, and gets an answer. So a node hears
+at most FAN others, and a report about any number of nodes is one short datagram, which names few ranks and counts the rest. Two
+ranks of each node listen, because one of them may have stopped. The end of a job is sent down the same tree. Left out: finding
+addresses over MPI (`training.placing`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Link:
 
     def __init__(self, number: int, count: int, token: int, opened: socket.socket, parents: Sequence[Address]) -> None:
         self.number, self.count, self.token, self.parents = number, count, token, list(parents)
-        self.end: dict | None = None  # what another node has told of the end of the job
+        self.end: dict | None = None  # what another node has reported about the end of the job
         self._socket = opened
         self._children: dict[int, Heard] = {}
         self._parent: Heard | None = None
@@ -128,7 +128,7 @@ class Link:
         self._send(message, [*self.parents, *(heard.address for heard in self._children.values())])
 
     def tell(self, end: dict) -> None:
-        """Tell the nodes around why the job ends; each tells those around it."""
+        """Send the reason of the end to the neighbouring nodes in the tree; each sends it on to its own."""
         for _ in range(3):  # a datagram may be lost
             self._send({"end": end}, [*self.parents, *(heard.address for heard in self._children.values())])
 

@@ -1,4 +1,4 @@
-"""What a rank is doing, in memory that all ranks of its node can read: the sign of life that a watchdog goes by.
+"""What a rank is doing, in memory that all ranks of its node can read: the sign of life that a watchdog looks at.
 
     heart = Heartbeat(node_folder(), rank=3)
     with heart.phase("save"): ...           a sign of life at both ends, and what this rank was doing should it stop there
@@ -71,7 +71,7 @@ def node_folder() -> Path:
 
 
 def stat_words(process: int) -> list[str]:
-    """The words of /proc/PROCESS/stat from the third field, the state, on. OSError where there is no such process."""
+    """The words of /proc/PROCESS/stat from the third field, the state, on. OSError if the process does not exist."""
     return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
 
 
@@ -91,7 +91,7 @@ def lives(process: int) -> bool:
 
 
 def remove_dead() -> None:
-    """Remove what killed jobs of this user have left behind on this node."""
+    """Remove the files of killed jobs of this user on this node."""
     for folder in Path(prefix()).parent.glob(Path(prefix()).name + "*"):
         with contextlib.suppress(OSError):
             if not any(name.isdecimal() and lives(int(name)) for name in os.listdir(folder)):
@@ -125,7 +125,7 @@ class Heartbeat:
         return self.file.parent if self.file else None
 
     def move(self, folder: Path) -> None:
-        """Go on in another folder of the same node."""
+        """Continue in another folder of the same node."""
         if self.file is not None and folder != self.file.parent:
             old, self.file = self.file.parent, folder / self.file.name
             with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ class Heartbeat:
         return before
 
     def leave(self, before: str) -> None:
-        """`what` is done, and this rank goes on with what it did before."""
+        """`what` is done, and this rank continues with what it did before."""
         self.what = before
         self._beat()
 

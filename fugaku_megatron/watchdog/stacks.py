@@ -67,7 +67,7 @@ def _request(process: int, requested: Path) -> str:
 
 
 def state(process: int) -> str:
-    """The kernel's word for what the process does, and the function of the kernel it is in, where that is told."""
+    """The kernel's state of the process, and the function of the kernel that it is in, if the kernel shows it."""
     words = []
     with contextlib.suppress(OSError):
         words += [line.split(maxsplit=1)[1] for line in Path(f"/proc/{process}/status").read_text().splitlines()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..comm.exit_codes import ExitCode
 
-STOPPED, GONE, SILENT = "stopped in", "is gone, last seen in", "is silent with its node, last seen in"
+STOPPED, GONE, SILENT = "stopped in", "is gone, last seen in", "and its node do not answer, last seen in"
 NAMED = 4  # ranks that a line names
 ASLEEP = 3.0  # s: a watchdog that has not looked around for so long, or for half of the limit, is not awake
 
@@ -90,9 +90,9 @@ def _shortest(standings: Iterable[Standing]) -> tuple[Standing, ...]:
 def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | None:
     """What is wrong, if it has lasted long enough.
 
-    alone: there are other nodes, and nobody here hears of all of them. They get as long again to say that a rank of theirs is
-    stuck, before this node ends a job in which all of its own ranks wait. late: s that are left to another node to say it first.
-    A node from which nothing is heard has stopped only if no rank elsewhere moves: datagrams may be lost while the job goes on.
+    alone: there are other nodes, and this node does not hear from all of them. They get the same time again to report a stuck rank
+    before this node ends a job in which all of its own ranks wait. late: s in which another node may report it first.
+    A node that sends nothing has stopped only if no rank elsewhere moves: datagrams may be lost while the job continues.
     """
     silence_counts = _stands(census)
     overdue = tuple(s for s in census.stuck if s.seconds >= s.limit + late and (s.how != SILENT or silence_counts))
@@ -130,5 +130,5 @@ def _deadlock(census: Census, alone: bool) -> str:
     if census.missing:
         shown = f"no sign of life yet from rank{'s' * (len(census.missing) > 1)} {', '.join(map(str, census.missing))}; {shown}"
     if alone:
-        return f"all {census.ranks} ranks of this node wait, and no other node says for whom: {shown}"
+        return f"all {census.ranks} ranks of this node wait, and no other node has reported a stuck rank: {shown}"
     return f"no rank computes, all {census.ranks} wait: {shown}"

@@ -36,7 +36,7 @@ GONE = 5.0  # s that a launcher gets to end a job of which a process is gone
 STACKS = 6.0  # s for the ranks of a node to write their stacks, from when they know that the job ends
 SPREAD = 9.0  # s for other nodes to hear of the end and write theirs; the job ends within 15 s
 PATIENCE = 60.0  # s for another rank to end the job
-END = "end"  # the file that tells the ranks of a node why the job ends
+END = "end"  # the file in which the ranks of a node read why the job ends
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class HangSettings:
 
 
 class Work:
-    """Whether processes compute, read or write, by the kernel's account: for what is long and gives no sign of life on its way.
+    """Whether processes compute, read or write, by the kernel's counters: for long work without a sign of life in between.
 
     A watchdog's own looks stay below BUSY and MOVED.
     """
@@ -117,7 +117,7 @@ class Watchdog:
             self.heart.introduce(self.heart.rank, self._limit())
 
     def placed(self, rank: int, folder: Path | None, local: tuple[int, ...], link: Link | None) -> None:
-        """MPI has told which rank this is, the folder of its node, the ranks there, and how to reach other nodes."""
+        """After MPI has started: this rank, the folder of its node, the ranks there, and how to reach other nodes."""
         if self._node and folder:
             self.heart.move(folder)
             self.heart.introduce(rank, self.heart.limit)
@@ -214,7 +214,7 @@ class Watchdog:
     # The end ----------------------------------------------------------------------------------------------------------------------
 
     def _write_end(self, found: Verdict) -> dict:
-        """Say why the job ends, and tell the other ranks of this node."""
+        """Log why the job ends, and write it for the other ranks of this node."""
         name = time.strftime("hang_%Y%m%d_%H%M%S")
         end = {**asdict(found), "directory": str(self.settings.directory.absolute() / name), "speaks": True}
         end = self._publish(end)
@@ -230,7 +230,7 @@ class Watchdog:
         return self._publish({**end, "speaks": False})
 
     def _publish(self, end: dict) -> dict:
-        """Tell the ranks of this node why the job ends; what they are told, which another rank may have told first."""
+        """Write why the job ends for the ranks of this node. Returns what they read: another rank may have been first."""
         end = {**end, "process": os.getpid()}
         aside = self._here.folder / f"{END}.{os.getpid()}"
         aside.write_text(json.dumps(end))

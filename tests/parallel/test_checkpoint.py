@@ -301,7 +301,7 @@ def test_a_state_that_is_not_json_is_refused_before_anything_is_replaced(tmp_pat
 def test_a_shard_given_by_two_ranks_is_refused(tmp_path):
     shard = Shard("w", torch.ones(2), (2,), (0,), (2,))
     message = _failure(lambda comm: save_checkpoint(tmp_path, 1, [shard], {}, comm, LAYOUT, {}))
-    assert "w is given by two ranks, in rank_00000.safetensors and rank_00001.safetensors" in message
+    assert "w is saved by two ranks, in rank_00000.safetensors and rank_00001.safetensors" in message
 
 
 def test_a_foreign_directory_of_the_same_name_is_not_replaced(tmp_path):
@@ -333,7 +333,7 @@ def test_check_writable_of_some_ranks_names_their_flag(tmp_path):
     (tmp_path / "file").write_text("")
     message = _failure(lambda comm: check_writable(tmp_path / "file", comm, "--profile-dir", (1,)))
     assert message == (f"--profile-dir {tmp_path}/file is not writable: rank 1: {tmp_path}/file: File exists. "
-                       "Give another --profile-dir or change the permissions")
+                       "Pass another --profile-dir or change the permissions")
 
 
 def _replaces(save, load, loaded):
@@ -377,7 +377,7 @@ def test_a_missing_or_foreign_tracker_never_means_start_anew(tmp_path):
     assert _load(tmp_path, seed=9)[0] == 90, "a first save was ended before it wrote the tracker"
     _save(tmp_path, 100, seed=9)
     (tmp_path / manifest.TRACKER).unlink()
-    assert "is missing beside checkpoints of iterations 90, 100; choose one by --ckpt-step" in _load_failure(tmp_path)
+    assert "is missing next to checkpoints of iterations 90, 100; choose one by --ckpt-step" in _load_failure(tmp_path)
     assert _load(tmp_path, seed=9, iteration=90)[0] == 90
     (tmp_path / manifest.TRACKER).write_text("release\n")
     with pytest.raises(ValueError, match="it holds 'release'"):
@@ -404,9 +404,9 @@ def test_a_cut_tracker_never_means_an_older_checkpoint(tmp_path):
 @pytest.mark.parametrize("text, problem", [
     (None, "manifest.json is missing"),
     ('{"format": ', "manifest.json is damaged"),
-    ('{"args": {}}', "manifest.json is foreign"),
-    ("[1]", "manifest.json is foreign"),
-    (json.dumps({"format": manifest.FORMAT, "format_version": 99}), "has format version 99, this program reads 2"),
+    ('{"args": {}}', "manifest.json is not the manifest of a fugaku_megatron checkpoint"),
+    ("[1]", "manifest.json is not the manifest of a fugaku_megatron checkpoint"),
+    (json.dumps({"format": manifest.FORMAT, "format_version": 99}), "has format version 99, and this program reads versions 1"),
 ])
 def test_a_manifest_that_cannot_be_used_is_named_with_what_is_intact(tmp_path, text, problem):
     _save(tmp_path, 90, seed=9)

@@ -92,7 +92,8 @@ def test_damages_of_several_files_are_a_line_each(tmp_path, capsys):
     assert lines[2] == f"{path}/rank_00002.safetensors is missing"
 
 
-@pytest.mark.parametrize(("contents", "problem"), [(None, "is missing"), ("{", "is damaged"), ('{"format": "x"}', "is foreign")])
+@pytest.mark.parametrize(("contents", "problem"), [(None, "is missing"), ("{", "is damaged"),
+                                                     ('{"format": "x"}', "is not the manifest")])
 def test_a_manifest_that_is_damaged(contents, problem, tmp_path, capsys):
     save(tmp_path)
     manifest = save(tmp_path, 20) / MANIFEST
@@ -146,8 +147,8 @@ def test_progress_of_long_work(tmp_path, capsys, monkeypatch):
     assert errors.splitlines()[-1] == "checked 0.0 of 0.0 GiB" and len(errors.splitlines()) == RANKS
 
 
-@pytest.mark.parametrize(("name", "message"), [("none", "is no directory"), ("empty", "holds no checkpoint"),
-                                               ("save/iter_0000010", "give its parent .*save and --ckpt-step")])
+@pytest.mark.parametrize(("name", "message"), [("none", "is not a directory"), ("empty", "holds no checkpoint"),
+                                               ("save/iter_0000010", "pass its parent .*save and --ckpt-step")])
 def test_nothing_to_check_is_a_mistake_of_the_call(name, message, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     save(tmp_path / "save")

@@ -159,7 +159,7 @@ def test_an_error_of_wandb_does_not_end_the_run(package, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(package, "init", lambda **given: 1 / 0)
     MetricsWriter(10, 5, wandb=WandbRun("project", "name")).validation(5, 2.0, 80)
-    assert "--wandb-project project: division by zero; the run goes on without it" in capsys.readouterr().out
+    assert "--wandb-project project: division by zero; the run continues without it" in capsys.readouterr().out
 
 
 @pytest.mark.system

@@ -142,7 +142,7 @@ def test_a_flipped_bit_in_a_copy_is_one_line_with_a_remedy(newer):
         run(newer, 5)
     message = str(caught.value)
     assert message.startswith(f"--save-local {newer}/local: rank 1: {path} has CRC-32 ") and "\n" not in message
-    assert message.endswith("Leave --save-local out once to go on from the shared directory")
+    assert message.endswith("Omit --save-local once to continue from the shared directory")
     assert found(newer, save_local=None) == (2, None)
 
 

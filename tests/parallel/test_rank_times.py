@@ -39,7 +39,8 @@ ALIKE, SLOW = [1.0] * 8, [1.0] * 5 + [1.3] + [1.0] * 2
 
 def test_a_rank_is_named_in_its_second_slow_interval_once_and_its_recovery_told():
     assert said([ALIKE, SLOW, SLOW, SLOW, ALIKE]) == [
-        f"slow: rank 5 (stage 0, {socket.gethostname()}): computation 1.300 s an iteration, 30 % above the 1.000 s of its like",
+        f"slow: rank 5 (stage 0, {socket.gethostname()}): computation 1.300 s per iteration, 30 % slower than the median of its "
+        "stage (1.000 s)",
         "no longer slow: rank 5, computation"]
 
 
@@ -63,7 +64,7 @@ def test_stages_have_their_own_usual_times():
 
 def test_waiting_for_data_is_named():
     lines = said([ALIKE] * 2, [[0.0, 0.5] + [0.0] * 6] * 2)
-    assert len(lines) == 1 and lines[0].endswith("): data 0.500 s an iteration")
+    assert len(lines) == 1 and lines[0].endswith("): data 0.500 s per iteration")
 
 
 def test_no_more_than_three_are_named():

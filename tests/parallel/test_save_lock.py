@@ -122,7 +122,7 @@ def test_a_file_that_tells_nothing_and_is_not_renewed_is_replaced_after_a_beat_a
 def test_a_file_that_tells_nothing_and_is_renewed_is_refused(tmp_path):
     held = Lock(tmp_path, beat=0.05)
     held.path.write_text("")
-    with pytest.raises(ValueError, match="in use by another job: .lock does not tell which"):
+    with pytest.raises(ValueError, match="in use by another job: .lock does not say which"):
         Lock(tmp_path, beat=0.2)
     held.release()
 

@@ -200,7 +200,7 @@ def saved(tmp_path) -> str:
 
 
 @pytest.mark.parametrize(("ranks", "changes", "message"), [
-    (1, {"num_layers": 2}, r"another model, with --num-layers 4 \(this run: 2\); give its values"),
+    (1, {"num_layers": 2}, r"another model, with --num-layers 4 \(this run: 2\); pass its values"),
     (2, {"num_layers": 8}, r"another model, with --num-layers 4 \(this run: 8\)"),
     (1, {"hidden_size": 64, "vocab_size": 80}, r"--hidden-size 32 \(this run: 64\), --ffn-hidden-size 128 \(this run: 256\), "
                                                r"--vocab-size 96 \(this run: 80\)"),

@@ -102,8 +102,8 @@ def test_a_command_of_a_group_says_when_to_use_it(name, capsys):
 
 @pytest.mark.parametrize("words, message", [
     (["tran"], "fugaku-megatron: command tran is unknown: did you mean train?"),
-    (["quux"], "fugaku-megatron: command quux is unknown: give train or vocabulary or preprocess or "),
-    (["--recipe", "demo"], "fugaku-megatron: command --recipe is unknown: give train or "),
+    (["quux"], "fugaku-megatron: command quux is unknown: pass train or vocabulary or preprocess or "),
+    (["--recipe", "demo"], "fugaku-megatron: command --recipe is unknown: pass train or "),
     (["train", "--num-layer", "2"], "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?"),
     (["train"], "fugaku-megatron train: --num-layers, --hidden-size, "),
     (["generate", "--load", "x"], "fugaku-megatron generate: nothing to continue: give --prompt TEXT"),

@@ -105,7 +105,8 @@ def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
 def test_any_path_is_printed_as_it_was_given(tmp_path, locale, name):
     path = os.fsencode(tmp_path) + b"/" + name
     done = subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (2, b"fugaku-megatron verify: " + path + b" is no directory: give what --save named\n")
+    said = b"fugaku-megatron verify: " + path + b" is not a directory: pass the directory of --save\n"
+    assert (done.returncode, done.stderr) == (2, said)
     os.mkdir(path)
     os.mkdir(path + b"/iter_0000001")
     done = subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=60)

@@ -144,7 +144,7 @@ def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
     ("plan --recipe 30b", "--nodes"),
     ("check nowhere.sh", "nowhere.sh is not a file"),
     ("sumbit x", "job: command sumbit is unknown: did you mean submit?"),
-    ("quux x", "job: command quux is unknown: give plan or render or check or submit or slurm"),
+    ("quux x", "job: command quux is unknown: pass plan or render or check or submit or slurm"),
     ("render --all nowhere", "--all nowhere: pass an existing folder"),
 ])
 def test_mistakes_are_one_line(words, answer, capsys):

@@ -86,14 +86,14 @@ def test_a_history_makes_the_same_files(logs, capsys):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["ours.log", "--per-iteration"], "--per-iteration goes with --csv FILE: give both"),
-    (["gone.log"], "gone.log: No such file or directory: give a run's log"),
+    (["ours.log", "--per-iteration"], "--per-iteration needs --csv FILE: pass both"),
+    (["gone.log"], "gone.log: No such file or directory: pass a run's log"),
     (["ours.log", "--csv", "nowhere/t.csv"], "--csv nowhere/t.csv: .*/nowhere is not a directory: make it"),
-    (["ours.log", "--csv", "a100.log"], "--csv a100.log: give a file whose name ends with .csv"),
-    (["ours.log", "--png", "a100.log"], "--png a100.log: give a file whose name ends with .png"),
+    (["ours.log", "--csv", "a100.log"], "--csv a100.log: pass a file whose name ends with .csv"),
+    (["ours.log", "--png", "a100.log"], "--png a100.log: pass a file whose name ends with .png"),
     (["ours.log", "--csv", "folder.csv"], "--csv folder.csv is a directory: give a file in it"),
-    (["ours.log", "--nodes", "0"], "--nodes is 0: give a number above 0"),
-    (["ours.log", "--world-size", "4", "--dry-run"], "give --nodes and --ranks-per-node"),
+    (["ours.log", "--nodes", "0"], "--nodes is 0: pass a number above 0"),
+    (["ours.log", "--world-size", "4", "--dry-run"], "pass --nodes and --ranks-per-node"),
     (["ours.log", "--num-layers", "8"], "--hidden-size, --num-attention-heads"),
     (["ours.log", "--nodes", "3", "--recipe", "30b", "--tensor-model-parallel-size", "2"], "3 ranks .* are not divisible"),
     (["ours.log", "--folow"], r"unknown flag --folow: did you mean --follow\?"),

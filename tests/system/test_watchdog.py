@@ -180,7 +180,7 @@ def test_a_node_that_hears_of_no_other_waits_longer_for_their_word():
     census = count([], [standing(0, 100), standing(1, 100)])
     assert judge(census, alone=True) is None
     found = judge(count([], [standing(0, 121), standing(1, 121)]), alone=True)
-    assert found.text.startswith("all 2 ranks of this node wait, and no other node says for whom: rank 0 (node c0)")
+    assert found.text.startswith("all 2 ranks of this node wait, and no other node has reported a stuck rank: rank 0 (node c0)")
 
 
 def test_silence_of_a_node_counts_when_nobody_else_moves():
@@ -189,7 +189,7 @@ def test_silence_of_a_node_counts_when_nobody_else_moves():
     for others in (count([], [standing(0, 0.1)]), count([], [standing(0, 29)]), count([], [], [standing(0, 0)])):
         assert judge(merge([others, count([silent], [])])) is None
     found = judge(merge([count([], [standing(0, 61)]), count([silent], [])]))
-    assert found.code == ExitCode.LOST_RANK and found.text.startswith("rank 7 (node c7) is silent with its node")
+    assert found.code == ExitCode.LOST_RANK and found.text.startswith("rank 7 (node c7) and its node do not answer")
 
 
 def test_ranks_that_never_spoke_are_named():

@@ -55,13 +55,13 @@ def test_the_first_node_names_a_rank_of_another_with_all_that_wait(ended: dict[s
 
 def test_a_node_that_is_silent_is_lost(ended):
     job = ended["a whole node"]
-    assert "rank 2 (node made-up 2) is silent with its node, last seen in forward of micro-batch 3, iteration 12, " in job.said
+    assert "rank 2 (node made-up 2) and its node do not answer, last seen in forward of micro-batch 3, iteration 12, " in job.said
     assert "; 2 ranks wait for it" in job.said and job.codes[0] == ExitCode.LOST_RANK
 
 
 def test_another_node_speaks_for_the_first_one(ended):
     job = ended["the first node"]
-    assert "rank 0 (node made-up 0) is silent with its node, " in job.said and job.codes[1] == ExitCode.LOST_RANK, job.said
+    assert "rank 0 (node made-up 0) and its node do not answer, " in job.said and job.codes[1] == ExitCode.LOST_RANK, job.said
 
 
 def test_a_report_of_thousands_of_nodes_stays_short():

@@ -130,12 +130,12 @@ def test_a_pipe_or_a_folder_is_refused_without_waiting(path):
     for name in (path, tracker):
         name.unlink(missing_ok=True)
         os.mkfifo(name)
-    assert "no regular file" in refusal(path)
-    with pytest.raises(ValueError, match="no regular file"):
+    assert "not a regular file" in refusal(path)
+    with pytest.raises(ValueError, match="not a regular file"):
         manifest.latest_iteration(path.parents[1])
     path.unlink()
     path.mkdir()
-    assert "no regular file" in refusal(path)
+    assert "not a regular file" in refusal(path)
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "12" * 60, "-1", "1.5"])

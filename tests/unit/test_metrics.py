@@ -197,8 +197,8 @@ def test_peak_memory_of_all_ranks_in_one_line():
 
 
 @pytest.mark.parametrize("make, problem", [
-    (lambda path: path.mkdir(), "no regular file"),
-    (os.mkfifo, "no regular file"),
+    (lambda path: path.mkdir(), "not a regular file"),
+    (os.mkfifo, "not a regular file"),
     (lambda path: path.write_text("[" * 200_000 + "\n\n"), "line 1: brackets"),
     (lambda path: path.write_text("{}\n"), "line 1 has no iteration"),
     (lambda path: path.write_text("[1]\n"), "line 1 has no iteration"),

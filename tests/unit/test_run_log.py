@@ -133,7 +133,7 @@ def test_a_log_that_was_written_anew_is_read_anew(tmp_path):
 
 
 def test_mistakes_are_named(tmp_path):
-    with pytest.raises(ValueError, match="gone.log: No such file or directory: give a run's log"):
+    with pytest.raises(ValueError, match="gone.log: No such file or directory: pass a run's log"):
         read_log(tmp_path / "gone.log")
     with pytest.raises(ValueError, match="no line of an iteration"):
         read_log(written(tmp_path, "hello\n"))
@@ -167,9 +167,9 @@ def test_a_run_line_with_what_no_run_has_is_refused_with_its_file(tmp_path, name
 
 def test_what_is_no_file_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "run.log")
-    with time_limit(), pytest.raises(ValueError, match="run.log: is no regular file: give a run's log"):
+    with time_limit(), pytest.raises(ValueError, match="run.log: is not a regular file: pass a run's log"):
         read_log(tmp_path / "run.log")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         read_log(tmp_path)
     with pytest.raises(ValueError, match="run.log line 1: not a run line"):
         read_log(written(tmp_path, "run: {" + "[" * 200_000 + "\n", "other run.log"))

@@ -20,7 +20,8 @@ def named(found):
 def test_a_rank_that_computes_longer_than_its_like():
     found = find(interval([1.0, 1.0, 1.3, 1.05]), [1.0])
     assert named(found) == [(2, 0, "computation")]
-    assert found[0].text("node7") == "rank 2 (stage 0, node7): computation 1.300 s an iteration, 30 % above the 1.000 s of its like"
+    assert found[0].text("node7") == ("rank 2 (stage 0, node7): computation 1.300 s per iteration, 30 % slower than the median of "
+                                      "its stage (1.000 s)")
 
 
 def test_the_slowest_comes_first():
@@ -41,7 +42,7 @@ def test_stages_of_few_ranks_are_compared_by_their_work():
 
 def test_data_should_not_be_waited_for():
     found = find(interval([1.0, 1.0], data=[0.5, 0.0]), [1.0])
-    assert named(found) == [(0, 0, "data")] and found[0].text("a") == "rank 0 (stage 0, a): data 0.500 s an iteration"
+    assert named(found) == [(0, 0, "data")] and found[0].text("a") == "rank 0 (stage 0, a): data 0.500 s per iteration"
 
 
 def test_a_record_is_read_back():
