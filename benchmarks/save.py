@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.checks import check
 from fugaku_megatron.data.dataset import MockDataset
@@ -61,7 +62,8 @@ def run(options: argparse.Namespace) -> None:
 def build(options: argparse.Namespace, folder: str) -> Trainer:
     """A trainer on one rank that saves into `folder`."""
     config = shapes.run_of(options, seq_length=options.seq_length, train_iters=1000, save=folder, keep_last=1, async_save=True)
-    return Trainer(config, SoloComm(), train=MockDataset(config.model.vocab_size, options.seq_length, 4096, 1))
+    data = MockDataset(config.model.vocab_size, options.seq_length, 4096, 1)
+    return Trainer(config, SoloComm(), Grid(1, 1, 1).groups(SoloComm()), data)
 
 
 def one_round(trainer: Trainer, folder: str) -> dict[str, float]:

@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> None:
     check(options.tensor_model_parallel_size == 1, "--tensor-model-parallel-size: this benchmark has one rank, leave it out")
     watch, config = disturbance.Watch(torch.get_num_threads(), time.process_time), shapes.run_of(
         options, seq_length=options.seq_length, train_iters=10 * options.rounds + 10)
-    trainer = Trainer(config, SoloComm(), train=MockDataset(config.model.vocab_size, options.seq_length, 4096, 1))
+    data = MockDataset(config.model.vocab_size, options.seq_length, 4096, 1)
+    trainer = Trainer(config, SoloComm(), Grid(1, 1, 1).groups(SoloComm()), data)
     with tempfile.TemporaryDirectory() as folder:
         with watching(trainer, Path(folder)) as watched:
             rounds = [one_round(trainer, watched, bool(i % 2)) for i in range(-1, options.rounds)][1:]

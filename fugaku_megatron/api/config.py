@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..config.arguments import build_parser, checked_run, field_values, run_flags
@@ -75,7 +75,7 @@ class Config:
 
     @staticmethod
     def _names() -> list[str]:
-        return [name for config in GROUPS.values() for name in config.__dataclass_fields__]
+        return [f.name for config in GROUPS.values() for f in fields(config)]
 
     def __repr__(self) -> str:
         words = [repr(self.base)] * bool(self.base) + [f"{name}={value!r}" for name, value in self.given.items()]

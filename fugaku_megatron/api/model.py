@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, overload
 
 import torch
@@ -50,9 +51,9 @@ def load(path: str | os.PathLike[str], *, ckpt_step: int | None = None, dtype: s
     weights = open_weights(os.fspath(path), ckpt_step, vocab_size)
     if tokenizer_type is None and tokenizer_model is not None:
         tokenizer_type = "HuggingFaceTokenizer" if Path(tokenizer_model).is_dir() else "SentencePieceTokenizer"
-    given = {"tokenizer_type": tokenizer_type, "vocab_file": vocab_file, "merge_file": merge_file,
-             "tokenizer_model": tokenizer_model}
-    flags = TokenizerFlags(**{name: str(value) for name, value in given.items() if value is not None})
+    files = {"vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model}
+    given = {name: os.fspath(value) for name, value in files.items() if value is not None}
+    flags = TokenizerFlags.of(SimpleNamespace(tokenizer_type=tokenizer_type, **given))
     model = Model(weights, dtype, flags, os.fspath(path))
     if flags.named:
         _ = model.tokenizer  # a mistake is told now
@@ -76,7 +77,7 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """encode(text) -> token ids, decode(ids) -> text. ValueError where the model came without one and none was named."""
         carried, data = self._weights.carried, self._weights.config.get("data", {})
-        return choose_tokenizer(self._flags, data, carried or Path(os.devnull), self.architecture.vocab_size, self._where)
+        return choose_tokenizer(self._flags, data, carried or Path(os.devnull), self._loaded.vocab_size, self._where)
 
     def config(self, **flags: Any) -> Config:
         """The config of a run that trains this model, with flags beyond its architecture, such as micro_batch_size and lr."""
@@ -84,8 +85,9 @@ class Model:
         return Config(**{**own, **flags})
 
     @overload
-    def generate(self, prompt: str, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ..., top_p: float = ...,
-                 seed: int = ..., stop: Sequence[str] = ...) -> str: ...
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts as well, and this signature counts
+            self, prompt: str, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ..., top_p: float = ...,
+            seed: int = ..., stop: Sequence[str] = ...) -> str: ...
 
     @overload
     def generate(self, prompt: Sequence[str], max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ...,
@@ -122,25 +124,26 @@ class Model:
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """FP32 logits (s, v) of the token after each of `tokens` (s,)."""
-        ids, model = torch.as_tensor(tokens), self.architecture
+        ids, model, vocab_size = torch.as_tensor(tokens), self.architecture, self._loaded.vocab_size
         check(ids.dim() == 1 and len(ids) > 0 and not ids.is_floating_point(), f"tokens have shape {tuple(ids.shape)} and type "
               f"{ids.dtype}: give a list of token ids")
-        check(0 <= int(ids.min()) <= int(ids.max()) < model.vocab_size, f"tokens are {int(ids.min())} to {int(ids.max())}, outside "
-              f"the vocabulary of {model.vocab_size}")
+        check(0 <= int(ids.min()) <= int(ids.max()) < vocab_size, f"tokens are {int(ids.min())} to {int(ids.max())}, outside "
+              f"the vocabulary of {vocab_size}")
         check(not model.learned_positions or len(ids) <= model.max_position_embeddings, f"{len(ids)} tokens are given, and the "
               f"model has {model.max_position_embeddings} positions: give at most these")
         x = through_stages(self._loaded, ids.long()[:, None], EVALUATION)
-        return self._loaded.stage.last.logits(x)[:, 0, : model.vocab_size].float().contiguous()
+        assert x is not None, "this process has all stages"
+        return self._loaded.logits(x)[:, 0, :vocab_size].float().contiguous()
 
     def save_hf(self, directory: str | os.PathLike[str]) -> None:
         """Write a new directory that Hugging Face's from_pretrained loads, with the tokenizer's files where there are some.
 
         ValueError for a directory that is not empty, and for a block that no architecture of Hugging Face has.
         """
-        parameters = {p.spec.name: p.data for p in self._loaded.stage.parameters()}
+        weights = self._loaded.weights
         rows = {name: spec[0] for name, spec in self._shapes().items()}
         in_memory = Weights(self.architecture, dict.fromkeys(self._weights.dtypes, self._loaded.dtype),
-                            lambda name: parameters[name][: rows[name]], self._weights.carried)
+                            lambda name: weights[name][: rows[name]], self._weights.carried)
         with whole("save_hf", os.fspath(directory)) as target:
             save_hugging_face(in_memory, target, SHARD_BYTES)
 

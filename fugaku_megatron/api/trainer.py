@@ -191,26 +191,26 @@ class Trainer:
 
     def _prepare(self, count: int | None) -> int:
         """Make the run long enough, and its data; the iteration at which these steps end."""
-        trainer, length = self._trainer, self._end
+        trainer, end = self._trainer, self._end if count is None else self.iteration + count
+        if end is None or count is None and not self._length_given:
+            raise ValueError("steps() goes to the end of the run, which is not known: pass a number to steps, or train_iters to "
+                             "Config")
         if not self._length_given:
-            check(count is not None, "steps() goes to the end of the run, which is not known: give steps a number, or Config "
-                  "train_iters")
-            self._lengthen(self.iteration + count)
-        elif count is not None:
-            check(self.iteration + count <= length, f"steps({count}) after iteration {self.iteration} goes beyond the "
-                  f"{length} iterations of the run: ask for fewer, or give Config a larger train_iters")
+            self._lengthen(end)
+        check(self._end is None or end <= self._end, f"steps({count}) after iteration {self.iteration} goes beyond the {self._end} "
+              "iterations of the run: ask for fewer, or pass a larger train_iters to Config")
         needed = self._samples_needed(trainer.layout, trainer.progress)
         if needed > self._opened:
             trainer.close()
             trainer.train, self._opened = self._open(needed, 0)[0], needed
-        return length if count is None else self.iteration + count
+        return end
 
     def _lengthen(self, end: int) -> None:
         """A run without a length goes on to iteration `end`."""
         if self._end is not None and end <= self._end:
             return
         optimizer = self._run.optimizer
-        own = optimizer.lr_decay_style == "constant" or optimizer.lr_decay_iters or optimizer.lr_decay_tokens
+        own = optimizer.lr_decay_style == "constant" or bool(optimizer.lr_decay_iters or optimizer.lr_decay_tokens)
         check(self._end is None or own, f"the learning rate decays ({optimizer.lr_decay_style}) over the {self._end} iterations of "
               "the first steps(): give Config train_iters, or lr_decay_style constant")
         trainer, run = self._trainer, self._with_length(end)

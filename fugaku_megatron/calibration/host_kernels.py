@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..comm.grid import Grid
 from ..comm.solo import SoloComm
 from ..config.arguments import make_run
 from ..config.layout import Layout
@@ -83,8 +84,8 @@ def _tiny(layers: int, microbatches: int) -> RunConfig:
 
 
 def _step_seconds(run: RunConfig) -> float:
-    data = [MockDataset(run.model.vocab_size, run.model.seq_length, 1024, seed) for seed in (1, 2)]
-    trainer = Trainer(run, SoloComm(), None, *data)
+    train, valid = (MockDataset(run.model.vocab_size, run.model.seq_length, 1024, seed) for seed in (1, 2))
+    trainer = Trainer(run, SoloComm(), Grid(1, 1, 1).groups(SoloComm()), train, valid)
     try:
         return statistics.median(trainer.train_step().seconds for _ in range(STEPS))
     finally:

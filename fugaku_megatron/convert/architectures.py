@@ -6,6 +6,7 @@ reading and writing files (hugging_face.py), fields that do not correspond to on
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -143,19 +144,19 @@ _DECODER_PLACES = {
     _LAYER + "mlp.linear_fc1": (("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), stacked),
     _LAYER + "mlp.linear_fc2": (("layers.{}.mlp.down_proj",), whole),
     "decoder.final_layernorm": (("norm",), whole), "output_layer": (("lm_head",), whole)}
-_DECODER = {"prefix": "model.", "fields": _DECODER_FIELDS, "places": _DECODER_PLACES}
+_decoder = functools.partial(Architecture, prefix="model.", fields=_DECODER_FIELDS, places=_DECODER_PLACES)
 
-LLAMA = Architecture(
-    name="LlamaForCausalLM", model_type="llama", **_DECODER, rules=(HEADS, ROTARY, tied(False), NO_DROPOUT),
+LLAMA = _decoder(
+    name="LlamaForCausalLM", model_type="llama", rules=(HEADS, ROTARY, tied(False), NO_DROPOUT),
     only={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)}, block={**_DECODER_BLOCK, "window_size": None})
-MISTRAL = Architecture(
-    name="MistralForCausalLM", model_type="mistral", **_DECODER, rules=(HEADS, ROTARY, WINDOW, tied(False), NO_DROPOUT),
+MISTRAL = _decoder(
+    name="MistralForCausalLM", model_type="mistral", rules=(HEADS, ROTARY, WINDOW, tied(False), NO_DROPOUT),
     only=_SILU, block=_DECODER_BLOCK)
-QWEN2 = Architecture(
-    name="Qwen2ForCausalLM", model_type="qwen2", **_DECODER, rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
+QWEN2 = _decoder(
+    name="Qwen2ForCausalLM", model_type="qwen2", rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
     only=_NO_WINDOW, block={**_DECODER_BLOCK, "window_size": None, "add_qkv_bias": True})
-QWEN3 = Architecture(
-    name="Qwen3ForCausalLM", model_type="qwen3", **_DECODER, rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
+QWEN3 = _decoder(
+    name="Qwen3ForCausalLM", model_type="qwen3", rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
     only={**_NO_WINDOW, "attention_bias": (False,)}, block={**_DECODER_BLOCK, "window_size": None, "qk_layernorm": True})
 
 ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)

@@ -28,11 +28,12 @@ class Rule:
     write: Callable[[ModelConfig], dict[str, Any]]
 
 
-def number(config: dict[str, Any], name: str, default: float | None, kind: type = int | float) -> Any:
-    """A number or null of config.json, above 0. kind: int for a whole number. ValueError for anything else."""
+def number(config: dict[str, Any], name: str, default: float | None, whole: bool = False) -> Any:
+    """A number or null of config.json, above 0. whole: a whole number. ValueError for anything else."""
     value = config.get(name, default)
-    right = value is None or isinstance(value, kind) and not isinstance(value, bool) and 0 < value < LARGEST
-    what = "a whole number" if kind is int else "a number"
+    kinds = (int,) if whole else (int, float)
+    right = value is None or isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < LARGEST
+    what = "a whole number" if whole else "a number"
     check(right, f"{FILE}: {name} is {value!r:.60}, not {what} above 0")
     return default if value is None else value
 
@@ -51,9 +52,9 @@ def tied(default: bool) -> Rule:
 
 def _read_heads(config: dict[str, Any]) -> dict[str, Any]:
     heads = config.get("num_attention_heads")
-    groups = number(config, "num_key_value_heads", heads, int)
+    groups = number(config, "num_key_value_heads", heads, whole=True)
     shared = {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
-    return {**shared, "kv_channels": number(config, "head_dim", None, int)}
+    return {**shared, "kv_channels": number(config, "head_dim", None, whole=True)}
 
 
 HEADS = Rule(_read_heads, lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels})
@@ -75,7 +76,7 @@ def _read_rope(config: dict[str, Any]) -> dict[str, Any]:
     rope = {**rope, POSITIONS: positions}
     for name, ours in LLAMA3.items():
         check(rope.get(name) is not None, f"{FILE}: rope_scaling of type llama3 has no {name}")
-        values[ours] = number(rope, name, None, int) if name == POSITIONS else float(number(rope, name, None))
+        values[ours] = number(rope, name, None, whole=True) if name == POSITIONS else float(number(rope, name, None))
     return {**values, "use_rope_scaling": True}
 
 
@@ -90,7 +91,7 @@ ROTARY = Rule(_read_rope, _write_rope)
 def _read_window(config: dict[str, Any]) -> dict[str, Any]:
     """Mistral's sliding_window w: a token sees itself and w - 1 before it; left out it is 4096, null: all."""
     given = config.get("sliding_window", 4096)
-    window = None if given is None else number(config, "sliding_window", 4096, int)
+    window = None if given is None else number(config, "sliding_window", 4096, whole=True)
     _check_layers(config, "full_attention" if window is None else "sliding_attention")
     return {"window_size": None if window is None else f"{window - 1},0"}
 

@@ -77,14 +77,15 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
     """What a config.json describes. ValueError naming the field and its value where the block cannot be that."""
     known = {row.model_type: row for row in ARCHITECTURES}
     kind = config.get("model_type")
-    check(isinstance(kind, str) and kind in known, f"{FILE}: model_type is {kind!r:.60}: it can be {', '.join(known)}")
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f"{FILE}: model_type is {kind!r:.60}: it can be {', '.join(known)}")
     architecture = known[kind]
     named = config.get("architectures") or [architecture.name]
     right = isinstance(named, list) and not {architecture.name, architecture.without_head}.isdisjoint(map(str, named))
     check(right, f"{FILE}: architectures is {named!r:.80}, and the block is {architecture.name}")
-    for name, values in {**architecture.only, **ONLY}.items():
-        given = config.get(name, values[0])
-        check(given in values, f"{FILE}: {name} is {given!r:.80}, and the block computes {' or '.join(map(repr, values))}")
+    for name, built in {**architecture.only, **ONLY}.items():
+        given = config.get(name, built[0])
+        check(given in built, f"{FILE}: {name} is {given!r:.80}, and the block computes {' or '.join(map(repr, built))}")
     values = {**architecture.block, **_fields(architecture, config)}
     for rule in architecture.rules:
         values |= rule.read(config)
@@ -96,7 +97,8 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
 
 def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     """ModelConfig's values by name, each of its type."""
-    values, ours = {}, {f.name: f for f in fields(ModelConfig)}
+    values: dict[str, Any] = {}
+    ours = {f.name: f for f in fields(ModelConfig)}
     for row in architecture.fields:
         value = config.get(row.theirs, row.default)
         check(value is not REQUIRED, f"{FILE} has no {row.theirs}")
@@ -150,13 +152,13 @@ def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConf
 
 def _stored_names(files: TensorDirectory, architecture: Architecture, names: list[str]) -> dict[str, str]:
     """Their names -> those in the files, which may lack the prefix; every tensor there is accounted for."""
-    stored = {name: next((n for n in (name, name.removeprefix(architecture.prefix)) if n in files.tensors), None) for name in names}
-    lacking = next((name for name, found in stored.items() if found is None), None)
+    stored = {name: n for name in names for n in (name.removeprefix(architecture.prefix), name) if n in files.tensors}
+    lacking = next((name for name in names if name not in stored), None)
     check(lacking is None, f"{files.path} holds no tensor {lacking}, which {FILE} asks for")
-    foreign = set(files.tensors) - set(stored.values())
-    if HEAD in foreign:
+    others = set(files.tensors) - set(stored.values())
+    if HEAD in others:
         _check_tied(files, next(iter(stored.values())))
-    rest = sorted(name for name in foreign - {HEAD} if not architecture.unused.fullmatch(name))
+    rest = sorted(name for name in others - {HEAD} if not architecture.unused.fullmatch(name))
     check(not rest, f"{files.path} holds {len(rest)} tensors that {architecture.name} does not have here, such as {rest[:1]}")
     return stored
 

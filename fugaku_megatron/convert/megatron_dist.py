@@ -15,10 +15,11 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ..config.checks import check
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
@@ -34,24 +35,27 @@ def open_dist(path: Path, vocab_size: int | None) -> Weights:
     """The weights of one iteration's directory. ValueError, one line, for what is missing, damaged or not built here."""
     metadata, common = pickled.load_metadata(path / METADATA), pickled.load(path / COMMON)
     check("args" in common, f"{path / COMMON} holds no arguments of Megatron-LM")
-    stored = {name: key for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
-              and "optimizer" not in key and (name := our_name(key))}
+    tensors = {key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
+    stored = {name: key for key in tensors if "optimizer" not in key and (name := our_name(key))}
     check(WORD_EMBEDDINGS in stored, f"{path} holds no {WORD_EMBEDDINGS}")
     try:
-        model = model_of(common["args"], metadata.state_dict_metadata[stored[WORD_EMBEDDINGS]].size[0], vocab_size)
+        model = model_of(common["args"], tensors[stored[WORD_EMBEDDINGS]].size[0], vocab_size)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    reader = _Reader(path, metadata, specs(model), stored)
+    reader = _Reader(path, metadata.storage_data, tensors, specs(model), stored)
     reader.check({OUTPUT} if model.tied else set())
     return Weights(model, {name: reader.dtype(name) for name in reader.specs}, reader)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Puts global tensors together. stored: our names, of stacked layers without a number -> their keys."""
+    """Puts global tensors together. places, tensors: of the metadata. stored: our names, of stacked layers without a number, to
+    their keys.
+    """
 
     path: Path
-    metadata: Metadata
+    places: dict[MetadataIndex, Any]
+    tensors: dict[str, TensorStorageMetadata]
     specs: dict[str, ParameterSpec]
     stored: dict[str, str]
 
@@ -74,12 +78,12 @@ class _Reader:
         check_rest(self.path, {key for name, key in self.stored.items() if key not in read and name not in unused})
 
     def _shape(self, key: str, layer: int | None) -> tuple[int, ...]:
-        size = tuple(self.metadata.state_dict_metadata[key].size)
+        size = tuple(self.tensors[key].size)
         return size if layer is None else size[1:]
 
     def dtype(self, name: str) -> torch.dtype:
         """Of one of our tensors: the widest of theirs."""
-        return widest(self.metadata.state_dict_metadata[key].properties.dtype for key, _ in self._places(name))
+        return widest(self.tensors[key].properties.dtype for key, _ in self._places(name))
 
     def __call__(self, name: str) -> Tensor:
         spec, parts = self.specs[name], [self._global(key, layer) for key, layer in self._places(name)]
@@ -89,7 +93,7 @@ class _Reader:
     def _global(self, key: str, layer: int | None) -> Tensor:
         """A global tensor, or one layer of it, from its pieces."""
         shape = self._shape(key, layer)
-        whole, filled = torch.empty(shape, dtype=self.metadata.state_dict_metadata[key].properties.dtype), 0
+        whole, filled = torch.empty(shape, dtype=self.tensors[key].properties.dtype), 0
         for offsets, piece in self._pieces(key, layer):
             whole[tuple(slice(first, first + length) for first, length in zip(offsets, piece.shape))] = piece
             filled += piece.numel()
@@ -97,7 +101,7 @@ class _Reader:
         return whole
 
     def _pieces(self, key: str, layer: int | None) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        for chunk in self.metadata.state_dict_metadata[key].chunks:
+        for chunk in self.tensors[key].chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             if layer is None:
                 yield offsets, self._piece(key, chunk.offsets).view(sizes)
@@ -106,8 +110,9 @@ class _Reader:
 
     def _piece(self, key: str, offsets: torch.Size) -> Tensor:
         """What torch.save wrote of a piece."""
-        place = self.metadata.storage_data.get(MetadataIndex(key, offsets))
-        check(place is not None, f"{self.path / METADATA} does not say where {key} at {list(offsets)} lies")
+        place = self.places.get(MetadataIndex(key, offsets))
+        if place is None:
+            raise ValueError(f"{self.path / METADATA} does not say where {key} at {list(offsets)} lies")
         file = self.path / place.relative_path
         check(Path(place.relative_path).name == place.relative_path and file.is_file(), f"{file} is missing")
         with open(file, "rb") as stream:

@@ -64,16 +64,16 @@ def model_of(args: argparse.Namespace, rows: int, vocab_size: int | None) -> Mod
     ValueError naming the argument and its value where the block cannot be that.
     """
     given = vars(args)
-    for name, values in _ONLY:
-        check(given.get(name, values[0]) in values, f"{name} is {given.get(name)!r:.60}, and the block computes {values[0]}")
-    values = {**dict(_values(given)), "vocab_size": vocab_size or given.get("vocab_size") or rows,
+    for name, built in _ONLY:
+        check(given.get(name, built[0]) in built, f"{name} is {given.get(name)!r:.60}, and the block computes {built[0]}")
+    values: dict[str, Any] = {**dict(_values(given)), "vocab_size": vocab_size or given.get("vocab_size") or rows,
               "mask_vocab_padding": MASKED, "position_embedding_type": _positions(given),
               "disable_bias_linear": not given.get("add_bias_linear", True)}
     check(0 < values["vocab_size"] <= rows, f"the vocabulary has {values['vocab_size']} tokens, its embedding {rows} rows")
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
     tanh = values.get("swiglu") or given.get("bias_gelu_fusion", True) or given.get("openai_gelu")
-    check(tanh, "bias_gelu_fusion is False, which is exact GELU there, and the block computes its tanh form")
+    check(bool(tanh), "bias_gelu_fusion is False, which is exact GELU there, and the block computes its tanh form")
     return ModelConfig(**values)
 
 

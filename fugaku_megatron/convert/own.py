@@ -54,11 +54,12 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
     """The weights of the latest checkpoint in `directory`, or of `iteration`. ValueError where there is none, or one is damaged."""
     prefix = f"--load {directory}: "
     try:
-        iteration = existing_iteration(directory) if iteration is None else iteration
-        check(iteration is not None, "holds no checkpoint")
-        manifest = read_manifest(directory, iteration)
+        found = existing_iteration(directory) if iteration is None else iteration
+        if found is None:
+            raise ValueError("holds no checkpoint")
+        manifest = read_manifest(directory, found)
         model = saved_run(manifest, (1, 1)).model
-        read = _reader(iteration_path(Path(directory), iteration), manifest, model)
+        read = _reader(iteration_path(Path(directory), found), manifest, model)
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from error
     carried = Path(directory) / CARRIED
@@ -67,7 +68,8 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
 
 def _reader(path: Path, manifest: dict[str, Any], model: ModelConfig) -> _Reader:
     """The pieces of each weight, from the records of all files."""
-    files, dtypes = defaultdict(lambda: defaultdict(lambda: {"shards": []})), {}
+    files: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(lambda: {"shards": []}))
+    dtypes: dict[str, torch.dtype] = {}
     for file, entry in manifest["files"].items():
         for record in entry["shards"]:
             place = files[record["key"]][file]
@@ -89,7 +91,7 @@ def save_own(weights: Weights, directory: Path) -> None:
     config = {"model": {**asdict(weights.model), "make_vocab_size_divisible_by": 1},
               "precision": asdict(precision_of(weights))}
     state = {"progress": {"iteration": 0, "consumed_samples": 0}, "scaler": {}, "optimizer_steps": 0, "weights_only": True}
-    layout = {**_LAYOUT, "pipeline_split": str(weights.model.num_layers)}
+    layout: dict[str, int | str] = {**_LAYOUT, "pipeline_split": str(weights.model.num_layers)}
     save_alone(directory, lambda path: dict(_write_parts(weights, path)), Description(0, layout, config, state))
 
 

@@ -26,7 +26,7 @@ SAVE_AS = "save the model in F32, BF16 or F16"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlainFile:
     """A file without checksums, a `checkpoint.tensor_files.Readable`."""
 
@@ -85,8 +85,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     names = read_json(index).get("weight_map")
-    right = isinstance(names, dict) and all(isinstance(file, str) and Path(file).name == file for file in names.values())
-    check(right, f"{index} has no weight_map of tensors and files in this directory")
+    if not isinstance(names, dict) or not all(isinstance(file, str) and Path(file).name == file for file in names.values()):
+        raise ValueError(f"{index} has no weight_map of tensors and files in this directory")
     return names
 
 
@@ -95,9 +95,8 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFil
     for file in sorted(set(weight_map.values())):
         check((path / file).is_file(), f"{path / file} is missing, and {INDEX} names it: copy the whole directory again")
         tensors |= _header(path / file)
-    lacking = next((name for name in weight_map if name not in tensors), None)
-    file = path / weight_map.get(lacking, "")
-    check(lacking is None, f"{file} does not hold {lacking}, as {INDEX} says: copy the directory again")
+    for name, file in weight_map.items():
+        check(name in tensors, f"{path / file} does not hold {name}, as {INDEX} says: copy the directory again")
     return tensors
 
 

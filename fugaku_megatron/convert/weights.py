@@ -22,7 +22,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import BatchConfig, RunConfig
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
-from ..nn.parameter import ParameterSpec
+from ..nn.parameter import ParameterSpec, spec_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -68,7 +68,7 @@ def specs(model: ModelConfig) -> dict[str, ParameterSpec]:
     """What every weight of the model is, by global name, in its order, the vocabulary without padding."""
     run = RunConfig(model=replace(model, make_vocab_size_divisible_by=1), batch=BatchConfig(micro_batch_size=1))
     stage = Stage(run, Grid(1, 1, 1).groups(SoloComm()), Ops.build())
-    return {parameter.spec.name: parameter.spec for parameter in stage.parameters()}
+    return {spec.name: spec for spec in map(spec_of, stage.parameters())}
 
 
 def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:

@@ -166,6 +166,7 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray, str
     """Tokens of --input or --data-path, and that flag with its value."""
     if request.data_path:
         return IndexedDataset(request.data_path).tokens, f"--data-path {request.data_path}"
+    assert request.input is not None, "a request names a text or a data set"
     return np.array(tokenizer.encode(read_text(request.input, "--input")), np.int32), f"--input {request.input}"
 
 

@@ -41,8 +41,8 @@ class Decoder:
 
         On the ranks of the last stage, until the next call; None elsewhere.
         """
-        results = [self._forward(part) for part in _parts(new)]
-        return results[0] if results[0] is None or len(results) == 1 else torch.cat(results)
+        results = [logits for part in _parts(new) if (logits := self._forward(part)) is not None]
+        return torch.cat(results) if len(results) > 1 else results[0] if results else None
 
     def _forward(self, new: dict[int, Sequence[int]]) -> Tensor | None:
         lengths = [len(tokens) for tokens in new.values()]
@@ -50,23 +50,31 @@ class Decoder:
         for sample, length in zip(new, lengths, strict=True):
             self.lengths[sample] += length
         tokens = torch.tensor([token for tokens in new.values() for token in tokens]).unsqueeze(1)  # (r, 1)
-        repeats = self._recorder is not None and rows.one_each and len(tokens) <= FEW_ROWS
-        logits = (self._repeated if repeats else self._computed)(tokens, rows)
+        if self._recorder and rows.one_each and len(tokens) <= FEW_ROWS:
+            logits: Tensor | None = self._repeated(self._recorder, tokens, rows)
+        else:
+            logits = self._computed(tokens, rows)
         if logits is None:
             return None
-        return gather_from_tensor_parallel(logits, self.loaded.groups.tp)[:, 0, : self.loaded.run.model.vocab_size].float()
+        return gather_from_tensor_parallel(logits, self.loaded.groups.tp)[:, 0, : self.loaded.vocab_size].float()
 
     def _computed(self, tokens: Tensor, rows: Rows) -> Tensor | None:
         """This rank's columns of the logits (samples, 1, v) after tokens (r, 1); None on ranks of other stages."""
         x = through_stages(self.loaded, tokens, Pass(first_sample=0, training=False, rows=rows))
-        return None if x is None else self.loaded.stage.last.logits(x if rows.one_each else x[rows.last]).contiguous()
+        return None if x is None else self.loaded.logits(x if rows.one_each else x[rows.last]).contiguous()
 
-    def _repeated(self, tokens: Tensor, rows: Rows) -> Tensor:
+    def _repeated(self, recorder: RecordingKernels, tokens: Tensor, rows: Rows) -> Tensor:
         """What `_computed` gives for one token (r, 1) of each sample, from recorded calls; the first time they are recorded."""
         inputs, known = (tokens, *rows.tensors), self._recorded.get(len(tokens))
         if known:
             return known(inputs)
-        step = self._recorded[len(tokens)] = self._recorder.record(lambda: self._computed(tokens, rows), inputs)
+
+        def compute() -> Tensor:
+            logits = self._computed(tokens, rows)
+            assert logits is not None, "a recorder has all stages"
+            return logits
+
+        step = self._recorded[len(tokens)] = recorder.record(compute, inputs)
         return step.result
 
 

@@ -43,7 +43,8 @@ class Model:
         with everywhere():
             run = saved_run(manifest, evaluate.sizes_of(source, world, manifest["layout"]))
             self.window = model.window(run.model)
-        self.batch, self.tokenizers = model.micro_batch_size, []
+        self.batch = model.micro_batch_size
+        self.tokenizers: list[Tokenizer] = []
         on_root(world, lambda: self.tokenizers.append(source.open_tokenizer(manifest)))
         self.loaded: LoadedModel = load_model(run, world, source.load, iteration, manifest)
 
@@ -51,28 +52,32 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         return self.tokenizers[0]
 
+    def ending(self, words: Sequence[str]) -> Ending:
+        """Where a continuation ends."""
+        return Ending(self.tokenizer.decode, self.tokenizer.eod, words)
+
     def score(self, requests: Sequence[Request]) -> list[tuple[float, float]]:
         """As `scoring.score`, a pair for each request. Collective."""
         if not requests:
             return []
         progress = evaluate.Progress(self.loaded.groups.world, "requests", len(requests))
-        return [tuple(pair) for pair in score(self.loaded, requests, self.batch, progress).tolist()]
+        return [(pair[0], pair[1]) for pair in score(self.loaded, requests, self.batch, progress).tolist()]
 
     def go_on(self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling,
               words: Sequence[str]) -> list[list[int]]:
         """Tokens that each prompt goes on with, until one of the words or the end of a text. Collective."""
-        ending = Ending(self.tokenizer.decode, self.tokenizer.eod, words) if self.tokenizers else None
-        *_, ids = steps(self.loaded, prompts, new_tokens, sampling, lambda sample, ids: ending.reached(ids))
+        ending = self.ending(words) if self.tokenizers else None  # the first rank alone is asked
+        *_, ids = steps(self.loaded, prompts, new_tokens, sampling, lambda sample, ids: ending is not None and ending.reached(ids))
         return ids
 
 
 def serve(world: Comm) -> None:
     """What the first rank asks for, on the others, until it is done."""
-    model = None
+    model: Model | None = None
     while (order := world.broadcast_object(None)) is not None:
         name, arguments = order
         if model is None:
-            model = Model(*arguments, world)
+            model = Model(arguments[0], world)
         else:
             getattr(model, name)(*arguments)
 
@@ -104,7 +109,8 @@ class Asker:
 
     def texts_until(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """The text that goes on after each context; with it stand the harness's settings: until, max_gen_toks, temperature ..."""
-        results, groups = [""] * len(asked), {}
+        results = [""] * len(asked)
+        groups: dict[str, list[int]] = {}
         for number, (_, settings) in enumerate(asked):
             groups.setdefault(repr(sorted(settings.items())), []).append(number)
         for numbers in groups.values():
@@ -113,7 +119,7 @@ class Asker:
                 some = numbers[start : start + self.model.batch]
                 prompts = [self._prompt(asked[number][0], new_tokens) for number in some]
                 for number, ids in zip(some, self._ask("go_on", prompts, new_tokens, sampling, words), strict=True):
-                    results[number] = Ending(self.model.tokenizer.decode, self.model.tokenizer.eod, words).text(ids)
+                    results[number] = self.model.ending(words).text(ids)
         return results
 
     def _prompt(self, context: str, new_tokens: int) -> list[int]:

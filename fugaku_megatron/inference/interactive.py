@@ -54,11 +54,11 @@ def converse(world: Comm, encode: Callable[[str], list[int]], ending: Ending | N
     encode: tokens of a line, or ValueError. ending: on the first rank. answer(prompt, finished): the tokens so far after each step.
     """
     while (prompt := world.broadcast_object(_next_prompt(encode) if world.rank == 0 else None)) is not None:
-        if world.rank:
+        if ending:
+            _show(prompt, ending, answer)
+        else:
             for _ in answer(prompt, lambda sample, ids: False):
                 pass
-        else:
-            _show(prompt, ending, answer)
 
 
 def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:

@@ -36,8 +36,8 @@ class MegatronLM(LM):
 
     def __init__(self, world: Comm | None = None, **values: Any) -> None:
         super().__init__()
-        size = values.get("batch_size")
-        if "micro_batch_size" not in values and str(size).isdecimal() and int(size) > 0:
+        size = str(values.get("batch_size"))
+        if "micro_batch_size" not in values and size.isdecimal() and int(size) > 0:
             values["micro_batch_size"] = size
         self.asker = Asker(world or SoloComm(), {name: value for name, value in values.items() if name not in THEIRS})
 

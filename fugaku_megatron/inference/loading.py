@@ -28,7 +28,7 @@ from ..data.tokenizer import Tokenizer, build_tokenizer
 from ..data.tokenizer_flags import TokenizerFlags, add_tokenizer_flags, identity, mismatch
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
-from ..nn.parameter import PARAMETER_DTYPES
+from ..nn.parameter import PARAMETER_DTYPES, spec_of
 from ..nn.passes import Pass
 from ..nn.replay import RecordingKernels
 
@@ -44,9 +44,26 @@ class LoadedModel:
     stage: Stage
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens of the model, without padding."""
+        size = self.run.model.vocab_size
+        assert size is not None, "a saved run knows it"
+        return size
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
         return PARAMETER_DTYPES[self.run.precision.name]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's slices, any shape, by global name."""
+        return {spec_of(parameter).name: parameter.data for parameter in self.stage.parameters()}
+
+    def logits(self, x: Tensor) -> Tensor:
+        """This rank's columns of the logits (s, b, v) after the last layer's x (s, b, h), on ranks of the last stage alone."""
+        assert self.stage.last is not None, "the head is on the last stage"
+        return self.stage.last.logits(x)
 
 
 def operations(model: ModelConfig) -> Ops:
@@ -84,7 +101,8 @@ class Source:
         """Iteration and manifest of the checkpoint. Collective; ValueError on every rank when there is none."""
         step = self.ckpt_step
         iteration = on_root(world, lambda: checkpoint.existing_iteration(self.load) if step is None else step)
-        check(iteration is not None, f"--load {self.load} holds no checkpoint")
+        if iteration is None:
+            raise ValueError(f"--load {self.load} holds no checkpoint")
         return iteration, on_root(world, lambda: checkpoint.read_manifest(self.load, iteration))
 
     def open_tokenizer(self, manifest: dict[str, Any]) -> Tokenizer:
@@ -127,7 +145,7 @@ def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]
 
 def _target(parameter: nn.Parameter) -> Shard:
     """Where a parameter's weights go; a tied copy is not in the checkpoint of every layout, and what it copies is."""
-    spec = parameter.spec
+    spec = spec_of(parameter)
     copied = WEIGHT + spec.init_name if spec.init_name != spec.name else None
     return Shard(key=WEIGHT + spec.name, tensor=parameter.data, global_shape=spec.shape, offset=spec.offset,
                  slice_shape=tuple(parameter.shape), alias=copied)
@@ -135,10 +153,10 @@ def _target(parameter: nn.Parameter) -> Shard:
 
 def _give_memory(stage: Stage, dtype: torch.dtype) -> None:
     """Zeros in the place of the meta parameters, which keep their `spec`."""
-    new = {}
+    new: dict[nn.Parameter, nn.Parameter] = {}
     for meta in stage.parameters():
         new[meta] = nn.Parameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
-        new[meta].spec = meta.spec
+        new[meta].spec = spec_of(meta)  # type: ignore[attr-defined]
     for module in stage.modules():
         for name, meta in list(module.named_parameters(recurse=False)):
             setattr(module, name, new[meta])

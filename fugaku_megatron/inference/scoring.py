@@ -29,7 +29,7 @@ LOGITS_BYTES = 2**26  # of the FP32 logits that are held at a time, or one row o
 class Request(NamedTuple):
     """Tokens, of which the last `scored` are asked for, each given all before it. There are more tokens than `scored`."""
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
     scored: int
 
 
@@ -39,12 +39,12 @@ def score(loaded: LoadedModel, requests: Sequence[Request], batch: int, progress
     A tensor (requests, 2) of FP64, the same on every rank. batch: requests side by side. progress: is called with the number of
     requests of this replica that are done, in multiples of its share. Collective over the model's world.
     """
-    dp, last = loaded.groups.dp, loaded.groups.tp.rank == 0 and loaded.stage.last is not None
+    dp, saves = loaded.groups.dp, loaded.groups.tp.rank == 0  # its tensor-parallel ranks have the same
     scores = torch.zeros(len(requests), 2, dtype=torch.float64)
     done = 0
     for numbers in list(_batches(requests, batch))[dp.rank :: dp.size]:
         found = _score_batch(loaded, [requests[number] for number in numbers])
-        if last:
+        if found is not None and saves:
             scores[numbers] = found
         done += len(numbers)
         if progress:
@@ -64,8 +64,8 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
     longest = max(len(request.tokens) for request in requests) - 1
     tokens = torch.zeros(longest, len(requests), dtype=torch.int64)  # what follows a sample's end changes nothing before it
     rows, labels = [], []
-    for column, (ids, scored) in enumerate(requests):
-        ids = torch.from_numpy(np.array(ids, np.int64))
+    for column, (text, scored) in enumerate(requests):
+        ids = torch.from_numpy(np.array(text, np.int64))
         tokens[: len(ids) - 1, column] = ids[:-1]
         rows.append(torch.arange(len(ids) - 1 - scored, len(ids) - 1) * len(requests) + column)
         labels.append(ids[len(ids) - scored :])
@@ -79,10 +79,10 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
 @torch.no_grad()
 def _score_rows(loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
     """The labels' log-likelihoods, and 1 where the label is the likeliest token. x (s b, 1, h), rows and labels (r) -> (r, 2)."""
-    vocabulary, found = loaded.run.model.vocab_size, []
+    vocabulary, found = loaded.vocab_size, []
     at_once = max(1, LOGITS_BYTES // (4 * vocabulary))
     for some, wanted in zip(rows.split(at_once), labels.split(at_once), strict=True):
-        logits = gather_from_tensor_parallel(loaded.stage.last.logits(x[some]).contiguous(), loaded.groups.tp)
+        logits = gather_from_tensor_parallel(loaded.logits(x[some]).contiguous(), loaded.groups.tp)
         logits = logits[:, 0, :vocabulary].float()
         likelihood = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(1)
         found.append(torch.stack([likelihood, logits.argmax(1) == wanted], 1))
@@ -111,12 +111,13 @@ def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     if tokenizer.encode(""):  # tokens that stand around every text
         return tokenizer.encode(text)
-    check(tokenizer.eod is not None, f"the {tokenizer.name} has no token that begins or ends a text, and a text's first token "
-          "needs one before it")
+    if tokenizer.eod is None:
+        raise ValueError(f"the {tokenizer.name} has no token that begins or ends a text, and a text's first token needs one before "
+                         "it")
     return [tokenizer.eod, *tokenizer.encode(text)]
 
 
-def windows(tokens: Sequence[int], length: int, stride: int) -> list[Request]:
+def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> list[Request]:
     """Windows of `length` tokens, one every `stride`, that predict their successors; what one before predicted is not scored again.
 
     What does not fill a window is left out.
@@ -162,12 +163,12 @@ def read_questions(path: str, tokenizer: Tokenizer, window: int) -> list[Questio
 
 
 def _question(record: Any, tokenizer: Tokenizer, window: int) -> Question:
-    fields = record if isinstance(record, dict) else {}
+    fields: dict[str, Any] = record if isinstance(record, dict) else {}
     context, choices, answer = (fields.get(name) for name in ("context", "choices", "answer"))
-    check(isinstance(context, str) and isinstance(choices, list) and len(choices) > 1 and all(map(_is_text, choices)),
-          'expected {"context": TEXT, "choices": [TEXT, TEXT, ...], "answer": NUMBER}')
-    check(type(answer) is int and 0 <= answer < len(choices), f"answer is {answer!r}: give the number of a choice, 0 to "
-          f"{len(choices) - 1}")
+    if not (isinstance(context, str) and isinstance(choices, list) and len(choices) > 1 and all(map(_is_text, choices))):
+        raise ValueError('expected {"context": TEXT, "choices": [TEXT, TEXT, ...], "answer": NUMBER}')
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(f"answer is {answer!r}: pass the number of a choice, 0 to {len(choices) - 1}")
     requests = tuple(encode_pair(tokenizer, context, choice, window) for choice in choices)
     return Question(requests, tuple(map(len, choices)), answer, bare=not context.strip())
 

@@ -62,4 +62,9 @@ def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, pa
     return parameter
 
 
+def spec_of(parameter: torch.Tensor) -> ParameterSpec:
+    """What a parameter of `make_parameter` is in the whole model."""
+    return parameter.spec  # type: ignore[attr-defined]
+
+
 PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by PrecisionConfig.name

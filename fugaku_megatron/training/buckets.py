@@ -27,7 +27,7 @@ from ..comm.base import DONE, Comm, Handle
 from ..comm.grid import Groups
 from ..config.run_config import RunConfig
 from ..nn.model import Stage
-from .flat import Bucket, FlatParameters, unit_modules
+from .flat import Bucket, FlatParameter, FlatParameters, unit_modules
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BucketComm:
         self.flat, self.sharded = flat, run.parallel.zero_stage == 1
         self.tp, self.dp, self.embedding = groups.tp, groups.dp, groups.embedding
         self.sent_dtype = torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else torch.float32
-        self._tied = stage.tied_copy
+        self._tied = next((p for p in flat.parameters if p is stage.tied_copy), None)
         self._tied_unit = 0 if stage.last else None  # after it the tied gradient is complete; on the first stage nothing tells
         self._weight_gradients = stage.ops.weight_gradients
         self.overlap_gather = run.parallel.overlap_param_gather
@@ -108,21 +108,21 @@ class BucketComm:
         self._left: dict[int, int] = {}  # unit -> micro-batches whose backward has left it
         self._completed: set[int] = set()
         self._sums: list[_Sum] = []  # of the first buckets, in order
-        self._tied_sum: _Sum | None = None
+        self._tied_sum: _Sum | None = None  # once it has started
 
     def _complete(self, unit: int) -> None:
         """Start what waited for this unit alone."""
         self._completed.add(unit)
         if unit == self._tied_unit and self._tied is not None:
-            self._sum_tied(behind=True)
+            self._tied_sum = self._sum_tied(self._tied, behind=True)
         while len(self._sums) < self._untied and self._completed.issuperset(self.flat.buckets[len(self._sums)].units):
             self._sum_next(behind=True)
 
-    def _sum_tied(self, behind: bool) -> None:
+    def _sum_tied(self, tied: FlatParameter, behind: bool) -> _Sum:
         """Sum the tied embedding's gradient over its two copies; behind: only start that."""
         if self.before_sum:
-            self.before_sum(-1, self._tied.main_grad)
-        self._tied_sum = self._all_reduce(self.embedding, self._tied.main_grad, behind)
+            self.before_sum(-1, tied.main_grad)
+        return self._all_reduce(self.embedding, tied.main_grad, behind)
 
     @property
     def _untied(self) -> int:
@@ -168,10 +168,10 @@ class BucketComm:
     def reduce(self) -> list[Tensor]:
         """The summed gradients of this rank's part of every bucket, as views of them; the same again until `begin`."""
         if self._tied is not None and self._tied_sum is None:
-            self._sum_tied(behind=self._untied > 0)
+            self._tied_sum = self._sum_tied(self._tied, behind=self._untied > 0)
         while len(self._sums) < self._untied:
             self._sum_next(behind=False)
-        if len(self._sums) < len(self.flat.buckets):
+        if self._tied_sum and len(self._sums) < len(self.flat.buckets):
             self._tied_sum.wait()
             self._sum_next(behind=False)
         return [each.wait() for each in self._sums]

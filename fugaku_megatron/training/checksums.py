@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.tensor_files import as_bytes
 from ..comm.agreement import first_rank
 from ..comm.base import Comm
 from ..host.observed import Observed
@@ -164,7 +165,7 @@ class Checksums:
 def parameter_hashes(trainer: Trainer) -> Tensor:
     """(parameters,) int64: the CRC-32 of each parameter's bytes, in the order of the flat buffer."""
     parameters = trainer.optimizer.flat.parameters
-    return torch.tensor([zlib.crc32(p.detach().view(-1).view(torch.uint8).numpy()) for p in parameters])
+    return torch.tensor([zlib.crc32(as_bytes(p.detach())) for p in parameters])
 
 
 def differing_replica(trainer: Trainer) -> str | None:
@@ -179,6 +180,7 @@ def differing_replica(trainer: Trainer) -> str | None:
         return None
     text = _describe(trainer, own, differs) if differs.any() else ""
     rank = first_rank(world, (world.rank,) if text else None, 1)
+    assert rank is not None, "of replicas that differ at least one says so"
     return world.broadcast_object(text, root=rank)
 
 

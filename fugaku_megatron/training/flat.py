@@ -20,6 +20,7 @@ from ..checkpoint.shards import Shard
 from ..costs.accounting import FLAT_ALIGNMENT, round_up
 from ..costs.buckets import cut
 from ..nn.model import Stage
+from ..nn.parameter import ParameterSpec, spec_of
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,15 @@ class Gradients:
     """FP32 gradients of a stage's buckets, zeros until something is added; a bucket has memory from its first use until `free`."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
-        self._buckets, self._memory = buckets, [None] * len(buckets)
+        self._buckets = buckets
+        self._memory: list[Tensor | None] = [None] * len(buckets)
 
     def of(self, index: int) -> Tensor:
         """The gradients of bucket `index`, (n,)."""
-        if self._memory[index] is None:
-            self._memory[index] = torch.zeros(self._buckets[index].end - self._buckets[index].start)
-        return self._memory[index]
+        memory = self._memory[index]
+        if memory is None:
+            memory = self._memory[index] = torch.zeros(self._buckets[index].end - self._buckets[index].start)
+        return memory
 
     def zero(self) -> None:
         """Give every bucket memory, and fill it with zeros."""
@@ -92,6 +95,8 @@ def _offset(part: Tensor, whole: Tensor) -> int | None:
 
 class FlatParameter(nn.Parameter):
     """A parameter with memory: a view into the flat buffer of values. spec: see `nn.parameter`."""
+
+    spec: ParameterSpec
 
     def place(self, gradients: Gradients, bucket: int, start: int) -> FlatParameter:
         """Say where its gradients lie: from element `start` of a bucket on."""
@@ -126,7 +131,7 @@ def unit_modules(stage: Stage) -> list[nn.Module]:
 
 def _order(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
     """The same on all tensor-parallel ranks, so that their ZeRO-1 shards cut a replicated parameter at the same elements."""
-    spec = parameter.spec
+    spec = spec_of(parameter)
     return not spec.decayed, spec.partition_dim is None, spec.init_name != spec.name
 
 
@@ -150,28 +155,34 @@ class FlatParameters:
 
     def __init__(self, stage: Stage | nn.Module, dtype: torch.dtype, seed: int, shards: int, kernels: Any,
                  minimum: int | None = None) -> None:
-        self.parameters, self.starts, self.buckets = [], [], []
-        self._lay_out(stage, shards * FLAT_ALIGNMENT, minimum)
+        self.starts: list[int] = []
+        self.buckets: list[Bucket] = []
+        declared = self._lay_out(stage, shards * FLAT_ALIGNMENT, minimum)
         self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.gradients = Gradients(self.buckets)
-        self._ranges = _merge([Range(start, start + p.numel(), p.spec.decayed, p.spec.counted)
-                               for start, p in zip(self.starts, self.parameters, strict=True)])
+        self._ranges = _merge([Range(start, start + p.numel(), spec_of(p).decayed, spec_of(p).counted)
+                               for start, p in zip(self.starts, declared, strict=True)])
         self._seed, self._kernels = seed, kernels
-        self._replace(stage)
+        self.parameters = self._replace(stage, declared)
 
-    def _lay_out(self, stage: Stage | nn.Module, padding: int, minimum: int | None) -> None:
-        """Give every parameter its place, bucket by bucket."""
-        units, end = [list(stage.parameters())] if minimum is None else stage_units(stage), 0
-        tied = minimum is not None and stage.tied_copy is not None
+    def _lay_out(self, stage: Stage | nn.Module, padding: int, minimum: int | None) -> list[nn.Parameter]:
+        """Set the place of every parameter, bucket by bucket; returns them in this order."""
+        if minimum is not None and isinstance(stage, Stage):
+            units, tied = stage_units(stage), stage.tied_copy is not None
+        else:
+            units, tied = [list(stage.parameters())], False
+        parameters: list[nn.Parameter] = []
+        end = 0
         for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum or 1, tied):
             start = end
             for parameter in sorted((p for i in bucket for p in units[i]), key=_order):
-                self.parameters.append(parameter)
+                parameters.append(parameter)
                 self.starts.append(end)
                 end += parameter.numel()
             end = round_up(end, padding)
             self.buckets.append(Bucket(start, end, bucket))
+        return parameters
 
     def ranges(self, start: int, end: int) -> list[Range]:
         """What lies in elements [start, end), counted from `start`; padding is in no range."""
@@ -188,25 +199,26 @@ class FlatParameters:
                 pieces.append((Range(a - start, b - start, spec.decayed, spec.counted), _place(parameter, a - begin)))
         return pieces
 
-    def owner(self, tensor: Tensor) -> nn.Parameter | None:
+    def owner(self, tensor: Tensor) -> FlatParameter | None:
         """The parameter whose values or gradients begin `tensor`, None for other memory."""
         element = _offset(tensor, self.values)
         element = self.gradients.find(tensor) if element is None else element
         return None if element is None else self.parameters[bisect_right(self.starts, element) - 1]
 
-    def _replace(self, stage: nn.Module) -> None:
-        """Swap the meta parameters for views into the flat buffer, which have the same `spec`."""
-        new, bucket_starts = {}, [bucket.start for bucket in self.buckets]
-        for old, start in zip(self.parameters, self.starts, strict=True):
+    def _replace(self, stage: nn.Module, declared: list[nn.Parameter]) -> list[FlatParameter]:
+        """Swap the meta parameters for views into the flat buffer, which have the same `spec`; returns these."""
+        new: dict[nn.Parameter, FlatParameter] = {}
+        bucket_starts = [bucket.start for bucket in self.buckets]
+        for old, start in zip(declared, self.starts, strict=True):
             bucket = bisect_right(bucket_starts, start) - 1
             values = self.values[start : start + old.numel()].view(old.shape)
             new[old] = FlatParameter(values).place(self.gradients, bucket, start - bucket_starts[bucket])
-            new[old].spec = old.spec
+            new[old].spec = spec_of(old)
             new[old].data.copy_(initial_values(new[old], self._seed, self._kernels))
         for module in stage.modules():
             for name, old in list(module.named_parameters(recurse=False)):
                 setattr(module, name, new[old])
-        self.parameters = [new[old] for old in self.parameters]
+        return [new[old] for old in declared]
 
     def initial_shard(self, start: int, end: int) -> Tensor:
         """FP32 initial weights of elements [start, end), not rounded to the model's dtype."""
@@ -235,12 +247,13 @@ class FlatParameters:
 
 def random_stream(parameter: nn.Parameter) -> int:
     """The stream of a parameter's random numbers, one for both copies of a tied weight."""
-    return zlib.crc32(parameter.spec.init_name.encode())
+    return zlib.crc32(spec_of(parameter).init_name.encode())
 
 
 def _place(parameter: nn.Parameter, first: int) -> Place:
     """That of a piece which begins at element `first` of this rank's slice."""
-    spec, split = parameter.spec, parameter.spec.partition_dim or 0
+    spec = spec_of(parameter)
+    split = spec.partition_dim or 0
     inside = math.prod(spec.shape[split + 1 :])
     return Place(stream=random_stream(parameter), offset=spec.offset[split] * inside, first=first,
                  columns=parameter.shape[split] * inside, row=spec.shape[split] * inside)
@@ -248,7 +261,8 @@ def _place(parameter: nn.Parameter, first: int) -> Place:
 
 def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
     """FP32 initial weights of this rank's slice, (parameter's shape): a function of the seed, the name and the global element."""
-    spec, values = parameter.spec, torch.full(tuple(parameter.shape), parameter.spec.init_fill, dtype=torch.float32)
+    spec = spec_of(parameter)
+    values = torch.full(tuple(parameter.shape), spec.init_fill, dtype=torch.float32)
     rows, columns = spec.shape[-2:] if spec.init_std is not None else (0, 0)
     for index, matrix in enumerate(values.view(-1, *values.shape[-2:]) if columns else ()):  # of a gated product there are two
         kernels.philox_normal(matrix, seed, random_stream(parameter), index * rows + spec.offset[-2], spec.offset[-1], columns,

@@ -92,6 +92,7 @@ class MemoryWatch:
         """Name the rank that grows fastest, and how long the memory of its node lasts. Collective."""
         together = self.here.all_reduce(torch.tensor(rate, dtype=torch.float64)).item()
         rank = first_rank(self.world, (2**50 - int(rate),) if rate else None, 1)
+        assert rank is not None, "some rank grows"
         free, left = free_bytes(), float("inf")
         if together:
             left = free / together

@@ -29,7 +29,7 @@ from ..host.observed import Observed
 from ..nn.layers import dropout_layer
 from ..nn.model import Stage
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
-from .flat import stage_units
+from .flat import FlatParameter, stage_units
 from .train import Trainer
 
 OPERATIONS = ("linear", "column_linear", "row_linear", "mlp", "mlp_between_parts", "gated_mlp", "gated_mlp_between_parts",
@@ -113,7 +113,8 @@ class Search:
     def _observed_stage(self) -> Stage:
         """A stage on the trainer's parameters, without its hooks, whose operations this search sees."""
         trained = self.trainer.stage
-        stage = Stage(self.trainer.run, self.trainer.groups, Observed(self.trainer.ops, OPERATIONS, self._operation))
+        ops: Any = Observed(self.trainer.ops, OPERATIONS, self._operation)  # has the methods of `Ops`
+        stage = Stage(self.trainer.run, self.trainer.groups, ops)
         for module, original in zip(stage.modules(), trained.modules(), strict=True):
             for name, parameter in original.named_parameters(recurse=False):
                 setattr(module, name, parameter)
@@ -135,6 +136,7 @@ class Search:
     def _look_at_weight_gradients(self) -> None:
         """Those of this rank so far: a sum of finite numbers may overflow."""
         for parameter in (p for unit in stage_units(self.trainer.stage) for p in unit):
+            assert isinstance(parameter, FlatParameter)
             if found := _bad([parameter.main_grad]):
                 return self._found(True, f"the gradient of {parameter.spec.name}, after finite gradients of activations", found)
         return None
@@ -194,10 +196,10 @@ class Search:
 def _say(trainer: Trainer, finding: Finding | None, form: str) -> str | None:
     """The first finding of all ranks, with its rank and node; None where there is none. Collective."""
     world = trainer.world
-    rank = first_rank(world, finding and finding.key, KEY_LENGTH)
+    rank = first_rank(world, finding.key if finding else None, KEY_LENGTH)
     if rank is None:
         return None
-    own = form.format(f"rank {rank} (node {platform.node()}), {finding.text}") if rank == world.rank else ""
+    own = form.format(f"rank {rank} (node {platform.node()}), {finding.text}") if finding and rank == world.rank else ""
     return world.broadcast_object(own, root=rank)
 
 

@@ -18,7 +18,6 @@ from ..pipeline.schedule import Executor
 from ..watchdog.heartbeat import Heartbeat
 from .checksums import Checksums
 from .profile import Profile
-from .step import StepExecutor
 
 NAMES = {"world": "all", "tp": "tensor-parallel", "pp": "pipeline", "dp": "data-parallel", "embedding": "embedding's"}
 MESSAGES = ("isend", "irecv")  # of an instruction, which says more
@@ -111,7 +110,7 @@ class Observers:
         groups = self.phases.groups(self.beats.groups(groups))
         return self.profile.groups(groups) if self.profile else groups
 
-    def watch(self, executor: StepExecutor) -> Executor:
+    def watch(self, executor: Executor) -> Executor:
         """The schedule's executor, observed."""
         watched = self.phases.watch(self.beats.watch(executor))
         return self.profile.watch(watched) if self.profile else watched

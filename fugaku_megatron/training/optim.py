@@ -62,8 +62,6 @@ class LossScaler:
             self.scale, self.good_steps, self.hysteresis = state["scale"], int(state["good_steps"]), int(state["hysteresis"])
 
 
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What one optimizer step found: gradient norm (before clipping), zeros among the gradients, and whether it was skipped."""
@@ -110,10 +108,10 @@ class Optimizer:
 
     def _part(self, start: int, end: int) -> Part:
         own, fp32 = self.flat.values[start:end], self.run.precision.name == "fp32"
-        moments = [torch.zeros(end - start, dtype=PARAMETER_DTYPES[name])
-                   for name in (self.config.exp_avg_dtype, self.config.exp_avg_sq_dtype)]
+        exp_avg, exp_avg_sq = (torch.zeros(end - start, dtype=PARAMETER_DTYPES[name])
+                               for name in (self.config.exp_avg_dtype, self.config.exp_avg_sq_dtype))
         ranges = self.flat.ranges(start, end)
-        return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own, *moments, ranges,
+        return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own, exp_avg, exp_avg_sq, ranges,
                     self._updates(start, end, ranges))
 
     def _updates(self, start: int, end: int, ranges: list[Range]) -> list[tuple[Range, dict[str, Any]]]:

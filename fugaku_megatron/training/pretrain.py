@@ -96,6 +96,7 @@ def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], feed: Re
         return None, None
     model, seed = run.model, run.training.seed
     if run.data.mock_data:
+        assert model.vocab_size is not None, "with_vocabulary has settled it"
         train, valid = (MockDataset(model.vocab_size, model.seq_length, count, seed + number) if count else None
                         for number, count in enumerate(samples))
         return train, valid
@@ -103,6 +104,7 @@ def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], feed: Re
     common = (model.seq_length, (*samples, 0), seed, model.vocab_size, readers, node_bytes(), cache)
     if run.data.train_data_path:
         return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common, arrays=arrays)[:2]
+    assert run.data.data_path is not None, "check_early asks for data"
     return build_datasets(run.data.data_path, run.data.split, *common, legacy_split=run.data.legacy_split, arrays=arrays)[:2]
 
 
@@ -160,7 +162,8 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> 
     if output.save:
         check_replaces(output.save, output.load, resume.iteration, world)
         check_writable(output.save, world, ranks=(world.rank,) if nodes.leads else ())
-        on_root(world, lambda: read_run_history(Path(output.save) / HISTORY))
+        history = Path(output.save) / HISTORY
+        on_root(world, lambda: read_run_history(history))
     if output.save and output.save_local:
         check_writable(output.save_local, world, "--save-local", (world.rank,) if nodes.leads else ())
     if output.tensorboard_dir:
@@ -193,7 +196,7 @@ def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress) -
 def wandb_run(run: RunConfig) -> WandbRun | None:
     """What --wandb-project asks for."""
     output = run.output
-    if not output.wandb_project:
+    if output.wandb_project is None or output.wandb_exp_name is None:
         return None
     return WandbRun(output.wandb_project, output.wandb_exp_name, output.wandb_entity, output.wandb_save_dir or output.save,
                     asdict(run))

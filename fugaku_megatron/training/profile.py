@@ -46,18 +46,18 @@ class Profile:
         self.ranks, self.folder = profiled_ranks(output, layout), Path(output.profile_dir)
         self.pipeline, self.placement = first_pipeline(layout), placement(run)
         self.profiler = Profiler() if world.rank in self.ranks else None
-        self.whole = world.rank in output.profile_ranks  # kernels and messages, too
+        self.whole = self.profiler if world.rank in output.profile_ranks else None  # records kernels and messages, too
         self.started = 0  # iterations since this start
 
     # What is observed -----------------------------------------------------------------------------------------------------------
 
     def kernels(self, library: Any) -> Any:
         """The kernel library for `nn.ops.Ops`."""
-        return self.profiler.kernels(library) if self.whole else library
+        return self.whole.kernels(library) if self.whole else library
 
     def groups(self, groups: Groups) -> Groups:
         """The trainer's groups."""
-        return self.profiler.groups(groups) if self.whole else groups
+        return self.whole.groups(groups) if self.whole else groups
 
     def watch(self, executor: Any) -> Any:
         """The schedule's executor."""
@@ -87,7 +87,7 @@ class Profile:
 
     def _begin(self) -> None:
         if self.whole:
-            self.profiler.measure_peak()
+            self.whole.measure_peak()
         begin = common_moment(self.world)
         if self.profiler:
             self.profiler.begin = begin
@@ -97,7 +97,7 @@ class Profile:
 
     def _write(self, say: Say) -> None:
         if self.profiler:
-            self._write_own(say)
+            self._write_own(self.profiler, say)
         self.world.barrier()
         if self.world.rank == 0:
             self._merge(self.folder / "trace.json", say)
@@ -110,13 +110,13 @@ class Profile:
         elif self.layout.pp > 1:
             say(_draw(merged, self.folder / "schedule.png"))
 
-    def _write_own(self, say: Say) -> None:
+    def _write_own(self, profiler: Profiler, say: Say) -> None:
         rank = self.world.rank
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.profiler.write_trace(self._trace(rank), rank, rank // self.layout.tp % self.layout.pp, peak_memory_mib())
+        profiler.write_trace(self._trace(rank), rank, rank // self.layout.tp % self.layout.pp, peak_memory_mib())
         if not self.whole:
             return
-        lines = self.profiler.table()
+        lines = self.whole.table()
         (self.folder / f"table_rank{rank}.txt").write_text("\n".join(lines) + "\n")
         for line in lines:
             say(line)

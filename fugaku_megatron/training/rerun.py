@@ -155,7 +155,7 @@ class Rerun:
         if rank is None:
             return None
         who = f"rank {rank}" if tp == 1 else f"ranks {rank // tp * tp} to {rank // tp * tp + tp - 1}, which share their layers"
-        text = f"{_what(key)}, on {who} (node {platform.node()})" if rank == world.rank else ""
+        text = f"{_what(key)}, on {who} (node {platform.node()})" if key and rank == world.rank else ""
         return world.broadcast_object(text, root=rank)
 
     def _bad_batch(self, consumed: int) -> str:

@@ -116,21 +116,22 @@ def _resumed(run: RunConfig, directory: str, world: Comm) -> Checkpoint | None:
     step = run.output.ckpt_step
     iteration = step if step is not None else on_root(world, lambda: _latest(directory, run.output.save))
     copied = 0 if step is not None else _newest_copy(run, world)
-    if copied > (iteration or 0):
+    if run.output.save_local and copied > (iteration or 0):
         return open_copy(run.output.save_local, world, copied)
     return None if iteration is None else open_checkpoint(directory, world, step)  # which checks what the tracker names
 
 
 def _newest_copy(run: RunConfig, world: Comm) -> int:
     """The newest iteration of this run, in this layout, that every rank finds in --save-local; 0: none. Collective."""
-    if not run.output.save_local or (name := run_name(run.output.load, world)) is None:
+    local, load = run.output.save_local, run.output.load
+    if not local or not load or (name := run_name(load, world)) is None:
         return 0
     layout, parallel = layout_record(run, Layout.from_run(run, world.size)), asdict(run.parallel)
 
     def fits(head: dict[str, Any]) -> bool:
         return (head["state"].get("run"), head["layout"], head["config"].get("parallel")) == (name, layout, parallel)
 
-    return newest_everywhere(run.output.save_local, world, fits)
+    return newest_everywhere(local, world, fits)
 
 
 def _latest(directory: str, save: str | None) -> int | None:
@@ -156,17 +157,17 @@ def differences(run: RunConfig, saved: dict[str, Any]) -> list[str]:
 def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     """Bring the trainer to where the run stands; returns the log's lines. Collective."""
     run = trainer.run
-    if resume.finetune:
-        return _start_from_weights(trainer, resume)
-    if resume.iteration is None:
+    if resume.checkpoint is None:
         return [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
-    requested = trainer.param_schedule
-    trainer.load(resume.checkpoint)
-    _carry(trainer, resume.checkpoint)
-    source = resume.checkpoint.node or run.output.load
-    lines = [f"resumed from {source} at iteration {trainer.progress.iteration}", *_tracker_note(trainer, resume.checkpoint)]
+    if resume.finetune:
+        return _start_from_weights(trainer, resume.checkpoint, resume)
+    requested, checkpoint = trainer.param_schedule, resume.checkpoint
+    trainer.load(checkpoint)
+    _carry(trainer, checkpoint)
+    source = checkpoint.node or run.output.load
+    lines = [f"resumed from {source} at iteration {trainer.progress.iteration}", *_tracker_note(trainer, checkpoint)]
     lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
-    lines += _layout_notes(trainer, resume) + _moment_notes(run, resume)
+    lines += _layout_notes(trainer, checkpoint) + _moment_notes(run, resume)
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
 
 
@@ -181,9 +182,9 @@ def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
     on_root(trainer.world, copy, f"--save {save}: ")
 
 
-def _start_from_weights(trainer: Trainer, resume: Resume) -> list[str]:
+def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> list[str]:
     """Begin with the weights of a checkpoint; returns the log's lines. Collective."""
-    checkpoint, notes = resume.checkpoint, _mask_note(trainer.run, _saved_padding(resume))
+    notes = _mask_note(trainer.run, _saved_padding(resume))
     trainer.load(checkpoint, weights_only=True)
     _carry(trainer, checkpoint)
     source = f"{checkpoint.directory}, iteration {checkpoint.iteration}"
@@ -225,13 +226,13 @@ def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
     return notes
 
 
-def _layout_notes(trainer: Trainer, resume: Resume) -> list[str]:
+def _layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """Another layout than the saved one; what follows the layout is the size of a batch, and of the vocabulary."""
-    saved, now = resume.checkpoint.head["layout"], layout_record(trainer.run, trainer.layout)
+    saved, now = checkpoint.head["layout"], layout_record(trainer.run, trainer.layout)
     names = [name for name in LAYOUT_SIZES if name in saved]
     before, after = (" x ".join(f"{LAYOUT_SIZES[name]} {sizes[name]}" for name in names) for sizes in (saved, now))
     notes = [f"note: saved with {before}, goes on with {after}"] if before != after else []
-    return [*notes, *_batch_note(trainer, saved, resume.config), *_vocabulary_note(trainer, saved, resume.config)]
+    return [*notes, *_batch_note(trainer, saved, checkpoint.config), *_vocabulary_note(trainer, saved, checkpoint.config)]
 
 
 def _moment_notes(run: RunConfig, resume: Resume) -> list[str]:

@@ -68,9 +68,10 @@ class Session:
             self.writer.print(f"nothing left to train: at iteration {saved} of {self.iterations}")
         end = saved if self._asked_to_leave() else self.iterations
         while progress.iteration < end:
-            before = allocator.page_faults()
+            faults, system_seconds = allocator.page_faults()
             result = self._step()
-            self._log(result, [after - earlier for after, earlier in zip(allocator.page_faults(), before, strict=True)])
+            after = allocator.page_faults()
+            self._log(result, after[0] - faults, after[1] - system_seconds)
             if self.rank_times and self._logs(progress.iteration):
                 self.rank_times.finish_interval(progress.iteration)
             self._report_checksums(progress.iteration)
@@ -79,8 +80,8 @@ class Session:
             self._evaluate(progress.iteration)
             reason, due, written = self._reason_to_leave(progress.iteration, timer)
             if self.saving and written:
-                self._advance_save()
-            self.save_due = self.save_due or due or bool(output.save_interval) and progress.iteration % output.save_interval == 0
+                self._advance_save(self.saving)
+            self.save_due = self.save_due or due or self._is_due(progress.iteration)
             if reason:
                 self.writer.flush()
             if output.save and (reason or self.save_due and not self.skipped_in_a_row):  # diverged weights replace no good ones
@@ -95,6 +96,10 @@ class Session:
         if self.profile:
             self.profile.end(self.writer.print)
         self._await_picture()
+
+    def _is_due(self, iteration: int) -> bool:
+        interval = self.trainer.run.output.save_interval
+        return interval is not None and iteration % interval == 0
 
     def evaluate_only(self) -> None:
         """--skip-train: the loss on the first samples of the validation data. Nothing is saved. Collective."""
@@ -125,8 +130,7 @@ class Session:
         """Whether a log interval ends with this iteration."""
         return iteration % self.trainer.run.output.log_interval == 0 or iteration == self.iterations
 
-    def _log(self, result: IterationResult, usage: list[float]) -> None:
-        """usage: minor page faults and system seconds of the iteration."""
+    def _log(self, result: IterationResult, minor_faults: int, system_seconds: float) -> None:
         trainer, run = self.trainer, self.trainer.run
         progress, output = trainer.progress, run.output
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
@@ -138,8 +142,9 @@ class Session:
             consumed_tokens=progress.consumed_samples * run.model.seq_length, elapsed_seconds=result.seconds,
             learning_rate=result.learning_rate, global_batch_size=result.global_batch_size, lm_loss=result.loss,
             loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
-            skipped=int(result.skipped), tflops=flops / result.seconds / 1e12, minor_faults=usage[0], system_seconds=usage[1],
-            clock_ghz=runtime.clock_ghz() if printed else None, resident_mib=resident, shared_mib=shared))
+            skipped=int(result.skipped), tflops=flops / result.seconds / 1e12, minor_faults=minor_faults,
+            system_seconds=system_seconds, clock_ghz=runtime.clock_ghz() if printed else None, resident_mib=resident,
+            shared_mib=shared))
         if progress.iteration == self.iterations:
             self.writer.flush()
 
@@ -243,10 +248,10 @@ class Session:
     def _saves(self) -> AbstractContextManager[None]:
         return self.watchdog.heart.phase(f"save of iteration {self.saved_iteration}")
 
-    def _advance_save(self) -> None:
+    def _advance_save(self, saving: SaveBehind) -> None:
         """The next step of a save behind the run, when all ranks have done the present one."""
         with self._saves():
-            done = self.saving.advance()
+            done = saving.advance()
         if done:
             self.saving = None
             self._report_save()
@@ -254,12 +259,12 @@ class Session:
     def _finish_save(self) -> None:
         """Wait for a save behind the run."""
         while self.saving:
-            self._advance_save()
+            self._advance_save(self.saving)
 
     def _report_save(self) -> None:
         directory = self.trainer.run.output.save
         self.writer.print(f"saved checkpoint of iteration {self.saved_iteration} to {directory}")
-        if self.writer.printing:
+        if directory and self.writer.printing:
             self._draw(directory)
 
     def _draw(self, directory: str) -> None:
@@ -273,6 +278,7 @@ class Session:
         """Wait for the picture of the last save."""
         if self.picture:
             self.picture.wait()
-            if self.picture_is_old:
-                self._draw(self.trainer.run.output.save)
+            directory = self.trainer.run.output.save
+            if directory and self.picture_is_old:
+                self._draw(directory)
                 self.picture.wait()

@@ -92,7 +92,7 @@ class StepExecutor:
     """
 
     def __init__(self, stage: Stage, pp: Comm, batches: MicroBatchWindow, shape: StepShape,
-                 watch: Callable[[StepExecutor], schedule.Executor] | None = None) -> None:
+                 watch: Callable[[schedule.Executor], schedule.Executor] | None = None) -> None:
         self.stage, self.chunks, self.placement, self.pp = stage, stage.chunks, stage.placement, pp
         self.batches, self.shape = batches, shape
         self.watched = watch(self) if watch else self
@@ -142,7 +142,9 @@ class StepExecutor:
         backward(self.outputs.pop(key), self.gradients.pop(key, None))
         if not self.chunks[instruction.chunk].is_first:
             previous = self._own_neighbour(instruction, -1)
-            self.gradients[key if previous is None else previous] = self.inputs.pop(key).grad
+            gradient = self.inputs.pop(key).grad
+            assert gradient is not None, "backward has reached the input"
+            self.gradients[key if previous is None else previous] = gradient
 
     def backward_input(self, instruction: Instruction) -> None:
         """Gradient of the output (s, b, h) -> gradient of the input (s, b, h); what is left of backward waits."""

@@ -23,7 +23,7 @@ from ..checkpoint.save import Description, Steps, run_steps, save_steps, shard_w
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..comm.agreement import agree
 from ..comm.base import Comm
-from ..comm.grid import Grid, Groups
+from ..comm.grid import Groups
 from ..config.batches import sizes_of
 from ..config.checks import check
 from ..config.layout import Layout, placement
@@ -43,7 +43,7 @@ from .param_schedule import ParamSchedule
 from .step import Batch, MicroBatch, MicroBatchWindow, StepExecutor, StepShape
 
 WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
-Watch = Callable[[StepExecutor], schedule.Executor]
+Watch = Callable[[schedule.Executor], schedule.Executor]
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Trainer:
 
     run: RunConfig
     world: Comm
-    groups: Groups | None = None
+    groups: Groups
     train: Dataset | None = None
     valid: Dataset | None = None
     progress: Progress = field(default_factory=Progress)
@@ -109,8 +109,6 @@ class Trainer:
     def __post_init__(self) -> None:
         run = self.run
         self.layout = Layout.from_run(run, self.world.size)
-        if self.groups is None:
-            self.groups = Grid(self.world.size, self.layout.tp, self.layout.pp).groups(self.world)
         self.stage = Stage(run, self.groups, self.ops)
         self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
         self.ramp = sizes_of(run, self.layout.global_batch_size(run))
@@ -138,6 +136,7 @@ class Trainer:
         micro_batch_size, dp = self.run.batch.micro_batch_size, self.groups.dp
         if self.feed and self.feed.comm.size > 1:
             return ReaderBatches(self.feed, dataset, consumed, size, micro_batch_size, dp.size, samples)
+        assert dataset is not None, "a rank that reads its own samples has the dataset"
         return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, dp.rank, dp.size, samples))
 
     def _broadcast(self, source: Iterator[Batch] | None) -> Iterator[Batch]:
@@ -220,7 +219,11 @@ class Trainer:
         source = self._samples(self.train, consumed, self.batch_size, self.skips.samples) if self.reads_data else None
         if isinstance(source, ReaderBatches):
             source.begin()
-        both = (lambda executor: watch(own(executor) if own else executor)) if watch else own
+
+        def both(executor: schedule.Executor) -> schedule.Executor:
+            watched = own(executor) if own else executor
+            return watch(watched) if watch else watched
+
         loss = self._gradients(self._broadcast(source), consumed, scale, stage, both)
         if source:
             source.close()
@@ -309,7 +312,6 @@ class Trainer:
             self.progress.unscheduled = self.progress.consumed_samples
         self.close()
         return state
-
 
     def start_from(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         """Take whole weights of another program, and nothing else; arguments as of `fill_shards`, any shape. Collective.

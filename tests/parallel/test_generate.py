@@ -191,7 +191,8 @@ def test_the_weights_of_a_bf16_run_are_those_it_trained_with(tmp_path):
     def weights(world) -> dict[str, torch.Tensor]:
         save_trained(world, tmp_path, 3, micro_batch_size=4, **layout)
         manifest = read_manifest(tmp_path, 3)
-        trainer = Trainer(saved_run(manifest), world)
+        run = saved_run(manifest)
+        trainer = Trainer(run, world, grid_groups(world, run))
         trainer.load(str(tmp_path))
         return whole_tensors(trainer, "weight")
 

@@ -135,7 +135,7 @@ def test_batch_ramp_up(ranks):
 
 def test_a_run_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="world size 3 is not divisible by --tensor-model-parallel-size 2"):
-        Trainer(small_run(tensor_model_parallel_size=2), SoloComm(0, 3))
+        Trainer(small_run(tensor_model_parallel_size=2), SoloComm(0, 3), grid_groups(SoloComm(0, 3), small_run()))
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------------------
