@@ -35,7 +35,8 @@ class RampUp:
     @staticmethod
     def from_batch(batch: BatchConfig, global_batch_size: int) -> RampUp:
         """From the run's flags; without --rampup-batch-size the size is constant."""
-        return RampUp(*(batch.rampup_batch_size or (global_batch_size, 1, 0)), global_batch_size)
+        start, increment, samples = batch.rampup_batch_size or (global_batch_size, 1, 0)
+        return RampUp(start, increment, samples, global_batch_size)
 
     def __post_init__(self) -> None:
         flag = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
@@ -91,12 +92,12 @@ def length(training: TrainingConfig, sizes: Sizes, iteration: int = 0, samples: 
     """
     lengths = training.train_iters, training.train_samples, training.train_tokens
     check(any(value is not None for value in lengths), "give --train-iters or --train-samples")
-    whole = training.train_samples is not None and isinstance(sizes, RampUp)
-    while left := _iterations_left(training, sizes(samples), whole, iteration, samples, seq_length):
+    last = training.train_samples if isinstance(sizes, RampUp) else None
+    while left := _iterations_left(training, sizes(samples), last is not None, iteration, samples, seq_length):
         size, change = sizes(samples), sizes.next_change(samples)
         ahead = left if change is None else min(left, -(-(change - samples) // size))
         more, end = skips.advance(samples, size, ahead)
-        if whole and end > training.train_samples:
+        if last is not None and end > last:
             break
         iteration, samples = iteration + more, end
     return iteration if training.train_iters is None else min(iteration, training.train_iters), samples

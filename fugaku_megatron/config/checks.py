@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, field, fields
 from typing import Any
 
@@ -18,7 +18,7 @@ def hashed_once(cls: type) -> type:
 
     Other processes hash strings differently.
     """
-    fresh = cls.__hash__
+    fresh: Callable[[Any], int] = vars(cls)["__hash__"]
 
     def __hash__(self: Any) -> int:
         if "_hash" not in self.__dict__:
@@ -53,8 +53,8 @@ def flag_words(name: str, value: Any) -> list[str]:
 MAX_HALF = 450  # characters of the beginning and of the end of a message that repeats what was given
 
 
-def check(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition` holds: for values that a user gave, of which a long one is cut in the middle."""
+def check(condition: object, message: str) -> None:
+    """Raise ValueError(message) unless `condition` is true: for values of a user, of which a long one is cut in the middle."""
     if not condition:
         raise ValueError(message if len(message) <= 2 * MAX_HALF else f"{message[:MAX_HALF]} ... {message[-MAX_HALF:]}")
 
@@ -102,7 +102,7 @@ KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
 def check_kind(f: Field, value: Any) -> None:
     """A value that did not come from the command line, but from a file, must be of its field's type; a list stands for a tuple."""
-    if value is None and "None" in f.type:
+    if value is None and ("None" in f.type or f.default is None):
         return
     kind = f.type.removesuffix(" | None")
     parts, item = ([value], kind) if not kind.startswith("tuple") else (value, kind[len("tuple["):].split(",")[0])

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 MAX_MESSAGE = 400  # characters of a mistake that repeats what was given
 _FLAG = re.compile("--?[A-Za-z]")  # how a flag begins
@@ -39,14 +39,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ValueError(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ...")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Argparse's own passes over an error of standard output, so that --help onto a full disk would be no error."""
         (file or sys.stderr).write(message)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words and self.get_default("passed") is not None else len(words)
         values, unknown = self.parse_known_args(words[:end], namespace)
@@ -61,10 +61,11 @@ class Parser(argparse.ArgumentParser):
         known = {option: action for action in self._actions for option in action.option_strings}
         for start, word in enumerate([] if any(map(_FLAG.match, unknown)) else words):
             name, equals, value = word.partition("=")
-            if name not in known or known[name].nargs not in (None, 0, *range(1, 10)):
+            nargs = known[name].nargs if name in known else "unknown"
+            if nargs not in (None, 0, *range(1, 10)):
                 continue
             given = [value] * bool(equals) + [*itertools.takewhile(lambda w: not _FLAG.match(w), words[start + 1:])]
-            count = 1 if known[name].nargs is None else known[name].nargs
+            count = nargs if isinstance(nargs, int) else 1
             if not set(given[count:]) & set(unknown):
                 continue
             takes = {0: "no value", 1: "one value"}.get(count, f"{count} values")

@@ -37,8 +37,10 @@ class Feature:
 
     def used(self, run: RunConfig) -> bool:
         """Whether the run has it switched on."""
+        if self.field is None:
+            return True
         given = run.parallel.schedule if self.field == "pipeline_schedule" else field_value(run, self.field)
-        return self.field is None or given in (self.value if isinstance(self.value, tuple) else (self.value,))
+        return given in (self.value if isinstance(self.value, tuple) else (self.value,))
 
 
 FEATURES: dict[str, Feature] = {
@@ -95,5 +97,6 @@ def built() -> frozenset[str]:
 def switched(run: RunConfig, name: str, on: bool = True) -> RunConfig:
     """The run with an offer of a flag without a value switched on or off."""
     field = FEATURES[name].field
-    group = group_of(field)
+    group = group_of(field) if field is not None else None
+    assert field is not None and group is not None, name
     return replace(run, **{group: replace(getattr(run, group), **{field: on})})

@@ -66,7 +66,8 @@ class Layout:
             name = f"--step-batch-size-schedule {run.batch.step_batch_size_schedule!r}: its batch size {global_batch_size}"
             remedy = f"give multiples of {each}"
         elif global_batch_size != self.global_batch_size(run):
-            name = f"--rampup-batch-size {' '.join(map(str, run.batch.rampup_batch_size))}: its batch size {global_batch_size}"
+            ramp = ' '.join(map(str, run.batch.rampup_batch_size or ()))
+            name = f"--rampup-batch-size {ramp}: its batch size {global_batch_size}"
             remedy = f"give a start and an increment that are multiples of {each}"
         check(global_batch_size % each == 0, f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "
               f"data-parallel size {self.dp} = {each}: {remedy}")

@@ -59,13 +59,14 @@ HEAD_MULTIPLE = 4  # elements: the C++ kernels of attention take heads of so man
 class ModelConfig:
     """The GPT that is trained (GPT-2 as Megatron-LM builds it, unless flags say otherwise)."""
 
+    # A number whose default is None and whose type is int is computed from the other fields: it is never None afterwards.
+
     num_layers: int = required("number of transformer layers", maximum=4096)
     hidden_size: int = required("width h of the residual stream", maximum=2**20)
     num_attention_heads: int = required("number of attention heads; must divide --hidden-size", maximum=2**16)
-    ffn_hidden_size: int | None = opt(None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22)
+    ffn_hidden_size: int = opt(None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22)
     seq_length: int = required("tokens per sample, s", maximum=2**22)
-    max_position_embeddings: int | None = opt(None, "rows of the position embedding (default: --seq-length)", type=int,
-                                              maximum=2**22)
+    max_position_embeddings: int = opt(None, "rows of the position embedding (default: --seq-length)", type=int, maximum=2**22)
     vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26)
     make_vocab_size_divisible_by: int = opt(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
     mask_vocab_padding: str = opt(UNSETTLED, "keep rows of the vocabulary that are not tokens out of the loss, where Megatron-LM "
@@ -80,7 +81,7 @@ class ModelConfig:
     swiglu: bool = opt(False, "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default")
     group_query_attention: bool = opt(False, "groups of heads share a key and a value")
     num_query_groups: int | None = opt(None, "groups g of heads, for --group-query-attention (default: 1)", type=int, maximum=2**16)
-    kv_channels: int | None = opt(None, "size d of a head (default: hidden size / attention heads)", type=int, maximum=2**16)
+    kv_channels: int = opt(None, "size d of a head (default: hidden size / attention heads)", type=int, maximum=2**16)
     add_qkv_bias: bool = opt(False, "biases of queries, keys and values, also with --disable-bias-linear")
     qk_layernorm: bool = opt(False, "normalise each query and each key over its head's d elements")
     position_embedding_type: str = opt(LEARNED, "positions: a learned vector each, rotated queries and keys (rope), or none",

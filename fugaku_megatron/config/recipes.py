@@ -65,8 +65,9 @@ def gpt_30b() -> RunConfig:
 def _of_llamas_kind(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int, vocab_size: int, *,
                     seq_length: int, lr: float, global_batch_size: int, **more: Any) -> RunConfig:
     """RMS norm, SwiGLU, rotary positions and groups of heads, without biases or dropout. more: of ModelConfig."""
-    block = {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope",
-             "group_query_attention": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    block: dict[str, Any] = {
+        "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope",
+        "group_query_attention": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     model = ModelConfig(num_layers=num_layers, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=heads,
                         num_query_groups=groups, vocab_size=vocab_size, seq_length=seq_length, **block, **more)
     return RunConfig(

@@ -27,7 +27,8 @@ class StepSizes:
         flag, steps = f"--step-batch-size-schedule {text[:60]!r}", []
         for part in text.replace(",", " ").upper().split():
             match = _STEP.fullmatch(part)
-            check(match is not None, f"{flag}: {part[:30]} is no TOKENS:SIZE, such as 250B:1536")
+            if match is None:
+                raise ValueError(f"{flag}: {part[:30]} is not TOKENS:SIZE, such as 250B:1536")
             steps.append((int(float(match[1]) * UNITS[match[2]]) // seq_length, int(match[3])))
         check(bool(steps) and steps[0][0] == 0, f"{flag}: the first step must begin at 0")
         rising = all(a[0] < b[0] for a, b in zip(steps, steps[1:]))
@@ -104,7 +105,8 @@ class Skips:
 
 def _bounds(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,13}):(\d{1,13})", text.strip(), re.ASCII)
-    check(match is not None, f"--skip-samples {text[:40]!r}: give FIRST:END, such as 4096:4608, END not included")
+    if match is None:
+        raise ValueError(f"--skip-samples {text[:40]!r}: pass FIRST:END, such as 4096:4608, END not included")
     first, end = int(match[1]), int(match[2])
     check(first < end <= MAX_SAMPLE, f"--skip-samples {text}: FIRST must be below END, and END at most {MAX_SAMPLE}")
     return first, end
