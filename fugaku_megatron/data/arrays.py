@@ -73,7 +73,7 @@ class TokenArrays:
         """As of `indexed.IndexedDataset`."""
         return {"class": "GPTDataset", "dataset_path": self.prefix, "sequences": len(self),
                 "tokens": int(self.sequence_lengths.sum(dtype=np.int64)),
-                "lengths_crc32": f"{zlib.crc32(self.sequence_lengths):08x}"}
+                "lengths_crc32": f"{zlib.crc32(self.sequence_lengths.data):08x}"}
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
         """int32 (stop - start,): lengths of consecutive documents."""

@@ -52,9 +52,10 @@ class Builder:
         if prefix in self.arrays:
             return self.arrays[prefix].measure(self.vocab_size, self.comm)
         indexed = IndexedDataset(prefix, self.comm)
-        if self.vocab_size is not None:
+        vocabulary = self.vocab_size
+        if vocabulary is not None:
             start = CHECKED_AT_START // indexed.dtype.itemsize
-            on_root(self.comm, lambda: check_tokens(indexed.tokens[:start], self.vocab_size, prefix))
+            on_root(self.comm, lambda: check_tokens(indexed.tokens[:start], vocabulary, prefix))
         return indexed
 
     def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., GPTDataset]:
@@ -113,7 +114,8 @@ def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_sa
         _check_documents(split, name, prefixes, documents, opened)
         parts = [builder.part(opened[prefix], name, ids) for prefix, ids in zip(prefixes, documents)]
         built.append(builder.blend(parts, weights, num_samples[i], name, prefixes[0]))
-    return tuple(built)
+    train, valid, test = built
+    return train, valid, test
 
 
 def _check_documents(split: str, name: str, prefixes: Sequence[str], documents: Sequence[range],
@@ -143,4 +145,5 @@ def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: i
         opened = builder.open(prefixes)
         parts = [builder.part(opened[prefix], name, range(len(opened[prefix]))) for prefix in prefixes]
         built.append(builder.blend(parts, weights if len(parts) > 1 else None, needed, name, prefixes[0]))
-    return tuple(built)
+    train, valid, test = built
+    return train, valid, test

@@ -134,7 +134,7 @@ class GPTDataset:
         s, epochs, count = self.seq_length, self.num_epochs, self.num_epochs * len(documents)
         without_last, total = count_samples((epochs - 1) * per_epoch, s), count_samples(epochs * per_epoch, s)
         threshold = int(SEPARATE_LAST_EPOCH * count_samples(per_epoch, s))
-        separate_last = epochs > 1 and num_samples - without_last < threshold
+        separate_last = epochs > 1 and num_samples is not None and num_samples - without_last < threshold
 
         def build(store: Store) -> None:
             rng = np.random.RandomState(seed)  # Megatron's generator; its stream is frozen
@@ -185,7 +185,7 @@ def _described(documents: np.ndarray | range) -> dict[str, Any]:
     """The documents in the description of an index."""
     if isinstance(documents, range):
         return {"first_document": documents.start, "documents": len(documents)}
-    return {"documents": hashlib.md5(np.ascontiguousarray(documents), usedforsecurity=False).hexdigest()}
+    return {"documents": hashlib.md5(np.ascontiguousarray(documents).data, usedforsecurity=False).hexdigest()}
 
 
 class BlendedDataset:
@@ -212,8 +212,8 @@ class BlendedDataset:
 
     def _check_sizes(self, num_samples: int) -> None:
         """Raises ValueError where a dataset is too small."""
-        counts = sum(np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(self.datasets))
-                     for start in range(0, num_samples, BLOCK))
+        counts = sum((np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(self.datasets))
+                      for start in range(0, num_samples, BLOCK)), np.zeros(len(self.datasets), np.int64))
         self._index.release()
         for i, (dataset, needed) in enumerate(zip(self.datasets, counts)):
             if needed > len(dataset):

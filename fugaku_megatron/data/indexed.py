@@ -11,7 +11,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,7 +82,7 @@ def _check_places(path: str, stream: BinaryIO, sequences: int, itemsize: int) ->
         ends = np.cumsum(lengths, dtype=np.int64) * itemsize + ended
         if lengths.min() < 0 or pointers[0] != ended or not np.array_equal(pointers[1:], ends[:-1]):
             raise ValueError(f"{path}: its sequence pointers do not follow from its sequence lengths: corrupt; {REBUILD}")
-        crc, ended = zlib.crc32(lengths, crc), int(ends[-1])
+        crc, ended = zlib.crc32(lengths.data, crc), int(ends[-1])
     return ended // itemsize, f"{crc:08x}"
 
 
@@ -254,7 +254,7 @@ class IndexedDatasetWriter:
                 f"{self.prefix}.bin: cannot be written ({error.strerror}); is --output-prefix right, and room on its disk?"
             ) from None
 
-    def add_document(self, tokens: np.ndarray | Iterable[int], lengths: Iterable[int] | None = None) -> None:
+    def add_document(self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None) -> None:
         """Append a document of one sequence, or of sequences of these `lengths` in tokens (none: an empty document)."""
         tokens = np.asarray(
             tokens if isinstance(tokens, np.ndarray) else list(tokens), None if len(tokens) else self.dtype
@@ -270,7 +270,7 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; use int32"
             )
         with self.writing():
-            self._bin.write(np.ascontiguousarray(tokens, self.dtype))
+            self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self._lengths.extend(lengths)
         self._documents.append(len(self._lengths))
 
@@ -296,7 +296,7 @@ class IndexedDatasetWriter:
         with self.writing(), open(self._temporary[".idx"], "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, ELEMENT_CODES[self.dtype], len(lengths), len(self._documents)))
             for part in (lengths, pointers, np.asarray(self._documents, "<i8")):
-                index.write(part)
+                index.write(part.data)
             _flush(index)
             _flush(self._bin)
         self._bin.close()

@@ -17,9 +17,9 @@ def build_document_index(
     documents: np.ndarray | range, num_epochs: int, separate_last: bool, rng: np.random.RandomState
 ) -> np.ndarray:
     """int32 (epochs * documents,): document ids of all epochs shuffled together; with `separate_last` the last epoch by itself."""
-    index = np.empty((num_epochs, len(documents)), np.int32)
-    index[:] = np.arange(documents.start, documents.stop, dtype=np.int32) if isinstance(documents, range) else documents
-    index = index.reshape(-1)
+    rows = np.empty((num_epochs, len(documents)), np.int32)
+    rows[:] = np.arange(documents.start, documents.stop, dtype=np.int32) if isinstance(documents, range) else documents
+    index = rows.reshape(-1)
     together = len(index) - len(documents) * separate_last
     rng.shuffle(index[:together])
     if separate_last:
@@ -64,7 +64,7 @@ def shuffle_index_dtype(total: int) -> type:
 
 def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) -> np.ndarray:
     """uint32 or int64 (total,): a permutation of [0, num_first) followed by one of [num_first, total)."""
-    index = np.arange(total, dtype=shuffle_index_dtype(total))
+    index: np.ndarray = np.arange(total, dtype=shuffle_index_dtype(total))
     rng.shuffle(index[:num_first])
     if num_first < total:
         rng.shuffle(index[num_first:])

@@ -66,8 +66,9 @@ class Encoder:
 
     def _tokens(self, text: str | bytes) -> np.ndarray:
         ids = self.tokenizer.encode(text)
-        if ids and self.job.append_eod:  # an empty document stays empty, as in Megatron-LM
-            ids.append(self.tokenizer.eod)
+        eod = self.tokenizer.eod if self.job.append_eod else None
+        if ids and eod is not None:  # an empty document stays empty, as in Megatron-LM
+            ids.append(eod)
         return np.array(ids, best_dtype(self.tokenizer.vocab_size))
 
 
@@ -150,7 +151,7 @@ class Shuffled:
         pile = self._piles[self._random.randint(len(self._piles))]
         pile.lengths.append(len(ids))
         with self._writer.writing():
-            pile.file.write(np.ascontiguousarray(ids, self._writer.dtype))
+            pile.file.write(np.ascontiguousarray(ids, self._writer.dtype).data)
 
     def finish(self) -> None:
         """Hand all documents to the writer."""
@@ -213,7 +214,8 @@ def preprocess(args: argparse.Namespace) -> None:
     files = input_files(args.input, args.json_keys)
     flags = TokenizerFlags.of(args)
     if not flags.named and flags.merge_file is None and flags.tokenizer_type == GPT2BPETokenizer.name:
-        flags = flags._replace(**dict(zip(("vocab_file", "merge_file"), map(str, gpt2_files()))))
+        vocab_file, merge_file = map(str, gpt2_files())
+        flags = flags._replace(vocab_file=vocab_file, merge_file=merge_file)
     tokenizer = build_tokenizer(*flags)  # fails before any work
     if args.append_eod and tokenizer.eod is None:
         raise ValueError(f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "

@@ -44,8 +44,8 @@ def fetch(dataset: Dataset, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
     A label is the token that follows.
     """
     # In numpy: torch may copy this much with several OpenMP threads, and a prefetching thread would start a second set of them.
-    samples = np.stack([dataset[i].numpy() for i in samples], axis=1)  # (s + 1, b) int64
-    tokens, labels = samples[:-1], samples[1:].copy()  # (s, b) each
+    stacked = np.stack([dataset[i].numpy() for i in samples], axis=1)  # (s + 1, b) int64
+    tokens, labels = stacked[:-1], stacked[1:].copy()  # (s, b) each
     return torch.from_numpy(tokens), torch.from_numpy(labels)
 
 
@@ -106,16 +106,15 @@ class Prefetcher(Generic[T]):
                 if self._closed:
                     return
             try:
-                item, ended = next(self._source), None
+                item = next(self._source)
             except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
-                item, ended = None, error
+                with self._changed:
+                    self._ended = error
+                    self._changed.notify_all()
+                return
             with self._changed:
-                self._ended = ended
-                if ended is None:
-                    self._ready.append(item)
+                self._ready.append(item)
                 self._changed.notify_all()
-                if ended is not None:
-                    return
 
     def __iter__(self) -> Prefetcher[T]:
         return self
@@ -129,7 +128,7 @@ class Prefetcher(Generic[T]):
                 item = self._ready.popleft()
                 self._changed.notify_all()
                 return item
-            if isinstance(self._ended, StopIteration):
+            if self._ended is None or isinstance(self._ended, StopIteration):
                 raise StopIteration
             raise self._ended
 
@@ -182,8 +181,10 @@ class ReaderBatches:
     def __init__(self, feed: ReaderGroup, dataset: Dataset | None, consumed: int, size: Callable[[int], int], micro_batch_size: int,
                  dp_size: int, samples: Callable[[int, int], Sequence[int]] = consecutive) -> None:
         self.feed, self.micro_batch_size, self.dp_size = feed, micro_batch_size, dp_size
-        batches = global_batches(dataset, consumed, size, samples)
-        self._reader = Prefetcher(self._iterations(dataset, batches), depth=1) if feed.reads else None
+        self._reader: Prefetcher[list[np.ndarray]] | None = None
+        if feed.reads:
+            assert dataset is not None
+            self._reader = Prefetcher(self._iterations(dataset, global_batches(dataset, consumed, size, samples)), depth=1)
         self._ready: Iterator[Batch] = iter(())
 
     def _iterations(self, dataset: Dataset, batches: Iterator[Sequence[int]]) -> Iterator[list[np.ndarray]]:

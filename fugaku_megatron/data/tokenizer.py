@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import regex
 
@@ -107,7 +108,7 @@ class GPT2BPETokenizer:
         self._token_bytes = [b""] * len(vocab)
         for token, index in vocab.items():
             in_alphabet = all(character in byte_of for character in token)
-            self._token_bytes[index] = bytes(map(byte_of.get, token)) if in_alphabet else token.encode()
+            self._token_bytes[index] = bytes(byte_of[character] for character in token) if in_alphabet else token.encode()
         self.vocab_size = len(vocab)
         self.eod = vocab[EOD_TOKEN]
         self.checksum = zlib.crc32(repr((self._token_bytes, self._merges)).encode())
@@ -212,7 +213,7 @@ def build_tokenizer(tokenizer_type: str, vocab_file: str | Path | None, merge_fi
         raise ValueError(f"--tokenizer-model {tokenizer_model}, but --tokenizer-type is {tokenizer_type}: give the type of that "
                          f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}")
     if kind is GPT2BPETokenizer:
-        needed = {"--vocab-file": vocab_file, "--merge-file": merge_file}
+        needed: dict[str, Any] = {"--vocab-file": vocab_file, "--merge-file": merge_file}
         origin = f"; GPT-2's own files come with {_gpt2_package()}"
     else:
         needed = {"--vocab-size": vocab_size} if kind is NullTokenizer else {"--tokenizer-model": tokenizer_model}

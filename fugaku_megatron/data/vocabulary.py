@@ -14,6 +14,7 @@ import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from .files import unreadable
 from .inputs import add_input_arguments, document_texts, input_files, read_documents
@@ -52,7 +53,7 @@ def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def _write(tokenizer: object, output: Path) -> None:
+def _write(tokenizer: Any, output: Path) -> None:
     """Both files appear when they are whole."""
     vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
