@@ -40,7 +40,7 @@ class Timing:
 
 def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(dtype))
-    weight.main_grad = torch.zeros(shape)
+    weight.main_grad = torch.zeros(shape)  # type: ignore[attr-defined]  # see shared.gradient_of
     return weight
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ from .passes import Pass
 from .shared import Angles
 
 
-def _layer_class(path: str) -> type[nn.Module]:
+def _layer_class(path: str) -> Any:
     """The class that a row of `config.model_config` names as "module:class"."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
@@ -54,11 +55,10 @@ class SelfAttention(nn.Module):
 
     def turn(self, qkv: Tensor, angles: Angles | None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2)."""
-        model, weights = self.context.model, (None, None)
-        if model.qk_layernorm:
-            weights = self.q_layernorm.weight, self.k_layernorm.weight
+        model, norms = self.context.model, (self.q_layernorm, self.k_layernorm)
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
         return self.context.ops.rotary(qkv, angles, self.heads, self.groups, model.kv_channels,
-                                       model.rotary_interleaved, 0, *weights, model.layernorm_epsilon)
+                                       model.rotary_interleaved, 0, q_weight, k_weight, model.layernorm_epsilon)
 
     def core(self, qkv: Tensor, at: Pass) -> Tensor:
         """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""

@@ -22,7 +22,7 @@ from ..comm.row_blocks import RowBlocks
 from ..config.run_config import ModelConfig
 from ..costs import activations
 from .ops import DropoutKey, Ops
-from .parameter import make_parameter
+from .parameter import make_parameter, spec_of
 from .rotary import rotary_angles
 from .shared import Angles
 
@@ -159,7 +159,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
-        return self.context.out_of_product(self.context.ops.embedding(tokens, self.weight, self.weight.spec.offset[0]))
+        return self.context.out_of_product(self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0]))
 
 
 class PositionEmbedding(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
 from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout_key
 from .ops import Ops, recompute
+from .parameter import spec_of
 from .passes import Pass
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
@@ -42,7 +44,7 @@ class Stage(nn.Module):
         parallel = run.parallel
         context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap)
         rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, dp.size))
-        self.chunks = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
+        self.chunks: Any = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
                                     for chunk in range(self.placement.chunks))
         if self.first and self.last and run.model.tied:
             self.last.output_weight = self.first.embedding.word_embeddings.weight
@@ -60,9 +62,10 @@ class Stage(nn.Module):
     @property
     def tied_copy(self) -> nn.Parameter | None:
         """The word embedding (v, h) where two stages have a copy of it each and this is one of them; None elsewhere."""
-        if (self.first is None) == (self.last is None) or not self.tied:
+        first, last = self.first, self.last
+        if (first and last) or not self.tied:
             return None
-        return self.first.embedding.word_embeddings.weight if self.first else self.last.output_weight
+        return first.embedding.word_embeddings.weight if first else last.output_weight if last else None
 
     @property
     def layers(self) -> list[TransformerLayer]:
@@ -115,7 +118,10 @@ class Chunk(nn.Module):
     def words(self) -> int | None:
         """How many rows of the head's weight on this rank are tokens, where padding is masked; None where every row counts."""
         model, weight = self.context.model, self.output_weight
-        return min(max(0, model.vocab_size - weight.spec.offset[0]), len(weight)) if model.masks_padding else None
+        if not model.masks_padding:
+            return None
+        assert model.vocab_size is not None
+        return min(max(0, model.vocab_size - spec_of(weight).offset[0]), len(weight))
 
     def run_layers(self, x: Tensor, at: Pass, first: int, last: int) -> Tensor:
         """Layers [first, last) of this chunk. (s, b, h) -> (s, b, h). Only the last one may leave its values out."""
@@ -128,7 +134,7 @@ class Chunk(nn.Module):
         """All layers of this chunk, recomputed in groups where asked. (s, b, h) -> (s, b, h)."""
         groups = self.recompute_groups if at.recompute == "full" else []
         for group in groups:
-            bounds = {"first": group.start, "last": group.stop}
+            bounds: dict[str, Any] = {"first": group.start, "last": group.stop}
             again = partial(self.run_layers, at=replace(at, needs_values=False), **bounds)
             x = recompute(partial(self.run_layers, at=at, **bounds), x, again=again)
         return self.run_layers(x, at, sum(map(len, groups)), len(self.layers))
@@ -148,6 +154,7 @@ class Chunk(nn.Module):
         x = self.decode(x, at)
         if not self.is_last:
             return x
+        assert labels is not None
         weight, rows = self.output_weight, self.logits_rows
-        return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, weight.spec.offset[0], factor, rows,
+        return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, spec_of(weight).offset[0], factor, rows,
                                   self.words) * factor

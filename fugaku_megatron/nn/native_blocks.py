@@ -14,13 +14,17 @@ from torch import Tensor
 
 from ..comm.autograd import gather_sequence
 from ..comm.base import Comm
-from .native_shared import column_parts, dropout_arguments, gradient_of, gradient_of_input, row_count
-from .shared import Angles, DropoutKey, as_rows
+from .native_shared import column_parts, dropout_arguments, gradient_of_input, row_count
+from .shared import Angles, DropoutKey, as_rows, gradient_of
 from .torch_blocks import BlockOps, matrix
+from .weight_gradients import WeightGradients
 
 
 class NativeBlockOps(BlockOps):
-    """These operations, for a backend with `kernels`, `weight_gradients` and products; the others are torch's."""
+    """These operations, for a backend with `kernels`, `weight_gradients` and matmuls; the others are torch's."""
+
+    kernels: Any
+    weight_gradients: WeightGradients
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
                   sequence: Comm | None = None) -> Tensor:
@@ -41,7 +45,7 @@ class NativeBlockOps(BlockOps):
         """dy (rows, h), pre (rows, 2 f), weight (h, f)."""
         def second_weight() -> None:
             for columns, inner in column_parts(pre, weight.shape[1], whole=False):
-                _second_weight_gradient(self, dy, _gates(pre)[:, :, columns], inner, weight.main_grad[:, columns], chunk)
+                _second_weight_gradient(self, dy, _gates(pre)[:, :, columns], inner, gradient_of(weight)[:, columns], chunk)
 
         self.weight_gradients.add(second_weight)
 
@@ -150,7 +154,7 @@ def _to_gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, ch
     packed = ops.packed(weight2, True, chunk)
     for columns, inner in column_parts(pre, weight2.shape[1], packed is not None):
         gates = _gates(pre)[:, :, columns]
-        _second_weight_gradient(ops, dy, gates, inner, weight2.main_grad[:, columns], chunk)
+        _second_weight_gradient(ops, dy, gates, inner, gradient_of(weight2)[:, columns], chunk)
         ops.kernels.linear_data_gradient(dy, weight2[:, columns], inner, packed=packed, fp16_chunk=chunk)
         ops.kernels.swiglu_backward(inner, gates, gates)
 

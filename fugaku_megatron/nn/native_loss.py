@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm
+from .shared import gradient_of
 
 
 class Products(Protocol):
@@ -50,8 +51,8 @@ class HeadLoss(torch.autograd.Function):
             if words is not None:
                 logits[:, words:] = -math.inf  # its exponential, and so its gradient, is exactly 0
             total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / len(rows), dlogits)
-            if dx is not None:
-                ops.kernels.linear_weight_gradient(dlogits, rows[part], weight.main_grad)
+            if dx is not None and dlogits is not None:
+                ops.kernels.linear_weight_gradient(dlogits, rows[part], gradient_of(weight))
                 ops.data_gradient(dlogits, weight, dx[part])
         if dx is not None:
             ctx.save_for_backward(dx)

@@ -19,8 +19,8 @@ from ..comm.base import Comm
 from . import shared
 from .native_blocks import NativeBlockOps
 from .native_loss import HeadLoss
-from .native_shared import column_parts, dropout_arguments, gradient_of, gradient_of_input, row_count
-from .shared import DropoutKey, Heads, as_rows
+from .native_shared import column_parts, dropout_arguments, gradient_of_input, row_count
+from .shared import DropoutKey, Heads, as_rows, gradient_of
 from .weight_cache import WeightCache
 from .weight_gradients import WeightGradients
 
@@ -67,7 +67,8 @@ class NativeOps(NativeBlockOps):
         dy (rows, out) and x (rows, in) stay as they are until that is done.
         """
         x = x.detach()  # what waits must not keep the graph behind x, and the tensors that hang on it
-        self.weight_gradients.add(partial(self.kernels.linear_weight_gradient, dy, x, weight.main_grad, gradient_of(bias), chunk))
+        gradients = gradient_of(weight), gradient_of(bias)
+        self.weight_gradients.add(partial(self.kernels.linear_weight_gradient, dy, x, *gradients, chunk))
 
     # Operations, as in `ops` ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weigh
     packed = ops.packed(weight2, True, chunk)
     for columns, part in column_parts(pre, pre.shape[1], packed is not None):
         argument = pre[:, columns]
-        _second_weight_gradient(ops, dy, argument, part, weight2.main_grad[:, columns], chunk)
+        _second_weight_gradient(ops, dy, argument, part, gradient_of(weight2)[:, columns], chunk)
         out = part if pre.dtype == torch.float32 else argument  # sums of FP32 lie in the result until the last block of k
         ops.kernels.linear_data_gradient(dy, weight2[:, columns], out, argument, packed=packed, fp16_chunk=chunk)
         if out is part:
@@ -199,7 +200,7 @@ def add_second_weight_gradient(ops: NativeOps, dy: Tensor, pre: Tensor, weight2:
     """Add dy^T gelu(pre) to weight2's gradient (h, f), now or later; dy (rows, h) and pre (rows, f) stay until that is done."""
     def second_weight() -> None:
         for columns, part in column_parts(pre, pre.shape[1], whole=False):
-            _second_weight_gradient(ops, dy, pre[:, columns], part, weight2.main_grad[:, columns], chunk)
+            _second_weight_gradient(ops, dy, pre[:, columns], part, gradient_of(weight2)[:, columns], chunk)
 
     ops.weight_gradients.add(second_weight)
 

@@ -23,11 +23,6 @@ def row_count(x: Tensor, sequence: Comm | None) -> int:
     return x.numel() // x.shape[-1] * (1 if sequence is None else sequence.size)
 
 
-def gradient_of(parameter: Tensor | None) -> Tensor | None:
-    """The FP32 gradient of a parameter that need not be there."""
-    return None if parameter is None else parameter.main_grad
-
-
 def dropout_arguments(p: float, key: DropoutKey) -> tuple[float, int, int, int, int]:
     """The dropout arguments of the row-wise kernels, whose samples are the second dimension."""
     assert key.sample_dim == 1

@@ -66,7 +66,7 @@ class Ops:
         cache = WeightCache(kernels) if keep_packed_weights else None
         gradients = WeightGradients()
         native = NativeOps(kernels, fp16_chunk, cache, gradients, few_rows)
-        backends = {"native": native, "torch": TorchOps(kernels, gradients)}
+        backends: dict[str, Backend] = {"native": native, "torch": TorchOps(kernels, gradients)}
         return Ops(MappingProxyType({family: backends[names[family]] for family in FAMILIES}), kernels, cache, gradients)
 
     @property

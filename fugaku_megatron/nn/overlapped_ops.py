@@ -113,14 +113,14 @@ class _NativeMLP(torch.autograd.Function):
         pre = x.new_empty(len(gathering.rows), weight1.shape[0])  # (rows, f): argument of the GELU
         inner = torch.empty_like(pre) if needs_values else None
         for rows in gathering:
-            if needs_values:
+            if inner is not None:
                 ops.product(gathering.rows[rows], weight1, inner[rows], bias1, True, pre[rows], chunk=chunk)
             else:
                 ops.product(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
         gathering.wait()
         ctx.save_for_backward(x, pre)
         ctx.ops, ctx.parameters, ctx.blocks = ops, (weight1, bias1, weight2), blocks
-        if not needs_values:
+        if inner is None:
             return x.new_empty(1).expand(x.shape)
         total = blocks.sum(len(pre), weight2.shape[0], x.dtype)
         for rows, block in total:

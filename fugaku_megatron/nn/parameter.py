@@ -49,13 +49,13 @@ def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, pa
     """
     local, offset = list(shape), [0] * len(shape)
     if partition_dim is not None:
-        assert shape[partition_dim] % tp.size == 0, (name, shape, tp.size)
+        assert tp is not None and shape[partition_dim] % tp.size == 0, (name, shape, tp)
         local[partition_dim] //= tp.size
         offset[partition_dim] = tp.rank * local[partition_dim]
     # What every tensor-parallel rank holds belongs to the first one: it saves it. Norms count that once, and no tied copy.
     owned = partition_dim is not None or tp is None or tp.rank == 0
     parameter = nn.Parameter(torch.empty(local, device="meta"))
-    parameter.spec = ParameterSpec(
+    parameter.spec = ParameterSpec(  # type: ignore[attr-defined]  # torch's class does not know it
         name=name, shape=tuple(shape), offset=tuple(offset), partition_dim=partition_dim, init_std=std, init_fill=fill,
         init_name=init_name or name, owned=owned, counted=owned and init_name is None,
         sequence_parallel=sequence_parallel and partition_dim is None)

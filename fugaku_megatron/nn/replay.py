@@ -24,7 +24,7 @@ class RecordingKernels:
     """The kernel library, whose calls are kept while `record` runs."""
 
     def __init__(self) -> None:
-        self._calls: kernels.Calls | None = None
+        self._calls: Any = None  # kernels.Calls while calls are recorded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(kernels if self._calls is None else self._calls, name)
@@ -46,7 +46,7 @@ class RecordingKernels:
 class RecordedStep:
     """Calls of kernels from `inputs` to `result`, both of which keep their memory."""
 
-    def __init__(self, calls: kernels.Calls, inputs: tuple[Tensor, ...], result: Tensor) -> None:
+    def __init__(self, calls: Callable[[], None], inputs: tuple[Tensor, ...], result: Tensor) -> None:
         self.calls, self.inputs, self.result = calls, inputs, result
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -33,9 +33,18 @@ def as_rows(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1])
 
 
+@overload
+def gradient_of(parameter: Tensor) -> Tensor: ...
+@overload
+def gradient_of(parameter: None) -> None: ...
+def gradient_of(parameter: Tensor | None) -> Tensor | None:
+    """The FP32 gradient `main_grad` of a parameter, of its shape; None where there is no parameter."""
+    return None if parameter is None else parameter.main_grad  # type: ignore[attr-defined]  # torch's class does not know it
+
+
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` (the parameter's shape, any shape and float dtype) to the parameter's FP32 gradient `main_grad`."""
-    parameter.main_grad.add_(grad)
+    """Add `grad` (the parameter's shape, any shape and float dtype) to the parameter's FP32 gradient."""
+    gradient_of(parameter).add_(grad)
 
 
 def _masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:

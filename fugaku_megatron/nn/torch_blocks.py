@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .shared import Angles, DropoutKey, Heads, accumulate, as_rows
+from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of
 
 
 class BlockOps:
@@ -24,6 +24,9 @@ class BlockOps:
 
     `ops.Ops` says what each computes.
     """
+
+    weight_gradient: Callable[..., None]
+    bias_dropout_add: Callable[..., Tensor]
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
                   sequence: Comm | None = None) -> Tensor:
@@ -94,7 +97,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        dx, dweight = _norm_gradients(dy, *ctx.saved_tensors, ctx.weight)
+        x, rstd = ctx.saved_tensors
+        dx, dweight = _norm_gradients(dy, x, rstd, ctx.weight)
         accumulate(ctx.weight, dweight)
         return dx, None, None
 
@@ -104,12 +108,12 @@ class _RMSNorm(torch.autograd.Function):
 class _Matrix(Tensor):
     """A parameter (2, f, ...) as (2 f, ...). Its gradient is asked for in backward: before, it need not have memory."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors, as a parameter's are
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors, as a parameter's are
     parameter: Tensor
 
     @property
     def main_grad(self) -> Tensor:
-        return self.parameter.main_grad.flatten(0, 1)
+        return gradient_of(self.parameter).flatten(0, 1)
 
 
 def matrix(parameter: Tensor | None) -> Tensor | None:
@@ -208,8 +212,9 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dqkv = dout.clone(memory_format=torch.contiguous_format)
         gradients = ctx.heads.split(dqkv)[:2]
+        interleaved, first = ctx.how
         for dy in gradients:
-            dy.copy_(turned(dy, ctx.angles, *ctx.how, back=True))
+            dy.copy_(turned(dy, ctx.angles, interleaved, first, back=True))
         for dy, x, weight in zip(gradients, ctx.heads.split(*ctx.saved_tensors), ctx.weights) if ctx.saved_tensors else ():
             _, rstd = _normalized(x, weight, ctx.epsilon)  # cheaper to compute again than to keep
             dx, dweight = _norm_gradients(dy, x, rstd, weight)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared, torch_blocks
-from .shared import DropoutKey, Heads, accumulate
+from .shared import DropoutKey, Heads, accumulate, gradient_of
 from .torch_blocks import BlockOps
 from .weight_gradients import WeightGradients
 
@@ -125,7 +125,7 @@ class _Linear(torch.autograd.Function):
 def _linear_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Add the gradients of weight (out, in) and bias (out). dy (rows, out), x (rows, in)."""
     if weight.dtype == torch.float32:
-        weight.main_grad.addmm_(dy.t(), x)
+        gradient_of(weight).addmm_(dy.t(), x)
     else:
         accumulate(weight, dy.t() @ x)
     if bias is not None:
