@@ -119,7 +119,7 @@ def test_steps_of_the_batch_size_are_megatrons():
 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "the first step must begin at 0"), ("5:4", "the first step must begin at 0"), ("0:4 5", "5 is not TOKENS:SIZE"),
-    ("0:0", "0:0 is not TOKENS:SIZE"), ("0:4 9:8 9:16", "every step must begin"), ("0:4 1X:8", "1X:8 is no TOKENS:SIZE"),
+    ("0:0", "0:0 is not TOKENS:SIZE"), ("0:4 9:8 9:16", "every step must begin"), ("0:4 1X:8", "1X:8 is not TOKENS:SIZE"),
 ])
 def test_steps_that_are_none(text, message):
     with pytest.raises(ValueError, match=f"--step-batch-size-schedule '{text}': {message}"):
