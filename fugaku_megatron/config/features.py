@@ -89,6 +89,13 @@ def field_value(run: RunConfig, field: str) -> Any:
     return None if group is None else getattr(getattr(run, group), field)
 
 
+def field_of(name: str) -> str:
+    """The field of a feature that a flag switches."""
+    field = FEATURES[name].field
+    assert field is not None, name
+    return field
+
+
 def built() -> frozenset[str]:
     """The offers that the trainer has."""
     return frozenset(name for name, offer in FEATURES.items() if offer.built)
@@ -96,7 +103,7 @@ def built() -> frozenset[str]:
 
 def switched(run: RunConfig, name: str, on: bool = True) -> RunConfig:
     """The run with an offer of a flag without a value switched on or off."""
-    field = FEATURES[name].field
-    group = group_of(field) if field is not None else None
-    assert field is not None and group is not None, name
+    field = field_of(name)
+    group = group_of(field)
+    assert group is not None, name
     return replace(run, **{group: replace(getattr(run, group), **{field: on})})
