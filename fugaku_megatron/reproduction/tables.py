@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from ..config.outputs import check_file, check_picture, pipe_table, writing
+from ..perf.model import Prediction
 from . import recompute
 from .errata import Erratum
 from .recompute import finding, petaflops
 from .rows import DOCUMENTS, Row, load, predict_row
 
-NO_MODEL = "no model"
 _STATUS_REMARKS = {"ran": "", "planned": "planned: model only", "oom": "out of memory", "failed": "failed",
                    "impossible": "impossible"}
 
@@ -36,8 +36,8 @@ class Comparison:
     """A row and what is computed for it. prediction: what rows.predict_row returned; if None, `problem` says why."""
 
     row: Row
-    prediction: Any
-    problem: str
+    prediction: Prediction | None
+    problem: str = ""
 
     @property
     def recomputed(self) -> float | None:
@@ -52,14 +52,16 @@ class Comparison:
     @property
     def time_error_percent(self) -> float | None:
         """Difference of the modelled from the corrected time, in per cent of the latter; None where one of them is missing."""
-        known = self.prediction is not None and self.row.seconds is not None
-        return 100 * (self.prediction.seconds / self.row.seconds - 1) if known else None
+        if self.prediction is None or self.row.seconds is None:
+            return None
+        return 100 * (self.prediction.seconds / self.row.seconds - 1)
 
     @property
     def memory_error_percent(self) -> float | None:
         """Difference of the modelled from the printed memory of the rank that uses most, in per cent; None for runs that failed."""
-        known = self.prediction is not None and self.row.memory_mib is not None and self.row.status == "ran"
-        return 100 * (self.prediction.memory_mib_max / self.row.memory_mib - 1) if known else None
+        if self.prediction is None or self.row.memory_mib is None or self.row.status != "ran":
+            return None
+        return 100 * (self.prediction.memory_mib_max / self.row.memory_mib - 1)
 
     def corrections(self) -> dict[str, str]:
         """Column -> the cell as it should have been printed; only errata that name this row, not those of a whole table."""
@@ -75,7 +77,7 @@ class Comparison:
         return [part for part in remarks if part] + list(dict.fromkeys(e.id for e in self.row.errata if e.line is not None))
 
 
-def compare(rows: Sequence[Row], predict: Callable[[Row], Any] | None) -> list[Comparison]:
+def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[Comparison]:
     """Compute everything for `rows`; a row that cannot be modelled says why."""
     return [_compare(row, predict) for row in _with_progress(rows)]
 
@@ -89,12 +91,11 @@ def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
     return tqdm(rows, unit="row", leave=False)
 
 
-def _compare(row: Row, predict: Callable[[Row], Any] | None) -> Comparison:
-    problem = row.problem() or ("" if predict else NO_MODEL)
-    if problem:
+def _compare(row: Row, predict: Callable[[Row], Prediction]) -> Comparison:
+    if problem := row.problem():
         return Comparison(row=row, prediction=None, problem=problem)
     try:
-        return Comparison(row=row, prediction=predict(row), problem="")
+        return Comparison(row=row, prediction=predict(row))
     except ValueError as error:
         return Comparison(row=row, prediction=None, problem=str(error))
 
@@ -119,7 +120,7 @@ def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
     title = ("### " if markdown else "") + f"{table.id} {table.title}"
     assumed = [f"assumed, not printed: {', '.join(comparisons[0].row.assumed)}"] if comparisons[0].row.assumed else []
     problems = [f"line {c.row.line} {'cannot run' if c.row.status == 'impossible' else 'is not modelled'}: {c.problem}"
-                for c in comparisons if c.problem not in ("", NO_MODEL)]
+                for c in comparisons if c.problem]
     notes = [("- " if markdown else "  ") + note for note in assumed + problems + _errata(comparisons)]
     lines = pipe_table([(*table.header, *OUR_HEADER), *map(cells, comparisons)])
     return "\n".join([title, "", *lines, *([""] if notes else []), *notes])
@@ -130,11 +131,10 @@ def cells(comparison: Comparison) -> tuple[str, ...]:
     row, p = comparison.row, comparison.prediction
     names = dict(zip(row.table.columns, row.table.header))
     corrected = ", ".join(f"{names.get(column, column)} {cell}" for column, cell in comparison.corrections().items())
-    seconds = NO_MODEL if comparison.problem == NO_MODEL else _number(p and p.seconds, ".1f")
     between = f"{p.lower:.1f} to {p.upper:.1f}" if p else "-"
     errors = (_number(comparison.time_error_percent, "+.1f"), _number(comparison.memory_error_percent, "+.1f"))
-    return (*row.cells, corrected or "-", _number(comparison.recomputed, ".3f"), seconds, between,
-            _number(comparison.model_tflops, ".3f"), _number(p and p.memory_mib_max, ".0f"), *errors,
+    return (*row.cells, corrected or "-", _number(comparison.recomputed, ".3f"), _number(p.seconds if p else None, ".1f"), between,
+            _number(comparison.model_tflops, ".3f"), _number(p.memory_mib_max if p else None, ".0f"), *errors,
             ", ".join(comparison.remarks()) or "-")
 
 
@@ -163,11 +163,11 @@ def _place(erratum: Erratum) -> str:
 
 def summary(document: str, comparisons: Sequence[Comparison]) -> str:
     """The model's errors on the rows that it is fitted to, in one line; errors on unseen runs are larger (see `fit`)."""
-    times = [abs(c.time_error_percent) for c in comparisons if c.time_error_percent is not None and c.row.fit_time]
-    memory = [abs(c.memory_error_percent) for c in comparisons if c.memory_error_percent is not None and c.row.fit_memory]
+    times = [abs(error) for c in comparisons if (error := c.time_error_percent) is not None and c.row.fit_time]
+    memory = [abs(error) for c in comparisons if (error := c.memory_error_percent) is not None and c.row.fit_memory]
     sentences = [f"model against {len(errors)} printed {name}: mean absolute error {sum(errors) / len(errors):.1f} % in sample, "
             f"largest {max(errors):.1f} %" for name, errors in (("times", times), ("memory sizes", memory)) if errors]
-    return f"{document}: {len(comparisons)} rows; " + ("; ".join(sentences) or NO_MODEL)
+    return f"{document}: {len(comparisons)} rows; " + ("; ".join(sentences) or "the model has no row to be compared with")
 
 
 BAND = 0.1  # part of the printed time: the grey band around the diagonal
@@ -207,7 +207,7 @@ def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison])
     pairs = [c for c in comparisons if c.time_error_percent is not None and c.row.fit_time]  # as in the text's summary
     trait = _TRAITS.get(document, lambda row: row.software)
     for number, name in enumerate(sorted({trait(c.row) for c in pairs})):
-        points = [(c.row.seconds, c.prediction.seconds) for c in pairs if trait(c.row) == name]
+        points = [_times(c) for c in pairs if trait(c.row) == name]
         panel.plot(*zip(*points), linestyle="none", marker=MARKERS[number % len(MARKERS)], markersize=6, alpha=0.75,
                    color=f"C{number % 10}", markeredgecolor="white", markeredgewidth=0.5, label=name)
     panel.set(xscale="log", yscale="log", xlabel="printed, s", ylabel="modelled, s")
@@ -218,17 +218,23 @@ def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison])
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())  # they would overlap
     if pairs:
-        _diagonal(panel, [time for c in pairs for time in (c.row.seconds, c.prediction.seconds)])
+        _diagonal(panel, [time for c in pairs for time in _times(c)])
         panel.legend(fontsize="small", loc="upper left")
+
+
+def _times(comparison: Comparison) -> tuple[float, float]:
+    """(printed, modelled) seconds of a row that has both."""
+    assert comparison.row.seconds is not None and comparison.prediction is not None
+    return comparison.row.seconds, comparison.prediction.seconds
 
 
 def _title(document: str, comparisons: Sequence[Comparison], pairs: Sequence[Comparison]) -> str:
     """The document's name, how many rows have both times, and the mean error of the model."""
     name = f"{document}: {DOCUMENTS[document][1]}"
-    if not pairs:
-        return f"{name}\n{sum(c.row.seconds is not None for c in comparisons)} printed times, no model"
-    error = sum(abs(c.time_error_percent) for c in pairs) / len(pairs)
-    return f"{name}\n{len(pairs)} rows, mean error {error:.1f} %"
+    errors = [abs(error) for c in pairs if (error := c.time_error_percent) is not None]
+    if not errors:
+        return f"{name}\n{sum(c.row.seconds is not None for c in comparisons)} printed times, none of them modelled"
+    return f"{name}\n{len(pairs)} rows, mean error {sum(errors) / len(errors):.1f} %"
 
 
 def _diagonal(panel: Any, times: Sequence[float]) -> None:
@@ -263,8 +269,6 @@ def main(args: argparse.Namespace) -> int:
     if args.csv:
         write_csv(Path(args.csv), comparisons)
     if args.png:
-        pass
-
         draw(Path(args.png), comparisons)
     return 0
 
