@@ -113,7 +113,10 @@ def measure_team(world: Comm, threads: int) -> Points:
     """Square products on rank 0 with `threads` threads while the node's other ranks sleep; they return (). Collective."""
     import torch
 
-    handle, name = tempfile.mkstemp() if world.rank == 0 else (None, None)
+    name = None
+    if world.rank == 0:
+        handle, name = tempfile.mkstemp()
+        os.close(handle)
     awake = Path(world.broadcast_object(name))
     if world.rank:
         while awake.exists():  # a barrier would poll and occupy a core
@@ -125,7 +128,6 @@ def measure_team(world: Comm, threads: int) -> Points:
         return measure_gemm()
     finally:
         torch.set_num_threads(before)
-        os.close(handle)
         awake.unlink()
 
 
@@ -210,6 +212,7 @@ def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages
     first, peak, threads = ranks[0], sum(r.fma_gflops for r in ranks), sum(r.threads for r in ranks)
     measured = "measured by fugaku-megatron calibrate"
     link, intra = between or inside, inside or between
+    assert link is not None and intra is not None  # there are two ranks or more
     assumed = {True: measured, False: "not measured: all ranks shared one node; its own messages' value"}
     curves = [gemm_curve(first.threads, first.gemm, first.fma_gflops)]
     curves += [gemm_curve(threads, team, peak)] if threads > first.threads else []

@@ -66,9 +66,9 @@ def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
 
 def dropout_flops(s: int, peak_gflops: float) -> float:
     """perf.parameters' dropout_flops, the mean of forward and backward over s tokens, from Megatron's default dropout and none."""
-    default = ModelConfig.__dataclass_fields__["attention_dropout"].default
-    rates = zip(attention_gflops(s), attention_gflops(s, default), (1.0, accounting.ATTENTION_BACKWARD_SHARE), strict=True)
-    slower = [max(0.0, 1 / dropped - 1 / whole) * again for whole, dropped, again in rates]
+    again = 1.0, accounting.ATTENTION_BACKWARD_SHARE
+    rates = zip(attention_gflops(s), attention_gflops(s, ModelConfig.attention_dropout), again, strict=True)
+    slower = [max(0.0, 1 / dropped - 1 / whole) * times for whole, dropped, times in rates]
     return statistics.fmean(slower) * 4 * HEAD_SIZE * peak_gflops
 
 
@@ -84,7 +84,7 @@ def _tiny(layers: int, microbatches: int) -> RunConfig:
 
 
 def _step_seconds(run: RunConfig) -> float:
-    train, valid = (MockDataset(run.model.vocab_size, run.model.seq_length, 1024, seed) for seed in (1, 2))
+    train, valid = (MockDataset(TINY["vocab_size"], run.model.seq_length, 1024, seed) for seed in (1, 2))
     trainer = Trainer(run, SoloComm(), Grid(1, 1, 1).groups(SoloComm()), train, valid)
     try:
         return statistics.median(trainer.train_step().seconds for _ in range(STEPS))

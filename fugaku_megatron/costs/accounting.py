@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.checks import check
 from ..config.layout import Layout, placement, sequence_parts, stage_sizes
 from ..config.model_config import MLPS, NORMS
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
@@ -40,7 +39,8 @@ def round_up(value: int, multiple: int) -> int:
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:
     """Vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tensor-parallel size, as Megatron does."""
-    check(model.vocab_size is not None, "the vocabulary size is unknown: give a tokenizer, or --vocab-size")
+    if model.vocab_size is None:
+        raise ValueError("the vocabulary size is unknown: pass --vocab-size, or the files of a tokenizer")
     return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
 
 
@@ -84,11 +84,11 @@ class Record:
     backward: tuple[Collective, ...] = ()
 
 
-def _linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: int,
-            replicated: int = 0, **collectives: tuple[Collective, ...]) -> Record:
+def _linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: int, forward: tuple[Collective, ...],
+            backward: tuple[Collective, ...], replicated: int = 0) -> Record:
     flops = 2 * rows * outputs * inputs
     return Record(name=name, parameters=outputs * inputs + bias, gemm=(rows, outputs, inputs), flops_forward=flops,
-                  flops_backward=2 * flops, saved_bytes=saved, replicated=replicated, **collectives)
+                  flops_backward=2 * flops, saved_bytes=saved, replicated=replicated, forward=forward, backward=backward)
 
 
 def _norm(name: str, run: RunConfig, tp: int) -> Record:
@@ -160,19 +160,18 @@ def layer_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     model, kept, width, around = run.model, residual_bytes(run, tp), element_bytes(run), ProductCollectives.from_run(run, tp)
     h, f, rows = model.hidden_size, model.ffn_hidden_size, tokens_per_microbatch(run)
     mlp, bias = MLPS[model.activation], not model.disable_bias_linear
-    column = {"forward": around.into, "backward": around.into_backward}
-    row = {"forward": around.out, "backward": around.out_backward, "replicated": h * bias}
+    column, row = (around.into, around.into_backward), (around.out, around.out_backward, h * bias)
     fc1, qkv, context = mlp.fc1_widths * f // tp, model.qkv_width // tp, model.context_width // tp
     return (
         _norm("input_layernorm", run, tp),
-        _linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, **column),
+        _linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, *column),
         *_rotary(run, tp),
         _attention(run, tp),
-        _linear("linear_proj", rows, h, context, h * bias, 0, **row),
+        _linear("linear_proj", rows, h, context, h * bias, 0, *row),
         _norm("pre_mlp_layernorm", run, tp),
-        _linear("linear_fc1", rows, fc1, h, fc1 * bias, kept, **column),
+        _linear("linear_fc1", rows, fc1, h, fc1 * bias, kept, *column),
         Record(name=mlp.activation, saved_bytes=rows * fc1 * width),
-        _linear("linear_fc2", rows, h, f // tp, h * bias, 0, **row),
+        _linear("linear_fc2", rows, h, f // tp, h * bias, 0, *row),
     )
 
 
@@ -195,10 +194,10 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, ProductCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
     # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
-    logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), forward=around.into,
-                     backward=around.into_backward[-1:])
+    logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), around.into,
+                     around.into_backward[-1:])
     if tied and model.tied:
-        logits = Record(**{**vars(logits), "parameters": 0})
+        logits = replace(logits, parameters=0)
     return [_norm("final_layernorm", run, tp), logits,
             Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))]
 

@@ -9,6 +9,7 @@ from ..config.run_config import RunConfig
 from ..pipeline.parts import (
     SPLITS_BACKWARD,
     PartCosts,
+    SplitCosts,
 )
 from ..pipeline.schedule import Schedule
 from .accounting import layer_and_head_flops, part_recompute_groups, pipeline_split
@@ -38,12 +39,12 @@ def split_costs(run: RunConfig, summed: bool = False) -> PartCosts:
     if summed and run.parallel.tensor_model_parallel_size > 1:
         weights = WEIGHTS_BESIDE_SUMS
     layer, head = layer_and_head_flops(run)
-    chosen, costs = run.training.recompute_part_layers is not None, []
+    chosen, costs = run.training.recompute_part_layers is not None, list[SplitCosts]()
     for part, layers in enumerate(pipeline_split(run)):
         again = 0 if chosen else sum(map(len, part_recompute_groups(run, part)))
         costs.append((forward * layers, inputs * layers + AGAIN_COST * again, weights * layers))
-    last, *rest = costs.pop()
-    return (*costs, (last + round(3 * forward * head / layer), *rest))
+    last, inputs, weights = costs.pop()
+    return (*costs, (last + round(3 * forward * head / layer), inputs, weights))
 
 
 def of_run(run: RunConfig, microbatches: int) -> Schedule:

@@ -106,7 +106,7 @@ def settled(run: RunConfig, layout: Layout, system: System, room: float | None =
     fits it is 1F1B, which holds least.
     """
     room = memory.tensor_room(run, layout, system.machine, system.software, system.nodes) if room is None else room
-    again, lines = run.training.recompute_auto, []
+    again, lines = run.training.recompute_auto, list[str]()
     if run.parallel.pipeline_schedule == AUTO and layout.pp > 1:
         run, lines = _fastest(candidates(run, layout, system, room), system)
     elif again:

@@ -32,6 +32,7 @@ class OfferRow:
     def slow_seconds(self) -> float:
         """Seconds per iteration of the plan with large sums at the pessimistic rate."""
         plan = self.plan
+        assert plan is not None, self.name
         return step(plan.run, plan.layout, plan.system, plan.system.parameters, slow=True).seconds
 
 

@@ -90,7 +90,9 @@ class Machine:
         below = max((c for c in self.gemm_curves if c.threads <= threads), key=lambda c: c.threads, default=None)
         above = min((c for c in self.gemm_curves if c.threads >= threads), key=lambda c: c.threads, default=None)
         if below is None or above is None or below.threads == above.threads:
-            return below or above
+            nearest = below or above
+            assert nearest is not None, self.name
+            return nearest
         weight = math.log(threads / below.threads) / math.log(above.threads / below.threads)
 
         def between(name: str) -> float:

@@ -63,7 +63,7 @@ def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, 
     training, hidden, saved = run.training, tensors(run, layout.tp)["hidden"], layer_saved_bytes(run, layout.tp)
     layers = sum(map(len, accounting.stage_layers(run, stage)))
     in_flight = max(sum(moment.activations) for moment in _held(run_schedule.of_run(run, microbatches), stage))
-    temporary = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
+    temporary: float = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [group for part in accounting.stage_parts(run, stage) for group in accounting.part_recompute_groups(run, part)]
         kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
@@ -86,8 +86,7 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
         return fixed + stage_memory(run, layout, stage, _held(lists, stage)).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
     sharded = parameters.sharded_bytes / accounting.zero_shards(run, layout)
-    bytes = count * (parameters.state_bytes + sharded)
-    bytes += _activations(run, layout, stage, microbatches, parameters)
+    bytes = count * (parameters.state_bytes + sharded) + _activations(run, layout, stage, microbatches, parameters)
     if stage == layout.pp - 1:
         bytes += parameters.logits * tensors(run, layout.tp)["logits"]
     return fixed + bytes / MIB

@@ -182,7 +182,7 @@ PartSeconds = tuple[Seconds, Seconds, Seconds]  # forward, backward, what of the
 
 def _part_seconds(run: RunConfig, layout: Layout, rank: Rank, without: str) -> list[PartSeconds]:
     """Of every part of the model. without: see `step`."""
-    kinds, known = memory.part_kinds(run), {}
+    kinds, known, found = memory.part_kinds(run), dict[int, Seconds](), dict[int, PartSeconds]()
 
     def seconds(pieces: Pieces) -> Seconds:
         for piece, _ in pieces:  # parts of different kinds do the same in each of their layers
@@ -191,13 +191,18 @@ def _part_seconds(run: RunConfig, layout: Layout, rank: Rank, without: str) -> l
         total = sum((known[id(piece)] * times for piece, times in pieces), Seconds())
         return replace(total, **{without: 0.0}) if without else total
 
-    found = {kind: tuple(map(seconds, part_work(run, layout, kind, rank.software))) for kind in set(kinds)}
+    for kind in set(kinds):
+        forward, backward, weights = map(seconds, part_work(run, layout, kind, rank.software))
+        found[kind] = forward, backward, weights
     return [found[kind] for kind in kinds]
 
 
 def _stage_seconds(parts: Sequence[PartSeconds]) -> PartSeconds:
     """The sum over a stage's parts."""
-    return tuple(sum(phase, Seconds()) for phase in zip(*parts)) if len(parts) > 1 else parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    forward, backward, weights = (sum(phase, Seconds()) for phase in zip(*parts))
+    return forward, backward, weights
 
 
 def _costs(lists: schedule.Schedule, parts: Sequence[PartSeconds], transfer: float) -> Costs:

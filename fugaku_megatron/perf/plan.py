@@ -46,6 +46,7 @@ def _with_length(run: RunConfig) -> RunConfig:
     """The run with as many iterations as --train-tokens needs; unchanged without that flag."""
     if run.training.train_tokens is None:
         return run
+    assert run.batch.global_batch_size is not None
     iterations, _ = batches.run_length(run, run.batch.global_batch_size)
     return replace(run, training=replace(run.training, train_iters=iterations, train_samples=None, train_tokens=None))
 

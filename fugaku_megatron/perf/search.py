@@ -9,6 +9,7 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from ..config import features
 from ..config.layout import Layout
@@ -21,6 +22,7 @@ from .choice import Order, pendings, schedules
 from .model import Prediction, System, predict, step
 from .software import with_schedule
 
+T = TypeVar("T", int, bool)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 RAMP_DP, RAMP_BATCH = 4, 32  # document 004: the batch grows in steps of 32 over a DP that 4 divides
 
@@ -51,7 +53,7 @@ class Search:
     """plans: the fastest first. dropped: reason -> number of layouts that cannot run for it."""
 
     plans: tuple[Plan, ...]
-    dropped: Counter
+    dropped: Counter[str]
 
 
 def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False) -> Search:
@@ -60,7 +62,7 @@ def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible:
     Every layout is modelled in 1F1B's order, and those that could be among the first with another schedule in that, too.
     """
     run = system.software.cut(run)
-    plans, dropped = [], Counter()
+    plans, dropped = list[Plan](), Counter[str]()
     for candidate in candidates(with_schedule(run, ONE_F_ONE_B, 1), system, held, ramp_divisible):
         outcome = candidate if isinstance(candidate, str) else _judge(*candidate)
         if isinstance(outcome, str):
@@ -145,12 +147,13 @@ def _indivisible(system: System, tp: int, pp: int, zero_stage: int, batch: Batch
         return "more ranks than a node has threads or GPUs"
     if system.world_size % (tp * pp):
         return "TP x PP does not divide the number of ranks"
-    dp = system.world_size // (tp * pp)
-    if batch.global_batch_size % (dp * batch.micro_batch_size):
+    dp, size = system.world_size // (tp * pp), batch.global_batch_size
+    assert size is not None
+    if size % (dp * batch.micro_batch_size):
         return "micro-batch x DP does not divide the global batch"
     if zero_stage and dp == 1:
         return "ZeRO needs more than one data-parallel rank"
-    if ramp_divisible and (dp % RAMP_DP or batch.global_batch_size % RAMP_BATCH):
+    if ramp_divisible and (dp % RAMP_DP or size % RAMP_BATCH):
         return f"batch ramp-up: DP is not divisible by {RAMP_DP} or the global batch by {RAMP_BATCH}"
     return None
 
@@ -163,7 +166,7 @@ SWITCHED: dict[str, tuple[bool, ...]] = {features.OVERLAP_GRAD_REDUCE: (True,), 
                                          features.SEQUENCE_PARALLEL: (False, True), features.TP_COMM_OVERLAP: (False, True)}
 
 
-def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int) -> Iterator[dict[str, bool]]:
+def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int) -> Iterator[dict[str, Any]]:
     """Every combination of values of the flags of SWITCHED that means something at these sizes, by field.
 
     Exchanges behind products are left out inside a node, where sums in its memory use all cores, and are always tried with one
@@ -177,10 +180,10 @@ def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, rank
                     values = {features.SEQUENCE_PARALLEL: sequence, features.TP_COMM_OVERLAP: behind,
                               features.OVERLAP_GRAD_REDUCE: reduce,
                               features.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1}
-                    yield {features.FEATURES[name].field: value for name, value in values.items()}
+                    yield {features.field_of(name): value for name, value in values.items()}
 
 
-def _choices(value: int, offered: tuple[int, ...], held: bool) -> tuple[int, ...]:
+def _choices(value: T, offered: tuple[T, ...], held: bool) -> tuple[T, ...]:
     return (value,) if held else offered
 
 

@@ -135,8 +135,9 @@ class Software:
 
     def memory(self, machine: Machine) -> MemoryParameters:
         """The memory model's values for a prediction on the machine, in the same way."""
-        measured = self.style == "native" and machine.process_mib is not None
-        return replace(self.fitted.memory, base_mib=machine.process_mib) if measured else self.fitted.memory
+        if self.style == "native" and machine.process_mib is not None:
+            return replace(self.fitted.memory, base_mib=machine.process_mib)
+        return self.fitted.memory
 
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
@@ -158,7 +159,7 @@ def load(name: str, flag: str = "--software") -> Software:
     if name not in data["software"]:
         raise unknown(flag, name, data["software"])
     facts = data["software"][name]
-    choices = {key: tuple(value) for key, value in facts["choices"].items()}
+    choices: dict[str, Any] = {key: tuple(value) for key, value in facts["choices"].items()}
     has = Choices.from_names(features.built(), **choices) if facts["style"] == "native" else Choices(**choices)
     return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "choices": has},
                     counts=data["styles"][facts["style"]], fitted=fitted(facts["group"]))

@@ -114,13 +114,12 @@ def _forward(record: Record, chunks: int) -> Work:
     if record.gemm is None:
         return Work(collectives=_once(record.forward))
     m, n, k = record.gemm
+    products: tuple[Product, ...] = (Product(m=m, n=n, k=k),)
     if record.name == "attention":
         product = Product(m=m, n=n, k=k, count=record.gemm_count, attention=True, seen=record.seen, dropout=record.dropout)
         products = (product, replace(product, n=k, k=n))
     elif record.name == "logits":
         products = (Product(m=m // chunks, n=n, k=k, times=chunks),)
-    else:
-        products = (Product(m=m, n=n, k=k),)
     return Work(products=products, collectives=_once(record.forward))
 
 

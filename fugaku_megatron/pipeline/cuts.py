@@ -13,7 +13,7 @@ def even(layers: int, placement: Placement) -> tuple[int, ...]:
     return (layers // placement.parts,) * placement.parts
 
 
-def balanced(layers: int, placement: Placement, layer: int, head: int) -> tuple[int, ...]:
+def balanced(layers: int, placement: Placement, layer: float, head: float) -> tuple[int, ...]:
     """Layers of each part, such that the costliest stage is cheapest. layer, head: the cost of a layer and of the logits.
 
     The stage that has the logits, too, gets its number of layers by cost; the others share the rest evenly, the later ones taking
@@ -25,7 +25,7 @@ def balanced(layers: int, placement: Placement, layer: int, head: int) -> tuple[
     return of_stages((*others[:with_head], mine, *others[with_head:]), placement, layer, head)
 
 
-def of_stages(totals: tuple[int, ...], placement: Placement, layer: int, head: int) -> tuple[int, ...]:
+def of_stages(totals: tuple[int, ...], placement: Placement, layer: float, head: float) -> tuple[int, ...]:
     """Layers of each part where the stages' layers are given: chunks of a stage cost the same, as far as the layers divide."""
     with_head, _ = placement.owner(placement.parts - 1)
     chunks = [evenly(total, placement.chunks) for total in totals]
@@ -34,7 +34,7 @@ def of_stages(totals: tuple[int, ...], placement: Placement, layer: int, head: i
     return tuple(chunks[stage][chunk] for stage, chunk in map(placement.owner, range(placement.parts)))
 
 
-def _beside_head(layers: int, others: int, least: int, layer: int, head: int) -> int:
+def _beside_head(layers: int, others: int, least: int, layer: float, head: float) -> int:
     """Layers, at least `least`, of the one that has the head, too, where `others` share the rest evenly.
 
     The number for which the costliest is cheapest; of equals the largest, which leaves the others least.

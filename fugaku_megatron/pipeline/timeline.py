@@ -58,7 +58,7 @@ def spans(schedule: Schedule, costs: Costs) -> list[Span]:
     is sent, its receiver is idle, for which there is no span.
     """
     stages = range(schedule.placement.stages)
-    lists, arrived = [schedule.instructions(stage) for stage in stages], {}
+    lists, arrived = [schedule.instructions(stage) for stage in stages], dict[tuple[int, int, int], float]()
     clock, places = [0.0 for _ in stages], [0 for _ in stages]
     result: list[Span] = []
     while any(places[stage] < len(lists[stage]) for stage in stages):
@@ -76,7 +76,8 @@ def spans(schedule: Schedule, costs: Costs) -> list[Span]:
     return result
 
 
-def _execute(schedule: Schedule, costs: Costs, stage: int, i: Instruction, now: float, arrived: dict) -> Span | None:
+def _execute(schedule: Schedule, costs: Costs, stage: int, i: Instruction, now: float,
+             arrived: dict[tuple[int, int, int], float]) -> Span | None:
     """The instruction's span, from `now` at the earliest; None when its message has not been sent.
 
     arrived: (receiver, tag, micro-batch) of each message -> when it arrives.
@@ -162,7 +163,8 @@ def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Re
     """(level, stage, computation, its result, the result it needs) of all stages, in the order of the levels from 1."""
     place, stages = schedule.placement, range(schedule.placement.stages)
     todo = [deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages]
-    last, level, rows = [0 for _ in stages], {None: 0}, []
+    level: dict[Result | None, int] = {None: 0}
+    last, rows = [0 for _ in stages], []
     while any(todo):
         for stage, mine in enumerate(todo):
             while mine and (source := _source(place, stage, mine[0])) in level:

@@ -105,7 +105,7 @@ def end(placement: Placement, lists: Lists, costs: PartCosts) -> float:
 def _sends(routes: Mapping[tuple[str, int], Route], last: Instruction, finished: Mapping[tuple[str, int], list[int]]) -> bool:
     """Whether the last result of a stage is still being sent to another stage."""
     to = routes[last.op, last.chunk]
-    return to.message and len(finished[last.op, to.target]) <= last.microbatch - RECEIVES_AHEAD
+    return to.message and to.target is not None and len(finished[last.op, to.target]) <= last.microbatch - RECEIVES_AHEAD
 
 
 class Route(NamedTuple):
@@ -156,7 +156,8 @@ class _Stages:
         return tuple(map(tuple, self.did))
 
     def _run(self) -> None:
-        idle, woken, finishing = set(range(self.placement.stages)), set(range(self.placement.stages)), []
+        idle, woken = set(range(self.placement.stages)), set(range(self.placement.stages))
+        finishing: list[tuple[int, int]] = []
         while True:
             for stage in sorted(woken & idle):
                 if (cost := self._begin(stage)) is not None:
@@ -176,7 +177,7 @@ class _Stages:
         route = _routes(self.placement)[stage][last.op, last.chunk]
         self.done[last.op][route.part] += 1
         self.held[stage] += (last.op == FORWARD) - (last.op == BACKWARD_WEIGHT)
-        return self.placement.owner(route.target)[0] if route.message else stage
+        return self.placement.owner(route.target)[0] if route.message and route.target is not None else stage
 
     def _begin(self, stage: int) -> int | None:
         """Begin what an idle stage runs now; returns what it costs, None where the stage has to wait."""

@@ -28,7 +28,7 @@ class Record:
         """The cell, or `value` in its place, converted by `parse`; ValueError as in `expect` when `parse` refuses it."""
         try:
             return parse(self.cells[column] if value is None else value)
-        except (ValueError, KeyError, AttributeError):  # no number, no key of a dictionary, no match of a pattern
+        except (ValueError, KeyError):  # no number or no match of a pattern, no key of a dictionary
             self.expect(False, column, expected, value)
 
 

@@ -60,4 +60,5 @@ def _erratum(record: csv_table.Record, parsers: Parsers) -> Erratum:
     line = None if cells["line"] == "*" else record.convert("line", int, "a line number or *")
     if line is not None:  # for every row it is only a part of the cell
         record.convert("corrected", *parsers[cells["column"]])
-    return Erratum(**{**cells, "line": line}, place=f"{record.path}, line {record.line}")
+    del cells["line"]
+    return Erratum(line=line, place=f"{record.path}, line {record.line}", **cells)

@@ -17,9 +17,11 @@ import numpy as np
 
 from ..config.layout import Layout
 from ..config.outputs import check_file, writing
+from ..config.run_config import RunConfig
 from ..perf import memory, model
+from ..perf.model import System
 from ..perf.parameters import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters, Prior
-from .rows import Row, load, row_system
+from .rows import Row, known, load, row_system
 
 CHANGE = 1e-4  # change of a parameter's logarithm in finite differences
 HUBER = 1.5  # residuals beyond this many standard deviations count linearly
@@ -120,7 +122,7 @@ def _many_ranks(row: Row) -> bool:
     return row.machine == "a64fx" and row.ranks > row.nodes
 
 
-Case = tuple  # (run, layout, system)
+Case = tuple[RunConfig, Layout, System]
 # group -> (name, rows) of the errors in sample
 SHOWN: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
     "a64fx": (("30B (document 001)", lambda r: r.document == "001"),
@@ -162,7 +164,7 @@ def seconds(row_cases: Sequence[Case], values: Values) -> list[float]:
 def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> Solution:
     """Parameters of a group from `rows`."""
     row_cases = cases(rows)
-    return solve(lambda values: seconds(row_cases, values), [r.seconds for r in rows], PRIORS[group], TIME_NOISE, start)
+    return solve(lambda values: seconds(row_cases, values), [known(r.seconds) for r in rows], PRIORS[group], TIME_NOISE, start)
 
 
 def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
@@ -174,7 +176,8 @@ def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
     """Parameters of a group's memory from `rows`."""
     row_cases = cases(rows)
-    return solve(lambda values: mib(row_cases, values), [r.memory_mib for r in rows], MEMORY_PRIORS[group], MEMORY_NOISE)
+    observed = [known(r.memory_mib) for r in rows]
+    return solve(lambda values: mib(row_cases, values), observed, MEMORY_PRIORS[group], MEMORY_NOISE)
 
 
 def time_rows(group: str) -> list[Row]:
@@ -193,9 +196,9 @@ def leave_out(group: str, name: str, part: Callable[[Row], bool], start: Values 
     parameters, names = Parameters(**solution.values), tuple(solution.values)
     inside = 0
     for case, value, row in zip(left_cases, predicted, left):
-        width = model.BAND * model.deviation(case, parameters, names, solution.covariance, noise)
-        inside += abs(np.log(row.seconds / value)) <= width
-    return Error.from_predictions(name, predicted, [r.seconds for r in left], inside / len(left))
+        width = model.BAND * model.deviation(case, parameters, names, solution.covariance.tolist(), noise)
+        inside += abs(np.log(known(row.seconds) / value)) <= width
+    return Error.from_predictions(name, predicted, [known(r.seconds) for r in left], inside / len(left))
 
 
 def rms(residuals: np.ndarray) -> float:
@@ -205,8 +208,8 @@ def rms(residuals: np.ndarray) -> float:
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Correlation of ranks; ties share their mean rank."""
     def ranks(values: Sequence[float]) -> np.ndarray:
-        values = np.asarray(values)
-        return np.array([(values < v).sum() + ((values == v).sum() - 1) / 2 for v in values])
+        array = np.asarray(values)
+        return np.array([(array < v).sum() + ((array == v).sum() - 1) / 2 for v in array])
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
@@ -244,7 +247,7 @@ def make_report(group: str, start: Values | None = None) -> Report:
     time = fit_time(group, rows, start)
     predicted = seconds(cases(rows), time.values)
     pairs = list(zip(rows, predicted))
-    in_sample = tuple(Error.from_predictions(name, [p for r, p in pairs if part(r)], [r.seconds for r in rows if part(r)])
+    in_sample = tuple(Error.from_predictions(name, [p for r, p in pairs if part(r)], [known(r.seconds) for r in rows if part(r)])
                       for name, part in SHOWN[group])
     first = SHOWN[group][0][1]
     used_rows = [r for r in load() if r.machine == group and r.fit_memory]
@@ -253,9 +256,9 @@ def make_report(group: str, start: Values | None = None) -> Report:
     return Report(group=group, time=time, memory=used, in_sample=in_sample,
                   left_out=tuple(leave_out(group, name, part, time.values) for name, part in PARTS[group]),
                   memory_error=Error.from_predictions("memory", mib(cases(used_rows), used.values),
-                                                      [r.memory_mib for r in used_rows]),
+                                                      [known(r.memory_mib) for r in used_rows]),
                   wrong_ooms=tuple(wrong), oom_rows=judged,
-                  spearman=spearman([p for r, p in pairs if first(r)], [r.seconds for r in rows if first(r)]),
+                  spearman=spearman([p for r, p in pairs if first(r)], [known(r.seconds) for r in rows if first(r)]),
                   ranges=_ranges(rows))
 
 

@@ -42,13 +42,19 @@ RANKS_PER_NODE = {"a64fx": 1, "a100": 8}  # where no column says it
 ABSENT = ("", "-", "- MiB", "GB", "OOM", "fail")  # cells without a value
 
 
+def _match(pattern: str, cell: str) -> re.Match[str]:
+    if (match := re.fullmatch(pattern, cell)) is None:
+        raise ValueError(cell)
+    return match
+
+
 def _memory_mib(cell: str) -> float:
-    number, unit = re.fullmatch(r"([\d.]+) ?(MiB|GB)", cell).groups()
+    number, unit = _match(r"([\d.]+) ?(MiB|GB)", cell).groups()
     return float(number) * (1024 if unit == "GB" else 1)  # an A100 of "80GB" has 81920 MiB: the tables' GB are GiB
 
 
 def _ghz(cell: str) -> float:
-    return float(re.fullmatch(r"([\d.]+)GHz", cell).group(1))
+    return float(_match(r"([\d.]+)GHz", cell)[1])
 
 
 def _or_nothing(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -59,16 +65,16 @@ def _one_of(*names: str) -> tuple[Callable[[str], str], str]:
     return {name: name for name in names}.__getitem__, " or ".join(names)
 
 
-_POSITIVE = (lambda cell: int(re.fullmatch(r"0*[1-9]\d*", cell).group()), "a whole number above 0")
-_NUMBER = (lambda cell: float(re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?", cell).group()), "a number above 0")
+_POSITIVE = (lambda cell: int(_match(r"0*[1-9]\d*", cell)[0]), "a whole number above 0")
+_NUMBER = (lambda cell: float(_match(r"(?=.*[1-9])\d+(\.\d+)?", cell)[0]), "a number above 0")
 _TEXT = (str, "text")
-_PARSERS = {
+_PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "machine": _one_of(*RANKS_PER_NODE), "software": _one_of("torch1.7", "torch1.7+tcmalloc", "torch1.10", "torch1.10+tcmalloc",
                                                            "megatron-a100"),
     "precision": _one_of("fp32", "fp16", "bf16"), "formula": _one_of("hardware", "parameter"),
     **{name: _POSITIVE for name in ("seq", "vocabulary", "layers", "hidden", "heads", "gpus", "dp", "tp", "pp", "mbs", "gbs",
                                         "ranks_per_node")},
-    "nodes": (lambda cell: int(re.fullmatch(r"(\d+)( +\([\d.]+GHz\))?", cell).group(1)), "a number of nodes, or '512 (2.2GHz)'"),
+    "nodes": (lambda cell: int(_match(r"(\d+)( +\([\d.]+GHz\))?", cell)[1]), "a number of nodes, or '512 (2.2GHz)'"),
     "zero": ({"0": 0, "1": 1}.__getitem__, "0 or 1"), "ac": ({"Yes": True, "No": False}.__getitem__, "Yes or No"),
     "async": _one_of("yes", "no"), "freq": (_ghz, "a clock such as 2.0GHz"),
     "mem": (_memory_mib, "memory such as 7718.0 MiB or 67GB"),
@@ -201,6 +207,12 @@ class Row:
                 self.tflops)
 
 
+def known(value: float | None) -> float:
+    """A printed value of a row that is known to have one."""
+    assert value is not None
+    return value
+
+
 def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
     """All rows, or those of `documents`, in the documents' order. Raises ValueError for unknown documents and wrong data."""
     for name in documents:
@@ -300,6 +312,6 @@ def row_system(row: Row) -> System:
 
 def predict_row(row: Row) -> Prediction:
     """The prediction for a row of the published tables. Raises ValueError for a row that cannot be run."""
-    problem = row.problem()
-    check(problem is None, problem)
+    if problem := row.problem():
+        raise ValueError(problem)
     return predict(row.run(), row_system(row))
