@@ -43,7 +43,7 @@ Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n products
 @dataclass(frozen=True, kw_only=True)
 class Compute:
     """One rank's measurements. attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens, without dropout, whose
-    price is dropout_flops (perf.parameters).
+    price is dropout_flops (perf.software).
 
     elementwise_gbs: rate of the optimizer's update. call_us: an operator call without its data. iteration_s: an iteration without
     its operator calls. process_mib: memory of the process before it has tensors.
@@ -181,7 +181,7 @@ def all_reduce_gbs(world: Comm) -> float:
 
 
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
-    """This project's parameters on this host, under the names of perf.parameters.Parameters.
+    """This project's parameters on this host, under the names of perf.software.Parameters.
 
     ranks: those of one node. reduce_gbs: all_reduce_gbs within the node, None when it crossed nodes.
     """

@@ -65,7 +65,7 @@ def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
 
 
 def dropout_flops(s: int, peak_gflops: float) -> float:
-    """perf.parameters' dropout_flops, the mean of forward and backward over s tokens, from Megatron's default dropout and none."""
+    """perf.software' dropout_flops, the mean of forward and backward over s tokens, from Megatron's default dropout and none."""
     again = 1.0, accounting.ATTENTION_BACKWARD_SHARE
     rates = zip(attention_gflops(s), attention_gflops(s, ModelConfig.attention_dropout), again, strict=True)
     slower = [max(0.0, 1 / dropped - 1 / whole) * times for whole, dropped, times in rates]

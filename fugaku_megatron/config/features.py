@@ -1,8 +1,7 @@
-"""What the trainer offers to make a step faster or smaller: one row each, which its flags and the performance model go by.
+"""Features of the trainer that make a step faster or smaller: one row each, which the flags and the performance model go by.
 
-`built` says whether the trainer does it. To take a new one into use, set `built` in its row: the planner then tries it, the model
-counts its gain, and tests ask for its flag. Until then its flag, if there is one, changes no modelled time.
-Left out: what an offer does (the modules named in `place`).
+With its row the planner tries a feature, the model counts its gain, and tests ask for its flag and its module; without a row a flag
+changes no modelled time. Left out: what a feature does (the modules named in `place`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Feature:
     value: one, or a tuple of those that do.
     """
 
-    built: bool
     meaning: str
     place: str
     field: str | None = None
@@ -44,33 +42,33 @@ class Feature:
 
 
 FEATURES: dict[str, Feature] = {
-    BALANCED_SPLIT: Feature(built=True, meaning="stages of equal cost, the logits counted", place="costs/accounting.py",
-                          field="pipeline_split", value="balanced"),
-    ZERO_1: Feature(built=True, meaning="optimizer state sharded over data-parallel ranks", place="training/optim.py",
-                  field="zero_stage", value=1),
-    SELECTIVE: Feature(built=True, meaning="attention alone is computed again", place="nn/blocks.py",
-                     field="recompute_granularity", value="selective"),
-    BLOCK: Feature(built=True, meaning="some layers of a stage are computed again", place="nn/blocks.py",
-                 field="recompute_method", value="block"),
-    RECOMPUTE_AUTO: Feature(built=True, meaning="each stage and chunk recomputes as few layers as fit into memory",
-                          place="costs/recompute.py", field="recompute_auto"),
-    OVERLAP_GRAD_REDUCE: Feature(built=True, meaning="buckets of gradients are reduced behind the last backward",
-                               place="training/buckets.py", field="overlap_grad_reduce"),
-    OVERLAP_PARAM_GATHER: Feature(built=True, meaning="ZeRO's weights are gathered behind the next forward",
-                                place="training/buckets.py", field="overlap_param_gather"),
-    GRAD_REDUCE_IN_BF16: Feature(built=True, meaning="gradients travel in BF16", place="training/buckets.py",
-                               field="grad_reduce_in_bf16"),
-    NODE_SUMS: Feature(built=True, meaning="groups inside a node add up in shared memory, on all cores", place="comm/node.py"),
-    TWO_LEVEL_SUMS: Feature(built=True, meaning="groups over several nodes add up inside each node, then between nodes",
-                          place="comm/two_level.py"),
-    SEQUENCE_PARALLEL: Feature(built=True, meaning="norms, dropout and residuals on 1/TP of the sequence", place="nn/layers.py",
-                             field="sequence_parallel"),
-    TP_COMM_OVERLAP: Feature(built=True, meaning="tensor-parallel exchange behind the products", place="nn/overlapped_ops.py",
-                           field="tp_comm_overlap"),
-    INTERLEAVED: Feature(built=True, meaning="several chunks of layers on a stage", place="pipeline/schedule.py",
-                       field="pipeline_schedule", value=parts.INTERLEAVED),
-    ZERO_BUBBLE: Feature(built=True, meaning="weight gradients fill the pipeline's bubble", place="pipeline/schedule.py",
-                       field="pipeline_schedule", value=parts.SPLITS_BACKWARD),
+    BALANCED_SPLIT: Feature(meaning="stages of equal cost, the logits counted", place="costs/accounting.py",
+                            field="pipeline_split", value="balanced"),
+    ZERO_1: Feature(meaning="optimizer state sharded over data-parallel ranks", place="training/optim.py",
+                    field="zero_stage", value=1),
+    SELECTIVE: Feature(meaning="attention alone is computed again", place="nn/blocks.py",
+                       field="recompute_granularity", value="selective"),
+    BLOCK: Feature(meaning="some layers of a stage are computed again", place="nn/blocks.py",
+                   field="recompute_method", value="block"),
+    RECOMPUTE_AUTO: Feature(meaning="each stage and chunk recomputes as few layers as fit into memory",
+                            place="costs/run_schedule.py", field="recompute_auto"),
+    OVERLAP_GRAD_REDUCE: Feature(meaning="buckets of gradients are reduced, overlapped with the last backward",
+                                 place="training/buckets.py", field="overlap_grad_reduce"),
+    OVERLAP_PARAM_GATHER: Feature(meaning="ZeRO's weights are gathered, overlapped with the next forward",
+                                  place="training/buckets.py", field="overlap_param_gather"),
+    GRAD_REDUCE_IN_BF16: Feature(meaning="gradients are sent in BF16", place="training/buckets.py",
+                                 field="grad_reduce_in_bf16"),
+    NODE_SUMS: Feature(meaning="groups inside a node all-reduce in shared memory, on all cores", place="comm/node.py"),
+    TWO_LEVEL_SUMS: Feature(meaning="groups over several nodes reduce inside each node, then between nodes",
+                            place="comm/two_level.py"),
+    SEQUENCE_PARALLEL: Feature(meaning="norms, dropout and residuals on 1/TP of the sequence", place="nn/layers.py",
+                               field="sequence_parallel"),
+    TP_COMM_OVERLAP: Feature(meaning="tensor-parallel collectives, overlapped with matmuls", place="nn/overlapped_ops.py",
+                             field="tp_comm_overlap"),
+    INTERLEAVED: Feature(meaning="several chunks of layers on a stage", place="pipeline/schedule.py",
+                         field="pipeline_schedule", value=parts.INTERLEAVED),
+    ZERO_BUBBLE: Feature(meaning="weight gradients fill the pipeline's bubble", place="pipeline/schedule.py",
+                         field="pipeline_schedule", value=parts.SPLITS_BACKWARD),
 }
 
 # Choices with a flag that takes no value; one that needs another stands before it.
@@ -96,13 +94,8 @@ def field_of(name: str) -> str:
     return field
 
 
-def built() -> frozenset[str]:
-    """The offers that the trainer has."""
-    return frozenset(name for name, offer in FEATURES.items() if offer.built)
-
-
 def switched(run: RunConfig, name: str, on: bool = True) -> RunConfig:
-    """The run with an offer of a flag without a value switched on or off."""
+    """The run with a feature of a flag without a value switched on or off."""
     field = field_of(name)
     group = group_of(field)
     assert group is not None, name

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..pipeline import cuts
-from ..pipeline.parts import ZBV, Placement, placement_of
+from ..pipeline.parts import ZBV, Placement, evenly, placement_of
 from .batches import sizes_of
 from .checks import check, flag
 from .run_config import RunConfig
@@ -129,7 +128,7 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
     if not given:
         return None
     others = pp - len(given)
-    between = cuts.evenly(layers - sum(given), others) if others else ()
+    between = evenly(layers - sum(given), others) if others else ()
     return (*([first] if first else []), *between, *([last] if last else []))
 
 

@@ -14,8 +14,7 @@ from functools import lru_cache
 from ..config.layout import Layout, placement, sequence_parts, stage_sizes
 from ..config.model_config import MLPS, NORMS
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
-from ..pipeline import cuts
-from ..pipeline.parts import Placement
+from ..pipeline.parts import Placement, balanced_cut, cut_of_stages, even_cut
 from .activations import (
     Collective,
     ProductCollectives,
@@ -214,10 +213,10 @@ def part_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
     """Layers of each part of the model, as --pipeline-split says; balanced counts multiply-adds. A part has at least one layer."""
     layers, split = run.model.num_layers, run.parallel.pipeline_split
     if (split == "even" and stage_sizes(run) is None) or placement.parts == 1:
-        return cuts.even(layers, placement)
+        return even_cut(layers, placement)
     layer, head = layer_and_head_flops(run)
     sizes = stage_sizes(run)
-    return cuts.balanced(layers, placement, layer, head) if sizes is None else cuts.of_stages(sizes, placement, layer, head)
+    return balanced_cut(layers, placement, layer, head) if sizes is None else cut_of_stages(sizes, placement, layer, head)
 
 
 def part_layers(run: RunConfig, placement: Placement, part: int) -> range:

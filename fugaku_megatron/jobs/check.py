@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..perf import choice, memory, software
+from ..perf import memory, search, software
 from ..perf.model import System, step
 from . import limits, torus
 from .job import MARGIN, interpret, start_up
@@ -208,7 +208,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
     script = request.script
     system = System.from_names("a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node)
     fitted = system.software.fitted
-    run, _ = choice.settled(run, layout, system)
+    run, _ = search.settled(run, layout, system)
     used = memory.peak_mib(run, layout, system.software, request.nodes, fitted.memory)
     limit = memory.limit_mib(system.machine, system.software, request.ranks_per_node)
     if used > limit:

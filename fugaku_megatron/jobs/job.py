@@ -15,10 +15,10 @@ from ..config import arguments, batches
 from ..config.checks import check
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
-from ..costs.recompute import recompute_name
+from ..costs.run_schedule import recompute_name
 from ..perf import plan_text, search, software
 from ..perf.model import System
-from ..perf.request import run_of
+from ..perf.predict import run_of
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
 

@@ -1,25 +1,159 @@
-"""Seconds of counted work on one rank: a roofline model whose roofs are the shares of the machine's rates that software reaches.
+"""Seconds of counted work on one rank and of its messages, and what of the messages computation hides.
 
-Time is the sum of matrix products, element-wise memory traffic, page faults and operator calls; nothing overlaps inside one rank.
-GEMM on a CPU runs at peak x fraction x maximum / (1 + (half / n)^exponent), a curve of square n x n x n products. For a product
-(m, n, k) the curve's n is the cube root of m n k on published curves, whose losses come from the division among threads; on curves
-that calibrate measured, whose losses come from packing and loading operands, it is the harmonic mean of the sides.
-GEMM on a GPU runs in tiles of 256 x 128 in waves over the SMs, with efficiency K / (K + half), and more slowly when a side is not a
-multiple of 8.
+Work is a roofline model whose roofs are the shares of the machine's rates that software reaches: the sum of matmuls, element-wise
+memory traffic, page faults and operator calls; nothing overlaps inside one rank. GEMM on a CPU runs at peak x fraction x maximum /
+(1 + (half / n)^exponent), a curve of square n x n x n matmuls. For a matmul (m, n, k) the curve's n is the cube root of m n k on
+published curves, whose losses come from the division among threads; on curves that calibrate measured, whose losses come from
+packing and loading operands, it is the harmonic mean of the sides. GEMM on a GPU runs in tiles of 256 x 128 in waves over the SMs,
+with efficiency K / (K + half), and more slowly when a side is not a multiple of 8.
+
+Collectives are rings, or recursive halving and doubling where that needs fewer latencies, as MPI libraries choose. MPI's ring does
+not know nodes: it runs over all ranks at the rate of its slowest link. Software that reduces inside a node first has a ring inside
+and one between nodes, where every node has as many of the ranks. BF16 reductions, which MPI does not know, are all-to-alls.
+Left out: routes through the torus; groups are assumed to be compact.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ..config import features
+from ..config.layout import Layout
 from ..costs import accounting
+from ..costs.accounting import Collective
 from .machine import GB, Machine
-from .network import Network
-from .parameters import Parameters
-from .software import Software
+from .software import Parameters, Software
 from .work import Exchange, Product, Work
+
+LARGE_SUMS = ("dp", "embedding")  # communicators whose sums are large: gradients, once per iteration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Communicators of one layout on one machine. ranks_per_node: ranks that share a node's ports.
+
+    active: offers in use (config/features.py). slow: large sums at the pessimistic rate that the machine knows.
+    """
+
+    machine: Machine
+    parameters: Parameters
+    layout: Layout
+    ranks_per_node: int
+    active: frozenset[str] = frozenset()
+    slow: bool = False
+
+    def seconds(self, verb: str, group: str, bytes: int) -> float:
+        """Seconds of one call of `verb` on communicator `group` (tp, pp, dp, embedding) to which each rank passes `bytes`."""
+        members, together = self._group(group)
+        if members == 1:
+            return 0.0
+        if verb == "send":
+            return self._transfer(bytes, members <= together)
+        size = bytes * members if verb == "all_gather" else bytes
+        passes = 2 if verb == "all_reduce" else 1
+        inside = min(members, together)
+        levels = members == inside or features.TWO_LEVEL_SUMS in self.active and members % inside == 0
+        within = self._inside_rate(shared=levels and features.NODE_SUMS in self.active)
+        if not levels:
+            between = self._between_rate(group, self.ranks_per_node // inside)
+            rate = min(between, within) if inside > 1 else between
+            return self._ring(size, members, passes, rate, self.machine.link_alpha_us)
+        between = self._between_rate(group, self.ranks_per_node)
+        return (self._ring(size, inside, passes, within, self.machine.intra_alpha_us)
+                + self._ring(size / inside, members // inside, passes, between, self.machine.link_alpha_us))
+
+    def messages(self, verb: str, group: str, bytes: int) -> float:
+        """Seconds of a gather or a reduce_scatter as messages between each two ranks of `group`, to which each passes `bytes`.
+
+        Nothing is passed on, so what reaches a node's ranks from other nodes crosses its ports once for each of them.
+        """
+        members, together = self._group(group)
+        part = bytes if verb == "all_gather" else bytes / members
+        inside = min(members, together)
+        near, far = (inside - 1) * part, (members - inside) * part
+        between, machine = self._between_rate(group, self.ranks_per_node), self.machine
+        return (near / (machine.intra_gbs * GB) + far / (between * GB)
+                + ((inside - 1) * machine.intra_alpha_us + (members - inside) * machine.link_alpha_us) * 1e-6)
+
+    def _group(self, group: str) -> tuple[int, int]:
+        """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
+        layout, ranks = self.layout, self.ranks_per_node
+        below = {"tp": 1, "pp": layout.tp, "embedding": layout.tp * (layout.pp - 1), "dp": layout.tp * layout.pp}[group]
+        members = {"tp": layout.tp, "pp": layout.pp, "embedding": 2 if layout.pp > 1 else 1, "dp": layout.dp}[group]
+        return members, max(1, ranks // max(1, below))
+
+    def _inside_rate(self, shared: bool) -> float:
+        """GB/s of a link of a ring inside a node: fitted or measured, or that of all cores' copies, or what MPI's sums reach.
+
+        shared: summed in memory that the ranks share.
+        """
+        by_mpi = self.machine.intra_reduce_gbs or self.machine.intra_gbs
+        return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if shared else by_mpi)
+
+    def _between_rate(self, group: str, rings: int) -> float:
+        """GB/s of a link of a ring between nodes when `rings` of them leave a node at the same time."""
+        own = self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs  # each link of a ring carries the vector twice
+        if self.slow and group in LARGE_SUMS and self.machine.slow_reduce_gbs:
+            own = min(own, self.machine.slow_reduce_gbs)
+        if features.GRAD_REDUCE_IN_BF16 in self.active and group in LARGE_SUMS and self.machine.all_to_all_gbs:
+            own = min(own, self.machine.all_to_all_gbs / self.ranks_per_node)
+        return min(own, self.machine.injection_gbs / rings)
+
+    @staticmethod
+    def _ring(size: float, members: int, passes: int, rate: float, alpha_us: float) -> float:
+        """Seconds; 0 for one member."""
+        steps = passes * min(members - 1, 2 * math.ceil(math.log2(members)))
+        return steps * alpha_us * 1e-6 + passes * (members - 1) / members * size / (rate * GB)
+
+    def _transfer(self, bytes: int, within_node: bool) -> float:
+        machine = self.machine
+        if within_node:
+            return machine.intra_alpha_us * 1e-6 + bytes / (machine.intra_gbs * GB)
+        rate = min(machine.link_gbs, machine.injection_gbs / self.ranks_per_node) * self.parameters.transfer_fraction
+        return machine.link_alpha_us * 1e-6 + bytes / (rate * GB)
+
+
+def exposed(collectives: Sequence[Collective], seconds: Callable[[Collective], float], forward: float, backward: float,
+            active: frozenset[str]) -> float:
+    """Seconds per iteration in which a stage waits for `collectives`, those of its buckets in the order of backward.
+
+    forward, backward: seconds of one micro-batch on the stage. active: offers in use.
+    """
+    reductions = [c for c in collectives if c.group == "dp" and c.verb != "all_gather"]
+    gathers = [c for c in collectives if c.verb == "all_gather"]
+    others = [c for c in collectives if c not in reductions and c not in gathers]
+    waiting = sum(map(seconds, others))
+    if features.OVERLAP_GRAD_REDUCE in active:
+        waiting += _after_backward([(c.bytes, seconds(c)) for c in reductions], backward)
+    else:
+        waiting += sum(map(seconds, reductions))
+    if features.OVERLAP_PARAM_GATHER in active:
+        return waiting + _before_forward([(c.bytes, seconds(c)) for c in reversed(gathers)], forward)
+    return waiting + sum(map(seconds, gathers))
+
+
+def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> float:
+    """Seconds after the end of a backward until all buckets, (bytes, seconds), are reduced, one after the other.
+
+    A backward takes as long for a bucket's layers as their bytes are of all.
+    """
+    whole, ready, clock = sum(size for size, _ in buckets), 0.0, 0.0
+    for size, seconds in buckets:
+        ready += backward * size / whole
+        clock = max(clock, ready) + seconds
+    return max(0.0, clock - backward)
+
+
+def _before_forward(buckets: Sequence[tuple[int, float]], forward: float) -> float:
+    """Seconds by which a forward ends later because each bucket's layers wait until it, (bytes, seconds), is gathered."""
+    whole, gathered, clock = sum(size for size, _ in buckets), 0.0, 0.0
+    for size, seconds in buckets:
+        gathered += seconds
+        clock = max(clock, gathered) + forward * size / whole
+    return max(0.0, clock - forward)
+
 
 # glibc: larger blocks come from mmap and go back at once. Blocks of up to this size come from the heap, which keeps them, once one
 # of their size has been freed: the threshold grows with what is freed, as far as this limit (DEFAULT_MMAP_THRESHOLD_MAX).

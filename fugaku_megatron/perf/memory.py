@@ -11,18 +11,18 @@ Left out: fragmentation beyond one factor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
 from ..costs.memory import stage_memory
-from ..costs.recompute import settled, without_choice
 from ..pipeline.parts import SPLITS_BACKWARD, Held
 from ..pipeline.schedule import Schedule
 from .machine import MIB, Machine
-from .parameters import MemoryParameters
-from .software import Software
+from .software import MemoryParameters, Software
 from .work import tensors
 
 PEERS = 256  # peers that get a large receive buffer (common_tofu_max_fastmode_procs)
@@ -58,11 +58,11 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> float:
     return 5 * sizes["hidden"] + sizes["qkv"] + sizes["context"] + 2 * sizes["mlp"] + 2.5 * sizes["scores"]
 
 
-def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, parameters: MemoryParameters) -> float:
+def _activations(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held], parameters: MemoryParameters) -> float:
     """Bytes of the kept and temporary tensors of one stage, without the logits."""
     training, hidden, saved = run.training, tensors(run, layout.tp)["hidden"], layer_saved_bytes(run, layout.tp)
     layers = sum(map(len, accounting.stage_layers(run, stage)))
-    in_flight = max(sum(moment.activations) for moment in _held(run_schedule.of_run(run, microbatches), stage))
+    in_flight = max(sum(moment.activations) for moment in held)
     temporary: float = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [group for part in accounting.stage_parts(run, stage) for group in accounting.part_recompute_groups(run, part)]
@@ -80,13 +80,12 @@ def _activations(run: RunConfig, layout: Layout, stage: int, microbatches: int, 
 @lru_cache(maxsize=4096)
 def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes: int, parameters: MemoryParameters) -> float:
     """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers and the ranks that share its threads."""
-    microbatches, fixed = layout.microbatches(run, layout.global_batch_size(run)), _fixed_mib(layout, code, nodes, parameters)
+    held, fixed = _held(run_schedule.lists_of(run, layout), stage), _fixed_mib(layout, code, nodes, parameters)
     if code.style == "native":
-        lists = run_schedule.of_run(run, microbatches)
-        return fixed + stage_memory(run, layout, stage, _held(lists, stage)).total / MIB
+        return fixed + stage_memory(run, layout, stage, held).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
     sharded = parameters.sharded_bytes / accounting.zero_shards(run, layout)
-    bytes = count * (parameters.state_bytes + sharded) + _activations(run, layout, stage, microbatches, parameters)
+    bytes = count * (parameters.state_bytes + sharded) + _activations(run, layout, stage, held, parameters)
     if stage == layout.pp - 1:
         bytes += parameters.logits * tensors(run, layout.tp)["logits"]
     return fixed + bytes / MIB
@@ -103,12 +102,13 @@ def with_recompute(run: RunConfig, layout: Layout, machine: Machine, code: Softw
     """The run with what --recompute-auto chooses in the machine's memory, or in --memory-per-rank; unchanged without the flag."""
     if not run.training.recompute_auto:
         return run
-    plain, room = without_choice(run), tensor_room(run, layout, machine, code, nodes)
+    plain = replace(run, training=replace(run.training, recompute_auto=False))
+    space = tensor_room(run, layout, machine, code, nodes)
     fixed = _fixed_mib(layout, code, nodes, code.memory(machine))
-    if (peak_mib(plain, layout, code, nodes, code.memory(machine)) - fixed) * MIB <= room:
-        return plain  # found from one stage of each kind, where `settled` asks all
-    lists = run_schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
-    return settled(run, layout, room, lambda stage: _held(lists, stage))
+    if (peak_mib(plain, layout, code, nodes, code.memory(machine)) - fixed) * MIB <= space:
+        return plain  # found from one stage of each kind, where `run_schedule.with_recompute` asks all
+    lists = run_schedule.lists_of(run, layout)
+    return run_schedule.with_recompute(run, layout, space, lambda stage: _held(lists, stage))
 
 
 def tensor_room(run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int) -> float:

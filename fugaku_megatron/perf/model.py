@@ -21,12 +21,11 @@ from ..costs.accounting import Collective
 from ..pipeline import schedule
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.timeline import Costs, makespan
-from . import machine, memory, overlap, software, work
-from .cost import Rank, Seconds
+from . import machine, memory, software, work
+from .cost import Rank, Seconds, exposed
 from .machine import Machine
 from .network import Network
-from .parameters import Parameters
-from .software import Software
+from .software import Parameters, Software
 
 NOISE_FLOOR = 0.08  # of a time's logarithm: campaigns of the same run differ by 5 to 13 %, so no prediction can be closer
 BAND = 1.645  # standard deviations on each side that hold nine of ten runs of a normal distribution
@@ -162,7 +161,7 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
                       active=active, slow=slow)
     rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
                 precision=run.precision.name, ranks_per_node=system.ranks_per_node)
-    lists = run_schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+    lists = run_schedule.lists_of(run, layout)
     parts = _part_seconds(run, layout, rank, without)
     stages = [_stage_seconds([parts[part] for part in accounting.stage_parts(run, stage)]) for stage in range(layout.pp)]
     transfer = network.seconds("send", "pp", accounting.residual_bytes(run, layout.tp)) * system.machine.host_factor
@@ -227,7 +226,7 @@ def _exposed(run: RunConfig, layout: Layout, network: Network, lists: schedule.S
     for stage, collectives in gradient_collectives(run, layout).items():
         forward, backward, weights = stages[stage]
         behind = weights if lists.splits_backward else backward
-        waits.append(overlap.exposed(collectives, lambda c: network.seconds(c.verb, c.group, c.bytes), forward.total, behind.total,
+        waits.append(exposed(collectives, lambda c: network.seconds(c.verb, c.group, c.bytes), forward.total, behind.total,
                                      active))
     return max(waits)
 

@@ -14,7 +14,7 @@ from ..config.checks import flag_words
 from ..config.layout import Layout, chunks, placement
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUPS, RunConfig
-from ..costs.recompute import recompute_name
+from ..costs.run_schedule import recompute_name
 from ..logs import pipeline_plot
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED, ZBV
 from ..pipeline.schedule import Schedule

@@ -1,26 +1,126 @@
-"""Every parallel layout that a trainer can run on a number of nodes, with its modelled time and memory. All times are modelled.
+"""What the performance model chooses: a run's schedule and recompute, and its parallel layout on a number of nodes.
 
-Left out: the command that prints them (`plan`), the placement of ranks in the torus, checkpoints, failures.
+    settled(run, layout, system, space) -> run, lines for its log          --pipeline-schedule auto and --recompute-auto
+    search(run, system, held) -> Search                                    every layout that a trainer can run
+
+A choice is a function of its arguments alone, so ranks that share them agree, and so does a dry run. All times are modelled.
+Left out: the commands that print them (`plan`, `predict`), what memory there is (`training.start_choices`), the placement of ranks
+in the torus, checkpoints, failures.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..config import features
-from ..config.layout import Layout
+from ..config.layout import Layout, check_split, placement
 from ..config.layout import chunks as chunks_of
 from ..config.run_config import BatchConfig, RunConfig, TrainingConfig
-from ..pipeline.parts import AUTO, ONE_F_ONE_B
+from ..costs import run_schedule
+from ..costs.memory import stage_memory
+from ..pipeline.parts import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1, ZBV
 from ..pipeline.zero_bubble import NoList
 from . import memory
-from .choice import Order, pendings, schedules
 from .model import Prediction, System, predict, step
-from .software import with_schedule
+from .software import Choices, with_schedule
+
+CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
+ZB_CHUNKS = (3, 4, 6)  # for ZB-H1
+LONGEST = 512  # stages x micro-batches of zero-bubble lists that are tried in more than one way: each takes long to make
+PENDING = (1.5, 2)  # micro-batches for each stage, tried for zero-bubble schedules in addition to one
+
+
+class Order(NamedTuple):
+    """A schedule to try. chunks: of a stage. pending: see --zero-bubble-max-pending-backward."""
+
+    name: str
+    chunks: int
+    pending: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A schedule that a run could follow. run: with what is recomputed for it; seconds: of an iteration."""
+
+    run: RunConfig
+    seconds: float
+    fits: bool
+
+    @property
+    def name(self) -> str:
+        """With the number of chunks where the schedule does not say it, and with what stages hold beyond the least."""
+        parallel, chunks = self.run.parallel, placement(self.run).chunks
+        pending = parallel.zero_bubble_max_pending_backward
+        return (parallel.schedule + f" with {chunks} chunks" * (chunks > 1 and parallel.schedule != ZBV)
+                + f" holding {pending} micro-batches" * bool(pending))
+
+
+def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
+    """The schedules that the software has and that are worth the search.
+
+    ZB-H1 has chunks where micro-batches are few: elsewhere a bubble is small in any schedule. With chunks it idles so little that
+    holding more is not tried.
+    """
+    few = microbatches <= min(2 * stages, LONGEST // stages)
+    counts = {ONE_F_ONE_B: (1,), ZB_H1: (1, *(ZB_CHUNKS if few else ())), ZBV: (2,), INTERLEAVED: CHUNKS}
+    return [Order(name, count, pending) for name in choices.schedules for count in counts[name]
+            for pending in (pendings(name, stages, microbatches) if name == ZBV or count == 1 else (None,))]
+
+
+def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
+    """What stages may hold of a schedule: as little as they can, and more where there are micro-batches for it."""
+    more = PENDING if name in SPLITS_BACKWARD and stages < microbatches <= LONGEST // stages else ()
+    return None, *(math.ceil(each * stages) for each in more)
+
+
+def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> list[Candidate]:
+    """The run in every schedule that its layers can be cut for, best first. space: bytes of a rank's tensors."""
+    found, microbatches = [], layout.microbatches(run, layout.global_batch_size(run))
+    for order in schedules(system.software.choices, layout.pp, microbatches):
+        asked = with_schedule(run, *order)
+        try:
+            check_split(asked)
+        except ValueError:  # too few layers, or layers given for another number of parts
+            continue
+        with contextlib.suppress(NoList):
+            found.append(_candidate(asked, layout, system, space))
+    return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds))
+
+
+def _candidate(asked: RunConfig, layout: Layout, system: System, space: float) -> Candidate:
+    lists = run_schedule.lists_of(asked, layout)
+    run = run_schedule.with_recompute(asked, layout, space, lists.held)
+    most = max(stage_memory(run, layout, stage, lists.held(stage)).total for stage in range(layout.pp))
+    return Candidate(run=run, seconds=step(run, layout, system, system.parameters).seconds, fits=most <= space)
+
+
+def settled(run: RunConfig, layout: Layout, system: System, space: float | None = None) -> tuple[RunConfig, list[str]]:
+    """The run with nothing left to choose, and lines that say what was chosen and why.
+
+    space: bytes of a rank's tensors; by default what the machine's memory, or --memory-per-rank, leaves for them. Where no schedule
+    fits it is 1F1B, which holds least.
+    """
+    space = memory.tensor_room(run, layout, system.machine, system.software, system.nodes) if space is None else space
+    again = run.training.recompute_auto
+    if run.parallel.pipeline_schedule != AUTO or layout.pp == 1:
+        return run_schedule.settled(run, layout, space) if again else (run, [])
+    run, line = _fastest(scheduled(run, layout, system, space), system)
+    return run, [line, *[run_schedule.choice_line(run, space)] * again]
+
+
+def _fastest(found: list[Candidate], system: System) -> tuple[RunConfig, str]:
+    fitting, tight = ([c for c in found if c.fits == fits] for fits in (True, False))
+    best = fitting[0] if fitting else next(c for c in found if c.run.parallel.schedule == ONE_F_ONE_B)
+    others = "".join(f"; {c.name} {c.seconds:.3g} s" for c in fitting[1:])
+    without = f"; no memory for {', '.join(c.name for c in tight)}" * bool(tight)
+    return best.run, f"schedule: {best.name}, {best.seconds:.3g} s an iteration{others}{without} (model, {system.machine.name})"
+
 
 T = TypeVar("T", int, bool)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -118,7 +218,7 @@ def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) ->
 
 def candidates(run: RunConfig, system: System, held: frozenset[str],
                ramp_divisible: bool = False) -> Iterator[tuple[RunConfig, System] | str]:
-    """Every combination of what the software offers, as (run, system with its ranks per node), or why its numbers do not divide."""
+    """Every combination of what the software has, as (run, system with its ranks per node), or why its numbers do not divide."""
     choices, model, parallel = system.software.choices, run.model, run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
     tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.query_groups),
@@ -183,8 +283,8 @@ def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, rank
                     yield {features.field_of(name): value for name, value in values.items()}
 
 
-def _choices(value: T, offered: tuple[T, ...], held: bool) -> tuple[T, ...]:
-    return (value,) if held else offered
+def _choices(value: T, values: tuple[T, ...], held: bool) -> tuple[T, ...]:
+    return (value,) if held else values
 
 
 def _numbers(last: int) -> tuple[int, ...]:
@@ -195,22 +295,22 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
-def _recomputes(run: RunConfig, layers: int, held: frozenset[str], offered: tuple[str, ...]) -> Iterator:
+def _recomputes(run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[str, ...]) -> Iterator:
     """Training configs that differ in what is recomputed; block: a quarter, half and three quarters of a stage's layers."""
     training = run.training
     if {"recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_part_layers", "recompute_auto"} & held:
         yield training
         return
     plain = _plain(training)
-    if "auto" in offered:
+    if "auto" in kinds:
         yield replace(plain, recompute_auto=True)
         return
     full = replace(plain, recompute_granularity="full")
-    kinds = {"none": [plain], "selective": [replace(plain, recompute_granularity="selective")], "full": [full],
+    configs = {"none": [plain], "selective": [replace(plain, recompute_granularity="selective")], "full": [full],
              "block": [replace(full, recompute_method="block", recompute_num_layers=n)
                        for n in sorted({layers // 4, layers // 2, 3 * layers // 4} - {0, layers})]}
-    for name in offered:
-        yield from kinds[name]
+    for name in kinds:
+        yield from configs[name]
 
 
 def _plain(training: TrainingConfig) -> TrainingConfig:

@@ -1,7 +1,7 @@
-"""Which part of the model is on which stage of a pipeline, and the instructions that name a part.
+"""Which part of the model is on which stage of a pipeline, the numbers of layers of the parts, and the instructions.
 
-A stage owns one or more chunks of layers; each is one part of the model. Left out: their order in time (`schedule`), which layers a
-part has (`pipeline.cuts`).
+A stage owns one or more chunks of layers; each is one part of the model. Left out: the order of the instructions in time
+(`schedule`), what a layer costs (`costs.accounting`).
 """
 
 from __future__ import annotations
@@ -122,3 +122,45 @@ class Held:
 
     activations: tuple[int, ...]
     weight_inputs: tuple[int, ...]
+
+
+def even_cut(layers: int, placement: Placement) -> tuple[int, ...]:
+    """The same number of layers in every part."""
+    return (layers // placement.parts,) * placement.parts
+
+
+def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -> tuple[int, ...]:
+    """Layers of each part, such that the costliest stage is cheapest. layer, head: the cost of a layer and of the logits.
+
+    The stage that has the logits, too, gets its number of layers by cost; the others share the rest evenly, the later ones taking
+    what does not divide. Then each stage cuts its layers into chunks by the same rule.
+    """
+    with_head, _ = placement.owner(placement.parts - 1)
+    mine = _with_head(layers, placement.stages - 1, placement.chunks, layer, head)
+    others = evenly(layers - mine, placement.stages - 1)
+    return cut_of_stages((*others[:with_head], mine, *others[with_head:]), placement, layer, head)
+
+
+def cut_of_stages(totals: tuple[int, ...], placement: Placement, layer: float, head: float) -> tuple[int, ...]:
+    """Layers of each part where the stages' layers are given: chunks of a stage cost the same, as far as the layers divide."""
+    with_head, _ = placement.owner(placement.parts - 1)
+    chunks = [evenly(total, placement.chunks) for total in totals]
+    last = _with_head(totals[with_head], placement.chunks - 1, 1, layer, head)
+    chunks[with_head] = (*evenly(totals[with_head] - last, placement.chunks - 1), last)
+    return tuple(chunks[stage][chunk] for stage, chunk in map(placement.owner, range(placement.parts)))
+
+
+def _with_head(layers: int, others: int, least: int, layer: float, head: float) -> int:
+    """Layers, at least `least`, of the one that has the head, too, where `others` share the rest evenly.
+
+    The number for which the costliest is cheapest; of equals the largest, which leaves the others least.
+    """
+    if others == 0:
+        return layers
+    numbers = range(layers - others * least, least - 1, -1)
+    return min(numbers, key=lambda n: max(-(-(layers - n) // others) * layer, n * layer + head))
+
+
+def evenly(layers: int, shares: int) -> tuple[int, ...]:
+    """Shares that differ by at most one, the later ones being larger: what comes first in a model is held longest."""
+    return tuple((layers + i) // shares for i in range(shares))

@@ -20,7 +20,7 @@ from ..config.outputs import check_file, writing
 from ..config.run_config import RunConfig
 from ..perf import memory, model
 from ..perf.model import System
-from ..perf.parameters import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters, Prior
+from ..perf.software import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters, Prior
 from .rows import Row, known, load, row_system
 
 CHANGE = 1e-4  # change of a parameter's logarithm in finite differences

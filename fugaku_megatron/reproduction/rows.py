@@ -26,7 +26,7 @@ from ..config.layout import Layout
 from ..config.run_config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from ..logs.published_row import HEADERS
 from ..perf.model import Prediction, System, predict
-from . import csv_table, errata
+from . import errata
 from .errata import Erratum
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -224,7 +224,7 @@ def read(folder: Path) -> tuple[Row, ...]:
     """All rows of the files in `folder`. Raises ValueError with file, line, column and value of a wrong cell."""
     records = errata.read(folder / "errata.csv", PARSERS)
     tables = {}
-    for record in csv_table.read(folder / "tables.csv", TABLE_COLUMNS):
+    for record in errata.read_csv(folder / "tables.csv", TABLE_COLUMNS):
         table = _table(record)
         record.expect(table.id not in tables, "table", "an id of its own")
         tables[table.id] = table, {name: record.cells[name] for name in _FACTS}, tuple(record.cells["assumed"].split())
@@ -238,14 +238,14 @@ def read(folder: Path) -> tuple[Row, ...]:
 
 def _rows(path: Path, tables: dict[str, Any], records: Sequence[Erratum]) -> Iterator[Row]:
     seen: set[int] = set()
-    for record in csv_table.read(path, ("line", "table", "status"), tuple(PARSERS)):
+    for record in errata.read_csv(path, ("line", "table", "status"), tuple(PARSERS)):
         row = _row(record, tables, records)
         record.expect(row.line not in seen, "line", "a line of its own")
         seen.add(row.line)
         yield row
 
 
-def _table(record: csv_table.Record) -> Table:
+def _table(record: errata.Record) -> Table:
     cells = record.cells
     record.expect(cells["document"] in DOCUMENTS, "document", " or ".join(DOCUMENTS))
     record.expect(cells["table"].startswith(cells["document"] + "."), "table", f"{cells['document']}. and a number")
@@ -257,7 +257,7 @@ def _table(record: csv_table.Record) -> Table:
     return Table(id=cells["table"], document=cells["document"], line=line, title=cells["title"], header=header)
 
 
-def _row(record: csv_table.Record, tables: dict[str, Any], records: Sequence[Erratum]) -> Row:
+def _row(record: errata.Record, tables: dict[str, Any], records: Sequence[Erratum]) -> Row:
     record.expect(record.cells["table"] in tables, "table", "a table of tables.csv")
     record.expect(record.cells["status"] in STATUSES, "status", " or ".join(STATUSES))
     table, facts, assumed = tables[record.cells["table"]]
@@ -276,7 +276,7 @@ def _row(record: csv_table.Record, tables: dict[str, Any], records: Sequence[Err
                **_facts(record, values))
 
 
-def _facts(record: csv_table.Record, values: dict[str, str]) -> dict[str, Any]:
+def _facts(record: errata.Record, values: dict[str, str]) -> dict[str, Any]:
     """The fields of a Row from the corrected cells `values`."""
     facts = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
     clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])

@@ -1,9 +1,11 @@
 """The published benchmark tables in their own format, with corrected, recomputed and modelled values next to the printed ones.
 
-"recomputed TFLOPs" follow from the corrected time by the formula that the table used; reproduction/recompute.py explains the
-tables' rounding. Columns named "model" are modelled, not measured, and are filled for planned rows too; "error %" is the difference
-of the modelled from the corrected value. A table's errata stand beneath it. Documents 000 and 002 are 124M and 001 is 30B on A64FX;
-004 is A100.
+"recomputed TFLOPs" follow from the corrected time by the formula that the table used (`costs.accounting`). The tables round times
+to the digits they show, and TFLOPs to two digits; x.xx5 is the mean of two logged values of two digits each, so every printed
+TFLOPs has an error of up to 0.005. PetaFLOPs are TFLOPs x nodes / 1024 (erratum R6), rounded to the digits they show; document 002
+truncates instead. Columns named "model" are modelled, not measured, and are filled for planned rows too; "error %" is the
+difference of the modelled from the corrected value. A table's errata follow it. Documents 000 and 002 are 124M and 001 is 30B on
+A64FX; 004 is A100.
 
     fugaku-megatron tables --document 001 --png 30b.png
 """
@@ -21,11 +23,59 @@ from pathlib import Path
 from typing import Any
 
 from ..config.outputs import check_file, check_picture, pipe_table, writing
+from ..costs import accounting
 from ..perf.model import Prediction
-from . import recompute
 from .errata import Erratum
-from .recompute import finding, petaflops
 from .rows import DOCUMENTS, Row, load, predict_row
+
+TFLOPS_ROUNDING = 0.005
+_SLACK = 1e-9  # for rounding errors of binary fractions
+
+
+def flops(row: Row) -> float:
+    """FLOPs of one iteration over all ranks, by the formula that the row's table used."""
+    if row.formula == "parameter":
+        return accounting.parameter_flops(row.run(), row.gbs, replicas=True)
+    return accounting.hardware_flops(row.run(), row.gbs)
+
+
+def tflops(row: Row, seconds: float) -> float:
+    """TFLOPs per node (A64FX) or GPU (A100) of an iteration that takes `seconds`."""
+    return flops(row) / seconds / row.devices / 1e12
+
+
+def unit(cell: str) -> float:
+    """The value of one step in the last printed digit."""
+    return 10.0 ** -len(cell.partition(".")[2])
+
+
+def interval(row: Row) -> tuple[float, float]:
+    """The smallest and largest TFLOPs that agree with the corrected time, which is known to its last digit only."""
+    assert row.seconds is not None
+    half = unit(row.corrected("seconds")) / 2
+    return tflops(row, row.seconds + half), tflops(row, row.seconds - half)
+
+
+def agrees(row: Row, printed: float) -> bool:
+    """Whether the `printed` TFLOPs agree with the corrected time within the tables' rounding."""
+    low, high = interval(row)
+    return low - TFLOPS_ROUNDING - _SLACK <= printed <= high + TFLOPS_ROUNDING + _SLACK
+
+
+def petaflops(row: Row) -> float | None:
+    """PetaFLOPs (1000 TFLOPs each) of all ranks from the corrected TFLOPs; None where none were printed."""
+    return None if row.petaflops is None or row.tflops is None else row.tflops * row.devices / 1000
+
+
+def finding(row: Row) -> str:
+    """How recomputed and printed TFLOPs compare: "equal", "erratum" (equal when corrected), "unexplained", or "" (no values)."""
+    if row.seconds is None or row.tflops is None:
+        return ""
+    if not agrees(row, row.tflops):
+        return "unexplained"
+    seconds, printed = row.corrected("seconds") == row.cell("seconds"), row.corrected("tflops") == row.cell("tflops")
+    return "equal" if printed and (seconds or not row.cell("seconds")) else "erratum"
+
 
 _STATUS_REMARKS = {"ran": "", "planned": "planned: model only", "oom": "out of memory", "failed": "failed",
                    "impossible": "impossible"}
@@ -42,12 +92,12 @@ class Comparison:
     @property
     def recomputed(self) -> float | None:
         """TFLOPs per rank of the corrected time; None without a time."""
-        return None if self.row.seconds is None else recompute.tflops(self.row, self.row.seconds)
+        return None if self.row.seconds is None else tflops(self.row, self.row.seconds)
 
     @property
     def model_tflops(self) -> float | None:
         """TFLOPs per rank that the modelled time gives by the formula the row's table used."""
-        return None if self.prediction is None else recompute.tflops(self.row, self.prediction.seconds)
+        return None if self.prediction is None else tflops(self.row, self.prediction.seconds)
 
     @property
     def time_error_percent(self) -> float | None:

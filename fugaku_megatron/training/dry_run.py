@@ -15,7 +15,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, buckets, run_schedule
 from ..costs.memory import Memory, stage_memory
-from ..costs.recompute import layers_again
+from ..costs.run_schedule import layers_again
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..perf import plan_text

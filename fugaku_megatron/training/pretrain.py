@@ -25,7 +25,7 @@ from ..config.layout import Layout
 from ..config.outputs import check_file
 from ..config.run_config import RunConfig
 from ..costs import accounting
-from ..costs.recompute import recompute_name
+from ..costs.run_schedule import recompute_name
 from ..data.arrays import TokenArrays
 from ..data.build import build_datasets, build_separate_datasets
 from ..data.data_path import parse_data_path

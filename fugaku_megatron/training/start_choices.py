@@ -1,13 +1,13 @@
 """What a run leaves to the program, settled before the model is built: the schedule, recompute, and the kernels.
 
-Left out: how the performance model ranks schedules (`perf.choice`).
+Left out: how the performance model ranks schedules (`perf.search`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,17 +16,17 @@ from ..comm.base import Comm
 from ..config import batches
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import memory
+from ..costs import memory, run_schedule
 from ..host import kernels
 from ..host.memory_use import node_bytes
 from ..nn import autotune
 from ..nn.ops import FAMILIES, Ops
 from ..nn.parameter import PARAMETER_DTYPES
-from ..perf import choice
-from ..perf.model import System
-from ..perf.software import THIS_PROJECT
 from ..pipeline.parts import AUTO
 from .memory_watch import PROCESS_BYTES
+
+if TYPE_CHECKING:
+    from ..perf.model import System
 
 MIB = 1 << 20
 FIT = 0.9  # of a node's memory may be used by what is chosen; the system and the error of the model need the rest
@@ -50,19 +50,28 @@ def room(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes
 
 def modelled_system(layout: Layout) -> System:
     """The nodes, of one rank each, whose costs stand for those of any machine."""
+    from ..perf.model import System
+    from ..perf.software import THIS_PROJECT
+
     return System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
 
 
 def settle(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None) -> tuple[RunConfig, list[str]]:
     """The run with nothing left to choose, and the log's lines about it. Collective over `world`.
 
-    Rank 0 computes the times, those of `modelled_system`, for all.
+    Rank 0 chooses for all. Only --pipeline-schedule auto needs times, those of `modelled_system`: a run without it does not load
+    the performance model.
     """
-    if not run.training.recompute_auto and run.parallel.pipeline_schedule != AUTO:
+    ranks_schedules = run.parallel.pipeline_schedule == AUTO and layout.pp > 1
+    if not run.training.recompute_auto and not ranks_schedules:
         return run, []
     space = room(run, layout, world, nodes)
+    if not ranks_schedules:
+        return on_root(world, lambda: run_schedule.settled(run, layout, space))
+    from ..perf import search
+
     system = modelled_system(layout)
-    return on_root(world, lambda: choice.settled(run, layout, system, space))
+    return on_root(world, lambda: search.settled(run, layout, system, space))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import recompute, run_schedule
+from fugaku_megatron.costs import run_schedule
 from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.training import memory_watch, start_choices
 from fugaku_megatron.training.dry_run import report
@@ -35,7 +35,7 @@ def totals(run: RunConfig, layout: Layout) -> list[int]:
 
 
 def settled(run: RunConfig, layout: Layout, limit: float) -> RunConfig:
-    return recompute.settled(run, layout, limit, run_schedule.of_run(run, MICROBATCHES).held)
+    return run_schedule.with_recompute(run, layout, limit, run_schedule.of_run(run, MICROBATCHES).held)
 
 
 def all_again(run: RunConfig) -> RunConfig:
@@ -54,11 +54,11 @@ def test_as_few_layers_as_fit(name, share):
     chosen = settled(run, layout, limit)
     assert max(totals(chosen, layout)) <= limit and not chosen.training.recompute_auto
     for stage in range(STAGES):
-        again, held = recompute.layers_again(chosen, stage), run_schedule.of_run(run, MICROBATCHES).held(stage)
+        again, held = run_schedule.layers_again(chosen, stage), run_schedule.of_run(run, MICROBATCHES).held(stage)
         assert (none[stage] <= limit) == (not any(again)), "a stage that fits recomputes nothing"
         if sum(again) > 1:
             parts = list(chosen.training.recompute_part_layers)
-            for chunk, number in enumerate(recompute.spread(sum(again) - 1, [4 // len(again)] * len(again), held)):
+            for chunk, number in enumerate(run_schedule.spread(sum(again) - 1, [4 // len(again)] * len(again), held)):
                 parts[run_schedule.of_run(run, MICROBATCHES).placement.part(stage, chunk)] = number
             fewer = replace(chosen, training=replace(chosen.training, recompute_part_layers=tuple(parts)))
             assert totals(fewer, layout)[stage] > limit, "one layer less does not fit"

@@ -1,4 +1,4 @@
-"""One table says what the trainer offers: its flags, its files and the performance model agree with it."""
+"""One table has the features of the trainer: its flags, its files and the performance model agree with it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ RUN = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2",
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_what_is_built_has_its_flag_and_its_file(name):
-    offer = FEATURES[name]
-    if offer.built:
-        assert offer.field is None or features.group_of(offer.field) is not None, f"{name}: the config has no {offer.field}"
-        assert offer.field is None or flag(offer.field) not in COMPATIBILITY_FLAGS, f"{name}: its flag is said to do nothing"
-        assert (PACKAGE / offer.place).is_file(), f"{name}: {offer.place} is not there"
+def test_a_feature_has_its_flag_and_its_file(name):
+    feature = FEATURES[name]
+    assert feature.field is None or features.group_of(feature.field) is not None, f"{name}: the config has no {feature.field}"
+    assert feature.field is None or flag(feature.field) not in COMPATIBILITY_FLAGS, f"{name}: its flag is said to do nothing"
+    assert (PACKAGE / feature.place).is_file(), f"{name}: {feature.place} is not there"
 
 
 def test_a_run_uses_what_its_flags_say():

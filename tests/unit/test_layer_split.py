@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fugaku_megatron.pipeline import cuts
+from fugaku_megatron.pipeline import parts
 from fugaku_megatron.pipeline.parts import Placement, V
 
 
@@ -22,7 +22,7 @@ from fugaku_megatron.pipeline.parts import Placement, V
     (26, Placement(4, 2), 0, [3, 3, 3, 3, 3, 3, 4, 4]),
 ])
 def test_balanced(layers, placement, head, expected):
-    assert list(cuts.balanced(layers, placement, 10, head)) == expected
+    assert list(parts.balanced_cut(layers, placement, 10, head)) == expected
 
 
 @pytest.mark.parametrize("placement", [Placement(p, v) for p in (1, 2, 3) for v in (1, 2, 3)] + [Placement(2, 2, V)], ids=str)
@@ -34,13 +34,13 @@ def test_no_cut_has_a_cheaper_costliest_stage(placement, head):
         return max(10 * n + head * (stage == head_stage) for stage, n in enumerate(totals))
 
     every = [c for c in itertools.product(range(placement.chunks, layers + 1), repeat=placement.stages) if sum(c) == layers]
-    sizes = cuts.balanced(layers, placement, 10, head)
+    sizes = parts.balanced_cut(layers, placement, 10, head)
     assert sum(sizes) == layers and min(sizes) >= 1
     totals = [sum(sizes[placement.part(s, c)] for c in range(placement.chunks)) for s in range(placement.stages)]
     assert costliest(totals) == min(map(costliest, every))
 
 
 def test_given_stages_are_cut_into_chunks():
-    assert cuts.of_stages((8, 4), Placement(2, 2), 10, 45) == (4, 3, 4, 1)
-    assert cuts.of_stages((7, 4), Placement(2, 2, V), 10, 45) == (6, 2, 2, 1)
-    assert cuts.even(12, Placement(2, 3)) == (2,) * 6
+    assert parts.cut_of_stages((8, 4), Placement(2, 2), 10, 45) == (4, 3, 4, 1)
+    assert parts.cut_of_stages((7, 4), Placement(2, 2, V), 10, 45) == (6, 2, 2, 1)
+    assert parts.even_cut(12, Placement(2, 3)) == (2,) * 6

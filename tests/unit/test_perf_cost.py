@@ -9,10 +9,9 @@ import pytest
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.perf import software
-from fugaku_megatron.perf.cost import MMAP_BYTES, Rank
+from fugaku_megatron.perf.cost import MMAP_BYTES, Network, Rank
 from fugaku_megatron.perf.model import System
-from fugaku_megatron.perf.network import Network
-from fugaku_megatron.perf.parameters import Parameters
+from fugaku_megatron.perf.software import Parameters
 from fugaku_megatron.perf.work import Product, Work, phases
 
 

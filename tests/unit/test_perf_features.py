@@ -16,40 +16,21 @@ from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import ParallelConfig
 from fugaku_megatron.costs import buckets as gradient_buckets
 from fugaku_megatron.costs.accounting import Collective
-from fugaku_megatron.perf import explain, model, overlap, search, software
+from fugaku_megatron.perf import cost, model, plan, search, software
 from fugaku_megatron.perf.model import System
 
 PERF = Path(model.__file__).parent
-PLANNED = "planned_offer"  # a row that is not built, for tests
 GRAD, GATHER = frozenset({features.OVERLAP_GRAD_REDUCE}), frozenset({features.OVERLAP_PARAM_GATHER})
 
 
-def modelled_but_missing() -> list[str]:
-    """Choices that the model would count for this project's trainer although it does not have them."""
-    return [name for name in software.load("fugaku_megatron").choices.names if not FEATURES[name].built]
-
-
 def test_nothing_is_modelled_that_is_not_built():
-    assert modelled_but_missing() == []
+    """Each row of FEATURES has its flag and its module (test_features.py); only this project's trainer has rows."""
     for name in software.names():
         code = software.load(name)
-        assert code.choices.names <= features.built() and (code.style == "native" or not code.choices.names)
+        assert code.choices.names == (frozenset(FEATURES) if code.style == "native" else frozenset())
 
 
-@pytest.fixture
-def planned(monkeypatch) -> None:
-    """A row of the table that the trainer does not have."""
-    monkeypatch.setitem(FEATURES, PLANNED, features.Feature(built=False, meaning="a plan", place="no.py", field="planned_offer"))
-
-
-def test_a_gain_without_its_implementation_is_refused(planned):
-    code = software.load("fugaku_megatron")
-    with pytest.raises(ValueError, match=f"{PLANNED}: the trainer does not have it, so it is not modelled"):
-        software.Choices.from_names(code.choices.names | {PLANNED}, (1,))
-    assert PLANNED not in features.built() and all(offer.built for name, offer in FEATURES.items() if name != PLANNED)
-
-
-def test_the_model_counts_an_offer_only_by_the_tables_names():
+def test_the_model_counts_a_feature_only_by_the_tables_names():
     """Every gain in perf/ asks for a constant of config/features.py, so that no gain goes by another name or none."""
     named = {node.attr for path in PERF.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "features"
@@ -57,7 +38,7 @@ def test_the_model_counts_an_offer_only_by_the_tables_names():
     assert {getattr(features, name) for name in named} <= set(FEATURES) and "OVERLAP_GRAD_REDUCE" in named
 
 
-def test_without_an_offer_all_communication_is_waited_for():
+def test_without_a_feature_all_communication_is_waited_for():
     run = replace(gpt_124m(), parallel=ParallelConfig(zero_stage=1))
     system, layout = System.from_names("a64fx", "fugaku_megatron", 64, 1), Layout(64, 1, 1, 64)
     bare = replace(system, software=replace(system.software, choices=software.Choices.from_names(frozenset(), (1,))))
@@ -71,7 +52,7 @@ def buckets(*sizes: int, verb: str = "reduce_scatter") -> list[Collective]:
 
 
 def exposed(collectives: list[Collective], forward: float, backward: float, active: frozenset[str]) -> float:
-    return overlap.exposed(collectives, lambda c: c.bytes / 10.0, forward, backward, active)
+    return cost.exposed(collectives, lambda c: c.bytes / 10.0, forward, backward, active)
 
 
 def test_the_last_bucket_is_never_hidden():
@@ -107,22 +88,22 @@ def test_the_pessimistic_network_slows_large_sums_only():
     assert model.step(run, Layout(4, 4, 1, 1), inside, inside.parameters, slow=True).data_parallel == 0.0
 
 
-def test_the_table_has_every_offer(capsys, planned):
+@pytest.mark.parametrize("flag", ["--features", "--offers"])
+def test_the_table_has_every_feature(capsys, flag):
     flags = "plan --recipe 124m --nodes 4 --ranks-per-node 1 --micro-batch-size 1 --tensor-model-parallel-size 1"
-    assert cli.main([*flags.split(), "--offers"]) == 0
+    assert cli.main([*flags.split(), flag]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in FEATURES) and "slow network" in text
-    assert text.count("not in the trainer: not modelled") == 1
-    assert cli.main([*flags.split(), "--offers", "--json"]) == 2 and "--offers prints its own table" in capsys.readouterr().err
+    assert cli.main([*flags.split(), flag, "--json"]) == 2 and "--features prints its own table" in capsys.readouterr().err
 
 
-def test_without_an_offer_the_best_plan_is_no_faster():
+def test_without_a_feature_the_best_plan_is_no_faster():
     run = gpt_30b()
     system = System.from_names("a64fx", "fugaku_megatron", 384)
     held = frozenset({"tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "ranks_per_node"})
     parallel = replace(run.parallel, tensor_model_parallel_size=4, pipeline_model_parallel_size=12)
     run = replace(run, parallel=parallel, batch=replace(run.batch, micro_batch_size=1))
-    table = explain.rows(run, system, held)
+    table = plan.feature_rows(run, system, held)
     assert table[0].plan.seconds <= min(row.plan.seconds for row in table if row.plan and row.name.startswith("without"))
     assert not any(p.run.parallel.zero_stage for p in search.search(
         run, replace(system, software=system.software.without(features.ZERO_1)), held).plans)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.perf.parameters import MEMORY_PRIORS, PRIORS, fitted
+from fugaku_megatron.perf.software import MEMORY_PRIORS, PRIORS, fitted
 from fugaku_megatron.reproduction import fit
 
 

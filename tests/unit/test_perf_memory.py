@@ -13,7 +13,7 @@ from fugaku_megatron.costs import accounting
 from fugaku_megatron.costs import memory as rank_memory
 from fugaku_megatron.perf import memory, software
 from fugaku_megatron.perf.machine import MIB, load
-from fugaku_megatron.perf.parameters import MemoryParameters
+from fugaku_megatron.perf.software import MemoryParameters
 from fugaku_megatron.pipeline.parts import Held
 
 EAGER = software.load("torch1.10")

@@ -10,7 +10,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import ParallelConfig, TrainingConfig
 from fugaku_megatron.perf.model import System, outside, predict, step
-from fugaku_megatron.perf.parameters import fitted
+from fugaku_megatron.perf.software import fitted
 from fugaku_megatron.reproduction.rows import load, predict_row
 
 AC = TrainingConfig(recompute_granularity="full")

@@ -9,8 +9,8 @@ import pytest
 from fugaku_megatron.config import features
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.perf import machine
-from fugaku_megatron.perf.network import Network
-from fugaku_megatron.perf.parameters import Parameters
+from fugaku_megatron.perf.cost import Network
+from fugaku_megatron.perf.software import Parameters
 
 
 def network(layout: Layout, ranks_per_node: int = 1, name: str = "a64fx", **values: float) -> Network:

@@ -13,9 +13,9 @@ from fugaku_megatron.config import arguments
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting
-from fugaku_megatron.perf import explain, plan, search
+from fugaku_megatron.perf import plan, search
 from fugaku_megatron.perf.model import System
-from fugaku_megatron.perf.request import run_of, system_of
+from fugaku_megatron.perf.predict import run_of, system_of
 
 ROOT = Path(__file__).resolve().parents[2]
 A100_181B = ("plan --machine a100 --nodes 48 --num-layers 72 --hidden-size 14336 --num-attention-heads 64 --seq-length 2048 "
@@ -40,7 +40,7 @@ def each_search_once(monkeypatch):
             FOUND[key] = SEARCH(run, system, held, ramp_divisible)
         return FOUND[key]
 
-    for module in (plan, explain, search):
+    for module in (plan, search):
         monkeypatch.setattr(module, "search", once)
 
 
@@ -138,7 +138,7 @@ def test_explain_names_every_change_from_the_tables_software(command, start, cap
     system = system_of(args)
     run = run_of(args, system, plan.OWN)
     best = search.search(run, system, frozenset()).plans[0]
-    result = explain.changes(run, system, args.against, best)
+    result = plan.changes_between(run, system, args.against, best)
     assert start is None or result[0].seconds == pytest.approx(start, rel=0.08)  # as the tables measured it
     assert all(b.seconds <= a.seconds * 1.0001 for a, b in zip(result, result[1:]))
 
@@ -158,7 +158,7 @@ def test_the_picture_says_recompute_only_where_there_is_some(capsys):
 def test_removing_a_cause_never_costs_time():
     args = _parsed(SMALL_30B)
     best = search.search(run_of(args, system_of(args), plan.OWN), system_of(args), search.held_fields(args)).plans[0]
-    gains = explain.gains(best)
+    gains = plan.gains(best)
     assert min(gains.values()) >= 0 and gains["gemm"] == max(gains.values())
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from fugaku_megatron.reproduction import recompute
+from fugaku_megatron.reproduction import tables
 from fugaku_megatron.reproduction.rows import Row, load
 
 
@@ -15,18 +15,18 @@ def row(document: str, line: int) -> Row:
 
 
 def test_no_row_is_unexplained():
-    assert [(r.table.id, r.line) for r in load() if recompute.finding(r) == "unexplained"] == []
+    assert [(r.table.id, r.line) for r in load() if tables.finding(r) == "unexplained"] == []
 
 
 def test_rows_without_a_comparison_say_why():
     for r in load():
-        if recompute.finding(r) == "":
+        if tables.finding(r) == "":
             assert r.status != "ran" or "S2" in {e.id for e in r.errata}, (r.table.id, r.line)
 
 
 @pytest.mark.parametrize(("document", "equal", "erratum"), [("000", 16, 3), ("001", 3, 12), ("002", 13, 1), ("004", 97, 1)])
 def test_how_many_rows_are_as_printed(document, equal, erratum):
-    counts = Counter(recompute.finding(r) for r in load([document]))
+    counts = Counter(tables.finding(r) for r in load([document]))
     assert (counts["equal"], counts["erratum"]) == (equal, erratum)
 
 
@@ -37,21 +37,21 @@ def test_how_many_rows_are_as_printed(document, equal, erratum):
 ])
 def test_recomputed_tflops(document, line, tflops):
     r = row(document, line)
-    assert recompute.tflops(r, r.seconds) == pytest.approx(tflops, abs=0.01 if r.machine == "a100" else 0.0006)
+    assert tables.tflops(r, r.seconds) == pytest.approx(tflops, abs=0.01 if r.machine == "a100" else 0.0006)
 
 
 def test_corrections_of_tflops_are_needed():
     """A printed value that an erratum corrects is not what the time gives; 0.38 of line 41 is, within the rounding of 4.2 s."""
     corrected = [(r, e) for r in load() if r.seconds for e in r.errata if e.column == "tflops" and e.line and e.corrected]
-    assert [r.line for r, e in corrected if recompute.agrees(r, float(e.printed))] == [41]
+    assert [r.line for r, e in corrected if tables.agrees(r, float(e.printed))] == [41]
     assert len(corrected) == 6
 
 
 def test_the_rule_refuses_the_next_digit():
     r = row("002", 20)
-    assert recompute.agrees(r, 1.09) and not recompute.agrees(r, 1.08) and not recompute.agrees(r, 1.10)
+    assert tables.agrees(r, 1.09) and not tables.agrees(r, 1.08) and not tables.agrees(r, 1.10)
     r = row("004", 280)
-    assert recompute.agrees(r, 130.34) and not recompute.agrees(r, 130.32) and not recompute.agrees(r, 130.36)
+    assert tables.agrees(r, 130.34) and not tables.agrees(r, 130.32) and not tables.agrees(r, 130.36)
 
 
 def test_the_wrong_formula_does_not_reproduce():
@@ -59,14 +59,14 @@ def test_the_wrong_formula_does_not_reproduce():
         if r.seconds is not None and r.layers > 10:
             other = {"hardware": "parameter", "parameter": "hardware"}[r.formula]
             swapped = Row(**{**vars(r), "formula": other})
-            ratio = recompute.flops(r) / recompute.flops(swapped)
+            ratio = tables.flops(r) / tables.flops(swapped)
             assert (1.02 if r.formula == "hardware" else 0.95) < ratio < (1.05 if r.formula == "hardware" else 0.98)
-            assert not recompute.agrees(swapped, r.tflops)
+            assert not tables.agrees(swapped, r.tflops)
 
 
 def petaflops_agree(r: Row) -> bool:
     """Whether the printed PetaFLOPs follow from the printed TFLOPs by the tables' own formula."""
-    value, step = float(r.cell("tflops")) * r.nodes / 1024, recompute.unit(r.cell("petaflops"))
+    value, step = float(r.cell("tflops")) * r.nodes / 1024, tables.unit(r.cell("petaflops"))
     low, high = (0, step) if r.document == "002" else (-step / 2, step / 2)
     return low - 1e-9 <= value - r.petaflops <= high + 1e-9
 
@@ -75,8 +75,8 @@ def test_petaflops():
     printed = [r for r in load() if r.petaflops is not None]
     assert len(printed) == 19 + 4 + 14
     assert [(r.table.id, r.line) for r in printed if not petaflops_agree(r)] == []
-    assert recompute.petaflops(row("001", 28)) == pytest.approx(0.82 * 3.072)
-    assert recompute.petaflops(row("001", 32)) is None
+    assert tables.petaflops(row("001", 28)) == pytest.approx(0.82 * 3.072)
+    assert tables.petaflops(row("001", 32)) is None
 
 
 def test_cut_off_is_not_rounding():

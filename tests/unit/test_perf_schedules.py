@@ -69,7 +69,7 @@ def test_a_schedule_of_the_command_line_is_kept():
     assert {p.run.parallel.schedule for p in found(HELD | {"pipeline_schedule"}).plans} == {"1f1b"}
 
 
-def test_without_the_offers_there_is_1f1b_alone():
+def test_without_the_features_there_is_1f1b_alone():
     code = SYSTEM.software.without(features.INTERLEAVED)
     assert "interleaved" not in {p.run.parallel.schedule for p in found(system=replace(SYSTEM, software=code)).plans}
     bare = replace(SYSTEM, software=code.without(features.ZERO_BUBBLE))

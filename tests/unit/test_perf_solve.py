@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fugaku_megatron.perf.parameters import Prior
+from fugaku_megatron.perf.software import Prior
 from fugaku_megatron.reproduction.fit import solve
 
 X = np.linspace(1, 10, 20)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.reproduction import recompute, tables
+from fugaku_megatron.reproduction import tables
 from fugaku_megatron.reproduction.rows import load
 from fugaku_megatron.reproduction.tables import Comparison, compare, draw, text
 
@@ -20,7 +20,7 @@ TABLES = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
 
 def slow(row):
     """Predictions in place of the model's: half a TFLOPs per rank, and memory too small by a tenth where some is printed."""
-    seconds = recompute.flops(row) / row.ranks / 0.5e12
+    seconds = tables.flops(row) / row.ranks / 0.5e12
     return SimpleNamespace(seconds=seconds, lower=0.9 * seconds, upper=1.1 * seconds, oom=row.line == 27,
                            memory_mib_max=0.9 * (row.memory_mib or 1000))
 
