@@ -7,10 +7,10 @@
 
 import sys
 
-from fugaku_megatron.comm import interrupt
+from fugaku_megatron.comm import launcher
 
 if __name__ == "__main__":
-    interrupt.handle_signals("pretrain_gpt.py", ["train", *sys.argv[1:]])
+    launcher.handle_signals("pretrain_gpt.py", ["train", *sys.argv[1:]])
     from fugaku_megatron import environment
 
     environment.use("numpy", "torch")

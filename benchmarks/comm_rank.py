@@ -23,7 +23,7 @@ from fugaku_megatron.comm import mpi
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.launch import describe, run_or_abort
 from fugaku_megatron.comm.node import share_node
-from fugaku_megatron.host import kernels, placement
+from fugaku_megatron.host import kernels, runtime
 
 from .child import answer, answers
 
@@ -88,7 +88,7 @@ def main(world: Comm) -> None:
     """The rows of the JSON object in argv[1]: sizes in bytes, rounds."""
     assert isinstance(world, mpi.MPIComm), "started by python -m benchmarks comm"
     torch.set_num_threads(1)
-    world.engine.call(lambda: placement.apply_to_communication(placement.Placement(1, ())))
+    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ())))
     stream, options = answers(), json.loads(sys.argv[1])
     for record in itertools.chain([{"library": describe(world)}], rows(world, options["sizes"], options["rounds"])):
         if world.rank == 0:

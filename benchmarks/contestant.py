@@ -110,7 +110,7 @@ def main(task: Task) -> None:
     step, facts = (_ours if task.side == "ours" else _baseline)(task)
 
     from fugaku_megatron.host import allocator
-    from fugaku_megatron.host.memory_use import peak_memory_mib
+    from fugaku_megatron.host.allocator import peak_memory_mib
 
     from .disturbance import Settling, multiply_adds
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from fugaku_megatron.host.fma_peak import fma_gflops
+from fugaku_megatron.host.runtime import fma_gflops
 
 OTHERS = 0.1  # a measurement is marked as disturbed when others used more than this share of our cores
 SETTLE_STEPS = 600_000  # of the loop of multiply-adds

@@ -28,7 +28,7 @@ import torch
 
 from fugaku_megatron.config.checks import check
 from fugaku_megatron.host import allocator, kernels, runtime
-from fugaku_megatron.host.fma_peak import fma_gflops, fma_peak_gflops
+from fugaku_megatron.host.runtime import fma_gflops, fma_peak_gflops
 
 from . import mkl, openblas, shapes
 from .child import Child, python

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fugaku_megatron.logs.published_row import PublishedRow, header
+from fugaku_megatron.logs.iteration import PublishedRow
+from fugaku_megatron.logs.iteration import published_header as header
 
 __all__ = ("cells", "header", "title")
 

@@ -28,7 +28,7 @@ from fugaku_megatron.config.checks import check
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import runtime
-from fugaku_megatron.host.fma_peak import fma_peak_gflops
+from fugaku_megatron.host.runtime import fma_peak_gflops
 
 from . import baselines, disturbance, driver, layouts, mkl, preloads, shapes
 from .contestant import SIDES, Apart, Contestant, Task

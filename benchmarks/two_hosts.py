@@ -11,7 +11,7 @@ Communication can hide behind computation as long as the shorter of the two take
 the median over the rounds of step - max(computation, wire), with the computation of the same round. waiting: what of the step the
 computing thread waits; the rest of what is exposed is work that communication takes from its core.
 
-Hosts of a cluster leave a core to the thread that calls MPI (host/placement.py). So by default one core here computes for both
+Hosts of a cluster leave a core to the thread that calls MPI (host/runtime.py). So by default one core here computes for both
 hosts, and the other one has both of these threads; with --own-cores each host has one core for all.
 Left out: more hosts. Needs Linux, root, iproute2 and MPICH.
 """

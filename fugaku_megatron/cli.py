@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .comm import interrupt, launcher
-from .comm.exit_codes import ExitCode
+from .comm import launcher
+from .comm.launcher import ExitCode
 from .config.checks import Refused, check
 from .config.command_line import Command, Parser, nearest
 
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line of fugaku-megatron."""
     if argv is None:
         launcher.open_streams()
-        interrupt.handle_signals(PROGRAM, sys.argv[1:])
+        launcher.handle_signals(PROGRAM, sys.argv[1:])
     return start(PROGRAM, sys.modules[__name__], sys.argv[1:] if argv is None else argv)
 
 
@@ -160,5 +160,5 @@ def run_command(program: str, name: str, argv: Sequence[str] | None = None) -> i
 
     if argv is None:
         launcher.open_streams()
-        interrupt.handle_signals(program, [name, *sys.argv[1:]])
+        launcher.handle_signals(program, [name, *sys.argv[1:]])
     return guarded(program, work)

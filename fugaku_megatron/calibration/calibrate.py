@@ -86,9 +86,8 @@ def measure_compute() -> Compute:
     import torch
 
     from ..host import kernels
-    from ..host.fma_peak import fma_peak_gflops
-    from ..host.memory_use import peak_memory_mib
-    from ..host.runtime import clock_ghz
+    from ..host.allocator import peak_memory_mib
+    from ..host.runtime import clock_ghz, fma_peak_gflops
     from . import host_kernels
 
     process = peak_memory_mib()

@@ -19,12 +19,13 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..comm.base import Comm
-from ..comm.grid import subgroup
 from . import schema
-from .crc import crc32, verify_file
+from .schema import crc32, verify_file
+
+if TYPE_CHECKING:
+    from ..comm.base import Comm
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -293,6 +294,8 @@ class Folders:
     """
 
     def __init__(self, comm: Comm) -> None:
+        from ..comm.grid import subgroup  # imports torch, which a supervisor that reads manifests does without
+
         self.comm, self.name = comm, folder_of(comm.rank, comm.size)
         self.members = comm
         self.leaders: Comm | None = None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import describe
-from .crc import BLOCK_BYTES, DIGITS, BlockChecksums, check_size, digits, verify_file
+from .schema import BLOCK_BYTES, DIGITS, BlockChecksums, check_size, digits, verify_file
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}

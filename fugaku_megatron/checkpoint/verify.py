@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .crc import check_size
 from .manifest import MANIFEST, entries, iteration_name, iteration_path, latest_iteration, missing, read_folder, read_head
+from .schema import check_size
 from .shards import check_stored
 from .tensor_files import BlockFile, Entry, read_header
 

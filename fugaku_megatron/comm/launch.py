@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 from . import launcher
 from .agreement import EVERYWHERE, storage_failed
 from .base import Comm
-from .exit_codes import ExitCode
+from .launcher import ExitCode
 from .mpi import MPIComm, mpi_world
 from .solo import SoloComm
 

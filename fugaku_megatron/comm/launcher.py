@@ -1,6 +1,9 @@
-"""What an MPI launcher (mpiexec, srun) tells its processes, and how a process reports so that its launcher shows it.
+"""What an MPI launcher (mpiexec, srun) tells its processes, and how a process reports, handles signals and ends below one.
 
-Needs neither torch nor MPI, so that a command line can be refused, or its help printed, before either is loaded.
+It also keeps signals while a command starts: an interrupt ends it with one line, and a request to stop is kept for the trainer.
+Python would raise KeyboardInterrupt in the middle of an import, where libraries swallow it or print a traceback. SIGTERM and
+SIGUSR1 would kill a rank that is still importing, and with it the job. Needs neither torch nor MPI, so that a command line can be
+refused, or its help printed, before either is loaded. Left out: a trainer's orderly stop (host/runtime.py).
 """
 
 from __future__ import annotations
@@ -18,9 +21,31 @@ import signal
 import stat
 import sys
 import termios
+import threading
 import time
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum
+from types import FrameType
+from typing import Any, TextIO
+
+
+class ExitCode(IntEnum):
+    """How a job ended, for a job script to decide by. A launcher has codes of its own: above 128, a signal ended a rank.
+
+    FINISHED is also an orderly stop: a signal or a time limit came, the run was saved, and the next start continues it.
+    """
+
+    FINISHED = 0
+    FAILED = 1  # a bug with its traceback, or memory that the system refuses; of `verify`: something is damaged
+    USER_ERROR = 2  # refused in one line; a restart would be refused as well
+    DIVERGED = 3  # gradients hold an Inf or NaN; a restart would run into them again
+    HANG = 4  # a rank stopped moving
+    LOST_RANK = 5  # a rank's process or node is gone
+    REPLICAS_DIFFER = 6  # weights of data-parallel replicas; a restart from the last checkpoint that all agreed on goes on
+    STORAGE = 7  # a file system failed in a way that may pass: an I/O error, a stale handle, a server that does not answer
+    INTERRUPTED = 130  # by Control-C, as shells have it: 128 + SIGINT
+    OUTPUT = 141  # standard output takes nothing more: its reader has left (as shells have it: 128 + SIGPIPE), or its disk is full
+
 
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # variables with the number of processes
 LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with those of this node
@@ -214,3 +239,66 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+# SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
+STOPS = (signal.SIGTERM, signal.SIGUSR1)
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None  # what signal.signal takes and returns
+STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
+
+
+class EarlyStop:
+    """A handler that keeps the first signal as `received`; a second has the default effect, which ends the process."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = signal.Signals(number)
+
+
+def handle_signals(program: str, words: Sequence[str]) -> None:
+    """What signals do until the command of these words, its name first, has handlers of its own. A second call changes nothing."""
+    report_interrupts(program)
+    if words[:1] and words[0] in STOPPED_IN_ORDER and "--dry-run" not in words:
+        keep_stops()
+
+
+def keep_stops() -> None:
+    """From now on SIGTERM and SIGUSR1 are kept, until whoever handles them asks for them by `kept_stop`."""
+    handler = EarlyStop()
+    for number in STOPS:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, handler)
+
+
+def kept_stop(handlers: Iterable[Handler]) -> signal.Signals | None:
+    """The signal that one of these handlers has kept; None if none has."""
+    return next((handler.received for handler in handlers if isinstance(handler, EarlyStop) and handler.received), None)
+
+
+def report_interrupts(program: str) -> None:
+    """Report interrupts under the name of `program` from now on; nothing outside the main thread or where SIGINT is ignored."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not is_importing(frame):
+            raise KeyboardInterrupt
+        report_everywhere(f"{program}: interrupted")
+        os._exit(ExitCode.INTERRUPTED)
+
+    signal.signal(signal.SIGINT, handle)
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether an import is under way in this frame or a caller of it, or Python itself is ending."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return sys.is_finalizing()

@@ -26,7 +26,7 @@ from ..config.checks import check, flag
 from ..config.command_line import Command, Parser
 from . import check as checks
 from . import job as jobs
-from . import limits, render, script, slurm
+from . import limits, render, script
 
 OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resource_group", "name", "kind", "output", "all")
 GROUP_VARIABLE = "FUGAKU_GROUP"
@@ -218,7 +218,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 def write_slurm(args: argparse.Namespace) -> int:
     """Write the Slurm scripts of every cluster."""
     check(args.folder.is_dir(), f"{args.folder}: pass an existing folder, such as scripts/slurm")
-    for path, text in slurm.scripts().items():
+    for path, text in render.slurm_scripts().items():
         (args.folder / path).parent.mkdir(parents=True, exist_ok=True)
         _write(args.folder / path, text)
     return 0

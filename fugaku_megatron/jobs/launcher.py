@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
-from ..comm import interrupt
-from ..comm.exit_codes import ExitCode
+from ..comm.launcher import STOPS, ExitCode, kept_stop
 
 KEPT_BYTES = 1 << 16  # of the end of the output, where the launcher's own messages are
 DRAIN_SECONDS = 5.0  # to read the rest of the pipes; a process that outlives the launcher may keep them open
@@ -98,7 +97,7 @@ class Stop:
     The launcher gets the first one as ORDERLY and a second one unchanged. The terminal sends Control-C to the launcher itself.
     """
 
-    SIGNALS = (*interrupt.STOPS, signal.SIGINT)
+    SIGNALS = (*STOPS, signal.SIGINT)
 
     def __init__(self) -> None:
         self.requested = self._passed_on = False
@@ -106,7 +105,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-        self.requested = self.requested or interrupt.kept_stop(self._previous.values()) is not None
+        self.requested = self.requested or kept_stop(self._previous.values()) is not None
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -30,8 +30,7 @@ from ..config.checks import check
 from ..config.outputs import check_file, pipe_table, writing
 from ..costs import accounting
 from . import plot, rank_table
-from .iteration import IterationMetrics
-from .published_row import HEADERS, PublishedRow, header, rate_text, seconds_text, size_name
+from .iteration import HEADERS, IterationMetrics, PublishedRow, published_header, rate_text, seconds_text, size_name
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 from .screen import duration_text
 
@@ -60,7 +59,7 @@ def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
     """The table, and beneath it what each row rests on; markdown: with a heading and lists."""
     lines = [("- " if markdown else "  ") + _basis(log) for log in logs]
     title = ["### Runs, measured", ""] if markdown else []
-    return "\n".join([*title, *pipe_table([header(), *(row_of(log).cells() for log in logs)]), "", *lines])
+    return "\n".join([*title, *pipe_table([published_header(), *(row_of(log).cells() for log in logs)]), "", *lines])
 
 
 def _basis(log: LogSummary) -> str:
@@ -74,7 +73,7 @@ def _basis(log: LogSummary) -> str:
 
 def csv_columns() -> tuple[str, ...]:
     """The columns of the CSV file: the log's name, the published columns, ours."""
-    return ("log", *(HEADERS[name] for name in header()), *OUR_CSV_COLUMNS)
+    return ("log", *(HEADERS[name] for name in published_header()), *OUR_CSV_COLUMNS)
 
 
 def record(log: LogSummary) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def record(log: LogSummary) -> dict[str, Any]:
     model = {"seq": run.model.seq_length, "layers": run.model.num_layers, "hidden": run.model.hidden_size,
              "heads": run.model.num_attention_heads} if run else {}
     last = log.iterations[-1] if log.iterations else None
-    return {"log": log.path, **{HEADERS[name]: cell for name, cell in zip(header(), row.cells())}, "seconds": row.seconds,
+    return {"log": log.path, **{HEADERS[name]: cell for name, cell in zip(published_header(), row.cells())}, "seconds": row.seconds,
             "tflops": row.tflops, "petaflops": row.petaflops, "precision": job.precision, "ac": job.recompute,
             "zero": job.zero_stage, **model, "recomputed_tflops": log.recomputed_tflops,
             "iterations": len(log.counted), "last_iteration": last and last.iteration, "loss": last and last.lm_loss}

@@ -1,17 +1,37 @@
 """The picture of a pipeline: stages down, time across, what each stage does in colours, and its memory next to it.
 
-A planned and a measured pipeline have the same form. Left out: where the spans come from (`timeline.spans`, a profile).
+    python -m fugaku_megatron.logs.pipeline_plot profile/trace.json profile/schedule.png
+
+A planned and a measured pipeline have the same form. Traces of several ranks in Chrome's format are merged into one file, from
+which comes the schedule that a pipeline really ran. Times of a trace are microseconds, of spans seconds. Left out: where planned
+spans come from (`timeline.spans`), what a rank records (`host.observed`).
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ..config.outputs import writing
-from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECV_BACKWARD, RECV_FORWARD
-from ..pipeline.timeline import Span
+from ..pipeline.parts import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECEIVES,
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    SENDS,
+    Instruction,
+    Placement,
+)
+from ..pipeline.timeline import COMPUTATIONS, Span
+from .plot import title
 
 # (colour, label, operations), in the order of the legend; the colours differ in lightness, too, for readers who see few of them.
 KINDS = (("tab:blue", "F forward", (FORWARD,)), ("tab:orange", "B backward", (BACKWARD,)),
@@ -93,3 +113,90 @@ def _bars(axes: Any, spans: Sequence[Span], stages: int) -> list[tuple[str, str]
     axes.set_xlim(begin, end)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return drawn
+
+
+Trace = dict[str, Any]
+
+
+def read_trace(path: str | os.PathLike) -> Trace:
+    """A trace: its events are those of "traceEvents"."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def merge_traces(paths: Sequence[Path], merged: Path, placement: Placement, pipeline: Sequence[int]) -> list[Path]:
+    """Write the events of all traces into one file, a trace at a time in memory; returns the traces that are not there.
+
+    placement, pipeline: of the schedule that `measured_spans` finds in it, and the ranks of its stages.
+    """
+    missing = [path for path in paths if not path.is_file()]
+    other = json.dumps({"placement": asdict(placement), "pipeline": list(pipeline)})
+    with open(merged, "w", encoding="utf-8") as file:
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [')
+        separator = "\n"
+        for path in paths:
+            for event in [] if path in missing else read_trace(path)["traceEvents"]:
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
+        file.write("\n]}\n")
+    return missing
+
+
+def measured_spans(trace: Trace) -> list[Span]:
+    """What the pipeline did in the last recorded iteration, in the form of `timeline.spans`; empty without instructions.
+
+    A receive begins when its message was sent: until then the stage was idle.
+    """
+    placement = Placement(**trace["otherData"]["placement"])
+    measured = {(span.stage, span.op, span.microbatch, span.chunk): span for span in _instructions(trace)}  # later ones replace
+    sent = {}
+    for span in measured.values():
+        if span.op in SENDS:
+            receiver, tag = placement.peer(span.stage, _message(span))
+            sent[receiver, tag, span.microbatch] = span.start
+    found = [span for span in measured.values() if span.op in COMPUTATIONS]
+    for span in measured.values():
+        if span.op in RECEIVES:
+            _, tag = placement.peer(span.stage, _message(span))
+            start = max(span.start, sent.get((span.stage, tag, span.microbatch), span.start))
+            found += [_between(span, start, span.end)] if start < span.end else []
+    begin = min((span.start for span in found), default=0.0)
+    return [_between(span, span.start - begin, span.end - begin) for span in sorted(found, key=lambda s: (s.stage, s.start))]
+
+
+def _instructions(trace: Trace) -> Iterator[Span]:
+    """Every instruction of the pipeline's ranks, of each rank in the order of time."""
+    stages = {rank: stage for stage, rank in enumerate(trace["otherData"]["pipeline"])}
+    for event in trace["traceEvents"]:
+        about = event.get("args", {})
+        if event["ph"] == "X" and "microbatch" in about and event["pid"] in stages:
+            yield Span(stages[event["pid"]], event["name"], about["microbatch"], about["chunk"], event["ts"] / 1e6,
+                       (event["ts"] + event["dur"]) / 1e6)
+
+
+def _message(span: Span) -> Instruction:
+    return Instruction(span.op, span.microbatch, span.chunk)
+
+
+def _between(span: Span, start: float, end: float) -> Span:
+    return Span(span.stage, span.op, span.microbatch, span.chunk, start, end)
+
+
+def measured_memory(trace: Trace) -> list[float]:
+    """MiB of the process of each stage at its peak; empty where a stage's is not known."""
+    peaks = {event["pid"]: event["args"]["peak_mib"] for event in trace["traceEvents"] if "peak_mib" in event.get("args", {})}
+    pipeline = trace["otherData"]["pipeline"]
+    return [peaks[rank] for rank in pipeline] if peaks.keys() >= set(pipeline) else []
+
+
+def draw_trace(source: str, png: str) -> None:
+    """The schedule of a merged trace as a picture. ValueError when there is none, or it cannot be written."""
+    trace = read_trace(source)
+    found = measured_spans(trace)
+    if not found:
+        raise ValueError(f"{source} holds no instructions of a schedule: pass the trace.json of a run with --profile")
+    heading = title("Schedule of rank 0's pipeline, measured", os.path.abspath(source))
+    draw(png, found, measured_memory(trace), heading, "seconds (measured)")
+
+
+if __name__ == "__main__":
+    draw_trace(*sys.argv[1:])

@@ -15,8 +15,8 @@ from typing import Any
 
 from ..config.run_config import RunConfig
 from ..costs import accounting
+from .iteration import size_name
 from .metrics import read_history
-from .published_row import size_name
 
 WIDTH = 90  # characters of a title
 Records = list[dict[str, Any]]

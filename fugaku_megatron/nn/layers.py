@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
+from ..comm.autograd import RowBlocks, copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 from ..comm.base import Comm
-from ..comm.row_blocks import RowBlocks
 from ..config.run_config import ModelConfig
 from ..costs import activations
 from .ops import DropoutKey, Ops

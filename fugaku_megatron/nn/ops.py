@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..comm.autograd import RowBlocks
 from ..comm.base import Comm
-from ..comm.row_blocks import RowBlocks
 from ..host import kernels as native_kernels
 from . import overlapped_ops
 from .native_ops import NativeOps

@@ -5,7 +5,7 @@
     mlp, gated_mlp  both, with the activation in between
 
 A weight's gradient needs whole tensors: it is computed behind the last blocks, while these travel. The products are the backend's
-(`native_ops`, `torch_ops`); each row has the same bits as without blocks. Left out: how rows travel (`comm.row_blocks`).
+(`native_ops`, `torch_ops`); each row has the same bits as without blocks. Left out: how rows are exchanged (`comm.autograd`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, t ranks, rows = s b.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.row_blocks import Gathering, RowBlocks, Summing
+from ..comm.autograd import Gathering, RowBlocks, Summing
 from .native_ops import NativeOps, add_second_weight_gradient
 from .shared import as_rows
 from .torch_blocks import matrix

@@ -24,7 +24,7 @@ from typing import Any
 from ..config.checks import check
 from ..config.layout import Layout
 from ..config.run_config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
-from ..logs.published_row import HEADERS
+from ..logs.iteration import HEADERS
 from ..perf.model import Prediction, System, predict
 from . import errata
 from .errata import Erratum

@@ -25,8 +25,8 @@ from ..config.checks import check
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory, run_schedule
-from ..host.fma_peak import fma_peak_gflops
-from ..host.memory_use import free_bytes, node_bytes, usage
+from ..host.allocator import free_bytes, node_bytes, usage
+from ..host.runtime import fma_peak_gflops
 
 SPAN = 50  # iterations that a steady growth lasts at least
 FEWEST = 25  # readings of them

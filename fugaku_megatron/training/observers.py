@@ -1,7 +1,7 @@
 """What observes a rank in an iteration: its heartbeat, the clock of its phases and perhaps a profile.
 
 A heartbeat tells the instruction and its micro-batch, a collective and its ranks, and reading. Left out: the heartbeat itself
-(watchdog/heartbeat.py), where time goes (host/observed.py, host/profiler.py).
+(watchdog/heartbeat.py), where time goes (host/observed.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 from ..comm.agreement import Nodes
 from ..comm.base import Comm
-from ..watchdog.between import LISTENERS, Address, Link, open_socket, own_address, parent
+from ..watchdog.verdict import LISTENERS, Address, Link, open_socket, own_address, parent
 from ..watchdog.watch import Watchdog
 
 

@@ -34,7 +34,7 @@ from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
 from ..data.sampler import ReaderGroup, build_reader_group
 from ..host import allocator, kernels, runtime
-from ..host.memory_use import node_bytes, peak_memory_mib
+from ..host.allocator import node_bytes, peak_memory_mib
 from ..host.observed import Phases
 from ..logs.metrics import MetricsWriter, WandbRun, format_peak_memory, read_run_history
 from ..logs.run_log import format_run

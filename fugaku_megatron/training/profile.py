@@ -1,7 +1,7 @@
 """--profile of a run: which ranks and iterations are recorded, their files, the trace of all of them and the schedule's picture.
 
 The ranks of --profile-ranks record everything; of the others those of rank 0's pipeline record their instructions, so that the
-schedule of a run is there as a whole. Left out: recording itself (`host.profiler`), the form of traces (`logs.traces`).
+schedule of a run is there as a whole. Left out: recording itself (`host.observed`), the form of traces (`logs.pipeline_plot`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..config.layout import Layout, placement
 from ..config.run_config import OutputConfig, RunConfig
-from ..host.memory_use import peak_memory_mib
-from ..host.profiler import Profiler
-from ..logs import plot, traces
+from ..host.allocator import peak_memory_mib
+from ..host.observed import Profiler
+from ..logs import pipeline_plot, plot
 
 BARRIERS = 9  # that clocks are compared at
 Say = Callable[[str], None]  # prints a line, on rank 0
@@ -103,7 +103,7 @@ class Profile:
             self._merge(self.folder / "trace.json", say)
 
     def _merge(self, merged: Path, say: Say) -> None:
-        missing = traces.merge([self._trace(rank) for rank in self.ranks], merged, self.placement, self.pipeline)
+        missing = pipeline_plot.merge_traces([self._trace(rank) for rank in self.ranks], merged, self.placement, self.pipeline)
         say(f"trace of {len(self.ranks) - len(missing)} ranks: {merged} (open it in ui.perfetto.dev)")
         if missing:
             say(f"note: not in it, because the directory of rank 0 does not have them: {', '.join(p.name for p in missing)}")
@@ -139,7 +139,7 @@ def common_moment(world: Comm) -> float:
 
 def _draw(trace: Path, picture: Path) -> str:
     """What the log says of the picture of the schedule."""
-    drawing = plot.start("traces", str(trace), str(picture), stderr=subprocess.PIPE, text=True, encoding="utf-8",
+    drawing = plot.start("pipeline_plot", str(trace), str(picture), stderr=subprocess.PIPE, text=True, encoding="utf-8",
                           errors="surrogateescape")
     errors = drawing.communicate()[1].strip()
     return f"{picture}: not drawn, {errors.splitlines()[-1]}" if drawing.returncode else f"schedule: {picture}"

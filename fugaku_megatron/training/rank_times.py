@@ -18,8 +18,8 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..host.observed import PHASES, Phases
+from ..logs.rank_table import NAMED, Interval, Straggler, find
 from ..logs.screen import append
-from ..logs.stragglers import NAMED, Interval, Straggler, find
 
 Slow = set[tuple[int, str]]  # rank, phase
 JUDGED_ITERATIONS, JUDGED_SECONDS = 10, 5.0  # a judgement needs as many of both; less is the noise of a start

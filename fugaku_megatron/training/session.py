@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..checkpoint.behind import SaveBehind
-from ..comm.exit_codes import ExitCode
+from ..checkpoint.save import BackgroundSave
+from ..comm.launcher import ExitCode
 from ..costs import accounting
 from ..host import allocator, runtime
 from ..logs import plot
@@ -51,7 +51,7 @@ class Session:
     explained: int = 0  # times that an Inf or NaN was looked for
     save_due: bool = False
     save_timer: runtime.ExitTimer = field(init=False)
-    saving: SaveBehind | None = None
+    saving: BackgroundSave | None = None
     saved_iteration: int = 0  # of the save that began last
     picture: subprocess.Popen | None = None  # the process that draws the losses
     picture_is_old: bool = False  # a save since then has more of them

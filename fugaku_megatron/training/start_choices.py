@@ -18,7 +18,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import memory, run_schedule
 from ..host import kernels
-from ..host.memory_use import node_bytes
+from ..host.allocator import node_bytes
 from ..nn import autotune
 from ..nn.ops import FAMILIES, Ops
 from ..nn.parameter import PARAMETER_DTYPES

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.behind import SaveBehind, Snapshot
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
 from ..checkpoint.manifest import Folders
 from ..checkpoint.node_copy import node_first_steps
-from ..checkpoint.save import Description, Steps, run_steps, save_steps, shard_writer
+from ..checkpoint.save import BackgroundSave, Description, Snapshot, Steps, run_steps, save_steps, shard_writer
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..comm.agreement import agree
 from ..comm.base import Comm
@@ -274,13 +273,14 @@ class Trainer:
         """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
         run_steps(self._save_steps(directory, self.optimizer.checkpoint_shards(owned=True)))
 
-    def save_behind(self, directory: str) -> SaveBehind:
+    def save_behind(self, directory: str) -> BackgroundSave:
         """Begin to write a copy of the present iteration: of memory with --async-save, or else of --save-local. Collective.
 
         The save before must be finished.
         """
         shards = self.optimizer.checkpoint_shards(owned=True)
-        return SaveBehind(self._save_steps(directory, self._snapshot.take(shards) if self._snapshot else shards, node_first=True))
+        copies = self._snapshot.take(shards) if self._snapshot else shards
+        return BackgroundSave(self._save_steps(directory, copies, node_first=True))
 
     def load(self, source: str | Checkpoint, weights_only: bool = False) -> dict[str, Any]:
         """Go on from a checkpoint of any layout, or from the latest one in a directory; returns its `state`. Collective.

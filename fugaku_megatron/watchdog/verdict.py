@@ -1,15 +1,26 @@
-"""Who is stuck and who merely waits: heartbeats become a census, and a census becomes a line of the log.
+"""Who is stuck and who merely waits: heartbeats become a census, nodes report theirs to each other, and a census becomes a line.
 
 A rank that waits for others is innocent as long as its watchdog is awake. A rank that does something else, or is not awake, and has
-not moved for too long, is stuck. Left out: where heartbeats come from (heartbeat.py).
+not moved for too long, is stuck.
+
+The watchdogs of nodes form a tree of UDP datagrams, so that one of them knows which ranks are stuck. Node n reports to node (n - 1)
+// FAN what its ranks do and what its own children have reported, and gets an answer. So a node hears at most FAN others, and a
+report about any number of nodes is one short datagram, which names few ranks and counts the rest. Two ranks of each node listen,
+because one of them may have stopped. The end of a job is sent down the same tree. Left out: where heartbeats come from
+(heartbeat.py), finding addresses over MPI (`training.placing`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from ..comm.exit_codes import ExitCode
+import psutil
+
+from ..comm.launcher import ExitCode
 
 STOPPED, GONE, SILENT = "stopped in", "is gone, last seen in", "and its node do not answer, last seen in"
 NAMED = 4  # ranks that a line names
@@ -132,3 +143,136 @@ def _deadlock(census: Census, alone: bool) -> str:
     if alone:
         return f"all {census.ranks} ranks of this node wait, and no other node has reported a stuck rank: {shown}"
     return f"no rank computes, all {census.ranks} wait: {shown}"
+
+
+FAN = 64  # nodes that report to one
+LISTENERS = 2  # ranks of a node that hear reports
+INTERVAL, INTERVALS = 5.0, 8  # s between two reports, and at least so many of them within the limit
+LARGEST = 2**16
+
+Address = tuple[str, int]
+
+
+def parent(node: int) -> int | None:
+    """The node that a node reports to; None for the first."""
+    return (node - 1) // FAN if node else None
+
+
+def own_address(towards: str | None = None) -> str:
+    """The IPv4 address by which others reach this node. towards: that of another node; by default any that is not the loop's."""
+    with contextlib.suppress(OSError):
+        if towards:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((towards, 9))  # sends nothing: asks which way it would go
+                return probe.getsockname()[0]
+        named = socket.gethostbyname(socket.gethostname())
+        if not named.startswith("127."):
+            return named
+    found = [a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET]
+    return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
+
+
+def open_socket(address: str, port: int = 0) -> socket.socket:
+    """A socket that hears datagrams at an address. port: 0: any that is free."""
+    opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    opened.bind((address, port))
+    opened.setblocking(False)
+    return opened
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The last datagram of another node: when it came, from where, what it said of its own ranks and of all below it."""
+
+    time: float
+    address: Address
+    own: Census
+    whole: Census
+
+    def silent(self, limit: float, now: float) -> bool:
+        """Whether nothing has come for longer than the limit, and than it takes until another rank there speaks for its node."""
+        return now - self.time > limit + 2 * ASLEEP
+
+
+class Link:
+    """One rank's place in the tree. number, count: of nodes. token: of the job. parents: where the node above listens."""
+
+    def __init__(self, number: int, count: int, token: int, opened: socket.socket, parents: Sequence[Address]) -> None:
+        self.number, self.count, self.token, self.parents = number, count, token, list(parents)
+        self.end: dict | None = None  # what another node has reported about the end of the job
+        self._socket = opened
+        self._children: dict[int, Heard] = {}
+        self._parent: Heard | None = None
+        self._reported = 0.0  # time of the last report
+        self._began: float | None = None  # time of the first
+
+    def alone(self, limit: float, now: float) -> bool:
+        """Whether the node above has left reports unanswered since the first one, for too long."""
+        return self._parent is None and self._began is not None and now - self._began > limit
+
+    def deserted(self, limit: float, now: float) -> bool:
+        """Whether the node above was heard, and is silent for too long."""
+        return self._parent is not None and self._parent.silent(limit, now)
+
+    def receive(self, now: float) -> None:
+        """Take in what has come."""
+        with contextlib.suppress(OSError):
+            while True:
+                data, address = self._socket.recvfrom(LARGEST)
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # not from this job
+                    self._take(json.loads(data), address, now)
+
+    def _take(self, message: dict, address: Address, now: float) -> None:
+        if message["token"] != self.token:
+            return
+        if "end" in message:
+            self.end = message["end"]
+        elif message.get("left"):
+            self._children.pop(message["node"], None)
+        else:
+            heard = Heard(now, address, Census.parsed(message["own"]), Census.parsed(message["whole"]))
+            if message["node"] == parent(self.number):
+                self._parent = heard
+            else:
+                self._children[message["node"]] = heard
+
+    def whole(self, own: Census, limit: float, now: float) -> Census:
+        """What is known of this node, of all below it, and of the one above if that is silent."""
+        reports = [own]
+        for heard in [*self._children.values(), *filter(None, [self._parent])]:
+            if heard.silent(limit, now):
+                reports.append(_silent(heard, limit, now))
+            elif heard is not self._parent:
+                reports.append(heard.whole)
+        return merge(reports)
+
+    def report(self, own: Census, whole: Census, limit: float, now: float) -> None:
+        """Tell the node above, and answer those below, if it is time."""
+        if now - self._reported < min(INTERVAL, limit / INTERVALS):
+            return
+        self._reported, self._began = now, (self._began or now) if self.parents else None
+        message = {"node": self.number, "own": asdict(own), "whole": asdict(whole)}
+        self._send(message, [*self.parents, *(heard.address for heard in self._children.values())])
+
+    def tell(self, end: dict) -> None:
+        """Send the reason of the end to the neighbouring nodes in the tree; each sends it on to its own."""
+        for _ in range(3):  # a datagram may be lost
+            self._send({"end": end}, [*self.parents, *(heard.address for heard in self._children.values())])
+
+    def leave(self) -> None:
+        """This node has ended as it should."""
+        self._send({"node": self.number, "left": True}, self.parents)
+        self._socket.close()
+
+    def _send(self, message: dict, addresses: Sequence[Address]) -> None:
+        data = json.dumps({**message, "token": self.token}).encode()
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                self._socket.sendto(data, address)
+
+
+def _silent(heard: Heard, limit: float, now: float) -> Census:
+    """A node from which nothing has come for longer than the limit."""
+    first = min((*heard.own.stuck, *heard.own.waiters, *heard.own.others), key=lambda standing: standing.rank)
+    last = Standing(first.rank, first.host, first.what, now - heard.time, limit, SILENT)
+    return Census(heard.own.ranks, 0, (last,), heard.own.ranks - 1)

@@ -4,7 +4,7 @@
     watchdog.heart.phase(...)           what this rank does
 
 It needs nothing that may be what hangs: no MPI, no other process. The lowest rank of a node whose watchdog is awake judges and
-speaks; all write their stacks. Left out: what nodes tell each other (between.py).
+speaks; all write their stacks. Left out: what nodes report to each other (verdict.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..comm import launcher
-from . import stacks, verdict
-from .between import FAN, Link
-from .heartbeat import Beat, Heartbeat, Node, lives, node_folder, remove_dead, stat_words
-from .verdict import STOPPED, Census, Standing, Verdict
+from . import verdict
+from .heartbeat import Beat, Heartbeat, Node, lives, node_folder, on_request, remove_dead, stat_words, write_of, write_own
+from .verdict import FAN, STOPPED, Census, Link, Standing, Verdict
 
 SHORTEST, ITERATIONS = 60.0, 10.0  # by default: s, and times the slowest iteration, without a move
 OUTSIDE = 600.0  # s: the same at the start, in a save, and until an iteration was measured
@@ -92,7 +91,7 @@ class Watchdog:
         self.period = min(LOOK, heart.limit / 10)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         if self._node:
-            stacks.on_request(requested(self._node.folder, os.getpid()))
+            on_request(requested(self._node.folder, os.getpid()))
             self._thread.start()
 
     @classmethod
@@ -256,7 +255,7 @@ class Watchdog:
         directory, leads, begin = Path(end["directory"]), end["process"] == os.getpid(), time.monotonic()
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
-        stacks.write_own(directory, self.heart.rank, native=not end["stuck"] or self.heart.rank in end["stuck"],
+        write_own(directory, self.heart.rank, native=not end["stuck"] or self.heart.rank in end["stuck"],
                          until=begin + STACKS)
         self.heart.look(written=True)
         if leads:
@@ -278,7 +277,7 @@ class Watchdog:
         stuck = [b for b in self._here.read() if b.rank in ranks and b.rank != self.heart.rank and lives(b.process)]
         with ThreadPoolExecutor(max(1, len(stuck))) as pool:
             for beat in stuck:
-                pool.submit(stacks.write_of, directory, beat.rank, beat.process, requested(self._here.folder, beat.process), until)
+                pool.submit(write_of, directory, beat.rank, beat.process, requested(self._here.folder, beat.process), until)
 
     def _await(self, condition: Callable[[], bool], until: float) -> None:
         """Stay awake until the condition holds, or until a monotonic time."""

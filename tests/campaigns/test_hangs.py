@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fugaku_megatron.comm.exit_codes import ExitCode
+from fugaku_megatron.comm.launcher import ExitCode
 from tests.campaigns.hangs import RANKS, hang
 
 pytestmark = pytest.mark.mpi

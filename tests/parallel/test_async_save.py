@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint import save as save_module
-from fugaku_megatron.checkpoint.behind import SaveBehind, Snapshot
 from fugaku_megatron.checkpoint.manifest import Folders, latest_iteration, list_iterations
-from fugaku_megatron.checkpoint.save import Description, save_steps, shard_writer
+from fugaku_megatron.checkpoint.save import BackgroundSave, Description, Snapshot, save_steps, shard_writer
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
@@ -41,7 +40,7 @@ def gate(monkeypatch):
 
 
 def begin(comm, directory, shards, iteration=1):
-    return SaveBehind(save_steps(directory, shard_writer(comm.rank, shards), Description(iteration, {}, {}, {}), Folders(comm)))
+    return BackgroundSave(save_steps(directory, shard_writer(comm.rank, shards), Description(iteration, {}, {}, {}), Folders(comm)))
 
 
 def test_a_save_appears_when_every_rank_has_written(tmp_path, gate):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint import load as load_module
-from fugaku_megatron.checkpoint.crc import BLOCK_BYTES
 from fugaku_megatron.checkpoint.load import load_shards, open_checkpoint
 from fugaku_megatron.checkpoint.manifest import Folders
+from fugaku_megatron.checkpoint.schema import BLOCK_BYTES
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm

@@ -13,9 +13,8 @@ from fugaku_megatron import cli
 from fugaku_megatron.checkpoint import load as load_module
 from fugaku_megatron.checkpoint import manifest as folders_module
 from fugaku_megatron.checkpoint import verify
-from fugaku_megatron.checkpoint.crc import BLOCK_BYTES, crc32
 from fugaku_megatron.checkpoint.manifest import FORMAT, MANIFEST, TRACKER
-from fugaku_megatron.checkpoint.schema import checksum
+from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, checksum, crc32
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.local import ThreadWorld
 from tests.helpers import save_checkpoint

@@ -11,8 +11,8 @@ from fugaku_megatron.comm.autograd import (
     reduce_scatter_to_sequence_parallel,
 )
 from fugaku_megatron.comm.local import ThreadWorld
-from fugaku_megatron.comm.recording import RecordingComm
 from fugaku_megatron.comm.solo import SoloComm
+from tests.recording import RecordingComm
 
 MAPPINGS = (
     copy_to_tensor_parallel, reduce_from_tensor_parallel, gather_from_tensor_parallel, gather_from_sequence_parallel,

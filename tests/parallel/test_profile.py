@@ -9,7 +9,7 @@ import torch
 
 from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.host import kernels
-from fugaku_megatron.logs.traces import read
+from fugaku_megatron.logs.pipeline_plot import read_trace as read
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training import profile
 from fugaku_megatron.training.profile import Profile, profiled_ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fugaku_megatron.comm.autograd import RowBlocks
 from fugaku_megatron.comm.local import ThreadWorld
-from fugaku_megatron.comm.row_blocks import RowBlocks
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from fugaku_megatron.watchdog.between import Link, open_socket
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
+from fugaku_megatron.watchdog.verdict import Link, open_socket
 from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
 
 

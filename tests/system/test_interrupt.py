@@ -27,7 +27,7 @@ def run(words, env=None, **options):
 def test_an_interrupt_while_importing_is_one_line(tmp_path, module):
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "swallowing.py").write_text(SWALLOWING)
-    code = f"from fugaku_megatron.comm import interrupt; interrupt.install('a command'); import {module}"
+    code = f"from fugaku_megatron.comm import launcher; launcher.report_interrupts('a command'); import {module}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert process.stdout.readline() == "importing\n"
@@ -47,7 +47,7 @@ def test_a_request_to_stop_is_kept_before_the_program_has_imported_itself():
 
 
 def test_outside_of_imports_an_interrupt_is_what_it_was():
-    code = ("from fugaku_megatron.comm import interrupt; import os, signal; interrupt.install('a command')\n"
+    code = ("from fugaku_megatron.comm import launcher; import os, signal; launcher.report_interrupts('a command')\n"
             "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('cleaned up')")
     assert run([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout == "cleaned up\n"
 

@@ -11,9 +11,7 @@ import time
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.logs.iteration import parse_log
-from fugaku_megatron.logs.published_row import PublishedRow
-from fugaku_megatron.logs.published_row import header as published_header
+from fugaku_megatron.logs.iteration import PublishedRow, parse_log, published_header
 from fugaku_megatron.reproduction.rows import load
 from tests.helpers import A100, OUR_LOG
 from tests.unit.test_run_log import history

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.host.profiler import Event, Profiler
+from fugaku_megatron.host.observed import Event, Profiler
 from tools import plot_profile
 
 ROOT = Path(__file__).resolve().parents[2]

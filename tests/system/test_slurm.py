@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.jobs import slurm
+from fugaku_megatron.jobs import render
 from fugaku_megatron.logs.iteration import parse_log
 from tests.helpers import check_scripts
 from tests.system.mpi import launch
@@ -27,7 +27,7 @@ from tests.system.mpi.test_pretrain import losses
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "slurm"
-SCRIPTS = slurm.scripts()
+SCRIPTS = render.slurm_scripts()
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
         "--global-batch-size 8 --lr 1e-3 --log-interval 1 --eval-iters 0 --kernels native").split()
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -64,11 +64,11 @@ def test_only_a_folder_that_is_there_is_written(words, tmp_path):
 
 
 def test_a_recipe_that_cannot_run_is_refused():
-    cluster, job = slurm.CLUSTERS[0], slurm.RECIPES["a64fx"][3]
+    cluster, job = render.CLUSTERS[0], render.RECIPES["a64fx"][3]
     with pytest.raises(ValueError, match="a64fx, 30b: .* MiB per rank .*raise nodes, TP or PP"):
-        slurm.render(cluster, replace(job, pp=4))
+        render.render_slurm(cluster, replace(job, pp=4))
     with pytest.raises(ValueError, match="is not divisible by --tensor-model-parallel-size"):
-        slurm.render(cluster, replace(job, tp=5))
+        render.render_slurm(cluster, replace(job, tp=5))
 
 
 def two_ports() -> int:

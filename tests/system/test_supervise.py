@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.comm.exit_codes import ExitCode
-from fugaku_megatron.jobs import nodes
+from fugaku_megatron.comm.launcher import ExitCode
+from fugaku_megatron.jobs import supervise
 from fugaku_megatron.jobs.launcher import ending as ending_of
 from fugaku_megatron.jobs.supervise import FRUITLESS, read_hosts
 
@@ -58,9 +58,9 @@ def test_signals_of_several_ranks_are_not_read_as_another_one():
     assert ending_of(6, MPICH_KILL).text() == "a rank is lost (signal 6, SIGABRT) on node c12.site"
 
 
-def allocation(hosts: int, spares: int, ranks_per_node: int = 1, *flags: str) -> nodes.Nodes:
-    run = nodes.run_of(["fugaku-megatron", "train", *MODEL, "--save", "x", "--load", "x", *flags])
-    return nodes.Nodes([f"c{i}" for i in range(hosts)], ranks_per_node, spares, run)
+def allocation(hosts: int, spares: int, ranks_per_node: int = 1, *flags: str) -> supervise.Nodes:
+    run = supervise.run_of(["fugaku-megatron", "train", *MODEL, "--save", "x", "--load", "x", *flags])
+    return supervise.Nodes([f"c{i}" for i in range(hosts)], ranks_per_node, spares, run)
 
 
 def without(*dead: str):
@@ -93,7 +93,7 @@ def test_silent_nodes_are_found_by_halving():
         asked.append(len(hosts))
         return without("c700")(hosts)
 
-    assert nodes.silent([f"c{i}" for i in range(1024)], answers) == ["c700"] and len(asked) == 21
+    assert supervise.silent([f"c{i}" for i in range(1024)], answers) == ["c700"] and len(asked) == 21
 
 
 def test_the_layout_decides_how_many_nodes_are_used():
@@ -248,3 +248,9 @@ def test_hosts_come_from_a_list_or_a_file(tmp_path):
     for words in (",", f"@{tmp_path}/none", f"@{sys.executable}"):
         with pytest.raises(ValueError, match="--hosts"):
             read_hosts(words)
+
+
+def test_the_supervisor_needs_neither_torch_nor_mpi():
+    code = "import sys, fugaku_megatron.jobs.supervise; print({'torch', 'mpi4py'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr

@@ -7,9 +7,20 @@ import socket
 
 import pytest
 
-from fugaku_megatron.comm.exit_codes import ExitCode
-from fugaku_megatron.watchdog.between import FAN, Link, open_socket, own_address, parent
-from fugaku_megatron.watchdog.verdict import NAMED, Census, Standing, count, judge, merge
+from fugaku_megatron.comm.launcher import ExitCode
+from fugaku_megatron.watchdog.verdict import (
+    FAN,
+    NAMED,
+    Census,
+    Link,
+    Standing,
+    count,
+    judge,
+    merge,
+    open_socket,
+    own_address,
+    parent,
+)
 from tests.system.test_watchdog import Ended, end, let_hang, start
 
 SECONDS = 2.0

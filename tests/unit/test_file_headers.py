@@ -18,8 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fugaku_megatron.checkpoint.crc import BlockChecksums
 from fugaku_megatron.checkpoint.manifest import read_head
+from fugaku_megatron.checkpoint.schema import BlockChecksums
 from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import build_tokenizer

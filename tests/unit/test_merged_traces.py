@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron.logs import traces
+from fugaku_megatron.logs import pipeline_plot
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.parts import NAMES, SENDS, Placement
 from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span
@@ -21,15 +21,16 @@ def trace(path, *names):
 
 def test_events_of_all_traces_are_in_one_file(tmp_path):
     paths = [trace(tmp_path / "0.json", "a", "b"), tmp_path / "1.json", trace(tmp_path / "2.json", "c")]
-    assert traces.merge(paths, tmp_path / "all.json", ONE, [0]) == [tmp_path / "1.json"]
-    assert [event["name"] for event in traces.read(tmp_path / "all.json")["traceEvents"]] == ["a", "b", "c"]
+    assert pipeline_plot.merge_traces(paths, tmp_path / "all.json", ONE, [0]) == [tmp_path / "1.json"]
+    assert [event["name"] for event in pipeline_plot.read_trace(tmp_path / "all.json")["traceEvents"]] == ["a", "b", "c"]
 
 
 def test_no_trace_at_all_is_an_empty_one(tmp_path):
-    traces.merge([], tmp_path / "all.json", ONE, [0])
-    assert traces.spans(traces.read(tmp_path / "all.json")) == [] == traces.memory(traces.read(tmp_path / "all.json"))
+    pipeline_plot.merge_traces([], tmp_path / "all.json", ONE, [0])
+    trace = pipeline_plot.read_trace(tmp_path / "all.json")
+    assert pipeline_plot.measured_spans(trace) == [] == pipeline_plot.measured_memory(trace)
     with pytest.raises(ValueError, match="holds no instructions of a schedule"):
-        traces.draw(str(tmp_path / "all.json"), str(tmp_path / "no.png"))
+        pipeline_plot.draw_trace(str(tmp_path / "all.json"), str(tmp_path / "no.png"))
 
 
 def recorded(lists, expected):
@@ -58,7 +59,7 @@ def recorded(lists, expected):
 def test_a_schedule_that_was_run_as_planned_looks_as_planned(name):
     lists = schedule.build(name, 3, {"interleaved": 2, "zbv": 2}.get(name, 1), 4)
     expected = planned(lists, Costs.alike(lists, 1.0, 0.25))
-    found = traces.spans(recorded(lists, expected))
+    found = pipeline_plot.measured_spans(recorded(lists, expected))
     assert {round_to_ms(span) for span in found} == {round_to_ms(span) for span in expected}
 
 
@@ -69,5 +70,5 @@ def round_to_ms(span):
 def test_memory_is_known_where_every_stage_tells():
     events = [{"ph": "M", "pid": rank, "name": "process_labels", "args": {"peak_mib": 10.0 + rank}} for rank in (0, 2)]
     other = {"placement": {"stages": 2}, "pipeline": [0, 2]}
-    assert traces.memory({"traceEvents": events, "otherData": other}) == [10.0, 12.0]
-    assert traces.memory({"traceEvents": events[:1], "otherData": other}) == []
+    assert pipeline_plot.measured_memory({"traceEvents": events, "otherData": other}) == [10.0, 12.0]
+    assert pipeline_plot.measured_memory({"traceEvents": events[:1], "otherData": other}) == []

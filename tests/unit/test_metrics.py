@@ -184,7 +184,7 @@ def test_tensorboard_is_imported_only_when_asked_for():
 
 @pytest.mark.system
 def test_peak_memory_grows_with_what_the_process_held():
-    code = ("from fugaku_megatron.host.memory_use import peak_memory_mib as peak; before = peak();"
+    code = ("from fugaku_megatron.host.allocator import peak_memory_mib as peak; before = peak();"
             "x = bytearray(b'x' * (96 << 20)); print(peak() - before)")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 90 < float(result.stdout) < 200

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from fugaku_megatron.host import kernels, placement
-from fugaku_megatron.host.placement import Placement, cpu_quota, place, threads_per_rank
+from fugaku_megatron.host import kernels, runtime
+from fugaku_megatron.host.runtime import Placement, cpu_quota, place, threads_per_rank
 
 
 def _write(path, text):
@@ -45,9 +45,9 @@ def test_hardware_threads_of_a_core_count_once(tmp_path):
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
-    assert placement.physical_cores(range(4), tmp_path) == {0, 1}
-    assert placement.physical_cores([2, 3], tmp_path) == {2, 3}
-    assert placement.physical_cores([7, 8], tmp_path) == {7, 8}  # the kernel says nothing of these
+    assert runtime.physical_cores(range(4), tmp_path) == {0, 1}
+    assert runtime.physical_cores([2, 3], tmp_path) == {2, 3}
+    assert runtime.physical_cores([7, 8], tmp_path) == {7, 8}  # the kernel says nothing of these
 
 
 @pytest.mark.parametrize("cgroup, files, quota", [
@@ -92,8 +92,8 @@ ALL = [0, 1, *range(12, 60)]
 
 
 def test_assistant_cores_do_not_compute(fugaku):
-    assert placement.compute_cores(ALL, fugaku) == list(range(12, 60))
-    assert placement.compute_cores(range(12, 24), fugaku) == list(range(12, 24))
+    assert runtime.compute_cores(ALL, fugaku) == list(range(12, 60))
+    assert runtime.compute_cores(range(12, 24), fugaku) == list(range(12, 24))
 
 
 def test_four_ranks_of_a_node_get_a_numa_node_each(fugaku):
@@ -133,13 +133,13 @@ def test_pinning_can_be_asked_for(fugaku):
 
 CHILD = """
 import os, sys, torch
-from fugaku_megatron.host import kernels, placement
+from fugaku_megatron.host import kernels, runtime
 def tasks(): return len(os.listdir("/proc/self/task"))
 cpus = tuple(int(c) for c in sys.argv[1].split(","))
 torch.set_num_threads(len(cpus))
 torch.ones(1 << 22).mul_(2)
 before = tasks()
-placement.apply(placement.Placement(len(cpus), cpus), True)
+runtime.apply_placement(runtime.Placement(len(cpus), cpus), True)
 print(kernels.thread_cpus())
 torch.ones(1 << 22).mul_(2)
 tiny = torch.full((1 << 16,), 1e-38)

@@ -3,8 +3,7 @@
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.logs.rank_table import mean, read, text
-from fugaku_megatron.logs.stragglers import Interval
+from fugaku_megatron.logs.rank_table import Interval, mean, read, text
 
 
 def interval(iteration, computation, tp=1):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron.logs.stragglers import Interval, find, parse_interval
+from fugaku_megatron.logs.rank_table import Interval, find, parse_interval
 
 
 def interval(computation, data=None, tp=1, pp=1, iteration_seconds=2.0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fugaku_megatron.checkpoint.crc import BLOCK_BYTES, BlockChecksums, combine, crc32
+from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, BlockChecksums, combine, crc32
 from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
 from tests.file_damage import DAMAGES, damaged
 

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from fugaku_megatron.comm.exit_codes import ExitCode
+from fugaku_megatron.comm.launcher import ExitCode
 from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi

@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .base import Comm, Handle
-from .grid import Groups, subgroup
+from fugaku_megatron.comm.base import Comm, Handle
+from fugaku_megatron.comm.grid import Groups, subgroup
 
 
 class RecordingComm:
