@@ -2,7 +2,7 @@
 
 Ranks are judged over log intervals that are enough together (JUDGED_ITERATIONS, JUDGED_SECONDS). A rank is named when it was slow
 in two judgements in a row; a single one is often the system's. One small all-gather per interval.
-Left out: the clock of a rank (`host.observed`), what is slow (`logs.stragglers`).
+Left out: the clock of a rank (`host.observed`), what is slow (`logs.rank_table`).
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class Session:
     def _saves(self) -> AbstractContextManager[None]:
         return self.watchdog.heart.phase(f"save of iteration {self.saved_iteration}")
 
-    def _advance_save(self, saving: SaveBehind) -> None:
+    def _advance_save(self, saving: BackgroundSave) -> None:
         """The next step of a save behind the run, when all ranks have done the present one."""
         with self._saves():
             done = saving.advance()
