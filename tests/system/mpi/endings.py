@@ -14,29 +14,31 @@ from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.config.layout import check_world_size
 
 
-def wait(world):
+def on_rank_1(world, error):
+    if world.rank == 1:
+        raise error
     world.barrier()  # the failing rank never enters it again
 
 
 def bug_on_one_rank(world):
-    if world.rank == 2:
-        raise AssertionError("a bug on rank two")
-    wait(world)
+    on_rank_1(world, AssertionError("a bug on rank one"))
 
 
 def mistake_on_one_rank(world):
-    if world.rank == 1:
-        raise ValueError("shard 1 is missing:\n  name it with --data-path")
-    wait(world)
+    on_rank_1(world, ValueError("shard 1 is missing:\n  name it with --data-path"))
+
+
+def interrupt_on_one_rank(world):
+    on_rank_1(world, KeyboardInterrupt())
+
+
+def exit_of_one_rank(world):
+    on_rank_1(world, SystemExit(7))
 
 
 def mistake_on_all_ranks(world):
     with everywhere():
-        check_world_size(world.size, 2, 1)
-
-
-def unmarked_mistake_on_all_ranks(world):
-    check_world_size(world.size, 2, 1)
+        check_world_size(world.size, world.size + 1, 1)
 
 
 def bug_in_a_thread(world):
@@ -49,28 +51,12 @@ def bug_in_a_thread(world):
     world.recv(torch.zeros(1), src=(world.rank + 1) % world.size)
 
 
-def interrupt_on_one_rank(world):
-    if world.rank == 1:
-        raise KeyboardInterrupt
-    wait(world)
-
-
-def exit_of_one_rank(world):
-    if world.rank == 1:
-        sys.exit(7)
-    wait(world)
-
-
 def failure_in_a_subgroup(world):
     pair = world.split(world.rank // 2, world.rank)
     if pair.size == 1:
         raise ValueError("the odd rank fails")
     pair.barrier()
     pair.recv(torch.zeros(1), src=1 - pair.rank)
-
-
-def success(world):
-    sys.stdout.write(f"done {world.rank}\n")  # one write: lines of two ranks must not mix
 
 
 def main(world):
