@@ -15,6 +15,7 @@ pytestmark = pytest.mark.mpi
 DRAWN = ("term", "io-error")  # each some seconds; kills and hangs have tests of their own
 
 
+@pytest.mark.full
 def test_a_draw_loses_nothing(mpich, tmp_path, request, capsys):
     count = request.config.getoption("--faults")
     record = str(tmp_path / "faults.json")

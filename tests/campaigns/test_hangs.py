@@ -1,21 +1,96 @@
-"""A real rank that is stopped by SIGSTOP is named with what it did, and the job ends with the exit code of a hang."""
+"""A real rank that is stopped by SIGSTOP is named with what it did, which its heartbeat tells, and the job ends as a hang.
+
+make test-full stops one in every phase. A phase may be over when the signal arrives. Then the rank continues, and is stopped again
+when it comes there once more.
+"""
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
 import pytest
 
-from fugaku_megatron.comm.launcher import ExitCode
-from tests.campaigns.hangs import RANKS, hang
+from fugaku_megatron.comm.exit_codes import ExitCode
+from fugaku_megatron.watchdog.heartbeat import Beat, Node, prefix
+from tests.system.mpi import launch
+from tests.system.mpi.test_pretrain import PROGRAM, TINY
 
 pytestmark = pytest.mark.mpi
-TIMEOUT = 4.0  # s
+RANKS, TIMEOUT = 4, 4.0
+PATIENCE = 120.0  # s for a rank to come to a phase
+ENDS_WITHIN = 45.0  # s more than the timeout, for stacks on a crowded machine
+FLAGS = ["--log-interval", "1000", "--pipeline-model-parallel-size", "2", "--train-iters", "1000000", "--save-interval", "5",
+         "--keep-last", "2", "--hang-timeout-in-secs", str(TIMEOUT)]
+# A phase, in the words of its heartbeat, and the rank that is stopped in it.
+PHASES = {"the start": 3, "forward of": 0, "reading data": 1, "send_(forward|backward) of": 2, "save of": 3,
+          "(all_reduce|reduce_scatter|all_gather) over": 0}
+USUAL = {"mpich": "the start", "openmpi": "forward of"}
 
 
-def test_a_stopped_rank_is_named_and_the_job_ends(mpi, tmp_path):
-    phase, rank = {"mpich": ("start", 3), "openmpi": ("forward", 0)}[mpi.name]
-    outcome = hang(mpi, tmp_path, rank, phase, TIMEOUT)
-    assert outcome.right and f"; {RANKS - 1} ranks wait for it" in outcome.line, outcome
-    assert outcome.code == ExitCode.HANG
-    assert len(outcome.stacks) == RANKS and outcome.ending < 15, outcome
+def start(mpi: launch.MPI, directory: Path) -> subprocess.Popen:
+    """A job of RANKS ranks that trains and saves for ever, with its output in directory/output."""
+    save = ["--save", str(directory / "save"), "--load", str(directory / "save")]
+    with (directory / "output").open("w") as output:
+        return subprocess.Popen([*mpi.command(RANKS), PROGRAM, *TINY, *FLAGS, *save], stdin=subprocess.DEVNULL, stdout=output,
+                                stderr=subprocess.STDOUT, env=mpi.variables())
+
+
+def heartbeats(job: subprocess.Popen) -> Iterator[list[Beat]]:
+    """The heartbeats of a job's processes, again and again until it ends. TimeoutError after PATIENCE seconds."""
+    end, nodes, processes = time.monotonic() + PATIENCE, [], set()
+    while job.poll() is None:
+        if time.monotonic() > end:
+            raise TimeoutError(f"the phase did not come within {PATIENCE} s")
+        if len(processes) < RANKS:
+            children = {child.pid for child in psutil.Process(job.pid).children(recursive=True)}
+            folders = [path for path in Path(prefix()).parent.glob(f"{Path(prefix()).name}*")
+                       if any((path / str(pid)).exists() for pid in children)]
+            nodes = [Node(folder) for folder in folders]
+            processes = {beat.process for node in nodes for beat in node.read()} & children
+        yield [beat for node in nodes for beat in node.read() if beat.process in processes]
+
+
+def stop(job: subprocess.Popen, rank: int, phase: str) -> Beat:
+    """Stop a rank in a phase; its heartbeat. RuntimeError where the job ends before."""
+    for beats in heartbeats(job):
+        beat = next((beat for beat in beats if beat.rank == rank), None)
+        if beat is None or not re.match(phase, beat.what):
+            continue
+        process = psutil.Process(beat.process)
+        process.send_signal(signal.SIGSTOP)
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+        last = next(b for b in next(heartbeats(job)) if b.rank == rank)
+        if re.match(phase, last.what):
+            return last
+        process.send_signal(signal.SIGCONT)
+    raise RuntimeError(f"the job ended with code {job.returncode} before rank {rank} came to {phase}")
+
+
+@pytest.mark.parametrize("phase", [None, *(pytest.param(phase, marks=pytest.mark.full) for phase in PHASES)])
+def test_a_stopped_rank_is_named_and_the_job_ends(mpi, tmp_path, phase):
+    phase = phase or USUAL[mpi.name]
+    rank, job, line, said = PHASES[phase], start(mpi, tmp_path), "", 0.0
+    try:
+        beat = stop(job, rank, phase)
+        begin = time.monotonic()
+        while job.poll() is None and time.monotonic() < begin + TIMEOUT + ENDS_WITHIN:
+            time.sleep(0.05)
+            lines = (tmp_path / "output").read_text(errors="replace").splitlines()
+            if not line and (line := next((line for line in lines if "; stacks of all ranks: " in line), "")):
+                said = time.monotonic()
+        assert job.poll() == ExitCode.HANG and time.monotonic() - said < 15, line
+    finally:
+        launch.kill_tree(job.pid)
+        job.wait()
+    assert f"rank {rank} (node " in line and f"stopped in {beat.what}, " in line, (beat, line)
+    assert f"; {RANKS - 1} ranks wait for it" in line
+    assert len(list(tmp_path.rglob("hang_*/*"))) == RANKS
     stopped = next(tmp_path.rglob(f"rank{rank}.txt")).read_text()
     assert "state T (stopped)" in stopped and "most recent call first" in stopped

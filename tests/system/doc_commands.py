@@ -77,7 +77,7 @@ CHANGES = (
      "minutes; tests/system/test_benchmark_tables.py"),
     ("docs/performance.md", "fugaku-megatron fit ", f"{ELSEWHERE} ", "30 s; tests/unit/test_perf_fit.py"),
     ("docs/performance.md", "mpiexec -n 2 fugaku-megatron calibrate --output host.json", ELSEWHERE,
-     "minutes; tests/system/mpi/test_calibrate.py"),
+     "minutes; tests/system/mpi/test_cli.py"),
 )
 # document -> files that its commands leave
 LEAVES = {

@@ -1,4 +1,4 @@
-"""Calibration: curve fit and the machine's file; the command over real MPI is in tests/system/mpi/test_calibrate.py."""
+"""Calibration: curve fit and the machine's file; the command over real MPI is in tests/system/mpi/test_cli.py."""
 
 from __future__ import annotations
 

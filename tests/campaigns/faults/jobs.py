@@ -24,7 +24,6 @@ from tests.system.mpi import launch
 
 ROOT = launch.TESTS.parent
 PROGRAM = str(ROOT / "pretrain_gpt.py")
-FIRST = Path(__file__).with_name("first")
 VOCABULARY, ITERATIONS, SAVE_INTERVAL = 96, 20, 3
 MODEL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --make-vocab-size-divisible-by 8 "
          "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --hidden-dropout 0.1 --log-interval 1 --eval-iters 0 "
@@ -165,10 +164,8 @@ def command(layout: Layout, folder: Path, data: Path, *flags: str) -> list[str]:
 
 def start(words: Sequence[str], **variables: str) -> Job:
     """Start a command with both streams in one pipe."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables,
-                   "PYTHONPATH": os.pathsep.join([str(FIRST), str(ROOT)])}
     process = subprocess.Popen(list(words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               errors="replace", env=environment)
+                               errors="replace", env={**launch.mpich().variables(), **variables})
     return Job(process)
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 
 TESTS = Path(__file__).resolve().parents[2]
+FIRST = TESTS / "campaigns" / "faults" / "first"
+PATH = os.pathsep.join([str(FIRST), str(TESTS.parent)])  # PYTHONPATH of jobs
 OPENMPI_VARIABLE = "FUGAKU_MEGATRON_OPENMPI"
 
 
@@ -41,13 +43,20 @@ class MPI:
     environment: dict[str, str] = field(default_factory=dict)
     removed: tuple[str, ...] = ()  # variables that choose another MPI
 
+    def command(self, n: int) -> list[str]:
+        """mpiexec with a Python on each of `n` ranks."""
+        return [str(self.mpiexec), *self.options, "-n", str(n), sys.executable]
+
+    def variables(self) -> dict[str, str]:
+        """The environment of a job. No losses are drawn in it, unless PICTURES is added."""
+        inherited = {name: value for name, value in os.environ.items() if name not in self.removed}
+        return {**inherited, **self.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
+
     def run(self, n: int, *arguments: str, timeout: float = 240, **environment: str) -> Result:
         """Run `python *arguments` on `n` ranks. After `timeout` seconds the whole process tree is killed, and
         TimeoutError shows what was printed until then."""
-        command = [str(self.mpiexec), *self.options, "-n", str(n), sys.executable, *arguments]
-        path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        inherited = {name: value for name, value in os.environ.items() if name not in self.removed}
-        variables = {**inherited, **self.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+        command = [*self.command(n), *arguments]
+        variables = {**self.variables(), **environment}
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             begin = time.monotonic()
             job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=variables)

@@ -1,6 +1,6 @@
 """Train a small model in every parallel layout that fits the world, as a program:
 
-    mpiexec -n 8 python tests/system/mpi/layouts.py 3 FOLDER
+    mpiexec -n 4 python tests/system/mpi/layouts.py 2 FOLDER
 
 The number is that of iterations. FOLDER, empty, is where ranks wait for each other. All first train alone, which gives the expected
 losses and gradients; then parts of the world train together. Prints one line per layout; fails on the first difference.
@@ -22,8 +22,8 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, mock, small_run, whole_tensors
 
-SIZES = {"pp4": (4, 1, 4), "tp2pp2": (4, 2, 2), "tp2pp2dp2": (8, 2, 2), "dp4": (4, 1, 1)}
-# tests/parallel/test_layouts.py has them all, on threads; what needs a group means nothing in a layout without it
+SIZES = {"pp4": (4, 1, 4), "tp2pp2": (4, 2, 2), "pp2dp2": (4, 1, 2), "dp4": (4, 1, 1), "tp2pp2dp2": (8, 2, 2)}
+# tests/parallel/test_layouts.py has them all, on threads; what needs a group has no effect in a layout without it
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000}
 ALL_AT_ONCE = {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP}
 EXCHANGED = {**ALL_AT_ONCE, "tp_comm_overlap": True}
@@ -36,7 +36,7 @@ SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in 
 
 def variants(name: str) -> tuple[dict, ...]:
     """What a layout is tried with."""
-    return NODES.get(name, VARIANTS) + (EXCHANGED,) * (name == "tp2pp2") + (SCHEDULES if name == "tp2pp2dp2" else ())
+    return NODES.get(name, VARIANTS) + (EXCHANGED,) * (name == "tp2pp2") + (SCHEDULES if name == "pp2dp2" else ())
 
 
 def train(world: Comm, iterations: int, node: int = 0, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,31 +1,39 @@
-"""The command under a launcher: help and mistakes come out once, whatever the number of processes."""
+"""Commands under a launcher: help and mistakes come out once, and what they compute on two ranks is what one rank computes.
+
+The results of one rank are compared with transformers in tests/parallel/test_evaluate.py and test_decoding.py.
+"""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.perf import machine
+from tests.parallel.test_decoding import NEW, PROMPTS, WIDE, our_tokens
+from tests.parallel.test_evaluate import PROSE, QUESTIONS, result
+from tests.parallel.test_generate import save_trained, write_tokenizer
 from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi
-PROGRAMS = {"fugaku-megatron train": ["-m", "fugaku_megatron", "train"],
-            "pretrain_gpt.py": [str(launch.TESTS.parent / "pretrain_gpt.py")]}
+COMMAND, SCRIPT = ["-m", "fugaku_megatron"], [str(launch.TESTS.parent / "pretrain_gpt.py")]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_help_is_printed_once(mpi, name):
-    job = mpi.run(2, *PROGRAMS[name], "--help")
+@pytest.mark.parametrize("words, begin, within", [
+    ([*COMMAND, "--help"], "usage: fugaku-megatron COMMAND", "train"),
+    ([*COMMAND, "train", "--help"], "usage: fugaku-megatron train ", "--num-layers"),
+    ([*SCRIPT, "--help"], "usage: pretrain_gpt.py ", "--num-layers"),
+])
+def test_help_is_printed_once(mpi, words, begin, within):
+    job = mpi.run(2, *words)
     assert job.returncode == 0, job.stderr
-    assert job.stdout.startswith(f"usage: {name} ") and job.stdout.count("usage: ") == 1 and "--num-layers" in job.stdout
+    assert job.stdout.startswith(begin) and job.stdout.count("usage: ") == 1 and within in job.stdout
 
 
-def test_the_page_of_commands_is_printed_once(mpi):
-    job = mpi.run(2, "-m", "fugaku_megatron", "--help")
-    assert job.returncode == 0 and job.stdout.count("usage: fugaku-megatron COMMAND") == 1
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_mistake_is_told_once(mpi, name):
-    job = mpi.run(2, *PROGRAMS[name], "--num-layer", "2")
+@pytest.mark.parametrize("name, words", [("fugaku-megatron train", [*COMMAND, "train"]), ("pretrain_gpt.py", SCRIPT)])
+def test_a_mistake_is_told_once(mpi, name, words):
+    job = mpi.run(2, *words, "--num-layer", "2")
     assert job.returncode == 2 and job.stdout == ""
     assert job.stderr.startswith(f"{name}: unknown flag --num-layer: did you mean --num-layers?\n")
     assert job.stderr.count("--num-layer:") == 1
@@ -34,5 +42,51 @@ def test_a_mistake_is_told_once(mpi, name):
 @pytest.mark.smoke
 def test_ranks_train_by_the_command(mpi):
     flags = ["--recipe", "demo", "--mock-data", "--train-iters", "2", "--micro-batch-size", "1", "--global-batch-size", "2"]
-    job = mpi.run(2, "-m", "fugaku_megatron", "train", *flags, "--kernels", "native")
+    job = mpi.run(2, *COMMAND, "train", *flags, "--kernels", "native")
     assert job.returncode == 0 and " iteration        2/" in job.stdout, job.stderr
+
+
+def test_two_ranks_evaluate(mpich, tmp_path):
+    save_trained(SoloComm(), tmp_path / "saved", 1)
+    (tmp_path / "text.txt").write_text(PROSE, encoding="utf-8")
+    (tmp_path / "questions.json").write_text(json.dumps(QUESTIONS))
+    words = ["--load", str(tmp_path / "saved"), *write_tokenizer(tmp_path), "--text", str(tmp_path / "text.txt"),
+             "--choices", str(tmp_path / "questions.json")]
+    job = mpich.run(2, *COMMAND, "evaluate", *words, "--pipeline-model-parallel-size", "2", "--json", str(tmp_path / "result.json"))
+    assert job.returncode == 0, job.stderr
+    found, expected = json.loads((tmp_path / "result.json").read_text()), result(words)
+    assert found.pop("load") == expected.pop("load") and found == pytest.approx(expected, rel=1e-6)
+    begins = ["perplexity ", "6 windows ", "accuracy ", "questions without a context: 1"]  # each once, from one rank
+    lines = job.stdout.splitlines()
+    assert len(lines) == len(begins) and all(map(str.startswith, lines, begins)), job.stdout
+
+
+def test_two_ranks_generate(mpich, tmp_path):
+    save_trained(SoloComm(), tmp_path, 3, **WIDE)
+    expected = our_tokens(SoloComm(), tmp_path, (1, 1))
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", bytes(prompt).decode())]
+    job = mpich.run(2, *COMMAND, "generate", "--load", str(tmp_path), *write_tokenizer(tmp_path), *prompts,
+                    "--max-new-tokens", str(NEW), "--temperature", "0", "--tensor-model-parallel-size", "2")
+    assert job.returncode == 0, job.stderr
+    texts = [f"[{bytes(prompt).decode()}]{bytes(ids).decode('utf-8', 'replace')}" for prompt, ids in zip(PROMPTS, expected)]
+    assert job.stdout == "\n".join(["--- iteration 3, prompt in brackets ---", *texts, ""])
+
+
+# The command on vectors and matrices that fit into caches: their rates are not a machine's, and take a tenth of the time.
+CALIBRATE = """
+import sys
+from fugaku_megatron.calibration import calibrate, host_kernels
+calibrate.SIZES, calibrate.TRIAD_ELEMENTS, calibrate.REDUCED = (64, 128, 256), 1 << 18, 1 << 20
+host_kernels.COLD_BYTES, host_kernels.ELEMENTS, host_kernels.LENGTHS = 1 << 20, 1 << 18, (128, 256)
+sys.exit(cli.main(["calibrate", *sys.argv[1:]]))
+"""
+
+
+def test_two_ranks_calibrate_and_one_is_refused(mpich, tmp_path):
+    file = str(tmp_path / "host.json")
+    alone = mpich.run(1, *COMMAND, "calibrate", "--output", file)
+    assert alone.returncode == 2 and "mpiexec -n 2" in alone.stderr and not (tmp_path / "host.json").exists()
+    job = mpich.run(2, "-c", CALIBRATE, "--output", file)
+    assert job.returncode == 0, job.stderr
+    host = machine.load(file)
+    assert host.ranks_per_node == 2 and host.peak_tflops["fp32"] > 0 and host.intra_gbs > 0 and host.intra_alpha_us > 0

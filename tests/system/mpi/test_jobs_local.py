@@ -19,7 +19,7 @@ from tests.system.mpi.kills import iterations, kill_after
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
 SCRIPTS = ROOT / "scripts" / "pjsub"
-FLAGS = "--train-iters 200 --save-interval 100000"
+FLAGS = "--train-iters 100 --save-interval 100000"
 TRIAL = ["--scale", "2", "--elapse", "120", "--wait"]
 
 
@@ -61,7 +61,7 @@ def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_on
     log = next((tmp_path / "output" / "gpt_124m_chain.1_1" / "train").rglob("stdout*")).read_text()
     assert "--exit-duration-in-mins is over" in log
     save = tmp_path / "checkpoints" / "gpt_124m_chain"
-    killing = kill_after(save, iterations(save) + 50)
+    killing = kill_after(save, iterations(save) + 15)
     second = local("local_pjsub", *TRIAL, "--flags", every, "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", resume)
     assert second.returncode == 0 and "1_2" in local("local_pjstat").stdout
     killing.join()
@@ -73,22 +73,24 @@ def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_on
     assert "EXIT CODE               : 0" in (tmp_path / "gpt_124m_chain.1_2.stats").read_text()
 
 
-def logs(tmp_path: Path) -> list[str]:
-    """Rank 0's training logs, in the order of their jobs."""
-    return sorted(str(path) for path in (tmp_path / "output").glob("*/*/0/0/stdout.1.0") if path.parts[-4] != "stage")
-
-
 def table(*words: str) -> list[str]:
     done = subprocess.run([sys.executable, "-m", *words], cwd=launch.TESTS.parent, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("|")]
 
 
-def test_a_job_on_a_torus_trains_to_a_checkpoint_and_a_row(local, tmp_path):
-    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 6 --log-interval 1", str(SCRIPTS / "run_30b.sh"))
+def trained(local, tmp_path: Path, *words: str) -> str:
+    """Rank 0's training log of a short job."""
+    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 6 --log-interval 1", *words)
     assert done.returncode == 0, done.stderr
+    log, = (path for path in (tmp_path / "output").glob("*/*/0/0/stdout.1.0") if path.parts[-4] != "stage")
+    return str(log)
+
+
+def test_a_job_on_a_torus_trains_to_a_checkpoint_and_a_row(local, tmp_path):
+    log = trained(local, tmp_path, str(SCRIPTS / "run_30b.sh"))
     assert (tmp_path / "checkpoints" / "gpt_30b" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
-    header, _, row = table("fugaku_megatron", "log", *logs(tmp_path))
+    header, _, row = table("fugaku_megatron", "log", log)
     assert "Sec/it" in header and row.split("|")[4].strip() == "2" and "loss" in row  # DP 2
 
 
@@ -105,22 +107,16 @@ def test_allocators_end_in_the_published_table(local, tmp_path):
 
 
 def test_clocks_end_in_the_published_table(local, tmp_path):
-    script = str(SCRIPTS / "compare_frequency.sh")
-    other = next(line for line in Path(script).read_text().splitlines() if "boost-eco-2.2: pjsub" in line)
-    options = shlex.split(other.partition("-g GROUP ")[2])[:-1]
-    for words in ((), options):
-        done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 5 --log-interval 1", *words, script)
-        assert done.returncode == 0, done.stderr
-    _, _, *rows = table("benchmarks", "alloc", "--from-logs", *logs(tmp_path))
+    script = SCRIPTS / "compare_frequency.sh"
+    other = next(line for line in script.read_text().splitlines() if "boost-eco-2.2: pjsub" in line)
+    log = trained(local, tmp_path, *shlex.split(other.partition("-g GROUP ")[2])[:-1], str(script))
+    _, _, *rows = table("benchmarks", "alloc", "--from-logs", log, log)
     assert len(rows) == 2 and all("GHz" in row for row in rows)
 
 
-def test_the_script_is_checked(local):
+def test_a_script_is_checked_and_ends_at_its_elapse_limit(local, tmp_path):
     refused = local("local_pjsub", "--scale", "2", "-L", "freq=2200", str(SCRIPTS / "run_124m.sh"))
     assert refused.returncode == 2 and "since April 2025" in refused.stderr
-
-
-def test_the_elapse_limit_ends_a_job(local, tmp_path):
     ended = local("local_pjsub", "--no-check", "--wait", "-L", "elapse=1", script(tmp_path, "sleep 60\n"))
     stats = (tmp_path / "job.1.stats").read_text()
     assert ended.returncode != 0 and "ELAPSE LIMIT EXCEEDED" in stats and "PJM CODE                : 11" in stats

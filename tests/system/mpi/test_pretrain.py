@@ -1,15 +1,16 @@
-"""pretrain_gpt.py as a user starts it: trains, logs, saves, resumes, survives kills, and refuses mistakes with one line."""
+"""pretrain_gpt.py as a user starts it: trains, logs, saves, resumes, and refuses mistakes with one line.
+
+What one rank shows, runs in this process, which saves its start. Killed ranks: test_restarts.py
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -18,12 +19,18 @@ import torch
 from torch.nn import functional as F
 
 from fugaku_megatron.checkpoint.manifest import latest_iteration
+from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.host import kernels
+from fugaku_megatron.host import kernels, placement
+from fugaku_megatron.host.placement import Placement
+from fugaku_megatron.logs import plot
 from fugaku_megatron.logs.iteration import parse_log
-from fugaku_megatron.training.pretrain import check_early
+from fugaku_megatron.training.pretrain import check_early, pretrain
+from fugaku_megatron.watchdog.heartbeat import Heartbeat
+from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
 from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi
@@ -39,54 +46,79 @@ def losses(directory: Path) -> list[float]:
     return [r["lm_loss"] for r in records if r["kind"] == "train"]
 
 
+@pytest.fixture
+def alone(capsys, monkeypatch):
+    """Runs the command with flags on one rank in this process, whose memory, cores and threads stay as they are."""
+    monkeypatch.setattr(plot, "start_loss_curve", lambda *words: subprocess.Popen(["true"]))
+    before = Placement(torch.get_num_threads(), ())
+
+    def run(*flags: object) -> launch.Result:
+        own = [*map(str, flags), "--allocator", "stock", "--thread-affinity", "none"]
+        watchdog, code = Watchdog(Heartbeat(), HangSettings(None, Path(), None)), 0
+        try:
+            run_or_abort(lambda world: pretrain(parse(own), world, watchdog), SoloComm())
+        except SystemExit as end:
+            code = end.code
+        return launch.Result(code, *capsys.readouterr(), seconds=0.0)
+
+    yield run
+    placement.apply(before, False)
+
+
 def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path, monkeypatch):
+    """The second start ends within a log interval of TFLOPs and a profile, which are written all the same."""
     level = {"mpich": "serialized", "openmpi": "funneled"}[mpi.name]
     monkeypatch.setenv("FUGAKU_MEGATRON_MPI_THREAD_LEVEL", level)
-    flags = [PROGRAM, *TINY, "--train-iters", "8", "--zero-stage", "1", "--log-params-norm", "--log-num-zeros-in-grad",
-             "--hidden-dropout", "0.1", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"]
-    whole = mpi.run(2, *flags, "--save", str(tmp_path / "whole"))
+    flags = [*TINY, "--train-iters", "8", "--zero-stage", "1", "--log-params-norm", "--log-num-zeros-in-grad",
+             "--hidden-dropout", "0.1", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2", "--checkpoint-activations"]
+    whole = mpi.run(2, PROGRAM, *flags, "--save", str(tmp_path / "whole"), PICTURES="1")
     assert whole.returncode == 0 and f"MPI_THREAD_{level.upper()}" in whole.stdout, whole.stderr
     lines = parse_log(whole.stdout.splitlines())
     assert [line.iteration for line in lines] == list(range(1, 9)) and lines[-1].params_norm > 0
     assert all(line.minor_faults >= 0 and line.system_seconds >= 0 and 0.1 < line.clock_ghz < 10 for line in lines)
-    first = mpi.run(2, *flags, "--save", str(tmp_path / "parts"), "--exit-interval", "5")
-    assert first.returncode == 0 and "leaving after iteration 5: --exit-interval 5" in first.stdout
-    second = mpi.run(2, *flags, "--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts"))
+    check_tflops(flags, whole.stdout, lines[-1])
+    profile = ["--profile", "--profile-dir", str(tmp_path / "profile"), "--profile-ranks"]
+    first = mpi.run(2, PROGRAM, *flags, "--save", str(tmp_path / "parts"), "--exit-interval", "5", *profile, "1",
+                    "--profile-step-start", "1", "--profile-step-end", "50")
+    assert first.returncode == 0 and "leaving after iteration 5: --exit-interval 5" in first.stdout, first.stderr
+    assert (tmp_path / "profile" / "table_rank1.txt").exists()
+    second = mpi.run(2, PROGRAM, *flags, "--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts"), *profile, "0",
+                     "--profile-step-start", "40", "--profile-step-end", "50")
     assert second.returncode == 0 and "at iteration 5" in second.stdout, second.stderr
+    assert "note: no profile: this start had 3 iterations, --profile-step-start is 40" in second.stdout
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert (tmp_path / "whole" / "loss_curve.png").stat().st_size > 10_000
     assert "peak memory per rank: max" in whole.stdout
 
 
-@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C.UTF-8"}])
+def check_tflops(flags, log, line):
+    """c B s l h^2 (1 + s/(6h) + v/(16 l h)) with c = 96, B = 8, s = 16, l = 2, h = 32, v = 96"""
+    by_hand = 96 * 8 * 16 * 2 * 32**2 * (1 + 16 / (6 * 32) + 96 / (16 * 2 * 32))
+    assert accounting.hardware_flops(parse(flags).run, 8) == pytest.approx(by_hand)
+    shown = re.search(r"FLOPs per iteration of 8 samples: (\S+) hardware", log)
+    assert float(shown[1]) == pytest.approx(by_hand, rel=1e-4)
+    assert line.tflops == pytest.approx(by_hand / 2 / line.elapsed_seconds / 1e12, abs=0.005 + by_hand / 1e12)
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+                                    pytest.param({"LC_ALL": "C.UTF-8"}, marks=pytest.mark.full)])
 def test_paths_of_any_bytes_end_no_run(mpich, tmp_path, locale):
     """Neither those of --save, --log-file and --profile-dir nor that of the picture, whose title holds them."""
     place = os.fsencode(tmp_path) + b"/\xff\xc3\xa9"
-    flags = [*TINY, "--train-iters", "4", "--save-interval", "2", "--save", place, "--log-file", place + b".log", "--log-ranks",
-             place + b".ranks", "--profile", "--profile-step-start", "2", "--profile-step-end", "3", "--profile-dir", place + b".p"]
-    done = subprocess.run([sys.executable, PROGRAM, *flags], env={**os.environ, "OMP_NUM_THREADS": "1", **locale}, timeout=120,
-                          capture_output=True)
+
+    def run(*flags):
+        return subprocess.run([sys.executable, PROGRAM, *TINY, "--train-iters", "4", *flags], capture_output=True, timeout=120,
+                              env={**os.environ, "OMP_NUM_THREADS": "1", **locale})
+
+    done = run("--save-interval", "2", "--save", place, "--log-file", place + b".log", "--log-ranks", place + b".ranks",
+               "--profile", "--profile-step-start", "2", "--profile-step-end", "3", "--profile-dir", place + b".p")
     assert done.returncode == 0 and b"Traceback" not in done.stdout + done.stderr and b"not drawn" not in done.stdout, done
     assert b"saved checkpoint of iteration 4 to " + place + b"\n" in done.stdout
     with open(place + b".log", "rb") as log:
         assert b"saved checkpoint of iteration 4 to " + place + b"\n" in log.read()
     assert os.path.getsize(place + b"/loss_curve.png") > 10_000
-    refused = subprocess.run([sys.executable, PROGRAM, *TINY, "--train-iters", "4", "--tensorboard-dir", place],
-                             env={**os.environ, **locale}, capture_output=True, timeout=60)
+    refused = run("--tensorboard-dir", place)
     assert refused.returncode == 2 and refused.stderr.count(b"\n") == 1 and b"--tensorboard-dir " + place in refused.stderr
-
-
-def test_tflops_in_the_log_are_the_formula(mpich):
-    flags = [*TINY, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--checkpoint-activations"]
-    job = mpich.run(2, PROGRAM, *flags)
-    assert job.returncode == 0, job.stderr
-    line = parse_log(job.stdout.splitlines())[-1]
-    # c B s l h^2 (1 + s/(6h) + v/(16 l h)) with c = 96, B = 8, s = 16, l = 2, h = 32, v = 96
-    by_hand = 96 * 8 * 16 * 2 * 32**2 * (1 + 16 / (6 * 32) + 96 / (16 * 2 * 32))
-    assert accounting.hardware_flops(parse(flags).run, 8) == pytest.approx(by_hand)
-    shown = re.search(r"FLOPs per iteration of 8 samples: (\S+) hardware", job.stdout)
-    assert float(shown[1]) == pytest.approx(by_hand, rel=1e-4)
-    assert line.tflops == pytest.approx(by_hand / 2 / line.elapsed_seconds / 1e12, abs=0.005 + by_hand / 1e12)
 
 
 def test_sigterm_saves_and_leaves_with_zero(mpich, tmp_path):
@@ -100,18 +132,18 @@ def test_sigterm_saves_and_leaves_with_zero(mpich, tmp_path):
     assert latest_iteration(tmp_path) >= 3
 
 
-def test_exit_duration_saves_and_leaves_with_zero(mpich, tmp_path):
-    job = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1000000", "--log-interval", "1000", "--save", str(tmp_path),
-                    "--exit-duration-in-mins", "0.02")
+def test_exit_duration_saves_logs_and_leaves_with_zero(mpich, tmp_path):
+    job = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1000000", "--log-interval", "100000", "--save", str(tmp_path),
+                    "--exit-duration-in-mins", "0.01")
     assert job.returncode == 0, job.stderr
     assert "--exit-duration-in-mins is over" in job.stdout and latest_iteration(tmp_path)
+    assert [line.iteration for line in parse_log(job.stdout.splitlines())] == [latest_iteration(tmp_path)]
+    assert len(losses(tmp_path)) == 1
 
 
 def start(mpi, directory: Path, *flags: str) -> subprocess.Popen:
-    command = [str(mpi.mpiexec), *mpi.options, "-n", "2", sys.executable, PROGRAM, *TINY, "--save", str(directory), "--load",
-               str(directory), *flags]
-    environment = {**os.environ, **mpi.environment, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    command = [*mpi.command(2), PROGRAM, *TINY, "--save", str(directory), "--load", str(directory), *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=mpi.variables())
 
 
 def wait_for_lines(job: subprocess.Popen, count: int) -> bool:
@@ -129,147 +161,86 @@ def ranks(job: subprocess.Popen) -> list[psutil.Process]:
     return [p for p in children if "pretrain_gpt.py" in " ".join(p.cmdline())]
 
 
-OVERLAPPED = ["--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
-LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope", "--disable-bias-linear",
-         "--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"]
-ZBV = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv"]
-
-
-@pytest.mark.parametrize("how", [pytest.param(ZBV, marks=pytest.mark.full, id="zbv"),
-                                 pytest.param([*OVERLAPPED, *LLAMA], id="overlapped llama")])
-def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, how):
-    """Starts take turns in how they save: the run waits, or does not, or disks of nodes have the checkpoint first.
-
-    Those of a pipeline take turns in what they recompute, too.
-    """
-    again = ["--recompute-granularity", "full", "--recompute-part-layers", "1", "0", "0", "1"] if how == ZBV else []
-    behind = ["--async-save", *again]
-    ways = ([], behind, [*behind, "--save-local", str(tmp_path / "local")])
-    length = 40 * kills  # long enough that no start comes to the end before its rank is found and killed
-    flags = ["--train-iters", str(length), "--hidden-dropout", "0.1", *how]
-    whole = mpich.run(2, PROGRAM, *TINY, *flags, "--save", str(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
-    chance, killed = random.Random(kills), 0
-    while killed < kills:
-        job = start(mpich, tmp_path / "killed", *flags, "--save-interval", "2", *ways[killed % len(ways)])
-        if wait_for_lines(job, chance.randint(1, 4)):
-            time.sleep(chance.random() * 0.03)
-            victims = ranks(job)
-            if victims:
-                chance.choice(victims).kill()
-        job.stdout.read()
-        if job.wait(timeout=60) == 0:
-            break  # it was faster than the kill
-        killed += 1
-    assert killed >= kills // 2
-    last = mpich.run(2, PROGRAM, *TINY, *flags, "--save", str(tmp_path / "killed"), "--load", str(tmp_path / "killed"))
-    assert last.returncode == 0, last.stderr
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-
-
-def test_another_layout_goes_on_with_the_same_curve(mpich, tmp_path):
-    flags = [PROGRAM, *TINY, "--train-iters", "8", "--hidden-dropout", "0.1"]
-    parallel = ["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--sequence-parallel"]
-    whole = mpich.run(4, *flags, *parallel, "--save", str(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
+def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
+    flags = [*TINY, "--train-iters", "8", "--hidden-dropout", "0.1"]
     directory = ["--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts")]
-    first = mpich.run(4, *flags, *parallel, *directory, "--exit-interval", "3")
-    second = mpich.run(2, *flags, "--pipeline-model-parallel-size", "2", *directory, "--exit-interval", "6", "--pipeline-schedule",
-                       "auto", "--recompute-auto")
-    third = mpich.run(1, *flags, *directory)
-    assert first.returncode == second.returncode == third.returncode == 0, second.stderr + third.stderr
-    assert "note: saved with TP 2 x PP 1 x DP 2 x ZeRO shards 2, goes on with TP 1 x PP 2 x DP 1 x ZeRO shards 1" in second.stdout
+    whole = alone(*flags, "--save", tmp_path / "whole")
+    first = mpich.run(2, PROGRAM, *flags, "--tensor-model-parallel-size", "2", "--sequence-parallel", *directory,
+                      "--exit-interval", "3")
+    second = mpich.run(2, PROGRAM, *flags, "--pipeline-model-parallel-size", "2", *directory, "--exit-interval", "6",
+                       "--pipeline-schedule", "auto", "--recompute-auto")
+    assert whole.returncode == first.returncode == second.returncode == 0, first.stderr + second.stderr
+    third = alone(*flags, *directory)
+    assert third.returncode == 0, third.stderr
+    assert "note: saved with TP 2 x PP 1 x DP 1 x ZeRO shards 1, goes on with TP 1 x PP 2 x DP 1 x ZeRO shards 1" in second.stdout
     assert "\nschedule: " in second.stdout and "; 1f1b 0." in second.stdout and "(model, a64fx)\nrecompute: " in second.stdout
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
-    assert losses(tmp_path / "parts")[:3] == losses(tmp_path / "whole")[:3]
+    assert losses(tmp_path / "whole")[6:] != losses(tmp_path / "whole")[:2]
 
 
-def test_a_converted_model_keeps_its_padding_out_of_the_loss(mpich, tmp_path):
+def test_a_converted_model_keeps_its_padding_out_of_the_loss(alone, tmp_path):
     """Its logits are near -60, so that a row of padding would have all of the softmax, as it has where the flag says no."""
     padding = pytest.importorskip("tests.parallel.test_vocab_padding")
-    model, own = padding.shifted_gpt2(503), str(tmp_path / "own")
+    model, own = padding.shifted_gpt2(503), tmp_path / "own"
     model.save_pretrained(tmp_path / "theirs")
     assert padding.convert("--from-hf", tmp_path / "theirs", "--save", tmp_path / "ours") == 0
     words = (tmp_path / "ours" / "model.flags").read_text().split()
     assert (at := words.index("--mask-vocab-padding")) and words[at + 1] == "yes"
-    flags = [PROGRAM, *words[:at], *words[at + 2 :], *"--hidden-dropout 0 --attention-dropout 0 --seq-length 16".split(),
+    flags = [*words[:at], *words[at + 2 :], *"--hidden-dropout 0 --attention-dropout 0 --seq-length 16".split(),
              *"--mock-data --micro-batch-size 2 --global-batch-size 4 --log-interval 1 --eval-iters 0 --kernels native".split(),
-             *"--lr 1e-3 --lr-decay-iters 8 --tensor-model-parallel-size 2 --save".split(), own, "--load", own]
-    first = mpich.run(2, *flags, "--pretrained-checkpoint", str(tmp_path / "ours"), "--train-iters", "2")
+             *"--lr 1e-3 --lr-decay-iters 8 --save".split(), own, "--load", own]
+    first = alone(*flags, "--pretrained-checkpoint", tmp_path / "ours", "--train-iters", 2)
     assert first.returncode == 0 and "padded vocabulary 512, padding masked in the loss\n" in first.stdout, first.stderr
     samples = torch.stack([MockDataset(503, 16, 8, 1234)[i] for i in range(4)])
     with torch.no_grad():
         expected = F.cross_entropy(model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten()).item()
-    assert losses(tmp_path / "own")[0] == pytest.approx(expected, rel=1e-5)
-    second = mpich.run(2, *flags, "--train-iters", "3")
+    assert losses(own)[0] == pytest.approx(expected, rel=1e-5)
+    second = alone(*flags, "--train-iters", 3)
     assert second.returncode == 0 and "padding masked in the loss\n" in second.stdout, second.stderr
-    assert "note:" not in second.stdout
-    third = mpich.run(2, *flags, "--train-iters", "4", "--mask-vocab-padding", "no")
+    assert "note: --mask" not in second.stdout
+    third = alone(*flags, "--train-iters", 4, "--mask-vocab-padding", "no")
     assert third.returncode == 0 and "note: --mask-vocab-padding is no, was yes: the curve" in third.stdout, third.stderr
-    assert losses(tmp_path / "own")[2] < expected + 1 < 40 < losses(tmp_path / "own")[3]
+    assert losses(own)[2] < expected + 1 < 40 < losses(own)[3]
 
 
-def test_a_truncated_shard_is_refused_and_the_previous_checkpoint_loads(mpich, tmp_path):
-    flags = [PROGRAM, *TINY, "--save", str(tmp_path), "--load", str(tmp_path)]
-    assert mpich.run(1, *flags, "--train-iters", "4", "--save-interval", "2").returncode == 0
-    shard = sorted((tmp_path / "iter_0000004").glob("*.safetensors"))[0]
-    os.truncate(shard, shard.stat().st_size // 2)
-    refused = mpich.run(1, *flags, "--train-iters", "6")
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
-    assert shard.name in refused.stderr and "--ckpt-step" in refused.stderr
-    previous = mpich.run(1, *flags, "--train-iters", "6", "--ckpt-step", "2")
-    assert previous.returncode == 0 and "at iteration 2" in previous.stdout, previous.stderr
-
-
-def consumed(job) -> list[int]:
-    """Consumed samples of every iteration in a log."""
-    return [line.consumed_samples for line in parse_log(job.stdout.splitlines())]
-
-
-def test_resumes_with_another_batch_size_and_seed(mpich, tmp_path):
-    flags = [PROGRAM, *TINY, "--save", str(tmp_path), "--load", str(tmp_path)]
-    assert mpich.run(1, *flags, "--train-samples", "48", "--exit-interval", "2").returncode == 0  # 2 iterations of 8
-    smaller = mpich.run(1, *flags, "--train-samples", "28", "--global-batch-size", "4", "--seed", "5")
-    assert smaller.returncode == 0 and consumed(smaller) == [20, 24, 28], smaller.stderr
-    assert "note: --seed is 5, was 1234" in smaller.stdout
-    larger = mpich.run(1, *flags, "--train-iters", "7", "--global-batch-size", "16")
-    assert larger.returncode == 0 and consumed(larger) == [44, 60], larger.stderr
-    again = mpich.run(1, *flags, "--train-iters", "7", "--global-batch-size", "16")
-    assert again.returncode == 0 and "nothing left to train: at iteration 7 of 7" in again.stdout, again.stderr
-
-
-def test_a_forgotten_load_replaces_nothing(mpich, tmp_path):
-    flags = [PROGRAM, *TINY, "--save", str(tmp_path), "--save-interval", "2"]
-    assert mpich.run(1, *flags, "--train-iters", "4").returncode == 0
+def test_what_may_not_be_loaded_or_replaced_is_refused(alone, tmp_path):
+    """A truncated shard, after which the previous checkpoint loads; and a forgotten --load, after which every file is as before."""
+    flags = [*TINY, "--save", tmp_path, "--save-interval", 2]
+    assert alone(*flags, "--train-iters", 4).returncode == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    refused = mpich.run(1, *flags, "--train-iters", "6")
+    refused = alone(*flags, "--train-iters", 6)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
     assert f"--save {tmp_path} holds checkpoints of iterations 2, 4" in refused.stderr and f"--load {tmp_path}" in refused.stderr
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    shard = sorted((tmp_path / "iter_0000004").glob("*.safetensors"))[0]
+    os.truncate(shard, shard.stat().st_size // 2)
+    refused = alone(*flags, "--load", tmp_path, "--train-iters", 6)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert shard.name in refused.stderr and "--ckpt-step" in refused.stderr
+    previous = alone(*flags, "--load", tmp_path, "--train-iters", 6, "--ckpt-step", 2)
+    assert previous.returncode == 0 and "at iteration 2" in previous.stdout, previous.stderr
 
 
-def test_what_the_end_cuts_short_is_still_written(mpich, tmp_path):
-    flags = [PROGRAM, *TINY, "--log-interval", "100", "--save", str(tmp_path), "--load", str(tmp_path), "--profile",
-             "--profile-dir", str(tmp_path / "profile"), "--profile-step-start", "1", "--profile-step-end", "50",
-             "--profile-ranks", "1"]
-    first = mpich.run(2, *flags, "--train-iters", "5", "--exit-interval", "3")
-    assert first.returncode == 0 and [line.iteration for line in parse_log(first.stdout.splitlines())] == [3], first.stderr
-    assert (tmp_path / "loss_curve.png").exists() and (tmp_path / "profile" / "table_rank1.txt").exists()
-    second = mpich.run(2, *flags, "--train-iters", "5", "--profile-step-start", "40", "--profile-ranks", "0")
-    assert [line.iteration for line in parse_log(second.stdout.splitlines())] == [5], second.stderr
-    assert "note: no profile: this start had 2 iterations, --profile-step-start is 40" in second.stdout
-    assert len(losses(tmp_path)) == 2
+def test_resumes_with_another_batch_size_and_seed(alone, tmp_path):
+    def consumed(*more) -> tuple[list[int], str]:
+        """Consumed samples of every iteration in the log, and the log."""
+        job = alone(*TINY, "--save", tmp_path, "--load", tmp_path, *more)
+        assert job.returncode == 0, job.stderr
+        return [line.consumed_samples for line in parse_log(job.stdout.splitlines())], job.stdout
+
+    assert consumed("--train-samples", 48, "--exit-interval", 2)[0] == [8, 16]
+    smaller, log = consumed("--train-samples", 28, "--global-batch-size", 4, "--seed", 5)
+    assert smaller == [20, 24, 28] and "note: --seed is 5, was 1234" in log
+    assert consumed("--train-iters", 7, "--global-batch-size", 16)[0] == [44, 60]
+    again, log = consumed("--train-iters", 7, "--global-batch-size", 16)
+    assert again == [] and "nothing left to train: at iteration 7 of 7" in log
 
 
-MISTAKES = {
-    "all ranks": (["--tensor-model-parallel-size", "4"], "--tensor-model-parallel-size 4"),
-    "one rank": (["--profile", "--profile-dir", PROGRAM, "--profile-ranks", "1"], f"{PROGRAM} is not writable: rank 0: "),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_give_one_line(mpich, name):
-    flags, message = MISTAKES[name]
+@pytest.mark.parametrize("flags, message", [
+    (["--tensor-model-parallel-size", "4"], "--tensor-model-parallel-size 4"),  # found by all ranks
+    (["--profile", "--profile-dir", PROGRAM, "--profile-ranks", "1"], f"{PROGRAM} is not writable: rank 0: "),  # by one
+])
+def test_mistakes_give_one_line(mpich, flags, message):
     job = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1", *flags)
     assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
     assert message in job.stderr and job.stderr.startswith("rank 0: ")
@@ -287,32 +258,27 @@ def test_flags_that_no_run_of_two_ranks_can_have(flags, message):
         check_early(parse([*TINY, *flags]).run, 2)
 
 
-def test_sums_in_fp16_where_the_instruction_set_can(mpich, tmp_path):
-    flags = [PROGRAM, *TINY, "--train-iters", "4", "--fp16", "--initial-loss-scale", "1024"]
-    slow = {"FUGAKU_MEGATRON_TARGET": "portable"}
-    for name, more in (("fp32", []), ("fp16", ["--fp16-accumulation-chunk", "8"])):
-        job = mpich.run(1, *flags, *more, "--save", str(tmp_path / name), **slow)
-        assert job.returncode == 0, job.stderr
+def test_missing_data_and_unwritable_save_give_one_line(alone, tmp_path):
+    (tmp_path / "file").write_text("")
+    missing = alone(*[f for f in TINY if f != "--mock-data"], "--train-iters", 1, "--data-path", tmp_path / "none")
+    assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "none.idx" in missing.stderr, missing.stderr
+    assert missing.stdout == "", "before memory, the machine and the data are looked at"
+    unwritable = alone(*TINY, "--train-iters", 1, "--save", tmp_path / "file" / "below")
+    assert unwritable.returncode == 2 and unwritable.stderr.count("\n") == 1 and "--save" in unwritable.stderr, unwritable.stderr
+
+
+def test_sums_in_fp16_where_the_instruction_set_can(alone, tmp_path):
+    flags = [*TINY, "--train-iters", 4, "--fp16", "--initial-loss-scale", 1024]
+    with kernels.target("portable"):
+        for name, more in (("fp32", []), ("fp16", ["--fp16-accumulation-chunk", 8])):
+            job = alone(*flags, *more, "--save", tmp_path / name)
+            assert job.returncode == 0, job.stderr
     assert "gemm native, sums of 8 products in FP16" in job.stdout
     found, expected = losses(tmp_path / "fp16"), losses(tmp_path / "fp32")
     assert found != expected and found == pytest.approx(expected, rel=1e-3)
-    cannot = [name for name in kernels.runnable_targets() if not fp16_arithmetic(name)]
-    if cannot:
-        job = mpich.run(1, *flags, "--fp16-accumulation", FUGAKU_MEGATRON_TARGET=cannot[0])
-        assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
-        assert f"--fp16-accumulation-chunk 64 needs FP16 arithmetic, which instruction set {cannot[0]} lacks" in job.stderr
-
-
-def fp16_arithmetic(target: str) -> bool:
-    with kernels.target(target):
-        return kernels.has_fp16_arithmetic()
-
-
-def test_missing_data_and_unwritable_save_give_one_line(mpich, tmp_path):
-    (tmp_path / "file").write_text("")
-    flags = [f for f in TINY if f != "--mock-data"]
-    missing = mpich.run(2, PROGRAM, *flags, "--train-iters", "1", "--data-path", str(tmp_path / "none"))
-    assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "none.idx" in missing.stderr, missing.stderr
-    assert missing.stdout == "", "before memory, the machine and the data are looked at"
-    unwritable = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1", "--save", str(tmp_path / "file" / "below"))
-    assert unwritable.returncode == 2 and unwritable.stderr.count("\n") == 1 and "--save" in unwritable.stderr, unwritable.stderr
+    for target in kernels.runnable_targets():
+        with kernels.target(target):
+            if not kernels.has_fp16_arithmetic():
+                job = alone(*flags, "--fp16-accumulation")
+                assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
+                assert f"--fp16-accumulation-chunk 64 needs FP16 arithmetic, which instruction set {target} lacks" in job.stderr

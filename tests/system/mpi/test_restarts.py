@@ -1,4 +1,4 @@
-"""A job whose rank is killed goes on by itself and ends with the bits of an undisturbed one: plain mpiexec, and pjsub's emulator.
+"""A job whose rank is killed continues by itself and ends with the bits of an undisturbed one: plain mpiexec, and pjsub's emulator.
 
 A rendered script with a killed rank: tests/system/mpi/test_jobs_local.py. Slurm: tests/system/test_slurm.py.
 Decisions: tests/system/test_supervise.py
@@ -7,6 +7,7 @@ Decisions: tests/system/test_supervise.py
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,32 +19,75 @@ import pytest
 
 from tests.system.mpi import launch
 from tests.system.mpi.kills import kill_after, ranks_of
-from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses
+from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses, ranks, start, wait_for_lines
 
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
-FLAGS = [*TINY, "--train-iters", "12", "--save-interval", "2", "--hidden-dropout", "0.1", "--zero-stage", "1"]
+LENGTH = 40  # iterations for each kill, so that no start comes to the end before its rank is found and killed
+FLAGS = ["--save-interval", "2", "--hidden-dropout", "0.1", "--lr-decay-iters", "100", "--zero-stage", "1", "--overlap-grad-reduce",
+         "--overlap-param-gather", "--ddp-bucket-size", "4000", "--normalization", "RMSNorm", "--swiglu",
+         "--position-embedding-type", "rope", "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "2",
+         "--untie-embeddings-and-output-weights"]
+SHORT = [*TINY, *FLAGS, "--train-iters", "12"]
+ZBV = ["--save-interval", "2", "--hidden-dropout", "0.1", "--num-layers", "4", "--pipeline-model-parallel-size", "2",
+       "--pipeline-schedule", "zbv"]
 PATIENCE = 120  # s
 
 
 @pytest.fixture(scope="module")
-def undisturbed(mpich, tmp_path_factory):
+def undisturbed(mpich, kills, tmp_path_factory):
     """The losses of two ranks that nobody disturbs."""
     folder = tmp_path_factory.mktemp("whole")
-    job = mpich.run(2, PROGRAM, *FLAGS, "--save", str(folder))
+    job = mpich.run(2, PROGRAM, *TINY, *FLAGS, "--train-iters", str(LENGTH * kills), "--save", str(folder))
     assert job.returncode == 0, job.stderr
     return losses(folder)
 
 
+def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbed):
+    """Starts take turns in how they save: the run waits, or disks of nodes have the checkpoint first, or the run does not wait."""
+    kill_often(mpich, tmp_path / "killed", kills, FLAGS, [[], ["--async-save", "--save-local", str(tmp_path / "local")],
+                                                          ["--async-save"]])
+    assert losses(tmp_path / "killed") == undisturbed
+
+
+@pytest.mark.full
+def test_kills_of_a_pipeline_cost_nothing(mpich, tmp_path, kills):
+    """Starts take turns in what they recompute, too."""
+    again = ["--async-save", "--recompute-granularity", "full", "--recompute-part-layers", "1", "0", "0", "1"]
+    whole = mpich.run(2, PROGRAM, *TINY, *ZBV, "--train-iters", str(LENGTH * kills), "--save", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    kill_often(mpich, tmp_path / "killed", kills, ZBV, [[], again])
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def kill_often(mpi: launch.MPI, folder: Path, kills: int, flags: list[str], ways: list[list[str]]) -> None:
+    """Start, kill a rank at a random moment and start again, `kills` times; then run to the end."""
+    chance, killed, flags = random.Random(kills), 0, [*flags, "--train-iters", str(LENGTH * kills)]
+    while killed < kills:
+        job = start(mpi, folder, *flags, *ways[killed % len(ways)])
+        if wait_for_lines(job, chance.randint(1, 4)):
+            time.sleep(chance.random() * 0.03)
+            victims = ranks(job)
+            if victims:
+                chance.choice(victims).kill()
+        job.stdout.read()
+        if job.wait(timeout=60) == 0:
+            break  # it was faster than the kill
+        killed += 1
+    assert killed > kills // 2
+    last = mpi.run(2, PROGRAM, *TINY, *flags, "--save", str(folder), "--load", str(folder))
+    assert last.returncode == 0, last.stderr
+
+
 def supervise(mpi: launch.MPI, save: Path, *words: str) -> subprocess.Popen:
-    environment = {**{n: v for n, v in os.environ.items() if n not in mpi.removed}, **mpi.environment, "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "fugaku_megatron", "supervise", *words, "--", str(mpi.mpiexec), *mpi.options, "-n", "2",
-               sys.executable, PROGRAM, *FLAGS, "--save", str(save), "--load", str(save)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    command = [sys.executable, "-m", "fugaku_megatron", "supervise", *words, "--", *mpi.command(2), PROGRAM, *SHORT, "--save",
+               str(save), "--load", str(save)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=mpi.variables(), cwd=ROOT)
 
 
 def test_a_killed_rank_costs_a_restart_and_no_bit(mpi, undisturbed, tmp_path):
+    if mpi.name == "mpich":
+        pytest.skip("the emulated job below shows the same with MPICH")
     killing = kill_after(tmp_path / "save", 5)
     job = supervise(mpi, tmp_path / "save", "--max-restarts", "2")
     out, said = job.communicate(timeout=PATIENCE)
@@ -51,7 +95,7 @@ def test_a_killed_rank_costs_a_restart_and_no_bit(mpi, undisturbed, tmp_path):
     assert job.returncode == 0, out + said
     assert "supervise: a rank is lost (signal 9, SIGKILL) on node " in said
     assert "supervise: restart 1 of 2 from iteration " in said and "resumed from" in out
-    assert losses(tmp_path / "save") == undisturbed
+    assert losses(tmp_path / "save") == undisturbed[:12]
 
 
 def handles(process: psutil.Process, number: int) -> bool:
@@ -61,14 +105,13 @@ def handles(process: psutil.Process, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_while_ranks_start_is_not_lost(mpi, number, tmp_path):
+def test_a_signal_while_ranks_start_is_not_lost(mpi, tmp_path):
     """Ranks that are still importing keep it and leave before their first iteration; the job's exit code is 0."""
     job = supervise(mpi, tmp_path)
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end and sum(handles(rank, signal.SIGUSR1) for rank in ranks_of(tmp_path)) < 2:
         time.sleep(0.01)
-    job.send_signal(number)
+    job.send_signal(signal.SIGUSR1)
     out, said = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, out + said
     assert "leaving before the first iteration: a signal asked to stop" in out and list(tmp_path.glob("iter_*")) == []
@@ -85,16 +128,17 @@ exec {python} -m fugaku_megatron supervise --hosts @hosts --spare-nodes 1 \\
 
 
 def test_an_emulated_job_takes_its_spare_node_and_then_fewer(undisturbed, tmp_path):
-    """Node 1 fails and node 2 takes its place; node 0 fails and no spare is left, so one rank goes on with the whole batch."""
+    """Node 1 fails and node 2 takes its place; node 0 fails and no spare is left, so one rank continues with the whole batch."""
     save, down, script = tmp_path / "save", tmp_path / "jobs" / "1" / "down", tmp_path / "job.sh"
-    script.write_text(JOB.format(python=sys.executable, program=PROGRAM, flags=" ".join(FLAGS), save=save))
+    script.write_text(JOB.format(python=sys.executable, program=PROGRAM, flags=" ".join(SHORT), save=save))
     killing = kill_after(save, 5, 9, then=lambda turn: down.write_text("(1)\n(0)\n"[: 4 + 4 * turn]))
     job = subprocess.run([sys.executable, str(ROOT / "scripts" / "pjsub" / "local_pjsub"), "--no-check", "--wait", "-x",
-                          f"PYTHONPATH={ROOT},OMP_NUM_THREADS=1", str(script)], cwd=tmp_path, timeout=PATIENCE, check=False,
+                          f"PYTHONPATH={launch.PATH},OMP_NUM_THREADS=1", str(script)], cwd=tmp_path, timeout=PATIENCE, check=False,
                          env={**os.environ, "LOCAL_PJSUB": str(tmp_path / "jobs")})
     killing.join()
     said = (tmp_path / "job.1.err").read_text()
     assert job.returncode == 0, said
+    assert "supervise: a rank is lost (signal 9, SIGKILL) on node " in said
     told = [line.rpartition(" on ")[2] for line in said.splitlines() if line.startswith("supervise: restart ")]
     assert told == ["2 nodes with data-parallel size 2; 0 spare nodes", "1 nodes with data-parallel size 1; 0 spare nodes"], said
-    assert losses(save)[:8] == undisturbed[:8] and losses(save) == pytest.approx(undisturbed, rel=1e-6)
+    assert losses(save)[:8] == undisturbed[:8] and losses(save) == pytest.approx(undisturbed[:12], rel=1e-6)

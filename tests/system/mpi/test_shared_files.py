@@ -16,7 +16,6 @@ from tests.system.mpi.test_pretrain import PROGRAM
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")]
 OPENED = re.compile(r'\b(?:open|openat|creat)\((?:AT_FDCWD, )?"([^"]+)".* = \d+$')
-RANKS = 4
 
 
 def openers(folder: Path, job: Path) -> dict[str, set[str]]:
@@ -32,7 +31,8 @@ def openers(folder: Path, job: Path) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def opened(mpich, tmp_path_factory):
-    """What was opened by a run that saves and by one that resumes, of two data-parallel times two tensor-parallel ranks."""
+    """What was opened by a run that saves and by one that resumes, the second on twice as many ranks, two of them
+    data-parallel."""
     job, rng, traces = tmp_path_factory.mktemp("job"), np.random.default_rng(0), []
     with IndexedDatasetWriter(job / "corpus", "<u2") as writer:
         for _ in range(200):
@@ -42,9 +42,9 @@ def opened(mpich, tmp_path_factory):
              "--tensor-model-parallel-size", "2", "--eval-iters", "1", "--eval-interval", "2", "--split", "90,10",
              "--data-path", str(job / "corpus"), "--data-cache-path", str(job / "cache"), "--save", str(job / "save"),
              "--load", str(job / "save"), "--log-file", str(job / "log.txt"), *write_tokenizer(job)]
-    for iterations in ("2", "4"):
+    for ranks, iterations in ((2, "2"), (4, "4")):
         traces.append(tmp_path_factory.mktemp("traces"))
-        result = mpich.run(RANKS, str(Path(__file__).with_name("traced.py")), str(traces[-1]), PROGRAM, *flags,
+        result = mpich.run(ranks, str(Path(__file__).with_name("traced.py")), str(traces[-1]), PROGRAM, *flags,
                            "--train-iters", iterations)
         assert result.returncode == 0, result.stderr
     return [openers(trace, job) for trace in traces]

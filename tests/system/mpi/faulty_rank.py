@@ -1,0 +1,70 @@
+"""A small run on real ranks, one of which is slow or flips a bit: mpiexec -n 4 python tests/system/mpi/faulty_rank.py slow FILE
+
+slow: forwards and backwards take longer on one rank; FILE is for --log-ranks. Ranks sleep instead of computing, so that it does not
+matter how many of them share a core. flip: one bit of one weight flips on one of three ranks. Prints what the log says.
+See test_faulty_rank.py.
+"""
+
+import sys
+import time
+
+import torch
+
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.host.observed import Observed, Phases
+from fugaku_megatron.training.rank_times import RankTimes
+from fugaku_megatron.training.session import Session
+from fugaku_megatron.training.train import IterationResult, Trainer
+from tests.helpers import grid_groups, mock, small_run
+from tests.parallel.test_session import Writer
+
+RANK, SLOWER = 2, 1.3
+INSTRUCTION = 0.06  # s of a forward or backward
+INTERVAL, INTERVALS = 12, 2
+ITERATION, COMPARED, BIT = 5, 3, 1 << 20
+
+
+class FlippedBit(Trainer):
+    """A rank's memory flips a bit of a weight after ITERATION."""
+
+    def train_step(self) -> IterationResult:
+        result = super().train_step()
+        if (self.progress.iteration, self.world.rank) == (ITERATION, RANK):
+            self.stage.layers[1].mlp.linear_fc2.weight.data.view(torch.int32)[7, 5] ^= BIT
+        return result
+
+
+def flip(world: Comm, log: Writer) -> None:
+    """A data-parallel run that compares weights every COMPARED iterations."""
+    run = small_run(num_layers=2, global_batch_size=12, train_iters=9, check_weight_hash_across_dp_replicas_interval=COMPARED)
+    Session(FlippedBit(run, world, grid_groups(world, run), mock(run)), log, run.training.train_iters, False).run()
+
+
+def slow(world: Comm, log: Writer, file: str) -> None:
+    """Two log intervals of a TP2 x DP2 run with two micro-batches."""
+    run = small_run(num_layers=2, log_interval=INTERVAL, train_iters=INTERVAL * INTERVALS, tensor_model_parallel_size=2,
+                    global_batch_size=8, log_ranks=file)
+    phases = Phases()
+
+    def sleep(name, function, args, kwargs):
+        function(*args, **kwargs)
+        time.sleep(INSTRUCTION * (SLOWER if world.rank == RANK else 1))
+
+    trainer = Trainer(run, world, phases.groups(grid_groups(world, run)), mock(run), waiting_for_data=phases.waiting_for_data,
+                      watch=lambda executor: phases.watch(Observed(executor, ("forward", "backward"), sleep)))
+    times = RankTimes(run, trainer.layout, world, phases, log.print)
+    Session(trainer, log, run.training.train_iters, False, rank_times=times).run()
+    trainer.close()
+
+
+def main(world: Comm) -> None:
+    torch.set_num_threads(1)
+    log = Writer()
+    if world.rank == 0:
+        log.print = lambda line: print(line, flush=True)
+    globals()[sys.argv[1]](world, log, *sys.argv[2:])
+
+
+if __name__ == "__main__":
+    run_or_abort(main)

@@ -1,0 +1,113 @@
+"""python -m benchmarks comm, schedule and two_hosts: real ranks, a row per collective, schedule or job, JSON and picture."""
+
+import argparse
+import json
+
+import pytest
+
+from benchmarks import child, comm, two_hosts
+from benchmarks.__main__ import main
+from tests.system.mpi import launch
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(launch.mpich() is None, reason=launch.MISSING["mpich"])]
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def measured(tmp_path, capsys):
+    """Runs a benchmark; (what --json wrote, what was printed). It has drawn a picture."""
+    pytest.importorskip("matplotlib")
+
+    def run(*words: object) -> tuple[dict, str]:
+        main([*map(str, words), "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")])
+        assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+        return json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
+
+    return run
+
+
+def test_collectives(measured):
+    result, printed = measured("comm", "--ranks", 2, "--sizes", 65536, 4194304, "--rounds", 2)
+    assert [(row["op"], row["bytes"]) for row in result["rows"]] == [
+        (op, size) for size in (65536, 4194304) for op in ("all_reduce", "reduce_scatter", "all_gather")]
+    for row in result["rows"]:
+        assert row["measured"] is True and row["ranks"] == 2
+        assert row["ratio"] == pytest.approx(row["before_seconds"] / row["seconds"]) and row["seconds"] > 0
+    assert printed.count("all_reduce") == 2
+
+
+def test_defaults_fit_the_cores():
+    """Four ranks on two cores did not end in a quarter of an hour."""
+    assert [comm.default_ranks(cores) for cores in (1, 2, 3, 4, 48)] == [[2], [2], [2], [2, 4], [2, 4]]
+
+
+def test_rows_are_printed_one_by_one(monkeypatch, capsys):
+    printed = []
+
+    def ranks(count, module, order):
+        yield {"library": "MPI"}
+        for size in order["sizes"]:
+            printed.append(capsys.readouterr().out)  # when the next row is not measured yet
+            yield {"op": "all_reduce", "bytes": size, "ranks": count, "seconds": 1e-3, "before_seconds": 2e-3, "ratio": 2.0}
+
+    monkeypatch.setattr(child, "ranks", ranks)
+    comm.measured(2, argparse.Namespace(sizes=[65536, 131072], rounds=1))
+    assert printed[0].startswith("collective") and printed[1].split() == ["all_reduce", "2", "64", "1.000", "2.000", "2.00"]
+
+
+def test_every_schedule_follows_its_list(measured):
+    rows = measured("schedule", "--stages", 4, "--microbatches", 3, "--slot-ms", 50, "--chunks", 3)[0]["rows"]
+    assert [(row["schedule"], row["chunks"]) for row in rows] == [
+        ("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h1", 3), ("zbv", 2)]
+    assert rows[0]["list_seconds"] == pytest.approx(0.05 * 3 * (3 + 4 - 1)) and rows[0]["ratio_to_1f1b"] == 1
+    for row in rows:  # a busy machine wakes sleepers late
+        assert 1 <= row["measured_seconds"] / row["list_seconds"] < 1.25
+        assert row["ratio_to_1f1b"] == pytest.approx(rows[0]["measured_seconds"] / row["measured_seconds"])
+    assert min(row["ratio_to_1f1b"] for row in rows[1:]) > 1.1
+
+
+@pytest.fixture
+def hosts():
+    """The words of a quick job, where there can be two hosts."""
+    if reason := two_hosts.why_not():
+        pytest.skip(reason)
+    return ["two_hosts", "--seq-length", "64", "--micro-batches", "2", "--rounds", "1"]
+
+
+def test_bytes_and_seconds_of_a_link(measured, hosts):
+    result, printed = measured(*hosts)
+    rows = {row["job"]: row for row in result["rows"]}
+    gradients = 4 * 20.9e6  # what a rank of two sends in a reduce-scatter and an all-gather: each half of them
+    sent = {"blocking": gradients, "overlapped": gradients, "overlapped, BF16": gradients / 2}
+    assert {name: row["bytes"] for name, row in rows.items()} == pytest.approx(sent, rel=0.1) and list(rows) == list(sent)
+    for row in rows.values():
+        assert row["wire_seconds"] == pytest.approx(8 * row["bytes"] / 1e9) and row["seconds"] > row["wire_seconds"]
+    assert rows["overlapped"]["loss"] == rows["blocking"]["loss"]
+    assert result["rounds"][0]["blocking"]["computation"] > 0 and "without its sums and gathers" in printed
+
+
+@pytest.mark.full
+def test_rows_between_matmuls(measured, hosts):
+    """Tensor-parallel hosts send as many bytes overlapped as blocking. What is not gathered has any values."""
+    rows = {row["job"]: row for row in measured(*hosts, "--tensor-parallel")[0]["rows"]}
+    exchanges = 2 * (2 * 10 + 2 + 2)  # micro-batches x (layers x exchanges of each, embedding and head)
+    half = 64 // 2 * 1024 * 4
+    assert rows["blocking"]["bytes"] == pytest.approx(exchanges * half, rel=0.1)
+    assert rows["overlapped"]["bytes"] == pytest.approx(exchanges * half, rel=0.1)
+
+
+def test_exposed_is_the_median_of_differences_within_rounds():
+    def turn(computation, blocking, overlapped):
+        together = {"sent": 50e6, "waiting": 0.05, "loss": 1.0, "computation": computation}
+        return {"blocking": {"seconds": blocking, **together}, "overlapped": {"seconds": overlapped, **together},
+                "overlapped, BF16": {"seconds": computation, **together}}
+
+    parser = argparse.ArgumentParser()
+    two_hosts.add_arguments(parser)
+    rounds = [turn(4.0, 4.5, 4.1), turn(5.0, 5.5, 5.1), turn(6.0, 6.5, 7.0)]  # the machine became slower and slower
+    result = two_hosts.report(parser.parse_args([]), rounds, 1e9, busy=False)
+    rows = {row["job"]: row for row in result["rows"]}
+    assert rows["blocking"]["computation_seconds"] == 5.0 and rows["blocking"]["wire_seconds"] == 0.4
+    assert rows["blocking"]["exposed_seconds"] == pytest.approx(0.5) and rows["overlapped"]["exposed_seconds"] == pytest.approx(0.1)
+    assert rows["overlapped"]["waiting_seconds"] == 0.05
+    assert rows["overlapped"]["exposed_share"] == pytest.approx(0.25) and rows["overlapped"]["ratio"] == pytest.approx(5.5 / 5.1)

@@ -1,0 +1,39 @@
+"""A slow rank among real ones is named with its phase, and a flipped bit is found at the next comparison, with its rank."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from fugaku_megatron import cli
+from fugaku_megatron.comm.exit_codes import ExitCode
+from fugaku_megatron.logs.rank_table import mean, read
+from tests.system.mpi import launch
+
+pytestmark = pytest.mark.mpi
+PROGRAM = str(launch.TESTS / "system" / "mpi" / "faulty_rank.py")
+
+
+def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(mpich, tmp_path, capsys):
+    file, picture = tmp_path / "ranks.jsonl", tmp_path / "ranks.png"
+    job = mpich.run(4, PROGRAM, "slow", str(file))
+    assert job.returncode == 0, job.stderr
+    named = [line for line in job.stdout.splitlines() if line.startswith("slow: rank 2 (stage 0, ")]
+    assert any(": computation " in line for line in named), job.stdout
+    average = mean(read(file))
+    computation = average.seconds["computation"]
+    assert max(range(4), key=computation.__getitem__) == 2
+    assert average.seconds["reductions"][3] > average.seconds["reductions"][2]  # its tensor-parallel neighbour waits for it
+    assert cli.main(["log", str(file), "--ranks", "--png", str(picture)]) == 0
+    assert " computation | " in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_flipped_bit_is_found_with_its_replica(mpich):
+    job = mpich.run(3, PROGRAM, "flip")
+    assert job.returncode == ExitCode.REPLICAS_DIFFER, job.stderr
+    assert job.stdout.splitlines() == [
+        f"weights differ after iteration 6: rank 2 (node {platform.node()}, replica 2) holds other bits in "
+        "decoder.layers.1.mlp.linear_fc2.weight than 2 of 3 replicas. Nothing is saved; go on without that node from a checkpoint "
+        "of iteration 3 or before, when the weights agreed"]
+    assert "Traceback" not in job.stderr
