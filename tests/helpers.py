@@ -121,41 +121,9 @@ def plain_loss(weights: dict[str, torch.Tensor], tokens: torch.Tensor, labels: t
     return torch.func.functional_call(plain, weights, (tokens.t(), labels.t()))
 
 
-# printed by Megatron-DeepSpeed on A100s
-A100 = [
-    " iteration        2/   95367 | consumed samples:         4096 |"
-    " consumed tokens:      8388608 | elapsed time per iteration (s): 769.99 | learning rate: 3.787E-06 |"
-    " global batch size:  2048 | lm loss: 6.384045E+01 | loss scale: 4096.0 |"
-    " grad norm: 15906.210 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-    " samples per second: 2.660 | TFLOPs: 108.47 |",
-    " iteration        2/   95367 | consumed samples:         4096 |"
-    " consumed tokens:      8388608 | elapsed time per iteration (s): 434.14 | learning rate: 3.787E-06 |"
-    " global batch size:  2048 | lm loss: 6.369444E+01 | loss scale: 1.0 |"
-    " grad norm: 6.314 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-    " samples per second: 4.717 | TFLOPs: 96.19 |",
-]
-
-# a run of pretrain_gpt.py with --recipe demo on two ranks, recorded
-_OUR_LINE = (" iteration {:8d}/       6 | consumed samples: {:12d} | consumed tokens: {:12d} | elapsed time per iteration (s): {} |"
-             " learning rate: {} | global batch size:     8 | lm loss: {} | loss scale: 1.0 | grad norm: {} | num zeros: 0.0 |"
-             " number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: {} | TFLOPs: {} |\n")
-OUR_LOG = (
-    "node01: AMD EPYC at 4.48 GHz (measured), 2 of 2 CPUs in this rank's mask, 23.5 GiB, 2 ranks x 1 threads, allocator glibc 2.36,"
-    " tuned: tensors in an arena that keeps its pages, transparent huge pages madvise, torch 2.13.0+cpu, MPI MPICH Version: 5.0.2,"
-    " MPI_THREAD_SERIALIZED, 2 rank(s)\n"
-    'run: {"nodes": 1, "world_size": 2, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, '
-    '"ffn_hidden_size": 512, "seq_length": 128, "max_position_embeddings": 128, "vocab_size": 512, '
-    '"make_vocab_size_divisible_by": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0, "micro_batch_size": '
-    '2, "global_batch_size": 8}\n'
-    "world size 2: data parallel 2, pipeline parallel 1, tensor parallel 1; fp32, ZeRO stage 0, recompute none\n"
-    + "".join(_OUR_LINE.format(i, 8 * i, 1024 * i, *values) for i, values in enumerate([
-        ("0.09", "0.000E+00", "6.254019E+00", "1.357", "87.475", "0.03"),
-        ("0.05", "2.855E-03", "6.258801E+00", "1.336", "159.417", "0.06"),
-        ("0.05", "2.376E-03", "6.263348E+00", "0.929", "152.956", "0.06"),
-        ("0.05", "1.695E-03", "6.279396E+00", "0.609", "164.217", "0.06"),
-        ("0.06", "1.001E-03", "6.274119E+00", "0.592", "144.902", "0.05"),
-        ("0.05", "4.885E-04", "6.259690E+00", "0.591", "177.298", "0.07")], 1))
-    + "peak memory per rank: max 294 MiB (rank 0), min 294 MiB\n")
+RECORDED = Path(__file__).with_name("recorded")
+A100 = (RECORDED / "a100.log").read_text().splitlines()  # printed by Megatron-DeepSpeed on A100s
+OUR_LOG = (RECORDED / "ours.log").read_text()  # of a run of pretrain_gpt.py with --recipe demo on two ranks
 
 
 def check_scripts(files, parsed_only=()):

@@ -2,7 +2,7 @@
 
 Prints a line when it has imported everything, starts its watchdog when it gets one and prints another, and hangs when it gets the
 second: on a busy machine ranks come seconds apart, which a watchdog of seconds would take for a hang. NODE ...: its node is one of
-several. See test_watchdog.py and test_watchdog_nodes.py.
+several. See test_watchdog.py.
 """
 
 import ctypes

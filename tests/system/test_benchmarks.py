@@ -1,4 +1,7 @@
-"""Every benchmark command on the demo model, one round: what is measured and written, not how fast. Also the baselines' parity."""
+"""Every benchmark command on the demo model, one round: what is measured and written, not how fast. Also the baselines' parity.
+
+Those that measure MPI itself: tests/system/mpi/test_benchmark_ranks.py
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,7 @@ from tests.llama_models import FAMILIES as BLOCKS
 ROOT = Path(__file__).resolve().parents[2]
 ROW = {"op", "shape", "dtype", "target", "threads", "seconds", "gflops", "baseline", "baseline_seconds", "ratio", "peak_fraction",
        "gb_per_second", "max_error", "repeat"}
+ATTENTION = {"attention_forward", "attention", "attention_decode"}
 ROWWISE = {"layer_norm", "residual", "residual_norm", "dropout", "gelu", "cross_entropy", "cross_entropy_tp", "embedding",
            "position", "squared_norm", "count_zeros", "sum_rows", "adamw",
            "rms_norm", "residual_rms_norm", "swiglu", "rotary", "rotary_norm"}
@@ -80,10 +84,10 @@ def options(family: str, *arguments: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize("family, dtype, ops, options", [
     ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}, ("--only", "128x128x128")),  # of one shape, with all rivals
-    ("attention", "fp32", {"attention_forward", "attention", "attention_decode"}, ("--mkl", "full")),
-    ("attention", "bf16", {"attention_forward", "attention", "attention_decode"}, ("--mkl", "shipped")),
+    pytest.param("attention", "fp32", ATTENTION, ("--mkl", "full"), marks=pytest.mark.full),
+    ("attention", "bf16", ATTENTION, ("--mkl", "shipped")),
     ("rowwise", "fp32", ROWWISE, ()),
-    ("rowwise", "bf16", ROWWISE, ()),
+    pytest.param("rowwise", "bf16", ROWWISE, (), marks=pytest.mark.full),
 ])
 def test_a_family_of_kernels(tmp_path, family, dtype, ops, options):
     measured, printed = result(tmp_path / "rows.json", family, "--recipe", "demo", "--rounds", "1", "--dtype", dtype, *options)
@@ -174,26 +178,6 @@ def test_attention_shapes_are_those_of_the_published_aims():
     assert shape("--recipe", "30b", "--tensor-model-parallel-size", "4") == (14, 2048, 128)
 
 
-def test_a_row_can_be_repeated_alone(tmp_path):
-    measured, _ = result(tmp_path / "a.json", "attention", "--recipe", "demo", "--rounds", "1", "--only", "attention_forward")
-    assert len(measured["rows"]) == 1
-    done = benchmark("attention", "--recipe", "demo", "--only", "nothing")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "--only 'nothing': no row has this in its name" in done.stderr
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (("--json", "/no/such/folder/a.json"), "--json /no/such/folder/a.json: /no/such/folder is not a directory"),
-    (("--rounds", "0"), "--rounds 0: give 1 or more"), (("--threads", "0"), "--threads 0: give 1 or more"),
-    (("--target", "x"), "--target x cannot run here: give"),
-    (("--tensor-model-parallel-size", "3"), "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
-])
-def test_mistakes_in_a_family_of_kernels_are_one_line(arguments, message):
-    with pytest.raises(SystemExit) as error:
-        main(["attention", "--recipe", "demo", *arguments])
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 # The step ------------------------------------------------------------------------------------------------------------------------
 
 def test_plain_gpt_has_the_same_loss_and_gradients():
@@ -231,8 +215,8 @@ def test_a_baseline_trains_with_our_losses(baseline, block):
     theirs.batches.close()
 
 
-@pytest.mark.parametrize("arguments", [(), ("--dtype", "bf16", "--baseline", "hf", "--baseline-preload", "tcmalloc")],
-                         ids=["fp32", "bf16 hf"])
+@pytest.mark.parametrize("arguments", [(), pytest.param(
+    ("--dtype", "bf16", "--baseline", "hf", "--baseline-preload", "tcmalloc"), marks=pytest.mark.full)], ids=["fp32", "bf16 hf"])
 def test_the_step(tmp_path, arguments):
     if "hf" in arguments:
         pytest.importorskip("transformers")
@@ -328,7 +312,7 @@ def test_sides_that_do_not_fit_together_take_turns_apart():
 def test_others_on_the_machine_are_seen():
     watch = disturbance.Watch(1, time.process_time)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
-        time.sleep(1.0)
+        time.sleep(0.5)
         other.kill()
     assert watch.others() > disturbance.OTHERS
     begin = time.process_time()
@@ -362,24 +346,6 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
             side.step()
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("--baseline-preload", "/no/such.so"), "/no/such.so is no file: give a library's path, or one of tcmalloc"),
-    (("--rounds", "0"), "--rounds 0: give 1 or more"),
-    (("--tensor-model-parallel-size", "2"), "need --ranks"),
-    (("--schedules",), "--schedules needs --ranks"),
-    (("--recipe", "tinyllama-1.1b"), "--baseline plain has GPT-2's block, and this model another: give --baseline hf"),
-    (("--micro-batch-size", "3", "--global-batch-size", "4"), "--global-batch-size 4 is not divisible by --micro-batch-size 3"),
-    (("--ranks", "1"), "--ranks 1: give 2 or more"),
-    (("--ranks", "4", "--threads", "2"), "--ranks 4 needs 4 cores, one thread each; this run has 2"),
-    (("--ranks", "3", "--threads", "4"), "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
-    (("--ranks", "4", "--threads", "4", "--pipeline-model-parallel-size", "3"), "--ranks 4 is not divisible by"),
-])
-def test_mistakes_in_the_step_are_one_line(arguments, message):
-    with pytest.raises(SystemExit) as error:
-        main(["step", "--recipe", "demo", *arguments])
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 def test_layouts_of_four_ranks():
     named = layouts.candidates(options("step", "--ranks", "4"))
     assert [(c.name, c.ranks, c.tp, c.pp, c.dp) for c in named] == [
@@ -401,11 +367,11 @@ needs_mpi = pytest.mark.skipif(not (Path(sys.executable).parent / "mpiexec").exi
 @needs_mpi
 @pytest.mark.mpi
 def test_layouts_are_measured_by_real_jobs(tmp_path):
-    flags = "--recipe", "demo", "--rounds", "1", "--ranks", "2", "--threads", "2", "--global-batch-size", "4"
+    flags = "--recipe demo --rounds 1 --ranks 2 --threads 2 --global-batch-size 4 --tensor-model-parallel-size 2".split()
     measured, printed = result(tmp_path / "layouts.json", "step", *flags)
     rows = measured["layouts"]
     assert [(r["layout"], r["ranks"], r["threads"]) for r in rows] == [
-        ("one rank", 1, 2), ("TP2", 2, 1), ("DP2", 2, 1), ("PP2", 2, 1)]
+        ("one rank", 1, 2), ("TP2", 2, 1)]
     assert measured["global_batch_size"] == 4 and rows[0]["ratio"] == 1.0
     for row in rows:
         assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4), "layouts train the same"
@@ -533,12 +499,52 @@ def test_what_watching_costs(tmp_path):
 
 def test_decoding_against_transformers(tmp_path):
     pytest.importorskip("transformers")
-    measured, printed = result(tmp_path / "a.json", "decode", "--model", "tiny", "--prompt-length", "9", "--new-tokens", "48",
-                               "--rounds", "2", "--mkl", "shipped")
-    assert measured["same_tokens"] and len(measured["rounds"]) == 2 and measured["ratio"] > 0 and measured["repeat"] in printed
+    measured, printed = result(tmp_path / "a.json", "decode", "--model", "tiny", "--prompt-length", "9", "--new-tokens", "24",
+                               "--rounds", "1", "--mkl", "shipped")
+    assert measured["same_tokens"] and len(measured["rounds"]) == 1 and measured["ratio"] > 0 and measured["repeat"] in printed
     reading = measured["weight_bytes"] / measured["read_gb_per_s"] / 1e9
     assert measured["bound"] == pytest.approx(measured["seconds"]["transformers"] / reading)
     assert f"only read the weights would be {measured['bound']:.2f} x" in printed
-    for arguments, message in ((("--new-tokens", "1"), "--new-tokens 1: give 2 or more"), (("--rounds", "0"), "--rounds 0: give")):
-        with pytest.raises(SystemExit, match=message):
-            main(["decode", *arguments])
+
+
+@pytest.mark.parametrize("words, message", [
+    ("attention --recipe demo --json /no/such/folder/a.json", "--json /no/such/folder/a.json: /no/such/folder is not a directory"),
+    ("attention --recipe demo --only nothing", "--only 'nothing': no row has this in its name"),
+    ("attention --rounds 0", "--rounds 0: give 1 or more"),
+    ("attention --threads 0", "--threads 0: give 1 or more"),
+    ("attention --target x", "--target x cannot run here: give"),
+    ("attention --recipe demo --tensor-model-parallel-size 3",
+     "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
+    ("step --baseline-preload /no/such.so", "/no/such.so is no file: give a library's path, or one of tcmalloc"),
+    ("step --rounds 0", "--rounds 0: give 1 or more"),
+    ("step --tensor-model-parallel-size 2", "need --ranks"),
+    ("step --schedules", "--schedules needs --ranks"),
+    ("step --recipe tinyllama-1.1b", "--baseline plain has GPT-2's block, and this model another: give --baseline hf"),
+    ("step --micro-batch-size 3 --global-batch-size 4", "--global-batch-size 4 is not divisible by --micro-batch-size 3"),
+    ("step --ranks 1", "--ranks 1: give 2 or more"),
+    ("step --ranks 4 --threads 2", "--ranks 4 needs 4 cores, one thread each; this run has 2"),
+    ("step --recipe demo --ranks 3 --threads 4", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
+    ("step --ranks 4 --threads 4 --pipeline-model-parallel-size 3", "--ranks 4 is not divisible by"),
+    ("decode --new-tokens 1", "--new-tokens 1: give 2 or more"),
+    ("decode --rounds 0", "--rounds 0: give"),
+    ("tables --rows TP=3", "--rows 'TP=3': no row that this host can run has this in its name; a name is 's 1024, DP 1"),
+    ("tables --iterations 0", "--iterations 0: give 1 or more"),
+    ("tables --measured /no/such.json", "give a file that --json wrote"),
+    ("tables --machine /no/such.json", "--machine /no/such.json is unknown"),
+    ("tables --csv /no/such/a.csv", "--csv /no/such/a.csv: /no/such is not a directory"),
+    ("comm --ranks 1", "--ranks 1: give 2 or more"),
+    ("comm --rounds 0", "--rounds 0: give 1 or more"),
+    ("comm --sizes 8 --ranks 4", "--sizes 8: give 16 or more"),
+    ("schedule --stages 1", "--stages 1: give 2 or more"),
+    ("schedule --rounds 0", "--rounds 0: give a number above 0"),
+    ("schedule --slot-ms 0", "--slot-ms 0.0: give a number above 0"),
+    ("schedule --chunks 1", "--chunks 1: give 2 or more"),
+    ("two_hosts --rate fast", "--rate fast: write it as 1gbit or 500mbit"),
+    ("two_hosts --rounds 0", "--rounds 0: give 1 or more"),
+])
+def test_mistakes_are_one_line(words, message, monkeypatch):
+    monkeypatch.setattr(jobs, "run", lambda job: pytest.fail("nothing may be measured"))
+    with pytest.raises(SystemExit) as error:
+        main(words.split())
+    assert str(error.value).startswith(f"python -m benchmarks {words.split()[0]}: ")
+    assert message in str(error.value) and "\n" not in str(error.value)

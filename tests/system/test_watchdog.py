@@ -1,58 +1,101 @@
-"""Processes that hang are named by one that lives, with their stacks; what is said of many is counted and named rightly."""
+"""Processes that hang are named by one that lives, with their stacks; what is said of many is counted and named rightly.
+
+Nodes are made up on one host: the first one names a rank that is stuck on another, and others name it if it is silent.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.watchdog import heartbeat
+from fugaku_megatron.comm.exit_codes import ExitCode
+from fugaku_megatron.watchdog import stacks
+from fugaku_megatron.watchdog.between import FAN, Link, open_socket, own_address, parent
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from fugaku_megatron.watchdog.verdict import SILENT, Standing, count, judge, merge
+from fugaku_megatron.watchdog.verdict import NAMED, SILENT, Census, Standing, count, judge, merge
 from fugaku_megatron.watchdog.watch import OUTSIDE, HangSettings, Watchdog
 
 PROGRAM = Path(__file__).with_name("hanging_rank.py")
-SECONDS = 1.0
-
-
-# name -> what each rank does (see hanging_rank.py), and the signal that the last one gets
-GROUPS = {
-    "stopped": (("wait", "forward"), signal.SIGSTOP), "stopped while waiting": (("wait", "wait"), signal.SIGSTOP),
-    "killed": (("wait", "forward"), signal.SIGKILL), "stands still": (("forward", "wait"), None),
-    "holds the lock": (("wait", "hold_the_lock"), None), "deadlock": (("wait", "wait"), None), "works": (("compute",), None),
-}
+SECONDS, BETWEEN_NODES = 1.0, 1.5  # s that are too long
+MICRO_BATCH = "forward of micro-batch 3, iteration 12"
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What became of a group. codes: of its ranks, None: still there. said: by the speaker. stacks: of each rank."""
+class Group:
+    """What each rank does (see hanging_rank.py), the signal that rank `last` gets, and what becomes of it.
 
-    codes: list[int | None]
-    said: str
-    stacks: list[str]
+    codes: the first ones, of the ranks that end by themselves. said: by the speaker. stacks: words of each rank's. nodes: of ranks.
+    """
+
+    words: tuple[str, ...]
+    codes: tuple[int, ...]
+    said: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
+    signal: int = 0
+    last: int = -1
+    speaker: int = 0
+    nodes: tuple[int, ...] = ()
 
 
-def start(directory: Path, words: tuple[str, ...], seconds: float = SECONDS,
-          more: Callable[[int], tuple[int, ...]] = lambda rank: (), path: str = "") -> list[subprocess.Popen]:
-    """The ranks of a group, which do what the words say. more: arguments of each, about its node. path: where a debugger may be."""
-    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1]), "PATH": path}  # without one: it takes seconds
-    return [subprocess.Popen([sys.executable, PROGRAM, directory, *map(str, (rank, len(words), seconds, word, *more(rank)))],
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-            for rank, word in enumerate(words)]
+HANG, LOST = ExitCode.HANG, ExitCode.LOST_RANK
+GROUPS = {
+    "stopped": Group(("wait", "forward"), (HANG,), ("rank 1 (node ", f") stopped in {MICRO_BATCH}, ",
+                     "; 1 rank waits for it; stacks of all ranks: "), ("in forever", "state T (stopped)"), signal.SIGSTOP),
+    "stopped while waiting": Group(("wait", "wait"), (HANG,), ("rank 1 (node ", "; 1 rank waits for it"), signal=signal.SIGSTOP),
+    "killed": Group(("wait", "forward"), (LOST,), (f"is gone, last seen in {MICRO_BATCH}",), signal=signal.SIGKILL),
+    "stands still": Group(("forward", "wait"), (HANG, HANG), ("rank 0 (node ",)),
+    "holds Python's lock": Group(("wait", "hold_the_lock"), (HANG,), ("rank 1 (node ", "stopped in a kernel, iteration 12"),
+                                 ("", "in hold_the_lock")),
+    "deadlock": Group(("wait", "wait"), (HANG, HANG), ("no rank computes, all 2 wait: ", "rank 0 (node ", "rank 1 (node ")),
+    # before the first iteration longer than the limit without a sign of life, with Python's lock held most of the time
+    "works": Group(("compute",), (0,)),
+    "a rank of another node": Group(
+        ("wait", "forward", "wait"), (HANG,), (f"rank 1 (node made-up 1) stopped in {MICRO_BATCH}, ", "; 2 ranks wait for it"),
+        ("most recent call first",) * 3, signal.SIGSTOP, last=1, nodes=(0, 1, 1)),
+    "a whole node": Group(
+        ("wait", "wait", "forward"), (LOST,), (f"rank 2 (node made-up 2) is silent with its node, last seen in {MICRO_BATCH}, ",
+                                               "; 2 ranks wait for it"), signal=signal.SIGSTOP, nodes=(0, 1, 2)),
+    "the first node": Group(("forward", "wait"), (-signal.SIGKILL, LOST), ("rank 0 (node made-up 0) is silent with its node, ",),
+                            signal=signal.SIGSTOP, last=0, speaker=1, nodes=(0, 1)),
+}
 
 
-def let_hang(processes: list[subprocess.Popen], after: float = 0.0) -> None:
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(number)]
+    for opened in sockets:
+        opened.bind(("127.0.0.1", 0))
+    ports = [opened.getsockname()[1] for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports
+
+
+def start(directory: Path, group: Group, path: str = "") -> list[subprocess.Popen]:
+    """The ranks of a group. path: where a debugger may be; without one: it takes seconds."""
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "PATH": path}
+    ports, started = free_ports(len(group.words)), []
+    for rank, word in enumerate(group.words):
+        more = (group.nodes[rank], max(group.nodes) + 1, ports[rank], ports[0]) if group.nodes else ()
+        words = (rank, len(group.words), BETWEEN_NODES if group.nodes else SECONDS, word, *more)
+        started.append(subprocess.Popen([sys.executable, PROGRAM, directory, *map(str, words)], env=environment, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    return started
+
+
+def let_hang(processes: Iterable[subprocess.Popen], after: float = 0.0) -> None:
     """When all are there, begin to watch them, and so many seconds later let them come to where they hang."""
     for line, seconds in ("there", 0.0), ("watched", after):
-        assert [process.stdout.readline() for process in processes] == [f"{line}\n"] * len(processes)
+        for process in processes:
+            assert process.stdout.readline() == f"{line}\n"
         time.sleep(seconds)
         for process in processes:
             process.stdin.write("\n")
@@ -60,14 +103,15 @@ def let_hang(processes: list[subprocess.Popen], after: float = 0.0) -> None:
     time.sleep(0.5)
 
 
-def end(directory: Path, processes: list[subprocess.Popen], speaker: int = 0, ends: bool = False) -> Ended:
-    """Wait until the speaker has ended, and the last rank if that `ends` by itself."""
+def end(directory: Path, group: Group, processes: list[subprocess.Popen]) -> tuple[list[int | None], str, list[str]]:
+    """Wait until those have ended that end by themselves: (codes, what the speaker said, stacks of each rank)."""
     try:
-        _, said = processes[speaker].communicate(timeout=40)
-        if ends:
-            processes[-1].wait(timeout=20)
+        _, said = processes[group.speaker].communicate(timeout=40)
+        for process, code in zip(processes, group.codes):
+            if code != -signal.SIGKILL:
+                process.wait(timeout=20)
         files = [next(iter(directory.glob(f"hang_*/rank{rank}.txt")), None) for rank in range(len(processes))]
-        return Ended([process.poll() for process in processes], said, [file.read_text() if file else "" for file in files])
+        return [process.poll() for process in processes], said, [file.read_text() if file else "" for file in files]
     finally:
         for process in processes:
             process.kill()
@@ -76,64 +120,30 @@ def end(directory: Path, processes: list[subprocess.Popen], speaker: int = 0, en
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """All groups, which hang at the same time."""
+    """All groups, which hang at the same time; reports between nodes have gone both ways by then."""
     directories = {name: tmp_path_factory.mktemp("group") for name in GROUPS}
-    groups = {name: start(directories[name], words) for name, (words, _) in GROUPS.items()}
-    let_hang([process for group in groups.values() for process in group])
-    for name, (_, number) in GROUPS.items():
-        if number:
-            groups[name][-1].send_signal(number)
-    return {name: end(directories[name], processes, ends=GROUPS[name][1] is None and name != "holds the lock")
-            for name, processes in groups.items()}
+    started = {name: start(directories[name], group) for name, group in GROUPS.items()}
+    let_hang([process for processes in started.values() for process in processes], after=BETWEEN_NODES)
+    for name, group in GROUPS.items():
+        if group.signal:
+            started[name][group.last].send_signal(group.signal)
+    return {name: end(directories[name], group, started[name]) for name, group in GROUPS.items()}
 
 
-def test_a_stopped_rank_is_named_by_one_that_waits(ended):
-    job = ended["stopped"]
-    assert job.codes[0] == ExitCode.HANG
-    assert job.said.startswith("rank 1 (node ") and ") stopped in forward of micro-batch 3, iteration 12, " in job.said
-    assert "; 1 rank waits for it; stacks of all ranks: " in job.said and job.said.count("\n") == 1
-    assert "in forever" in job.stacks[0] and "state T (stopped)" in job.stacks[1] and "in forward" in job.stacks[1]
-
-
-def test_a_rank_that_stops_while_it_waits_is_not_one_that_waits(ended):
-    job = ended["stopped while waiting"]
-    assert job.codes[0] == ExitCode.HANG and "rank 1 (node " in job.said and "; 1 rank waits for it" in job.said, job.said
-
-
-def test_a_rank_that_stands_still_names_itself_and_all_end(ended):
-    job = ended["stands still"]
-    assert job.said.startswith("rank 0 (node ") and job.codes == [ExitCode.HANG, ExitCode.HANG], job
-
-
-def test_who_holds_pythons_lock_is_named_with_its_stack(ended):
-    job = ended["holds the lock"]
-    assert job.codes[0] == ExitCode.HANG and job.said.startswith("rank 1 (node "), job.said
-    assert "stopped in a kernel, iteration 12" in job.said
-    assert "in hold_the_lock" in job.stacks[1]
-
-
-def test_a_rank_whose_process_is_gone_is_lost(ended):
-    job = ended["killed"]
-    assert job.codes[0] == ExitCode.LOST_RANK, job.said
-    assert "is gone, last seen in forward of micro-batch 3, iteration 12" in job.said
-
-
-def test_ranks_that_wait_for_each_other_are_all_named(ended):
-    job = ended["deadlock"]
-    assert "no rank computes, all 2 wait: " in job.said and "rank 0 (node " in job.said and "rank 1 (node " in job.said, job.said
-    assert job.codes == [ExitCode.HANG, ExitCode.HANG]
-
-
-def test_work_before_the_first_iteration_is_no_hang(ended):
-    """Longer than the limit without a sign of life, with Python's lock held most of the time."""
-    assert (ended["works"].codes, ended["works"].said) == ([0], "")
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_hangs_is_named_with_its_stack_and_the_job_ends(ended, name):
+    group, (codes, said, found) = GROUPS[name], ended[name]
+    assert [code for code, expected in zip(codes, group.codes) if expected != -signal.SIGKILL] == [
+        code for code in group.codes if code != -signal.SIGKILL], said
+    assert all(words in said for words in group.said) and said.count("\n") == bool(group.said), said
+    assert all(words in text for words, text in zip(group.stacks, found)), found
 
 
 def test_native_frames_are_read_where_a_debugger_is(monkeypatch):
-    monkeypatch.setattr(heartbeat, "DEBUGGERS", (("false-debugger",), ("echo", "frames of")))
-    assert heartbeat.native_stacks(7, time.monotonic() + 10) == "frames of 7\n"
-    monkeypatch.setattr(heartbeat, "DEBUGGERS", ())
-    assert heartbeat.native_stacks(7, time.monotonic() + 10) == ""
+    monkeypatch.setattr(stacks, "DEBUGGERS", (("false-debugger",), ("echo", "frames of")))
+    assert stacks.native_stacks(7, time.monotonic() + 10) == "frames of 7\n"
+    monkeypatch.setattr(stacks, "DEBUGGERS", ())
+    assert stacks.native_stacks(7, time.monotonic() + 10) == ""
 
 
 def test_a_debugger_that_takes_long_does_not_keep_the_job(tmp_path):
@@ -141,14 +151,15 @@ def test_a_debugger_that_takes_long_does_not_keep_the_job(tmp_path):
     debugger = tmp_path / "eu-stack"
     debugger.write_text("#!/bin/sh\necho the first frame\nexec sleep 60\n")
     debugger.chmod(0o755)
-    processes = start(tmp_path, ("wait", "forward"), path=f"{tmp_path}:/usr/bin:/bin")
+    group = GROUPS["stopped"]
+    processes = start(tmp_path, group, path=f"{tmp_path}:/usr/bin:/bin")
     let_hang(processes)
     processes[1].send_signal(signal.SIGSTOP)
     said = processes[0].stderr.readline()
     begin = time.monotonic()
-    job = end(tmp_path, processes)
-    assert time.monotonic() - begin < 15 and "rank 1 (node " in said and job.codes[0] == ExitCode.HANG
-    assert "in forward" in job.stacks[1] and "the first frame\neu-stack was not ready within 6 s" in job.stacks[1], job.stacks[1]
+    codes, _, found = end(tmp_path, group, processes)
+    assert time.monotonic() - begin < 15 and "rank 1 (node " in said and codes[0] == ExitCode.HANG
+    assert "in forward" in found[1] and "the first frame\neu-stack was not ready within 6 s" in found[1], found[1]
 
 
 # What is said of many ------------------------------------------------------------------------------------------------------------
@@ -208,3 +219,63 @@ def test_the_limit_follows_the_slowest_iteration():
     fixed = Watchdog(Heartbeat(), HangSettings(20.0, Path(), None))
     fixed.measured(30.0)
     assert fixed.heart.limit == 20.0
+
+
+# Between nodes ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_of_thousands_of_nodes_stays_short():
+    waiting = [count([], [Standing(rank, f"c{rank:05}", "all_reduce", 61.0, 60.0)]) for rank in range(12287)]
+    stuck = count([Standing(12287, "c12287", "forward of micro-batch 3", 61.0, 60.0)], [])
+    whole = merge([*waiting, stuck])
+    assert judge(whole).text.endswith("; 12287 ranks wait for it") and whole.nodes == 12288 and len(whole.waiters) == NAMED
+    assert parent(0) is None and max(parent(node) for node in range(1, 12288)) * FAN < 12288
+
+
+def pair() -> tuple[Link, Link]:
+    first, second = open_socket("127.0.0.1"), open_socket("127.0.0.1")
+    return Link(0, 2, 5, first, []), Link(1, 2, 5, second, [first.getsockname()])
+
+
+MOVES = count([], [], [Standing(1, "b", "forward", 0.0, 60.0)])
+
+
+def test_reports_go_up_and_answers_down():
+    first, second = pair()
+    second.report(MOVES, MOVES, 60.0, 100.0)
+    assert not second.alone(60.0, 160.0) and second.alone(60.0, 161.0)
+    first.receive(100.1)
+    own = count([], [Standing(0, "a", "all_reduce", 1.0, 60.0)])
+    whole = first.whole(own, 60.0, 100.2)
+    assert (whole.ranks, whole.waiting, whole.nodes) == (2, 1, 2)
+    first.report(own, whole, 60.0, 100.2)
+    second.receive(100.3)
+    assert not second.alone(60.0, 200.0) and not second.deserted(60.0, 166.0) and second.deserted(60.0, 167.0)
+    assert second.whole(MOVES, 60.0, 167.0).stuck[0].rank == 0
+    second.leave()
+    first.receive(200.0)
+    assert first.whole(own, 60.0, 200.0) == merge([own])  # not silent: it has ended
+
+
+STRANGE = (b"", b"[]", b"7", b'{"token": 6, "end": {}}', b'{"token": 5}', b'{"token": 5, "node": 1, "own": 3, "whole": []}')
+
+
+@pytest.mark.parametrize("data", STRANGE)
+def test_what_others_send_is_ignored(data):
+    first, second = pair()
+    second._socket.sendto(data, second.parents[0])
+    first.receive(1.0)
+    assert first.end is None and first.whole(MOVES, 60.0, 1000.0) == merge([MOVES])
+
+
+def test_a_census_survives_the_wire():
+    census = Census(2, 1, (Standing(1, "b", "x", 2.0, 3.0),), 0, (Standing(2, "c", "y", 2.0, 3.0),), (), (7,), 2)
+    first, second = pair()
+    second.report(census, census, 60.0, 100.0)
+    first.receive(100.0)
+    assert first.whole(Census(0, 0, nodes=0), 60.0, 100.0) == census
+
+
+def test_the_own_address_is_one_that_others_reach():
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    socket.inet_aton(own_address())
