@@ -1,8 +1,8 @@
 """The verbs a parallel trainer needs, as a protocol on torch tensors.
 
 Implementations: `comm.mpi.MPIComm` (real traffic), `comm.node.NodeComm` (memory of a node), `comm.two_level.TwoLevelComm` (two
-others), `comm.local.ThreadComm` (ranks as threads), `comm.solo.SoloComm` (no traffic) and `comm.recording.RecordingComm` (counts
-the bytes that pass through another one). Left out: building groups (`comm.grid.Grid`) and autograd (`comm.autograd`).
+others) and `comm.solo.SoloComm` (no traffic). The tests have ranks as threads, and one that counts bytes. Left out: building groups
+(`comm.grid.Grid`) and autograd (`comm.autograd`).
 
 Conventions: a tensor may have any shape and must be contiguous; only its number of elements n counts. A communicator of size 1 is
 the identity. Collectives, blocking or not, are started by every rank of the communicator in the same order, as in MPI; handles may

@@ -21,7 +21,7 @@ import torch
 from fugaku_megatron.comm import mpi, node, two_level
 from fugaku_megatron.comm.base import COMM_DTYPES, HALF, rank_order_sum
 from fugaku_megatron.comm.launch import describe, run_or_abort
-from fugaku_megatron.host import kernels, placement
+from fugaku_megatron.host import kernels, runtime
 
 LENGTHS = (0, 1, 5, 64, 1003)
 
@@ -333,7 +333,7 @@ def chunks_of_shared_memory(comm):
 def run_node(world):
     """The checks on shared memory, on threads that are no more than before."""
     torch.empty(2**20).zero_()  # this thread's own OpenMP threads
-    world.engine.call(lambda: placement.apply_to_communication(placement.Placement(1, ())))
+    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ())))
     shared = node.share_node(world, kernels)
     assert type(shared) is node.NodeComm
     threads = len(os.listdir("/proc/self/task"))

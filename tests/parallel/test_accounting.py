@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout, check_split, check_world_size
@@ -20,6 +19,7 @@ from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, make_trainer, mock, small_run
 from tests.recording import record
+from tests.threads import ThreadWorld
 
 LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (8, 2, 2), (4, 1, 1)]  # world, tp, pp
 

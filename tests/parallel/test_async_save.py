@@ -12,7 +12,6 @@ from fugaku_megatron.checkpoint import save as save_module
 from fugaku_megatron.checkpoint.manifest import Folders, latest_iteration, list_iterations
 from fugaku_megatron.checkpoint.save import BackgroundSave, Description, Snapshot, save_steps, shard_writer
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.memory import stage_memory
@@ -20,6 +19,7 @@ from fugaku_megatron.pipeline.parts import Held
 from fugaku_megatron.training.dry_run import report
 from tests.helpers import make_trainer, small_run, whole_tensors
 from tests.parallel.test_session import session
+from tests.threads import ThreadWorld
 
 RANKS = 2
 ASYNC = {"async_save": True}

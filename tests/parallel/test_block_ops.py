@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
 from tests.parallel.test_ops import DTYPES, KEY, B, H, S, check, close, each_dtype, ops, parameter, random
+from tests.threads import ThreadWorld
 
 __all__ = ["ops"]  # the fixture
 F_WIDTH, D, POSITIONS = 20, 8, 9

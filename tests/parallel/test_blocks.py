@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config import model_config
 from fugaku_megatron.config.layout import Layout
@@ -20,6 +19,7 @@ from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.nn.shared import accumulate
 from tests.helpers import make_trainer, small_run, train
 from tests.parallel.test_accounting import LAYOUTS, check_bytes, counted_flops, sizes
+from tests.threads import ThreadWorld
 
 
 class _Scale(torch.autograd.Function):

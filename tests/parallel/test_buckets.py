@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
@@ -20,6 +19,7 @@ from fugaku_megatron.training import flat
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, make_trainer, matrix, mock, small_run, whole_tensors
 from tests.parallel.test_step import custom, shuffled
+from tests.threads import ThreadWorld
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LAYOUTS = {"one": (1, {}), "pp2": (2, {"pipeline_model_parallel_size": 2}), "pp4": (4, {"pipeline_model_parallel_size": 4}),

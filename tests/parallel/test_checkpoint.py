@@ -16,8 +16,8 @@ from fugaku_megatron.checkpoint.load import open_checkpoint
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations, read_manifest
 from fugaku_megatron.checkpoint.save import check_replaces, check_writable
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.comm.local import ThreadWorld
 from tests.helpers import load_checkpoint, save_checkpoint
+from tests.threads import ThreadWorld
 
 WORLD = 4
 LAYOUT = {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}

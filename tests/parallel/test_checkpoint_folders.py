@@ -24,9 +24,9 @@ from fugaku_megatron.checkpoint.manifest import (
     read_manifest,
 )
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from tests.helpers import load_checkpoint, save_checkpoint
+from tests.threads import ThreadWorld
 
 LAYOUT = {"tensor_model_parallel_size": 1}
 RANKS = 9

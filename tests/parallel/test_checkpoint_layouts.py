@@ -14,11 +14,11 @@ from fugaku_megatron.checkpoint.load import load_shards, open_checkpoint
 from fugaku_megatron.checkpoint.manifest import Folders
 from fugaku_megatron.checkpoint.schema import BLOCK_BYTES
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import load_checkpoint, make_trainer, save_checkpoint, small_run
+from tests.threads import ThreadWorld
 
 # layout -> ranks and flags. Those with TP 4 need a vocabulary that is a multiple of 4 x --make-vocab-size-divisible-by
 LAYOUTS = {

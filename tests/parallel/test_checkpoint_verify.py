@@ -16,8 +16,8 @@ from fugaku_megatron.checkpoint import verify
 from fugaku_megatron.checkpoint.manifest import FORMAT, MANIFEST, TRACKER
 from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, checksum, crc32
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.comm.local import ThreadWorld
 from tests.helpers import save_checkpoint
+from tests.threads import ThreadWorld
 
 RANKS, NUMEL = 3, 700_000  # 2.7 MiB: three blocks
 

@@ -8,9 +8,9 @@ import torch
 from fugaku_megatron.checkpoint.load import load_weights
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from tests.helpers import save_checkpoint
+from tests.threads import ThreadWorld
 
 KEY = "weight/w"
 

@@ -10,9 +10,9 @@ from fugaku_megatron.comm.autograd import (
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
 )
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from tests.recording import RecordingComm
+from tests.threads import ThreadWorld
 
 MAPPINGS = (
     copy_to_tensor_parallel, reduce_from_tensor_parallel, gather_from_tensor_parallel, gather_from_sequence_parallel,

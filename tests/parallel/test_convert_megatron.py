@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.model_config import architecture
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.training.resume import find_checkpoint, resume_training, with_padding
 from tests.helpers import make_trainer, mock, small_run
+from tests.threads import ThreadWorld
 
 transformers = pytest.importorskip("transformers")
 

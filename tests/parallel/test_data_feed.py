@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.agreement import find_nodes
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data import sampler as feed_module
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import ReaderBatches, build_reader_group, micro_batches
 from fugaku_megatron.training.train import Trainer, reads_data
 from tests.helpers import grid_groups, mock, small_run
+from tests.threads import ThreadWorld
 
 DATA = MockDataset(50, 8, 100, 3)
 

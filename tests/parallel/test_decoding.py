@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.inference import generation
@@ -18,6 +17,7 @@ from fugaku_megatron.inference.sampling import Sampling
 from tests.helpers import grid_groups, make_trainer, small_run
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.parallel.test_generate import LEARNS, save_trained
+from tests.threads import ThreadWorld
 from tests.unit.test_model import to_theirs
 
 NEW = 200

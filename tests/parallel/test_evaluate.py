@@ -12,7 +12,6 @@ import torch
 import transformers
 
 from fugaku_megatron import cli
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
@@ -21,6 +20,7 @@ from fugaku_megatron.inference import evaluate, scoring
 from fugaku_megatron.inference.scoring import Question, accuracies
 from tests.parallel.test_decoding import WIDE, their_model
 from tests.parallel.test_generate import LEARNS, TEXT, save_trained, write_tokenizer
+from tests.threads import ThreadWorld
 from tests.unit.test_library_tokenizers import TOKENS, write_hugging_face
 
 LENGTH = LEARNS["seq_length"]

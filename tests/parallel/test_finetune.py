@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.convert.own import open_own, save_own
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from tests.helpers import make_trainer, small_run, whole_tensors
+from tests.threads import ThreadWorld
 
 PARALLEL = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.host import kernels
@@ -16,6 +15,7 @@ from fugaku_megatron.training.session import Session
 from tests.helpers import SMALL, make_trainer, small_run, train
 from tests.llama_models import FAMILIES
 from tests.parallel.test_session import Writer
+from tests.threads import ThreadWorld
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "lr": 1e-2}
 TP = "tensor_model_parallel_size"

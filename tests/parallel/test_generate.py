@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.run_config import saved_run
@@ -21,6 +20,7 @@ from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.inference.sampling import Sampling
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, small_run, whole_tensors
+from tests.threads import ThreadWorld
 
 TEXT = "to be or not to be, "
 LEARNS = {"seq_length": 24, "vocab_size": 257, "num_layers": 2, "micro_batch_size": 8, "global_batch_size": 8, "lr": 1e-2,

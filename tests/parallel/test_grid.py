@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
+from tests.threads import ThreadWorld
 
 NAMES = ("world", "tp", "pp", "dp", "embedding")
 LAYOUTS = [(1, 1, 1), (4, 2, 2), (8, 2, 2), (8, 1, 4), (8, 4, 1), (12, 2, 3), (6, 1, 1)]

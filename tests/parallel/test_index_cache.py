@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data import dataset as dataset_module
 from fugaku_megatron.data import index_cache, indices
 from fugaku_megatron.data.build import build_datasets
@@ -15,6 +14,7 @@ from fugaku_megatron.data.dataset import GPT_ARRAYS, GPTDataset
 from fugaku_megatron.data.files import MappedFile
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDataset
+from tests.threads import ThreadWorld
 from tests.unit.test_dataset import write
 
 MAPPED = IndexCache(in_memory=0)

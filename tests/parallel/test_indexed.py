@@ -7,9 +7,9 @@ import struct
 import numpy as np
 import pytest
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.data import indexed
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype
+from tests.threads import ThreadWorld
 
 DOCUMENTS = [[1, 2, 3], [65000], [], [4, 5, 6, 7]]
 

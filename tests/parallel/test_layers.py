@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import blocks, layers, parameter
@@ -19,6 +18,7 @@ from fugaku_megatron.training.flat import FlatParameters
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, small_run
 from tests.recording import RecordingComm
+from tests.threads import ThreadWorld
 
 S, B, H, SEED = 6, 3, 32, 11
 

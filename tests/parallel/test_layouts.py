@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.nn.ops import Ops
 from tests.helpers import make_trainer, matrix, small_run, train, whole_tensors
+from tests.threads import ThreadWorld
 
 LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),

@@ -7,12 +7,12 @@ import functools
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from tests.helpers import make_trainer, small_run, train
 from tests.llama_models import FAMILIES, copy_to, in_their_shape, theirs
+from tests.threads import ThreadWorld
 
 SEQUENCE = 16
 each_family = pytest.mark.parametrize("family", FAMILIES)

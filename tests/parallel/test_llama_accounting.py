@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
@@ -16,6 +15,7 @@ from tests.helpers import make_trainer, small_run
 from tests.llama_models import FAMILIES
 from tests.parallel.test_accounting import check_bytes, counted_flops, sizes
 from tests.parallel.test_memory import held_bytes
+from tests.threads import ThreadWorld
 from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
 each_family = pytest.mark.parametrize("family", FAMILIES)

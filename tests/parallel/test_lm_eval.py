@@ -20,12 +20,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.inference.harness import Asker, read_arguments, read_settings, serve
 from tests.parallel.test_decoding import WIDE, their_model
 from tests.parallel.test_evaluate import LENGTH, their_likelihoods
 from tests.parallel.test_generate import TEXT, save_trained, write_tokenizer
+from tests.threads import ThreadWorld
 
 PAIRS = [("to be or", " not to be"), ("", "to be"), (TEXT * 2, "zebra"), ("to be or not ", "t")]
 

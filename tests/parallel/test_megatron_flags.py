@@ -15,7 +15,6 @@ import torch
 
 from fugaku_megatron import cli
 from fugaku_megatron.checkpoint.manifest import latest_iteration, read_manifest
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.batches import run_length
@@ -30,6 +29,7 @@ from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import Trainer
 from fugaku_megatron.training.vocabulary import read_tokenizer, with_vocabulary
 from tests.helpers import grid_groups, make_trainer, small_run
+from tests.threads import ThreadWorld
 from tests.unit.test_library_tokenizers import PIECES, TEXTS, write_sentencepiece
 from tools import megatron_flags
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting, memory
 from fugaku_megatron.nn.passes import Pass
 from tests.helpers import make_trainer, small_run
+from tests.threads import ThreadWorld
 
 
 def held_bytes(world: Comm, run: RunConfig) -> int:

@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from fugaku_megatron.comm.agreement import Nodes, find_nodes
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
 from fugaku_megatron.training import memory_watch
 from fugaku_megatron.training.memory_watch import FIRST_ITERATIONS, SPAN, MemoryWatch, steady_growth
+from tests.threads import ThreadWorld
 
 MIB = 2**20
 BASE = 900 * MIB

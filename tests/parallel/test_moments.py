@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
@@ -17,6 +16,7 @@ from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, make_trainer, small_run, whole_tensors
+from tests.threads import ThreadWorld
 
 MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}

@@ -11,10 +11,10 @@ import torch
 
 from fugaku_megatron.checkpoint import node_copy
 from fugaku_megatron.checkpoint.manifest import TRACKER, latest_iteration, list_iterations
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from tests.helpers import make_trainer, small_run
 from tests.parallel.test_session import session
+from tests.threads import ThreadWorld
 
 RANKS = 4
 LAYOUT = {"num_layers": 2, "tensor_model_parallel_size": 2, "zero_stage": 1, "lr_decay_style": "constant"}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fugaku_megatron.comm.agreement import find_nodes
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.training.placing import place
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
+from tests.threads import ThreadWorld
 
 
 def test_ranks_learn_their_node_and_the_one_above(tmp_path):

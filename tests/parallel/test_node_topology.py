@@ -4,8 +4,8 @@ import zlib
 
 from fugaku_megatron.comm import agreement
 from fugaku_megatron.comm.agreement import find_nodes
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
+from tests.threads import ThreadWorld
 
 
 def found(names):

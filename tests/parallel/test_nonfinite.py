@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.agreement import first_rank
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
@@ -19,6 +18,7 @@ from fugaku_megatron.training.nonfinite import find_nonfinite
 from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import make_trainer, small_run
+from tests.threads import ThreadWorld
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 RESULT = {"attention_forward": 1, "attention_backward": 4}  # the argument that a kernel writes

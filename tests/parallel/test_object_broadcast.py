@@ -3,8 +3,8 @@
 import pytest
 
 from fugaku_megatron.comm.agreement import scatter_object
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
+from tests.threads import ThreadWorld
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

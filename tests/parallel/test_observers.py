@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.host.observed import Phases
 from fugaku_megatron.training.observers import Heartbeats, Observers, listed
 from fugaku_megatron.training.train import Trainer
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from tests.helpers import grid_groups, mock, small_run
+from tests.threads import ThreadWorld
 
 
 class Spoken(Heartbeat):

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import torch_ops
 from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops, recompute
+from tests.threads import ThreadWorld
 
 S, B, H, OUT = 5, 3, 12, 7
 DTYPES = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 3e-2), "fp16": (torch.float16, 4e-3)}

@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.run_config import PrecisionConfig
 from fugaku_megatron.costs.accounting import FLAT_ALIGNMENT
@@ -19,6 +18,7 @@ from fugaku_megatron.training.optim import LossScaler
 from fugaku_megatron.training.param_schedule import ParamSchedule
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, make_trainer, master_weights, plain_loss, small_run, train, whole_tensors
+from tests.threads import ThreadWorld
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LAYOUTS = {"tp2": (2, {"tensor_model_parallel_size": 2}), "pp2": (2, {"pipeline_model_parallel_size": 2}), "tp2pp2": (4, TP2PP2),

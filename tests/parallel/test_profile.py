@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.host import kernels
 from fugaku_megatron.logs.pipeline_plot import read_trace as read
 from fugaku_megatron.nn.ops import Ops
@@ -15,6 +14,7 @@ from fugaku_megatron.training import profile
 from fugaku_megatron.training.profile import Profile, profiled_ranks
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, mock, small_run
+from tests.threads import ThreadWorld
 
 STEPS = {"profile_step_start": 2, "profile_step_end": 4}
 

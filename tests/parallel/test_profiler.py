@@ -7,12 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Event, Profiler
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import mock, small_run
+from tests.threads import ThreadWorld
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from hypothesis.internal.conjecture.providers import HypothesisProvider
 from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.checkpoint.verify import check_iteration
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config import arguments
 from fugaku_megatron.data.build import build_datasets
@@ -35,6 +34,7 @@ from fugaku_megatron.training.dry_run import report
 from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, remove, replace
 from tests.helpers import OUR_LOG, load_checkpoint, save_checkpoint, small_run
 from tests.parallel.test_generate import write_tokenizer
+from tests.threads import ThreadWorld
 from tests.time_limit import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,9 @@ import pytest
 from fugaku_megatron.comm import launch
 from fugaku_megatron.comm.agreement import agree, describe, on_root
 from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from tests.recording import RecordingComm
+from tests.threads import ThreadWorld
 
 
 def test_every_rank_keeps_its_own_result():

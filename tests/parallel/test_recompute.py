@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import run_schedule
@@ -15,6 +14,7 @@ from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.training import memory_watch, start_choices
 from fugaku_megatron.training.dry_run import report
 from tests.helpers import make_trainer, small_run, train
+from tests.threads import ThreadWorld
 
 STAGES, MICROBATCHES = 4, 8
 MODEL = {"num_layers": 16, "hidden_size": 64, "seq_length": 128, "max_position_embeddings": 128, "micro_batch_size": 2,

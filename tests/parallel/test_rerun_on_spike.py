@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.host import kernels
@@ -16,6 +15,7 @@ from fugaku_megatron.nn.layers import dropout_stream
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.rerun import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
 from tests.helpers import make_trainer, small_run, train
+from tests.threads import ThreadWorld
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 DROPOUT = {"num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}

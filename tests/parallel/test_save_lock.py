@@ -12,8 +12,8 @@ import pytest
 
 from fugaku_megatron.checkpoint import lock
 from fugaku_megatron.checkpoint.lock import LOCK, Lock, Owner, hold
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
+from tests.threads import ThreadWorld
 from tests.time_limit import time_limit
 
 HOLDER = """

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
@@ -18,6 +17,7 @@ from fugaku_megatron.pipeline.parts import AUTO
 from fugaku_megatron.training import start_choices
 from fugaku_megatron.training.dry_run import report
 from tests.helpers import small_run, train
+from tests.threads import ThreadWorld
 
 SYSTEM = System.from_names("a64fx", "fugaku_megatron", 1152, 1)
 

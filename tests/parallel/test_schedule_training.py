@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.local import ThreadWorld
 from tests.helpers import make_trainer, matrix, small_run, whole_tensors
+from tests.threads import ThreadWorld
 
 LAYERS = 8
 MODEL = {"num_layers": LAYERS, "vocab_size": 112, "hidden_dropout": 0.1, "attention_dropout": 0.2}

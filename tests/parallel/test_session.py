@@ -10,7 +10,6 @@ import torch
 
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations
 from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.data import indexed
@@ -19,6 +18,7 @@ from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.session import DIVERGED_STEPS, Session
 from tests.helpers import make_trainer, small_run
 from tests.recording import RecordingComm
+from tests.threads import ThreadWorld
 
 LONG, SHORT = 1e6, 1e-9  # minutes
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run, parse
 from fugaku_megatron.config.batches import RampUp, length
@@ -21,6 +20,7 @@ from fugaku_megatron.training.memory_watch import skip_line
 from fugaku_megatron.training.pretrain import run_length
 from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training
 from tests.helpers import SMALL, make_trainer, small_run
+from tests.threads import ThreadWorld
 
 RANGES = [(), ("4:9",), ("0:3,3:5", "20:21"), ("7:30",), ("30:40", "35:50"), ("0:1",)]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
 from fugaku_megatron.nn.passes import Pass
 from tests.helpers import flat_gradients, make_trainer, small_run
+from tests.threads import ThreadWorld
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 TP2 = {"tensor_model_parallel_size": 2}

@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
@@ -16,6 +15,7 @@ from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.training import memory_watch
 from fugaku_megatron.training.dry_run import plan_stage
 from tests.helpers import small_run
+from tests.threads import ThreadWorld
 
 
 def test_a_ranks_memory_is_the_dry_runs():

@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.config.layout import placement
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.parts import BACKWARD, FORWARD, Instruction, Placement
 from tests.helpers import make_trainer, small_run, train, whole_tensors
+from tests.threads import ThreadWorld
 
 Make = Callable[[int, int, int], list[Instruction]]
 LAYOUTS = {

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from fugaku_megatron.comm.grid import Groups
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host.observed import PHASES, Phases
 from tests.helpers import grid_groups, make_trainer, mock, small_run
+from tests.threads import ThreadWorld
 
 PAUSE = 0.02
 

@@ -8,10 +8,10 @@ from torch.autograd import Function
 
 from fugaku_megatron.comm.base import rank_order_sum
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from tests.parallel import collective_checks
 from tests.recording import RecordingComm, record
+from tests.threads import ThreadWorld
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.autograd import RowBlocks
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops
 from tests.helpers import small_run, train
+from tests.threads import ThreadWorld
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 S, B, H = 12, 2, 5

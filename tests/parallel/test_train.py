@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn.ops import Ops
@@ -24,6 +23,7 @@ from tests.helpers import (
     train,
     whole_tensors,
 )
+from tests.threads import ThreadWorld
 
 TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LAYOUTS = {"one": (1, {}), "tp2": (2, {"tensor_model_parallel_size": 2}), "pp2": (2, {"pipeline_model_parallel_size": 2}),

@@ -8,10 +8,10 @@ import torch
 from fugaku_megatron.comm import two_level
 from fugaku_megatron.comm.engine import Engine
 from fugaku_megatron.comm.grid import Groups
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.two_level import TwoLevelComm, in_stages, split_levels, stage_ranks
 from tests.parallel import collective_checks
 from tests.recording import record
+from tests.threads import ThreadWorld
 
 # The node of each rank: what a launcher does in blocks, in turn, or as it likes.
 PLACEMENTS = {"blocks": [0, 0, 1, 1], "in turn": [0, 1, 0, 1], "any": [0, 1, 1, 0], "three nodes": [2, 2, 0, 0, 1, 1],

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.model_config import architecture
@@ -34,6 +33,7 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training, with_padding
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import make_trainer, mock, plain_loss, small_run, whole_tensors
+from tests.threads import ThreadWorld
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fugaku_megatron.comm.local import ThreadWorld
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.training.checksums import differing_replica, parameter_hashes
 from tests.helpers import make_trainer, small_run
+from tests.threads import ThreadWorld
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 OVERLAP = {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}

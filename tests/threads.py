@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DONE, OPS, Handle, check, rank_order_sum, rows
+from fugaku_megatron.comm.base import DONE, OPS, Handle, check, rank_order_sum, rows
 
 
 def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
