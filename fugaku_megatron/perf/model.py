@@ -22,9 +22,8 @@ from ..pipeline import schedule
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.timeline import Costs, makespan
 from . import machine, memory, software, work
-from .cost import Rank, Seconds, exposed
+from .cost import Network, Rank, Seconds, exposed
 from .machine import Machine
-from .network import Network
 from .software import Parameters, Software
 
 NOISE_FLOOR = 0.08  # of a time's logarithm: campaigns of the same run differ by 5 to 13 %, so no prediction can be closer

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fugaku_megatron.comm.exit_codes import ExitCode
+from fugaku_megatron.comm.launcher import ExitCode
 from fugaku_megatron.watchdog.heartbeat import Beat, Node, prefix
 from tests.system.mpi import launch
 from tests.system.mpi.test_pretrain import PROGRAM, TINY

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.__main__ import main as benchmarks
 from fugaku_megatron import cli
 from fugaku_megatron.host import kernels
-from fugaku_megatron.host.profiler import Event, Profiler
+from fugaku_megatron.host.observed import Event, Profiler
 from tools import demo_corpus, gemm_error, plot_profile, plot_result, plot_rooms
 
 ROOT = Path(__file__).resolve().parents[2]

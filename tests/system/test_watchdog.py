@@ -17,11 +17,23 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.comm.exit_codes import ExitCode
-from fugaku_megatron.watchdog import stacks
-from fugaku_megatron.watchdog.between import FAN, Link, open_socket, own_address, parent
+from fugaku_megatron.comm.launcher import ExitCode
+from fugaku_megatron.watchdog import heartbeat
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from fugaku_megatron.watchdog.verdict import NAMED, SILENT, Census, Standing, count, judge, merge
+from fugaku_megatron.watchdog.verdict import (
+    FAN,
+    NAMED,
+    SILENT,
+    Census,
+    Link,
+    Standing,
+    count,
+    judge,
+    merge,
+    open_socket,
+    own_address,
+    parent,
+)
 from fugaku_megatron.watchdog.watch import OUTSIDE, HangSettings, Watchdog
 
 PROGRAM = Path(__file__).with_name("hanging_rank.py")
@@ -140,10 +152,10 @@ def test_what_hangs_is_named_with_its_stack_and_the_job_ends(ended, name):
 
 
 def test_native_frames_are_read_where_a_debugger_is(monkeypatch):
-    monkeypatch.setattr(stacks, "DEBUGGERS", (("false-debugger",), ("echo", "frames of")))
-    assert stacks.native_stacks(7, time.monotonic() + 10) == "frames of 7\n"
-    monkeypatch.setattr(stacks, "DEBUGGERS", ())
-    assert stacks.native_stacks(7, time.monotonic() + 10) == ""
+    monkeypatch.setattr(heartbeat, "DEBUGGERS", (("false-debugger",), ("echo", "frames of")))
+    assert heartbeat.native_stacks(7, time.monotonic() + 10) == "frames of 7\n"
+    monkeypatch.setattr(heartbeat, "DEBUGGERS", ())
+    assert heartbeat.native_stacks(7, time.monotonic() + 10) == ""
 
 
 def test_a_debugger_that_takes_long_does_not_keep_the_job(tmp_path):

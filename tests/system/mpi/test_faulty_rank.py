@@ -7,7 +7,7 @@ import platform
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.comm.exit_codes import ExitCode
+from fugaku_megatron.comm.launcher import ExitCode
 from fugaku_megatron.logs.rank_table import mean, read
 from tests.system.mpi import launch
 

@@ -24,8 +24,8 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.host import kernels, placement
-from fugaku_megatron.host.placement import Placement
+from fugaku_megatron.host import kernels, runtime
+from fugaku_megatron.host.runtime import Placement
 from fugaku_megatron.logs import plot
 from fugaku_megatron.logs.iteration import parse_log
 from fugaku_megatron.training.pretrain import check_early, pretrain
@@ -62,7 +62,7 @@ def alone(capsys, monkeypatch):
         return launch.Result(code, *capsys.readouterr(), seconds=0.0)
 
     yield run
-    placement.apply(before, False)
+    runtime.apply_placement(before, False)
 
 
 def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path, monkeypatch):
