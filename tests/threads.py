@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fugaku_megatron.comm.base import DONE, OPS, Handle, check, rank_order_sum, rows
+from fugaku_megatron.comm.base import DONE, OPS, Comm, Handle, check, rank_order_sum, rows
 
 
 def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
@@ -109,7 +109,7 @@ class _Collective:
         return self.result
 
 
-class ThreadComm:
+class ThreadComm(Comm):
     """One rank of a ThreadWorld, a `comm.base.Comm`. Sends are buffered; a wait beyond the time limit raises TimeoutError."""
 
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
@@ -151,27 +151,15 @@ class ThreadComm:
         verb, flat = f"all_reduce {op} {tensor.dtype} x {check(tensor).numel()}", tensor.detach().view(-1)
         return self._start(verb, flat.clone(), lambda parts: flat.copy_(_reduced(parts, op)))
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        self.iall_reduce(tensor, op).wait()
-        return tensor
-
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         whole = rows(output, tensor, self.size)
         verb = f"all_gather {tensor.dtype} x {tensor.numel()}"
         return self._start(verb, tensor.detach().view(-1).clone(), lambda parts: whole.copy_(torch.stack(parts)))
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        self.iall_gather(output, tensor).wait()
-        return output
-
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         whole, own = rows(tensor, output, self.size), output.detach().view(-1)
         verb = f"reduce_scatter {tensor.dtype} x {tensor.numel()}"
         return self._start(verb, whole.clone(), lambda parts: own.copy_(rank_order_sum([part[self.rank] for part in parts])))
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        self.ireduce_scatter(output, tensor).wait()
-        return output
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         verb, flat = f"broadcast from {root} {tensor.dtype} x {check(tensor).numel()}", tensor.detach().view(-1)

@@ -51,6 +51,8 @@ DONE: Handle = _Done()
 class Comm(Protocol):
     """A communicator: `size` ranks numbered from 0, of which this process (or thread) is `rank`.
 
+    Blocking collectives start their nonblocking form and wait, unless an implementation has another way.
+
     Shapes: where a docstring says (n,), a tensor of any shape with n elements is accepted. `tensor` and `output` have one dtype.
     """
 
@@ -59,18 +61,24 @@ class Comm(Protocol):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` (any shape) in place over all ranks (`op`: "sum", "max" or "min") and return it."""
+        self.iall_reduce(tensor, op).wait()
+        return tensor
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
         """Concatenate every rank's `tensor` (n,) in rank order into `output` (size * n,); returns `output`.
 
         `tensor` may be this rank's own part of `output`.
         """
+        self.iall_gather(output, tensor).wait()
+        return output
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
         """Sum `tensor` (size * n,) over ranks and keep this rank's part of the sum in `output` (n,); returns `output`.
 
         `output` may be this rank's part of `tensor`; the other parts are left as they are.
         """
+        self.ireduce_scatter(output, tensor).wait()
+        return output
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         """Start an all_reduce of `tensor` (any shape) in place."""

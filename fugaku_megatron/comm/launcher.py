@@ -1,6 +1,6 @@
 """What an MPI launcher (mpiexec, srun) tells its processes, and how a process reports, handles signals and ends below one.
 
-It also keeps signals while a command starts: an interrupt ends it with one line, and a request to stop is kept for the trainer.
+It also keeps signals while a command starts an interrupt ends it with one line, and a request to stop is kept for the trainer.
 Python would raise KeyboardInterrupt in the middle of an import, where libraries swallow it or print a traceback. SIGTERM and
 SIGUSR1 would kill a rank that is still importing, and with it the job. Needs neither torch nor MPI, so that a command line can be
 refused, or its help printed, before either is loaded. Left out: a trainer's orderly stop (host/runtime.py).
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 
 class ExitCode(IntEnum):
@@ -244,6 +244,8 @@ def uncollected() -> Iterator[None]:
 # SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None  # what signal.signal takes and returns
+STOP_SIGNALS = (*STOPS, signal.SIGINT)
+Signals = TypeVar("Signals", bound="StopSignals")
 STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
 
 
@@ -302,3 +304,37 @@ def is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return sys.is_finalizing()
+
+
+class StopSignals:
+    """Inside the block a first signal only sets `stop_requested`, so that the trainer can save and exit; a second ends it.
+
+    Ranks do not receive a signal at the same moment, so they must decide together. Outside the main thread, where Python
+    allows no handlers, nothing is installed. A signal that came while the process started counts as the first.
+    """
+
+    def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
+        self.signals = tuple(signals)
+        self.received: signal.Signals | None = None
+        self._previous: dict[int, Handler] = {}
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.received is not None
+
+    def __enter__(self: Signals) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in self.signals}
+            self.received = self.received or kept_stop(self._previous.values())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_requested:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = signal.Signals(number)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import launcher
-from .base import DONE, HALF, OPS, Handle, check, rank_order_sum, rows
+from .base import DONE, HALF, OPS, Comm, Handle, check, rank_order_sum, rows
 from .engine import Engine, Steps
 
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
@@ -102,7 +102,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return ends[0][0] < ends[1][1] and ends[1][0] < ends[0][1]
 
 
-class MPIComm:
+class MPIComm(Comm):
     """An mpi4py communicator as a `comm.base.Comm`. MPI's errors are raised as mpi4py.MPI.Exception, by `wait`.
 
     mpi: the module mpi4py.MPI. Made by the engine's thread.
@@ -128,10 +128,6 @@ class MPIComm:
         self._op(op, check(tensor).dtype)
         flat = tensor.detach().view(-1)
         return DONE if self.size == 1 else self._collective(self._all_reduce(flat, op), flat)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        self.iall_reduce(tensor, op).wait()
-        return tensor
 
     def _all_reduce(self, flat: Tensor, op: str) -> Steps:
         if flat.dtype in HALF and op == "sum":
@@ -171,10 +167,6 @@ class MPIComm:
             parts[0].copy_(tensor.detach().view(-1))
         return DONE if self.size == 1 else self._collective(self._all_gather(output.detach(), tensor.detach()), output, tensor)
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        self.iall_gather(output, tensor).wait()
-        return output
-
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         inside = _overlap(output, tensor)
         if tensor.numel() <= MAX_COUNT:
@@ -192,10 +184,6 @@ class MPIComm:
             output.detach().view(-1).copy_(parts[0])
             return DONE
         return self._collective(self._reduce_scatter(output.detach().view(-1), parts), output, tensor)
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        self.ireduce_scatter(output, tensor).wait()
-        return output
 
     def _reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
         if parts.dtype in HALF:
@@ -229,18 +217,16 @@ class MPIComm:
             yield [self.mpi_comm.Ibcast(piece, root)]
 
     def barrier(self) -> None:
-        def steps() -> Steps:
-            yield [self.mpi_comm.Ibarrier()]
+        self._wait_for(self.mpi_comm.Ibarrier)
 
-        self._collective(steps()).wait()
+    def _wait_for(self, start: Callable[[], Any]) -> None:
+        """A collective of one request, which the engine's thread starts."""
+        self._collective([start()] for _ in range(1)).wait()
 
     # Messages -------------------------------------------------------------------------------------------------------------------
 
     def _message(self, start: Callable[..., Any], tensor: Tensor, rank: int, tag: int) -> Handle:
-        def steps() -> Steps:
-            yield [start(piece, rank, tag) for piece in _pieces(_buffer(tensor))]
-
-        return self.engine.start(steps(), memory=tensor)
+        return self.engine.start(([start(piece, rank, tag) for piece in _pieces(_buffer(tensor))] for _ in range(1)), memory=tensor)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
         return self._message(self.mpi_comm.Isend, tensor, dst, tag)
@@ -267,23 +253,15 @@ class MPIComm:
         return obj if self.rank == root else pickle.loads(received.data)
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
-        own, lengths = self._pickled(obj)
-        everyone = np.empty(lengths.sum() if self.rank == root else 0, np.uint8)
-
-        def steps() -> Steps:
-            yield [self.mpi_comm.Igatherv(own, (everyone, lengths) if self.rank == root else None, root)]
-
-        self._collective(steps()).wait()
-        return _unpickled(everyone, lengths) if self.rank == root else None
+        (own, lengths), receives = self._pickled(obj), self.rank == root
+        everyone = np.empty(lengths.sum() if receives else 0, np.uint8)
+        self._wait_for(lambda: self.mpi_comm.Igatherv(own, (everyone, lengths) if receives else None, root))
+        return _unpickled(everyone, lengths) if receives else None
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         own, lengths = self._pickled(obj)
         everyone = np.empty(lengths.sum(), np.uint8)
-
-        def steps() -> Steps:
-            yield [self.mpi_comm.Iallgatherv(own, (everyone, lengths))]
-
-        self._collective(steps()).wait()
+        self._wait_for(lambda: self.mpi_comm.Iallgatherv(own, (everyone, lengths)))
         return _unpickled(everyone, lengths)
 
     def _pickled(self, obj: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -10,14 +10,11 @@ from __future__ import annotations
 import os
 import platform
 import re
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import psutil
 import torch
@@ -25,7 +22,6 @@ import torch
 from ..comm.agreement import Nodes, everywhere, find_nodes
 from ..comm.base import Comm
 from ..comm.launch import describe
-from ..comm.launcher import STOPS, Handler, kept_stop
 from ..comm.mpi import MPIComm
 from . import allocator as memory
 from . import kernels
@@ -147,8 +143,6 @@ def apply_to_communication(placement: Placement) -> None:
         os.sched_setaffinity(0, {placement.communication})
 
 
-STOP_SIGNALS = (*STOPS, signal.SIGINT)
-
 CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
 
 # (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name
@@ -180,40 +174,6 @@ def init(world: Comm, *, allocator: str = "tuned", thread_affinity: str = "auto"
         ghz = check_clock(cpu_frequency, placement.cpus or mask)
     library = describe(world) + ("" if placement.communication is None else f", communication on core {placement.communication}")
     return machine_summary(library, len(mask), here.size, placement.threads, bool(placement.cpus), memory_text, ghz)
-
-
-class StopSignals:
-    """Inside the block a first signal only sets `stop_requested`, so that the trainer can save and exit; a second ends it.
-
-    Ranks do not receive a signal at the same moment, so they must decide together. Outside the main thread, where Python
-    allows no handlers, nothing is installed. A signal that came while the process started counts as the first.
-    """
-
-    def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
-        self.signals = tuple(signals)
-        self.received: signal.Signals | None = None
-        self._previous: dict[int, Handler] = {}
-
-    @property
-    def stop_requested(self) -> bool:
-        return self.received is not None
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in self.signals}
-            self.received = self.received or kept_stop(self._previous.values())
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_requested:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.received = signal.Signals(number)
 
 
 class ExitTimer:

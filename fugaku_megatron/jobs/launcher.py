@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
-from ..comm.launcher import STOPS, ExitCode, kept_stop
+from ..comm.launcher import ExitCode, StopSignals
 
 KEPT_BYTES = 1 << 16  # of the end of the output, where the launcher's own messages are
 DRAIN_SECONDS = 5.0  # to read the rest of the pipes; a process that outlives the launcher may keep them open
@@ -91,42 +91,32 @@ class Launcher:
         self.process.send_signal(number)
 
 
-class Stop:
+class Stop(StopSignals):
     """Inside the block SIGTERM, SIGUSR1 and SIGINT ask the run to save and exit; it is not restarted.
 
     The launcher gets the first one as ORDERLY and a second one unchanged. The terminal sends Control-C to the launcher itself.
     """
 
-    SIGNALS = (*STOPS, signal.SIGINT)
-
     def __init__(self) -> None:
-        self.requested = self._passed_on = False
+        super().__init__()
+        self._passed_on = False
         self._launcher: Launcher | None = None
-
-    def __enter__(self) -> Stop:
-        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-        self.requested = self.requested or kept_stop(self._previous.values()) is not None
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
     @contextlib.contextmanager
     def forwarding(self, launcher: Launcher) -> Iterator[None]:
         """Inside the block signals are forwarded to this launcher, also one that arrived just before."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         self._launcher = launcher
-        if self.requested:
+        if self.stop_requested:
             self._pass_on(ORDERLY)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
         try:
             yield
         finally:
             self._launcher = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self.received = signal.Signals(number)
         if not (number == signal.SIGINT and _typed_here()):
             self._pass_on(number if self._passed_on else ORDERLY)
 

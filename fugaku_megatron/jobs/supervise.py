@@ -154,7 +154,7 @@ class Supervisor:
         used = self.nodes.choose() if self.nodes else []
         while True:
             before = self._saved()
-            if self.stop.requested:
+            if self.stop.stop_requested:
                 return self._end(ExitCode.FINISHED, "asked to stop before the start")
             end = self._start(used)
             if not end.restarts:
@@ -173,7 +173,7 @@ class Supervisor:
 
     def _reason_to_end(self, end: Ending) -> tuple[str, ExitCode]:
         """Why the run is not restarted, or "", and the exit code of the job in that case."""
-        if self.stop.requested:
+        if self.stop.stop_requested:
             return "asked to stop", ExitCode.FINISHED
         if self._minutes_left() == 0:
             return f"the time of {TIMED} is over: the next job continues", ExitCode.FINISHED

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..checkpoint.save import BackgroundSave
-from ..comm.launcher import ExitCode
+from ..comm.launcher import ExitCode, StopSignals
 from ..costs import accounting
 from ..host import allocator, runtime
 from ..logs import plot
@@ -46,7 +46,7 @@ class Session:
     memory: MemoryWatch | None = None
     watchdog: Watchdog = field(default_factory=Watchdog.off)
     checksums: Checksums | None = None
-    signals: runtime.StopSignals = field(default_factory=runtime.StopSignals)
+    signals: StopSignals = field(default_factory=StopSignals)
     skipped_in_a_row: int = 0  # where no loss scale explains it
     explained: int = 0  # times that an Inf or NaN was looked for
     save_due: bool = False

@@ -10,23 +10,24 @@ import time
 import pytest
 import torch
 
+from fugaku_megatron.comm.launcher import STOP_SIGNALS, StopSignals
 from fugaku_megatron.host import runtime
-from fugaku_megatron.host.runtime import ExitTimer, StopSignals
+from fugaku_megatron.host.runtime import ExitTimer
 
 
-@pytest.mark.parametrize("number", runtime.STOP_SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_only_asks_to_stop_and_handlers_come_back(number):
-    before = {n: signal.getsignal(n) for n in runtime.STOP_SIGNALS}
+    before = {n: signal.getsignal(n) for n in STOP_SIGNALS}
     with StopSignals() as signals:
         assert not signals.stop_requested and signals.received is None
         os.kill(os.getpid(), number)
         assert signals.stop_requested and signals.received == number
-    assert {n: signal.getsignal(n) for n in runtime.STOP_SIGNALS} == before
+    assert {n: signal.getsignal(n) for n in STOP_SIGNALS} == before
 
 
 CHILD = """
 import sys, time
-from fugaku_megatron.host.runtime import StopSignals
+from fugaku_megatron.comm.launcher import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
     while not signals.stop_requested:

@@ -1,8 +1,8 @@
 """Every public function that takes or returns a tensor says in its docstring which shape it has.
 
 That is a shape in parentheses, such as (n,) or (s, b, h / t), or the words "any shape". A function takes or returns a tensor if its
-annotations name Tensor, or an alias of a type that holds one. A class that has every method of one of our protocols need not repeat
-what the protocol says of them.
+annotations name Tensor, or an alias of a type that holds one. A class that has every method of one of our protocols, or inherits it,
+need not repeat what the protocol says of them.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
     return [child for child in node.body if isinstance(child, ast.FunctionDef)]
 
 
-def protocols(trees: list[ast.Module]) -> list[set[str]]:
+def protocols(trees: list[ast.Module]) -> dict[str, set[str]]:
     """The methods of each of our protocols."""
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
-    return [{m.name for m in methods(c)} for c in classes if any("Protocol" in names_in(base) for base in c.bases)]
+    return {c.name: {m.name for m in methods(c)} for c in classes if any("Protocol" in names_in(base) for base in c.bases)}
 
 
-def silent(tree: ast.Module, types: set[str], of_protocols: list[set[str]]) -> Iterator[str]:
+def silent(tree: ast.Module, types: set[str], of_protocols: dict[str, set[str]]) -> Iterator[str]:
     """Names of the public functions and methods of a module that leave a tensor's shape unsaid."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and is_public(node.name) and takes_or_returns(node, types):
@@ -86,7 +86,9 @@ def silent(tree: ast.Module, types: set[str], of_protocols: list[set[str]]) -> I
         elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             names = {method.name for method in methods(node)}
             is_protocol = any("Protocol" in names_in(base) for base in node.bases)
-            exempt = set() if is_protocol else set().union(*(protocol for protocol in of_protocols if protocol <= names))
+            bases = set().union(*map(names_in, node.bases))
+            exempt = set() if is_protocol else set().union(*(protocol for name, protocol in of_protocols.items()
+                                                             if protocol <= names or name in bases))
             legend = is_protocol and says_shape(ast.get_docstring(node))
             for method in methods(node):
                 if is_public(method.name) and method.name not in exempt and takes_or_returns(method, types):
