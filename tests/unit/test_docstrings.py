@@ -1,8 +1,8 @@
 """Every public function that takes or returns a tensor says in its docstring which shape it has.
 
 That is a shape in parentheses, such as (n,) or (s, b, h / t), or the words "any shape". A function takes or returns a tensor if its
-annotations name Tensor, or an alias of a type that holds one. A class that has every method of one of our protocols, or inherits it,
-need not repeat what the protocol says of them.
+annotations name Tensor, or an alias of a type that holds one. A class that has every method of one of our protocols, or inherits
+it, need not repeat what the protocol says of them.
 """
 
 from __future__ import annotations

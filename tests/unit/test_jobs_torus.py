@@ -58,7 +58,7 @@ def test_neighbours_are_close():
 
 
 def test_sizes_that_fit_nowhere_are_refused():
-    with pytest.raises(ValueError, match="give 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(ValueError, match="pass 1, 2, 3, 4, 6, 12"):
         RankMap.from_layout((4, 6, 4), 1, 8, 1)
     with pytest.raises(ValueError, match="X and Z must be even"):
         RankMap.from_layout((3, 6, 4), 1, 1, 1)

@@ -44,7 +44,7 @@ def test_the_command_prints_and_draws(file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["no.jsonl"], "no.jsonl: cannot be read"), (["FILE", "--csv", "x.csv"], "--ranks has no CSV file"),
+    (["no.jsonl"], "no.jsonl: cannot be read"), (["FILE", "--csv", "x.csv"], "--ranks writes no CSV file"),
     (["FILE", "FILE", "--png", "x.png"], "--png x.png draws the ranks of one file, and there are 2"),
     (["LOG"], "line 1: not a record of --log-ranks")])
 def test_mistakes_are_one_line(file, tmp_path, words, message, capsys, monkeypatch):

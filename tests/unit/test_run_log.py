@@ -141,7 +141,7 @@ def test_mistakes_are_named(tmp_path):
         read_log(written(tmp_path, "hello\n iteration 1/ 2 | loss scale: x |\n"))
     with pytest.raises(ValueError, match="run.log line 1: the run line has speed, which this version does not know"):
         read_log(written(tmp_path, 'run: {"nodes": 1, "world_size": 2, "speed": 3}\n'))
-    with pytest.raises(ValueError, match="--vocab-size must be given"):
+    with pytest.raises(ValueError, match="--vocab-size is missing"):
         _ = Job(values={**A100_JOB.values, "vocab_size": None}).run
     with pytest.raises(ValueError, match="9 ranks .* not divisible by --tensor-model-parallel-size 8 x"):
         _ = Job(values=A100_JOB.values, ranks=9).dp
