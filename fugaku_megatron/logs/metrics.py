@@ -215,7 +215,7 @@ def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def read_run_history(path: Path) -> list[dict[str, Any]]:
-    """The records of the history that a run continues, none if there is not a file. Raises ValueError for another file."""
+    """The records of the history that a run continues, none if the file does not exist. Raises ValueError for another file."""
     if path.exists() and not path.is_file():
         raise ValueError(f"--save: {path} is not a regular file, and the history is written there: move it away")
     records = read_history(path) if path.exists() else []
