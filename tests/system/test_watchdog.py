@@ -74,9 +74,9 @@ GROUPS = {
         ("wait", "forward", "wait"), (HANG,), (f"rank 1 (node made-up 1) stopped in {MICRO_BATCH}, ", "; 2 ranks wait for it"),
         ("most recent call first",) * 3, signal.SIGSTOP, last=1, nodes=(0, 1, 1)),
     "a whole node": Group(
-        ("wait", "wait", "forward"), (LOST,), (f"rank 2 (node made-up 2) is silent with its node, last seen in {MICRO_BATCH}, ",
+        ("wait", "wait", "forward"), (LOST,), (f"rank 2 (node made-up 2) and its node do not answer, last seen in {MICRO_BATCH}, ",
                                                "; 2 ranks wait for it"), signal=signal.SIGSTOP, nodes=(0, 1, 2)),
-    "the first node": Group(("forward", "wait"), (-signal.SIGKILL, LOST), ("rank 0 (node made-up 0) is silent with its node, ",),
+    "the first node": Group(("forward", "wait"), (-signal.SIGKILL, LOST), ("rank 0 (node made-up 0) and its node do not answer, ",),
                             signal=signal.SIGSTOP, last=0, speaker=1, nodes=(0, 1)),
 }
 
