@@ -60,7 +60,7 @@ class Owner:
         return all(isinstance(getattr(self, f.name), kinds[str(f.type)]) for f in fields(self)) and 0 < self.process <= MAX_PROCESS
 
     def lives(self) -> bool | None:
-        """Whether the process is there; None where only its own node could tell."""
+        """Whether the process exists; None if only its own node can find out."""
         if self.kernel != _kernel():
             return None
         try:
@@ -72,7 +72,7 @@ class Owner:
 def _kernel() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
-    except OSError:  # a system that does not tell: only the time stamp counts
+    except OSError:  # not on this system: only the time stamp counts
         return uuid.uuid4().hex
 
 
@@ -96,7 +96,7 @@ def hold(directory: str | os.PathLike | None, comm: Comm, alive: Callable[[], An
 
 
 def _read(path: Path) -> Owner | None:
-    """Who holds a lock; None if the file does not tell. Raises FileNotFoundError without a file."""
+    """Who holds a lock; None if the file does not say. Raises FileNotFoundError without a file."""
     try:
         owner = Owner(**json.loads(path.read_text(encoding="utf-8")))
         return owner if owner.is_possible() else None

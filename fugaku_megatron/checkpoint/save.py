@@ -151,7 +151,9 @@ def check_writable(directory: str | os.PathLike, comm: Comm, name: str = "--save
 
     def probe() -> None:
         directory.mkdir(parents=True, exist_ok=True)  # on every rank: it may be on a disk of the node
-        _write_probe(directory / f".write_probe_rank_{comm.rank:05d}")
+        file = directory / f".write_probe_rank_{comm.rank:05d}"
+        write_text(file, "probe\n")
+        file.unlink()
 
     agree(comm, lambda: probe() if comm.rank in ranks else None, prefix, lambda: f". Pass another {name} or change the permissions")
 
@@ -280,11 +282,6 @@ def _warning(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(f"old checkpoint {path} could not be removed: {describe(error)}", stacklevel=3)
-
-
-def _write_probe(path: Path) -> None:
-    write_text(path, "probe\n")
-    path.unlink()
 
 
 _CPUS = os.sched_getaffinity(0)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask

@@ -214,7 +214,7 @@ def check_size(path: Path, entry: dict[str, Any]) -> None:
         raise ValueError(f"{path} is missing")
     size = path.stat().st_size
     if size != entry["size"]:
-        raise ValueError(f"{path} is {size} bytes, manifest says {entry['size']}")
+        raise ValueError(f"{path} has {size} bytes, the manifest says {entry['size']}")
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file")
 
@@ -224,7 +224,7 @@ def verify_file(path: Path, entry: dict[str, Any]) -> None:
     check_size(path, entry)
     crc = crc32(path)
     if crc != entry["crc32"]:
-        raise ValueError(f"{path} has CRC-32 {crc}, manifest says {entry['crc32']}: its contents were altered")
+        raise ValueError(f"{path} has CRC-32 {crc}, the manifest says {entry['crc32']}: its contents were altered")
 
 
 def crc32(path: Path) -> str:

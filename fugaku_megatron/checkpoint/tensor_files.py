@@ -152,8 +152,8 @@ class BlockFile:
         expected, actual = self._checksums[DIGITS * index : DIGITS * (index + 1)], digits(zlib.crc32(data))
         if actual != expected:
             first = index * self.block_size
-            raise ValueError(f"{self.path} has CRC-32 {actual} in its bytes {first} to {first + len(data)}, manifest says "
-                             f"{expected}: its contents were altered")
+            raise ValueError(f"{self.path} has CRC-32 {actual} in its bytes {first} to {first + len(data)}, the manifest "
+                             f"says {expected}: its contents were altered")
 
 
 def fill(file: Any, buffer: memoryview) -> int:

@@ -1,4 +1,4 @@
-"""What an MPI launcher (mpiexec, srun) tells its processes, and how a process reports, handles signals and ends below one.
+"""What an MPI launcher (mpiexec, srun) passes to its processes, and how a process reports, handles signals and ends below it.
 
 It also keeps signals while a command starts an interrupt ends it with one line, and a request to stop is kept for the trainer.
 Python would raise KeyboardInterrupt in the middle of an import, where libraries swallow it or print a traceback. SIGTERM and

@@ -37,21 +37,14 @@ def allocator_name(maps: str | None = None) -> str:
     """The allocator in use, judged by the loaded libraries (`maps`: text of /proc/self/maps): "tcmalloc", "glibc 2.28" ...
 
     A library that was opened later, instead of preloaded, does not serve malloc but is in the list too: this function cannot
-    tell the two apart.
+    distinguish the two.
     """
-    text = _read_maps() if maps is None else maps
+    text = (read_text(_MAPS) or "") if maps is None else maps
     loaded = {match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)}
     for library, name in _LIBRARIES.items():
         if library in loaded:
             return name
     return " ".join(filter(None, platform.libc_ver())) or "unknown"
-
-
-def _read_maps() -> str:
-    try:
-        return _MAPS.read_text()
-    except OSError:
-        return ""
 
 
 def tune(mode: str) -> str:
@@ -65,9 +58,9 @@ def tune(mode: str) -> str:
         return f"{name} (preloaded: --allocator tuned is off)" if mode == "tuned" else name
     if mode == "stock":
         return f"{name}, stock"
-    _tune_malloc()
+    _mallopt(*_MALLOPT.values())
     if not kernels.use_arena(RESERVED_PER_RAM * psutil.virtual_memory().total):
-        return f"{name}, heap tuned; the system refused addresses for the tensor arena (ulimit -v?)"
+        return f"{name}, heap tuned; the system refused the address space of the tensor arena (see ulimit -v)"
     return f"{name}, tuned: tensors in an arena that keeps its pages{_large_pages()}"
 
 
@@ -77,10 +70,6 @@ def return_large_blocks() -> None:
     Without it glibc keeps up to 64 MiB of freed tensors at the top of its heap.
     """
     _mallopt((_MALLOPT["M_MMAP_THRESHOLD"][0], 1 << 20))
-
-
-def _tune_malloc() -> None:
-    _mallopt(*_MALLOPT.values())
 
 
 def _mallopt(*values: tuple[int, int]) -> None:

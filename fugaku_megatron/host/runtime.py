@@ -63,7 +63,7 @@ def threads_per_rank(ranks_on_node: int, environ: Mapping[str, str], affinity: I
 
 
 def physical_cores(affinity: Iterable[int], root: str | os.PathLike = _CPUS) -> set[int]:
-    """One CPU of the mask for each core; the whole mask if the system does not tell which CPUs share a core."""
+    """One CPU of the mask for each core; the whole mask if the system does not show which CPUs share a core."""
     cores: dict[str, int] = {}
     for cpu in sorted(set(affinity)):
         siblings = read_text(Path(root) / f"cpu{cpu}" / "topology" / "thread_siblings_list") or f"cpu {cpu} alone"
@@ -90,7 +90,7 @@ def _limit_v1(folder: Path) -> float | None:
 
 
 def numa_node(cpu: int, root: str | os.PathLike = _CPUS) -> int:
-    """The NUMA node of a CPU; 0 if the system does not tell."""
+    """The NUMA node of a CPU; 0 if the system does not show it."""
     return next((int(p.name[4:]) for p in (Path(root) / f"cpu{cpu}").glob("node[0-9]*")), 0)
 
 

@@ -36,7 +36,7 @@ WHAT = {
     ExitCode.FINISHED: "finished, or stopped on request", ExitCode.FAILED: "a rank failed", ExitCode.USER_ERROR: "refused",
     ExitCode.DIVERGED: "diverged", ExitCode.HANG: "a rank hung", ExitCode.LOST_RANK: "a rank is lost",
     ExitCode.REPLICAS_DIFFER: "replicas differ: the newest checkpoint may be wrong too", ExitCode.STORAGE: "a file system failed",
-    ExitCode.INTERRUPTED: "interrupted", ExitCode.OUTPUT: "standard output took nothing more",
+    ExitCode.INTERRUPTED: "interrupted", ExitCode.OUTPUT: "standard output could not be written",
 }
 _SIGNALS = (r"EXIT STRING: .*\(signal (\d+)\)", r"exited on\s+signal (\d+)")  # MPICH, Open MPI
 _JOINED = r"EXIT CODE: (\d+)\n(?:=.*\n)*.*EXIT STRING: .*\(signal (\d+)\)"  # MPICH: the code of one rank, and the bits of all ranks
@@ -51,7 +51,6 @@ _NODES = (
     r"srun: error: (\S+): tasks? \S+ (?!Terminated)",
     r"rank \d+ \(node ([^\s()]+)\) (?:stopped|is gone)",  # the trainer's watchdog
 )
-
 
 
 class Launcher:
@@ -132,7 +131,6 @@ def _typed_here() -> bool:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:  # no terminal
         return False
-
 
 
 @dataclass(frozen=True)

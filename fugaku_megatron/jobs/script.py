@@ -134,7 +134,8 @@ def parse(text: str) -> Script:
         if line.startswith("#PJM"):
             check(not in_body, f"line {number}: pjsub ignores a directive after the first command: move it to the top")
             rest = add_options(script, _words(line[4:], number), number)
-            check(not rest, f"line {number}: {' '.join(rest)!r} belongs to no option of pjsub: quote the value, or delete it")
+            check(not rest, f"line {number}: {' '.join(rest)!r} does not belong to an option of pjsub: quote the value, or "
+                  "delete it")
             script.last_directive = number
         elif in_flags or line.startswith("FLAGS=("):
             words = _words(line.removeprefix("FLAGS=("), number)

@@ -132,19 +132,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", metavar="FILE", help="write a row per log into FILE")
     parser.add_argument("--per-iteration", action="store_true", help="with --csv: a row per iteration (or log interval) instead")
     parser.add_argument("--png", metavar="FILE", help="draw loss and TFLOPs over iterations into FILE")
-    parser.add_argument("--markdown", action="store_true", help="with a heading and lists, for a document")
+    parser.add_argument("--markdown", action="store_true", help="print the table with a heading and lists, for a document")
     parser.add_argument("--follow", action="store_true", help="read on while the jobs run, until their last line or Ctrl-C")
     parser.add_argument("--interval", type=float, default=2.0, metavar="S",
                         help="with --follow: seconds between two reads of the logs (default: 2)")
     parser.add_argument("--ranks", action="store_true", help="the files are those of train --log-ranks: min, mean and max of each "
                         "phase over the ranks; with --png and one file a heat map of all ranks")
-    group = parser.add_argument_group("logs of other programs and histories, with a run's flags for the rest")
+    group = parser.add_argument_group("logs of other programs, and histories: flags that describe the run")
     group.add_argument("--nodes", type=int, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, default=1, help="ranks, or GPUs, of a node (default: 1)")
     group.add_argument("--formula", default="hardware", choices=sorted(FORMULAS),
                        help="how TFLOPs are computed again: hardware as Narayanan et al. (2021), parameter as 8 (6 without "
                             "recompute) per parameter of the layers and token")
-    arguments.add_train_flags(parser, "they describe the run of such a log")
+    arguments.add_train_flags(parser, "they describe the run of a log that does not describe itself")
 
 
 def job_of(options: argparse.Namespace) -> Job:

@@ -113,7 +113,11 @@ class MetricsWriter:
                              "with its extra [log]")
         self.log_interval, self.printing = log_interval, printing
         self._interval: list[IterationMetrics] = []
-        self._tensorboard = _summary_writer(tensorboard_dir) if tensorboard_dir is not None and printing else None
+        self._tensorboard: Any = None
+        if tensorboard_dir is not None and printing:
+            from torch.utils.tensorboard import SummaryWriter  # imported only on request: it takes seconds
+
+            self._tensorboard = SummaryWriter(log_dir=os.fspath(tensorboard_dir))
         self._history = _open_history(Path(history_path), start_iteration) if history_path and printing else None
         if wandb is not None:
             wandb.check_installed()
@@ -193,12 +197,6 @@ class MetricsWriter:
             self.print(f"{self._history.name}: not written yet: {error.strerror}")
 
 
-def _summary_writer(directory: str | os.PathLike) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # imported only on request: it takes seconds
-
-    return SummaryWriter(log_dir=os.fspath(directory))
-
-
 def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The records of a history file, each of "kind" "train", "validation" or "event"; an incomplete last line is ignored."""
     lines = Path(path).read_bytes().splitlines()
@@ -232,8 +230,6 @@ def _open_history(path: Path, start_iteration: int) -> TextIO:
     aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     aside.replace(path)
     return open(path, "a", encoding="utf-8")
-
-
 
 
 def format_peak_memory(mib: list[float]) -> str:

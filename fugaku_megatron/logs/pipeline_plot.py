@@ -18,26 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from ..config.outputs import writing
-from ..pipeline.parts import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    RECEIVES,
-    RECV_BACKWARD,
-    RECV_FORWARD,
-    SENDS,
-    Instruction,
-    Placement,
-)
+from ..pipeline import parts
 from ..pipeline.timeline import COMPUTATIONS, Span
 from .plot import title
 
 # (colour, label, operations), in the order of the legend; the colours differ in lightness, too, for readers who see few of them.
-KINDS = (("tab:blue", "F forward", (FORWARD,)), ("tab:orange", "B backward", (BACKWARD,)),
-         ("tab:orange", "I gradient of the input", (BACKWARD_INPUT,)),
-         ("tab:green", "W gradient of the weights", (BACKWARD_WEIGHT,)),
-         ("tab:red", "message under way", (RECV_FORWARD, RECV_BACKWARD)))
+KINDS = (("tab:blue", "F forward", (parts.FORWARD,)), ("tab:orange", "B backward", (parts.BACKWARD,)),
+         ("tab:orange", "I gradient of the input", (parts.BACKWARD_INPUT,)),
+         ("tab:green", "W gradient of the weights", (parts.BACKWARD_WEIGHT,)),
+         ("tab:red", "message under way", (parts.RECV_FORWARD, parts.RECV_BACKWARD)))
 IDLE = "gainsboro"
 LIGHTEST = 0.45  # how much of its colour a stage's last chunk has
 
@@ -123,7 +112,7 @@ def read_trace(path: str | os.PathLike) -> Trace:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def merge_traces(paths: Sequence[Path], merged: Path, placement: Placement, pipeline: Sequence[int]) -> list[Path]:
+def merge_traces(paths: Sequence[Path], merged: Path, placement: parts.Placement, pipeline: Sequence[int]) -> list[Path]:
     """Write the events of all traces into one file, a trace at a time in memory; returns the traces that are not there.
 
     placement, pipeline: of the schedule that `measured_spans` finds in it, and the ranks of its stages.
@@ -146,16 +135,16 @@ def measured_spans(trace: Trace) -> list[Span]:
 
     A receive begins when its message was sent: until then the stage was idle.
     """
-    placement = Placement(**trace["otherData"]["placement"])
+    placement = parts.Placement(**trace["otherData"]["placement"])
     measured = {(span.stage, span.op, span.microbatch, span.chunk): span for span in _instructions(trace)}  # later ones replace
     sent = {}
     for span in measured.values():
-        if span.op in SENDS:
+        if span.op in parts.SENDS:
             receiver, tag = placement.peer(span.stage, _message(span))
             sent[receiver, tag, span.microbatch] = span.start
     found = [span for span in measured.values() if span.op in COMPUTATIONS]
     for span in measured.values():
-        if span.op in RECEIVES:
+        if span.op in parts.RECEIVES:
             _, tag = placement.peer(span.stage, _message(span))
             start = max(span.start, sent.get((span.stage, tag, span.microbatch), span.start))
             found += [_between(span, start, span.end)] if start < span.end else []
@@ -173,8 +162,8 @@ def _instructions(trace: Trace) -> Iterator[Span]:
                        (event["ts"] + event["dur"]) / 1e6)
 
 
-def _message(span: Span) -> Instruction:
-    return Instruction(span.op, span.microbatch, span.chunk)
+def _message(span: Span) -> parts.Instruction:
+    return parts.Instruction(span.op, span.microbatch, span.chunk)
 
 
 def _between(span: Span, start: float, end: float) -> Span:

@@ -209,7 +209,7 @@ class LogReader:
         self._of_job: list[IterationMetrics] = []
         self._memory: int | None = None
 
-    def feed(self, lines: Iterable[str]) -> None:
+    def read_lines(self, lines: Iterable[str]) -> None:
         """Read whole lines. Raises ValueError, with file and line, for an iteration whose numbers cannot be read."""
         for line in lines:
             self._lines += 1
@@ -294,13 +294,13 @@ class LogFile:
             raise ValueError(f"{self._path}: {error.strerror}: pass a run's log") from None
         self._offset += len(new)
         *whole, self._rest = (self._rest + new).split(b"\n")
-        self.reader.feed(line.decode(errors="replace") for line in whole)
+        self.reader.read_lines(line.decode(errors="replace") for line in whole)
         return bool(new)
 
     def finish(self) -> LogSummary:
         """The summary; a last line without a newline counts when it is complete."""
         if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
-            self.reader.feed([self._rest.decode(errors="replace")])
+            self.reader.read_lines([self._rest.decode(errors="replace")])
             self._rest = b""
         return self.reader.summary()
 

@@ -66,9 +66,9 @@ def prefix() -> str:
 
 
 def node_folder() -> Path:
-    """Where the processes of this start on this node have their heartbeats, as the launcher's variables, or else the parent, tell.
+    """Where the processes of this start on this node have their heartbeats, by the launcher's variables, or else by the parent.
 
-    Where they tell too little, each process has a folder of its own until `Heartbeat.move`.
+    If those do not identify the start, each process has a folder of its own until `Heartbeat.move`.
     """
     job = [os.environ[name] for name in JOBS if name in os.environ] + [os.environ.get("SLURM_JOB_ID", "")]
     own = f"{os.getppid()} {_birth(os.getppid())}" if len(job) == 1 else " ".join(job)

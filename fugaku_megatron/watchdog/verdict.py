@@ -247,14 +247,14 @@ class Link:
         return merge(reports)
 
     def report(self, own: Census, whole: Census, limit: float, now: float) -> None:
-        """Tell the node above, and answer those below, if it is time."""
+        """Report to the node above, and answer those below, if it is time."""
         if now - self._reported < min(INTERVAL, limit / INTERVALS):
             return
         self._reported, self._began = now, (self._began or now) if self.parents else None
         message = {"node": self.number, "own": asdict(own), "whole": asdict(whole)}
         self._send(message, [*self.parents, *(heard.address for heard in self._children.values())])
 
-    def tell(self, end: dict) -> None:
+    def announce(self, end: dict) -> None:
         """Send the reason of the end to the neighbouring nodes in the tree; each sends it on to its own."""
         for _ in range(3):  # a datagram may be lost
             self._send({"end": end}, [*self.parents, *(heard.address for heard in self._children.values())])

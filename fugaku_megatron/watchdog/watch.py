@@ -220,12 +220,12 @@ class Watchdog:
         if end["process"] == os.getpid():
             self._say(f"{found.text}; stacks of all ranks: {end['directory']}")
             if self.link:
-                self.link.tell(end)
+                self.link.announce(end)
         return end
 
     def _pass_on(self, link: Link, end: dict) -> dict:
         """Another node has said why the job ends."""
-        link.tell(end)
+        link.announce(end)
         return self._publish({**end, "speaks": False})
 
     def _publish(self, end: dict) -> dict:

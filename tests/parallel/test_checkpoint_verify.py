@@ -87,7 +87,7 @@ def test_damages_of_several_files_are_a_line_each(tmp_path, capsys):
     code, lines, _ = check(tmp_path, capsys)
     assert code == 1 and len(lines) == 5 and lines[-1] == "3 problems"
     assert lines[0].startswith(f"{path}/rank_00000.safetensors is damaged in its bytes {BLOCK_BYTES} to ")
-    assert lines[1].startswith(f"{path}/rank_00001.safetensors is 99 bytes, manifest says ")
+    assert lines[1].startswith(f"{path}/rank_00001.safetensors has 99 bytes, the manifest says ")
     assert lines[2] == f"{path}/rank_00002.safetensors is missing"
 
 

@@ -197,7 +197,7 @@ def test_options_given_to_pjsub_replace_directives():
     assert parsed.get("-L", "elapse").text == "20" and parsed.get("-L", "node").text == "12"
     assert script.add_options(parsed, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == ["job.sh", "-x", "C=1"]
     assert {name: value.text for name, value in parsed.settings["-x"].items()} == {"A": "1", "B": "9,3"}
-    with pytest.raises(ValueError, match="line 1: 'name' belongs to no option"):
+    with pytest.raises(ValueError, match="line 1: 'name' does not belong to an option"):
         script.parse("#PJM -N my name\n")
     with pytest.raises(ValueError, match="^pjsub option --bogus is unknown"):
         script.add_options(parsed, ["--bogus"], 0)

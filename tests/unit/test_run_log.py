@@ -105,8 +105,8 @@ def test_a_resumed_job_counts_alone_and_supersedes_what_it_repeats():
     reader = LogReader("run.log")
     line = " iteration {}/ 9 | elapsed time per iteration (s): {} | lm loss: {} |"
     machine = "a: CPU at 2.00 GHz (measured), 48 CPUs"
-    reader.feed([machine, *(line.format(i, 5, i) for i in (1, 2, 3, 4))])
-    reader.feed([machine, *(line.format(i, 7, 10 + i) for i in (3, 4, 5, 6))])
+    reader.read_lines([machine, *(line.format(i, 5, i) for i in (1, 2, 3, 4))])
+    reader.read_lines([machine, *(line.format(i, 7, 10 + i) for i in (3, 4, 5, 6))])
     log = reader.summary()
     assert [i.lm_loss for i in log.iterations] == [1, 2, 13, 14, 15, 16]
     assert [i.iteration for i in log.counted] == [5, 6] and log.seconds == 7
