@@ -148,7 +148,7 @@ def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
         return {group: {} for group in GROUPS}
     if name.lower() not in RECIPES:
         known = ", ".join(RECIPES)
-        raise ValueError(f"--recipe {name:.60} is unknown: give one of {known}" + nearest(name, RECIPES, "", cutoff=0.3))
+        raise ValueError(f"--recipe {name:.60} is unknown: pass one of {known}" + nearest(name, RECIPES, "", cutoff=0.3))
     run = RECIPES[name.lower()]()
     return {group: {f.name: getattr(getattr(run, group), f.name) for f in fields(config)} for group, config in GROUPS.items()}
 
@@ -234,7 +234,7 @@ def interpret(values: Mapping[str, Any]) -> Arguments:
     flags = run_flags(values)
     check(flags.world_size is None or flags.dry_run,
           f"--world-size {flags.world_size} goes with --dry-run; a real run takes it from mpiexec -n")
-    check(flags.world_size is None or flags.world_size > 0, f"--world-size is {flags.world_size}: give a number above 0")
+    check(flags.world_size is None or flags.world_size > 0, f"--world-size is {flags.world_size}: pass a number above 0")
     run, notes = checked_run(flags.recipe, flags.fields)
     return Arguments(run=run, recipe=flags.recipe, dry_run=flags.dry_run, world_size=flags.world_size, notes=flags.notes + notes)
 
@@ -246,7 +246,7 @@ def checked_run(recipe: str | None, values: dict[str, Any]) -> tuple[RunConfig, 
     """
     run = make_run(recipe, values)
     check(run.model.kernels_take_heads or run.system.kernels == "torch", f"--kv-channels is {run.model.kv_channels}, by default "
-          f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: give one, or --kernels torch")
+          f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: pass one, or --kernels torch")
     return run, tuple(f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
                       for name in names if name in values)
 

@@ -46,7 +46,7 @@ class RampUp:
         check(rise >= 0 and rise % self.increment == 0, f"{flag}: --global-batch-size {self.global_batch_size} minus start "
               f"{self.start} is {rise}, not a multiple of the increment {self.increment} (0 or more times)")
         check(rise // self.increment < MAX_SIZES, f"{flag}: {rise // self.increment} steps to --global-batch-size "
-              f"{self.global_batch_size}: give an increment that makes fewer than {MAX_SIZES}")
+              f"{self.global_batch_size}: pass an increment that makes fewer than {MAX_SIZES}")
 
     def sizes(self) -> range:
         """Every global batch size on the way, in order."""
@@ -91,7 +91,7 @@ def length(training: TrainingConfig, sizes: Sizes, iteration: int = 0, samples: 
     of a sample. Raises ValueError when none of the flags is given.
     """
     lengths = training.train_iters, training.train_samples, training.train_tokens
-    check(any(value is not None for value in lengths), "give --train-iters or --train-samples")
+    check(any(value is not None for value in lengths), "pass --train-iters or --train-samples")
     last = training.train_samples if isinstance(sizes, RampUp) else None
     while left := _iterations_left(training, sizes(samples), last is not None, iteration, samples, seq_length):
         size, change = sizes(samples), sizes.next_change(samples)

@@ -79,7 +79,7 @@ def check_positive(config: Any, *names: str) -> None:
     """Every named field that is set must be > 0."""
     for name in names:
         value = getattr(config, name)
-        check(value is None or value > 0, f"{flag(name)} is {value}: give a number above 0")
+        check(value is None or value > 0, f"{flag(name)} is {value}: pass a number above 0")
 
 
 MAX_NUMBER = 2**31 - 1  # of a whole number whose field names no other limit
@@ -91,10 +91,10 @@ def check_numbers(config: Any) -> None:
         value, maximum = getattr(config, f.name), f.metadata.get("maximum", MAX_NUMBER)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float):
-                check(math.isfinite(number), f"{flag(f.name)} is {number}: give a finite number")
+                check(math.isfinite(number), f"{flag(f.name)} is {number}: pass a finite number")
             elif isinstance(number, int):
                 shown = number if abs(number) < 10**18 else f"a number of {len(str(abs(number)))} digits"
-                check(number <= maximum, f"{flag(f.name)} is {shown}: give at most {maximum}")
+                check(number <= maximum, f"{flag(f.name)} is {shown}: pass at most {maximum}")
 
 
 KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
@@ -115,7 +115,7 @@ def check_fraction(config: Any, *names: str) -> None:
     """Every named field must lie in [0, 1)."""
     for name in names:
         value = getattr(config, name)
-        check(0.0 <= value < 1.0, f"{flag(name)} is {value}: give a number from 0 to below 1")
+        check(0.0 <= value < 1.0, f"{flag(name)} is {value}: pass a number from 0 to below 1")
 
 
 def check_choices(config: Any) -> None:
@@ -123,4 +123,4 @@ def check_choices(config: Any) -> None:
     for f in fields(config):
         choices, value = f.metadata.get("choices"), getattr(config, f.name)
         check(choices is None or value in choices or value is f.default,
-              f"{flag(f.name)} is {value}: give {' or '.join(map(str, choices or ()))}")
+              f"{flag(f.name)} is {value}: pass {' or '.join(map(str, choices or ()))}")

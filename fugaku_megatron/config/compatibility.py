@@ -19,7 +19,7 @@ COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
     "--cpu-torch-adam": (0, "AdamW is the built-in kernel, with torch.optim.AdamW's arithmetic"),
     "--use-cpu-initialization": (0, "weights are always initialised on the CPU, equal for every parallel layout"),
     "--test-data-path": ("+", "no loss is computed on a test split here"),
-    "--use-cached-dataset": (0, "an index of samples that is in a file, of --data-cache-path or beside the data, is always used"),
+    "--use-cached-dataset": (0, "an index of samples that is in a file, of --data-cache-path or next to the data, is always used"),
     "--data-impl": (1, "the data format is always .bin/.idx through mmap"),
     "--dataloader-type": (1, "samples are read in their one order ('single')"),
     "--num-workers": (1, "one thread reads ahead"),
@@ -36,8 +36,8 @@ COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
     "--no-bias-dropout-fusion": (0, "which kernels are fused is not a flag here"),
     "--no-gradient-accumulation-fusion": (0, "weight gradients are always accumulated straight into the FP32 buffer"),
     "--no-async-tensor-model-parallel-allreduce": (0, "ignored"),
-    "--local_rank": (1, "MPI gives the rank"),
-    "--local-rank": (1, "MPI gives the rank"),
+    "--local_rank": (1, "MPI sets the rank"),
+    "--local-rank": (1, "MPI sets the rank"),
     "--distributed-timeout-minutes": (1, "ignored: MPI has no time-out"),
     "--log-throughput": (0, "TFLOPs are in every log line"),
     "--bias-gelu-fusion": (0, "which kernels are fused is not a flag here"),
@@ -67,7 +67,7 @@ COMPATIBILITY_FLAGS: dict[str, tuple[int | str, str]] = {
     "--calculate-per-token-loss": (0, "every token counts, so the mean over micro-batches is the mean over tokens"),
     "--manual-gc": (0, GARBAGE),
     "--manual-gc-interval": (1, GARBAGE),
-    "--empty-unused-memory-level": (1, "ignored: there is no GPU memory to give back"),
+    "--empty-unused-memory-level": (1, "ignored: there is no GPU memory to release"),
     "--no-create-attention-mask-in-dataloader": (0, "attention is causal by itself, and no mask is made"),
     "--no-mmap-bin-files": (0, "files are always mapped"),
     "--ckpt-format": (1, "checkpoints have one format, which loads into any layout"),
@@ -76,11 +76,11 @@ COMPATIBILITY_CHOICES = {"--optimizer": ("adam",)}  # others are another run
 
 # flag -> (the values that change nothing here, why others are refused)
 ONLY: dict[str, tuple[tuple[str, ...], str]] = {
-    "--main-params-dtype": (("fp32",), "master weights are in FP32: give fp32"),
-    "--main-grads-dtype": (("fp32",), "gradients are accumulated in FP32: give fp32; --grad-reduce-in-bf16 halves what travels"),
-    "--context-parallel-size": (("1",), "context parallelism is not built: give 1, and --sequence-parallel for long sequences"),
+    "--main-params-dtype": (("fp32",), "master weights are in FP32: pass fp32"),
+    "--main-grads-dtype": (("fp32",), "gradients are accumulated in FP32: pass fp32; --grad-reduce-in-bf16 sends half the bytes"),
+    "--context-parallel-size": (("1",), "context parallelism is not built: pass 1, and --sequence-parallel for long sequences"),
     "--dataloader-type": (("single",), "it draws another order, epoch by epoch, from torch's generator; here a sample's place is a "
-                                       "function of the seed: give single"),
+                                       "function of the seed: pass single"),
 }
 
 # flag -> (number of values, why it is refused)
@@ -91,7 +91,7 @@ REFUSED_FLAGS: dict[str, tuple[int, str]] = {
     "--num-experts": (1, "mixtures of experts are not built"),
     "--multi-latent-attention": (0, "keys and values are whole: --group-query-attention makes them fewer"),
     "--window-attn-skip-freq": (1, "--window-size holds for all layers"),
-    "--no-position-embedding": (0, "give --position-embedding-type rope or none"),
+    "--no-position-embedding": (0, "pass --position-embedding-type rope or none"),
     "--rotary-seq-len-interpolation-factor": (1, "rope is stretched by --use-rope-scaling only, as Llama 3.1 does it"),
     "--apply-layernorm-1p": (0, "weights of norms begin at 1, not at 0: leave it out"),
     "--decoupled-lr": (1, "all weights have one learning rate: leave it out"),
@@ -100,7 +100,7 @@ REFUSED_FLAGS: dict[str, tuple[int, str]] = {
     "--fp8-amax-history-len": (1, NO_FP8),
     "--fp8-amax-compute-algo": (1, NO_FP8),
     "--fp8-param-gather": (0, NO_FP8),
-    "--tiktoken-pattern": (1, "tiktoken's files are not read: give --tokenizer-type HuggingFaceTokenizer and the model's folder"),
+    "--tiktoken-pattern": (1, "tiktoken's files are not read: pass --tokenizer-type HuggingFaceTokenizer and the model's folder"),
     "--reset-position-ids": (0, "positions count from the beginning of a sample, whatever documents are in it"),
     "--reset-attention-mask": (0, "attention reaches back to the beginning of a sample, whatever documents are in it"),
     "--eod-mask-loss": (0, "the loss counts every token, those that end a document as well"),

@@ -35,15 +35,15 @@ class ParallelConfig:
                                                        "gradients are not there: more of them leave less idle time and take more "
                                                        "memory (default: the number of stages, as 1f1b)", type=int)
     sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
-    tp_comm_overlap: bool = opt(False, "with --sequence-parallel: activations travel in blocks behind the products that read or "
-                                "make them")
+    tp_comm_overlap: bool = opt(False, "with --sequence-parallel: send activations in blocks, overlapped with the matmuls that "
+                                "read or write them")
     zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1)", choices=(0, 1),
                           switches={"--use-distributed-optimizer": 1})
     overlap_grad_reduce: bool = opt(False, "reduce gradients in buckets, each while backward goes on with the layers before it")
     overlap_param_gather: bool = opt(False, "gather the weights of ZeRO-1's shards in buckets, while the next forward runs")
     ddp_bucket_size: int | None = opt(None, "elements that a bucket has at least (default: 40,000,000, or 1,000,000 x "
                                       "data-parallel size if that is more; without data parallelism one layer)", type=int)
-    grad_reduce_in_bf16: bool = opt(False, "gradients travel in BF16, half the bytes; they are accumulated and summed in FP32")
+    grad_reduce_in_bf16: bool = opt(False, "gradients are sent in BF16, half the bytes; they are accumulated and reduced in FP32")
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -53,20 +53,20 @@ class ParallelConfig:
                        "zero_bubble_max_pending_backward")
         check_choices(self)
         self._check_schedule()
-        check(self.sequence_parallel or not self.tp_comm_overlap, "--tp-comm-overlap needs --sequence-parallel: give both")
-        check(self.overlap_grad_reduce or not self.overlap_param_gather, "--overlap-param-gather needs --overlap-grad-reduce: give "
+        check(self.sequence_parallel or not self.tp_comm_overlap, "--tp-comm-overlap needs --sequence-parallel: pass both")
+        check(self.overlap_grad_reduce or not self.overlap_param_gather, "--overlap-param-gather needs --overlap-grad-reduce: pass "
               "both")
         check(self.zero_stage == 1 or not self.overlap_param_gather, f"--overlap-param-gather needs --use-distributed-optimizer, "
-              f"and --zero-stage is {self.zero_stage}: give --zero-stage 1, or leave it out")
+              f"and --zero-stage is {self.zero_stage}: pass --zero-stage 1, or leave it out")
         numbers = all(part.isdecimal() and int(part) for part in self.pipeline_split.split(","))
-        check(numbers or self.pipeline_split in ("balanced", "even"), f"--pipeline-split {self.pipeline_split}: give the layers of "
+        check(numbers or self.pipeline_split in ("balanced", "even"), f"--pipeline-split {self.pipeline_split}: pass the layers of "
               "each stage, such as 9,3, or balanced or even")
         for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
             value = getattr(self, name)
             check(value is None or not numbers, f"{flag(name)} {value} and --pipeline-split {self.pipeline_split} exclude each "
-                  "other: give one")
+                  "other: pass one")
             check(value is None or self.pipeline_model_parallel_size > 1, f"{flag(name)} {value} needs "
-                  "--pipeline-model-parallel-size above 1: give it, or leave it out")
+                  "--pipeline-model-parallel-size above 1: pass it, or leave it out")
 
     def _check_schedule(self) -> None:
         pp, schedule = self.pipeline_model_parallel_size, self.pipeline_schedule
@@ -76,9 +76,9 @@ class ParallelConfig:
             check(pp > 1, f"{name} {value} needs --pipeline-model-parallel-size above 1, and it is {pp}: raise it, or leave it out")
             check(schedule in (None, *CHUNKED), f"{name} {value} is for --pipeline-schedule {' and '.join(CHUNKED)}, not "
                   f"{schedule}: leave one out")
-        check(len(given) < 2, f"{' and '.join(given)} exclude each other: give one")
+        check(len(given) < 2, f"{' and '.join(given)} exclude each other: pass one")
         check(schedule != INTERLEAVED or given, "--pipeline-schedule interleaved needs --num-virtual-stages-per-pipeline-rank, the "
-              "chunks of layers of each stage: give it, or another schedule")
+              "chunks of layers of each stage: pass it, or another schedule")
         pending = self.zero_bubble_max_pending_backward
         check(pending is None or schedule in SPLITS_BACKWARD, f"--zero-bubble-max-pending-backward {pending} is for "
               f"--pipeline-schedule {' and '.join(SPLITS_BACKWARD)}, not {schedule or self.schedule}: leave one out")
@@ -147,14 +147,14 @@ class OptimizerConfig:
         check_fraction(self, "adam_beta1", "adam_beta2")
         for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
                      "lr_warmup_init"):
-            check(getattr(self, name) >= 0, f"{flag(name)} is {getattr(self, name)}: give 0 or more")
+            check(getattr(self, name) >= 0, f"{flag(name)} is {getattr(self, name)}: pass 0 or more")
         check_choices(self)
         self._check_learning_rate()
         self._check_weight_decay()
         self._check_moments()
         keeps, anew = self.use_checkpoint_opt_param_scheduler, self.no_load_lr_state or self.no_load_optim
         check(not (self.override_opt_param_scheduler and keeps),
-              "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: give one")
+              "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: pass one")
         check(not (anew and keeps), "--use-checkpoint-opt_param-scheduler goes with neither --no-load-lr-state nor "
               "--no-load-optim, which begin the schedule anew: leave it out")
 
@@ -165,17 +165,17 @@ class OptimizerConfig:
         self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
         self._check_one("lr_wsd_decay_iters", "lr_wsd_decay_samples")
         check(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
-              f"--lr-warmup-fraction is {self.lr_warmup_fraction}: give a number from 0 to 1")
+              f"--lr-warmup-fraction is {self.lr_warmup_fraction}: pass a number from 0 to 1")
         check(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters or self.lr_wsd_decay_samples,
-              "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its decay: give one")
+              "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its decay: pass one")
 
     def _check_moments(self) -> None:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             value = getattr(self, name)
             check(value in MOMENT_BYTES, f"{flag(name)} {value}: moments lie below the range of {value.upper()}, and the scale of "
-                  "each tensor that it needs is not built: give bf16 or fp32")
+                  "each tensor that it needs is not built: pass bf16 or fp32")
             check(value == "fp32" or self.use_precision_aware_optimizer, f"{flag(name)} {value} needs "
-                  "--use-precision-aware-optimizer, as in Megatron-LM: give it, or fp32")
+                  "--use-precision-aware-optimizer, as in Megatron-LM: pass it, or fp32")
 
     @property
     def moment_bytes(self) -> int:
@@ -184,14 +184,14 @@ class OptimizerConfig:
 
     def _check_one(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name)]
-        check(len(given) <= 1, f"{' and '.join(map(flag, given))} exclude each other: give one")
+        check(len(given) <= 1, f"{' and '.join(map(flag, given))} exclude each other: pass one")
 
     def _check_weight_decay(self) -> None:
         for name in ("start_weight_decay", "end_weight_decay"):
             value = getattr(self, name)
-            check(value is None or value >= 0, f"{flag(name)} is {value}: give 0 or more")
+            check(value is None or value >= 0, f"{flag(name)} is {value}: pass 0 or more")
             check(value is None or self.weight_decay_incr_style != "constant", f"{flag(name)} {value} has no effect with "
-                  "--weight-decay-incr-style constant: give linear or cosine, or only --weight-decay")
+                  "--weight-decay-incr-style constant: pass linear or cosine, or only --weight-decay")
 
 
 @hashed_once
@@ -206,7 +206,7 @@ class DataConfig:
     valid_data_path: tuple[str, ...] | None = opt(None, "as --data-path, all of it for validation", type=str, nargs="+")
     split: str = opt("969,30,1", "documents of --data-path for training, validation and test")
     legacy_split: bool = opt(False, "round --split as Megatron-LM did before Megatron-core 0.5, to continue such a run")
-    data_cache_path: str | None = opt(None, "folder for the index of --data-path (default: beside the data, where it is large)",
+    data_cache_path: str | None = opt(None, "folder for the index of --data-path (default: next to the data, where it is large)",
                                       type=str)
     mock_data: bool = opt(False, "random tokens instead of --data-path")
     skip_samples: tuple[str, ...] | None = opt(None, "samples that training leaves out, as FIRST:END ..., END not included; they "
@@ -220,11 +220,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_numbers(self)
         check((self.vocab_file is None) == (self.merge_file is None),
-              f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: give both or neither")
+              f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: pass both or neither")
         Skips.parse(self.skip_samples)
         sources = [flag(name) for name in ("mock_data", "data_path", "train_data_path") if getattr(self, name)]
-        check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: give one")
-        check(self.train_data_path or not self.valid_data_path, "--valid-data-path goes with --train-data-path: give both")
+        check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: pass one")
+        check(self.train_data_path or not self.valid_data_path, "--valid-data-path goes with --train-data-path: pass both")
 
     @property
     def has_tokenizer(self) -> bool:
@@ -254,11 +254,11 @@ class NumbersConfig:
                                "machine (other bits) from a bad batch (the same bits)", aliases=("--check-for-spiky-loss",))
     loss_spike_deviations: float = opt(6.0, "a loss is a spike above the median of the last 50 by more than this many standard "
                                        "deviations, and by 1 %")
-    abft: tuple[str, ...] | None = opt(None, "layers whose matrix products are checked by checksums: numbers from 0, or all",
+    abft: tuple[str, ...] | None = opt(None, "layers whose matmuls are checked by checksums: numbers from 0, or all",
                                        type=str, nargs="+")
 
     def __post_init__(self) -> None:
         check_numbers(self)
         check_positive(self, "check_weight_hash_across_dp_replicas_interval", "loss_spike_deviations")
         wrong = next((layer for layer in self.abft or () if layer != "all" and not (layer.isascii() and layer.isdecimal())), None)
-        check(wrong is None, f"--abft {wrong}: give numbers of layers, from 0, or all")
+        check(wrong is None, f"--abft {wrong}: pass numbers of layers, from 0, or all")

@@ -17,7 +17,7 @@ from .run_config import RunConfig
 def check_world_size(world_size: int, tp: int, pp: int) -> None:
     """Raises ValueError when tensor-parallel size x pipeline-parallel size does not divide the number of ranks."""
     for name, size in (("tensor", tp), ("pipeline", pp)):
-        check(size >= 1, f"--{name}-model-parallel-size is {size}: give a number above 0")
+        check(size >= 1, f"--{name}-model-parallel-size is {size}: pass a number above 0")
     below = world_size // (tp * pp) * tp * pp
     ranks = f"{below} or {below + tp * pp}" if below else f"{tp * pp}"
     check(world_size >= 1 and world_size == below, f"world size {world_size} is not divisible by --tensor-model-parallel-size {tp} "
@@ -63,11 +63,11 @@ class Layout:
         name, remedy = f"--global-batch-size {global_batch_size}", f"use {below} or {below + each}"
         if run.batch.step_batch_size_schedule:
             name = f"--step-batch-size-schedule {run.batch.step_batch_size_schedule!r}: its batch size {global_batch_size}"
-            remedy = f"give multiples of {each}"
+            remedy = f"pass multiples of {each}"
         elif global_batch_size != self.global_batch_size(run):
             ramp = ' '.join(map(str, run.batch.rampup_batch_size or ()))
             name = f"--rampup-batch-size {ramp}: its batch size {global_batch_size}"
-            remedy = f"give a start and an increment that are multiples of {each}"
+            remedy = f"pass a start and an increment that are multiples of {each}"
         check(global_batch_size % each == 0, f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "
               f"data-parallel size {self.dp} = {each}: {remedy}")
         return global_batch_size // each
@@ -96,19 +96,19 @@ def check_split(run: RunConfig) -> None:
     each = f"--pipeline-model-parallel-size {pp}{chunked}"
     check(layers >= parts, f"--num-layers {layers} is below {each}: each needs a layer, change one")
     check(per_chunk is None or layers % (pp * per_chunk) == 0, f"--num-layers {layers} is not divisible by "
-          f"--pipeline-model-parallel-size {pp} x --num-layers-per-virtual-pipeline-stage {per_chunk}: change one of them, or give "
+          f"--pipeline-model-parallel-size {pp} x --num-layers-per-virtual-pipeline-stage {per_chunk}: change one of them, or pass "
           "--num-virtual-stages-per-pipeline-rank, whose chunks may differ")
     check(split != "even" or layers % parts == 0, f"--num-layers {layers} is not divisible by {each}: "
-          "change one of them, or give --pipeline-split balanced")
+          "change one of them, or pass --pipeline-split balanced")
     again = run.training.recompute_part_layers
     check(again is None or len(again) == parts, f"--recompute-part-layers has {len(again or ())} numbers and {each} makes {parts} "
-          f"parts: give {parts} numbers")
+          f"parts: pass {parts} numbers")
     if (sizes := stage_sizes(run)) is None:
         return
     flags = f"--pipeline-split {split}" if split not in ("even", "balanced") else " and ".join(
         f"{flag(name)} {value}" for name, value in _ends(run).items() if value is not None)
     check((len(sizes), sum(sizes)) == (pp, layers), f"{flags} has {len(sizes)} stages and {sum(sizes)} "
-          f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: give {pp} numbers that sum to {layers}")
+          f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: pass {pp} numbers that sum to {layers}")
     check(min(sizes) >= per_stage, f"{flags} leaves a stage {min(sizes)} layers of --num-layers {layers}, and a stage has "
           f"{per_stage} parts with a layer or more each: change one")
 

@@ -106,7 +106,7 @@ class ModelConfig:
         self._derive()
         numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
         check_positive(self, *(name for name in numbers if "dropout" not in name))
-        check(self.normalization in NORMS, f"--normalization is {self.normalization}: give {choices(NORMS)}")
+        check(self.normalization in NORMS, f"--normalization is {self.normalization}: pass {choices(NORMS)}")
         check_fraction(self, "hidden_dropout", "attention_dropout")
         check(self.max_position_embeddings >= self.seq_length, f"--max-position-embeddings {self.max_position_embeddings} "
               f"is below --seq-length {self.seq_length}: raise it to {self.seq_length} or shorten the sequence")
@@ -130,17 +130,17 @@ class ModelConfig:
     def _check_heads(self) -> None:
         h, heads = self.hidden_size, self.num_attention_heads
         check(self.kv_channels is not None, f"--hidden-size {h} is not divisible by --num-attention-heads {heads}: change one of "
-              "them, or give --kv-channels, the size of a head")
+              "them, or pass --kv-channels, the size of a head")
         check(heads % self.query_groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups "
               f"{self.query_groups}: change one of them")
         check(self.normalization != "LayerNorm" or not self.qk_layernorm, "--qk-layernorm is an RMS norm here, and --normalization "
-              "is LayerNorm: give --normalization RMSNorm, or leave it out")
+              "is LayerNorm: pass --normalization RMSNorm, or leave it out")
 
     def _check_rotary(self) -> None:
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         check(low < high, f"--rope-scaling-high-freq-factor {high} is not above --rope-scaling-low-freq-factor {low}: change one "
               "of them")
-        check(self.rotary_percent <= 1.0, f"--rotary-percent is {self.rotary_percent}: give a number above 0, and 1 at most")
+        check(self.rotary_percent <= 1.0, f"--rotary-percent is {self.rotary_percent}: pass a number above 0, and 1 at most")
         check(self.position_embedding_type != ROPE or (self.rotary_size > 0 and self.rotary_size % 2 == 0), "rope rotates pairs of "
               f"elements, and --rotary-percent {self.rotary_percent} of a head of {self.kv_channels} is {self.rotary_size}: change "
               "it, or --kv-channels")
@@ -211,8 +211,8 @@ def _window_size(text: str) -> str | None:
     numbers = text.strip().removeprefix("(").removesuffix(")").split(",")
     right = len(numbers) == 2 and all(part.strip().removeprefix("-").isdecimal() for part in numbers)
     left, ahead = (int(part) for part in numbers) if right else (0, 1)
-    check(right and ahead == 0 and -1 <= left < 2**22, f"--window-size {text!r:.60}: give LEFT,0, the tokens that a token sees "
-          "before itself, and none behind, such as 4095,0")
+    check(right and ahead == 0 and -1 <= left < 2**22, f"--window-size {text!r:.60}: pass LEFT,0, the number of tokens "
+          "before itself that a token sees, and none after it, such as 4095,0")
     return None if left == -1 else f"{left},0"
 
 

@@ -16,21 +16,21 @@ def check_file(flag: str, file: str | Path | None) -> None:
     """Raises ValueError, one line, when `file`, the value of `flag`, cannot be written. None: the flag was left out."""
     if file is None:
         return
-    check(str(file) not in ("", "."), f"{flag} {str(file)!r} is no name: give a file")
+    check(str(file) not in ("", "."), f"{flag} {str(file)!r} is not a name: pass a file")
     try:
         _check_place(flag, file)
     except OSError as error:  # a name that is too long, a folder that may not be entered
-        raise ValueError(f"{flag} {file}: {error.strerror}: give another file") from None
+        raise ValueError(f"{flag} {file}: {error.strerror}: pass another file") from None
 
 
 def _check_place(flag: str, file: str | Path) -> None:
     folder = Path(file).absolute().parent
-    check("\0" not in str(file), f"{flag} {str(file)!r} holds a zero byte, which no name may: give another file")
-    check(folder.is_dir(), f"{flag} {file}: {folder} is not a directory: make it, or give another file")
-    check(not Path(file).is_dir(), f"{flag} {file} is a directory: give a file in it")
-    check(not Path(file).is_fifo(), f"{flag} {file} is a FIFO, which would wait for a reader: give a file")
+    check("\0" not in str(file), f"{flag} {str(file)!r} holds a zero byte, which no name may: pass another file")
+    check(folder.is_dir(), f"{flag} {file}: {folder} is not a directory: make it, or pass another file")
+    check(not Path(file).is_dir(), f"{flag} {file} is a directory: pass a file in it")
+    check(not Path(file).is_fifo(), f"{flag} {file} is a FIFO, which would wait for a reader: pass a file")
     writable = os.access(file if Path(file).exists() else folder, os.W_OK)
-    check(writable, f"{flag} {file}: no permission to write there: give another file")
+    check(writable, f"{flag} {file}: no permission to write there: pass another file")
 
 
 def check_picture(file: str | Path | None) -> None:
@@ -46,7 +46,7 @@ def writing(flag: str, file: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{flag} {file}: cannot be written ({error.strerror}); give another file") from None
+        raise ValueError(f"{flag} {file}: cannot be written ({error.strerror}); pass another file") from None
 
 
 def pipe_table(rows: Sequence[Sequence[str]]) -> list[str]:

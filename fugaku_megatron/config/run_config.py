@@ -48,14 +48,14 @@ class BatchConfig:
         check_numbers(self)
         check_positive(self, "micro_batch_size", "global_batch_size")
         check(self.rampup_batch_size is None or len(self.rampup_batch_size) == 3,
-              f"--rampup-batch-size {self.rampup_batch_size}: give three numbers, start, increment and samples")
+              f"--rampup-batch-size {self.rampup_batch_size}: pass three numbers, start, increment and samples")
         check(self.rampup_batch_size is None or self.global_batch_size is not None,
               "--rampup-batch-size needs --global-batch-size, the size to grow to")
         if self.step_batch_size_schedule is not None:
             self._check_steps(StepSizes.parse(self.step_batch_size_schedule))
 
     def _check_steps(self, steps: StepSizes) -> None:
-        check(self.rampup_batch_size is None, "--step-batch-size-schedule and --rampup-batch-size exclude each other: give one")
+        check(self.rampup_batch_size is None, "--step-batch-size-schedule and --rampup-batch-size exclude each other: pass one")
         check(self.global_batch_size in (None, steps.global_batch_size), f"--global-batch-size {self.global_batch_size} is not the "
               f"last size of --step-batch-size-schedule, {steps.global_batch_size}: leave it out")
         object.__setattr__(self, "global_batch_size", steps.global_batch_size)
@@ -76,7 +76,7 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check(not (self.bf16 and self.fp16), "--bf16 and --fp16 exclude each other: give one")
+        check(not (self.bf16 and self.fp16), "--bf16 and --fp16 exclude each other: pass one")
         check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
         check(self.min_loss_scale <= self.initial_loss_scale, f"--min-loss-scale {self.min_loss_scale} is above "
               f"--initial-loss-scale {self.initial_loss_scale}: lower it")
@@ -121,23 +121,23 @@ class TrainingConfig:
         check_numbers(self)
         check_positive(self, "train_samples", "train_tokens", "exit_interval", "exit_duration_in_mins", "eval_interval",
                        "recompute_num_layers", "memory_per_rank")
-        check(0 <= self.seed < 2**32, f"--seed is {self.seed}: give a number from 0 to {2**32 - 1}")  # what numpy's generator takes
-        check(self.train_iters is None or self.train_iters >= 0, f"--train-iters is {self.train_iters}: give 0 or more")
-        check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: give 0 or more")
+        check(0 <= self.seed < 2**32, f"--seed is {self.seed}: pass a number from 0 to {2**32 - 1}")  # what numpy's generator takes
+        check(self.train_iters is None or self.train_iters >= 0, f"--train-iters is {self.train_iters}: pass 0 or more")
+        check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: pass 0 or more")
         check(self.train_iters is None or self.train_samples is None,
-              "--train-iters and --train-samples exclude each other: give one")
+              "--train-iters and --train-samples exclude each other: pass one")
         check_choices(self)
         self._check_recompute()
 
     def _check_recompute(self) -> None:
         kind, numbers = self.recompute_granularity, self.recompute_part_layers
         shown = f"--recompute-part-layers {' '.join(map(str, numbers or ()))}"
-        check(numbers is None or min(numbers) >= 0, f"{shown}: give 0 or more layers for each part")
-        check(numbers is None or kind == "full", f"{shown} needs --recompute-granularity full, and it is {kind}: give it")
+        check(numbers is None or min(numbers) >= 0, f"{shown}: pass 0 or more layers for each part")
+        check(numbers is None or kind == "full", f"{shown} needs --recompute-granularity full, and it is {kind}: pass it")
         check(numbers is None or self.recompute_method == "uniform", f"{shown} and --recompute-method block exclude each other: "
-              "give one")
+              "pass one")
         check(not self.recompute_auto or kind is None, f"--recompute-auto and --recompute-granularity {kind} exclude each other: "
-              "give one")
+              "pass one")
 
 
 @hashed_once
@@ -154,8 +154,8 @@ class OutputConfig:
     save_interval: int | None = opt(None, "iterations between checkpoints (default: only at the end)", type=int)
     save_interval_in_mins: float | None = opt(None, "minutes between checkpoints, by the clock of rank 0", type=float)
     keep_last: int | None = opt(None, "checkpoints to keep in --save; older ones are removed after a save (default: all)", type=int)
-    save_local: str | None = opt(None, "directory on a disk of each node: checkpoints go there first, behind the run to --save; "
-                                 "the newest whole one of either is loaded", type=str)
+    save_local: str | None = opt(None, "directory on a disk of each node: checkpoints are written there first and copied to --save "
+                                 "during the run; the newest whole one of either is loaded", type=str)
     async_save: bool = opt(False, "copy a checkpoint to memory and write it while training goes on")
     log_interval: int = opt(100, "iterations between log lines")
     log_live: str = opt("auto", "one live line with loss, tokens/s and time left instead of log lines; auto: on a terminal, also "
@@ -183,21 +183,21 @@ class OutputConfig:
         check_positive(self, "ckpt_step", "save_interval", "save_interval_in_mins", "keep_last", "log_interval",
                        "profile_step_start")
         for name in ("save", "load", "pretrained_checkpoint", "save_local", "tensorboard_dir", "profile_dir"):
-            check(getattr(self, name) != "", f"{flag(name)} is empty: give a directory, or leave it out (is a variable unset?)")
+            check(getattr(self, name) != "", f"{flag(name)} is empty: pass a directory, or leave it out (is a variable unset?)")
         for name in ("log_file", "log_ranks"):
-            check(getattr(self, name) != "", f"{flag(name)} is empty: give a file, or leave it out (is a variable unset?)")
+            check(getattr(self, name) != "", f"{flag(name)} is empty: pass a file, or leave it out (is a variable unset?)")
         check(self.tensorboard_dir is None or is_unicode(self.tensorboard_dir), f"--tensorboard-dir {self.tensorboard_dir}: "
-              "TensorBoard takes no name that is not valid in this locale's encoding: give another, or set LC_ALL=C.UTF-8")
+              "TensorBoard takes no name that is not valid in this locale's encoding: pass another, or set LC_ALL=C.UTF-8")
         check(not self.wandb_project or self.wandb_exp_name, f"--wandb-project {self.wandb_project} needs --wandb-exp-name, the "
-              "name of the run: give both")
+              "name of the run: pass both")
         check(self.ckpt_step is None or self.load is not None, f"--ckpt-step {self.ckpt_step} needs --load, the directory it is in")
         check(not self.finetune or self.save is None or self.save != self.load, "--finetune starts at iteration 0, and would "
-              f"replace the checkpoints of --load {self.load}, which is also --save: give another --save, or leave --finetune out")
-        check(not (self.finetune and self.pretrained_checkpoint), "--finetune and --pretrained-checkpoint exclude each other: give "
+              f"replace the checkpoints of --load {self.load}, which is also --save: pass another --save, or leave --finetune out")
+        check(not (self.finetune and self.pretrained_checkpoint), "--finetune and --pretrained-checkpoint exclude each other: pass "
               "--finetune with --load for one start, or --pretrained-checkpoint for a run that goes on from its own --load")
         check(self.profile_step_end > self.profile_step_start, f"--profile-step-end {self.profile_step_end} is not above "
               f"--profile-step-start {self.profile_step_start}: raise it")
-        check(all(rank >= 0 for rank in self.profile_ranks), f"--profile-ranks {self.profile_ranks}: give ranks from 0 on")
+        check(all(rank >= 0 for rank in self.profile_ranks), f"--profile-ranks {self.profile_ranks}: pass ranks from 0 on")
 
 
 FP16_CHUNK = 64  # half the error of BF16 operands, at 1.7 times the FP32 rate in the A64FX model (docs/numerics.md)
@@ -212,7 +212,7 @@ class SystemConfig:
     kernels: str = opt("auto", "native: the C++ kernels; torch: torch's own; auto: whichever is faster on this run's shapes",
                        choices=("auto", "native", "torch"))
     fp16_accumulation_chunk: int | None = opt(
-        None, "with --fp16, sum this many products of a linear layer in FP16 before adding in FP32: faster where the CPU has FP16 "
+        None, "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster where the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)", type=int, switches={"--fp16-accumulation": FP16_CHUNK})
     cache_packed_weights: bool = opt(False, "keep weights packed for the matrix kernels from one optimizer step to the next: "
                                      "faster with several micro-batches per step, at two more copies of the weights")
@@ -231,10 +231,10 @@ class SystemConfig:
         check_choices(self)
         check_positive(self, "cpu_frequency")
         timeout = self.hang_timeout_in_secs
-        check(timeout is None or timeout == 0 or timeout >= 1, f"--hang-timeout-in-secs is {timeout}: give 1 or more, or 0")
+        check(timeout is None or timeout == 0 or timeout >= 1, f"--hang-timeout-in-secs is {timeout}: pass 1 or more, or 0")
         chunk = self.fp16_accumulation_chunk
         check(chunk is None or 0 < chunk <= MAX_FP16_CHUNK,
-              f"--fp16-accumulation-chunk is {chunk}: give a number from 1 to {MAX_FP16_CHUNK}")
+              f"--fp16-accumulation-chunk is {chunk}: pass a number from 1 to {MAX_FP16_CHUNK}")
 
 
 @hashed_once
@@ -256,17 +256,17 @@ class RunConfig:
     def __post_init__(self) -> None:
         samples, optimizer = self.training.train_samples is not None, self.optimizer
         check(not samples or not (optimizer.lr_decay_iters or optimizer.lr_warmup_iters or optimizer.lr_wsd_decay_iters),
-              "--train-samples goes with --lr-decay-samples and --lr-warmup-samples, not with their -iters kin")
+              "--train-samples goes with --lr-decay-samples and --lr-warmup-samples: leave out --lr- flags that count iterations")
         check(samples or not (optimizer.lr_decay_samples or optimizer.lr_warmup_samples or optimizer.lr_wsd_decay_samples),
-              "--lr-decay-samples and --lr-warmup-samples go with --train-samples: give it, or the -iters flags")
+              "--lr-decay-samples and --lr-warmup-samples go with --train-samples: pass it, or the -iters flags")
         chunk, kernels = self.system.fp16_accumulation_chunk, self.system.kernels
         check(chunk is None or self.precision.fp16, f"--fp16-accumulation-chunk {chunk} is for --fp16, and this run is "
-              f"{self.precision.name}: give --fp16, or leave it out")
+              f"{self.precision.name}: pass --fp16, or leave it out")
         check(chunk is None or kernels != "torch", f"--fp16-accumulation-chunk {chunk} is for the C++ kernels, and --kernels is "
-              "torch: give native or auto, or leave it out")
+              "torch: pass native or auto, or leave it out")
         layers, count = self.numbers.abft or (), self.model.num_layers
         beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)
-        check(beyond is None, f"--abft {beyond}: the model has layers 0 to {count - 1}: give some of them, or all")
+        check(beyond is None, f"--abft {beyond}: the model has layers 0 to {count - 1}: pass some of them, or all")
         check(not layers or (kernels != "torch" and chunk is None), "--abft is for the C++ kernels with sums in FP32: leave out "
               "--kernels torch and --fp16-accumulation-chunk, or leave --abft out")
 

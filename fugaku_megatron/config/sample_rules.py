@@ -32,7 +32,7 @@ class StepSizes:
             steps.append((int(float(match[1]) * UNITS[match[2]]) // seq_length, int(match[3])))
         check(bool(steps) and steps[0][0] == 0, f"{flag}: the first step must begin at 0")
         rising = all(a[0] < b[0] for a, b in zip(steps, steps[1:]))
-        check(rising, f"{flag}: every step must begin at least one sample behind the one before it")
+        check(rising, f"{flag}: every step must begin at least one sample after the one before it")
         return StepSizes(tuple(steps))
 
     @property

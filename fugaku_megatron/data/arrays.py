@@ -33,7 +33,7 @@ def _tokens(document: Any, where: str) -> np.ndarray:
         array = np.empty((), object)
     if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
         kind = f"{type(document).__name__} of shape {array.shape} and type {array.dtype}"
-        raise ValueError(f"{where} is a {kind}: give a sequence of documents, each a one-dimensional array of token ids")
+        raise ValueError(f"{where} is a {kind}: pass a sequence of documents, each a one-dimensional array of token ids")
     return array.astype(np.int64, copy=False)
 
 

@@ -85,7 +85,7 @@ class Builder:
 def _check_once(needed: int, available: int, name: str) -> None:
     flags = "--train-iters or --train-samples" if name == SPLITS[0] else "--eval-iters"
     if needed > available:
-        raise ValueError(f"{name} data without weights is read once, {available} samples, and the run takes {needed}: give "
+        raise ValueError(f"{name} data without weights is read once, {available} samples, and the run takes {needed}: pass "
                          f"weights, which repeat the data, or fewer {flags}")
 
 
@@ -124,7 +124,7 @@ def _check_documents(split: str, name: str, prefixes: Sequence[str], documents: 
     for prefix, ids in zip(prefixes, documents):
         if not ids:
             raise ValueError(f"--split {split}: none of the {len(opened[prefix])} documents of {prefix} falls to {name}: "
-                             f"give {name} a larger share or more documents")
+                             f"pass a larger share for {name}, or more documents")
 
 
 def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: int, num_samples: Sequence[int], seed: int,

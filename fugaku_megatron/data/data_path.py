@@ -34,18 +34,18 @@ def parse_split(split: str) -> list[float]:
     number = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*", re.ASCII)
     if not 1 <= len(parts) <= 3 or not all(number.fullmatch(part) for part in parts):
         raise ValueError(
-            f"--split {split!r}: give one to three numbers, none negative, such as 969,30,1 (train,valid,test)"
+            f"--split {split!r}: pass one to three numbers, none negative, such as 969,30,1 (train,valid,test)"
         )
     shares = [float(part) for part in parts] + [0.0] * (3 - len(parts))
     if sum(shares) == 0:
-        raise ValueError(f"--split {split!r}: all shares are 0; give train a part, such as 969,30,1")
+        raise ValueError(f"--split {split!r}: all shares are 0; pass a share for train, such as 969,30,1")
     return _shares(shares)
 
 
 def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list[float] | None]:
     """(prefixes, weights) of `flag`: pairs of weight and prefix, or prefixes alone (weights None)."""
     first, numbers = data_path[::2], [_number(item) for item in data_path]
-    pairs = "give prefixes, or pairs: weight prefix weight prefix ..."
+    pairs = "pass prefixes, or pairs: weight prefix weight prefix ..."
     if len(data_path) == 1 or data_path and not any(number is not None for number in numbers):
         return list(data_path), None
     if not data_path or len(data_path) % 2:

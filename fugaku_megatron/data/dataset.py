@@ -115,7 +115,7 @@ class GPTDataset:
         if per_epoch < (self.seq_length + 1 if num_samples is None else 1):
             raise ValueError(
                 f"{self.name} data of {self.indexed.prefix}: {per_epoch} tokens in {num_documents} documents, but a "
-                f"sample takes --seq-length {self.seq_length} + 1; shorten it, give more data or change --split"
+                f"sample takes --seq-length {self.seq_length} + 1; shorten it, pass more data or change --split"
             )
 
     def _check_memory(self, num_documents: int, num_samples: int, max_bytes: int | None) -> None:
@@ -125,7 +125,7 @@ class GPTDataset:
             raise ValueError(
                 f"{self.name} data of {self.indexed.prefix}: the order of {num_samples} samples, which read its {num_documents} "
                 f"documents {self.num_epochs} times, takes about {needed / 2**30:.1f} GiB, and the node has "
-                f"{max_bytes / 2**30:.1f} GiB: give fewer {flags}, or more data"
+                f"{max_bytes / 2**30:.1f} GiB: pass fewer {flags}, or more data"
             )
 
     def _build(self, documents: np.ndarray | range, per_epoch: int, num_samples: int | None, seed: int, cache: IndexCache,

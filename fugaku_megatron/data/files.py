@@ -31,11 +31,11 @@ def read_text(path: str | os.PathLike, flag: str) -> str:
     """The UTF-8 text of the file that `flag` names. ValueError when it cannot be read."""
     reason = unreadable(path)
     if reason:
-        raise ValueError(f"{flag} {path}: cannot be read ({reason}); give the path of an existing file")
+        raise ValueError(f"{flag} {path}: cannot be read ({reason}); pass the path of an existing file")
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot be read ({error.strerror}); give the path of an existing file") from None
+        raise ValueError(f"{flag} {path}: cannot be read ({error.strerror}); pass the path of an existing file") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag} {path}: not UTF-8 text (byte {error.start}); is it another file?") from None
 

@@ -159,7 +159,7 @@ def provide(cache: IndexCache, prefix: str, kind: str, split: str, description: 
 
 def _require(prefix: str, size: int, reason: str | None) -> None:
     if reason:
-        raise ValueError(f"the index of {prefix}, {size / 2**20:.0f} MiB, cannot be written ({reason}): give another folder with "
+        raise ValueError(f"the index of {prefix}, {size / 2**20:.0f} MiB, cannot be written ({reason}): pass another folder with "
                          "--data-cache-path")
 
 

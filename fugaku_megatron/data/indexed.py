@@ -251,7 +251,7 @@ class IndexedDatasetWriter:
             yield
         except OSError as error:
             raise ValueError(
-                f"{self.prefix}.bin: cannot be written ({error.strerror}); is --output-prefix right, and room on its disk?"
+                f"{self.prefix}.bin: cannot be written ({error.strerror}); is --output-prefix right, and its disk not full?"
             ) from None
 
     def add_document(self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None) -> None:

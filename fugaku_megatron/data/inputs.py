@@ -18,7 +18,7 @@ from .files import unreadable
 
 JSON_SUFFIXES = (".jsonl", ".json")
 LOOKED_AT = 4096  # bytes at the beginning of a file, of which none may be zero
-CONVERT = "give text in UTF-8, as iconv -t UTF-8 writes it"
+CONVERT = "pass text in UTF-8, as iconv -t UTF-8 writes it"
 NAMED = 5  # files that a warning names
 
 

@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: str | Path):
         path = Path(folder)
         if not has_tokenizer(path):
-            raise ValueError(f"--tokenizer-model {folder}: no folder with {' or '.join(HUGGING_FACE_FILES)} in it: give the folder "
+            raise ValueError(f"--tokenizer-model {folder}: no folder with {' or '.join(HUGGING_FACE_FILES)} in it: pass the folder "
                              "of a model or tokenizer in Hugging Face's form")
         transformers = _library("transformers", "huggingface", self.name)
         try:
@@ -98,7 +98,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str | Path):
         if reason := unreadable(path):
-            raise ValueError(f"--tokenizer-model {path}: cannot be read ({reason}); give the path of an existing model")
+            raise ValueError(f"--tokenizer-model {path}: cannot be read ({reason}); pass the path of an existing model")
         library = _library("sentencepiece", "sentencepiece", self.name)
         model = Path(path).read_bytes()
         try:
@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
         except RuntimeError:
             self.vocab_size = 0
         if not self.vocab_size:
-            raise ValueError(f"--tokenizer-model {path}: not a SentencePiece model; give the .model file that its training wrote")
+            raise ValueError(f"--tokenizer-model {path}: not a SentencePiece model; pass the .model file that its training wrote")
         end = self._processor.eos_id()
         self.eod: int | None = end if end >= 0 else None
         self.checksum = zlib.crc32(model)
@@ -144,10 +144,10 @@ class NullTokenizer:
         words = clean(text).split()
         wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
         if wrong is not None:
-            raise ValueError(f"--tokenizer-type NullTokenizer reads texts of numbers, and {wrong[:40]!r} is none: give another "
+            raise ValueError(f"--tokenizer-type NullTokenizer reads texts of numbers, and {wrong[:40]!r} is none: pass another "
                              "type")
         ids = [int(word[:20]) for word in words]
-        _check_range(ids, self.vocab_size, "give a larger --vocab-size")
+        _check_range(ids, self.vocab_size, "pass a larger --vocab-size")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:

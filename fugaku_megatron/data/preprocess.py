@@ -202,7 +202,7 @@ def check_numbers(args: argparse.Namespace) -> None:
     """Raises ValueError for numbers below 1, and for more processes than a node can start."""
     limit = max(MIN_LIMIT_OF_WORKERS, MAX_WORKERS_PER_CPU * (os.cpu_count() or 1))
     if args.workers > limit:
-        raise ValueError(f"--workers {args.workers}, but this node has {os.cpu_count()} CPUs: give at most {limit}")
+        raise ValueError(f"--workers {args.workers}, but this node has {os.cpu_count()} CPUs: pass at most {limit}")
     for flag in ("workers", "log_interval"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
@@ -219,7 +219,7 @@ def preprocess(args: argparse.Namespace) -> None:
     tokenizer = build_tokenizer(*flags)  # fails before any work
     if args.append_eod and tokenizer.eod is None:
         raise ValueError(f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "
-                         "leave the flag out, or give the tokenizer one")
+                         "leave the flag out, or add one to the tokenizer")
     job = Job(flags, tuple(args.json_keys), args.append_eod)
     progress = Progress(sum(Path(path).stat().st_size for path in files), args.log_interval)
     with ExitStack() as stack:

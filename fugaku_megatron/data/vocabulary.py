@@ -66,7 +66,7 @@ def _write(tokenizer: Any, output: Path) -> None:
         for name in NAMES:
             os.replace(output / f"{name}.tmp", output / name)
     except OSError as error:
-        raise ValueError(f"--output {output}: cannot be written ({error.strerror}); give another folder") from None
+        raise ValueError(f"--output {output}: cannot be written ({error.strerror}); pass another folder") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_size(size: int) -> None:
     """Raises ValueError for a number of tokens that no vocabulary can have."""
     if not MIN_TOKENS <= size <= MAX_TOKENS:
-        raise ValueError(f"--vocab-size is {size}: give a number from {MIN_TOKENS}, which is every byte and {EOD_TOKEN}, "
+        raise ValueError(f"--vocab-size is {size}: pass a number from {MIN_TOKENS}, which is every byte and {EOD_TOKEN}, "
                          f"to {MAX_TOKENS}")
 
 
@@ -86,10 +86,10 @@ def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for a size out of range, an output that is no folder, and what is no file under a file's name in it."""
     check_size(args.vocab_size)
     if args.output.exists() and not args.output.is_dir():
-        raise ValueError(f"--output {args.output}: exists and is no folder; give another one")
+        raise ValueError(f"--output {args.output}: exists and is not a folder; pass another one")
     for name in NAMES:
         if os.path.lexists(args.output / name) and unreadable(args.output / name):
-            raise ValueError(f"--output {args.output}: {name} in it is no file that could be replaced; give another folder")
+            raise ValueError(f"--output {args.output}: {name} in it is not a file that can be replaced; pass another folder")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> int:
     vocab_file, merge_file = (str(args.output / name) for name in NAMES)
     print(f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {len(files)} file{'s' * (len(files) > 1)}")
     if tokens < args.vocab_size:
-        print(f"note: the text gives no more than these, --vocab-size is {args.vocab_size}")
+        print(f"note: the text has no more than these, --vocab-size is {args.vocab_size}")
     keys = [] if args.json_keys == ["text"] else ["--json-keys", *args.json_keys]
     words = ["--input", *args.input, *keys, "--output-prefix", "my_data", "--vocab-file", vocab_file, "--merge-file", merge_file]
     print(f"next: fugaku-megatron preprocess {shlex.join(words)} --append-eod")

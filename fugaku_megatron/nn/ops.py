@@ -62,7 +62,7 @@ class Ops:
         names = dict.fromkeys(FAMILIES, "native") | (dict.fromkeys(FAMILIES, choice) if isinstance(choice, str) else dict(choice))
         for family, name in names.items():
             if family not in FAMILIES or name not in BACKENDS:
-                raise ValueError(f"kernels {name} for {family}: give {' or '.join(BACKENDS)}, for {', '.join(FAMILIES)}")
+                raise ValueError(f"kernels {name} for {family}: pass {' or '.join(BACKENDS)}, for {', '.join(FAMILIES)}")
         cache = WeightCache(kernels) if keep_packed_weights else None
         gradients = WeightGradients()
         native = NativeOps(kernels, fp16_chunk, cache, gradients, few_rows)

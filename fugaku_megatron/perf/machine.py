@@ -106,13 +106,13 @@ class Machine:
         if threads in known:
             return None
         near = [n for n in known if n < threads][-1:] + [n for n in known if n > threads][:1]
-        return (f"{self.name} has no curve of products with {threads} threads: " + (
-                f"the time is by one between those of {near[0]} and {near[1]}" if len(near) > 1 else f"that of {near[0]} is used"))
+        used = f"the curves with {near[0]} and {near[1]} are interpolated" if len(near) > 1 else f"the curve with {near[0]} is used"
+        return f"{self.name} has no GEMM curve with {threads} threads: {used}"
 
     def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
         """The machine at another clock, or in eco mode. Raises ValueError for a clock it does not have."""
         check(ghz is None or ghz in self.clocks_ghz,
-              f"--ghz {ghz} is not a clock of {self.name}: give {' or '.join(map(str, self.clocks_ghz))}")
+              f"--ghz {ghz} is not a clock of {self.name}: pass {' or '.join(map(str, self.clocks_ghz))}")
         check(not eco or self.eco_fraction < 1, f"--eco-state 2: {self.name} has no eco mode; leave it out")
         peak = {name: value * (self.eco_fraction if eco else 1) for name, value in self.peak_tflops.items()}
         return replace(self, ghz=ghz or self.ghz, peak_tflops=peak)
@@ -122,7 +122,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a name that is not in a table; it names the known ones and the nearest of them."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-    return ValueError(f"{kind} {name} is unknown: give one of {', '.join(known)}" + (f" (did you mean {near[0]}?)" if near else ""))
+    return ValueError(f"{kind} {name} is unknown: pass one of {', '.join(known)}" + (f" (did you mean {near[0]}?)" if near else ""))
 
 
 def names() -> list[str]:

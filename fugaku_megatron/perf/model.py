@@ -45,9 +45,9 @@ class System:
         """A system of named machine and software. Raises ValueError for unknown names and for numbers that no node can have."""
         host, code = machine.load(machine_name).at(ghz, eco), software.load(software_name)
         ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node
-        check(nodes >= 1, f"--nodes is {nodes}: give a number above 0")
+        check(nodes >= 1, f"--nodes is {nodes}: pass a number above 0")
         check(1 <= ranks <= host.max_ranks,
-              f"--ranks-per-node is {ranks}: give 1 to {host.max_ranks}, what a node of {host.name} has")
+              f"--ranks-per-node is {ranks}: pass 1 to {host.max_ranks}, what a node of {host.name} has")
         return System(machine=host, software=code, nodes=nodes, ranks_per_node=ranks)
 
     @property
@@ -289,10 +289,10 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
     note = system.machine.curve_note(threads) if system.machine.kind == "cpu" else None
     lines += [note] if note else []
     lines += [f"the time is that of a run without {name}, which is not modelled" for name in unmodelled(run)]
-    lines += [f"software {code.name} does not offer {flag(name)}: the time is that of a run without" for name in code.lacking(run)]
-    lines += [f"software {code.name} does not offer {name}: the time is that of one that would" for name in not_offered(run, code)]
+    lines += [f"software {code.name} has no {flag(name)}: the time is that of a run without it" for name in code.lacking(run)]
+    lines += [f"software {code.name} has no {name}: the time is that of one that has it" for name in lacking_choices(run, code)]
     if run.system.cpu_frequency not in (None, system.machine.ghz):
-        lines.append(f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: give --ghz")
+        lines.append(f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: pass --ghz")
     peak = system.machine.peak_tflops[code.counts["computes_in"] or run.precision.name] * system.machine.clock
     if tflops > peak:
         lines.append(f"{tflops:.4g} TFLOPs are above the {peak:.4g} of the machine: the tables' formula counts attention's full "
@@ -308,13 +308,13 @@ def unmodelled(run: RunConfig) -> list[str]:
     return [name for name, active in flags.items() if active]
 
 
-def not_offered(run: RunConfig, code: Software) -> list[str]:
-    """Settings of the run that the software does not offer."""
+def lacking_choices(run: RunConfig, code: Software) -> list[str]:
+    """Settings of the run that the software does not have."""
     training, zero = run.training, run.parallel.zero_stage
     kind = training.recompute_granularity or "none"
     kind = "block" if kind == "full" and training.recompute_method == "block" else kind
-    return [name for name, offered in ((f"{kind} recompute", kind in code.choices.recompute),
-                                       (f"--zero-stage {zero}", zero in code.choices.zero_stages)) if not offered]
+    return [name for name, there in ((f"{kind} recompute", kind in code.choices.recompute),
+                                     (f"--zero-stage {zero}", zero in code.choices.zero_stages)) if not there]
 
 
 def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:

@@ -59,7 +59,7 @@ def _with_length(run: RunConfig) -> RunConfig:
 
 def main(args: argparse.Namespace) -> int:
     """Search and print. Raises ValueError, one line, for flags that do not fit together and when no layout runs."""
-    check(args.against is None or args.explain, "--against goes with --explain: give both")
+    check(args.against is None or args.explain, "--against goes with --explain: pass both")
     check(not (args.features and (args.explain or args.json or args.png)), "--features prints its own table: leave out --explain, "
           "--json and --png")
     if args.against:
@@ -164,9 +164,9 @@ def _feature_cells(row: FeatureRow, whole: Plan | None) -> tuple[str, ...]:
 
 
 MEANINGS = {
-    "gemm": "matrix products outside attention", "attention": "Q K^T and P V", "elementwise": "element-wise operators",
+    "gemm": "matmuls outside attention", "attention": "Q K^T and P V", "elementwise": "element-wise operators",
     "page_faults": "memory that the allocator returned to the system faults in again",
-    "calls": "operator calls, without the data they work on", "tensor_parallel": "all-reduces among tensor-parallel ranks",
+    "calls": "operator calls, without the data they work on", "tensor_parallel": "all-reduces of tensor-parallel ranks",
     "slowest_stage_waits": "the slowest stage waits in the pipeline, and sends",
     "pipeline_warmup": "first micro-batch through each stage",
     "data_parallel": "gradient reduction, tied embedding, ZeRO's all-gather", "optimizer": "clipping and Adam",

@@ -71,7 +71,7 @@ def rates(plan: Plan) -> list[str]:
     machine, fitted = plan.system.machine, plan.system.parameters.reduce_gbs
     if machine.slow_reduce_gbs is None:
         return []
-    return [f"large sums between nodes: sec/it at {fitted or 2 * machine.large_allreduce_gbs:.3g} GB/s a link, slow net at "
+    return [f"large all-reduces between nodes: sec/it at {fitted or 2 * machine.large_allreduce_gbs:.3g} GB/s a link, slow net at "
             f"{machine.slow_reduce_gbs:.3g}: published runs reached both"]
 
 

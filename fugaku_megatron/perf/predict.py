@@ -99,7 +99,7 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
              f"{p.tflops_per_node:.3f} TFLOPs per node, bubble {p.bubble_fraction:.1%} (mean over the stages)",
              f"{p.memory_mib_max:.0f} MiB on the fullest rank" + (": OUT OF MEMORY" if p.oom else "")]
     if p.slow_network > p.seconds:
-        lines.append(f"{p.slow_network:.4g} s where large sums reach {system.machine.slow_reduce_gbs:.3g} GB/s a link only")
+        lines.append(f"{p.slow_network:.4g} s if large all-reduces reach only {system.machine.slow_reduce_gbs:.3g} GB/s a link")
     lines += [f"  {name:<22}{seconds:>10.4g} s {seconds / p.seconds:>7.1%}" for name, seconds in p.breakdown.items() if seconds]
     return "\n".join(lines + [f"warning: {w}" for w in p.warnings])
 
@@ -114,7 +114,7 @@ def layout_of(run: RunConfig, system: System) -> Layout:
             raise
         what, _, remedy = str(error).partition(": ")
         shown = " or ".join(filter(None, (", ".join(pairs[:-1]), pairs[-1])))
-        raise ValueError(f"{what}: give --tensor- x --pipeline-model-parallel-size {shown}, which fit on these nodes "
+        raise ValueError(f"{what}: pass --tensor- x --pipeline-model-parallel-size {shown}, which fit on these nodes "
                          f"(plan finds the fastest), or {remedy}") from None
 
 

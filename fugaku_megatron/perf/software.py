@@ -113,10 +113,10 @@ PRIORS: dict[str, tuple[Prior, ...]] = {
     ),
     "a100": (
         _p("gemm_fraction", "of peak", 0.75, 0.2, 0.4, 0.95, "GEMM with full tiles, full waves and long K",
-           "cuBLAS reaches 70-85 % of 312 TFLOPS on large products"),
+           "cuBLAS reaches 70-85 % of 312 TFLOPS on large matmuls"),
         _p("gemm_half", "of 600", 0.5, 0.7, 0.01, 4.0, "K at which a tile reaches half its rate",
            "prologue of a few hundred steps"),
-        _p("unaligned", "of a product's rate", 0.07, 0.5, 0.01, 0.6, "products with a side that no multiple of 8 divides",
+        _p("unaligned", "of a matmul's rate", 0.07, 0.5, 0.01, 0.6, "matmuls with a side that 8 does not divide",
            "no tensor cores: 19.5 of 312 TFLOPS"),
         _p("elementwise_fraction", "of HBM", 0.7, 0.2, 0.2, 0.95, "rate of fused element-wise kernels", "copies reach 80-90 %"),
         _p("call_us", "us", 5.0, 0.7, 0.5, 100.0, "launch of a kernel, synchronous (CUDA_LAUNCH_BLOCKING=1)", "launch latency"),
@@ -268,7 +268,7 @@ class Software:
         if features.BALANCED_SPLIT in self.choices.names:
             return run
         layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
-        check(split in ("balanced", "even"), f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or give "
+        check(split in ("balanced", "even"), f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or pass "
               f"--software {THIS_PROJECT}")
         check(layers % pp == 0 or layers < pp, f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}, "
               f"and {self.name} cuts layers evenly: change one of them")

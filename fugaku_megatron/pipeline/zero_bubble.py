@@ -49,7 +49,7 @@ def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tupl
     found = _lists(placement, microbatches, limit, costs, compared)
     if found is None:
         raise NoList(f"{placement.stages} stages of {placement.chunks} chunks that hold {limit} of them have no zero-bubble list "
-                     f"for {microbatches} micro-batches that blocking sends could not stop: give another number of chunks "
+                     f"for {microbatches} micro-batches that blocking sends could not stop: pass another number of chunks "
                      "(--num-virtual-stages-per-pipeline-rank) or --zero-bubble-max-pending-backward")
     return found
 

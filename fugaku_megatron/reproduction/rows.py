@@ -216,7 +216,7 @@ def known(value: float | None) -> float:
 def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
     """All rows, or those of `documents`, in the documents' order. Raises ValueError for unknown documents and wrong data."""
     for name in documents:
-        check(name in DOCUMENTS, f"--document {name} is unknown: give {' or '.join(DOCUMENTS)}")
+        check(name in DOCUMENTS, f"--document {name} is unknown: pass {' or '.join(DOCUMENTS)}")
     return tuple(row for row in read(SEEDS) if not documents or row.document in documents)
 
 

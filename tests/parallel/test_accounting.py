@@ -189,7 +189,7 @@ def test_stages_cost_alike(recipe, pp, changes, layers):
 @pytest.mark.parametrize(("pp", "split", "message"), [
     (5, "even", "--num-layers 12 is not divisible by --pipeline-model-parallel-size 5"),
     (13, "balanced", "--num-layers 12 is below --pipeline-model-parallel-size 13"),
-    (2, "9,4", "--pipeline-split 9,4 has 2 stages and 13 layers, .* give 2 numbers that sum to 12"),
+    (2, "9,4", "--pipeline-split 9,4 has 2 stages and 13 layers, .* pass 2 numbers that sum to 12"),
     (2, "4,4,4", "has 3 stages and 12 layers"),
 ])
 def test_layers_that_cannot_be_cut(pp, split, message):
@@ -207,7 +207,7 @@ def test_a_sequence_that_cannot_be_cut():
 
 @pytest.mark.parametrize(("global_batch", "ramp", "message"), [
     (7, None, "^--global-batch-size 7 is not divisible by --micro-batch-size 2 x data-parallel size 2 = 4: use 4 or 8$"),
-    (16, (2, 2, 100), "^--rampup-batch-size 2 2 100: its batch size 2 is not divisible by .* = 4: give .* multiples of 4$"),
+    (16, (2, 2, 100), "^--rampup-batch-size 2 2 100: its batch size 2 is not divisible by .* = 4: pass .* multiples of 4$"),
     (16, (4, 6, 100), "^--rampup-batch-size 4 6 100: its batch size 10 is not divisible"),
 ])
 def test_a_batch_that_does_not_divide_names_the_flag_it_comes_from(global_batch, ramp, message):

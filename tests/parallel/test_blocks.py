@@ -62,7 +62,7 @@ def scale_norm(monkeypatch):
 
 
 def test_an_unknown_norm_is_refused():
-    with pytest.raises(ValueError, match="--normalization is BatchNorm: give LayerNorm or RMSNorm or ScaleNorm"):
+    with pytest.raises(ValueError, match="--normalization is BatchNorm: pass LayerNorm or RMSNorm or ScaleNorm"):
         small_run(normalization="BatchNorm")
 
 

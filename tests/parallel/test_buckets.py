@@ -249,9 +249,9 @@ def test_the_error_of_gradients_in_bf16():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"overlap_param_gather": True, "zero_stage": 1}, "--overlap-param-gather needs --overlap-grad-reduce: give both"),
+    ({"overlap_param_gather": True, "zero_stage": 1}, "--overlap-param-gather needs --overlap-grad-reduce: pass both"),
     ({"overlap_param_gather": True, "overlap_grad_reduce": True}, "needs --use-distributed-optimizer, and --zero-stage is 0"),
-    ({"ddp_bucket_size": 0}, "--ddp-bucket-size is 0: give a number above 0"),
+    ({"ddp_bucket_size": 0}, "--ddp-bucket-size is 0: pass a number above 0"),
 ])
 def test_flags_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):

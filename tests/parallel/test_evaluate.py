@@ -190,7 +190,7 @@ def test_a_converted_model_with_the_tokenizer_that_came_with_it(tmp_path, kind):
     (["--text", "short.txt"], r"--input short.txt has 5 tokens, and a window is 24 and the one that follows: give a longer"),
     (["--input", "absent"], "--input absent: cannot be read"),
     (["--text", "t", "--stride", "25"], "--stride is 25, more than the 24"),
-    (["--text", "t", "--stride", "0"], "--stride is 0: give a number above 0"),
+    (["--text", "t", "--stride", "0"], "--stride is 0: pass a number above 0"),
     (["--text", "t", "--json", "no/where.json"], "--json no/where.json: .*no is not a directory"),
     (["--text", "t", "--seq-length", "225"], "--seq-length is 225, and the model of --load .* has 224 positions"),
     (["--choices", "none.json"], "--choices none.json: not JSON"), (["--choices", "empty.json"], "empty.json: expected a list"),

@@ -146,9 +146,9 @@ def test_the_session_tells_it():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"abft": ("x",)}, "^--abft x: give numbers of layers, from 0, or all$"),
-    ({"abft": ("-1",)}, "^--abft -1: give numbers of layers"),
-    ({"abft": ("0", "4")}, "^--abft 4: the model has layers 0 to 3: give some of them, or all$"),
+    ({"abft": ("x",)}, "^--abft x: pass numbers of layers, from 0, or all$"),
+    ({"abft": ("-1",)}, "^--abft -1: pass numbers of layers"),
+    ({"abft": ("0", "4")}, "^--abft 4: the model has layers 0 to 3: pass some of them, or all$"),
     ({"abft": ("all",), "kernels": "torch"}, "^--abft is for the C\\+\\+ kernels"),
     ({"abft": ("all",), "fp16": True, "fp16_accumulation_chunk": 64}, "^--abft is for the C\\+\\+ kernels")])
 def test_what_cannot_be_checked_is_refused(changes, message):

@@ -109,7 +109,7 @@ def test_other_values_are_as_if_given_first():
     (lambda: fm.Config(use_distributed_optimizer="yes"), "use_distributed_optimizer .* is 'yes': expected bool"),
     (lambda: fm.Config(num_layers=2), "--hidden-size, .* must be given .or start from a --recipe: demo, "),
     (lambda: fm.Config.recipe("125m"), "--recipe 125m is unknown: .* did you mean 124m"),
-    (lambda: fm.Config.recipe("124m", num_layers=0), "--num-layers is 0: give a number above 0"),
+    (lambda: fm.Config.recipe("124m", num_layers=0), "--num-layers is 0: pass a number above 0"),
     (lambda: fm.Config.from_flags(["--num-layer", "2"]), "unknown flag --num-layer: did you mean --num-layers[?]"),
     (lambda: fm.Config.from_flags("--num-layers 2"), "from_flags takes a list of words"),
     (lambda: fm.Config.from_flags(["--recipe", "124m", "--dry-run"]), "--dry-run and --world-size belong to the command"),
@@ -235,7 +235,7 @@ def test_the_length_of_a_run():
 
 def test_mistakes_about_data(tmp_path):
     config = fm.Config(**FLAGS, train_iters=2)
-    for data, message in (([1, 2, 3], "document 0 of <data> is a int of shape"), ([[0.5]], "type float64: give"),
+    for data, message in (([1, 2, 3], "document 0 of <data> is a int of shape"), ([[0.5]], "type float64: pass"),
                           ([[1], [2, 96]], "document 1 of <data>: token id 96 is outside the vocabulary of 96"),
                           ([], "data is empty"), (5, "data is a int: give a prefix"), ([[[1, 2], [3]]], "is a list of shape"),
                           (tmp_path / "none", "none.idx: cannot be read"), (None, "there is no data: give data to Trainer")):

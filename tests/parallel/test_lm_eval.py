@@ -95,7 +95,7 @@ def test_texts_go_on_until_a_word(model):
 def test_arguments_and_settings():
     assert read_arguments({"load": "d", "ckpt_step": 3, "vocab_file": None}).source.ckpt_step == 3
     for values, message in (({"load": "d", "quux": 1}, "unknown flag --quux"),
-                            ({"load": "d", "micro_batch_size": 0}, "is 0: give")):
+                            ({"load": "d", "micro_batch_size": 0}, "is 0: pass")):
         with pytest.raises(ValueError, match=message):
             read_arguments(values)
     words, tokens, sampling = read_settings({"until": "a", "temperature": 0.5, "do_sample": False})

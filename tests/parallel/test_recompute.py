@@ -131,10 +131,10 @@ def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"recompute_auto": True, "recompute_granularity": "full"}, "--recompute-auto and --recompute-granularity full exclude"),
     ({"recompute_part_layers": (1, 0)}, "--recompute-part-layers 1 0 needs --recompute-granularity full, and it is None"),
-    ({"recompute_part_layers": (1, -1), "recompute_granularity": "full"}, "--recompute-part-layers 1 -1: give 0 or more"),
+    ({"recompute_part_layers": (1, -1), "recompute_granularity": "full"}, "--recompute-part-layers 1 -1: pass 0 or more"),
     ({"recompute_part_layers": (1, 1), "recompute_granularity": "full", "recompute_method": "block"}, "--recompute-method block"),
     ({"recompute_auto": True, "memory_per_rank": 0}, "--memory-per-rank is 0"),
-    ({"recompute_part_layers": (1, 1, 1), "recompute_granularity": "full"}, "has 3 numbers .* makes 2 parts: give 2"),
+    ({"recompute_part_layers": (1, 1, 1), "recompute_granularity": "full"}, "has 3 numbers .* makes 2 parts: pass 2"),
 ])
 def test_mistakes(changes, message):
     with pytest.raises(ValueError, match=message) as caught:

@@ -86,7 +86,7 @@ def test_random_ranges():
 
 def test_what_is_no_range_is_refused_with_one_line():
     for text in ("5", "5:", ":7", "7:5", "5:5", "-1:5", "a:b", "1:2:3", "1:2,", "", "0:2000000000000", "1.0:2", "٣:٥"):
-        with pytest.raises(ValueError, match="^--skip-samples .*(give FIRST:END|FIRST must be below END)") as refused:
+        with pytest.raises(ValueError, match="^--skip-samples .*(pass FIRST:END|FIRST must be below END)") as refused:
             make_run(None, {**SMALL, "skip_samples": (text,)})
         assert "\n" not in str(refused.value)
     run = parse(["--recipe", "demo", "--skip-samples", "10:20,15:30", "2:3"]).run

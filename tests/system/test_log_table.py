@@ -89,7 +89,7 @@ def test_a_history_makes_the_same_files(logs, capsys):
     (["ours.log", "--csv", "nowhere/t.csv"], "--csv nowhere/t.csv: .*/nowhere is not a directory: make it"),
     (["ours.log", "--csv", "a100.log"], "--csv a100.log: pass a file whose name ends with .csv"),
     (["ours.log", "--png", "a100.log"], "--png a100.log: pass a file whose name ends with .png"),
-    (["ours.log", "--csv", "folder.csv"], "--csv folder.csv is a directory: give a file in it"),
+    (["ours.log", "--csv", "folder.csv"], "--csv folder.csv is a directory: pass a file in it"),
     (["ours.log", "--nodes", "0"], "--nodes is 0: pass a number above 0"),
     (["ours.log", "--world-size", "4", "--dry-run"], "pass --nodes and --ranks-per-node"),
     (["ours.log", "--num-layers", "8"], "--hidden-size, --num-attention-heads"),

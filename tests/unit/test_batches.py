@@ -80,7 +80,7 @@ def test_a_long_ramp_takes_no_longer():
     with time_limit(1):
         iterations, samples = length(TrainingConfig(train_samples=10**12), RampUp(1, 1, 2**31 - 1, 2))
         assert samples == 10**12 - 1 and iterations == 2**31 - 1 + (10**12 - 1 - (2**31 - 1)) // 2
-    with pytest.raises(ValueError, match="16777215 steps to --global-batch-size 16777216: give an increment"):
+    with pytest.raises(ValueError, match="16777215 steps to --global-batch-size 16777216: pass an increment"):
         RampUp(1, 1, 100, 2**24)
 
 

@@ -201,9 +201,9 @@ def test_malformed_data_path(path, message):
 def test_an_order_of_samples_beyond_memory_is_refused_before_it_is_built(tmp_path):
     prefix = write(tmp_path / "small", [100] * 10)
     with pytest.raises(ValueError, match=r"train data of .*small: the order of 1000000000 samples, which read its 9 documents "
-                       r"\d+ times, takes about \S+ GiB, and the node has 4.0 GiB: give fewer --train-iters or --train-samples"):
+                       r"\d+ times, takes about \S+ GiB, and the node has 4.0 GiB: pass fewer --train-iters or --train-samples"):
         build_datasets([prefix], "90,10", 16, (10**9, 0, 0), 1, max_bytes=2**32)
-    with pytest.raises(ValueError, match="valid data of .*: give fewer --eval-iters"):
+    with pytest.raises(ValueError, match="valid data of .*: pass fewer --eval-iters"):
         build_datasets([prefix], "90,10", 16, (10, 10**12, 0), 1, max_bytes=2**32)
     built = build_datasets([prefix], "90,10", 16, (1000, 100, 0), 1, max_bytes=2**20)
     assert [len(data) >= n for data, n in zip(built, (1000, 100))] == [True, True]

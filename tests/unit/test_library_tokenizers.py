@@ -148,7 +148,7 @@ def test_mistakes(models, tmp_path, monkeypatch):
                                  ("SentencePieceTokenizer", tmp_path / "zero.model", "not a SentencePiece model"),
                                  ("SentencePieceTokenizer", None, "SentencePieceTokenizer needs --tokenizer-model"),
                                  ("NullTokenizer", None, "NullTokenizer needs --vocab-size"),
-                                 ("GPT2BPETokenizer", "m", "--tokenizer-model m, but --tokenizer-type is GPT2BPETokenizer: give")):
+                                 ("GPT2BPETokenizer", "m", "--tokenizer-model m, but --tokenizer-type is GPT2BPETokenizer: pass")):
         with pytest.raises(ValueError, match=message) as refused:
             build_tokenizer(kind, None, None, model)
         assert "\n" not in str(refused.value)

@@ -115,7 +115,7 @@ def test_a_flag_that_the_software_does_nothing_with_changes_no_time_and_is_said(
     switched = features.switched(run, features.SEQUENCE_PARALLEL)
     with_flag, without = (model.predict(r, system, with_band=False) for r in (switched, run))
     assert with_flag.seconds == without.seconds
-    assert any("torch1.10 does not offer --sequence-parallel" in line for line in with_flag.warnings)
+    assert any("torch1.10 has no --sequence-parallel" in line for line in with_flag.warnings)
 
 
 def test_exchanges_behind_products_wait_for_their_first_block_at_least():

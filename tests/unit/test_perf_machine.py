@@ -36,15 +36,15 @@ def test_a_base_is_overridden():
     assert machine.load("fx700").ghz == 1.8 and machine.load("fx700").units == machine.load("a64fx").units
 
 
-@pytest.mark.parametrize("name, message", [("a64", "did you mean a64fx"), ("nonsense", "give one of"),
-                                        ("missing.json", "give one of")])
+@pytest.mark.parametrize("name, message", [("a64", "did you mean a64fx"), ("nonsense", "pass one of"),
+                                        ("missing.json", "pass one of")])
 def test_unknown_machines_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         machine.load(name)
 
 
 def test_modes_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="--ghz 3.0 is not a clock of a64fx: give 2.0 or 2.2"):
+    with pytest.raises(ValueError, match="--ghz 3.0 is not a clock of a64fx: pass 2.0 or 2.2"):
         machine.load("a64fx").at(3.0)
     with pytest.raises(ValueError, match="no eco mode"):
         machine.load("grace").at(eco=True)
@@ -96,7 +96,7 @@ def test_a_number_of_threads_between_two_curves_has_one_between_them_and_says_so
     own, other = host.gemm_curve(12), host.gemm_curve(48)
     between = host.gemm_curve(24)
     assert between.half == pytest.approx((own.half * other.half) ** 0.5) and own.exponent < between.exponent < other.exponent
-    assert host.curve_note(24) == "a64fx has no curve of products with 24 threads: the time is by one between those of 12 and 48"
+    assert host.curve_note(24) == "a64fx has no GEMM curve with 24 threads: the curves with 12 and 48 are interpolated"
     assert host.curve_note(12) is None and host.gemm_curve(12) is own
 
 

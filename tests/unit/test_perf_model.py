@@ -76,5 +76,5 @@ def test_outside_the_fitted_range_is_said():
 def test_numbers_that_no_node_has_are_refused():
     with pytest.raises(ValueError, match="--nodes is 0"):
         System.from_names("a64fx", "fugaku_megatron", 0)
-    with pytest.raises(ValueError, match="--ranks-per-node is 9: give 1 to 8"):
+    with pytest.raises(ValueError, match="--ranks-per-node is 9: pass 1 to 8"):
         System.from_names("a100", "megatron-a100", 1, 9)

@@ -18,7 +18,7 @@ PLAN = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
                                            (["tables"], "--csv"), (["tables"], "--png"), (["calibrate"], "--output")])
 @pytest.mark.parametrize("place, message", [("{here}/none/a.json", "{here}/none is not a directory"),
                                             ("{here}/a.json", "{here}/a.json is a directory"),
-                                            ("{here}/" + "n" * 300, "File name too long: give another file")])
+                                            ("{here}/" + "n" * 300, "File name too long: pass another file")])
 def test_a_place_that_takes_no_file_is_one_line_before_the_work(command, flag, place, message, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.json").mkdir()
     monkeypatch.setattr(fit, "make_report", lambda group: pytest.fail("the fit began"))
@@ -29,14 +29,14 @@ def test_a_place_that_takes_no_file_is_one_line_before_the_work(command, flag, p
 
 
 def test_no_name_is_no_file():
-    with pytest.raises(ValueError, match="--csv '' is no name: give a file"):
+    with pytest.raises(ValueError, match="--csv '' is not a name: pass a file"):
         check_file("--csv", "")
     check_file("--csv", None)
 
 
 def test_a_fifo_is_refused_without_waiting_for_a_reader(tmp_path, capsys):
     os.mkfifo(tmp_path / "a.csv")
-    with time_limit(), pytest.raises(ValueError, match="--csv .*a.csv is a FIFO, which would wait for a reader: give a file"):
+    with time_limit(), pytest.raises(ValueError, match="--csv .*a.csv is a FIFO, which would wait for a reader: pass a file"):
         check_file("--csv", tmp_path / "a.csv")
     with time_limit():
         os.mkfifo(tmp_path / "a.sh")
@@ -47,12 +47,12 @@ def test_a_fifo_is_refused_without_waiting_for_a_reader(tmp_path, capsys):
 
 def test_a_place_without_permission_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ValueError, match="a.csv: no permission to write there: give another file"):
+    with pytest.raises(ValueError, match="a.csv: no permission to write there: pass another file"):
         check_file("--csv", tmp_path / "a.csv")
 
 
 def test_what_the_system_refuses_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match="cannot be written .Not a directory.; give another file"), writing("--png", "a"):
+    with pytest.raises(ValueError, match="cannot be written .Not a directory.; pass another file"), writing("--png", "a"):
         (tmp_path / "file").write_text("")
         (tmp_path / "file" / "a").write_text("")
 

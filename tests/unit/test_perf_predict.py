@@ -70,9 +70,9 @@ def test_only_one_number_is_called_bubble_and_a64fx_figures_say_that_nobody_ran_
     ("--kernels torch", "without --kernels torch, which is not modelled"),
     ("--allocator stock", "without --allocator stock"), ("--cache-packed-weights", "without --cache-packed-weights"),
     ("--fp16 --fp16-accumulation", "without --fp16-accumulation-chunk"),
-    ("--cpu-frequency 2.2", "--cpu-frequency 2.2 is not the clock of this time, 2.0: give --ghz"),
-    ("--software torch1.10 --zero-stage 1", "software torch1.10 does not offer --zero-stage 1"),
-    ("--software torch1.10 --recompute-activations", "software torch1.10 does not offer selective recompute"),
+    ("--cpu-frequency 2.2", "--cpu-frequency 2.2 is not the clock of this time, 2.0: pass --ghz"),
+    ("--software torch1.10 --zero-stage 1", "software torch1.10 has no --zero-stage 1"),
+    ("--software torch1.10 --recompute-activations", "software torch1.10 has no selective recompute"),
     ("--seq-length 65536 --checkpoint-activations --attention-dropout 0", "TFLOPs are above the 6.144 of the machine")])
 def test_a_flag_that_the_time_leaves_out_is_said(flags, message, capsys):
     assert not any(message in w for w in run_json("predict --recipe 124m --nodes 4 --cpu-frequency 2.0", capsys)["warnings"])
@@ -85,16 +85,16 @@ def test_a_flag_that_the_time_leaves_out_is_said(flags, message, capsys):
     ("--softwear x", "unknown flag --softwear: did you mean --software"),
     ("--num-layer 3", "did you mean --num-layers"),
     ("--tensor-model-parallel-size 3", "world size 16 is not divisible by --tensor-model-parallel-size 3 x --pipeline-model-"
-     "parallel-size 1 = 3: give --tensor- x --pipeline-model-parallel-size 4 x 1, 2 x 1 or 4 x 2, which fit on these nodes "
+     "parallel-size 1 = 3: pass --tensor- x --pipeline-model-parallel-size 4 x 1, 2 x 1 or 4 x 2, which fit on these nodes "
      "(plan finds the fastest), or start 15 or 18 ranks"),
-    ("--pipeline-model-parallel-size 32", "= 32: give --tensor- x --pipeline-model-parallel-size 1 x 8, 1 x 4 or 2 x 8, "),
-    ("--nodes 3", "data-parallel size 3 = 3: give --tensor- x --pipeline-model-parallel-size 1 x 3, which fit on"),
+    ("--pipeline-model-parallel-size 32", "= 32: pass --tensor- x --pipeline-model-parallel-size 1 x 8, 1 x 4 or 2 x 8, "),
+    ("--nodes 3", "data-parallel size 3 = 3: pass --tensor- x --pipeline-model-parallel-size 1 x 3, which fit on"),
     ("--global-batch-size 100", "--global-batch-size 100 is not"),
     ("--nodes 0", "--nodes is 0"), ("--world-size 8", "--world-size 8 is not --nodes 16 x"),
     ("--pipeline-split 20,4 --pipeline-model-parallel-size 2", "--pipeline-split 20,4: torch1.10 cuts layers evenly"),
     ("--pipeline-model-parallel-size 16", "and torch1.10 cuts layers evenly: change one of them"),
     ("--hidden-size 2047", "not divisible by"),
-    ("--ranks-per-node 100", "give 1 to 48")])
+    ("--ranks-per-node 100", "pass 1 to 48")])
 def test_mistakes_are_one_line_and_exit_code_2(change, message, capsys):
     assert cli.main([*EXAMPLE.split(), *change.split()]) == 2
     out, err = capsys.readouterr()

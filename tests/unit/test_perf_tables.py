@@ -135,10 +135,10 @@ def test_command(tmp_path, capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["tabels"], "command tabels is unknown: did you mean tables?"),
-    (["tables", "--document", "003"], "--document 003 is unknown: give 000 or 001 or 002 or 004 or 005"),
+    (["tables", "--document", "003"], "--document 003 is unknown: pass 000 or 001 or 002 or 004 or 005"),
     (["tables", "--markdwon"], "unknown flag --markdwon: did you mean --markdown?"),
     (["tables", "--csv", "/no/such/place/t.csv"], "--csv /no/such/place/t.csv: /no/such/place is not a directory"),
-    (["tables", "--png", "{here}"], "is a directory: give a file in it"),
+    (["tables", "--png", "{here}"], "is a directory: pass a file in it"),
 ])
 def test_mistakes_are_one_line(tmp_path, arguments, message, capsys):
     assert cli.main([*(a.format(here=tmp_path) for a in arguments)]) == 2

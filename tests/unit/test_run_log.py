@@ -150,7 +150,7 @@ def test_mistakes_are_named(tmp_path):
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("num_layers", "1e400", "num_layers is inf, not int"), ("num_layers", '"4"', "num_layers is '4', not int"),
     ("num_layers", "null", "num_layers is None, not int"), ("num_layers", "true", "num_layers is True, not int"),
-    ("num_layers", "-4", "--num-layers is -4: give a number above 0"), ("num_layers", "9" * 31, "--num-layers is a number of 31"),
+    ("num_layers", "-4", "--num-layers is -4: pass a number above 0"), ("num_layers", "9" * 31, "--num-layers is a number of 31"),
     ("hidden_dropout", "{}", "hidden_dropout is {}, not float"), ("hidden_dropout", "1e400", "--hidden-dropout is inf"),
     ("rampup_batch_size", "8", "rampup_batch_size is 8, not tuple"), ("rampup_batch_size", '["8", 8, 80]', "rampup_batch_size is"),
     ("world_size", "0", "world_size is 0, not a whole number from 1"), ("nodes", "[1]", r"nodes is \[1\], not a whole number"),

@@ -62,14 +62,14 @@ def test_a_text_that_gives_fewer_tokens(run):
     code, printed, _ = run("vocabulary", "--input", "c.jsonl", "--json-keys", "title", "--output", "v")
     tokens = GPT2BPETokenizer("v/vocab.json", "v/merges.txt").vocab_size
     assert code == 0 and printed[0].endswith(f": {tokens} tokens from 1 file") and 257 <= tokens < 300
-    assert printed[1] == "note: the text gives no more than these, --vocab-size is 8192"
+    assert printed[1] == "note: the text has no more than these, --vocab-size is 8192"
     assert " --json-keys title " in printed[2]
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--vocab-size", "256"], "--vocab-size is 256: give a number from 257"),
+    (["--vocab-size", "256"], "--vocab-size is 256: pass a number from 257"),
     (["--vocab-size", "9" * 30], "--vocab-size is 9"),
-    (["--output", "c.jsonl"], "--output c.jsonl: exists and is no folder"),
+    (["--output", "c.jsonl"], "--output c.jsonl: exists and is not a folder"),
     (["--output", "c.jsonl/v"], "--output c.jsonl/v: cannot be written (Not a directory)"),
     (["--input", "none"], "--input none: no such file"),
     (["--input", "empty.txt"], "no text to train a vocabulary on"),
@@ -87,7 +87,7 @@ def test_mistakes(run, tmp_path, words, message):
 
 
 def test_the_function_checks_its_size_too(tmp_path):
-    with pytest.raises(ValueError, match="--vocab-size is 256: give a number from 257"):
+    with pytest.raises(ValueError, match="--vocab-size is 256: pass a number from 257"):
         train_vocabulary([TEXT], 256, tmp_path)
 
 
