@@ -6,7 +6,7 @@ earlier ones (or as many as a window has), which memory bounds.
 Shapes are those of costs/accounting.py: sequence s, this rank's heads and groups, head size d. Both sides read and write
 Megatron's fused (s, b, (heads + 2 groups) d) tensor; torch's side works on (b, heads, s, d) and (b, groups, s, d) views of it, with
 enable_gqa or, with --rival repeated, on keys and values that are repeated for every query head, as transformers does. A window is a
-mask there. FLOPs are those of kernels_sve/kernels.inc: forward's two products below the diagonal and inside the window, and 2.5
+mask there. FLOPs are those of kernels_sve/kernels.inc: forward's two matmuls below the diagonal and inside the window, and 2.5
 times as many in backward, which computes S and dP again. Left out: dropout, the projections.
 
     python -m benchmarks attention --recipe 124m                                        12 heads, s 1024, d 64
@@ -25,18 +25,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import mkl, shapes
-from .driver import DTYPES, Call, Case
+from . import driver, preloads, shapes
+from .driver import DTYPES, Call, Case, relative_error
 
-__all__ = ["add_arguments", "cases"]
+TORCH_HERE = True
 RIVALS = {"gqa": "torch sdpa", "repeated": "torch sdpa of repeated keys"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model's shapes, and what torch does with groups."""
-    shapes.add_arguments(parser)
-    shapes.add_attention_arguments(parser)
-    parser.set_defaults(mkl=mkl.BOTH)
+    driver.add_arguments(parser)
+    parser.add_argument("--num-query-groups", type=int, metavar="N", help="groups of heads that share a key and a value")
+    parser.add_argument("--window-size", metavar="LEFT,0", help="a token sees itself and LEFT tokens before it")
+    parser.set_defaults(mkl=preloads.BOTH)
     parser.add_argument("--rival", default="gqa", choices=RIVALS, help="torch's way with groups: enable_gqa, or keys and values "
                         "repeated (default: %(default)s)")
 
@@ -102,11 +103,8 @@ def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
             cache[places, :, last] = new[:, :, 0].to(dtype)
         return F.scaled_dot_product_attention(queries, keys.to(at), values.to(at)).reshape(rows, -1)  # a group's queries as rows
 
-    def error() -> float:
-        exact = baseline(torch.float64)
-        return float((out.double() - exact).abs().max() / exact.abs().max())
-
-    return Case(op="attention_decode", calls=(call,), baseline_run=baseline, error=error, **{**common, "baseline": "torch sdpa"})
+    return Case(op="attention_decode", calls=(call,), baseline_run=baseline,
+                error=lambda: relative_error(out, baseline(torch.float64)), **{**common, "baseline": "torch sdpa"})
 
 
 def torch_calls(qkv: Tensor, dout: Tensor, shape: Shape, rival: str) -> tuple[Callable[[], object], Callable[[], None]]:
@@ -153,4 +151,7 @@ def error(qkv: Tensor, dout: Tensor, shape: Shape, out: Tensor, dqkv: Tensor | N
     if dqkv is not None:
         exact.backward(dout[:, -1:, -one_out:].double())
         pairs.append((dqkv[:, -1:, -one_in:], one.grad))
-    return max(float((got.double() - right).abs().max() / right.abs().max()) for got, right in pairs)
+    return max(relative_error(*pair) for pair in pairs)
+
+
+measure, text = driver.family(cases)

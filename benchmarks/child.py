@@ -1,10 +1,10 @@
 """Processes that a benchmark starts and that write JSON, one record a line: on request, or one after another until they end.
 
     with Child(python("contestant", order), environment, "ours") as side: side.ask("step")       works on request
-    for row in ranks(2, "comm_rank", {"sizes": [65536]}): ...                                    MPI ranks, rank 0 writes
+    for row in ranks(2, "comm", {"sizes": [65536]}): ...                                         MPI ranks, rank 0 writes
 
-A process of this package takes its order as one JSON argument and calls `answers()` before anything else. Left out: what the
-processes do (contestant.py, rivals.py, comm_rank.py, schedule_rank.py, two_hosts_rank.py).
+Such a process runs a module of this package with one JSON argument and calls `order()` before anything else. Left out: what the
+processes do (contestant.py, driver.py, comm.py, schedule.py, two_hosts.py).
 """
 
 from __future__ import annotations
@@ -15,26 +15,24 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
-
-import psutil
+from typing import Any
 
 from fugaku_megatron.config.checks import check
 
 ROOT = Path(__file__).resolve().parents[1]
+Answer = Callable[[Mapping[str, Any]], None]
 
 
-def python(module: str, *words: object) -> list[str]:
-    """The command of a module of this package; a word that is not text is written as JSON."""
-    return [sys.executable, "-m", f"{__package__}.{module}", *(w if isinstance(w, str) else json.dumps(w) for w in words)]
+def python(module: str, order: Mapping[str, Any]) -> list[str]:
+    """The command of a module of this package."""
+    return [sys.executable, "-m", f"{__package__}.{module}", json.dumps(order)]
 
 
 def mpiexec() -> str:
     """The mpiexec next to python, else that on the PATH. ValueError when there is none."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    path = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     check(path is not None, "no mpiexec next to python nor on the PATH: pip install mpich, or load the site's MPI")
     return path
 
@@ -46,7 +44,6 @@ class Child:
         self.name = name
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-        self.usage = psutil.Process(self.process.pid)
 
     def ask(self, line: str) -> dict[str, Any]:
         """Its answer to a line. RuntimeError when it ends before it answers."""
@@ -71,12 +68,10 @@ class Child:
     def _ended(self) -> RuntimeError:
         return RuntimeError(f"the process of {self.name} ended with exit code {self.process.wait()}; its message is above")
 
-    def cpu_seconds(self) -> float:
-        """CPU time of the process so far."""
-        times = self.usage.cpu_times()
-        return times.user + times.system
+    def __enter__(self) -> Child:
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the process."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -87,12 +82,6 @@ class Child:
             self.process.kill()
             self.process.wait()
 
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def ranks(count: int, module: str, order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The records of rank 0 of a module of this package, one thread a rank. RuntimeError when the ranks fail."""
@@ -101,13 +90,8 @@ def ranks(count: int, module: str, order: Mapping[str, Any]) -> Iterator[dict[st
         yield from job.records()
 
 
-def answers() -> TextIO:
-    """Called in the process itself: where answers go. What libraries print must not be taken for one and goes to standard error."""
+def order() -> tuple[dict[str, Any], Answer]:
+    """In the process itself: (its JSON argument, what sends an answer). What libraries print goes to standard error from now on."""
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return stream
-
-
-def answer(stream: TextIO, record: Mapping[str, Any]) -> None:
-    """One answer."""
-    print(json.dumps(record), file=stream, flush=True)
+    return json.loads(sys.argv[1]), lambda record: print(json.dumps(record), file=stream, flush=True)

@@ -2,24 +2,49 @@
 
     python -m benchmarks.contestant '{"side": "ours", ...}'        started by Contestant, see `Task`
 
-Its first answer is {"allocator": ...}. Left out: the pipes (child.py), the order of the sides' turns (step.py).
+The baselines are plain PyTorch (plain_gpt.py), of GPT-2's block, and Hugging Face's model, of any. A baseline starts from our
+trainer's initial weights, reads the same tokens and makes the same update: its losses equal ours. BF16 uses autocast, as torch's
+users do. The first answer is {"allocator": ...}. Left out: the pipes (child.py), the order of the sides' turns (step.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib.util
+import itertools
 import os
+import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import jobs, preloads
-from .child import Child, answer, answers, python
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-SIDES = ("ours", "baseline")
+from fugaku_megatron.comm.grid import Grid
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.run_config import ModelConfig, RunConfig
+from fugaku_megatron.convert import hugging_face
+from fugaku_megatron.convert.architectures import GPT2
+from fugaku_megatron.costs import accounting
+from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.data.sampler import Prefetcher, micro_batches
+from fugaku_megatron.host import allocator
+from fugaku_megatron.nn.model import Stage
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training.flat import initial_values
+
+from . import child, jobs, preloads, shapes
+from .core import seconds
+from .disturbance import Settling, multiply_adds
+from .plain_gpt import PlainGPT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +64,12 @@ class Task:
     preload: tuple[str, ...] = ()
 
 
-class Contestant(Child):
+class Contestant(child.Child):
     """The parent's end of the pipes."""
 
     def __init__(self, task: Task) -> None:
-        self.task = task
         environment = {**preloads.environment(*map(Path, task.preload)), "OMP_NUM_THREADS": str(task.threads)}
-        super().__init__(python("contestant", asdict(task)), environment, task.side)
+        super().__init__(child.python("contestant", asdict(task)), environment, task.side)
         self.ready = self.answer()
 
     def step(self) -> dict[str, float]:
@@ -57,81 +81,143 @@ class Apart:
     """A contestant whose process ends after every step, so that the other has the memory; a step is the second of its process."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.ready, self._spent = task, {}, 0.0
+        self.task, self.ready = task, {}
 
     def step(self) -> dict[str, float]:
         """As `Contestant.step`; peak memory is that of both steps."""
         with Contestant(self.task) as contestant:
             self.ready = contestant.ready
             contestant.step()  # the first one makes the optimizer's state and warms up
-            result = contestant.step()
-            self._spent += contestant.cpu_seconds()
-        return result
-
-    def cpu_seconds(self) -> float:
-        """CPU time of the processes so far."""
-        return self._spent
+            return contestant.step()
 
 
-def _ours(task: Task) -> tuple[Any, dict[str, Any]]:
-    """(function that trains a step, facts for the report): the trainer as training/pretrain.py sets it up."""
-    from fugaku_megatron.comm.grid import Grid
-    from fugaku_megatron.comm.solo import SoloComm
-    from fugaku_megatron.config.arguments import make_run
+# Baselines ------------------------------------------------------------------------------------------------------------------------
+
+class _HuggingFace(nn.Module):
+    """The model of transformers that has the run's block, with our loss: its own would leave out the last label."""
+
+    def __init__(self, run: RunConfig, vocabulary: int) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        super().__init__()
+        self.model = replace(run.model, vocab_size=vocabulary)
+        self.architecture = hugging_face.architecture_of(self.model, {})
+        fields = hugging_face.config_of(self.architecture, self.model, {torch.float32}, {})
+        fields |= {name: 0.0 for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop") if self.architecture.model_type == "gpt2"}
+        self.gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, use_cache=False))
+
+    def take(self, ours: Callable[[str], Tensor]) -> None:
+        """Copy our weights, by global name, into its parameters."""
+        parts = hugging_face.parts(self.architecture, self.model)
+        for name, parameter in self.gpt.named_parameters():
+            part = parts[name]
+            parameter.copy_(hugging_face.in_their_shape(ours(part.ours), part, self.model))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy. tokens, labels (b, s) -> ()."""
+        return F.cross_entropy(self.gpt(tokens).logits.flatten(0, 1), labels.flatten())
+
+
+def _plain(run: RunConfig, vocabulary: int) -> nn.Module:
+    with torch.device("meta"):
+        model = PlainGPT(run.model, vocabulary)
+    return model.to_empty(device="cpu")
+
+
+BASELINES: dict[str, Callable[[RunConfig, int], nn.Module]] = {"plain": _plain, "hf": _HuggingFace}
+
+
+def check_baseline(name: str, compiled: bool, model: ModelConfig) -> None:
+    """ValueError when a package or compiler is missing, and for a block that the baseline has not."""
+    check(name != "plain" or GPT2.fits(model), "--baseline plain has GPT-2's block, and this model another: give --baseline hf")
+    check(name != "hf" or importlib.util.find_spec("transformers") is not None,
+          "--baseline hf: a package is missing: pip install transformers")
+    check(not compiled or shutil.which("g++") is not None or shutil.which("clang++") is not None,
+          "--baseline-compile: torch.compile needs a C++ compiler: install g++, or leave the flag out")
+
+
+def build(name: str, run: RunConfig) -> nn.Module:
+    """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
+    model = BASELINES[name](run, accounting.padded_vocab_size(run.model, 1))
+    ops = Ops.build()
+    meta = {p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(SoloComm()), ops).parameters()}  # on the meta device
+
+    @lru_cache(maxsize=1)  # several parameters of theirs are parts of one of ours, one after another
+    def ours(name: str) -> Tensor:
+        return initial_values(meta[name], run.training.seed, ops.kernels).view(meta[name].shape)
+
+    with torch.no_grad():
+        model.take(ours)
+    return model
+
+
+class BaselineTrainer:
+    """Trains a baseline: accumulate micro-batches, clip, fused AdamW."""
+
+    def __init__(self, name: str, run: RunConfig, compiled: bool) -> None:
+        self.run, model, optimizer = run, build(name, run), run.optimizer
+        groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optimizer.weight_decay},
+                  {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+                                           eps=optimizer.adam_eps, fused=True)
+        self.parameters, self.model = list(model.parameters()), torch.compile(model) if compiled else model
+        size, b = run.batch.global_batch_size, run.batch.micro_batch_size
+        data = MockDataset(run.model.vocab_size, run.model.seq_length, run.training.train_iters * size, run.training.seed)
+        self.batches = Prefetcher(micro_batches(data, 0, lambda _: size, b, 0, 1))
+        self.microbatches = size // b
+
+    def step(self) -> float:
+        """One iteration; the mean loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for tokens, labels in itertools.islice(self.batches, self.microbatches):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.run.precision.bf16):
+                loss = self.model(tokens.t().contiguous(), labels.t().contiguous()) / self.microbatches
+            loss.backward()
+            total += loss.item()
+        if self.run.optimizer.clip_grad:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.run.optimizer.clip_grad)
+        self.optimizer.step()
+        return total
+
+
+# The process ----------------------------------------------------------------------------------------------------------------------
+
+def _side(task: Task) -> tuple[Callable[[], float], dict[str, Any]]:
+    """(function that trains a step and returns its loss, facts for the report)."""
+    run = make_run(task.recipe, task.values)
+    if task.side != "ours":
+        torch.set_num_threads(task.threads)
+        return BaselineTrainer(task.baseline, run, task.compiled).step, {"torch": torch.__version__}
     from fugaku_megatron.training import pretrain
-    from fugaku_megatron.training.start_choices import build_ops, choose_kernels
-    from fugaku_megatron.training.train import Trainer
 
-    run, world = make_run(task.recipe, task.values), SoloComm()
+    world = SoloComm()
     machine = pretrain.configure_process(run, world)
-    groups = Grid(1, 1, 1).groups(world)
-    layout = pretrain.Layout.from_run(run, 1)
-    ops = build_ops(run, choose_kernels(run, layout, world).backends)
-    trainer = Trainer(run, world, groups, *pretrain.build_data(run, groups, layout), ops=ops)
-    return lambda: trainer.train_step().loss, {"kernels": ops.choice, "allocator": jobs.allocator(machine)}
+    trainer = shapes.trainer_of(run, world, Grid(1).groups(world))
+    return lambda: trainer.train_step().loss, {"kernels": trainer.ops.choice, "allocator": jobs.allocator(machine)}
 
 
-def _baseline(task: Task) -> tuple[Any, dict[str, Any]]:
-    """(function that trains a step, facts for the report): the baseline."""
-    import torch
-
-    from fugaku_megatron.config.arguments import make_run
-
-    from .baselines import BaselineTrainer
-
-    torch.set_num_threads(task.threads)
-    trainer = BaselineTrainer(task.baseline, make_run(task.recipe, task.values), task.compiled)
-    return trainer.step, {"torch": torch.__version__}
-
-
-def main(task: Task) -> None:
+def main(order: dict[str, Any], answer: child.Answer) -> None:
     """The process's own end of the pipe."""
-    stream = answers()
-    step, facts = (_ours if task.side == "ours" else _baseline)(task)
-
-    from fugaku_megatron.host import allocator
-    from fugaku_megatron.host.allocator import peak_memory_mib
-
-    from .disturbance import Settling, multiply_adds
-
+    task = Task(**order)
+    step, facts = _side(task)
     loaded = Path("/proc/self/maps").read_text() if task.preload else ""
     for library in task.preload:
         if os.path.realpath(library) not in loaded:
             raise SystemExit(f"{library} was to be preloaded and is not: is it a library of this machine?")
-    answer(stream, {"allocator": allocator.allocator_name(), **facts})
-    settling = Settling(multiply_adds)
+    answer({"allocator": allocator.allocator_name(), **facts})
+    settling, losses = Settling(multiply_adds), []
     idle_since = time.process_time()
     for _ in sys.stdin:
         idle = time.process_time() - idle_since
         settling.wait()
-        begin, faults = time.perf_counter(), allocator.page_faults()
-        loss = step()
-        seconds = time.perf_counter() - begin
+        faults = allocator.page_faults()
+        taken = seconds(lambda: losses.append(step()))
         after, idle_since = allocator.page_faults(), time.process_time()
-        answer(stream, {"seconds": seconds, "loss": loss, "minor_faults": after[0] - faults[0], "idle_cpu_seconds": idle,
-                        "system_seconds": after[1] - faults[1], "peak_rss_mib": peak_memory_mib()})
+        answer({"seconds": taken, "loss": losses[-1], "minor_faults": after[0] - faults[0], "idle_cpu_seconds": idle,
+                "system_seconds": after[1] - faults[1], "peak_rss_mib": allocator.peak_memory_mib()})
 
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the parent has left, or is leaving
-        main(Task(**json.loads(sys.argv[1])))
+        main(*child.order())

@@ -7,17 +7,15 @@
 Transformers runs eagerly as its users run it: a cache, scaled_dot_product_attention, no gradients, nothing but the likeliest token.
 Both sides have the same random weights, converted by `fugaku-megatron convert`, the same prompt, threads and memory allocator. A
 round is a text of one token and one of --new-tokens on each side, and the difference is what decoding takes, without the prompt.
-The last column is the share of what this machine reads from memory in the same time. The last line says what a program would reach
+The last column is the share of what this machine reads from memory in the same time. The last line names the ratio of a program
 that only read the weights. In FP32 the tokens must be the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,16 +28,16 @@ from fugaku_megatron.config.checks import check
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
 from fugaku_megatron.convert.own import save_own
-from fugaku_megatron.host import allocator, kernels, runtime
+from fugaku_megatron.host import allocator, kernels
 from fugaku_megatron.inference.generation import steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 from fugaku_megatron.inference.sampling import Sampling
 
-from . import disturbance, driver, mkl
+from . import core, disturbance, driver, preloads
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
 SIDES = ("ours", "transformers")
-TORCH_HERE = True  # its products run in this process
+TORCH_HERE = True
 # Configurations of transformers: class, values. "tiny" is for tests.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("GPT2", {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
@@ -58,15 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-length", type=int, default=32, help="tokens (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=65, help="tokens of a text (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
-    mkl.add_argument(parser, "torch's")
+    preloads.add_mkl(parser, "torch's")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure, print, write --json. ValueError for options that do not fit."""
-    for name in ("prompt_length", "rounds", "threads"):
-        check(getattr(options, name) > 0, f"--{name.replace('_', '-')} {getattr(options, name)}: give 1 or more")
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Both sides in turn; seconds are of a token. ValueError for options that do not fit."""
     check(options.new_tokens > 1, f"--new-tokens {options.new_tokens}: give 2 or more")
     allocator.tune("tuned")
     torch.set_num_threads(options.threads)
@@ -74,15 +69,18 @@ def run(options: argparse.Namespace) -> None:
         theirs, ours = models(options, Path(folder))
     prompt = torch.randint(0, MODELS["tiny"][1]["vocab_size"], (options.prompt_length,), generator=torch.Generator().manual_seed(0))
     sides = {"ours": our_side(ours, prompt.tolist()), "transformers": their_side(theirs, prompt)}
-    watch = disturbance.Watch(options.threads, time.process_time)
+    watch = disturbance.Watch(options.threads)
     same = sides["ours"](options.new_tokens) == sides["transformers"](options.new_tokens)
     if options.dtype == "fp32" and not same:
         raise RuntimeError("the two do not write the same tokens")
-    rounds = [one_round(sides, options.new_tokens) for _ in range(options.rounds)]
-    result = report(options, ours, rounds, same, watch.others() > disturbance.OTHERS)
-    show(result)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    rounds = [{name: seconds_of_a_token(write, options.new_tokens) for name, write in sides.items()} for _ in range(options.rounds)]
+    busy, medians, read = watch.disturbed(), core.medians(rounds), read_rate()
+    weights = sum(p.nbytes for p in ours.stage.parameters() if p.dim() > 1 and "position" not in p.spec.name)
+    return {"model": options.model, "dtype": options.dtype, "threads": options.threads, "seconds": medians,
+            "tokens_per_s": {side: 1 / medians[side] for side in SIDES},
+            "ratio": statistics.median(r["transformers"] / r["ours"] for r in rounds), "weight_bytes": weights,
+            "read_gb_per_s": read, "bound": medians["transformers"] * 1e9 * read / weights, "same_tokens": same, "busy": busy,
+            "rounds": rounds, "torch": torch.__version__, "mkl": preloads.mkl_width()}
 
 
 def models(options: argparse.Namespace, folder: Path) -> tuple[Any, LoadedModel]:
@@ -120,48 +118,25 @@ def their_side(model: Any, prompt: torch.Tensor) -> Side:
     return write
 
 
-def one_round(sides: dict[str, Side], count: int) -> dict[str, float]:
-    """Seconds of a token on each side."""
-    def seconds(write: Side, tokens: int) -> float:
-        began = time.perf_counter()
-        write(tokens)
-        return time.perf_counter() - began
-
-    return {name: (seconds(write, count) - seconds(write, 1)) / (count - 1) for name, write in sides.items()}
-
-
-def report(options: argparse.Namespace, ours: LoadedModel, rounds: list[dict[str, float]], same: bool,
-           busy: bool) -> dict[str, Any]:
-    """The result as JSON; seconds are of a token."""
-    weights = sum(p.nbytes for p in ours.stage.parameters() if p.dim() > 1 and "position" not in p.spec.name)
-    read = read_rate()
-    medians = {side: statistics.median(r[side] for r in rounds) for side in SIDES}
-    return {"model": options.model, "dtype": options.dtype, "threads": options.threads, "cpu": runtime.cpu_model(),
-            "seconds": medians, "tokens_per_s": {side: 1 / medians[side] for side in SIDES},
-            "ratio": statistics.median(r["transformers"] / r["ours"] for r in rounds), "weight_bytes": weights,
-            "read_gb_per_s": read, "bound": medians["transformers"] * 1e9 * read / weights, "same_tokens": same, "busy": busy,
-            "rounds": rounds, "torch": torch.__version__,
-            "mkl": mkl.width(), "repeat": driver.command_line()}
+def seconds_of_a_token(write: Side, count: int) -> float:
+    """What decoding takes, without the prompt: a text of `count` tokens less one of a single token."""
+    return (core.seconds(lambda: write(count)) - core.seconds(lambda: write(1))) / (count - 1)
 
 
 def read_rate() -> float:
     """GB/s at which this process reads memory: the best of some passes over 256 MiB."""
-    x, best = torch.ones(1 << 26), float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        kernels.squared_norm(x)
-        best = min(best, time.perf_counter() - began)
-    return x.nbytes / best / 1e9
+    x = torch.ones(1 << 26)
+    return x.nbytes / min(core.seconds(lambda: kernels.squared_norm(x)) for _ in range(5)) / 1e9
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the table."""
-    print(f"{result['model']} {result['dtype']}, {result['threads']} threads, {result['cpu']}, MKL {result['mkl']}, measured"
-          + "  BUSY MACHINE" * result["busy"])
+def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
+    """The table."""
+    lines = [f"{result['model']} {result['dtype']}, {result['threads']} threads, {result['cpu']}, MKL {result['mkl']}, measured"
+             + core.BUSY * result["busy"]]
     for side in SIDES:
         rate = result["weight_bytes"] / result["seconds"][side] / 1e9
-        print(f"{side:<14} {result['tokens_per_s'][side]:>8.1f} tokens/s {1e3 * result['seconds'][side]:>8.2f} ms/token "
-              f"{rate:>6.1f} GB/s of weights, {100 * rate / result['read_gb_per_s']:.0f} % of reading memory")
-    print(f"ours is {result['ratio']:.2f} x as fast" + ", with the same tokens" * result["same_tokens"]
-          + f"; a program that only read the weights would be {result['bound']:.2f} x as fast")
-    print(result["repeat"])
+        lines.append(f"{side:<14} {result['tokens_per_s'][side]:>8.1f} tokens/s {1e3 * result['seconds'][side]:>8.2f} ms/token "
+                     f"{rate:>6.1f} GB/s of weights, {100 * rate / result['read_gb_per_s']:.0f} % of reading memory")
+    lines.append(f"ours is {result['ratio']:.2f} x as fast" + ", with the same tokens" * result["same_tokens"]
+                 + f"; a program that only read the weights would be {result['bound']:.2f} x as fast")
+    return "\n".join(lines)

@@ -6,7 +6,9 @@ machine's count in hundredths of a second does not resolve. Both call a measurem
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,22 +17,12 @@ import psutil
 
 from fugaku_megatron.host.runtime import fma_gflops
 
+from .core import seconds
+
 OTHERS = 0.1  # a measurement is marked as disturbed when others used more than this share of our cores
 SETTLE_STEPS = 600_000  # of the loop of multiply-adds
 SETTLE_SECONDS = 1.0  # at most, until every thread has a core
 SETTLED = 0.75  # of the best rate: two threads on one core have half of it
-
-
-class Watch:
-    """Counts from its construction. own: returns the CPU seconds so far of the measured processes."""
-
-    def __init__(self, threads: int, own: Callable[[], float]) -> None:
-        self._threads, self._own, self._begin = threads, own, time.perf_counter()
-        self._others = busy_seconds() - own()
-
-    def others(self) -> float:
-        """CPU seconds of all other processes, and those stolen by other virtual machines, over the wall time of `threads` cores."""
-        return (busy_seconds() - self._own() - self._others) / (self._threads * (time.perf_counter() - self._begin))
 
 
 def busy_seconds() -> float:
@@ -39,11 +31,36 @@ def busy_seconds() -> float:
     return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
-class Settling:
-    """Waits until this process's threads have a core each. work: some milliseconds of theirs.
+def own_seconds() -> float:
+    """CPU seconds of this process and of all that it started, ended ones included."""
+    total = sum(os.times()[:4])
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            total += sum(child.cpu_times()[:4])
+    return total
 
-    What slept may wake two threads on one core, in this system or, of virtual CPUs, in the one below, and be moved only a second
-    later; products of less than 100 ms ran at half their rate.
+
+class Watch:
+    """Counts from its construction. own: returns the CPU seconds so far of the measured processes."""
+
+    def __init__(self, threads: int, own: Callable[[], float] = own_seconds) -> None:
+        self._threads, self._own, self._begin = threads, own, time.perf_counter()
+        self._others = busy_seconds() - own()
+
+    def others(self) -> float:
+        """CPU seconds of all other processes, and those stolen by other virtual machines, over the wall time of `threads` cores."""
+        return (busy_seconds() - self._own() - self._others) / (self._threads * (time.perf_counter() - self._begin))
+
+    def disturbed(self) -> bool:
+        """Whether others took too much since the construction."""
+        return self.others() > OTHERS
+
+
+class Settling:
+    """Waits until this process's threads have a core each. work: runs some milliseconds on all of them.
+
+    Threads that slept may wake on the same core, in this system or, with virtual CPUs, in the host, and may be moved only a second
+    later; matmuls of less than 100 ms ran at half their rate.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -52,9 +69,7 @@ class Settling:
 
     def now(self) -> bool:
         """Whether the work takes about as long as it did at best."""
-        start = time.perf_counter()
-        self._work()
-        taken = time.perf_counter() - start
+        taken = seconds(self._work)
         self._best = min(self._best, taken)
         return taken <= self._best / SETTLED
 

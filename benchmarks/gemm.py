@@ -1,9 +1,9 @@
-"""Matrix products of a model's linear layers: forward, data gradient and weight gradient against torch and OpenBLAS.
+"""Matmuls of a model's linear layers: forward, data gradient and weight gradient against torch and OpenBLAS.
 
 Shapes are those of costs/accounting.py: M tokens of a micro-batch, N output and K input features on one tensor-parallel
 rank; a weight is (N, K). Weights are packed once, outside the timing, as the trainer packs them once per step; the weight gradient
-packs both operands inside it. torch runs with its MKL at full width and, with --mkl both, as shipped; in FP32 numpy's OpenBLAS is a
-rival, too, with kernels of the CPU's full width. Left out: bias and GELU, so that all sides do exactly the product.
+packs both operands inside it. torch runs with its MKL at full width and, with --mkl both, as shipped; in FP32 numpy's OpenBLAS is
+compared as well, with kernels of the CPU's full width. Left out: bias and GELU, so that all sides do exactly the matmul.
 
     python -m benchmarks gemm --recipe 124m --micro-batch-size 4
     python -m benchmarks gemm --recipe 30b --tensor-model-parallel-size 4
@@ -19,19 +19,20 @@ import torch
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 
-from . import mkl, openblas, shapes
-from .driver import DTYPES, Call, Case
+from . import driver, openblas, preloads, shapes
+from .driver import DTYPES, Call, Case, relative_error
 
 SAMPLE_ROWS = 16
+TORCH_HERE = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model's shapes; both widths of torch's MKL by default."""
-    shapes.add_arguments(parser)
-    parser.set_defaults(mkl=mkl.BOTH)
+    driver.add_arguments(parser)
+    parser.set_defaults(mkl=preloads.BOTH)
 
 
-def product_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
+def matmul_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(M, N, K) of every linear layer and the logits, each once."""
     run, tp = shapes.run_of(options), options.tensor_model_parallel_size
     records = [*accounting.layer_records(run, tp), *accounting.head_records(run, tp, tied=True)]
@@ -48,13 +49,12 @@ def pack(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
 def sampled_error(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> float:
     """Largest difference from left @ right in double on some rows, relative to the largest value there."""
     picked = torch.linspace(0, out.shape[0] - 1, min(SAMPLE_ROWS, out.shape[0])).long()
-    exact = left[picked].double() @ right.double()
-    return float((out[picked].double() - exact).abs().max() / exact.abs().max())
+    return relative_error(out[picked], left[picked].double() @ right.double())
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Three products of each layer."""
-    for m, n, k in product_shapes(options):
+    """Three matmuls of each layer."""
+    for m, n, k in matmul_shapes(options):
         yield from layer_cases(m, n, k, DTYPES[options.dtype])
 
 
@@ -62,24 +62,23 @@ def layer_cases(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Case]:
     """Forward, data gradient, weight gradient of one layer; torch writes into memory it already holds, as the kernels do."""
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(shape, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k), (m, n)))
-    common = {"shape": (m, n, k), "baseline": "torch"}
     out, torch_out = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
-    in_openblas = openblas_product if dtype == torch.float32 else lambda *_: None
+    in_openblas = openblas_matmul if dtype == torch.float32 else lambda *_: None
     yield Case(op="forward", calls=(Call("linear_forward", x, weight, out, packed=pack(weight, False)),),
                baseline_run=lambda: torch.mm(x, weight.T, out=torch_out), error=lambda: sampled_error(out, x, weight.T),
-               openblas_run=in_openblas(x, weight.T, torch_out), **common)
+               openblas_run=in_openblas(x, weight.T, torch_out), shape=(m, n, k))
     dx, torch_dx = torch.empty(m, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
     yield Case(op="data_grad", calls=(Call("linear_data_gradient", grad, weight, dx, packed=pack(weight, True)),),
                baseline_run=lambda: torch.mm(grad, weight, out=torch_dx), error=lambda: sampled_error(dx, grad, weight),
-               openblas_run=in_openblas(grad, weight, torch_dx), **common)
+               openblas_run=in_openblas(grad, weight, torch_dx), shape=(m, n, k))
     main = torch.zeros(n, k)
     yield Case(op="weight_grad", calls=(Call("linear_weight_gradient", grad, x, main),),
                baseline_run=torch_weight_gradient(grad, x), error=lambda: sampled_error(main, grad.T, x),
-               openblas_run=in_openblas(grad.T, x, torch.zeros(n, k), True), **common)
+               openblas_run=in_openblas(grad.T, x, torch.zeros(n, k), True), shape=(m, n, k))
 
 
-def openblas_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False) -> Callable[[], None]:
-    """What writes the product of left (m, k) and right (k, n) into out (m, n), or adds it."""
+def openblas_matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False) -> Callable[[], None]:
+    """What writes the matmul of left (m, k) and right (k, n) into out (m, n), or adds it."""
     return lambda: openblas.sgemm(left, right, out, add)
 
 
@@ -94,3 +93,6 @@ def torch_weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> Callable[[], N
             main.add_(torch.mm(grad.T, x, out=half))
 
     return run
+
+
+measure, text = driver.family(cases)

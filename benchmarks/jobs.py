@@ -1,29 +1,60 @@
-"""Real jobs to measure: runs mpiexec ... pretrain_gpt.py and reads its log.
+"""Real training jobs to measure: runs mpiexec ... pretrain_gpt.py, reads its log, and shows rows in the published tables' columns.
 
-Left out: processes of this package (child.py), which jobs are compared (alloc.py, layouts.py).
+Left out: processes of this package (child.py), which jobs are compared (alloc.py, layouts.py, tables.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import resource
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.logs.iteration import parse_log
+import torch
+
+from fugaku_megatron.config.checks import check, flag_words
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.outputs import pipe_table
+from fugaku_megatron.logs.iteration import PublishedRow, parse_log, published_header
 from fugaku_megatron.logs.metrics import parse_peak_memory
 from fugaku_megatron.logs.run_log import exact_seconds
 
-from . import disturbance, preloads
+from . import core, disturbance, preloads, shapes
 from .child import ROOT, mpiexec
 
 PROGRAM = ROOT / "pretrain_gpt.py"
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A configuration that is compared with others. The host's threads are divided among `ranks`."""
+
+    ranks: int = 1
+    tp: int = 1
+    pp: int = 1
+    mbs: int = 1
+    seq: int | None = None  # the recipe's
+    recompute: bool = False
+    kernels: str = "native"
+    allocator: str = "tuned"
+    schedule: tuple[tuple[str, Any], ...] = ()  # fields of the run that choose its schedule
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tp * self.pp)
+
+    def fields(self, batch: int) -> dict[str, Any]:
+        """Of the run, with a global batch of `batch` samples."""
+        length = {"seq_length": self.seq, "max_position_embeddings": self.seq} if self.seq else {}
+        return {**length, "micro_batch_size": self.mbs, "global_batch_size": batch, "tensor_model_parallel_size": self.tp,
+                "pipeline_model_parallel_size": self.pp, **({"recompute_granularity": "full"} if self.recompute else {}),
+                **dict(self.schedule)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +64,7 @@ class Job:
     ranks: int
     threads: int
     flags: tuple[str, ...]
+    allocator: str = ""  # what the log must say; nothing: it is not looked at
     preload: Path | None = None
     warm_up: int = 1
 
@@ -43,6 +75,29 @@ class Job:
     def environment(self) -> dict[str, str]:
         """The variables of the job's processes."""
         return {**preloads.environment(self.preload), "OMP_NUM_THREADS": str(self.threads)}
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """The option that says how many cores the ranks share."""
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of all ranks together (default: %(default)s)")
+
+
+def job(options: argparse.Namespace, cell: Cell, batch: int, iterations: int, warm_up: int = 1, **more: Any) -> Job:
+    """The training job of a cell on mock tokens. options: recipe, threads, dtype; more: fields of the run.
+
+    ValueError when the model does not divide or there are too few threads.
+    """
+    run = shapes.run_of(argparse.Namespace(recipe=options.recipe, micro_batch_size=cell.mbs), **cell.fields(batch))
+    Layout.from_run(run, cell.ranks)
+    check(cell.ranks <= options.threads, f"--ranks {cell.ranks} needs {cell.ranks} cores, one thread each; this run has "
+          f"{options.threads}: give fewer ranks")
+    preload = preloads.find(cell.allocator) if cell.allocator in preloads.LIBRARIES else None
+    fields = {"vocab_size": run.model.vocab_size, "mock_data": True, "eval_iters": 0, "log_interval": 1,
+              "train_iters": warm_up + iterations, "kernels": cell.kernels, **({"bf16": True} if options.dtype == "bf16" else {}),
+              "allocator": "tuned" if cell.allocator == "tuned" else "stock", **more, **cell.fields(batch)}
+    words = (word for name, value in fields.items() for word in flag_words(name, value))
+    return Job(ranks=cell.ranks, threads=options.threads // cell.ranks, flags=("--recipe", options.recipe, *words),
+               allocator=cell.allocator, preload=preload, warm_up=warm_up)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,25 +121,20 @@ class Measured:
 
 def run(job: Job) -> Measured:
     """Run it to the end. RuntimeError, with the last line of its standard error, when it fails."""
-    watch = disturbance.Watch(job.ranks * job.threads, children_seconds)
+    watch = disturbance.Watch(job.ranks * job.threads)
     done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
     others, lines = watch.others(), done.stdout.splitlines()
     iterations, memory = parse_log(lines)[job.warm_up:], parse_peak_memory(lines)
     if done.returncode or not iterations or memory is None:
         message = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
         raise RuntimeError(f"{' '.join(job.command())} ended with exit code {done.returncode} and said: {message}")
-    medians = {name: statistics.median(getattr(i, name) for i in iterations)
-              for name in ("tflops", "minor_faults", "system_seconds", "clock_ghz")}
+    names = ("tflops", "minor_faults", "system_seconds", "clock_ghz")
     seconds = statistics.median(exact_seconds(i) for i in iterations)
-    return Measured(seconds=seconds, samples_per_second=iterations[-1].global_batch_size / seconds, peak_memory_mib=memory,
-                    allocator=allocator(done.stdout), loss=iterations[-1].lm_loss,
-                    others=others, **medians)
-
-
-def children_seconds() -> float:
-    """CPU seconds of all processes that this one started and waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    measured = Measured(seconds=seconds, samples_per_second=iterations[-1].global_batch_size / seconds, peak_memory_mib=memory,
+                        allocator=allocator(done.stdout), loss=iterations[-1].lm_loss, others=others,
+                        **core.medians([vars(i) for i in iterations], names))
+    check_allocator(job.allocator, measured.allocator)
+    return measured
 
 
 def allocator(log: str) -> str:
@@ -93,18 +143,43 @@ def allocator(log: str) -> str:
     return match[1] if match else "unknown"
 
 
-def flags(options: argparse.Namespace, run: RunConfig, iterations: int, kernels: str, *more: object) -> tuple[str, ...]:
-    """The command line of `run`, which `options` (see shapes.add_arguments, and dtype) describe, on mock tokens."""
-    parallel, batch = run.parallel, run.batch
-    words = ("--recipe", options.recipe, "--vocab-size", run.model.vocab_size, "--mock-data", "--eval-iters", 0, "--log-interval",
-             1, "--train-iters", iterations, "--micro-batch-size", batch.micro_batch_size, "--global-batch-size",
-             batch.global_batch_size, "--tensor-model-parallel-size", parallel.tensor_model_parallel_size,
-             "--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size, "--kernels", kernels,
-             *(["--bf16"] if options.dtype == "bf16" else []), *more)
-    return tuple(map(str, words))
+def check_allocator(wanted: str, logged: str) -> None:
+    """RuntimeError when a job ran with another allocator than it should: its figures would be misleading."""
+    if (wanted if wanted in preloads.LIBRARIES else f", {wanted}" if wanted else "") not in logged:
+        raise RuntimeError(f"{wanted}: the job's log says allocator {logged}; is LD_PRELOAD passed on by this mpiexec?")
 
 
-def threads_each(ranks: int, threads: int) -> int:
-    """Threads of one of `ranks` ranks that share `threads` cores. ValueError when there are not enough."""
-    check(ranks <= threads, f"--ranks {ranks} needs {ranks} cores, one thread each; this run has {threads}: give fewer ranks")
-    return threads // ranks
+def in_turn(planned: Mapping[K, Job], rounds: int) -> dict[K, list[Measured]]:
+    """Run every job once in each round, with a line for each."""
+    done: dict[K, list[Measured]] = {key: [] for key in planned}
+    for turn in range(rounds):
+        for number, (key, task) in enumerate(planned.items(), 1):
+            done[key].append(run(task))
+            print(f"  round {turn + 1} of {rounds}, {number} of {len(planned)}: {key}: {done[key][-1].seconds:.3f} s", flush=True)
+    return done
+
+
+def summary(measured: Sequence[Measured]) -> dict[str, Any]:
+    """Medians over the rounds of one job, the largest memory, the last loss, and whether any of them was disturbed."""
+    names = ("seconds", "tflops", "samples_per_second", "minor_faults", "system_seconds", "clock_ghz")
+    return {**core.medians([asdict(m) for m in measured], names), "peak_memory_mib": max(m.peak_memory_mib for m in measured),
+            "loss": measured[-1].loss, "log": measured[-1].allocator, "busy": any(m.others > disturbance.OTHERS for m in measured)}
+
+
+def published(title: str, rows: Sequence[Sequence[str]], more: Sequence[str] = ()) -> str:
+    """A table with the columns of the published ones, and `more`."""
+    return "\n".join([title, *pipe_table([(*published_header(), *more), *rows])])
+
+
+def published_title(size: str, seq_length: int, recompute: bool, software: str) -> str:
+    """In the wording of the published tables."""
+    checkpointing = "\\w" if recompute else "\\w\\o"
+    return f"{size.upper()} model, Sequence Length={seq_length} {checkpointing} Activation Checkpointing, {software}"
+
+
+def published_cells(row: Mapping[str, Any], notes: str) -> tuple[str, ...]:
+    """A row under the published columns; a rank takes the place of the tables' node."""
+    ranks, tp, pp = row["ranks"], row["tp"], row["pp"]
+    return PublishedRow(nodes=ranks, ranks=ranks, ghz=row["clock_ghz"], size=row["recipe"].upper(), dp=ranks // (tp * pp), tp=tp,
+                        pp=pp, mbs=row["mbs"], gbs=row["gbs"], memory_mib=row["peak_memory_mib"], seconds=row["seconds"],
+                        tflops=row["tflops"], notes=notes + core.BUSY * row["busy"]).cells()

@@ -1,7 +1,7 @@
-"""OpenBLAS as numpy brings it: the process that it needs, the name of its kernels, and its product in single precision.
+"""OpenBLAS as numpy brings it: the process that it needs, the name of its kernels, and its FP32 matmul.
 
-It chooses kernels by the CPU's name, and takes those of OPENBLAS_CORETYPE instead where that is set before numpy is imported. Its
-products in BF16 are not in numpy's build.
+It chooses kernels by the CPU's name, and takes those of OPENBLAS_CORETYPE instead where that is set before numpy is imported.
+numpy's build has no BF16 matmul.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def environment(threads: int) -> dict[str, str]:
 
 @functools.cache
 def _library() -> tuple[ctypes.CDLL, str, str]:
-    """(numpy's OpenBLAS, what its builds put before names, and behind them). ValueError where numpy has another BLAS."""
+    """(numpy's OpenBLAS, the prefix and the suffix of its names). ValueError where numpy has another BLAS."""
     import numpy
 
     loaded = re.search(r"\S*openblas\S*$", Path("/proc/self/maps").read_text(), re.MULTILINE)
     check(loaded is not None, f"numpy {numpy.__version__} is not built with OpenBLAS")
     library = ctypes.CDLL(loaded[0])
-    names = [(before, behind) for before in ("scipy_", "") for behind in ("64_", "")]
+    names = [(prefix, suffix) for prefix in ("scipy_", "") for suffix in ("64_", "")]
     found = next((name for name in names if hasattr(library, f"{name[0]}cblas_sgemm{name[1]}")), None)
     check(found is not None, f"{loaded[0]} exports no cblas_sgemm")
     return library, *found
 
 
 def _function(name: str) -> Any:
-    library, before, behind = _library()
-    return getattr(library, f"{before}{name}{behind}")
+    library, prefix, suffix = _library()
+    return getattr(library, f"{prefix}{name}{suffix}")
 
 
 def core() -> str:
@@ -60,7 +60,7 @@ def _square() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def work() -> None:
-    """A product that is large enough for all threads and takes some milliseconds."""
+    """A matmul that is large enough for all threads and takes some milliseconds."""
     square, out = _square()
     sgemm(square, square, out)
 

@@ -5,53 +5,47 @@ A ValueError names --png where a file cannot be written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from fugaku_megatron.config.outputs import writing
 
-from . import tables_text
 
-
-def _figure(width: float, height: float) -> Any:
+@contextmanager
+def _figure(path: Path, width: float, height: float, title: str, columns: int = 1) -> Iterator[list[Any]]:
+    """The axes of panels next to each other with one legend below all of them, written into `path` at the end."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, path: Path, dpi: int) -> None:
+    panels = list(figure.subplots(1, columns, squeeze=False, sharey=True)[0])
+    yield panels
+    named = {name: handle for axes in panels for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=min(len(named), 5), fontsize="small",
+                  frameon=False)
+    figure.suptitle(title)
     with writing("--png", path):
-        figure.savefig(path, dpi=dpi, format="png")
+        figure.savefig(path, dpi=110, format="png")
 
 
 def draw_allocators(path: Path, result: dict[str, Any]) -> None:
-    """Draw bars into the PNG file `path`. Raises ValueError when it cannot be written. Needs matplotlib."""
+    """Bars of seconds, a panel for each combination of kernels and recompute. Raises ValueError when it cannot be written."""
     panels = {key: list(rows) for key, rows in groupby(result["rows"], lambda r: (r["kernels"], r["recompute"]))}
-    names = list(dict.fromkeys(r["allocator"] for r in result["rows"]))
-    figure = _figure(max(7, 4.5 * len(panels)), 5.4)
-    columns = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for (key, rows), axes in zip(panels.items(), columns, strict=True):
-        _panel(axes, rows, {name: f"C{number % 10}" for number, name in enumerate(names)})
-        axes.set(title=f"{key[0]} kernels, recompute {key[1]}", xlabel="ranks")
-    columns[0].set_ylabel("seconds per iteration")
-    figure.legend(*_handles(columns), loc="outside lower center", ncols=len(names), fontsize="small", frameon=False)
-    figure.suptitle(f"{result['recipe']} {result['dtype']}, micro-batch {result['micro_batch_size']}, global batch "
-                    f"{result['global_batch_size']}\nmeasured, {result['cpu']}, {result['clock_ghz']:.2f} GHz")
-    _save(figure, path, 110)
+    colors = {name: f"C{number % 10}" for number, name in enumerate(dict.fromkeys(r["allocator"] for r in result["rows"]))}
+    title = (f"{result['recipe']} {result['dtype']}, micro-batch {result['micro_batch_size']}, global batch "
+             f"{result['global_batch_size']}\nmeasured, {result['cpu']}, {result['clock_ghz']:.2f} GHz")
+    with _figure(path, max(7, 4.5 * len(panels)), 5.4, title, len(panels)) as columns:
+        for (key, rows), axes in zip(panels.items(), columns, strict=True):
+            _bars(axes, rows, colors)
+            axes.set(title=f"{key[0]} kernels, recompute {key[1]}", xlabel="ranks")
+        columns[0].set_ylabel("seconds per iteration")
 
 
-def _handles(columns: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """The bars and names of every allocator of any panel, each once: what a legend of the whole figure takes."""
-    named = {name: bars for axes in columns for bars, name in zip(*axes.get_legend_handles_labels())}
-    return list(named.values()), list(named)
-
-
-def _panel(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
+def _bars(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
     """Bars side by side for each number of ranks; above each bar the speed-up over the stock allocator."""
     ranks = list(dict.fromkeys(r["ranks"] for r in rows))
     names = [name for name in colors if any(r["allocator"] == name for r in rows)]
@@ -67,59 +61,58 @@ def _panel(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> Non
     axes.set_axisbelow(True)
 
 
+def measured_on(rows: Sequence[dict[str, Any]]) -> str:
+    """Where and when rows of `tables` were measured."""
+    clocks = [row["clock_ghz"] for row in rows]
+    return f"measured, {rows[0]['cpu']}, {sum(clocks) / len(clocks):.2f} GHz, {rows[0]['date']}"
+
+
 def draw_tables(path: Path, result: dict[str, Any]) -> None:
-    """Draw bars into the PNG file `path`. Raises ValueError when it cannot be written. Needs matplotlib."""
+    """Bars of measured and modelled seconds. Raises ValueError when it cannot be written."""
     rows = result["rows"]
-    figure = _figure(9, 1.5 + 0.36 * len(rows))
-    axes, places = figure.subplots(), range(len(rows))
-    axes.barh([p - 0.2 for p in places], [r["seconds"] for r in rows], 0.4, label="measured")
-    modelled = axes.barh([p + 0.2 for p in places], [r["model_seconds"] for r in rows], 0.4, label="model")
-    axes.bar_label(modelled, [f"{r['time_error_percent']:+.1f} %" for r in rows], fontsize="x-small", padding=3)
-    axes.set_yticks(places, [r["name"] for r in rows], fontsize="small")
-    axes.invert_yaxis()
-    axes.margins(x=0.1, y=0.01)
-    axes.set(xlabel="seconds per iteration", title=f"{rows[0]['recipe']} fp32, native kernels\n{tables_text.machine(rows)}; model: "
-             f"mean error {result['mean_time_error_percent']:.1f} %")
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize="small")
-    _save(figure, path, 90)
+    places = range(len(rows))
+    title = (f"{rows[0]['recipe']} fp32, native kernels\n{measured_on(rows)}; model: mean error "
+             f"{result['mean_time_error_percent']:.1f} %")
+    with _figure(path, 9, 1.5 + 0.36 * len(rows), title) as (axes,):
+        axes.barh([p - 0.2 for p in places], [r["seconds"] for r in rows], 0.4, label="measured")
+        modelled = axes.barh([p + 0.2 for p in places], [r["model_seconds"] for r in rows], 0.4, label="model")
+        axes.bar_label(modelled, [f"{r['time_error_percent']:+.1f} %" for r in rows], fontsize="x-small", padding=3)
+        axes.set_yticks(places, [r["name"] for r in rows], fontsize="small")
+        axes.invert_yaxis()
+        axes.margins(x=0.1, y=0.01)
+        axes.set_xlabel("seconds per iteration")
+        axes.grid(axis="x", alpha=0.3)
 
 
 def draw_collectives(path: Path, result: dict[str, Any]) -> None:
     """A panel per collective: GB of the tensor per second by size, now and before. ValueError when it cannot be written."""
     names = list(dict.fromkeys(row["op"] for row in result["rows"]))
-    figure = _figure(4 * len(names), 4.2)
-    columns = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for name, axes in zip(names, columns, strict=True):
-        for number, ranks in enumerate(dict.fromkeys(row["ranks"] for row in result["rows"])):
-            rows = [row for row in result["rows"] if (row["op"], row["ranks"]) == (name, ranks)]
-            for column, style, when in (("seconds", "-", "now"), ("before_seconds", ":", "before")):
-                axes.plot([row["bytes"] for row in rows], [row["bytes"] / row[column] / 1e9 for row in rows], style, marker="o",
-                          markersize=3, color=f"C{number}", label=f"{ranks} ranks, {when}")
-        axes.set_xscale("log", base=2)
-        axes.set(title=name, xlabel="bytes of the tensor", ylim=(0, None))
-        axes.grid(alpha=0.3)
-    columns[0].set_ylabel("GB of the tensor per second")
-    figure.legend(*columns[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small", frameon=False)
-    figure.suptitle(f"Collectives inside a node, FP32, one thread a rank\nmeasured, {result['cpu']}")
-    _save(figure, path, 110)
+    title = f"Collectives inside a node, FP32, one thread a rank\nmeasured, {result['cpu']}"
+    with _figure(path, 4 * len(names), 4.2, title, len(names)) as columns:
+        for name, axes in zip(names, columns, strict=True):
+            for number, ranks in enumerate(dict.fromkeys(row["ranks"] for row in result["rows"])):
+                rows = [row for row in result["rows"] if (row["op"], row["ranks"]) == (name, ranks)]
+                for column, style, when in (("seconds", "-", "now"), ("before_seconds", ":", "before")):
+                    axes.plot([row["bytes"] for row in rows], [row["bytes"] / row[column] / 1e9 for row in rows], style, marker="o",
+                              markersize=3, color=f"C{number}", label=f"{ranks} ranks, {when}")
+            axes.set_xscale("log", base=2)
+            axes.set(title=name, xlabel="bytes of the tensor", ylim=(0, None))
+            axes.grid(alpha=0.3)
+        columns[0].set_ylabel("GB of the tensor per second")
 
 
 def draw_hosts(path: Path, result: dict[str, Any]) -> None:
     """Seconds of an iteration as bars, what is exposed in another colour; a dot per round. ValueError when it cannot be written."""
     rows, names = result["rows"], [row["job"] for row in result["rows"]]
-    figure = _figure(7, 3.6)
-    axes = figure.subplots()
     computation = [row["computation_seconds"] for row in rows]
-    axes.barh(names, computation, color="C0", label="computation alone")
-    axes.barh(names, [row["exposed_seconds"] for row in rows], left=computation, color="C3", label="exposed")
-    for place, row in enumerate(rows):
-        turns = [each[row["job"]]["seconds"] for each in result["rounds"]]
-        axes.plot(turns, [place] * len(turns), ".", color="black", markersize=4, label=None if place else "a round")
-        axes.annotate(f"{100 * row['exposed_share']:.0f} % of {row['hideable_seconds']:.2f} s exposed",
-                      (0.02 * computation[place], place), color="white", va="center")
-    axes.set(xlabel="seconds of an iteration", xlim=(0, None))
-    axes.invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    figure.suptitle(f"{result['what']} of two hosts over {result['rate']}, behind computation or not\nmeasured, {result['cpu']}")
-    _save(figure, path, 110)
+    title = f"{result['what']} of two hosts over {result['rate']}, overlapped with computation or not\nmeasured, {result['cpu']}"
+    with _figure(path, 7, 3.6, title) as (axes,):
+        axes.barh(names, computation, color="C0", label="computation alone")
+        axes.barh(names, [row["exposed_seconds"] for row in rows], left=computation, color="C3", label="exposed")
+        for place, row in enumerate(rows):
+            turns = [each[row["job"]]["seconds"] for each in result["rounds"]]
+            axes.plot(turns, [place] * len(turns), ".", color="black", markersize=4, label=None if place else "a round")
+            axes.annotate(f"{100 * row['exposed_share']:.0f} % of {row['hideable_seconds']:.2f} s exposed",
+                          (0.02 * computation[place], place), color="white", va="center")
+        axes.set(xlabel="seconds of an iteration", xlim=(0, None))
+        axes.invert_yaxis()

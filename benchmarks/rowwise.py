@@ -1,40 +1,48 @@
 """Kernels on rows, AdamW and the reductions of an update against torch's eager operations, forward and backward.
 
-They are the kernels that the trainer calls, on shapes of `costs.accounting` for one tensor-parallel rank. Ours write into tensors
-made once, as the trainer does; torch makes its own, in the same tuned memory. AdamW's baseline is torch.optim.AdamW(fused=True).
-These operations are bound by memory: rates are bytes that must move over time, beside the triad of the same run.
-Left out: GELU with its bias and its derivative, which the trainer computes inside the products (gemm.py times the products).
+They are the kernels that the trainer calls, on shapes of `costs.accounting` for one tensor-parallel rank: the blocks of GPT-2 and
+of Llama, Mistral and Qwen. Ours write into tensors made once, as the trainer does; torch makes its own, in the same tuned memory.
+The baseline of RMS norm, SwiGLU and rotary positions is the code of Hugging Face's transformers (models/llama, models/qwen3): norms
+in FP32 with the result cast back, the gate and what it multiplies as separate tensors, queries and keys turned as
+x cos + rotate_half(x) sin with cosines and sines in the precision of x. AdamW's baseline is torch.optim.AdamW(fused=True).
+These operations are bound by memory: rates are bytes that must move over time, next to the triad of the same run.
+Left out: GELU with its bias and its derivative, which the trainer computes inside the matmuls (gemm.py times the matmuls).
 
     python -m benchmarks rowwise --recipe 124m --micro-batch-size 4 [--dtype bf16]
+
+Legend: s sequence, b micro-batch, h hidden, f feed-forward, v vocabulary of this rank.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.run_config import ModelConfig
 from fugaku_megatron.costs import accounting
 
-from . import rowwise_blocks
-from .driver import DTYPES, Call, Case
-from .eager import EPSILON, EagerPass, compare, relative_error
-from .shapes import add_arguments, run_of
+from . import driver, shapes
+from .driver import DTYPES, Call, Case, relative_error
 
-__all__ = ["add_arguments", "cases"]
+TORCH_HERE = True
 UPDATE_ELEMENTS = 30_000_000  # 480 MB in AdamW's four buffers: far beyond any cache; a model with fewer parameters has its own
+EPSILON = 1e-5
 DROPOUT = 0.1
+ROTARY_BASE = 10000.0
 ADAMW = {"lr": 1e-4, "eps": 1e-8, "weight_decay": 0.01}
 BETAS = (0.9, 0.999)
+add_arguments = driver.add_arguments
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Every operation of a layer and the head, then the update."""
-    run, tp, dtype = run_of(options), options.tensor_model_parallel_size, DTYPES[options.dtype]
+    run, tp, dtype = shapes.run_of(options), options.tensor_model_parallel_size, DTYPES[options.dtype]
     model = run.model
     s, b, h, f = model.seq_length, options.micro_batch_size, model.hidden_size, model.ffn_hidden_size // tp
     v = accounting.padded_vocab_size(model, tp) // tp
@@ -42,76 +50,98 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     yield layer_norm(s * b, h, dtype)
     yield residual(s, b, h, dtype)
     yield residual_norm(s, b, h, dtype)
-    yield from rowwise_blocks.cases(model, s, b, tp, dtype)
+    yield rms_norm(s * b, h, dtype)
+    yield residual_rms_norm(s, b, h, dtype)
+    yield swiglu(s * b, f, dtype)
+    heads = Heads.of(model, tp)
+    yield rotary(s, b, heads, dtype)
+    yield rotary_norm(s, b, heads, dtype)
     yield dropout(s, b, h, dtype)
     yield gelu(s * b, f, dtype)
     yield cross_entropy(s * b, v, split=False)
     yield cross_entropy(s * b, v, split=True)
     yield embedding(s * b, h, v, dtype)
     yield position(s, b, h, dtype)
-    elements = min(UPDATE_ELEMENTS, accounting.stage_parameters(run, Layout(tp, tp, 1, 1), 0))
-    yield squared_norm(elements)
-    yield count_zeros(elements)
-    yield sum_rows(4, elements // 4, dtype)
-    yield adamw(elements)
+    yield from update(min(UPDATE_ELEMENTS, accounting.stage_parameters(run, Layout(tp, tp, 1, 1), 0)), dtype)
 
+
+def compare(op: str, shape: tuple[int, ...], calls: tuple[Call, ...], results: Sequence[Tensor],
+            function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], grads: Sequence[Tensor],
+            **details: str) -> Case:
+    """A case whose baseline is torch's function(*inputs), forward and backward from the gradients of its results.
+
+    results: our gradients, in the order of the floating inputs, which may share the memory of the inputs.
+    """
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
+    grads = [grad.contiguous() for grad in grads]
+
+    def gradients(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        return torch.autograd.grad(function(*leaves), [t for t in leaves if t.requires_grad], grads)
+
+    def error() -> float:
+        exact_leaves = [t.detach().double().requires_grad_() if t.requires_grad else t for t in leaves]
+        exact = gradients(exact_leaves, [grad.double() for grad in grads])
+        return max(relative_error(*pair) for pair in zip(results, exact, strict=True))
+
+    return Case(op=op, shape=shape, calls=calls, baseline_run=lambda: gradients(leaves, grads), error=error, details=details)
+
+
+def random(dtype: torch.dtype, count: int, *shape: int) -> list[Tensor]:
+    """So many tensors of normal values, each of that shape (...,)."""
+    return [torch.randn(*shape).to(dtype) for _ in range(count)]
+
+
+# GPT-2's block --------------------------------------------------------------------------------------------------------------------
 
 def layer_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
     """y = layer_norm(x) and its gradients. x (rows, h)."""
-    x, dy = (torch.randn(rows, h).to(dtype) for _ in range(2))
-    weight, bias = (torch.randn(h).to(dtype) for _ in range(2))
-    y, dx, mean, rstd = torch.empty_like(x), torch.empty_like(x), torch.empty(rows), torch.empty(rows)
-    dw, db = torch.zeros(h), torch.zeros(h)
+    (x, dy), (weight, bias) = random(dtype, 2, rows, h), random(dtype, 2, h)
+    y, dx, (mean, rstd), (dw, db) = torch.empty_like(x), torch.empty_like(x), torch.empty(2, rows), torch.zeros(2, h)
     calls = (Call("layer_norm", x, weight, bias, y, mean, rstd, EPSILON),
              Call("layer_norm_backward", dy, x, mean, rstd, weight, dx, dw, db))
-    eager = EagerPass(lambda t: (F.layer_norm(t[0], (h,), t[1], t[2], EPSILON),), (x, weight, bias), (dy,))
-    return compare("layer_norm", (rows, h), calls, (dx, dw, db), eager)
+    return compare("layer_norm", (rows, h), calls, (dx, dw, db), lambda x, w, b: F.layer_norm(x, (h,), w, b, EPSILON),
+                   (x, weight, bias), (dy,))
 
 
 def residual(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """residual + x + bias without dropout, where the gradients of x and residual are dout. x (s, b, h)."""
-    x, residual_in, dout = (torch.randn(s, b, h).to(dtype) for _ in range(3))
-    bias, out, dbias = torch.randn(h).to(dtype), torch.empty_like(x), torch.zeros(h)
+    (x, residual_in, dout), (bias,) = random(dtype, 3, s, b, h), random(dtype, 1, h)
+    out, dbias = torch.empty_like(x), torch.zeros(h)
     calls = (Call("bias_dropout_add", x, bias, residual_in, out), Call("bias_dropout_add_backward", dout, None, dbias))
-    eager = EagerPass(lambda t: (t[2] + (t[0] + t[1]),), (x, bias, residual_in), (dout,))
-    return compare("residual", (s, b, h), calls, (dout, dbias, dout), eager)
+    return compare("residual", (s, b, h), calls, (dout, dbias, dout), lambda x, bias, residual: residual + (x + bias),
+                   (x, bias, residual_in), (dout,))
 
 
 def residual_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """sum = residual + x + bias, y = layer_norm(sum), one pass each way, without dropout. x (s, b, h)."""
-    x, residual_in, dy, dsum = (torch.randn(s, b, h).to(dtype) for _ in range(4))
-    bias, weight, norm_bias = (torch.randn(h).to(dtype) for _ in range(3))
+    (x, residual_in, dy, dsum), (bias, weight, norm_bias) = random(dtype, 4, s, b, h), random(dtype, 3, h)
     total, y, dx = (torch.empty_like(x) for _ in range(3))
-    mean, rstd, dbias, dweight, dnorm = torch.empty(s * b), torch.empty(s * b), *(torch.zeros(h) for _ in range(3))
+    (mean, rstd), (dbias, dweight, dnorm) = torch.empty(2, s * b), torch.zeros(3, h)
     calls = (Call("bias_dropout_add_layer_norm", x, bias, residual_in, total, weight, norm_bias, y, mean, rstd, EPSILON),
              Call("bias_dropout_add_layer_norm_backward", dy, dsum, total, mean, rstd, weight, dx, None, dweight, dnorm, dbias))
 
-    def function(t: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        summed = t[2] + (t[0] + t[1])
-        return summed, F.layer_norm(summed, (h,), t[3], t[4], EPSILON)
+    def eager(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor) -> tuple[Tensor, ...]:
+        summed = residual + (x + bias)
+        return summed, F.layer_norm(summed, (h,), weight, norm_bias, EPSILON)
 
-    eager = EagerPass(function, (x, bias, residual_in, weight, norm_bias), (dsum, dy))
-    return compare("residual_norm", (s * b, h), calls, (dx, dbias, dx, dweight, dnorm), eager)
+    return compare("residual_norm", (s * b, h), calls, (dx, dbias, dx, dweight, dnorm), eager,
+                   (x, bias, residual_in, weight, norm_bias), (dsum, dy))
 
 
 def dropout(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """The embedding's dropout, forward; its backward is the same call. x (s, b, h). Torch's mask is another."""
-    x = torch.randn(s, b, h).to(dtype)
+    (x,) = random(dtype, 1, s, b, h)
     out = torch.empty_like(x)
-
-    def error() -> float:
-        return relative_error(out, (out != 0) * x.double() / (1 - DROPOUT))
-
-    return Case(op="dropout", shape=(s, b, h), calls=(Call("dropout", x, out, DROPOUT, 1, 2, 0),), baseline="torch",
-                baseline_run=lambda: F.dropout(x, DROPOUT), error=error)
+    return Case(op="dropout", shape=(s, b, h), calls=(Call("dropout", x, out, DROPOUT, 1, 2, 0),),
+                baseline_run=lambda: F.dropout(x, DROPOUT),
+                error=lambda: relative_error(out, (out != 0) * x.double() / (1 - DROPOUT)))
 
 
 def gelu(rows: int, f: int, dtype: torch.dtype) -> Case:
     """gelu(x) in the tanh approximation, which the MLP's backward computes again. x (rows, f)."""
-    x = torch.randn(rows, f).to(dtype)
+    (x,) = random(dtype, 1, rows, f)
     y = torch.empty_like(x)
-    return Case(op="gelu", shape=(rows, f), calls=(Call("gelu", x, None, y),), baseline="torch",
-                baseline_run=lambda: F.gelu(x, approximate="tanh"),
+    return Case(op="gelu", shape=(rows, f), calls=(Call("gelu", x, None, y),), baseline_run=lambda: F.gelu(x, approximate="tanh"),
                 error=lambda: relative_error(y, F.gelu(x.double(), approximate="tanh")))
 
 
@@ -123,13 +153,13 @@ def cross_entropy(rows: int, v: int, split: bool) -> Case:
                Call("cross_entropy_sum", logits, row_max, labels, 0, sum_exp, target_logit)) if split else (
                Call("cross_entropy_forward", logits, labels, row_max, sum_exp, target_logit),)
     calls = (*forward, Call("cross_entropy_backward", logits, row_max, sum_exp, labels, 0, dloss, dlogits))
-    eager = EagerPass(lambda t: (F.cross_entropy(t[0], t[1]),), (logits, labels), (torch.ones(()),))
-    return compare("cross_entropy_tp" if split else "cross_entropy", (rows, v), calls, (dlogits,), eager, dtype="fp32")
+    return compare("cross_entropy_tp" if split else "cross_entropy", (rows, v), calls, (dlogits,), F.cross_entropy,
+                   (logits, labels), (torch.ones(()),), dtype="fp32")
 
 
 def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
     """Of a table (v, h) into an FP32 gradient of all of it; autograd's dense one would cost torch far more than index_add_ does."""
-    tokens, table, dout = torch.randint(v, (rows,)), torch.randn(v, h).to(dtype), torch.randn(rows, h).to(dtype)
+    tokens, (table,), (dout,) = torch.randint(v, (rows,)), random(dtype, 1, v, h), random(dtype, 1, rows, h)
     out, grad, torch_grad = torch.empty_like(dout), torch.zeros(v, h), torch.zeros(v, h)
     calls = Call("embedding", tokens, table, out), Call("embedding_backward", tokens, dout, grad)
 
@@ -138,18 +168,16 @@ def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
         torch_grad.index_add_(0, tokens, dout.float())
 
     def error() -> float:
-        grad.zero_()
-        calls[1].run()
         exact = torch.zeros(v, h, dtype=torch.float64).index_add_(0, tokens, dout.double())
         return max(relative_error(grad, exact), float((out - table[tokens]).abs().max()))
 
-    return Case(op="embedding", shape=(rows, h, v), calls=calls, baseline="torch", baseline_run=eager, error=error)
+    return Case(op="embedding", shape=(rows, h, v), calls=calls, baseline_run=eager, error=error)
 
 
 def position(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """x (s, b, h) + table (s, h), and the table's FP32 gradient; that of x is dout."""
-    x, dout, table = torch.randn(s, b, h).to(dtype), torch.randn(s, b, h).to(dtype), torch.randn(s, h).to(dtype)
-    out, grad, torch_grad = torch.empty_like(x), torch.zeros(s, h), torch.zeros(s, h)
+    (x, dout), (table,) = random(dtype, 2, s, b, h), random(dtype, 1, s, h)
+    out, (grad, torch_grad) = torch.empty_like(x), torch.zeros(2, s, h)
     calls = Call("add_position", x, table, out), Call("add_position_backward", dout, grad)
 
     def eager() -> None:
@@ -157,62 +185,148 @@ def position(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
         torch_grad.add_(dout.sum(1, dtype=torch.float32))
 
     def error() -> float:
-        grad.zero_()
-        calls[1].run()
         return max(relative_error(grad, dout.double().sum(1)), relative_error(out, x.double() + table.double().unsqueeze(1)))
 
-    return Case(op="position", shape=(s, b, h), calls=calls, baseline="torch", baseline_run=eager, error=error)
+    return Case(op="position", shape=(s, b, h), calls=calls, baseline_run=eager, error=error)
 
 
-def squared_norm(n: int) -> Case:
-    """Of an FP32 gradient: what clipping begins with."""
-    grad = torch.randn(n)
-    call = Call("squared_norm", grad)
-    return Case(op="squared_norm", shape=(n,), calls=(call,), baseline="torch", baseline_run=lambda: torch.linalg.vector_norm(grad),
-                error=lambda: abs(call.run() / float(grad.double().square().sum()) - 1), details={"dtype": "fp32"})
+# Blocks of Llama, Mistral and Qwen ------------------------------------------------------------------------------------------------
+
+def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., h), weight (h,) -> (..., h)."""
+    single = x.float() if x.dtype != torch.float64 else x
+    normed = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPSILON)
+    return weight * normed.to(x.dtype)
 
 
-def count_zeros(n: int) -> Case:
-    """Of an FP32 gradient: --log-num-zeros-in-grad."""
-    grad = torch.randint(-1, 2, (n,)).float()
-    call = Call("count_zeros", grad)
-    return Case(op="count_zeros", shape=(n,), calls=(call,), baseline="torch", baseline_run=lambda: torch.count_nonzero(grad),
-                error=lambda: abs(call.run() + int(torch.count_nonzero(grad)) - n) / n, details={"dtype": "fp32"})
+def rms_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
+    """y = rms_norm(x) and its gradients. x (rows, h)."""
+    (x, dy), (weight,) = random(dtype, 2, rows, h), random(dtype, 1, h)
+    y, dx, rstd, dw = torch.empty_like(x), torch.empty_like(x), torch.empty(rows), torch.zeros(h)
+    calls = (Call("rms_norm", x, weight, y, rstd, EPSILON), Call("rms_norm_backward", dy, x, rstd, weight, dx, dw))
+    return compare("rms_norm", (rows, h), calls, (dx, dw), eager_rms_norm, (x, weight), (dy,))
 
 
-def sum_rows(rows: int, n: int, dtype: torch.dtype) -> Case:
-    """Parts of `rows` ranks, summed in FP32: what a reduction inside a node, or of BF16 gradients, computes."""
-    parts, out = torch.randn(rows, n).to(dtype), torch.empty(n, dtype=dtype)
-    call = Call("sum_rows", parts, out)
+def residual_rms_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
+    """sum = residual + x, y = rms_norm(sum), one pass each way, without bias and dropout. x (s, b, h)."""
+    (x, residual_in, dy, dsum), (weight,) = random(dtype, 4, s, b, h), random(dtype, 1, h)
+    total, y, dx = (torch.empty_like(x) for _ in range(3))
+    rstd, dw = torch.empty(s * b), torch.zeros(h)
+    calls = (Call("bias_dropout_add_rms_norm", x, None, residual_in, total, weight, y, rstd, EPSILON),
+             Call("bias_dropout_add_rms_norm_backward", dy, dsum, total, rstd, weight, dx, None, dw, None))
 
-    def error() -> float:
-        call.run()
-        return relative_error(out, parts.double().sum(0))
+    def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        summed = residual + x
+        return summed, eager_rms_norm(summed, weight)
 
-    return Case(op="sum_rows", shape=(rows, n), calls=(call,), baseline="torch",
-                baseline_run=lambda: torch.sum(parts, 0, dtype=torch.float32).to(dtype), error=error)
+    return compare("residual_rms_norm", (s * b, h), calls, (dx, dx, dw), eager, (x, residual_in, weight), (dsum, dy))
+
+
+def swiglu(rows: int, f: int, dtype: torch.dtype) -> Case:
+    """silu(gate) up and its gradients, which take the memory of gate and up, as in the trainer. gate and up (rows, f).
+
+    With small values and gradients of 2 or -2 what is left there after each round is about as large as before.
+    """
+    x, dy = (0.01 * torch.randn(rows, 2, f)).to(dtype), torch.randn(rows, f).sign().mul_(2).to(dtype)
+    calls = Call("swiglu", x, torch.empty_like(dy)), Call("swiglu_backward", dy, x, x)
+    return compare("swiglu", (rows, f), calls, x.unbind(1), lambda gate, up: F.silu(gate) * up, x.unbind(1), (dy,))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries and keys of one rank: n heads in g groups, of d columns each."""
+
+    heads: int
+    groups: int
+    d: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, tp: int) -> Heads:
+        """Of one of tp ranks."""
+        return cls(model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels)
+
+    @property
+    def queries(self) -> int:
+        """Of a group."""
+        return self.heads // self.groups
+
+    def random(self, s: int, b: int, dtype: torch.dtype) -> Tensor:
+        """(s, b, g (n/g + 2), d), as the kernels take it."""
+        return torch.randn(s, b, self.groups * (self.queries + 2), self.d).to(dtype)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """Views of the queries (s, b, g, n/g, d) and keys (s, b, g, 1, d) of x."""
+        return list(x.unflatten(2, (self.groups, -1)).split((self.queries, 1, 1), 3)[:2])
+
+
+def angles(s: int, d: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (s, d / 2) of the positions 0 to s - 1."""
+    turns = torch.outer(torch.arange(s), ROTARY_BASE ** (-torch.arange(0, d, 2) / d))
+    return turns.cos(), turns.sin()
+
+
+def turned(x: Tensor, turns: Sequence[Tensor]) -> Tensor:
+    """x (s, b, g, k, d) with columns i and i + d / 2 turned by cosines and sines (s, d), which hold each angle twice."""
+    (first, second), (cos, sin) = x.chunk(2, -1), (t.to(x.dtype)[:, None, None, None] for t in turns)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def rotary(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
+    """Queries and keys turned, and their gradients. The kernels take them as they lie next to the values and copy these."""
+    x, dy, turns = heads.random(s, b, dtype), heads.random(s, b, dtype), angles(s, heads.d)
+    y, dx, twice = torch.empty_like(x), torch.empty_like(x), [t.repeat(1, 2) for t in turns]
+    calls = Call("rotary", x, *turns, y, heads.queries), Call("rotary", dy, *turns, dx, heads.queries, inverse=True)
+    return compare("rotary", (s, b, heads.heads, heads.d), calls, heads.parts(dx),
+                   lambda q, k: (turned(q, twice), turned(k, twice)), heads.parts(x), heads.parts(dy))
+
+
+def rotary_norm(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
+    """The same after an RMS norm of each query and key (Qwen3)."""
+    x, dy, turns = heads.random(s, b, dtype), heads.random(s, b, dtype), angles(s, heads.d)
+    y, dx, weights, sums = torch.empty_like(x), torch.empty_like(x), random(dtype, 2, heads.d), list(torch.zeros(2, heads.d))
+    twice = [t.repeat(1, 2) for t in turns]
+    calls = (Call("rotary_norm", x, *weights, *turns, y, heads.queries, EPSILON),
+             Call("rotary_norm_backward", dy, x, *weights, *turns, dx, *sums, heads.queries, EPSILON))
+
+    def eager(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
+        return turned(eager_rms_norm(q, q_weight), twice), turned(eager_rms_norm(k, k_weight), twice)
+
+    return compare("rotary_norm", (s, b, heads.heads, heads.d), calls, (*heads.parts(dx), *sums), eager,
+                   (*heads.parts(x), *weights), heads.parts(dy))
+
+
+# The update -----------------------------------------------------------------------------------------------------------------------
+
+def update(n: int, dtype: torch.dtype) -> Iterator[Case]:
+    """Reductions of n FP32 gradients, sums over 4 ranks' parts as inside a node or of BF16 gradients, and AdamW."""
+    fp32, grad, signs = {"shape": (n,), "details": {"dtype": "fp32"}}, torch.randn(n), torch.randint(-1, 2, (n,)).float()
+    norm, zeros = Call("squared_norm", grad), Call("count_zeros", signs)
+    yield Case(op="squared_norm", calls=(norm,), baseline_run=lambda: torch.linalg.vector_norm(grad),
+               error=lambda: abs(norm.run() / float(grad.double().square().sum()) - 1), **fp32)
+    yield Case(op="count_zeros", calls=(zeros,), baseline_run=lambda: torch.count_nonzero(signs),
+               error=lambda: abs(zeros.run() + int(torch.count_nonzero(signs)) - n) / n, **fp32)
+    (parts,), out = random(dtype, 1, 4, n // 4), torch.empty(n // 4, dtype=dtype)
+    yield Case(op="sum_rows", shape=(4, n // 4), calls=(Call("sum_rows", parts, out),),
+               baseline_run=lambda: torch.sum(parts, 0, dtype=torch.float32).to(dtype),
+               error=lambda: relative_error(out, parts.double().sum(0)))
+    yield adamw(n)
 
 
 def adamw(n: int) -> Case:
     """One update of FP32 master weights: three streams read and written, the gradient read."""
     param, grad, m, v = torch.randn(n), torch.randn(n), torch.zeros(n), torch.zeros(n)
-    torch_param = param.clone().requires_grad_()
-    torch_param.grad = grad.clone()
+    torch_param, exact = param.clone().requires_grad_(), param[: 1 << 16].double().requires_grad_()
+    torch_param.grad, exact.grad = grad.clone(), grad[: 1 << 16].double()
     optimizer = torch.optim.AdamW([torch_param], betas=BETAS, fused=True, **ADAMW)
 
     def error() -> float:
-        """Of a fresh first step on part of the buffer."""
-        part = torch.randn(2, min(n, 1 << 16))
-        values, exact = part[0].clone(), part[0].double().requires_grad_()
-        adamw_call(values, part[1], torch.zeros_like(values), torch.zeros_like(values)).run()
-        exact.grad = part[1].double()
+        """Of the first step, on part of the buffer."""
         torch.optim.AdamW([exact], betas=BETAS, **ADAMW).step()
-        return relative_error(values, exact.detach())
+        return relative_error(param[: 1 << 16], exact.detach())
 
-    return Case(op="adamw", shape=(n,), calls=(adamw_call(param, grad, m, v),), baseline="torch fused", baseline_run=optimizer.step,
-                error=error, details={"dtype": "fp32"})
+    call = Call("adamw", param, grad, m, v, ADAMW["lr"], *BETAS, ADAMW["eps"], ADAMW["weight_decay"], 1)
+    return Case(op="adamw", shape=(n,), calls=(call,), baseline="torch fused", baseline_run=optimizer.step, error=error,
+                details={"dtype": "fp32"})
 
 
-def adamw_call(*tensors: Tensor) -> Call:
-    """The first step on param, grad, exp_avg and exp_avg_sq, (n) each."""
-    return Call("adamw", *tensors, ADAMW["lr"], *BETAS, ADAMW["eps"], ADAMW["weight_decay"], 1)
+measure, text = driver.family(cases)

@@ -4,26 +4,40 @@
 
 Messages, communicators and the loop that walks a list are the trainer's. A forward sleeps one slot, a backward two, the gradients
 of inputs and of weights one each, divided by the number of chunks: what is measured is the list, not the cores.
+The ranks run this module as a program (child.py).
 Left out: computation (`step`), the seconds that a list takes by itself (pipeline/timeline.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
+import statistics
+import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.config.outputs import check_picture
-from fugaku_megatron.host import runtime
-from fugaku_megatron.logs import pipeline_plot
-from fugaku_megatron.pipeline.schedule import Schedule, build
-from fugaku_megatron.pipeline.timeline import Costs, Span, spans
+import torch
 
-from . import disturbance, driver, jobs
-from .child import ranks
+from fugaku_megatron.comm.base import Comm, Handle
+from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.logs import pipeline_plot
+from fugaku_megatron.pipeline import schedule
+from fugaku_megatron.pipeline.parts import receives_ahead
+from fugaku_megatron.pipeline.schedule import Instruction, Schedule, build
+from fugaku_megatron.pipeline.timeline import Costs, Span, spans, walk
+
+from . import child, core, disturbance
+from .comm import slowest
+
+ELEMENTS = 1024  # of a message: sleeping stages measure the order of messages, not their size
+COLUMNS: tuple[core.Column, ...] = (
+    ("schedule", "<12", "schedule"), ("chunks", ">6", "chunks"), ("list s", ">8.3f", "list_seconds"),
+    ("measured s", ">10.3f", "measured_seconds"),
+    ("of list", ">8.3f", lambda row: row["measured_seconds"] / row["list_seconds"]), ("x 1F1B", ">7.3f", "ratio_to_1f1b"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slot-ms", type=float, default=100.0, help="milliseconds of a stage's forward (default: %(default)s)")
     parser.add_argument("--chunks", type=int, nargs="+", default=[2, 5], help="of interleaved and ZB-H1 schedules (default: 2 5)")
     parser.add_argument("--rounds", type=int, default=1, help="timed turns of each schedule (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="picture of each schedule, its list beside the last measured turn "
-                                                                 "(needs matplotlib)")
 
 
 def schedules(stages: int, microbatches: int, chunks: list[int]) -> list[Schedule]:
@@ -44,49 +55,111 @@ def schedules(stages: int, microbatches: int, chunks: list[int]) -> list[Schedul
     return [build(name, stages, v, microbatches) for name, v in kinds]
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure, print, write --json. ValueError for numbers that cannot be measured."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """A row for each schedule. ValueError for numbers that cannot be measured, RuntimeError when the ranks fail."""
     check(options.stages >= 2, f"--stages {options.stages}: give 2 or more, one stage waits for nobody")
-    for name in ("microbatches", "slot_ms", "rounds"):
-        value = getattr(options, name)
-        check(value > 0, f"--{name.replace('_', '-')} {value}: give a number above 0")
+    check(options.slot_ms > 0, f"--slot-ms {options.slot_ms}: give a number above 0")
     check(min(options.chunks) >= 2, f"--chunks {min(options.chunks)}: give 2 or more, one chunk is 1F1B")
-    check_picture(options.png)
-    watch = disturbance.Watch(os.cpu_count() or 1, jobs.children_seconds)
-    rows = measured(options)
-    turns = [row.pop("spans") for row in rows]
-    if options.png:
-        picture(options, turns)
-    result = {"rows": rows, "busy": watch.others() > disturbance.OTHERS, "cpu": runtime.cpu_model(), "rounds": options.rounds,
-              "repeat": driver.command_line()}
-    show(result, options)
-    if options.png:
-        print(f"wrote {options.png}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    watch = disturbance.Watch(os.cpu_count() or 1)
+    order = {name: getattr(options, name) for name in ("stages", "microbatches", "slot_ms", "chunks", "rounds")}
+    rows = list(child.ranks(options.stages, "schedule", order))
+    for row in rows if not options.png else ():
+        del row["spans"]
+    return {"rows": rows, "busy": watch.disturbed(), **order}
 
 
-def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows, which rank 0 prints. RuntimeError when the ranks fail."""
-    order = {name: getattr(options, name) for name in ("microbatches", "slot_ms", "chunks", "rounds")}
-    return list(ranks(options.stages, "schedule_rank", order))
-
-
-def picture(options: argparse.Namespace, turns: list[list[list[Any]]]) -> None:
-    """Every schedule's list and what the ranks did. turns: the fields of the spans of each schedule."""
-    rows = []
-    for plan, turn in zip(schedules(options.stages, options.microbatches, options.chunks), turns, strict=True):
-        name = plan.name + f", {plan.placement.chunks} chunks" * (plan.placement.chunks > 1)
-        rows.append((name, spans(plan, Costs.alike(plan, options.slot_ms / 1e3)), [Span(*fields) for fields in turn]))
-    pipeline_plot.compare(options.png, rows)
-
-
-def show(result: dict[str, Any], options: argparse.Namespace) -> None:
+def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The table."""
-    print(f"{'schedule':<12} {'chunks':>6} {'list s':>8} {'measured s':>10} {'of list':>8} {'x 1F1B':>7}")
-    for row in result["rows"]:
-        print(f"{row['schedule']:<12} {row['chunks']:>6} {row['list_seconds']:>8.3f} {row['measured_seconds']:>10.3f} "
-              f"{row['measured_seconds'] / row['list_seconds']:>8.3f} {row['ratio_to_1f1b']:>7.3f}")
-    print(f"{options.stages} sleeping stages on {result['cpu']}, {options.microbatches} micro-batches, a forward is "
-          f"{options.slot_ms:g} ms, measured" + ("; BUSY MACHINE" if result["busy"] else ""))
-    print(result["repeat"])
+    return (f"{core.table(COLUMNS, result['rows'])}\n{options.stages} sleeping stages on {result['cpu']}, {options.microbatches} "
+            f"micro-batches, a forward is {options.slot_ms:g} ms, measured" + core.BUSY * result["busy"])
+
+
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Every schedule's list next to what the ranks did in the last turn."""
+    rows = []
+    for plan, row in zip(schedules(result["stages"], result["microbatches"], result["chunks"]), result["rows"], strict=True):
+        name = plan.name + f", {plan.placement.chunks} chunks" * (plan.placement.chunks > 1)
+        rows.append((name, spans(plan, Costs.alike(plan, result["slot_ms"] / 1e3)), [Span(*fields) for fields in row["spans"]]))
+    pipeline_plot.compare(path, rows)
+    print(f"wrote {path}")
+
+
+# A rank ---------------------------------------------------------------------------------------------------------------------------
+
+class Sleeper:
+    """A `schedule.Executor` of one stage that sleeps instead of computing; the next receives of each tag are posted ahead."""
+
+    def __init__(self, pp: Comm, plan: Schedule, costs: Costs) -> None:
+        self.pp, self.plan, self.costs = pp, plan, costs
+        self.instructions = plan.instructions(pp.rank)
+        self.queue = plan.send_queue(pp.rank)
+        self.sending: deque[Handle] = deque()
+        self.spans: list[Span] = []
+        self.begin = pp.broadcast(torch.tensor(time.perf_counter(), dtype=torch.float64)).item()  # one clock: that of the node
+        self.posted: dict[Instruction, Handle] = {}
+        self.waiting = {tag: iter(receives) for tag, receives in schedule.receives(self.instructions).items()}
+        for tag in [*self.waiting] * receives_ahead(plan.name):
+            self._post(tag)
+
+    def run(self) -> None:
+        """Walk the list and wait until everything is sent."""
+        schedule.run(self.instructions, self)
+        while self.sending:
+            self.sending.popleft().wait()
+
+    def _post(self, tag: tuple[str, int]) -> None:
+        for instruction in itertools.islice(self.waiting[tag], 1):
+            peer = self.plan.placement.peer(self.pp.rank, instruction)
+            self.posted[instruction] = self.pp.irecv(torch.empty(ELEMENTS), *peer)
+
+    def _compute(self, instruction: Instruction) -> None:
+        start = time.perf_counter() - self.begin
+        time.sleep(self.costs.of[instruction.op][self.pp.rank][instruction.chunk])
+        self.spans.append(Span(self.pp.rank, instruction.op, instruction.microbatch, instruction.chunk, start,
+                               time.perf_counter() - self.begin))
+
+    def _receive(self, instruction: Instruction) -> None:
+        self.posted.pop(instruction).wait()
+        self._post((instruction.op, instruction.chunk))
+
+    def _send(self, instruction: Instruction) -> None:
+        self.sending.append(self.pp.isend(torch.ones(ELEMENTS), *self.plan.placement.peer(self.pp.rank, instruction)))
+        if len(self.sending) > self.queue:
+            self.sending.popleft().wait()
+
+    forward = backward = backward_input = backward_weight = _compute
+    recv_forward = recv_backward = _receive
+    send_forward = send_backward = _send
+
+
+def timed(pp: Comm, plan: Schedule, slot: float) -> tuple[float, list[Span]]:
+    """(seconds of an iteration, what this stage did)."""
+    sleeper = Sleeper(pp, plan, Costs.alike(plan, slot))
+    return slowest(pp, sleeper.run), sleeper.spans
+
+
+def rows(pp: Comm, order: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each schedule; medians over the rounds, in which the schedules take turns."""
+    slot = order["slot_ms"] / 1e3
+    plans = schedules(pp.size, order["microbatches"], order["chunks"])
+    for plan in plans:
+        timed(pp, plan, slot / 100)  # connections are made by the first messages
+    turns = [[timed(pp, plan, slot) for plan in plans] for _ in range(order["rounds"])]
+    seconds = [statistics.median(taken for taken, _ in column) for column in zip(*turns, strict=True)]
+    last = [pp.all_gather_object([list(vars(span).values()) for span in mine]) for _, mine in turns[-1]]
+    return [{"schedule": plan.name, "chunks": plan.placement.chunks, "stages": pp.size, "microbatches": plan.microbatches,
+             "list_seconds": walk(plan, Costs.alike(plan, slot)), "measured_seconds": mine, "ratio_to_1f1b": seconds[0] / mine,
+             "measured": True, "spans": sum(all_stages, [])} for plan, mine, all_stages in zip(plans, seconds, last, strict=True)]
+
+
+def main(world: Comm) -> None:
+    """The rows, on rank 0. The order: microbatches, slot_ms, chunks, rounds."""
+    torch.set_num_threads(1)
+    order, answer = child.order()
+    for row in rows(world, order):
+        if world.rank == 0:
+            answer(row)
+
+
+if __name__ == "__main__":
+    run_or_abort(main)

@@ -1,4 +1,4 @@
-"""Which model a benchmark measures: the options of every family and the run that they mean.
+"""Which model a benchmark measures: the options of many families, and the run and the trainer that they mean.
 
 Left out: the sizes themselves (fugaku_megatron/config/recipes.py) and what follows from them (fugaku_megatron/costs/accounting.py).
 """
@@ -8,7 +8,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.grid import Grid, Groups
+from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.config.checks import check
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import RunConfig
@@ -25,27 +29,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_of(options: argparse.Namespace, **fields: Any) -> RunConfig:
     """The run of `options`, with other `fields`. ValueError for sizes that do not fit together."""
-    values = {"micro_batch_size": options.micro_batch_size, "tensor_model_parallel_size": options.tensor_model_parallel_size,
-              "global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe),
-              **attention_fields(options), **fields}
+    names = ("micro_batch_size", "tensor_model_parallel_size", "num_query_groups", "window_size")
+    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    grouped = {"group_query_attention": True} if "num_query_groups" in given else {}
+    values = {"global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe), **given, **grouped, **fields}
     run = make_run(options.recipe, values)
     Layout.from_run(run, run.parallel.tensor_model_parallel_size * run.parallel.pipeline_model_parallel_size)
     return run
 
 
-def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
-    """Groups and window, where the recipe has others."""
-    parser.add_argument("--num-query-groups", type=int, metavar="N", help="groups of heads that share a key and a value")
-    parser.add_argument("--window-size", metavar="LEFT,0", help="a token sees itself and LEFT tokens before it")
-
-
-def attention_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """What the options of `add_attention_arguments` say; nothing in families without them."""
-    groups, window = (getattr(options, name, None) for name in ("num_query_groups", "window_size"))
-    return ({"group_query_attention": True, "num_query_groups": groups} if groups is not None else {}) | (
-        {"window_size": window} if window is not None else {})
-
-
 def vocabulary(recipe: str) -> int:
     """The recipe's vocabulary, or VOCABULARY."""
     return RECIPES[recipe]().model.vocab_size or VOCABULARY
+
+
+def trainer_of(run: RunConfig, world: Comm, groups: Groups) -> Any:
+    """The trainer as training/pretrain.py sets it up."""
+    from fugaku_megatron.training import pretrain
+    from fugaku_megatron.training.start_choices import build_ops, choose_kernels
+    from fugaku_megatron.training.train import Trainer
+
+    layout = Layout.from_run(run, world.size)
+    ops = build_ops(run, choose_kernels(run, layout, world).backends)
+    return Trainer(run, world, groups, *pretrain.build_data(run, groups, layout), ops=ops)
+
+
+def add_solo_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of a family that measures a trainer on one rank in its own process."""
+    add_arguments(parser)
+    parser.add_argument("--seq-length", type=int, default=256, help="tokens per sample (default: %(default)s)")
+
+
+def solo_trainer(options: argparse.Namespace, **fields: Any) -> Any:
+    """A trainer on one rank with mock tokens. ValueError for tensor parallelism."""
+    check(options.tensor_model_parallel_size == 1, "--tensor-model-parallel-size: this benchmark has one rank, leave it out")
+    run = run_of(options, seq_length=options.seq_length, mock_data=True, eval_iters=0, kernels="native", **fields)
+    world = SoloComm()
+    return trainer_of(run, world, Grid(1).groups(world))

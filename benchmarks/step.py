@@ -6,15 +6,15 @@
 
 Both sides start from the same weights and use the same tokens, batch, AdamW and clipping, without dropout; their losses are
 compared, so both do the same work. Ours runs as pretrain_gpt.py does, the baseline with the system's allocator or
---baseline-preload, and with torch's MKL at full width (mkl.py); with --mkl both a third process has it as shipped. No two of them
-compute at the same time. Figures are medians over the rounds that other processes did not disturb; the peak of multiply-adds is
-measured between rounds. Left out: the sides themselves (contestant.py), layouts (layouts.py).
+--baseline-preload, and with torch's MKL at full width (preloads.py); with --mkl both a third process has it as shipped. No two of
+them compute at the same time. Figures are medians over the rounds that other processes did not disturb; the peak of multiply-adds
+is measured between rounds. With --ranks every figure comes from a real `mpiexec ... pretrain_gpt.py`; the jobs take turns, round
+after round. Left out: the sides themselves (contestant.py), starting jobs (jobs.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -30,15 +30,20 @@ from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import runtime
 from fugaku_megatron.host.runtime import fma_peak_gflops
 
-from . import baselines, disturbance, driver, layouts, mkl, preloads, shapes
-from .contestant import SIDES, Apart, Contestant, Task
+from . import contestant, core, disturbance, jobs, preloads, shapes
+from .contestant import Apart, Contestant, Task
 
+SIDES = ("ours", "baseline")
 SHIPPED = "shipped"  # the side that --mkl both adds
 PRECISIONS = ("fp32", "bf16")
 PAUSE = 0.1  # s; libgomp's threads spin for some milliseconds after a parallel region, then they sleep
 PEAK_ROUNDS = 10  # measurements of the FMA peak; the first wakes this process's threads
-PATIENCE = 2  # disturbed rounds are repeated, up to PATIENCE x rounds
+PATIENCE = 3  # up to so many times as many rounds, while others disturb them
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative; BF16 rounds weights in ours and not in the baseline's autocast
+COLUMNS: tuple[core.Column, ...] = (
+    ("", "<28", "label"), ("tokens/s", ">9.1f", "tokens_per_s"), ("s/step", ">8.3f", "seconds"), ("TFLOPs", ">7.4f", "tflops"),
+    ("peak MiB", ">9.0f", "peak_rss_mib"), ("faults/step", ">12.0f", "minor_faults_per_step"),
+    ("system s", ">9.3f", "system_seconds_per_step"), ("allocator", "<9", "allocator"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,17 +54,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, help="samples per step (default: a micro-batch; with --ranks 16)")
     parser.add_argument("--dtype", default="fp32", choices=PRECISIONS)
     parser.add_argument("--kernels", default="native", choices=("native", "torch", "auto"), help="ours (default: %(default)s)")
-    parser.add_argument("--baseline", default="plain", choices=baselines.BASELINES)
+    parser.add_argument("--baseline", default="plain", choices=contestant.BASELINES)
     parser.add_argument("--baseline-compile", action="store_true", help="torch.compile the baseline")
     parser.add_argument("--baseline-preload", metavar="LIB",
                         help=f"the baseline's allocator: a path, or {', '.join(preloads.LIBRARIES)}")
-    mkl.add_argument(parser, "the baseline's", both=True)
+    preloads.add_mkl(parser, "the baseline's", both=True)
     parser.add_argument("--apart", action="store_true", help="one process at a time, for two that do not fit into memory")
     parser.add_argument("--schedules", action="store_true", help="with --ranks: pipelines over all ranks, under every schedule")
     parser.add_argument("--ranks", type=int, help="compare layouts of that many ranks with one rank, instead of a baseline")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The sides or the layouts. ValueError for options that do not fit."""
+    if options.ranks is not None:
+        return measure_layouts(options)
+    check(not options.schedules, "--schedules needs --ranks, the stages of the pipelines: give it")
+    check(options.tensor_model_parallel_size == options.pipeline_model_parallel_size == 1,
+          "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank")
+    config = shapes.run_of(options, **run_values(options))
+    contestant.check_baseline(options.baseline, options.baseline_compile, config.model)
+    preload = [preloads.resolve(options.baseline_preload)] if options.baseline_preload else []
+    torch.set_num_threads(options.threads)
+    print(f"{runtime.cpu_model()}, {options.threads} threads; building both sides", flush=True)
+    with ExitStack() as stack:
+        made = {side: task(options, side, preloads.mkl_preload(options.mkl) + preload) for side in SIDES}
+        if options.mkl == preloads.BOTH and preloads.narrowed():
+            made[SHIPPED] = task(options, "baseline", preload)
+        sides = {side: Apart(one) if options.apart else stack.enter_context(Contestant(one)) for side, one in made.items()}
+        return report(options, config, sides, *take_turns(options, sides))
 
 
 def run_values(options: argparse.Namespace) -> dict[str, Any]:
@@ -68,32 +92,7 @@ def run_values(options: argparse.Namespace) -> dict[str, Any]:
     return {**length, "vocab_size": shapes.vocabulary(options.recipe), "micro_batch_size": options.micro_batch_size,
             "global_batch_size": options.global_batch_size or options.micro_batch_size, "mock_data": True, "hidden_dropout": 0.0,
             "attention_dropout": 0.0, "bf16": options.dtype == "bf16", "eval_iters": 0, "lr_decay_style": "constant",
-            "lr_warmup_iters": 0, "train_iters": 1 + (1 + PATIENCE) * options.rounds, "kernels": options.kernels}
-
-
-def run(options: argparse.Namespace) -> None:
-    """Measure, print, write --json. ValueError for options that do not fit."""
-    check(options.rounds > 0, f"--rounds {options.rounds}: give 1 or more")
-    check(options.threads > 0, f"--threads {options.threads}: give 1 or more")
-    if options.ranks is not None:
-        return layouts.run(options)
-    check(not options.schedules, "--schedules needs --ranks, the stages of the pipelines: give it")
-    check(options.tensor_model_parallel_size == options.pipeline_model_parallel_size == 1,
-          "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank")
-    config = shapes.run_of(options, **run_values(options))
-    baselines.check_baseline(options.baseline, options.baseline_compile, config.model)
-    preload = [preloads.resolve(options.baseline_preload)] if options.baseline_preload else []
-    torch.set_num_threads(options.threads)
-    print(f"{runtime.cpu_model()}, {options.threads} threads; building both sides", flush=True)
-    with ExitStack() as stack:
-        made = {side: task(options, side, mkl.preload(options.mkl) + preload) for side in SIDES}
-        if options.mkl == mkl.BOTH and mkl.narrowed():
-            made[SHIPPED] = task(options, "baseline", preload)
-        sides = {side: Apart(one) if options.apart else stack.enter_context(Contestant(one)) for side, one in made.items()}
-        result = report(options, config, sides, *measure(options, sides))
-    show(result)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+            "lr_warmup_iters": 0, "train_iters": 1 + PATIENCE * options.rounds, "kernels": options.kernels}
 
 
 def task(options: argparse.Namespace, side: str, preload: list[Path]) -> Task:
@@ -103,36 +102,29 @@ def task(options: argparse.Namespace, side: str, preload: list[Path]) -> Task:
                 **(baseline if side == "baseline" else {}))
 
 
-def measure(options: argparse.Namespace, sides: dict[str, Contestant]) -> tuple[list[dict[str, Any]], int]:
-    """(rounds to report, number of discarded rounds). The first steps warm up, and must have the same loss.
+def take_turns(options: argparse.Namespace, sides: dict[str, Contestant]) -> tuple[list[dict[str, Any]], int]:
+    """(rounds to report, number of discarded rounds or -1). The first steps warm up, and must have the same loss.
 
     A round: {"ours": a step's record, "baseline": ..., "peak_gflops", "clock_ghz", "others"}.
     """
-    first = {side: contestant.step()["loss"] for side, contestant in sides.items()}
+    first = {side: each.step()["loss"] for side, each in sides.items()}
     if not math.isclose(first["ours"], first["baseline"], rel_tol=SAME_LOSS[options.dtype]):
         raise RuntimeError(f"the two do not train the same: first losses {first['ours']:.6f} (ours), {first['baseline']:.6f} "
                            "(baseline)")
-    rounds: list[dict[str, Any]] = []
-    quiet: list[dict[str, Any]] = []
-    while len(quiet) < options.rounds and len(rounds) < (1 + PATIENCE) * options.rounds:
-        rounds.append(one_round(options.threads, sides))
-        quiet += rounds[-1:] if rounds[-1]["others"] <= disturbance.OTHERS else []
-        steps = ", ".join(f"{side} {rounds[-1][side]['seconds']:.3f} s" for side in sides)
-        print(f"  round {len(rounds)}: {steps}" + "  BUSY MACHINE" * (rounds[-1]["others"] > disturbance.OTHERS), flush=True)
-    return (quiet, len(rounds) - len(quiet)) if len(quiet) == options.rounds else (rounds, 0)
 
+    def one_round(number: int) -> tuple[dict[str, Any], bool]:
+        result: dict[str, Any] = {}
+        watch = disturbance.Watch(options.threads)
+        for side, each in sides.items():
+            result[side] = each.step()
+            time.sleep(PAUSE)
+        result |= {"others": watch.others(), "peak_gflops": fma_peak_gflops(PEAK_ROUNDS), "clock_ghz": runtime.clock_ghz()}
+        quiet = result["others"] <= disturbance.OTHERS
+        steps = ", ".join(f"{side} {result[side]['seconds']:.3f} s" for side in sides)
+        print(f"  round {number + 1}: {steps}" + core.BUSY * (not quiet), flush=True)
+        return result, quiet
 
-def one_round(threads: int, sides: dict[str, Contestant]) -> dict[str, Any]:
-    """A step of each side, then the machine's peak and clock."""
-    result: dict[str, Any] = {}
-    watch = disturbance.Watch(threads, lambda: sum(contestant.cpu_seconds() for contestant in sides.values()))
-    for side, contestant in sides.items():
-        result[side] = contestant.step()
-        time.sleep(PAUSE)
-    result["others"] = watch.others()
-    result["peak_gflops"] = fma_peak_gflops(PEAK_ROUNDS)
-    result["clock_ghz"] = runtime.clock_ghz()
-    return result
+    return core.quiet_rounds(one_round, options.rounds, PATIENCE)
 
 
 def report(options: argparse.Namespace, config: RunConfig, sides: dict[str, Contestant], rounds: list[dict[str, Any]],
@@ -140,48 +132,102 @@ def report(options: argparse.Namespace, config: RunConfig, sides: dict[str, Cont
     """The result as JSON."""
     size = config.batch.global_batch_size
     flops = accounting.model_flops(config, size)
-    every = {side: {**summary([r[side] for r in rounds], flops, size * config.model.seq_length), **contestant.ready}
-             for side, contestant in sides.items()}
+    every = {side: {"label": side, **summary([r[side] for r in rounds], flops, size * config.model.seq_length), **each.ready}
+             for side, each in sides.items()}
     for side in sides.keys() - {"ours"}:
-        full = not mkl.narrowed() or side == "baseline" and options.mkl != "shipped"
-        every[side] |= {"name": options.baseline, "compiled": options.baseline_compile, "preload": options.baseline_preload,
-                        "mkl": "full" if full else "shipped", "ratio": every[side]["seconds"] / every["ours"]["seconds"]}
-    peak = statistics.median(r["peak_gflops"] for r in rounds)
-    return {**every, "ratio": every["baseline"]["ratio"], "peak_gflops": peak,
-            "ceiling_fraction": flops / every["ours"]["seconds"] / peak / 1e9 if options.dtype == "fp32" else None,
-            "clock_ghz": statistics.median(r["clock_ghz"] for r in rounds), "threads": options.threads,
-            "cpu": runtime.cpu_model(), "recipe": options.recipe, "dtype": options.dtype,
-            "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "model_flops": flops,
-            "parameters": accounting.parameters(config), "torch": torch.__version__, "rounds": rounds,
-            "busy": any(r["others"] > disturbance.OTHERS for r in rounds), "rounds_thrown_away": discarded,
-            "repeat": driver.command_line()}
+        width = "full" if not preloads.narrowed() or side == "baseline" and options.mkl != "shipped" else "shipped"
+        label = f"{options.baseline}{' compiled' * options.baseline_compile}, MKL {width}"
+        every[side] |= {"label": label, "name": options.baseline, "compiled": options.baseline_compile, "mkl": width,
+                        "preload": options.baseline_preload, "ratio": every[side]["seconds"] / every["ours"]["seconds"]}
+    medians = core.medians(rounds, ("peak_gflops", "clock_ghz"))
+    ceiling = flops / every["ours"]["seconds"] / medians["peak_gflops"] / 1e9
+    names = ("threads", "recipe", "dtype", "micro_batch_size")
+    return {**every, "ratio": every["baseline"]["ratio"], **medians, **{name: getattr(options, name) for name in names},
+            "ceiling_fraction": ceiling if options.dtype == "fp32" else None, "global_batch_size": size, "model_flops": flops,
+            "parameters": accounting.parameters(config), "torch": torch.__version__, "rounds": rounds, "busy": discarded < 0,
+            "rounds_thrown_away": max(0, discarded)}
 
 
 def summary(steps: list[dict[str, float]], flops: float, tokens: int) -> dict[str, Any]:
     """Medians of one side's steps. flops, tokens: of a step, the former accounting.model_flops; tflops: 10^12 FLOPs per second."""
-    medians = {name: statistics.median(step[name] for step in steps) for name in ("seconds", "minor_faults", "system_seconds")}
+    medians = core.medians(steps, ("seconds", "minor_faults", "system_seconds", "idle_cpu_seconds"))
     return {"tokens_per_s": tokens / medians["seconds"], "seconds": medians["seconds"], "tflops": flops / medians["seconds"] / 1e12,
             "peak_rss_mib": max(step["peak_rss_mib"] for step in steps), "minor_faults_per_step": medians["minor_faults"],
             "system_seconds_per_step": medians["system_seconds"], "losses": [step["loss"] for step in steps],
-            "idle_cpu_seconds_per_turn": statistics.median(step["idle_cpu_seconds"] for step in steps)}
+            "idle_cpu_seconds_per_turn": medians["idle_cpu_seconds"]}
 
 
-def label_of(side: dict[str, Any]) -> str:
-    """A baseline as the table names it."""
-    return side["name"] + (" compiled" if side["compiled"] else "") + f", MKL {side['mkl']}"
-
-
-def show(result: dict[str, Any]) -> None:
-    """Print the table."""
-    print(f"{'':<28} {'tokens/s':>9} {'s/step':>8} {'TFLOPs':>7} {'peak MiB':>9} {'faults/step':>12} {'system s':>9}  allocator")
-    others = {label_of(result[side]): result[side] for side in ("baseline", SHIPPED) if side in result}
-    for label, side in {"ours": result["ours"], **others}.items():
-        print(f"{label:<28} {side['tokens_per_s']:>9.1f} {side['seconds']:>8.3f} {side['tflops']:>7.4f} "
-              f"{side['peak_rss_mib']:>9.0f} {side['minor_faults_per_step']:>12.0f} "
-              f"{side['system_seconds_per_step']:>9.3f}  {side['allocator']}")
+def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
+    """The table."""
+    if options.ranks is not None:
+        return (f"{core.table(LAYOUT_COLUMNS, result['layouts'])}\n{result['cpu']} at {result['clock_ghz']:.2f} GHz, measured; "
+                f"global batch {result['global_batch_size']}")
+    sides = [result[side] for side in (*SIDES, SHIPPED) if side in result]
     ceiling = f", {100 * result['ceiling_fraction']:.1f} % of the FMA peak" if result["ceiling_fraction"] is not None else ""
-    ratios = ", ".join(f"{side['ratio']:.3f} x as fast as {label}" for label, side in others.items())
-    print(f"ours is {ratios}{ceiling} ({result['peak_gflops']:.0f} GFLOP/s at "
-          f"{result['clock_ghz']:.2f} GHz, {result['threads']} threads, "
-          f"{result['cpu']}, measured)" + ("  BUSY MACHINE" if result["busy"] else ""))
-    print(result["repeat"])
+    ratios = ", ".join(f"{side['ratio']:.3f} x as fast as {side['label']}" for side in sides[1:])
+    return (f"{core.table(COLUMNS, sides)}\nours is {ratios}{ceiling} ({result['peak_gflops']:.0f} GFLOP/s at "
+            f"{result['clock_ghz']:.2f} GHz, {result['threads']} threads, {result['cpu']}, measured)" + core.BUSY * result["busy"])
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------------------
+
+MICROBATCHES = 16
+LAYOUT_ITERATIONS = 2  # timed ones of each job
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank": 2}, "zb-h1": {"pipeline_schedule": "zb-h1"},
+    "zbv": {"pipeline_schedule": "zbv"}}
+MORE_PENDING = 1.5  # micro-batches for each stage that the last pipeline may hold
+LAYOUT_COLUMNS: tuple[core.Column, ...] = (
+    ("layout", "<16", "layout"), ("ranks x threads", ">16", lambda row: f"{row['ranks']} x {row['threads']:>5}"),
+    ("tokens/s", ">9.1f", "tokens_per_s"), ("s/step", ">8.3f", "seconds"), ("of one rank", ">12.3f", "ratio"),
+    ("peak MiB", ">9", "peak_rss_mib"), ("loss", ">9.5f", "loss"))
+
+
+def candidates(options: argparse.Namespace) -> dict[str, jobs.Cell]:
+    """One rank first, then the layout that the options name, PP under every schedule, or TP, DP and PP over all ranks."""
+    ranks, tp, pp, mbs = (getattr(options, name) for name in ("ranks", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+                                                              "micro_batch_size"))
+    check(ranks >= 2, f"--ranks {ranks}: give 2 or more, they are compared with one rank")
+    check(ranks % (tp * pp) == 0, f"--ranks {ranks} is not divisible by --tensor-model-parallel-size {tp} x "
+          f"--pipeline-model-parallel-size {pp}: change one of them")
+    check(not options.schedules or tp * pp == 1, "--schedules compares pipelines over all --ranks: leave the parallel sizes out")
+    found = {"one rank": jobs.Cell(mbs=mbs)}
+    if options.schedules:
+        more = math.ceil(MORE_PENDING * ranks)
+        orders = {**SCHEDULES, f"zbv of {more}": {**SCHEDULES["zbv"], "zero_bubble_max_pending_backward": more}}
+        return found | {f"PP{ranks} {name}": jobs.Cell(ranks=ranks, pp=ranks, mbs=mbs, schedule=tuple(fields.items()))
+                        for name, fields in orders.items()}
+    if tp * pp > 1:
+        sizes = {"TP": tp, "PP": pp, "DP": ranks // (tp * pp)}
+        name = " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+        return found | {name: jobs.Cell(ranks=ranks, tp=tp, pp=pp, mbs=mbs)}
+    return found | {f"TP{ranks}": jobs.Cell(ranks=ranks, tp=ranks, mbs=mbs), f"DP{ranks}": jobs.Cell(ranks=ranks, mbs=mbs),
+                    f"PP{ranks}": jobs.Cell(ranks=ranks, pp=ranks, mbs=mbs)}
+
+
+def batch_of(options: argparse.Namespace) -> int:
+    """Samples of an iteration."""
+    return options.global_batch_size or MICROBATCHES * options.micro_batch_size
+
+
+def layout_job(options: argparse.Namespace, cell: jobs.Cell) -> jobs.Job:
+    """The training job of a layout. ValueError when the model does not divide."""
+    return jobs.job(options, cell, batch_of(options), LAYOUT_ITERATIONS, kernels=options.kernels, hidden_dropout=0.0,
+                    attention_dropout=0.0)
+
+
+def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
+    """All layouts in turn. ratio: throughput over that of one rank."""
+    cells = candidates(options)
+    planned = {name: layout_job(options, cell) for name, cell in cells.items()}
+    measured = {name: jobs.summary(rounds) for name, rounds in jobs.in_turn(planned, options.rounds).items()}
+    tokens, rows = shapes.run_of(options).model.seq_length, []
+    for name, cell in cells.items():
+        figures = measured[name]
+        rows.append({"layout": name, "ranks": cell.ranks, "threads": planned[name].threads, "tp": cell.tp, "pp": cell.pp,
+                     "dp": cell.dp, "tokens_per_s": figures["samples_per_second"] * tokens,
+                     "peak_rss_mib": figures["peak_memory_mib"], **{key: figures[key] for key in ("seconds", "loss", "busy")}})
+    rows = [{**row, "ratio": row["tokens_per_s"] / rows[0]["tokens_per_s"]} for row in rows]
+    names = ("recipe", "dtype", "micro_batch_size", "threads", "rounds")
+    return {"layouts": rows, **{name: getattr(options, name) for name in names}, "global_batch_size": batch_of(options),
+            "clock_ghz": statistics.median(figures["clock_ghz"] for figures in measured.values())}

@@ -7,69 +7,53 @@
 
 A row is a real `mpiexec ... pretrain_gpt.py` of a few micro-batches; ranks share this host's threads. The model
 (fugaku_megatron.perf, software fugaku_megatron) uses a calibration of this host made in the same run, or --machine. Left out:
-starting jobs (jobs.py), how rows are shown (tables_text.py, pictures.py).
+starting jobs (jobs.py), the picture (pictures.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fugaku_megatron.config.checks import check
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.host import runtime
 from fugaku_megatron.perf import machine, model, software
 
-from . import alloc, disturbance, driver, jobs, pictures, preloads, shapes, tables_text
+from . import core, disturbance, jobs, pictures, preloads, shapes
 from .child import ROOT, mpiexec
+from .jobs import Cell
 
 TOKENS = 4096  # of an iteration, unless one micro-batch on each data-parallel rank has more
 WARM_UP = 2  # iterations that do not count
-
 CALIBRATION_SECONDS = 300  # a limit: it takes less than one minute
 ATTEMPTS = 3  # measurements of a row while other processes use this host's cores
 
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A configuration of the tables. The host's threads are divided among `ranks`."""
-
-    ranks: int = 1
-    tp: int = 1
-    pp: int = 1
-    mbs: int = 1
-    seq: int = 1024
-    recompute: bool = False
-    allocator: str = "tuned"
-
-    @property
-    def dp(self) -> int:
-        return self.ranks // (self.tp * self.pp)
-
-    def __str__(self) -> str:
-        words = [f"s {self.seq}", f"DP {self.dp}", f"TP {self.tp}", f"PP {self.pp}", f"MBS {self.mbs}"]
-        words += ["recompute"] if self.recompute else []
-        return ", ".join(words + ([self.allocator] if self.allocator != "tuned" else []))
-
-
-DP2, TP2, PP2 = Cell(ranks=2), Cell(ranks=2, tp=2), Cell(ranks=2, pp=2)
+SINGLE = Cell(seq=1024)
+DP2, TP2, PP2 = replace(SINGLE, ranks=2), replace(SINGLE, ranks=2, tp=2), replace(SINGLE, ranks=2, pp=2)
+LAYOUTS = (SINGLE, DP2, TP2, PP2)
 ROWS = (  # in the order of the tables that they are shown in
-    Cell(), Cell(allocator="tcmalloc"), Cell(mbs=2), Cell(mbs=4), DP2, replace(DP2, allocator="tcmalloc"), replace(DP2, mbs=2),
-    TP2, replace(TP2, mbs=2), PP2, replace(PP2, mbs=2),
-    Cell(recompute=True), *(replace(cell, recompute=True) for cell in (DP2, TP2, PP2)),
-    Cell(seq=2048), *(replace(cell, seq=2048) for cell in (DP2, TP2, PP2)), Cell(seq=2048, recompute=True))
-QUICK_ROWS = (Cell(), DP2, TP2, PP2)
+    SINGLE, replace(SINGLE, allocator="tcmalloc"), replace(SINGLE, mbs=2), replace(SINGLE, mbs=4), DP2,
+    replace(DP2, allocator="tcmalloc"), replace(DP2, mbs=2), TP2, replace(TP2, mbs=2), PP2, replace(PP2, mbs=2),
+    *(replace(cell, recompute=True) for cell in LAYOUTS), *(replace(cell, seq=2048) for cell in LAYOUTS),
+    replace(SINGLE, seq=2048, recompute=True))
+VARIED = ("ranks", "tp", "pp", "mbs", "seq", "recompute", "allocator")  # what a row is known by
 QUICK = {"iterations": 1, "tokens": 2048}
+
+PUBLISHED_BATCH = 1024  # samples of an iteration in the published tables
+OUR_HEADER = (f"scaled to GBS {PUBLISHED_BATCH}, not measured", "model Sec/it", "model MiB", "time error %", "memory error %")
+CSV_LEFT_OUT = ("machine", "model_breakdown")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,49 +63,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="four rows, one timed iteration of half the tokens")
     parser.add_argument("--iterations", type=int, default=2, help=f"timed ones, after {WARM_UP} others (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of an iteration, at least (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of all ranks together (default: %(default)s)")
+    jobs.add_threads(parser)
     parser.add_argument("--machine", metavar="FILE", help="of fugaku-megatron calibrate (default: calibrate now)")
     parser.add_argument("--measured", nargs="+", type=Path, default=[], metavar="FILE",
                         help="show the rows that --json wrote there instead of measuring, modelled again")
     parser.add_argument("--markdown", action="store_true", help="Markdown's headings around the tables")
-    for name, what in (("json", "rows and machine"), ("csv", "one line per row"), ("png", "measured against modelled")):
-        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {what} to FILE")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per row to FILE")
+    parser.set_defaults(dtype="fp32")
 
 
-def config(options: argparse.Namespace, cell: Cell) -> RunConfig:
-    """The run of a row."""
+def name_of(cell: Cell) -> str:
+    """What --rows selects by."""
+    words = [f"s {cell.seq}", f"DP {cell.dp}", f"TP {cell.tp}", f"PP {cell.pp}", f"MBS {cell.mbs}"]
+    words += ["recompute"] if cell.recompute else []
+    return ", ".join(words + ([cell.allocator] if cell.allocator != "tuned" else []))
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    """The configuration of a row."""
+    return Cell(**{name: row[name] for name in VARIED})
+
+
+def batch_of(tokens: int, cell: Cell) -> int:
+    """Samples of an iteration: at least so many tokens, and a micro-batch on each data-parallel rank."""
     each = cell.mbs * cell.dp
-    sizes = argparse.Namespace(recipe=options.recipe, micro_batch_size=cell.mbs, tensor_model_parallel_size=cell.tp)
-    return shapes.run_of(sizes, pipeline_model_parallel_size=cell.pp, seq_length=cell.seq, max_position_embeddings=cell.seq,
-                         global_batch_size=max(1, options.tokens // cell.seq // each) * each,
-                         recompute_granularity="full" if cell.recompute else None)
+    return max(1, tokens // cell.seq // each) * each
+
+
+def config(recipe: str, tokens: int, cell: Cell) -> RunConfig:
+    """The run of a row."""
+    options = argparse.Namespace(recipe=recipe, micro_batch_size=cell.mbs)
+    return shapes.run_of(options, **cell.fields(batch_of(tokens, cell)))
 
 
 def job(options: argparse.Namespace, cell: Cell) -> jobs.Job:
     """The training job of a row. ValueError when the model does not divide."""
-    run = config(options, cell)
-    Layout.from_run(run, cell.ranks)
-    preload = preloads.find(cell.allocator) if cell.allocator in preloads.LIBRARIES else None
-    flags = jobs.flags(argparse.Namespace(recipe=options.recipe, dtype="fp32"), run, WARM_UP + options.iterations, "native",
-                       "--seq-length", cell.seq, "--max-position-embeddings", cell.seq,
-                       *(["--recompute-granularity", "full"] if cell.recompute else []),
-                       "--allocator", "stock" if preload else "tuned")
-    return jobs.Job(ranks=cell.ranks, threads=jobs.threads_each(cell.ranks, options.threads), flags=flags, preload=preload,
-                    warm_up=WARM_UP)
+    return jobs.job(options, cell, batch_of(options.tokens, cell), options.iterations, WARM_UP)
 
 
 def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
     """The chosen rows with their jobs; prints which rows are left out because this host cannot run them."""
-    cells, planned = QUICK_ROWS if options.quick else ROWS, {}
-    for cell in (cell for cell in cells if options.rows in str(cell)):
-        if cell.allocator in preloads.LIBRARIES and preloads.find(cell.allocator) is None:
-            print(f"skipped {cell}: {preloads.missing(cell.allocator)}")
+    cells, planned = LAYOUTS if options.quick else ROWS, {}
+    for cell in (cell for cell in cells if options.rows in name_of(cell)):
+        if line := preloads.missing(cell.allocator):
+            print(f"skipped {name_of(cell)}: {line}")
         elif cell.ranks > options.threads:
-            print(f"skipped {cell}: {cell.ranks} ranks need as many threads, --threads is {options.threads}")
+            print(f"skipped {name_of(cell)}: {cell.ranks} ranks need as many threads, --threads is {options.threads}")
         else:
             planned[cell] = job(options, cell)
     check(planned != {}, f"--rows {options.rows!r}: no row that this host can run has this in its name; a name is "
-          f"{str(cells[0])!r}")
+          f"{name_of(cells[0])!r}")
     return planned
 
 
@@ -130,13 +121,13 @@ def calibrate(options: argparse.Namespace) -> dict[str, Any]:
     if options.machine:
         machine.load(options.machine)
         return json.loads(Path(options.machine).read_text())
-    for attempt in range(ATTEMPTS):
-        print("calibrating this host" + (", again: others took its cores" if attempt else ""), flush=True)
-        watch = disturbance.Watch(options.threads, jobs.children_seconds)
-        host = calibrated(max(2, options.threads))
-        if watch.others() <= disturbance.OTHERS:
-            break
-    return host
+
+    def attempt(number: int) -> tuple[dict[str, Any], bool]:
+        print("calibrating this host" + (", again: others took its cores" if number else ""), flush=True)
+        watch = disturbance.Watch(options.threads)
+        return calibrated(max(2, options.threads)), not watch.disturbed()
+
+    return core.quiet_rounds(attempt, 1, ATTEMPTS)[0][-1]
 
 
 def calibrated(ranks: int) -> dict[str, Any]:
@@ -153,58 +144,47 @@ def calibrated(ranks: int) -> dict[str, Any]:
         return json.loads(path.read_text())
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure the rows or read --measured, model them, print the tables and write --json, --csv and --png."""
-    if options.quick:
-        vars(options).update({name: value for name, value in QUICK.items() if getattr(options, name) == options.defaults[name]})
-    for name in ("iterations", "threads", "tokens"):
-        check(getattr(options, name) > 0, f"--{name} {getattr(options, name)}: give 1 or more")
-    result = report(options, earlier_result(options) if options.measured else measure(options, plan(options)))
-    print(tables_text.text(result, options.markdown))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.csv:
-        tables_text.write_csv(options.csv, result)
-    if options.png:
-        pictures.draw_tables(options.png, result)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The rows, measured now or read from --measured, with the model's figures."""
+    core.apply_quick(options, QUICK)
+    return report(earlier_rows(options) if options.measured else measured_rows(options, plan(options)))
 
 
-def measure(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[dict[str, Any]]:
+def measured_rows(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[dict[str, Any]]:
     """Measured rows, not modelled yet; prints each when it is done."""
     begin, rows = time.perf_counter(), []
     host = calibrate(options)
     for number, (cell, task) in enumerate(planned.items(), 1):
-        measured = quiet(cell, task)
-        rows.append({**asdict(measured), **asdict(cell), "log": measured.allocator, "dp": cell.dp, "recipe": options.recipe,
-                     "gbs": config(options, cell).batch.global_batch_size, "tokens": options.tokens, "threads": task.threads,
-                     "busy": measured.others > disturbance.OTHERS, "cpu": runtime.cpu_model(), "torch": torch.__version__,
-                     "date": time.strftime("%Y-%m-%d"), "machine": host})
-        print(f"  {number} of {len(planned)}, {(time.perf_counter() - begin) / 60:.1f} min: {cell}: {measured.seconds:.3f} s at "
-              f"{measured.clock_ghz:.2f} GHz" + ("  BUSY MACHINE" if rows[-1]["busy"] else ""), flush=True)
+        measured = quiet(name_of(cell), task)
+        rows.append({**asdict(measured), **{name: getattr(cell, name) for name in VARIED}, "log": measured.allocator,
+                     "dp": cell.dp, "recipe": options.recipe, "gbs": batch_of(options.tokens, cell), "tokens": options.tokens,
+                     "threads": task.threads, "busy": measured.others > disturbance.OTHERS, "cpu": runtime.cpu_model(),
+                     "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "machine": host})
+        print(f"  {number} of {len(planned)}, {(time.perf_counter() - begin) / 60:.1f} min: {name_of(cell)}: "
+              f"{measured.seconds:.3f} s at {measured.clock_ghz:.2f} GHz" + core.BUSY * rows[-1]["busy"], flush=True)
     return rows
 
 
-def quiet(cell: Cell, task: jobs.Job) -> jobs.Measured:
+def quiet(name: str, task: jobs.Job) -> jobs.Measured:
     """The job's figures from the least disturbed of up to ATTEMPTS measurements; the first undisturbed one ends them."""
-    tried: list[jobs.Measured] = []
-    while not tried or (tried[-1].others > disturbance.OTHERS and len(tried) < ATTEMPTS):
-        if tried:
-            print(f"  again, because others took {tried[-1].others:.0%} of the cores: {cell}", flush=True)
-        tried.append(jobs.run(task))
-        alloc.check_allocator(cell, tried[-1])
-    return min(tried, key=lambda measured: measured.others)
+    def attempt(number: int) -> tuple[jobs.Measured, bool]:
+        if number:
+            print(f"  again, because others took too much of the cores: {name}", flush=True)
+        measured = jobs.run(task)
+        return measured, measured.others <= disturbance.OTHERS
+
+    return min(core.quiet_rounds(attempt, 1, ATTEMPTS)[0], key=lambda measured: measured.others)
 
 
-def earlier_result(options: argparse.Namespace) -> list[dict[str, Any]]:
+def earlier_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of --measured in the tables' order, of each name the last one; with --machine they are modelled on that machine."""
     rows_by_cell: dict[Cell, dict[str, Any]] = {}
     for path in options.measured:
         try:
-            rows = json.loads(path.read_text())["rows"]
-            rows_by_cell |= {Cell(**{name: row[name] for name in Cell.__dataclass_fields__}): row for row in rows}
+            rows_by_cell |= {cell_of(row): row for row in json.loads(path.read_text())["rows"]}
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"--measured {path}: no rows can be read from it ({error}); give a file that --json wrote") from None
-    order = [cell for cell in ROWS if cell in rows_by_cell and options.rows in str(cell)]
+    order = [cell for cell in ROWS if cell in rows_by_cell and options.rows in name_of(cell)]
     check(order != [], f"--measured: none of the files has a row with {options.rows!r} in its name")
     host = {"machine": calibrate(options)} if options.machine else {}
     return [{**rows_by_cell[cell], **host} for cell in order]
@@ -212,22 +192,61 @@ def earlier_result(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def predicted(row: dict[str, Any]) -> dict[str, Any]:
     """The model's figures for a row on the machine that the row contains."""
-    cell = Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
+    cell = cell_of(row)
     system = model.System(machine=machine.from_data("this host", row["machine"]), nodes=1, ranks_per_node=cell.ranks,
                           software=software.load(software.THIS_PROJECT))
-    run = config(argparse.Namespace(recipe=row["recipe"], tokens=row["tokens"]), cell)
-    prediction = model.predict(run, system)
-    return {"name": str(cell), "model_seconds": prediction.seconds,
+    prediction = model.predict(config(row["recipe"], row["tokens"], cell), system)
+    return {"name": name_of(cell), "model_seconds": prediction.seconds,
             "model_lower": prediction.lower, "model_upper": prediction.upper,
             "model_memory_mib": prediction.memory_mib_max, "model_breakdown": prediction.breakdown,
             "time_error_percent": 100 * (prediction.seconds / row["seconds"] - 1),
             "memory_error_percent": 100 * (prediction.memory_mib_max / row["peak_memory_mib"] - 1)}
 
 
-def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The result as JSON; errors are the model's, in per cent of the measured figure."""
     rows = [{**row, **predicted(row)} for row in rows]
     errors = [abs(row["time_error_percent"]) for row in rows]
     memory = [abs(row["memory_error_percent"]) for row in rows]
     return {"rows": rows, "mean_time_error_percent": sum(errors) / len(errors), "largest_time_error_percent": max(errors),
-            "mean_memory_error_percent": sum(memory) / len(memory), "repeat": driver.command_line()}
+            "mean_memory_error_percent": sum(memory) / len(memory)}
+
+
+def scaled(row: dict[str, Any]) -> float:
+    """Seconds per iteration at the published global batch, if time grows in proportion to the batch."""
+    return row["seconds"] * PUBLISHED_BATCH / row["gbs"]
+
+
+def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
+    """A table for every sequence length, with and without recompute, and the model's errors. Writes --csv."""
+    if options.csv:
+        write_csv(options.csv, result)
+    parts, heading, rows = [], "### " if options.markdown else "", result["rows"]
+    for (recipe, seq, recompute), group in groupby(rows, lambda r: (r["recipe"], r["seq"], r["recompute"])):
+        mine = list(group)
+        title = jobs.published_title(recipe, seq, recompute, f"native kernels, fp32: {pictures.measured_on(mine)}")
+        parts.append(heading + jobs.published(title, [cells(row) for row in mine], OUR_HEADER))
+    parts.append(f"A node here is a rank on one machine; one rank has {max(r['threads'] for r in rows)} threads, more ranks share "
+                 f"them. Model: software {software.THIS_PROJECT} on {rows[0]['machine']['title']}.\n"
+                 f"Model against {len(rows)} measured rows: mean absolute error of time {result['mean_time_error_percent']:.1f} %, "
+                 f"largest {result['largest_time_error_percent']:.1f} %; of memory {result['mean_memory_error_percent']:.1f} %.")
+    return "\n\n".join(parts)
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row: the published columns, then those of OUR_HEADER."""
+    return (*jobs.published_cells(row, row["allocator"] if row["allocator"] != "tuned" else "-"), f"{scaled(row):.0f}",
+            f"{row['model_seconds']:.2f}", f"{row['model_memory_mib']:.0f}", f"{row['time_error_percent']:+.1f}",
+            f"{row['memory_error_percent']:+.1f}")
+
+
+def write_csv(path: Path, result: dict[str, Any]) -> None:
+    """One line per row, measured and modelled."""
+    records = [{"scaled_seconds": scaled(row), **{k: v for k, v in row.items() if k not in CSV_LEFT_OUT}} for row in result["rows"]]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+
+
+draw = pictures.draw_tables

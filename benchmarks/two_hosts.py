@@ -13,28 +13,37 @@ computing thread waits; the rest of what is exposed is work that communication t
 
 Hosts of a cluster leave a core to the thread that calls MPI (host/runtime.py). So by default one core here computes for both
 hosts, and the other one has both of these threads; with --own-cores each host has one core for all.
-Left out: more hosts. Needs Linux, root, iproute2 and MPICH.
+The ranks run this module as a program (child.py); one JSON line per round on rank 0: {job: {"seconds", "computation", "waiting",
+"sent", "loss"}}. Left out: more hosts. Needs Linux, root, iproute2 and MPICH.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.host import runtime
+import torch
 
-from . import disturbance, driver, jobs, pictures
-from .child import Child, mpiexec, python
+from fugaku_megatron.comm.base import DONE, Comm
+from fugaku_megatron.comm.grid import Grid
+from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.mpi import MPIComm
+from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.host.observed import NONBLOCKING, PHASES, REDUCTIONS, VERBS, Observed, Phases
+
+from . import child, core, disturbance, pictures, shapes
 
 HOSTS = ("fm-host0", "fm-host1")
 DEVICE = "wire"
@@ -50,6 +59,12 @@ DATA_PARALLEL = {"blocking": DEEP, "overlapped": {**DEEP, "overlap_grad_reduce":
 PARTS = {**WIDE, "tensor_model_parallel_size": 2, "sequence_parallel": True}
 TENSOR_PARALLEL = {"blocking": PARTS, "overlapped": {**PARTS, "tp_comm_overlap": True}}
 
+COLUMNS: tuple[core.Column, ...] = (
+    ("job", "<18", "job"), ("s", ">8.3f", "seconds"), ("alone s", ">8.3f", "computation_seconds"),
+    ("MB sent", ">8.1f", lambda row: row["bytes"] / 1e6), ("wire s", ">7.3f", "wire_seconds"),
+    ("exposed s", ">10.3f", "exposed_seconds"), ("of hideable", ">12.1%", "exposed_share"),
+    ("waiting s", ">10.3f", "waiting_seconds"), ("x blocking", ">11.3f", "ratio"))
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
@@ -61,8 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, default=4, help="of each rank in an iteration (default: %(default)s)")
     parser.add_argument("--bucket-size", type=int, default=500_000, help="elements of a gradient bucket (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="an iteration of each job (default: %(default)s, one more warms up)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the rows into FILE (needs matplotlib)")
 
 
 def why_not() -> str:
@@ -78,22 +91,15 @@ def why_not() -> str:
         return str(error)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure in turn, print, write --json and --png. ValueError for options that make no job, RuntimeError without two hosts."""
-    for name in ("rounds", "micro_batches", "micro_batch_size", "bucket_size"):
-        check(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}: give 1 or more")
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The jobs in turn. ValueError for a rate that is none, RuntimeError without two hosts."""
     rate = bits_per_second(options.rate)
     if reason := why_not():
         raise RuntimeError(reason)
-    watch = disturbance.Watch(len(HOSTS), jobs.children_seconds)
+    watch = disturbance.Watch(len(HOSTS))
     with two_hosts(options.rate):
         rounds = measured(options)
-    result = report(options, rounds, rate, watch.others() > disturbance.OTHERS)
-    show(result)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.png:
-        pictures.draw_hosts(options.png, result)
+    return report(options, rounds, rate, watch.disturbed())
 
 
 def bits_per_second(text: str) -> float:
@@ -140,7 +146,7 @@ def trainers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def order(options: argparse.Namespace) -> dict[str, Any]:
-    """What both ranks are told, see two_hosts_rank.py."""
+    """What both ranks are told, see `main`."""
     size = options.micro_batches * options.micro_batch_size * (1 if options.tensor_parallel else len(HOSTS))
     common = {"seq_length": options.seq_length, "mock_data": True, "train_iters": 2 * (options.rounds + 1),
               "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "eval_iters": 0,
@@ -162,8 +168,8 @@ def on_host(host: str, program: Sequence[str]) -> list[str]:
 
 def command(options: argparse.Namespace) -> list[str]:
     """mpiexec with a rank in each namespace."""
-    ranks = [on_host(host, python("two_hosts_rank", order(options))) for host in HOSTS]
-    return [mpiexec(), *ranks[0], ":", *ranks[1]]
+    ranks = [on_host(host, child.python("two_hosts", order(options))) for host in HOSTS]
+    return [child.mpiexec(), *ranks[0], ":", *ranks[1]]
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
@@ -172,7 +178,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
     RuntimeError when the job fails.
     """
     rounds = []
-    with Child(command(options), {**os.environ, **NETWORK, "OMP_NUM_THREADS": "1"}, "two hosts") as job:
+    with child.Child(command(options), {**os.environ, **NETWORK, "OMP_NUM_THREADS": "1"}, "two hosts") as job:
         for record in job.records():
             rounds.append(record)
             steps = ", ".join(f"{name} {record[name]['seconds']:.3f} s (alone {record[name]['computation']:.3f})"
@@ -197,18 +203,91 @@ def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
                      "exposed_seconds": exposed, "exposed_share": exposed / hideable, "waiting_seconds": median(name, "waiting"),
                      "loss": rounds[-1][name]["loss"], "ratio": median("blocking", "seconds") / seconds, "measured": True})
     return {"rows": rows, "rate": options.rate, "rounds": rounds, "busy": busy, "own_cores": options.own_cores,
-            "what": "Rows between products" if options.tensor_parallel else "Gradient sums",
-            "cpu": runtime.cpu_model(), "repeat": driver.command_line()}
+            "what": "Rows between matmuls" if options.tensor_parallel else "Gradient sums"}
 
 
-def show(result: dict[str, Any]) -> None:
+def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The table."""
-    print(f"link {result['rate']}; seconds of an iteration, and of one without its sums and gathers (alone)")
-    print(f"{'job':<18} {'s':>8} {'alone s':>8} {'MB sent':>8} {'wire s':>7} {'exposed s':>10} {'of hideable':>12} "
-          f"{'waiting s':>10} {'x blocking':>11}")
-    for row in result["rows"]:
-        print(f"{row['job']:<18} {row['seconds']:>8.3f} {row['computation_seconds']:>8.3f} {row['bytes'] / 1e6:>8.1f} "
-              f"{row['wire_seconds']:>7.3f} {row['exposed_seconds']:>10.3f} {100 * row['exposed_share']:>10.1f} % "
-              f"{row['waiting_seconds']:>10.3f} {row['ratio']:>11.3f}")
-    print(f"{result['cpu']}, measured" + ("  BUSY MACHINE" if result["busy"] else ""))
-    print(result["repeat"])
+    return "\n".join([f"link {result['rate']}; seconds of an iteration, and of one without its sums and gathers (alone)",
+                      core.table(COLUMNS, result["rows"]), f"{result['cpu']}, measured" + core.BUSY * result["busy"]])
+
+
+draw = pictures.draw_hosts
+
+
+# A rank ---------------------------------------------------------------------------------------------------------------------------
+
+class Silence:
+    """While `on`, the verbs of a communicator that it observes do nothing: what a rank computes, and nothing of what it sends."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def observe(self, name: str, verb: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Call the verb, or return what it would."""
+        if not self.on:
+            return verb(*args, **kwargs)
+        return DONE if name in NONBLOCKING else args[0]
+
+
+def build(world: Comm, values: dict[str, Any], phases: Phases, silence: Silence) -> Any:
+    """A trainer over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
+    run = make_run(None, values)
+    layout = Layout.from_run(run, world.size)
+    groups = Grid(world.size, layout.tp, layout.pp).groups(world)
+    groups = replace(groups, **{name: Observed(getattr(groups, name), VERBS, silence.observe) for name in ("dp", "tp")})
+    return shapes.trainer_of(run, world, phases.groups(groups))
+
+
+def sent_bytes() -> int:
+    """What this host has sent since its link exists."""
+    return int(Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes").read_text())
+
+
+def turn(world: Comm, trainer: Any, phases: Phases) -> dict[str, float]:
+    """One iteration, from the moment that both ranks are there: seconds of the slower rank, bytes that this rank sent."""
+    phases.begin()
+    world.barrier()
+    before, begin = sent_bytes(), time.perf_counter()
+    loss = trainer.train_step().loss
+    seconds, sent = time.perf_counter() - begin, sent_bytes() - before
+    waiting = phases.of_iteration(seconds)[PHASES.index(REDUCTIONS)]
+    return {"seconds": world.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max").item(), "waiting": waiting, "sent": sent,
+            "loss": loss}
+
+
+def pair(world: Comm, trainer: Any, phases: Phases, silence: Silence, number: int) -> dict[str, float]:
+    """An iteration, and one without its communication; which comes first, the round's number says."""
+    turns = {}
+    for silence.on in (True, False) if number % 2 else (False, True):
+        turns[silence.on] = turn(world, trainer, phases)
+    return {**turns[False], "computation": turns[True]["seconds"]}
+
+
+def place(world: MPIComm, computing: int, communicating: int) -> None:
+    """This thread on one core, the thread that calls MPI on its own or the same."""
+    os.sched_setaffinity(0, {computing})
+    world.engine.call(lambda: os.sched_setaffinity(0, {communicating}))
+
+
+def main(world: Comm) -> None:
+    """The rounds, on rank 0, after one that is not measured. The order: see `order`."""
+    from fugaku_megatron.training import pretrain
+
+    order, answer = child.order()
+    names = list(order["jobs"])
+    pretrain.configure_process(make_run(None, order["jobs"][names[0]]), world)
+    place(world, *order["cores"][world.rank])
+    phases, silence = Phases(), Silence()
+    trainers = {name: build(world, values, phases, silence) for name, values in order["jobs"].items()}
+    for number in range(order["rounds"] + 1):
+        first = number % len(names)  # every job comes first as often as the others
+        measured = {name: pair(world, trainers[name], phases, silence, number) for name in names[first:] + names[:first]}
+        if world.rank == 0 and number > 0:
+            answer(measured)
+    for trainer in trainers.values():
+        trainer.close()
+
+
+if __name__ == "__main__":
+    run_or_abort(main)

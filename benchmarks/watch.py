@@ -3,18 +3,16 @@
     python -m benchmarks watch --recipe 124m --micro-batch-size 1 --rounds 20
 
 A round is a step with heartbeats and a report of slow ranks, and one without, in changing order; the thread, which looks once a
-second, is there all the time, because starting one for each step costs more than the rest. Beside what the clock says of two steps
-stands what is counted: signs of life in a step, times what one takes. Left out: collectives, of which a rank alone has none.
+second, runs all the time, because starting one for each step costs more than the rest. Next to the measured seconds of both kinds
+of steps stands a count: signs of life in a step, times what one takes. Left out: collectives, of which a single rank has none.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,6 @@ from typing import Any
 import torch
 
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.solo import SoloComm
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.host import runtime
 from fugaku_megatron.host.observed import Phases
 from fugaku_megatron.training.observers import Heartbeats, Observers
 from fugaku_megatron.training.rank_times import RankTimes
@@ -33,7 +27,7 @@ from fugaku_megatron.training.train import Trainer
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
 
-from . import disturbance, driver, shapes
+from . import core, disturbance, shapes
 
 CALLS = 20_000  # signs of life that are timed
 Watched = tuple[Watchdog, RankTimes, Observers]
@@ -41,31 +35,21 @@ Watched = tuple[Watchdog, RankTimes, Observers]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
-    shapes.add_arguments(parser)
-    parser.add_argument("--seq-length", type=int, default=256, help="tokens per sample (default: %(default)s)")
+    shapes.add_solo_arguments(parser)
     parser.add_argument("--rounds", type=int, default=20, help="counted steps of each kind (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure, print, write --json."""
-    check(options.rounds > 0, f"--rounds {options.rounds}: give 1 or more")
-    check(options.tensor_model_parallel_size == 1, "--tensor-model-parallel-size: this benchmark has one rank, leave it out")
-    watch, config = disturbance.Watch(torch.get_num_threads(), time.process_time), shapes.run_of(
-        options, seq_length=options.seq_length, train_iters=10 * options.rounds + 10)
-    data = MockDataset(config.model.vocab_size, options.seq_length, 4096, 1)
-    trainer = Trainer(config, SoloComm(), Grid(1, 1, 1).groups(SoloComm()), data)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the rounds after one that is not counted."""
+    watch = disturbance.Watch(torch.get_num_threads())
+    trainer = shapes.solo_trainer(options, train_iters=10 * options.rounds + 10)
     with tempfile.TemporaryDirectory() as folder:
         with watching(trainer, Path(folder)) as watched:
             rounds = [one_round(trainer, watched, bool(i % 2)) for i in range(-1, options.rounds)][1:]
-        result = {**{name: statistics.median(r[name] for r in rounds) for name in rounds[0]}, "nanoseconds": nanoseconds(folder)}
+        result = {**core.medians(rounds), "nanoseconds": nanoseconds(folder)}
     trainer.close()
-    result |= {"ratio": statistics.median(r["watched"] / r["unwatched"] for r in rounds), "rounds": rounds,
-               "counted": result["signs"] * result["nanoseconds"] / 1e9 / result["unwatched"],
-               "busy": watch.others() > disturbance.OTHERS}
-    print(text(options, result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return {**result, "ratio": statistics.median(r["watched"] / r["unwatched"] for r in rounds), "rounds": rounds,
+            "counted": result["signs"] * result["nanoseconds"] / 1e9 / result["unwatched"], "busy": watch.disturbed()}
 
 
 def one_round(trainer: Trainer, watched: Watched, watched_first: bool) -> dict[str, float]:
@@ -76,11 +60,11 @@ def one_round(trainer: Trainer, watched: Watched, watched_first: bool) -> dict[s
         before = watchdog.heart.beat().number
         if watches:
             trainer.watch, trainer.waiting_for_data = observers.watch, observers.reading
-            result["watched"] = step(trainer, watchdog, times)
+            result["watched"] = core.seconds(lambda: watched_step(trainer, watchdog, times))
             result["signs"] = watchdog.heart.beat().number - before
         else:
             trainer.watch, trainer.waiting_for_data = None, contextlib.nullcontext
-            result["unwatched"] = step(trainer)
+            result["unwatched"] = core.seconds(trainer.train_step)
     return result
 
 
@@ -95,29 +79,26 @@ def watching(trainer: Trainer, folder: Path) -> Iterator[Watched]:
         watchdog.close()
 
 
-def step(trainer: Trainer, watchdog: Watchdog | None = None, times: RankTimes | None = None) -> float:
-    """Seconds of a step, with the report of slow ranks if it is watched."""
-    began = time.perf_counter()
-    if watchdog is None:
-        trainer.train_step()
-        return time.perf_counter() - began
+def watched_step(trainer: Trainer, watchdog: Watchdog, times: RankTimes) -> None:
+    """A step with its heartbeats and the report of slow ranks."""
     times.begin()
     with watchdog.heart.iteration(trainer.progress.iteration + 1):
         result = trainer.train_step()
     watchdog.measured(result.seconds)
     times.end(result.seconds)
     times.finish_interval(trainer.progress.iteration)
-    return time.perf_counter() - began
 
 
 def nanoseconds(folder: str) -> float:
     """What one sign of life takes."""
     heart = Heartbeat(Path(folder) / "timed")
-    with heart.iteration(1):
-        began = time.perf_counter()
+
+    def beat() -> None:
         for microbatch in range(CALLS // 2):
             heart.leave(heart.enter(f"forward of micro-batch {microbatch}"))
-        seconds = time.perf_counter() - began
+
+    with heart.iteration(1):
+        seconds = core.seconds(beat)
     heart.close()
     return seconds / CALLS * 1e9
 
@@ -125,7 +106,7 @@ def nanoseconds(folder: str) -> float:
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The figures in sentences."""
     return "\n".join([
-        f"{options.recipe}, one rank, median of {options.rounds} rounds" + "  BUSY MACHINE" * result["busy"],
+        f"{options.recipe}, one rank, median of {options.rounds} rounds" + core.BUSY * result["busy"],
         f"a step takes {result['unwatched']:.4f} s, watched {result['watched']:.4f} s: {result['ratio'] - 1:+.2%}",
         f"counted: {result['signs']:.0f} signs of life of {result['nanoseconds']:.0f} ns in a step, {result['counted']:.4%} of it",
-        f"{runtime.cpu_model()}, measured", driver.command_line()])
+        f"{result['cpu']}, measured"])

@@ -26,21 +26,18 @@ import torch
 from benchmarks import (
     alloc,
     attention,
-    baselines,
     contestant,
+    core,
     disturbance,
-    driver,
     gemm,
     jobs,
-    layouts,
-    mkl,
     openblas,
     preloads,
     rowwise,
     shapes,
     step,
 )
-from benchmarks.__main__ import FAMILIES, main
+from benchmarks.__main__ import FAMILIES, main, make_parser
 from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.costs import accounting
@@ -74,10 +71,8 @@ def result(path: Path, *arguments: str) -> tuple[dict, str]:
 
 
 def options(family: str, *arguments: str) -> argparse.Namespace:
-    """Parsed options of a family with run() of its own."""
-    parser = argparse.ArgumentParser()
-    (step if family == "step" else alloc).add_arguments(parser)
-    return parser.parse_args(arguments)
+    """Parsed options of a family."""
+    return make_parser().parse_args([family, *arguments])
 
 
 # Kernels against torch -----------------------------------------------------------------------------------------------------------
@@ -91,7 +86,7 @@ def options(family: str, *arguments: str) -> argparse.Namespace:
 ])
 def test_a_family_of_kernels(tmp_path, family, dtype, ops, options):
     measured, printed = result(tmp_path / "rows.json", family, "--recipe", "demo", "--rounds", "1", "--dtype", dtype, *options)
-    rivals = [r"MKL shipped"] * mkl.narrowed() + [r"OpenBLAS \w+"] if family == "gemm" else []
+    rivals = [r"MKL shipped"] * preloads.narrowed() + [r"OpenBLAS \w+"] if family == "gemm" else []
     assert {row["op"] for row in measured["rows"]} == ops
     assert "tuned" in measured["allocator"] and measured["allocator"] in printed.splitlines()[0]
     for row in measured["rows"]:
@@ -130,23 +125,16 @@ def kernels_called(folder: Path) -> set[str]:
     return rows & {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("kernels")}
 
 
-def family_options(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    driver.add_arguments(parser)
-    attention.add_arguments(parser)
-    return parser.parse_args(arguments)
-
-
 def test_the_benchmarks_time_the_kernels_that_the_trainer_calls():
     package = ROOT / "fugaku_megatron"
     trainer = set().union(*(kernels_called(package / room) for room in ("comm", "nn", "training")))
-    cases = [case for family in (gemm, attention, rowwise) for case in family.cases(family_options("--recipe", "demo"))]
+    cases = [case for family in (gemm, attention, rowwise) for case in family.cases(options("attention", "--recipe", "demo"))]
     assert {call.name for case in cases for call in case.calls} == trainer - UNTIMED
     assert trainer >= UNTIMED
 
 
 def test_attention_counts_as_accounting_does():
-    forward, both, _ = attention.cases(family_options("--recipe", "demo", "--micro-batch-size", "2"))
+    forward, both, _ = attention.cases(options("attention", "--recipe", "demo", "--micro-batch-size", "2"))
     heads, s, d = forward.shape
     flops = accounting.causal_attention_flops(2 * heads, s, d)
     assert [call.flops for call in both.calls] == [flops, accounting.ATTENTION_BACKWARD_SHARE * flops]
@@ -156,8 +144,8 @@ def test_attention_counts_as_accounting_does():
 def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
     """Torch's side computes the same, and the FLOPs are those inside the window."""
     torch.manual_seed(0)
-    options = family_options("--recipe", "demo", "--num-query-groups", "2", "--window-size", "29,0", "--rival", rival)
-    forward, both, decode = attention.cases(options)
+    given = options("attention", "--recipe", "demo", "--num-query-groups", "2", "--window-size", "29,0", "--rival", rival)
+    forward, both, decode = attention.cases(given)
     heads, groups, s, d, window = both.shape
     assert (groups, window) == (2, 30)
     both.run()
@@ -170,7 +158,7 @@ def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
 
 def test_attention_shapes_are_those_of_the_published_aims():
     def shape(*arguments):
-        run = shapes.run_of(family_options(*arguments))
+        run = shapes.run_of(options("attention", *arguments))
         record = next(r for r in accounting.layer_records(run, run.parallel.tensor_model_parallel_size) if r.name == "attention")
         return record.gemm_count, *record.gemm[1:]
 
@@ -206,9 +194,9 @@ def test_a_baseline_trains_with_our_losses(baseline, block):
         pytest.importorskip("transformers")
     run = small_run(lr_decay_style="constant", lr=3e-3, train_iters=6, weight_decay=0.1, clip_grad=0.5, global_batch_size=8,
                     **block)
-    theirs = baselines.BaselineTrainer(baseline, run, compiled=False)
+    theirs = contestant.BaselineTrainer(baseline, run, compiled=False)
     trainer = make_trainer(SoloComm(), run)
-    trainer.train = baselines.MockDataset(run.model.vocab_size, run.model.seq_length, 48, run.training.seed)
+    trainer.train = contestant.MockDataset(run.model.vocab_size, run.model.seq_length, 48, run.training.seed)
     for _ in range(5):
         assert theirs.step() == pytest.approx(trainer.train_step().loss, rel=2e-5)
     trainer.close()
@@ -242,15 +230,12 @@ class Timed:
     """A contestant without a process: ours takes a second, torch at full width two, as shipped four."""
 
     def __init__(self, task):
-        self.seconds = 1.0 if task.side == "ours" else 2.0 if any(mkl.NAME in path for path in task.preload) else 4.0
+        self.seconds = 1.0 if task.side == "ours" else 2.0 if any(preloads.MKL_NAME in path for path in task.preload) else 4.0
         self.ready = {"allocator": "any"}
 
     def step(self):
         return {"seconds": self.seconds, "loss": 1.0, "minor_faults": 0, "system_seconds": 0.0, "peak_rss_mib": 1.0,
                 "idle_cpu_seconds": 0.0}
-
-    def cpu_seconds(self):
-        return time.process_time()
 
     def __enter__(self):
         return self
@@ -263,10 +248,10 @@ class Timed:
                                          ("full", "2.000 x as fast as plain, MKL full,"),
                                          ("shipped", "4.000 x as fast as plain, MKL shipped,")])
 def test_the_step_against_either_mkl(monkeypatch, tmp_path, capsys, width, said):
-    for name, value in (("narrowed", lambda: True), ("library", lambda: tmp_path / mkl.NAME)):
-        monkeypatch.setattr(mkl, name, value)
+    for name, value in (("narrowed", lambda: True), ("mkl_library", lambda: tmp_path / preloads.MKL_NAME)):
+        monkeypatch.setattr(preloads, name, value)
     monkeypatch.setattr(step, "Contestant", Timed)
-    step.run(options("step", "--recipe", "demo", "--rounds", "1", "--mkl", width, "--json", str(tmp_path / "a.json")))
+    core.run(step, options("step", "--recipe", "demo", "--rounds", "1", "--mkl", width, "--json", str(tmp_path / "a.json")))
     measured, printed = json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
     assert f"ours is {said}" in printed and measured["ratio"] == measured["baseline"]["ratio"]
     assert measured.get("shipped", {}).get("ratio") == (4.0 if width == "both" else None)
@@ -283,30 +268,30 @@ def test_a_compiled_baseline_is_the_same_model():
 @pytest.mark.parametrize("maker, narrower", [("AuthenticAMD", True), ("GenuineIntel", False)])
 def test_mkl_is_narrower_where_the_cpu_is_not_intels(tmp_path, maker, narrower):
     (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {maker}\n")
-    assert mkl.narrowed(tmp_path / "cpuinfo") == (narrower and platform.machine() == "x86_64")
+    assert preloads.narrowed(tmp_path / "cpuinfo") == (narrower and platform.machine() == "x86_64")
 
 
 def test_what_else_is_preloaded_stays_beside_either_mkl(tmp_path, monkeypatch):
-    monkeypatch.setattr(mkl, "library", lambda: tmp_path / mkl.NAME)
-    monkeypatch.setattr(mkl, "narrowed", lambda: True)
-    monkeypatch.setenv("LD_PRELOAD", f"/lib/libtcmalloc.so:/elsewhere/{mkl.NAME}")
-    assert mkl.environment("shipped")["LD_PRELOAD"] == "/lib/libtcmalloc.so"
-    assert mkl.environment(mkl.BOTH)["LD_PRELOAD"] == f"/lib/libtcmalloc.so:{tmp_path / mkl.NAME}"
+    monkeypatch.setattr(preloads, "mkl_library", lambda: tmp_path / preloads.MKL_NAME)
+    monkeypatch.setattr(preloads, "narrowed", lambda: True)
+    monkeypatch.setenv("LD_PRELOAD", f"/lib/libtcmalloc.so:/elsewhere/{preloads.MKL_NAME}")
+    assert preloads.mkl_environment("shipped")["LD_PRELOAD"] == "/lib/libtcmalloc.so"
+    assert preloads.mkl_environment(preloads.BOTH)["LD_PRELOAD"] == f"/lib/libtcmalloc.so:{tmp_path / preloads.MKL_NAME}"
 
 
 def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    built = mkl.library()
+    built = preloads.mkl_library()
     assert ctypes.CDLL(str(built)).mkl_serv_intel_cpu_true() == 1
     begin = built.stat().st_mtime_ns
-    assert mkl.library() == built and built.stat().st_mtime_ns == begin
+    assert preloads.mkl_library() == built and built.stat().st_mtime_ns == begin
 
 
 def test_sides_that_do_not_fit_together_take_turns_apart():
     values = {"vocab_size": 64, "train_iters": 3, "mock_data": True, "num_layers": 1}
     side = contestant.Apart(contestant.Task(side="ours", recipe="demo", values=values, threads=1))
     losses = [side.step()["loss"] for _ in range(2)]
-    assert losses[0] == losses[1] and "tuned" in side.ready["allocator"] and side.cpu_seconds() > 0
+    assert losses[0] == losses[1] and "tuned" in side.ready["allocator"]
 
 
 def test_others_on_the_machine_are_seen():
@@ -331,7 +316,7 @@ def test_two_that_train_different_things_are_not_compared():
             return {"loss": self.loss, "seconds": 1.0}
 
     with pytest.raises(RuntimeError, match="the two do not train the same: first losses 9.000000 .ours., 9.100000"):
-        step.measure(options("step"), {"ours": Side(9.0), "baseline": Side(9.1)})
+        step.take_turns(options("step"), {"ours": Side(9.0), "baseline": Side(9.1)})
 
 
 def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
@@ -347,17 +332,18 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
 
 
 def test_layouts_of_four_ranks():
-    named = layouts.candidates(options("step", "--ranks", "4"))
-    assert [(c.name, c.ranks, c.tp, c.pp, c.dp) for c in named] == [
+    named = step.candidates(options("step", "--ranks", "4"))
+    assert [(name, c.ranks, c.tp, c.pp, c.dp) for name, c in named.items()] == [
         ("one rank", 1, 1, 1, 1), ("TP4", 4, 4, 1, 1), ("DP4", 4, 1, 1, 4), ("PP4", 4, 1, 4, 1)]
     sizes = "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
     two = options("step", "--ranks", "2", "--threads", "2", "--schedules")
-    pipelines = layouts.candidates(two)
-    assert [c.name for c in pipelines] == ["one rank", "PP2 1f1b", "PP2 interleaved", "PP2 zb-h1", "PP2 zbv", "PP2 zbv of 3"]
-    assert layouts.job(two, pipelines[-2]).flags[-2:] == ("--pipeline-schedule", "zbv")
-    assert layouts.job(two, pipelines[-1]).flags[-4:] == ("--pipeline-schedule", "zbv", "--zero-bubble-max-pending-backward", "3")
-    both = layouts.candidates(options("step", "--ranks", "4", *sizes))
-    assert [(c.name, c.dp) for c in both] == [("one rank", 1), ("TP2 x PP2", 1)]
+    pipelines = step.candidates(two)
+    assert list(pipelines) == ["one rank", "PP2 1f1b", "PP2 interleaved", "PP2 zb-h1", "PP2 zbv", "PP2 zbv of 3"]
+    flags = {name: step.layout_job(two, cell).flags for name, cell in pipelines.items()}
+    assert flags["PP2 zbv"][-2:] == ("--pipeline-schedule", "zbv")
+    assert flags["PP2 zbv of 3"][-4:] == ("--pipeline-schedule", "zbv", "--zero-bubble-max-pending-backward", "3")
+    both = step.candidates(options("step", "--ranks", "4", *sizes))
+    assert [(name, c.dp) for name, c in both.items()] == [("one rank", 1), ("TP2 x PP2", 1)]
 
 
 needs_mpi = pytest.mark.skipif(not (Path(sys.executable).parent / "mpiexec").exists(),
@@ -396,19 +382,18 @@ def test_a_library_is_found_in_the_loaders_path_and_its_package_named(tmp_path, 
 
 def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
     monkeypatch.setattr(preloads, "find", lambda name: None)
-    planned = alloc.plan(options("alloc", "--recipe", "demo", "--ranks", "1", "--threads", "2"))
-    assert {cell.allocator for cell in planned} == {"stock", "tuned"} and len(planned) == 8
+    cells = alloc.cells(options("alloc", "--recipe", "demo", "--ranks", "1", "--threads", "2"))
+    assert {cell.allocator for cell in cells} == {"stock", "tuned"} and len(cells) == 8
     printed = capsys.readouterr().out
     for name in preloads.LIBRARIES:
         assert f"skipped {name}: " in printed and preloads.LIBRARIES[name][0] in printed
 
 
 def test_another_allocator_than_requested_is_not_compared():
-    cell = alloc.Cell(kernels="native", recompute="none", ranks=1, allocator="tcmalloc")
-    measured = jobs.Measured(seconds=1, tflops=1, samples_per_second=1, minor_faults=1, system_seconds=1, clock_ghz=1,
-                             peak_memory_mib=1, allocator="glibc 2.36, stock", loss=1, others=0)
+    for wanted, logged in (("tcmalloc", "tcmalloc"), ("stock", "glibc 2.36, stock")):
+        jobs.check_allocator(wanted, logged)
     with pytest.raises(RuntimeError, match="tcmalloc: the job's log says allocator glibc 2.36, stock"):
-        alloc.check_allocator(cell, measured)
+        jobs.check_allocator("tcmalloc", "glibc 2.36, stock")
 
 
 @needs_mpi
@@ -515,7 +500,7 @@ def test_decoding_against_transformers(tmp_path):
     ("attention --target x", "--target x cannot run here: give"),
     ("attention --recipe demo --tensor-model-parallel-size 3",
      "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
-    ("step --baseline-preload /no/such.so", "/no/such.so is no file: give a library's path, or one of tcmalloc"),
+    ("step --baseline-preload /no/such.so", "/no/such.so is not a file: give a library's path, or one of tcmalloc"),
     ("step --rounds 0", "--rounds 0: give 1 or more"),
     ("step --tensor-model-parallel-size 2", "need --ranks"),
     ("step --schedules", "--schedules needs --ranks"),
@@ -536,7 +521,7 @@ def test_decoding_against_transformers(tmp_path):
     ("comm --rounds 0", "--rounds 0: give 1 or more"),
     ("comm --sizes 8 --ranks 4", "--sizes 8: give 16 or more"),
     ("schedule --stages 1", "--stages 1: give 2 or more"),
-    ("schedule --rounds 0", "--rounds 0: give a number above 0"),
+    ("schedule --rounds 0", "--rounds 0: give 1 or more"),
     ("schedule --slot-ms 0", "--slot-ms 0.0: give a number above 0"),
     ("schedule --chunks 1", "--chunks 1: give 2 or more"),
     ("two_hosts --rate fast", "--rate fast: write it as 1gbit or 500mbit"),
