@@ -1,18 +1,23 @@
-"""Gate on the machine code of the hot loops: cross-compiles for the A64FX and for Neoverse and reads what came out.
+"""Checks the machine code of the hot loops: cross-compiles for the A64FX and for Neoverse and reads the assembly.
 
     make arm-codegen                      (or: python -m tools.arm_codegen)
 
-Of every family of kernels for the A64FX, and of the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). Prints what
-share of the FP16 peak is left when every chunk of FP16 sums is added in float32 (gemm_half.h). Fails when an inner-product loop
-spills, multiplies by element, brings FMLAs of one accumulator too close together or falls below its share of the peak in
-llvm-mca's model, the GEMM's also with all that it can fetch (gemm_fetch.h); when any loop for the A64FX holds a vector divide,
-square root or INSR; and when a loop that should be there is not found. With GCC 12 and, where installed, Clang 19; without llvm-
-mca-19 the model is left out by name. A model of one core with all data in L1: no caches, no measurement. Then the cycles a vector
-of the elementwise loops, each held to a limit (tools/arm_vector_loops.py). Tested by tests/arm/test_codegen.py.
+It reads every family of kernels for the A64FX, and the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). It prints
+which share of the FP16 peak remains when every chunk of FP16 sums is added in float32 (gemm_half.h), and the cycles a vector of the
+elementwise loops, each with a limit (tools/arm_vector_loops.py). It fails
+
+- when an inner-product loop spills, multiplies by element, has FMLAs of one accumulator too close together or falls below its share
+  of the peak in llvm-mca's model, the GEMM's also with all that it can fetch (gemm_fetch.h);
+- when any loop for the A64FX holds a vector divide, square root or INSR;
+- when an expected loop is not found.
+
+It uses GCC 12 and, where installed, Clang 19; without llvm-mca-19 it says that there is no model. The model is of one core with all
+data in L1: no caches, no measurement. Tested by tests/arm/test_codegen.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -58,7 +63,7 @@ VECTOR_LOOPS = replace(A64FX, families=("vectors",), source=arm_vector_loops.SOU
 
 @dataclass(frozen=True)
 class Kernel:
-    """Loops held to a share of the peak: those in functions like `function` whose multiply-adds come from `file`, a pattern."""
+    """Loops that must reach a share of the peak: in functions like `function`, with multiply-adds from `file`, a pattern."""
 
     name: str
     file: str
@@ -74,7 +79,7 @@ def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
     return [
         Kernel("GEMM k-loop", "gemm_micro.h", rf"micro_kernel<.*FloatWords, {rows}>", 0.98, sums, fetch_steps),
         Kernel("GEMM FP16 k-loop", "gemm_half.h|simd_sve.h", rf"micro_kernel<.*HalfWords, {rows}>", 0.98, sums, fetch_steps),
-        # Tiles beside the diagonal have 8 or 16 sums, which wait for their own latency of 9 cycles.
+        # Tiles next to the diagonal have 8 or 16 sums, which wait for their own latency of 9 cycles.
         Kernel("attention inner products", "attention_tile.h", r"Singles", 0.95, 24),
     ]
 
@@ -233,6 +238,8 @@ def vector_faults(compilers: dict[str, str]) -> list[str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="arm_codegen", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     if not shutil.which(GCC):
         print(f"arm-codegen: not run: no {GCC} (make arm-env)")
         return 3

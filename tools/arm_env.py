@@ -5,13 +5,14 @@
     .arm/python -c "import torch"          ARM Python under qemu-user, which refuses what an A64FX lacks
     QEMU_CPU=max .arm/python ...           another CPU
 
-Four parts, each with a stamp of its own, so that a call after a failure goes on where the last one ended:
+Four parts, each with a stamp of its own, so that a call after a failure continues where the last one ended:
 host (apt packages of this machine), sysroot (arm64 Debian packages, unpacked and not installed), site (aarch64 wheels),
-python (the wrapper, and bytecode for the two before). Left out: chroots, binfmt, speed: emulated times mean nothing.
+python (the wrapper, and bytecode for the two before). Left out: chroots, binfmt and speed, because emulated times mean nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import compileall
 import hashlib
 import os
@@ -45,7 +46,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 export QEMU_CPU="${{QEMU_CPU:-a64fx}}" QEMU_LD_PREFIX="$here/sysroot" PYTHONPATH="$here/site${{PYTHONPATH:+:$PYTHONPATH}}"
 # mpi4py is to load Debian's Open MPI; the emulator has no process_vm_readv, with which ranks would read each other.
 export MPI4PY_MPIABI=openmpi OMPI_MCA_btl_vader_single_copy_mechanism=none
-# A waiting thread leaves its core: emulated, OpenMP's turns of waiting take longer than the work.
+# A waiting thread leaves its core, because OpenMP's active waiting takes longer than the work under emulation.
 export OMP_WAIT_POLICY="${{OMP_WAIT_POLICY:-passive}}"
 exec qemu-aarch64-static "$here/sysroot/usr/bin/python{PYTHON}" "$@"
 """
@@ -63,7 +64,7 @@ class Unavailable(Exception):
 
 
 def run(what: str, command: list[str], **options) -> str:
-    """Standard output of a command that must succeed; Unavailable with its last line of complaint."""
+    """Standard output of a command that must succeed; otherwise Unavailable with its error line."""
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
@@ -95,7 +96,7 @@ def make_host() -> None:
         try:
             install(optional)
         except Unavailable as reason:
-            print(f"arm-env: make arm-codegen will do without {', '.join(optional)}: {reason}", flush=True)
+            print(f"arm-env: make arm-codegen will run without {', '.join(optional)}: {reason}", flush=True)
 
 
 def make_root(folder: Path) -> None:
@@ -120,7 +121,7 @@ def make_root(folder: Path) -> None:
 
 
 def pinned() -> list[str]:
-    """OURS with the versions that requirements*.txt give for aarch64."""
+    """OURS with the versions of requirements*.txt for aarch64."""
     from packaging.requirements import Requirement
 
     chosen = {}
@@ -158,7 +159,7 @@ def digest(recipe: str) -> str:
 
 
 def prepare(name: str, recipe: str, make: Callable[[Path], None]) -> None:
-    """Makes one part of .arm/ from scratch, then its stamp."""
+    """Makes one part of .arm/ anew, then its stamp."""
     target, stamp = ARM / name, ARM / f"{name}.stamp"
     print(f"arm-env: making .arm/{name} ...", end="", flush=True)
     begin = time.monotonic()
@@ -184,7 +185,7 @@ def extension_environment() -> dict[str, str]:
 
 
 def build_extension() -> int:
-    """Cross-builds fugaku_megatron/_kernels.*-aarch64-linux-gnu.so, beside this machine's own."""
+    """Cross-builds fugaku_megatron/_kernels.*-aarch64-linux-gnu.so next to this machine's own."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **extension_environment()}).returncode
 
@@ -226,11 +227,14 @@ def why_not() -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="arm_env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("extension",), help="also cross-build the kernels")
+    part = parser.parse_args().part
     ARM.mkdir(exist_ok=True)
     (ARM / "unavailable").unlink(missing_ok=True)
     try:
         make_all()
-        return build_extension() if sys.argv[1:] == ["extension"] else 0
+        return build_extension() if part else 0
     except Unavailable as reason:
         (ARM / "unavailable").write_text(str(reason))
         print(f"arm-env: no ARM environment here: {reason}", flush=True)

@@ -1,7 +1,7 @@
 """Cycles a vector of the elementwise loops on the A64FX, for tools/arm_codegen.py: exp, GELU, SwiGLU, dropout, AdamW, softmax.
 
-Each loop stands alone in a function of SOURCE, with the choices that a call makes once already made, and is found by its name.
-Its vectors are counted by an instruction that every vector needs. Tested by tests/arm/test_codegen.py.
+Each loop is alone in a function of SOURCE, without the choices that a call makes once, and is found by its name. Its vectors are
+counted by an instruction that every vector needs. Tested by tests/arm/test_codegen.py.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ PHILOX = {"marker": "umulh", "each": 19}
 LOOPS = (
     VectorLoop("exp", "exp_alone", 24),
     VectorLoop("GELU", "gelu_alone", 26),
-    VectorLoop("GELU in the product's epilogue", "gelu_epilogue", 26),
+    VectorLoop("GELU in the matmul's epilogue", "gelu_epilogue", 26),
     VectorLoop("GELU's derivative in the epilogue", "gelu_backward_epilogue", 26),
     VectorLoop("SwiGLU", "swiglu_alone", 26),
     VectorLoop("SwiGLU backward", "swiglu_backward_alone", 36),

@@ -1,8 +1,8 @@
-"""AArch64 assembly as innermost loops, and what an A64FX or a Neoverse cannot afford in them. Pure text, for tools/arm_codegen.py.
+"""The innermost loops of AArch64 assembly, and what is slow in them on an A64FX or a Neoverse, for tools/arm_codegen.py.
 
-A loop is known by its function's name and by the source file that the compiler's .loc lines (-g1, which changes no code)
-give its multiply-adds, so nothing in the source marks it and nothing disturbs the scheduler. Left out: loops that end in
-an indirect branch. Tested by tests/arm/test_codegen.py.
+A loop is known by its function's name and by the source file of its multiply-adds in the compiler's .loc lines (-g1, which changes
+no code), so the source needs no marks that could disturb the scheduler. Left out: loops that end in an indirect branch.
+Tested by tests/arm/test_codegen.py.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def shortest_gap(loop: Loop) -> int:
 
 
 def slow_instructions(loop: Loop) -> list[str]:
-    """What no vector loop may hold: an unpipelined divide or square root, INSR, a multiply-add by element."""
+    """What a vector loop must not hold: an unpipelined divide or square root, INSR, a multiply-add by element."""
     reasons = []
     for i in loop.body:
         if i.mnemonic in ("fdiv", "fdivr", "fsqrt") and i.register:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Text for the demo that every machine has: Python's own standard library, and a byte-level BPE vocabulary trained on it.
+"""Makes the demo's text, which every machine has: Python's standard library, with a byte-level BPE vocabulary trained on it.
 
 Writes OUTPUT/corpus.jsonl, OUTPUT/vocab.json and OUTPUT/merges.txt. Left out: tests and installed packages of that library.
 Run: python -m tools.demo_corpus --output demo

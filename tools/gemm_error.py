@@ -1,11 +1,11 @@
-"""Measures the rounding error of FP16 and BF16 matrix products with sums in FP32 and with sums of chunks in FP16.
+"""Measures the rounding error of FP16 and BF16 matmuls with sums in FP32 and with sums of chunks in FP16.
 
     python -m tools.gemm_error                 (some seconds; the table of docs/numerics.md)
     python -m tools.gemm_error --rows 16 --depth 256 --chunks 16 64
     .arm/python -m tools.gemm_error            the same on an emulated A64FX (make arm-ext)
 
-Products of random matrices as training has them, by the kernels (a target that sums in FP16: the running one, else the portable
-one, which gives the same bits), against FP64 on the same rounded operands. The error is the root mean square of the difference
+It multiplies random matrices like those of training with the kernels (the running target if it sums in FP16, else the portable one,
+which has the same bits), and compares with FP64 on the same rounded operands. The error is the root mean square of the difference
 over that of the exact result. Left out: what it does to a loss.
 """
 
@@ -28,7 +28,7 @@ CHUNKS = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One product: (rows, depth) of standard deviation `left` times (depth, rows) of `right`; `outliers`: one column of 256 of the
+    """One matmul: (rows, depth) of standard deviation `left` times (depth, rows) of `right`; `outliers`: one column of 256 of the
     left factor is that much larger, as activations of trained models have."""
 
     name: str
@@ -60,7 +60,7 @@ def error(out: Tensor, exact: Tensor) -> float:
     return float((out.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
-def product(a: Tensor, b: Tensor, chunk: int = 0) -> Tensor:
+def matmul(a: Tensor, b: Tensor, chunk: int = 0) -> Tensor:
     """a b as (m, n) float32."""
     out = torch.empty(a.shape[0], b.shape[1])
     kernels.gemm(a, b, out, fp16_chunk=chunk)
@@ -85,11 +85,11 @@ def measure(case: Case, rows: int, depth: int, chunks: tuple[int, ...]) -> Error
     true = left.double() @ right.double()
     a, b = left.half(), right.half()
     exact = a.double() @ b.double()
-    outputs = {chunk: product(a, b, chunk) for chunk in chunks}
+    outputs = {chunk: matmul(a, b, chunk) for chunk in chunks}
     in_bf16 = left.bfloat16().double() @ right.bfloat16().double()
     return Errors(
         case=case, bf16_operands=error(in_bf16, true), fp16_operands=error(exact, true), fp16_result=error(exact.half(), exact),
-        fp32_sums=error(product(a, b), exact), chunks={chunk: error(out, exact) for chunk, out in outputs.items()},
+        fp32_sums=error(matmul(a, b), exact), chunks={chunk: error(out, exact) for chunk, out in outputs.items()},
         overflows={chunk for chunk, out in outputs.items() if not bool(out.isfinite().all())})
 
 
@@ -98,7 +98,7 @@ def cell(errors: Errors, chunk: int) -> str:
 
 
 def table(cases: list[Errors], chunks: tuple[int, ...]) -> list[str]:
-    head = ["product", "BF16 operands", "FP16 operands", "FP16 result", "FP32 sums", *(f"chunk {chunk}" for chunk in chunks)]
+    head = ["matmul", "BF16 operands", "FP16 operands", "FP16 result", "FP32 sums", *(f"chunk {chunk}" for chunk in chunks)]
     lines = [head, ["---"] * len(head)]
     for e in cases:
         fixed = [f"{value:.1e}" for value in (e.bf16_operands, e.fp16_operands, e.fp16_result, e.fp32_sums)]

@@ -1,4 +1,4 @@
-"""Draws the README's picture: measured steps against PyTorch, and the modelled way from a published run to this program's.
+"""Draws the README's picture: measured steps against PyTorch, and the modelled steps from a published run to this program.
 
     python -m benchmarks step --micro-batch-size 4 --json fp32.json ...
     fugaku-megatron plan --recipe 30b --nodes 6144 ... --against torch1.10 --explain --json > plan.json
@@ -21,7 +21,7 @@ OURS, BASELINE, MODEL = "tab:blue", "0.65", "tab:green"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The contents of a file. Raises ValueError, one line, when it is no JSON."""
+    """The contents of a file. Raises ValueError, one line, when it is not JSON."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -37,7 +37,7 @@ def baseline_name(result: dict[str, Any]) -> str:
 
 
 def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
-    """(label, tokens/s, colour) of every side of every step, ours beside each baseline."""
+    """(label, tokens/s, colour) of every side of every step, ours above each baseline."""
     rows = []
     for result in results:
         kind = f"{result['dtype'].upper()}, micro-batch {result['micro_batch_size']}"
@@ -69,7 +69,7 @@ def draw(rows: list[tuple[str, float, str]], axes: Any, label: str, title: str) 
 
 
 def picture(results: list[dict[str, Any]], plan: dict[str, Any] | None, printed: float | None, output: Path) -> None:
-    """Measured steps, and beside them the modelled changes where a plan is there."""
+    """Measured steps, and next to them the modelled changes of a plan."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

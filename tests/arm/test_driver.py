@@ -122,7 +122,7 @@ def test_both_machines_generate_the_same_data(native, arm):
 def test_a_fall_back_to_the_baseline_is_said(arm, cpu):
     done = run([arm[0], "-cpu", cpu, arm[-1]], "exp", "100")
     assert "target portable" in done.stdout
-    assert done.stderr == "kernel_driver: runs target portable, the slowest, for want of sve512: this CPU has no SVE of 512 bits\n"
+    assert done.stderr == "kernel_driver: runs target portable, the slowest, without sve512: this CPU has no SVE of 512 bits\n"
     assert run([arm[0], "-cpu", cpu, arm[-1]], "exp", "100", "--target", "portable").stderr == ""
 
 

@@ -4,7 +4,7 @@
 //     const void* x = w.input(n[0]); void* y = w.output(n[0]);
 //     w.run = [=, &w] { kernels().my_kernel(x, y, w.dtype, n[0]); };
 //   }
-//   static const Register mine{{"my_op", "my_kernel", {1024}, my_op}};
+//   static const Register mine{{"my_op", {1024}, my_op, "my_kernel"}};
 //
 // FLOPs and bytes are those of the kernel's row; Work counts the bytes of its tensors as well, and a test compares the two.
 // Data are a function of position alone, so a checksum is the same on every machine and for every target up to rounding.
@@ -77,15 +77,19 @@ class Work {
 };
 
 struct Op {
-  std::string name, kernel;  // kernel: a row of kernels.inc
+  std::string name;
   Shape defaults;
   void (*prepare)(Work&, const Shape&);
+  std::string kernel = {};  // a row of kernels.inc; empty: that of the op's name
 };
 
 std::vector<Op>& ops();
 
 struct Register {
-  Register(Op op) { ops().push_back(std::move(op)); }
+  Register(Op op) {
+    if (op.kernel.empty()) op.kernel = op.name;
+    ops().push_back(std::move(op));
+  }
 };
 
 }  // namespace fm::driver

@@ -134,7 +134,7 @@ DType dtype_of(const std::string& name) {
   throw std::invalid_argument("--dtype: expected f32, bf16 or f16, got '" + name + "'");
 }
 
-// FP16 sums are for products of f16 on a target that has them.
+// FP16 sums are for matmuls of f16 on a target that has them.
 int64_t checked_chunk(const Options& o, DType dtype) {
   if (!o.fp16_chunk) return 0;
   if (o.op.rfind("gemm_n", 0) && o.op != "gemm_tn") throw std::invalid_argument("--fp16-chunk: not for " + o.op);
@@ -228,8 +228,8 @@ void report_call(const Options& options, const Shape& shape) {
               static_cast<long long>(options.fp16_chunk), active(), options.threads);
 }
 
-// Says when nothing but the baseline can run here, as where a simulator does not tell the length of SVE vectors: times of it would
-// pass for those of the CPU's own target.
+// Prints a note when only the baseline can run here, for example in a simulator that does not report the length of SVE vectors: its
+// times would otherwise be taken for those of the CPU's own target.
 void choose_target(const std::string& name) {
   if (!name.empty()) return use(name);
   use_default();
@@ -239,7 +239,7 @@ void choose_target(const std::string& name) {
     if (target.compiled && !target.runnable) reason = target.name + ": " + target.reason;
   }
   if (!reason.empty())
-    std::fprintf(stderr, "kernel_driver: runs target portable, the slowest, for want of %s\n", reason.c_str());
+    std::fprintf(stderr, "kernel_driver: runs target portable, the slowest, without %s\n", reason.c_str());
 }
 
 int run(const Options& options) {

@@ -46,9 +46,9 @@ void attention_decode(Work& w, const Shape& n) {
 }
 
 const Register all[] = {
-    {{"attention_decode", "attention_decode", {2, 8, 2, 64, 512}, attention_decode}},
-    {{"attention_forward", "attention_forward", {192, 1, 4, 2, 64, 128}, attention_forward}},
-    {{"attention_backward", "attention_backward", {192, 1, 4, 2, 64, 128}, attention_backward}},
+    {{"attention_decode", {2, 8, 2, 64, 512}, attention_decode}},
+    {{"attention_forward", {192, 1, 4, 2, 64, 128}, attention_forward}},
+    {{"attention_backward", {192, 1, 4, 2, 64, 128}, attention_backward}},
 };
 
 }  // namespace

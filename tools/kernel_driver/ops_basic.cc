@@ -83,20 +83,20 @@ void adamw(Work& w, const Shape& n) {
 }
 
 const Register all[] = {
-    {{"philox4x32", "philox4x32", {4096}, words}},
-    {{"philox_normal", "philox_normal", {256, 768}, normal}},
-    {{"dropout", "dropout", {256, 768}, dropout}},
-    {{"exp", "elementwise", {65536}, function_of<Function::exp>}},
-    {{"log", "elementwise", {65536}, function_of<Function::log>}},
-    {{"sqrt", "elementwise", {65536}, function_of<Function::sqrt>}},
-    {{"rsqrt", "elementwise", {65536}, function_of<Function::rsqrt>}},
-    {{"reciprocal", "elementwise", {65536}, function_of<Function::reciprocal>}},
-    {{"convert", "convert", {65536}, convert}},
-    {{"squared_norm", "squared_norm", {65536}, squared_norm}},
-    {{"count_zeros", "count_zeros", {65536}, count_zeros}},
-    {{"sum_rows", "sum_rows", {4, 65536}, sum_rows}},
-    {{"adamw", "adamw", {65536}, adamw<DType::f32>}},
-    {{"adamw_bf16_moments", "adamw", {65536}, adamw<DType::bf16>}},
+    {{"philox4x32", {4096}, words}},
+    {{"philox_normal", {256, 768}, normal}},
+    {{"dropout", {256, 768}, dropout}},
+    {{"exp", {65536}, function_of<Function::exp>, "elementwise"}},
+    {{"log", {65536}, function_of<Function::log>, "elementwise"}},
+    {{"sqrt", {65536}, function_of<Function::sqrt>, "elementwise"}},
+    {{"rsqrt", {65536}, function_of<Function::rsqrt>, "elementwise"}},
+    {{"reciprocal", {65536}, function_of<Function::reciprocal>, "elementwise"}},
+    {{"convert", {65536}, convert}},
+    {{"squared_norm", {65536}, squared_norm}},
+    {{"count_zeros", {65536}, count_zeros}},
+    {{"sum_rows", {4, 65536}, sum_rows}},
+    {{"adamw", {65536}, adamw<DType::f32>}},
+    {{"adamw_bf16_moments", {65536}, adamw<DType::bf16>, "adamw"}},
 };
 
 }  // namespace

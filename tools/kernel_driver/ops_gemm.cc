@@ -1,4 +1,4 @@
-// Ops of the families gemm.h and bench.h. M, N, K are those of the product at hand: C (M, N) = A (M, K) B (K, N).
+// Ops of the families gemm.h and bench.h. M, N, K are those of the matmul: C (M, N) = A (M, K) B (K, N).
 #include "driver.h"
 
 namespace fm::driver {
@@ -65,7 +65,7 @@ void gemm_tn(Work& w, const Shape& n) {
   set_run(w, g);
 }
 
-// A weight (N, K) packed for the forward product; the checksum is that of one row times it.
+// A weight (N, K) packed for the forward matmul; the checksum is that of one row times it.
 void pack_weight(Work& w, const Shape& n) {
   GemmArgs g = shape_of(w, {1, n[0], n[1]});
   g.a = w.input(g.k, 1, 0), g.a_row = g.k, g.a_col = 1;
@@ -97,15 +97,15 @@ void triad(Work& w, const Shape& n) {
 }
 
 const Register all[] = {
-    {{"gemm_nt", "linear_forward", {96, 128, 256}, gemm_nt}},
-    {{"gemm_nt_packed", "linear_forward", {96, 128, 256}, gemm_nt_packed}},
-    {{"gemm_nt_bias_gelu", "linear_forward", {96, 128, 256}, gemm_nt_bias_gelu}},
-    {{"gemm_nn", "linear_data_gradient", {96, 128, 256}, gemm_nn}},
-    {{"gemm_tn", "linear_weight_gradient", {96, 128, 256}, gemm_tn}},
-    {{"pack_weight", "pack_weight", {128, 256}, pack_weight}},
-    {{"gemm_panel", "bench_gemm_panel", {24, 32, 256, 16}, gemm_panel}},
-    {{"fma_peak", "bench_fma", {10000}, fma}},
-    {{"triad", "bench_triad", {65536}, triad}},
+    {{"gemm_nt", {96, 128, 256}, gemm_nt, "linear_forward"}},
+    {{"gemm_nt_packed", {96, 128, 256}, gemm_nt_packed, "linear_forward"}},
+    {{"gemm_nt_bias_gelu", {96, 128, 256}, gemm_nt_bias_gelu, "linear_forward"}},
+    {{"gemm_nn", {96, 128, 256}, gemm_nn, "linear_data_gradient"}},
+    {{"gemm_tn", {96, 128, 256}, gemm_tn, "linear_weight_gradient"}},
+    {{"pack_weight", {128, 256}, pack_weight}},
+    {{"gemm_panel", {24, 32, 256, 16}, gemm_panel, "bench_gemm_panel"}},
+    {{"fma_peak", {10000}, fma, "bench_fma"}},
+    {{"triad", {65536}, triad, "bench_triad"}},
 };
 
 }  // namespace

@@ -6,66 +6,41 @@ namespace {
 
 constexpr float EPSILON = 1e-5f;
 
-// A layer norm's arguments; forward: the run reads its bias and writes y.
+// A norm's arguments. forward: the run reads the bias of a layer norm and writes y. An RMS norm has neither bias nor mean.
+template <bool RMS>
 LayerNormArgs norm_of(Work& w, const void* x, int64_t rows, int64_t cols, bool forward) {
-  const void *weight = w.input(cols), *bias = w.input(cols, 1, forward ? ALL : 0);
+  const void *weight = w.input(cols), *bias = RMS ? nullptr : w.input(cols, 1, forward ? ALL : 0);
   void* y = w.output(rows * cols, forward ? ALL : 0);
-  return {x, weight, bias, y, w.output_f32(rows), w.output_f32(rows), rows, cols, EPSILON, w.dtype};
+  float *mean = RMS ? nullptr : w.output_f32(rows), *rstd = w.output_f32(rows);
+  return {x, weight, bias, y, mean, rstd, rows, cols, EPSILON, w.dtype};
 }
 
-void layer_norm(Work& w, const Shape& n) {
-  const LayerNormArgs args = norm_of(w, w.input(n[0] * n[1]), n[0], n[1], true);
-  w.run = [=] { kernels().layer_norm(args); };
-}
-
-LayerNormGradArgs norm_gradient(Work& w, const LayerNormArgs& norm, const void* add) {
-  const int64_t n = norm.rows * norm.cols;
-  return {w.input(n),
-          add,
-          norm.x,
-          norm.weight,
-          norm.mean,
-          norm.rstd,
-          w.output(n),
-          w.updated_f32(norm.cols),
-          w.updated_f32(norm.cols),
-          norm.rows,
-          norm.cols,
-          w.dtype};
-}
-
-void layer_norm_backward(Work& w, const Shape& n) {
-  const LayerNormArgs norm = norm_of(w, w.input(n[0] * n[1]), n[0], n[1], false);
-  kernels().layer_norm(norm);
-  const LayerNormGradArgs args = norm_gradient(w, norm, nullptr);
-  w.run = [=] { kernels().layer_norm_backward(args); };
-}
-
-// An RMS norm's arguments; forward: the run writes y and rstd.
-LayerNormArgs rms_of(Work& w, const void* x, int64_t rows, int64_t cols, bool forward) {
-  const void* weight = w.input(cols);
-  void* y = w.output(rows * cols, forward ? ALL : 0);
-  return {x, weight, nullptr, y, nullptr, w.output_f32(rows), rows, cols, EPSILON, w.dtype};
-}
-
-void rms_norm(Work& w, const Shape& n) {
-  const LayerNormArgs args = rms_of(w, w.input(n[0] * n[1]), n[0], n[1], true);
-  w.run = [=] { kernels().rms_norm(args); };
-}
-
-LayerNormGradArgs rms_gradient(Work& w, const LayerNormArgs& norm, const void* add) {
-  const int64_t n = norm.rows * norm.cols;
+template <bool RMS>
+LayerNormGradArgs norm_gradient(Work& w, const LayerNormArgs& x, const void* add) {
+  const int64_t n = x.rows * x.cols;
   const void* dy = w.input(n);
   void* dx = w.output(n);
-  float* dweight = w.updated_f32(norm.cols);
-  return {dy, add, norm.x, norm.weight, nullptr, norm.rstd, dx, dweight, nullptr, norm.rows, norm.cols, w.dtype};
+  float *dweight = w.updated_f32(x.cols), *dbias = RMS ? nullptr : w.updated_f32(x.cols);
+  return {dy, add, x.x, x.weight, x.mean, x.rstd, dx, dweight, dbias, x.rows, x.cols, w.dtype};
 }
 
-void rms_norm_backward(Work& w, const Shape& n) {
-  const LayerNormArgs norm = rms_of(w, w.input(n[0] * n[1]), n[0], n[1], false);
-  kernels().rms_norm(norm);
-  const LayerNormGradArgs args = rms_gradient(w, norm, nullptr);
-  w.run = [=] { kernels().rms_norm_backward(args); };
+template <bool RMS>
+void call_norm(const LayerNormArgs& args) {
+  RMS ? kernels().rms_norm(args) : kernels().layer_norm(args);
+}
+
+template <bool RMS>
+void norm(Work& w, const Shape& n) {
+  const LayerNormArgs args = norm_of<RMS>(w, w.input(n[0] * n[1]), n[0], n[1], true);
+  w.run = [=] { call_norm<RMS>(args); };
+}
+
+template <bool RMS>
+void norm_backward(Work& w, const Shape& n) {
+  const LayerNormArgs forward = norm_of<RMS>(w, w.input(n[0] * n[1]), n[0], n[1], false);
+  call_norm<RMS>(forward);
+  const LayerNormGradArgs args = norm_gradient<RMS>(w, forward, nullptr);
+  w.run = [=] { RMS ? kernels().rms_norm_backward(args) : kernels().layer_norm_backward(args); };
 }
 
 DropoutArgs dropout_of(const Shape& n) { return {n[0], n[1], 1, n[2], 0.1f, {1234, 5, 0, 0, 0}}; }
@@ -92,39 +67,33 @@ void bias_dropout_add_backward(Work& w, const Shape& n) {
   w.run = [=] { kernels().bias_dropout_add_backward(args); };
 }
 
-void bias_dropout_add_layer_norm(Work& w, const Shape& n) {
-  const ResidualArgs sum = residual_of(w, n, true);
-  const LayerNormArgs norm = norm_of(w, sum.out, n[0] * n[1], n[2], true);
-  w.run = [=] { kernels().bias_dropout_add_layer_norm(sum, norm); };
+template <bool RMS>
+void call_residual_norm(const ResidualArgs& sum, const LayerNormArgs& norm) {
+  RMS ? kernels().bias_dropout_add_rms_norm(sum, norm) : kernels().bias_dropout_add_layer_norm(sum, norm);
 }
 
-void bias_dropout_add_layer_norm_backward(Work& w, const Shape& n) {
+template <bool RMS>
+void residual_norm(Work& w, const Shape& n) {
+  const ResidualArgs sum = residual_of(w, n, true);
+  const LayerNormArgs norm = norm_of<RMS>(w, sum.out, n[0] * n[1], n[2], true);
+  w.run = [=] { call_residual_norm<RMS>(sum, norm); };
+}
+
+template <bool RMS>
+void residual_norm_backward(Work& w, const Shape& n) {
   const int64_t count = n[0] * n[1] * n[2];
   const ResidualArgs sum = residual_of(w, n, false);
-  const LayerNormArgs norm = norm_of(w, sum.out, n[0] * n[1], n[2], false);
-  kernels().bias_dropout_add_layer_norm(sum, norm);
-  const LayerNormGradArgs grad = norm_gradient(w, norm, w.input(count));
+  const LayerNormArgs norm = norm_of<RMS>(w, sum.out, n[0] * n[1], n[2], false);
+  call_residual_norm<RMS>(sum, norm);
+  const LayerNormGradArgs grad = norm_gradient<RMS>(w, norm, w.input(count));
   const ResidualGradArgs residual{grad.dx, w.output(count), w.updated_f32(n[2]), w.dtype, dropout_of(n)};
-  w.run = [=] { kernels().bias_dropout_add_layer_norm_backward(grad, residual); };
+  w.run = [=] {
+    RMS ? kernels().bias_dropout_add_rms_norm_backward(grad, residual)
+        : kernels().bias_dropout_add_layer_norm_backward(grad, residual);
+  };
 }
 
-void bias_dropout_add_rms_norm(Work& w, const Shape& n) {
-  const ResidualArgs sum = residual_of(w, n, true);
-  const LayerNormArgs norm = rms_of(w, sum.out, n[0] * n[1], n[2], true);
-  w.run = [=] { kernels().bias_dropout_add_rms_norm(sum, norm); };
-}
-
-void bias_dropout_add_rms_norm_backward(Work& w, const Shape& n) {
-  const int64_t count = n[0] * n[1] * n[2];
-  const ResidualArgs sum = residual_of(w, n, false);
-  const LayerNormArgs norm = rms_of(w, sum.out, n[0] * n[1], n[2], false);
-  kernels().bias_dropout_add_rms_norm(sum, norm);
-  const LayerNormGradArgs grad = rms_gradient(w, norm, w.input(count));
-  const ResidualGradArgs residual{grad.dx, w.output(count), w.updated_f32(n[2]), w.dtype, dropout_of(n)};
-  w.run = [=] { kernels().bias_dropout_add_rms_norm_backward(grad, residual); };
-}
-
-// Elements per row of what a cross-entropy kernel reads or writes beside the logits: 0 or 1 of each.
+// Elements per row of what a cross-entropy kernel reads or writes besides the logits: 0 or 1 of each.
 struct Touched {
   int64_t labels, row_max, sum_exp, target_logit;
 };
@@ -197,13 +166,9 @@ RotaryArgs rotary_of(Work& w, const Shape& n, bool norm) {
   return {x, q_weight, k_weight, cos, sin, y, s, b, heads, heads - 2, d, half, EPSILON, false, false, w.dtype};
 }
 
+template <bool NORM>
 void rotary(Work& w, const Shape& n) {
-  const RotaryArgs args = rotary_of(w, n, false);
-  w.run = [=] { kernels().rotary(args); };
-}
-
-void rotary_norm(Work& w, const Shape& n) {
-  const RotaryArgs args = rotary_of(w, n, true);
+  const RotaryArgs args = rotary_of(w, n, NORM);
   w.run = [=] { kernels().rotary(args); };
 }
 
@@ -251,37 +216,31 @@ void linear_few_rows(Work& w, const Shape& n) {
 }
 
 const Register all[] = {
-    {{"layer_norm", "layer_norm", {256, 768}, layer_norm}},
-    {{"layer_norm_backward", "layer_norm_backward", {256, 768}, layer_norm_backward}},
-    {{"rms_norm", "rms_norm", {256, 768}, rms_norm}},
-    {{"rms_norm_backward", "rms_norm_backward", {256, 768}, rms_norm_backward}},
-    {{"bias_dropout_add", "bias_dropout_add", {64, 4, 768}, bias_dropout_add}},
-    {{"bias_dropout_add_backward", "bias_dropout_add_backward", {64, 4, 768}, bias_dropout_add_backward}},
-    {{"bias_dropout_add_layer_norm", "bias_dropout_add_layer_norm", {64, 4, 768}, bias_dropout_add_layer_norm}},
-    {{"bias_dropout_add_layer_norm_backward",
-      "bias_dropout_add_layer_norm_backward",
-      {64, 4, 768},
-      bias_dropout_add_layer_norm_backward}},
-    {{"bias_dropout_add_rms_norm", "bias_dropout_add_rms_norm", {64, 4, 768}, bias_dropout_add_rms_norm}},
-    {{"bias_dropout_add_rms_norm_backward",
-      "bias_dropout_add_rms_norm_backward",
-      {64, 4, 768},
-      bias_dropout_add_rms_norm_backward}},
-    {{"cross_entropy_max", "cross_entropy_max", {16, 8192}, cross_entropy_max}},
-    {{"cross_entropy_sum", "cross_entropy_sum", {16, 8192}, cross_entropy_sum}},
-    {{"cross_entropy_forward", "cross_entropy_forward", {16, 8192}, cross_entropy_forward}},
-    {{"cross_entropy_backward", "cross_entropy_backward", {16, 8192}, cross_entropy_backward}},
-    {{"gelu", "gelu", {64, 3072}, gelu}},
-    {{"swiglu", "swiglu", {64, 2048}, swiglu}},
-    {{"swiglu_backward", "swiglu_backward", {64, 2048}, swiglu_backward}},
-    {{"rotary", "rotary", {64, 4, 6, 32, 64}, rotary}},
-    {{"rotary_norm", "rotary_norm", {64, 4, 6, 32, 64}, rotary_norm}},
-    {{"rotary_norm_backward", "rotary_norm_backward", {64, 4, 6, 32, 64}, rotary_norm_backward}},
-    {{"embedding", "embedding", {256, 1024, 768}, embedding}},
-    {{"embedding_backward", "embedding_backward", {256, 1024, 768}, embedding_backward}},
-    {{"add_position", "add_position", {64, 4, 768}, add_position}},
-    {{"add_position_backward", "add_position_backward", {64, 4, 768}, add_position_backward}},
-    {{"linear_few_rows", "linear_few_rows", {1, 256, 768}, linear_few_rows}},
+    {{"layer_norm", {256, 768}, norm<false>}},
+    {{"layer_norm_backward", {256, 768}, norm_backward<false>}},
+    {{"rms_norm", {256, 768}, norm<true>}},
+    {{"rms_norm_backward", {256, 768}, norm_backward<true>}},
+    {{"bias_dropout_add", {64, 4, 768}, bias_dropout_add}},
+    {{"bias_dropout_add_backward", {64, 4, 768}, bias_dropout_add_backward}},
+    {{"bias_dropout_add_layer_norm", {64, 4, 768}, residual_norm<false>}},
+    {{"bias_dropout_add_layer_norm_backward", {64, 4, 768}, residual_norm_backward<false>}},
+    {{"bias_dropout_add_rms_norm", {64, 4, 768}, residual_norm<true>}},
+    {{"bias_dropout_add_rms_norm_backward", {64, 4, 768}, residual_norm_backward<true>}},
+    {{"cross_entropy_max", {16, 8192}, cross_entropy_max}},
+    {{"cross_entropy_sum", {16, 8192}, cross_entropy_sum}},
+    {{"cross_entropy_forward", {16, 8192}, cross_entropy_forward}},
+    {{"cross_entropy_backward", {16, 8192}, cross_entropy_backward}},
+    {{"gelu", {64, 3072}, gelu}},
+    {{"swiglu", {64, 2048}, swiglu}},
+    {{"swiglu_backward", {64, 2048}, swiglu_backward}},
+    {{"rotary", {64, 4, 6, 32, 64}, rotary<false>}},
+    {{"rotary_norm", {64, 4, 6, 32, 64}, rotary<true>}},
+    {{"rotary_norm_backward", {64, 4, 6, 32, 64}, rotary_norm_backward}},
+    {{"embedding", {256, 1024, 768}, embedding}},
+    {{"embedding_backward", {256, 1024, 768}, embedding_backward}},
+    {{"add_position", {64, 4, 768}, add_position}},
+    {{"add_position_backward", {64, 4, 768}, add_position_backward}},
+    {{"linear_few_rows", {1, 256, 768}, linear_few_rows}},
 };
 
 }  // namespace
