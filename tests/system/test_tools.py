@@ -11,7 +11,7 @@ from benchmarks.__main__ import main as benchmarks
 from fugaku_megatron import cli
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Event, Profiler
-from tools import demo_corpus, gemm_error, plot_profile, plot_result, plot_rooms
+from tools import demo_corpus, gemm_error, plot_profile, plot_result
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG"
@@ -27,10 +27,6 @@ def call(tool, *words: object) -> int:
     (plot_result, ["{dir}/text", "--output", "{dir}/a.png"], "text"),
     (plot_result, ["{dir}/other.json", "--output", "{dir}/a.png"], "is not there: give STEP_JSON of python -m benchmarks step"),
     (plot_result, ["{dir}/other.json", "--output", "{dir}/no/a.png"], "no is not a directory: make it, or pass another file"),
-    (plot_rooms, ["now=fugaku_megatron"], "the following arguments are required: --png"),
-    (plot_rooms, ["now={dir}/no", "--png", "{dir}/a.png"], "no: give TITLE=FOLDER, a folder that is there"),
-    (plot_rooms, ["{dir}", "--png", "{dir}/a.png"], "give TITLE=FOLDER, a folder that is there"),
-    (plot_rooms, ["now={dir}", "--png", "{dir}/no/a.png"], "no is not a directory: make it, or pass another file"),
     (plot_profile, ["a={dir}/no.txt", "--output", "{dir}/no/a.png"], "no is not a directory: make it, or pass another file"),
     (plot_profile, ["table.txt", "--output", "{dir}/a.png"], "give LABEL=FILE"),
     (plot_profile, ["a=/absent", "--output", "{dir}/a.png"], "give a table that --profile wrote"),
@@ -86,27 +82,6 @@ def test_a_row_for_each_case(capsys):
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------------------
-
-def package(folder: Path) -> Path:
-    """a -> b -> c, and a cycle of c and d."""
-    for path, text in {"a/x.py": "from ..b import y\n", "b/y.py": "def f():\n    from ..c import VALUE\n",
-                       "c.py": "from . import d\nVALUE = 1\n",
-                       "d.py": "import house.c\n", "e.py": "import json\n"}.items():
-        file = folder / "house" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        (file.parent / "__init__.py").touch()
-    return folder / "house"
-
-
-def test_imports_between_packages_are_read_and_drawn(tmp_path, capsys):
-    rooms, arrows = plot_rooms.read_arrows(package(tmp_path))
-    assert rooms == ["a", "b", "c", "d", "e"]
-    assert set(arrows) == {("a", "b"), ("b", "c"), ("c", "d"), ("d", "c")}
-    assert plot_rooms.layers(rooms, arrows) == {"a": 2, "b": 1, "c": 0, "d": 0, "e": 0}
-    assert call(plot_rooms, "--png", tmp_path / "a.png", f"now={ROOT / 'fugaku_megatron'}") == 0
-    assert capsys.readouterr().out.startswith("now: ") and (tmp_path / "a.png").stat().st_size > 10_000
-
 
 def test_a_profile_is_read_back_and_drawn(tmp_path):
     profiler = Profiler()
