@@ -1,4 +1,4 @@
-"""The one command: its table, its help, its mistakes; the commands themselves are tested beside their modules."""
+"""The one command: its table, its help, its mistakes; the commands themselves are tested with their modules."""
 
 from __future__ import annotations
 
@@ -57,22 +57,24 @@ def test_training_imports_torch_without_the_garbage_collector():
     assert done.returncode == 0, done.stderr
 
 
+def help_page(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        sys.exit(cli.main([*words, "--help"]))
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_explains_itself(name, capsys):
-    if hasattr(cli.COMMANDS[name].load(), "COMMANDS"):
-        assert cli.main([name, "--help"]) == 0
-    else:
-        with pytest.raises(SystemExit) as end:
-            cli.main([name, "--help"])
-        assert end.value.code == 0
-    page = capsys.readouterr().out
+    page = help_page(capsys, name)
     assert page.startswith(f"usage: fugaku-megatron {name} ") and f"fugaku-megatron {name}" in page[20:]
+    for member, command in getattr(cli.COMMANDS[name].load(), "COMMANDS", {}).items():
+        page = help_page(capsys, name, member)
+        assert f"\n\n{command.when}\n\n    fugaku-megatron {name} {member} " in page and "takes the parsed flags" not in page
 
 
 def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
-    page = capsys.readouterr().out
+    page = help_page(capsys, "train")
     for group in ("model:", "parallel:", "batch:", "optimizer:", "accepted from other Megatron versions:"):
         assert f"\n{group}\n" in page
 
@@ -82,22 +84,11 @@ def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
     (["job", "render"], "--all"),
 ])
 def test_a_command_lists_its_own_flags_and_names_those_of_train_once(words, own, capsys):
-    with pytest.raises(SystemExit):
-        cli.main([*words, "--help"])
-    page = capsys.readouterr().out
+    page = help_page(capsys, *words)
     usage, _, rest = page.partition("\n\n")
     assert own in usage and "--hidden-size" not in usage and "--adam-beta1" not in rest and "accepted from other" not in rest
     assert rest.count("every flag of fugaku-megatron train") == 1 and rest.rstrip().endswith("see fugaku-megatron train --help")
     assert f"\n    fugaku-megatron {' '.join(words)} " in rest and "pytest" not in rest and page.count("\n") < 60
-
-
-@pytest.mark.parametrize("name", ["plan", "render", "check", "submit", "slurm"])
-def test_a_command_of_a_group_says_when_to_use_it(name, capsys):
-    command = cli.COMMANDS["job"].load().COMMANDS[name]
-    with pytest.raises(SystemExit):
-        cli.main(["job", name, "--help"])
-    page = capsys.readouterr().out
-    assert f"\n\n{command.when}\n\n    fugaku-megatron job {name} " in page and "takes the parsed flags" not in page
 
 
 @pytest.mark.parametrize("words, message", [

@@ -52,16 +52,12 @@ def test_outside_of_imports_an_interrupt_is_what_it_was():
     assert run([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout == "cleaned up\n"
 
 
-@pytest.mark.parametrize("words", [["train", "--help"], ["tables"]], ids=" ".join)
-def test_a_full_disk_behind_standard_output_is_one_line(words):
+@pytest.mark.parametrize("words, prefix", [(["train", "--help"], "fugaku-megatron train"), (["tables"], "fugaku-megatron tables"),
+                                           (["train", *TRAIN.split(), "--dry-run"], "rank 0")], ids=["help", "tables", "run"])
+def test_a_full_disk_is_one_line_and_a_reader_that_leaves_is_not_an_error(words, prefix):
     with open("/dev/full", "w") as full:
         result = run([*CLI, *words], stdout=full)
-    assert result.returncode == 141 and result.stderr.endswith(": standard output: No space left on device\n")
-    assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("words", [["train", "--help"], ["tables"]], ids=" ".join)
-def test_a_reader_that_leaves_is_no_error(words):
+    assert (result.returncode, result.stderr) == (141, f"{prefix}: standard output: No space left on device\n")
     read, write = os.pipe()
     os.close(read)  # as head does when it has seen enough
     with open(write, "w") as pipe:
@@ -69,17 +65,7 @@ def test_a_reader_that_leaves_is_no_error(words):
     assert (result.returncode, result.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("name", ["full", "closed"])
-def test_a_run_whose_output_takes_nothing_ends_without_a_traceback(name):
-    read, write = os.pipe()
-    os.close(read)
-    os.dup2(os.open("/dev/full", os.O_WRONLY), write) if name == "full" else None
-    with open(write, "w") as output:
-        result = run([*CLI, "train", *TRAIN.split(), "--dry-run"], stdout=output)
-    assert result.returncode == 141 and result.stderr == "rank 0: standard output: No space left on device\n" * (name == "full")
-
-
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_leave_the_result_as_it_is(tmp_path, closed):
     """The exit code of verify says what it found: 0 for whole checkpoints, 1 for damage, 2 for a mistake of the call."""
     path = tmp_path / "iter_0000001"
@@ -101,17 +87,17 @@ def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
 
 
 @pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C.UTF-8"}])
-@pytest.mark.parametrize("name", [b"\xff", "\u00e9".encode()])
-def test_any_path_is_printed_as_it_was_given(tmp_path, locale, name):
-    path = os.fsencode(tmp_path) + b"/" + name
-    done = subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=60)
-    said = b"fugaku-megatron verify: " + path + b" is not a directory: pass the directory of --save\n"
-    assert (done.returncode, done.stderr) == (2, said)
-    os.mkdir(path)
-    os.mkdir(path + b"/iter_0000001")
-    done = subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=60)
-    assert done.returncode == 1 and path + b"/iter_0000001/manifest.json is missing" in done.stdout, done
+def test_any_path_is_printed_as_it_was_given(tmp_path, locale):
+    path = os.fsencode(tmp_path) + b"/\xff" + "\u00e9".encode()
 
+    def verify():
+        return subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=60)
+
+    done, said = verify(), b"fugaku-megatron verify: " + path + b" is not a directory: pass the directory of --save\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    os.makedirs(path + b"/iter_0000001")
+    done = verify()
+    assert done.returncode == 1 and path + b"/iter_0000001/manifest.json is missing" in done.stdout, done
 
 @pytest.mark.parametrize("variable", ["PMI_SIZE=abc", "OMPI_COMM_WORLD_SIZE=-1", "SLURM_PROCID=1e3", "PMI_SIZE=" + "9" * 5000,
                                       "OMP_NUM_THREADS=99999,2"])

@@ -138,8 +138,3 @@ def test_ctrl_c_ends_following_with_the_table(logs):
     os.kill(job.pid, signal.SIGINT)
     out, _ = job.communicate(timeout=60)
     assert job.returncode == 0 and "| 108.47 |" in out
-
-
-def test_the_command_ends_with_one_line_and_code_2_on_a_mistake(logs):
-    job = subprocess.run([*COMMAND, str(logs / "gone.log")], capture_output=True, text=True)
-    assert job.returncode == 2 and job.stderr.count("\n") == 1 and job.stderr.startswith("fugaku-megatron log: ")

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from fugaku_megatron import cli
 from fugaku_megatron.comm.launcher import ExitCode
 from fugaku_megatron.jobs import supervise
 from fugaku_megatron.jobs.launcher import ending as ending_of
 from fugaku_megatron.jobs.supervise import FRUITLESS, read_hosts
+from tests.time_limit import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
@@ -121,34 +123,48 @@ exit "$code"
 class Job:
     """A supervised run whose starts end as planned."""
 
-    def __init__(self, folder: Path, *plan: str):
-        self.folder, self.launch = folder, folder / "launch"
+    def __init__(self, folder: Path, capfd, *plan: str):
+        self.folder, self.capfd, self.launch = folder, capfd, folder / "launch"
         self.launch.write_text(STANDS_FOR_A_LAUNCHER)
         self.launch.chmod(0o755)
         (folder / "plan").write_text("\n".join(plan) + "\n")
         (folder / "down").touch()
 
-    def start(self, *flags: str, launcher: bool = False, train: tuple[str, ...] = ()) -> subprocess.Popen:
+    def words(self, *flags: str, launcher: bool = False, train: tuple[str, ...] = ()) -> list[str]:
         save = ["--save", f"{self.folder}/save", "--load", f"{self.folder}/save"]
         trainer = ["fugaku-megatron", "train", *MODEL, *save, *train]
         how = ["--launcher", f"{self.launch} {self.folder} {{map}}"] if launcher else []
         direct = [] if launcher else [str(self.launch), str(self.folder), "-"]
-        command = [sys.executable, "-m", "fugaku_megatron", "supervise", *how, *flags, "--", *direct, *trainer]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                env={**os.environ, "PYTHONPATH": str(ROOT)})
+        return ["supervise", *how, *flags, "--", *direct, *trainer]
 
     def end(self, *flags: str, **options) -> tuple[int, list[str]]:
         """Exit code, and what the supervisor said."""
-        job = self.start(*flags, **options)
-        _, said = job.communicate(timeout=60)
-        return job.returncode, [line.removeprefix("supervise: ") for line in said.splitlines() if line.startswith("supervise: ")]
+        with time_limit(60):
+            code = cli.main(self.words(*flags, **options))
+        said = self.capfd.readouterr().err.splitlines()
+        return code, [line.removeprefix("supervise: ") for line in said if line.startswith("supervise: ")]
+
+    def asked_to_stop(self, number: int) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of a supervisor that gets a signal when the first start is there."""
+        process = subprocess.Popen([sys.executable, "-m", "fugaku_megatron", *self.words()], cwd=ROOT, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert process.stderr.readline() == "up\n"
+        process.send_signal(number)
+        out, said = process.communicate(timeout=60)
+        return process.returncode, out, said
 
     def calls(self) -> list[str]:
         return (self.folder / "calls").read_text().splitlines()
 
 
-def test_a_fault_is_followed_by_a_start_from_the_last_checkpoint(tmp_path):
-    job = Job(tmp_path, "9 4 EXIT STRING: Killed (signal 9)", "4 6", "0 9")
+@pytest.fixture
+def planned(tmp_path, capfd):
+    """Job with a plan."""
+    return lambda *plan: Job(tmp_path, capfd, *plan)
+
+
+def test_a_fault_is_followed_by_a_start_from_the_last_checkpoint(planned):
+    job = planned("9 4 EXIT STRING: Killed (signal 9)", "4 6", "0 9")
     code, said = job.end("--max-restarts", "5")
     assert code == 0 and len(job.calls()) == 3 and len(set(job.calls())) == 1
     assert said == ["a rank is lost (signal 9, SIGKILL); the last checkpoint is of iteration 4", "restart 1 of 5 from iteration 4",
@@ -156,28 +172,28 @@ def test_a_fault_is_followed_by_a_start_from_the_last_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("code", [ExitCode.FINISHED, ExitCode.USER_ERROR, ExitCode.DIVERGED, ExitCode.INTERRUPTED])
-def test_what_would_end_alike_is_not_started_again(tmp_path, code):
-    job = Job(tmp_path, f"{code:d} 0")
+def test_what_would_end_alike_is_not_started_again(planned, code):
+    job = planned(f"{code:d} 0")
     assert job.end()[0] == code and len(job.calls()) == 1
 
 
-def test_restarts_that_gain_nothing_end(tmp_path):
-    job = Job(tmp_path, "5 4", *["5 0"] * 9)
+def test_restarts_that_gain_nothing_end(planned):
+    job = planned("5 4", *["5 0"] * 9)
     code, said = job.end("--max-restarts", "9")
     assert code == ExitCode.LOST_RANK and len(job.calls()) == 2 + FRUITLESS
     assert said[-1] == f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
 
 
-def test_restarts_are_counted(tmp_path):
-    job = Job(tmp_path, "1 1", "1 2", "1 3")
+def test_restarts_are_counted(planned):
+    job = planned("1 1", "1 2", "1 3")
     assert job.end("--max-restarts", "1") == (1, [
         "a rank failed (exit code 1); the last checkpoint is of iteration 1", "restart 1 of 1 from iteration 1",
         "a rank failed (exit code 1); the last checkpoint is of iteration 2",
         "all restarts of --max-restarts 1 are used; exit code 1"])
 
 
-def test_spares_come_first_then_fewer_replicas_with_the_same_batch(tmp_path):
-    job = Job(tmp_path, f"9 2 {OPENMPI_KILL.replace('c12', 'b')}".replace("\n", "\\n"), "5 4", "0 9")
+def test_spares_come_first_then_fewer_replicas_with_the_same_batch(planned, tmp_path):
+    job = planned(f"9 2 {OPENMPI_KILL.replace('c12', 'b')}".replace("\n", "\\n"), "5 4", "0 9")
     (tmp_path / "down").write_text("c")
     code, said = job.end("--hosts", "a,b,c", "--spare-nodes", "1", launcher=True)
     assert code == 0 and [call.split()[0] for call in job.calls()] == ["a,b", "a,c", "a"]
@@ -189,34 +205,26 @@ def test_spares_come_first_then_fewer_replicas_with_the_same_batch(tmp_path):
     assert job.calls()[2].endswith("--global-batch-size 8")
 
 
-def test_the_time_that_has_passed_is_taken_off(tmp_path):
-    job = Job(tmp_path, "5 2", "0 4")
+def test_the_time_that_has_passed_is_taken_off(planned):
+    job = planned("5 2", "0 4")
     assert job.end(train=("--exit-duration-in-mins", "5"))[0] == 0
     first, second = (float(call.rpartition(" ")[2]) for call in job.calls())
     assert first == 5 and 4 < second <= 5  # hundredths of a minute
-    job = Job(tmp_path, "5 5")
+    job = planned("5 5")
     assert job.end(train=("--exit-duration-in-mins", "0.0001"))[1][-1] == (
         "the time of --exit-duration-in-mins is over: the next job continues; exit code 0")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_asks_the_run_to_leave(tmp_path, number):
-    job = Job(tmp_path, "wait 4 up")
-    process = job.start()
-    assert process.stderr.readline() == "up\n"
-    process.send_signal(number)
-    out, said = process.communicate(timeout=30)
-    assert process.returncode == 0 and out == "asked to stop\n" and said == ""
+def test_a_signal_asks_the_run_to_leave(planned, number):
+    assert planned("wait 4 up").asked_to_stop(number) == (0, "asked to stop\n", "")
 
 
-def test_a_rank_that_dies_of_the_request_ends_the_job_in_order(tmp_path):
-    job = Job(tmp_path, "wait 4 up")
+def test_a_rank_that_dies_of_the_request_ends_the_job_in_order(planned):
+    job = planned("wait 4 up")
     job.launch.write_text(STANDS_FOR_A_LAUNCHER.replace("echo asked to stop; exit 0", "exit 10"))
-    process = job.start()
-    assert process.stderr.readline() == "up\n"
-    process.send_signal(signal.SIGUSR1)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 0 and said.endswith("supervise: asked to stop; exit code 0\n")
+    code, _, said = job.asked_to_stop(signal.SIGUSR1)
+    assert code == 0 and said.endswith("supervise: asked to stop; exit code 0\n")
 
 
 @pytest.mark.parametrize("words, answer", [
@@ -235,7 +243,6 @@ def test_a_rank_that_dies_of_the_request_ends_the_job_in_order(tmp_path):
      "--spare-nodes 2 of 2 --hosts: pass 0 to 1"),
 ])
 def test_mistakes_are_one_line(words, answer, capsys, tmp_path, monkeypatch):
-    from fugaku_megatron import cli
     monkeypatch.chdir(tmp_path)
     assert cli.main(["supervise", *words]) == 2
     message = capsys.readouterr().err

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import preloads
 from tests.system.mpi import launch
 from tests.system.mpi.kills import iterations, kill_after
 
@@ -92,18 +91,6 @@ def test_a_job_on_a_torus_trains_to_a_checkpoint_and_a_row(local, tmp_path):
     assert (tmp_path / "checkpoints" / "gpt_30b" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
     header, _, row = table("fugaku_megatron", "log", log)
     assert "Sec/it" in header and row.split("|")[4].strip() == "2" and "loss" in row  # DP 2
-
-
-def test_allocators_end_in_the_published_table(local, tmp_path):
-    library = preloads.find("tcmalloc")
-    if library is None:
-        pytest.skip(preloads.missing("tcmalloc"))
-    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 5 --log-interval 1", "-x", f"TCMALLOC={library}",
-                 str(SCRIPTS / "compare_tcmalloc.sh"))
-    assert done.returncode == 0, done.stderr
-    message = next(line for line in (tmp_path / "compare_tcmalloc.1.out").read_text().splitlines() if line.startswith("table: "))
-    _, _, *rows = table(*shlex.split(message.partition("python -m ")[2]))
-    assert ["stock" in rows[0], "tcmalloc, " in rows[1], "tuned" in rows[2]] == [True] * 3
 
 
 def test_clocks_end_in_the_published_table(local, tmp_path):
