@@ -18,7 +18,6 @@ def pytest_addoption(parser):
     parser.addoption("--mpi", choices=("mpich", "openmpi"), default="mpich", help="the MPI that tests of MPI jobs use")
     parser.addoption("--best-target", action="store_true", help="test the kernels on the best vector target of this CPU alone")
     parser.addoption("--kills", type=int, default=2, help="how many times the kill-and-restart test kills a job")
-    parser.addoption("--faults", type=int, default=2, help="how many faults of the campaign are drawn")
 
 
 def old_library(folder):

@@ -1,4 +1,4 @@
-"""Damage to files, for the tests of damaged and of careless input."""
+"""Damage to files, for the tests of damaged and of wrong input."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def gpt2(n_layer: int = 3) -> torch.nn.Module:
 
 
 def decoder(kind: str, **changes):
-    """A function that builds a small model of Llama's kin: grouped heads, and a head of its own unless `changes` tie it."""
+    """A function that builds a small model of Llama's family: grouped heads, and a head of its own unless `changes` tie it."""
     def build() -> torch.nn.Module:
         config = getattr(transformers, f"{kind}Config")(**{
             "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "hidden_size": 48, "intermediate_size": 72,

@@ -1,4 +1,4 @@
-"""The tables measured on this host: which rows, the run behind each, text, CSV and picture; one real sweep of a tiny model."""
+"""The tables measured on this host: which rows, the run of each, text, CSV and picture; one real sweep of a tiny model."""
 
 from __future__ import annotations
 

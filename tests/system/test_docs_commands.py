@@ -141,8 +141,8 @@ def own_text(folder: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS_WITH_COMMANDS)
 def test_commands_run_as_they_stand(document, checkout):
     """In a shell without an activated environment. README activates it; the other documents follow README."""
-    beside = str(Path(sys.executable).parent)
-    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != beside)
+    own = str(Path(sys.executable).parent)
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != own)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTEST"))}
     if document == "README.md":
         own_text(checkout)

@@ -1,4 +1,4 @@
-"""A heartbeat says to other processes what a rank does, and leaves nothing behind."""
+"""A heartbeat says to other processes what a rank does, and leaves no file."""
 
 from __future__ import annotations
 

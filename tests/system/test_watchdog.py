@@ -1,6 +1,6 @@
 """Processes that hang are named by one that lives, with their stacks; what is said of many is counted and named rightly.
 
-Nodes are made up on one host: the first one names a rank that is stuck on another, and others name it if it is silent.
+Nodes are made up on one host: the first one names a rank that is stuck on another, and others name it if it does not answer.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def test_a_node_that_hears_of_no_other_waits_longer_for_their_word():
 
 
 def test_silence_of_a_node_counts_when_nobody_else_moves():
-    """Lost datagrams do not end a job that goes on."""
+    """Lost datagrams do not end a job that continues."""
     silent = Standing(7, "c7", "forward of micro-batch 3", 90.0, 60.0, SILENT)
     for others in (count([], [standing(0, 0.1)]), count([], [standing(0, 29)]), count([], [], [standing(0, 0)])):
         assert judge(merge([others, count([silent], [])])) is None

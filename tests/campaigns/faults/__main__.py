@@ -6,11 +6,11 @@
     python -m tests.campaigns.faults --count 1 --seed 3 --first 57  that fault again
 
 Fault number N of a seed has its own random generator; kinds take turns. A fault takes two to four starts of a job, and for half of
-its time nothing but waits: --workers tries several side by side. --json is written after every fault, so that a campaign of hours
+its time nothing but waits: --workers tries several at a time. --json is written after every fault, so that a campaign of hours
 may be stopped and resumed; it keeps the revision of the program that each fault met. For each kind:
 
     tried         faults that hit a run before its end
-    lost          those after which more iterations were done again than the save interval allows (behind the run: twice that)
+    lost          those after which more iterations were done again than the save interval allows (with --async-save: twice that)
     different     those whose last loss or whose last checkpoint differs by a bit, or whose run did not come to its end
     unnamed       those that hung, or whose log did not say what happened
     tracebacks    those whose log shows a traceback
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", nargs="+", help="of the faults of that seed, those of these kinds")
     made.add_argument("--json", type=Path, metavar="FILE", help="write counts and every outcome to FILE")
     made.add_argument("--resume", action="store_true", help="keep the outcomes that --json has and try the other faults")
-    made.add_argument("--workers", type=int, default=1, help="faults tried side by side (default: %(default)s)")
+    made.add_argument("--workers", type=int, default=1, help="faults tried at a time (default: %(default)s)")
     made.add_argument("--write", action="store_true", help="write the table of docs/reliability.md")
     return made
 

@@ -35,12 +35,12 @@ _ITERATION = re.compile(r"^ iteration\s+(\d+)/", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to run the model. behind: a save may still be under way when the next one falls due."""
+    """A way to run the model. asynchronous: a save may still be under way when the next one falls due."""
 
     name: str
     ranks: int
     flags: tuple[str, ...] = ()
-    behind: bool = False
+    asynchronous: bool = False
     hosts: tuple[str, ...] = ()  # network namespaces, one for each rank
 
 

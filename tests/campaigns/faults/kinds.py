@@ -44,7 +44,7 @@ def killed(trial: Trial) -> bool:
 
 
 def signalled(number: int) -> Callable[[Trial], bool]:
-    """A signal to one rank or to the supervisor of the job; the next start goes on."""
+    """A signal to one rank or to the supervisor of the job; the next start continues."""
     def disturb(trial: Trial) -> bool:
         job = trial.start(supervised=True)
         trial.moment(job)
@@ -160,7 +160,7 @@ def damage(path: Path, cut: bool, trial: Trial) -> bytes:
 
 
 def damaged_checkpoint(cut: bool) -> Callable[[Trial], bool]:
-    """A file below --save is damaged between two starts. What is refused goes on by --ckpt-step, else from a copy."""
+    """A file below --save is damaged between two starts. What is refused continues by --ckpt-step, else from a copy."""
     def disturb(trial: Trial) -> bool:
         trial.run("--exit-interval", str(trial.rng.randint(4, ITERATIONS - 2)))
         files = sorted(p for p in trial.save.rglob("*") if p.is_file() and p.stat().st_size)

@@ -115,7 +115,7 @@ class Trial:
 def judge(trial: Trial, outcome: Outcome, named: str, finished: bool, reference: dict[str, Any]) -> Outcome:
     """Compare a trial with the undisturbed run, and with what its log should have said."""
     text = trial.text()
-    allowed = jobs.SAVE_INTERVAL * (2 if trial.layout.behind else 1)
+    allowed = jobs.SAVE_INTERVAL * (2 if trial.layout.asynchronous else 1)
     outcome.lost = max(0, jobs.lost_iterations(text) - allowed)
     outcome.different = not finished or jobs.final(trial.folder) != reference
     outcome.unnamed = None in trial.codes or not re.search(trial.named or named, text)
