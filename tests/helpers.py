@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from fugaku_megatron.checkpoint.save import Description, run_steps, save_steps, 
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Grid, Groups
+from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.train import IterationResult, Trainer
+from tests.threads import ThreadWorld
 
 SMALL = {
     "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 96,
@@ -33,14 +36,41 @@ SMALL = {
     "lr": 1e-3, "hidden_dropout": 0.0, "attention_dropout": 0.0,
 }
 
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+TP2PP2 = {**TP2, **PP2}
+OVERLAP = {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
-def matrix(*axes: Iterable, quick: Collection[tuple]) -> list[Any]:
-    """Parameters for every combination of the axes' values; those that are not in `quick` are for `make test-full` alone."""
-    import pytest  # the programs of MPI jobs use this module, too
 
-    cases = list(itertools.product(*axes))
-    assert set(quick) <= set(cases), set(quick) - set(cases)
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.full) for case in cases]
+def one_error(ranks: int, work: Callable[[Comm], Any]) -> str:
+    """The message, of one line, with which every rank refuses `work`."""
+    def rank(comm: Comm) -> str:
+        with pytest.raises(ValueError) as caught:
+            work(comm)
+        return str(caught.value)
+
+    (message,) = set(ThreadWorld(ranks).run(rank))
+    assert "\n" not in message
+    return message
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Files cannot grow beyond so many bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def flip_bit(path: Path, position: int = -1, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
 
 
 def small_run(**changes: Any) -> RunConfig:
@@ -54,8 +84,16 @@ def mock(run: RunConfig, seed: int = 7) -> MockDataset:
 
 
 def make_trainer(world: Comm, run: RunConfig, ops: Ops | None = None, **more: Any) -> Trainer:
-    """A trainer on random tokens; ops: native ones, unless given."""
-    return Trainer(run, world, grid_groups(world, run), mock(run), mock(run, 8), ops=ops or Ops.build(), **more)
+    """A trainer on random tokens, on one thread; ops: the C++ kernels, unless --kernels is torch."""
+    torch.set_num_threads(1)
+    if ops is None:
+        ops = Ops.build("torch" if run.system.kernels == "torch" else "native", keep_packed_weights=run.system.cache_packed_weights)
+    return Trainer(run, world, grid_groups(world, run), mock(run), mock(run, 8), ops=ops, **more)
+
+
+def dry_trainer(rank: int, ranks: int, **changes: Any) -> Trainer:
+    """The trainer of one rank of many, which are not there."""
+    return make_trainer(SoloComm(rank, ranks), small_run(**changes))
 
 
 def grid_groups(world: Comm, run: RunConfig) -> Groups:
@@ -66,12 +104,8 @@ def grid_groups(world: Comm, run: RunConfig) -> Groups:
 
 def train(world: Comm, run: RunConfig, iterations: int, ops: Ops | None = None, **more: Any) -> list[IterationResult]:
     """The results of the first iterations."""
-    torch.set_num_threads(1)
-    trainer = make_trainer(world, run, ops, **more)
-    try:
+    with contextlib.closing(make_trainer(world, run, ops, **more)) as trainer:
         return [trainer.train_step() for _ in range(iterations)]
-    finally:
-        trainer.close()
 
 
 def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[Shard], state: dict[str, Any], comm: Comm,

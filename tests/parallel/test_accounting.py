@@ -1,6 +1,4 @@
-"""The formulas against what the model really has, computes and sends, and against rows of the benchmark tables."""
-
-from __future__ import annotations
+"""The formulas of costs/ against what a model has, computes, sends and keeps, and against rows of the benchmark tables."""
 
 from dataclasses import asdict
 
@@ -9,43 +7,58 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.config.layout import Layout, check_split, check_world_size
-from fugaku_megatron.costs import accounting, buckets
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.costs import accounting, buckets, memory, run_schedule
 from fugaku_megatron.costs.accounting import Collective
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
+from fugaku_megatron.perf import search, software, work
+from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import grid_groups, make_trainer, mock, small_run
+from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, TP2PP2, grid_groups, make_trainer, mock, small_run
+from tests.llama_models import FAMILIES
 from tests.recording import record
 from tests.threads import ThreadWorld
+from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
-LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (8, 2, 2), (4, 1, 1)]  # world, tp, pp
+MODELS = {"gpt": {}, **FAMILIES}
+SEQUENCE = {**TP2, "sequence_parallel": True}
+FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 
 
-def sizes(tp: int, pp: int) -> dict[str, int]:
-    return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+# What the model has ---------------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
-def test_parameters_are_those_of_the_stages(world, tp, pp):
-    run = small_run(**sizes(tp, pp))
+def check_parameters(run: RunConfig, world: int) -> None:
     held = ThreadWorld(world).run(lambda comm: sum(p.numel() for p in make_trainer(comm, run).stage.parameters()))
     layout = Layout.from_run(run, world)
-    assert held == [accounting.stage_parameters(run, layout, rank // tp % pp) for rank in range(world)]
+    assert held == [accounting.stage_parameters(run, layout, rank // layout.tp % layout.pp) for rank in range(world)]
 
 
-def test_parameters_of_published_models():
-    assert accounting.parameters(make_run("124m", {"make_vocab_size_divisible_by": 1})) == 124_439_808  # GPT-2's own count
-    assert accounting.parameters(make_run("30b", {})) == pytest.approx(30e9, rel=0.01)
+@pytest.mark.parametrize(("world", "model", "changes"), [
+    (1, "gpt", {}), (2, "gpt", PP2), (8, "gpt", TP2PP2), *((4, family, TP2PP2) for family in FAMILIES)])
+def test_parameters_are_those_of_the_stages(world, model, changes):
+    check_parameters(small_run(**MODELS[model], **changes), world)
 
+
+@pytest.mark.parametrize(("recipe", "count"), [
+    ("llama-3.2-1b", 1_235_814_400), ("llama-3.1-8b", 8_030_261_248), ("qwen2.5-0.5b", 494_032_768), ("qwen3-0.6b", 596_049_920),
+    ("tinyllama-1.1b", 1_100_048_384), ("mistral-7b", 7_241_732_096), ("124m", 124_439_808),
+    ("30b", pytest.approx(30e9, rel=0.01))])
+def test_recipes_have_the_published_number_of_parameters(recipe, count):
+    assert accounting.parameters(make_run(recipe, {"make_vocab_size_divisible_by": 1} if recipe == "124m" else {})) == count
+
+
+# What it computes -----------------------------------------------------------------------------------------------------------------
 
 def addmm_flops(out, a, b, **_) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
-def counted_flops(run) -> tuple[int, int]:
+def check_flops(run: RunConfig) -> None:
     """What torch counts in a forward and in a backward of one micro-batch of one sample."""
     trainer = make_trainer(SoloComm(), run, Ops.build("torch"))  # torch counts the FLOPs of its own kernels only
     tokens = torch.zeros(16, 1, dtype=torch.int64)
@@ -56,15 +69,51 @@ def counted_flops(run) -> tuple[int, int]:
     forward = counter.get_total_flops()
     with counter:
         loss.backward()
-    return forward, counter.get_total_flops()
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_flops_are_torchs(dropout):
-    run = small_run(num_layers=2, attention_dropout=dropout, micro_batch_size=1)
     records = [r for _, r in accounting.stage_records(run, Layout.from_run(run, 1), 0)]
-    assert counted_flops(run) == (sum(r.flops_forward for r in records), sum(r.flops_backward for r in records))
+    assert (forward, counter.get_total_flops()) == (sum(r.flops_forward for r in records), sum(r.flops_backward for r in records))
 
+
+@pytest.mark.parametrize(("model", "dropout"), [("gpt", 0.1), *((model, 0.0) for model in MODELS)])
+def test_flops_are_torchs(model, dropout):
+    check_flops(small_run(**{**MODELS[model], "num_layers": 2, "attention_dropout": dropout, "micro_batch_size": 1}))
+
+
+def test_flops_of_an_iteration():
+    """Of GPT-2's formulas and of a block with other widths: matmuls of 2 FLOPs a term, backward twice forward."""
+    run = make_run("llama-3.2-1b", {"seq_length": 4096})
+    layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192  # qkv, projection, MLP
+    expected = 4096 * (6 * (16 * layer + 128256 * 2048) + 6 * 16 * 2048 * 4096)  # with half of attention's square
+    assert accounting.model_flops(run, 1) == pytest.approx(expected, rel=1e-12)
+    mistral = make_run("mistral-7b", {})  # 8192 tokens, of which a token sees the last 4096: 3/4 of the triangle
+    whole = make_run("mistral-7b", {"window_size": None})
+    assert accounting.model_flops(whole, 1) - accounting.model_flops(mistral, 1) == pytest.approx(
+        32 * 12 * 4096 * 8192**2 / 8, rel=1e-9)
+    products = [work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"].products for run in (whole, mistral)]
+    assert [{p.seen for p in each if p.attention} for each in products] == [{0.5}, {0.375}]
+
+
+@pytest.mark.parametrize(("recipe", "changes", "seconds", "ranks", "tflops"), [
+    ("124m", FULL, 1020.3, 1, 1.092), ("124m", {}, 1489.7, 1, 0.561),
+    ("30b", {**FULL, "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 48}, 3534.9, 192, 1.16)])
+def test_hardware_flops_reproduce_the_tables(recipe, changes, seconds, ranks, tflops):
+    run = make_run(recipe, changes)
+    flops = accounting.hardware_flops(run, run.batch.global_batch_size)
+    assert flops / seconds / ranks / 1e12 == pytest.approx(tflops, rel=1e-3)
+    if recipe == "30b":
+        assert accounting.model_flops(run, 1536) / accounting.hardware_flops(run, 1536) == pytest.approx(0.735, abs=1e-3)
+
+
+def test_parameter_flops_reproduce_the_tables():
+    # The A100 table's 187B row: h 13824, 80 layers, 40 nodes of 8, 160.29 s, printed 120.05
+    run = make_run(None, {"num_layers": 80, "hidden_size": 13824, "num_attention_heads": 108, "seq_length": 2048,
+                          "vocab_size": 50257, "micro_batch_size": 1, "global_batch_size": 2048, **FULL, "train_iters": 1})
+    assert accounting.parameter_flops(run, 2048) / 160.29 / 320 / 1e12 == pytest.approx(120.02, abs=0.005)
+    split = make_run(None, {**asdict(run.model), **asdict(run.batch), **FULL, "tensor_model_parallel_size": 8,
+                            "pipeline_model_parallel_size": 10})
+    assert accounting.parameter_flops(split, 2048, replicas=True) / 160.29 / 320 / 1e12 == pytest.approx(120.05, abs=0.008)
+
+
+# What it sends --------------------------------------------------------------------------------------------------------------------
 
 def by_blocks(run, place: str, collectives: tuple[Collective, ...]) -> list[Collective]:
     """The messages that take the place of a layer's collectives with --tp-comm-overlap: the bytes that reach other ranks."""
@@ -92,11 +141,11 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     return expected
 
 
-def check_bytes(run, world: int) -> None:
+def check_bytes(run: RunConfig, world: int) -> None:
     """What every rank communicates in an iteration is what accounting says."""
     layout = Layout.from_run(run, world)
 
-    def traffic(comm):
+    def traffic(comm: Comm):
         torch.set_num_threads(1)
         groups = record(grid_groups(comm, run))
         trainer = Trainer(run, comm, groups, mock(run))
@@ -111,106 +160,83 @@ def check_bytes(run, world: int) -> None:
             assert bytes <= measured[key] <= bytes + small, (rank, key, bytes, measured[key])
 
 
-BUCKETS = {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000,
-           "grad_reduce_in_bf16": True}
+BUCKETS = {**OVERLAP, "ddp_bucket_size": 20_000, "grad_reduce_in_bf16": True}
 
 
-@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1}, {"recompute_granularity": "full"}, BUCKETS],
-                         ids=["plain", "zero", "full", "buckets"])
-@pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
-def test_bytes_are_those_communicated(world, tp, pp, changes):
-    check_bytes(small_run(**changes, **sizes(tp, pp)), world)
+@pytest.mark.parametrize(("world", "model", "changes"), [
+    (1, "gpt", BUCKETS), (2, "gpt", TP2), (2, "gpt", {**PP2, **FULL}), (4, "gpt", {**TP2PP2, **BUCKETS}), (4, "gpt", BUCKETS),
+    (8, "gpt", {**TP2PP2, "zero_stage": 1}), (2, "gpt", {**SEQUENCE, **FULL, "tp_comm_overlap": True}),
+    (4, "gpt", {**TP2PP2, **SEQUENCE, **FULL}), (8, "gpt", {**TP2PP2, **SEQUENCE, **OVERLAP, "bf16": True}),
+    (4, "qwen3", {**TP2PP2, "zero_stage": 1}), (4, "qwen3", {**TP2PP2, **SEQUENCE, "tp_comm_overlap": True})])
+def test_bytes_are_those_communicated(world, model, changes):
+    check_bytes(small_run(**MODELS[model], **changes), world)
 
 
-@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1, "bf16": True}, {"recompute_granularity": "full"},
-                                     {"zero_stage": 1, "overlap_grad_reduce": True, "ddp_bucket_size": 5000}])
-@pytest.mark.parametrize(("world", "tp", "pp"), [layout for layout in LAYOUTS if layout[1] > 1])
-def test_bytes_with_sequence_parallelism(world, tp, pp, changes):
-    check_bytes(small_run(**changes, **sizes(tp, pp), sequence_parallel=True), world)
-    check_bytes(small_run(**changes, **sizes(tp, pp), sequence_parallel=True, tp_comm_overlap=True), world)
+# What it keeps --------------------------------------------------------------------------------------------------------------------
+
+def held_bytes(world: Comm, run: RunConfig) -> int:
+    """What autograd keeps on this rank from the forward of a micro-batch to its backward."""
+    trainer = make_trainer(world, run)
+    tokens = torch.zeros(run.model.seq_length, run.batch.micro_batch_size, dtype=torch.int64)
+    weights, saved = trainer.optimizer.flat.values.untyped_storage().data_ptr(), {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != weights and tensor.dtype != torch.int64:
+            saved[storage.data_ptr()] = storage  # holding it keeps its address from being used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = trainer.stage.chunks[0](tokens, tokens, Pass(first_sample=0, recompute=run.training.recompute_granularity))
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in saved.values())
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(10, "start 8 or 16 ranks"), (17, "start 16 or 24 ranks"), (3, "start 8 ranks")])
-def test_an_indivisible_world_names_flags_and_remedy(world, sizes):
-    with pytest.raises(ValueError) as error:
-        check_world_size(world, 2, 4)
-    for part in (f"world size {world} ", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 4", sizes):
-        assert part in str(error.value)
+def check_kept(run: RunConfig) -> None:
+    tp = run.parallel.tensor_model_parallel_size
+    layers = memory.part_kept_bytes(run, tp, run.model.num_layers, accounting.part_recompute_groups(run, 0))[0]
+    outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, Layout.from_run(run, tp), 0) if place != "layer")
+    for held in ThreadWorld(tp).run(held_bytes, run):
+        assert held == pytest.approx(layers + outside, rel=0.02)
 
 
-@pytest.mark.parametrize(("tp", "pp", "flag"), [
-    (0, 1, "--tensor-model-parallel-size is 0"), (1, -1, "--pipeline-model-parallel-size is -1")])
-def test_sizes_below_one_are_named(tp, pp, flag):
-    with pytest.raises(ValueError, match=flag):
-        check_world_size(4, tp, pp)
+@pytest.mark.parametrize(("model", "changes"), [
+    ("gpt", {}), ("gpt", {**TP2, "bf16": True}), ("gpt", {**SELECTIVE, **DROPOUT}), ("gpt", {**SEQUENCE, **DROPOUT, "bf16": True}),
+    ("gpt", {**SEQUENCE, **FULL}), ("llama", {"bf16": True}), ("llama", {**SEQUENCE, **SELECTIVE}), ("qwen3", {**TP2, **FULL}),
+    ("qwen3", SEQUENCE)])
+def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
+    check_kept(small_run(**MODELS[model], **changes))
 
 
-@pytest.mark.parametrize(("recipe", "changes", "seconds", "ranks", "tflops"), [
-    ("124m", {"recompute_granularity": "full"}, 1020.3, 1, 1.092),
-    ("124m", {}, 1489.7, 1, 0.561),
-    ("30b", {"recompute_granularity": "full", **sizes(4, 48)}, 3534.9, 192, 1.16),
+@pytest.mark.parametrize(("stage", "changes"), [(3, SELECTIVE), (1, FULL), (0, {"pipeline_schedule": "zb-h1"})])
+def test_peak_of_another_block(stage, changes):
+    widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
+    run = small_run(**{**FAMILIES["qwen3"], **MODEL, **widths, **changes})
+    predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage))
+    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+
+
+@pytest.mark.parametrize(("changes", "rows"), [
+    ({"micro_batch_size": 1}, 512),  # a quarter of what the layers keep holds half of the logits
+    ({"micro_batch_size": 4}, 1024),  # the most
+    ({"micro_batch_size": 1, **FULL}, 171),  # the least memory, in equal chunks
+    ({"micro_batch_size": 1, "tensor_model_parallel_size": 4}, 1024),
 ])
-def test_hardware_flops_reproduce_the_tables(recipe, changes, seconds, ranks, tflops):
-    run = make_run(recipe, changes)
-    assert accounting.hardware_flops(run, run.batch.global_batch_size) / seconds / ranks / 1e12 == pytest.approx(tflops, rel=1e-3)
+def test_rows_of_logits(changes, rows):
+    run = make_run("124m", {"vocab_size": 50257, **changes})
+    assert memory.logits_rows(run, Layout.from_run(run, run.parallel.tensor_model_parallel_size)) == rows
 
 
-def test_parameter_flops_reproduce_the_tables():
-    # The A100 table's 187B row: h 13824, 80 layers, 40 nodes of 8, 160.29 s, printed 120.05
-    run = make_run(None, {"num_layers": 80, "hidden_size": 13824, "num_attention_heads": 108, "seq_length": 2048,
-                          "vocab_size": 50257, "micro_batch_size": 1, "global_batch_size": 2048,
-                          "recompute_granularity": "full", "train_iters": 1})
-    assert accounting.parameter_flops(run, 2048) / 160.29 / 320 / 1e12 == pytest.approx(120.02, abs=0.005)
-    split = make_run(None, {**asdict(run.model), **asdict(run.batch), **sizes(8, 10), "recompute_granularity": "full"})
-    assert accounting.parameter_flops(split, 2048, replicas=True) / 160.29 / 320 / 1e12 == pytest.approx(120.05, abs=0.008)
+# How it is cut --------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("split", "layers"), [("balanced", [8, 4]), ("even", [6, 6]), ("7,5", [7, 5])])
+def test_stages_have_the_layers_of_the_split(split, layers):
+    run = make_run("124m", {**PP2, "vocab_size": 50257, "pipeline_split": split})
+    assert list(accounting.pipeline_split(run)) == layers and accounting.stage_layers(run, 1) == [range(layers[0], 12)]
+    assert accounting.parameters(run) == accounting.parameters(make_run("124m", {"vocab_size": 50257}))
 
 
-def test_model_flops_against_hardware_flops():
-    run = make_run("30b", {"recompute_granularity": "full"})
-    assert accounting.model_flops(run, 1536) / accounting.hardware_flops(run, 1536) == pytest.approx(0.735, abs=1e-3)
-
-
-@pytest.mark.parametrize(("recipe", "pp", "changes", "layers"), [
-    ("124m", 2, {}, [8, 4]),  # the logits weigh as much as four and a half layers
-    ("124m", 2, {"pipeline_split": "even"}, [6, 6]),
-    ("124m", 2, {"pipeline_split": "8,4"}, [8, 4]),
-    ("124m", 4, {}, [3, 4, 4, 1]),
-    ("124m", 5, {}, [2, 3, 3, 3, 1]),  # no even split
-    ("30b", 48, {}, [1] * 48),
-])
-def test_stages_cost_alike(recipe, pp, changes, layers):
-    run = make_run(recipe, {"pipeline_model_parallel_size": pp, "vocab_size": 50257, **changes})
-    check_split(run)
-    assert list(accounting.pipeline_split(run)) == layers
-    assert accounting.stage_layers(run, pp - 1) == [range(sum(layers[:-1]), sum(layers))]
-    assert accounting.parameters(run) == accounting.parameters(make_run(recipe, {"vocab_size": 50257}))
-
-
-@pytest.mark.parametrize(("pp", "split", "message"), [
-    (5, "even", "--num-layers 12 is not divisible by --pipeline-model-parallel-size 5"),
-    (13, "balanced", "--num-layers 12 is below --pipeline-model-parallel-size 13"),
-    (2, "9,4", "--pipeline-split 9,4 has 2 stages and 13 layers, .* pass 2 numbers that sum to 12"),
-    (2, "4,4,4", "has 3 stages and 12 layers"),
-])
-def test_layers_that_cannot_be_cut(pp, split, message):
-    with pytest.raises(ValueError, match=message):
-        Layout.from_run(make_run("124m", {"pipeline_model_parallel_size": pp, "pipeline_split": split}), 2 * pp)
-
-
-def test_a_sequence_that_cannot_be_cut():
-    changes = {"seq_length": 1022, "tensor_model_parallel_size": 4}
-    Layout.from_run(make_run("124m", changes), 4)
-    with pytest.raises(ValueError, match="^--seq-length 1022 is not divisible by --tensor-model-parallel-size 4, into which "
-                                         "--sequence-parallel cuts it: change one, or leave the flag out$"):
-        Layout.from_run(make_run("124m", {**changes, "sequence_parallel": True}), 4)
-
-
-@pytest.mark.parametrize(("global_batch", "ramp", "message"), [
-    (7, None, "^--global-batch-size 7 is not divisible by --micro-batch-size 2 x data-parallel size 2 = 4: use 4 or 8$"),
-    (16, (2, 2, 100), "^--rampup-batch-size 2 2 100: its batch size 2 is not divisible by .* = 4: pass .* multiples of 4$"),
-    (16, (4, 6, 100), "^--rampup-batch-size 4 6 100: its batch size 10 is not divisible"),
-])
-def test_a_batch_that_does_not_divide_names_the_flag_it_comes_from(global_batch, ramp, message):
-    run = make_run("124m", {"micro_batch_size": 2, "global_batch_size": global_batch, "rampup_batch_size": ramp})
-    with pytest.raises(ValueError, match=message):
-        Layout.from_run(run, 2)
+def test_the_planner_leaves_groups_whole():
+    """14 heads in 2 groups: TP is 1 or 2."""
+    found = search.candidates(make_run("qwen2.5-0.5b", {}), System.from_names("a64fx", "fugaku_megatron", 28), frozenset())
+    assert {run.parallel.tensor_model_parallel_size for run, _ in (each for each in found if not isinstance(each, str))} == {1, 2}

@@ -1,9 +1,4 @@
-"""A block of other parts: another norm is one class and one row, biases are a flag.
-
-It trains under TP2, and its accounting holds.
-"""
-
-from __future__ import annotations
+"""Other blocks than GPT-2's: published families against transformers, and a norm that is one class and one row."""
 
 import pytest
 import torch
@@ -11,16 +6,55 @@ from torch import Tensor
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config import model_config
-from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import accounting
 from fugaku_megatron.nn import layers
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.nn.shared import accumulate
-from tests.helpers import make_trainer, small_run, train
-from tests.parallel.test_accounting import LAYOUTS, check_bytes, counted_flops, sizes
+from tests.helpers import TP2, TP2PP2, make_trainer, small_run, train
+from tests.llama_models import FAMILIES, copy_to, in_their_shape, theirs
+from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters
 from tests.threads import ThreadWorld
 
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_loss_and_gradients(family, backend):
+    """The window is shorter than the sequence, and every weight is random, those of norms and biases as well."""
+    pytest.importorskip("transformers")
+    trainer = make_trainer(SoloComm(), small_run(**FAMILIES[family], init_method_std=0.2), Ops.build(backend))
+    for p in trainer.optimizer.flat.parameters:
+        p.data.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    model, ours = theirs(family), {p.spec.name: p for p in trainer.optimizer.flat.parameters}
+    copy_to(model, ours, family)
+    tokens, labels = torch.randint(0, 96, (2, 16, 2), generator=torch.Generator().manual_seed(3))  # (s, b) each
+    chunk, at = trainer.stage.last, Pass(first_sample=0)
+    expected = model(tokens.t()).logits
+    logits = chunk.logits(chunk.decode(chunk.embedding(tokens, at), at)).transpose(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    expected = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.t().flatten())
+    expected.backward()
+    trainer.optimizer.zero_grad()
+    loss = chunk(tokens, labels, at)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    grads, parameters = in_their_shape({name: p.main_grad for name, p in ours.items()}, family), dict(model.named_parameters())
+    assert grads.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        scale = parameter.grad.abs().max()
+        torch.testing.assert_close(grads[name] / scale, parameter.grad / scale, rtol=0, atol=1e-5,
+                                   msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_biases_are_not_decayed():
+    """A gated MLP's biases have two dimensions."""
+    run = small_run(**{**FAMILIES["llama"], "disable_bias_linear": False, "weight_decay": 0.5})
+    flat = make_trainer(SoloComm(), run).optimizer.flat
+    decayed = {p.spec.name.split(".")[-1] for p, start in zip(flat.parameters, flat.starts)
+               if any(r.decayed and r.start <= start < r.end for r in flat.ranges(0, flat.numel))}
+    assert decayed == {"weight"} and any(p.dim() == 2 and p.spec.name.endswith(".bias") for p in flat.parameters)
+
+
+# Another norm ---------------------------------------------------------------------------------------------------------------------
 
 class _Scale(torch.autograd.Function):
     """x / sqrt(mean(x^2) + epsilon) * weight."""
@@ -54,40 +88,32 @@ class ScaleNorm(layers.Norm):
 OTHER = {"normalization": "ScaleNorm", "disable_bias_linear": True}
 
 
-@pytest.fixture(autouse=True)
-def scale_norm(monkeypatch):
-    """The one row."""
+@pytest.fixture
+def other(monkeypatch):
+    """Flags of a block with the norm, whose one row is there, and without biases."""
     monkeypatch.setitem(model_config.NORMS, "ScaleNorm",
                         model_config.NormPart(layer="tests.parallel.test_blocks:ScaleNorm", vectors=1, statistics=1))
+    return {"normalization": "ScaleNorm", "disable_bias_linear": True}
 
 
-def test_an_unknown_norm_is_refused():
-    with pytest.raises(ValueError, match="--normalization is BatchNorm: pass LayerNorm or RMSNorm or ScaleNorm"):
+def test_an_unknown_norm_is_refused(other):
+    with pytest.raises(ValueError, match="--normalization is BatchNorm: give LayerNorm or RMSNorm or ScaleNorm"):
         small_run(normalization="BatchNorm")
 
 
-def test_parameters_have_neither_biases_nor_a_second_vector_in_the_norms():
-    trainer = make_trainer(SoloComm(), small_run(**OTHER))
-    names = {p.spec.name for p in trainer.optimizer.flat.parameters}
-    assert not [name for name in names if name.endswith(".bias")]
-    assert {"decoder.layers.0.mlp.linear_fc1.weight", "decoder.final_layernorm.weight"} <= names
-
-
 @pytest.mark.parametrize(("backend", "changes"), [
-    ("native", {}), ("torch", {"hidden_dropout": 0.1, "attention_dropout": 0.1}), ("native", {"recompute_granularity": "full"}),
-    ("native", {"sequence_parallel": True, "hidden_dropout": 0.1}), ("torch", {"sequence_parallel": True})])
-def test_it_trains_under_tp2_as_on_one_rank(backend, changes):
-    run = small_run(**OTHER, **changes)
+    ("torch", {"hidden_dropout": 0.1, "attention_dropout": 0.1}), ("native", {"recompute_granularity": "full"}),
+    ("native", {"sequence_parallel": True, "hidden_dropout": 0.1})])
+def test_it_trains_under_tp2_as_on_one_rank(backend, changes, other):
+    run, parts = small_run(**other, **changes), small_run(**other, **changes, **TP2)
     alone = [r.loss for r in train(SoloComm(), run, 5, Ops.build(backend))]
-    run = small_run(**OTHER, **changes, tensor_model_parallel_size=2)
-    ranks = ThreadWorld(2).run(lambda world: [r.loss for r in train(world, run, 5, Ops.build(backend))])
-    assert ranks[0] == ranks[1] and alone[-1] < alone[0]
-    torch.testing.assert_close(torch.tensor(ranks[0]), torch.tensor(alone), rtol=1e-5, atol=0)
+    ranks = ThreadWorld(2).run(lambda world: [r.loss for r in train(world, parts, 5, Ops.build(backend))])
+    assert ranks[0] == ranks[1] == pytest.approx(alone, rel=1e-5) and alone[-1] < alone[0]
 
 
-def test_gradients_are_slopes():
+def test_gradients_are_slopes(other):
     """The gradient of the block's input against differences of the loss, in the direction of a random vector."""
-    trainer = make_trainer(SoloComm(), small_run(**OTHER))
+    trainer = make_trainer(SoloComm(), small_run(**other))
     layer, at = trainer.stage.layers[0], Pass(first_sample=0)
     x, direction, dy = (torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
     x.requires_grad_()
@@ -96,31 +122,12 @@ def test_gradients_are_slopes():
     torch.testing.assert_close((x.grad * direction).double().sum(), slope, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
-def test_parameters_are_accounted_for(world, tp, pp):
-    run = small_run(**OTHER, **sizes(tp, pp))
-    held = ThreadWorld(world).run(lambda comm: sum(p.numel() for p in make_trainer(comm, run).stage.parameters()))
-    assert held == [accounting.stage_parameters(run, Layout.from_run(run, world), rank // tp % pp) for rank in range(world)]
-
-
-def test_flops_are_accounted_for():
-    run = small_run(**OTHER, num_layers=2, micro_batch_size=1)
-    records = [r for _, r in accounting.stage_records(run, Layout.from_run(run, 1), 0)]
-    assert counted_flops(run) == (sum(r.flops_forward for r in records), sum(r.flops_backward for r in records))
-
-
-@pytest.mark.parametrize(("world", "tp", "pp"), LAYOUTS)
-def test_bytes_are_accounted_for(world, tp, pp):
-    check_bytes(small_run(**OTHER, **sizes(tp, pp)), world)
-    if tp > 1:
-        check_bytes(small_run(**OTHER, **sizes(tp, pp), sequence_parallel=True), world)
-
-
-def test_saved_bytes_are_accounted_for():
-    run = small_run(**OTHER)
-    trainer, at, saved = make_trainer(SoloComm(), run), Pass(first_sample=0), {}
-    x = torch.randn(16, 2, 32).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t) is None or t, lambda t: t):
-        trainer.stage.layers[0](x, at)
-    held = sum(t.numel() * t.element_size() for t in saved.values())
-    assert held == pytest.approx(sum(r.saved_bytes for r in accounting.layer_records(run, 1)), rel=0.02)
+def test_it_is_accounted_for(other):
+    """Parameters, FLOPs, messages, and what is kept from forward to backward."""
+    check_parameters(small_run(**other, **TP2PP2), 8)
+    check_bytes(small_run(**other, **TP2PP2, zero_stage=1), 8)
+    check_bytes(small_run(**other, **TP2PP2, sequence_parallel=True), 4)
+    check_flops(small_run(**other, num_layers=2, micro_batch_size=1))
+    check_kept(small_run(**other))
+    names = {p.spec.name for p in make_trainer(SoloComm(), small_run(**other)).optimizer.flat.parameters}
+    assert "decoder.final_layernorm.weight" in names and not [name for name in names if name.endswith(".bias")]

@@ -1,10 +1,7 @@
 """fugaku-megatron verify: every damage to a checkpoint is one line that names the file."""
 
-from __future__ import annotations
-
 import json
 import os
-import random
 
 import pytest
 import torch
@@ -14,9 +11,9 @@ from fugaku_megatron.checkpoint import load as load_module
 from fugaku_megatron.checkpoint import manifest as folders_module
 from fugaku_megatron.checkpoint import verify
 from fugaku_megatron.checkpoint.manifest import FORMAT, MANIFEST, TRACKER
-from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, checksum, crc32
+from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, checksum
 from fugaku_megatron.checkpoint.shards import Shard
-from tests.helpers import save_checkpoint
+from tests.helpers import flip_bit, save_checkpoint
 from tests.threads import ThreadWorld
 
 RANKS, NUMEL = 3, 700_000  # 2.7 MiB: three blocks
@@ -39,12 +36,6 @@ def check(directory, capsys, *flags):
     return code, output.out.splitlines(), output.err
 
 
-def flip(path, position):
-    content = bytearray(path.read_bytes())
-    content[position] ^= 16
-    path.write_bytes(content)
-
-
 def test_whole_checkpoints(tmp_path, capsys):
     first, second = save(tmp_path), save(tmp_path, 20)
     code, lines, errors = check(tmp_path, capsys)
@@ -58,7 +49,7 @@ def test_checkpoints_in_folders(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(load_module, "FOLDER_FILES", 2)
     path = save(tmp_path)
     assert check(tmp_path, capsys)[0] == 0
-    flip(path / "ranks_000002" / "rank_00002.safetensors", -1)
+    flip_bit(path / "ranks_000002" / "rank_00002.safetensors", -1)
     assert check(tmp_path, capsys)[1][0].startswith(f"{path}/ranks_000002/rank_00002.safetensors is damaged in its bytes ")
     (path / "ranks_000002" / MANIFEST).write_text("{}")
     code, lines, _ = check(tmp_path, capsys)
@@ -66,10 +57,10 @@ def test_checkpoints_in_folders(tmp_path, capsys, monkeypatch):
     assert any("hold 1400000 elements of w, which has 2100000" in line for line in lines)
 
 
-@pytest.mark.parametrize("position", [0, 9, 500, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, -1])
+@pytest.mark.parametrize("position", [0, 500, BLOCK_BYTES + 1, -1])
 def test_a_flipped_bit_anywhere_is_found(position, tmp_path, capsys):
     path = save(tmp_path) / "rank_00001.safetensors"
-    flip(path, position)
+    flip_bit(path, position, 4)
     code, (line, summary, count), _ = check(tmp_path, capsys)
     block = position % path.stat().st_size // BLOCK_BYTES
     end = min((block + 1) * BLOCK_BYTES, path.stat().st_size)
@@ -81,7 +72,7 @@ def test_a_flipped_bit_anywhere_is_found(position, tmp_path, capsys):
 def test_damages_of_several_files_are_a_line_each(tmp_path, capsys):
     path = save(tmp_path)
     for position in (BLOCK_BYTES, 2 * BLOCK_BYTES):  # neighbours: one line
-        flip(path / "rank_00000.safetensors", position)
+        flip_bit(path / "rank_00000.safetensors", position)
     os.truncate(path / "rank_00001.safetensors", 99)
     (path / "rank_00002.safetensors").unlink()
     code, lines, _ = check(tmp_path, capsys)
@@ -91,14 +82,12 @@ def test_damages_of_several_files_are_a_line_each(tmp_path, capsys):
     assert lines[2] == f"{path}/rank_00002.safetensors is missing"
 
 
-@pytest.mark.parametrize(("contents", "problem"), [(None, "is missing"), ("{", "is damaged"),
-                                                     ('{"format": "x"}', "is not the manifest")])
-def test_a_manifest_that_is_damaged(contents, problem, tmp_path, capsys):
+def test_a_manifest_that_is_damaged(tmp_path, capsys):
     save(tmp_path)
     manifest = save(tmp_path, 20) / MANIFEST
-    manifest.unlink() if contents is None else manifest.write_text(contents)
+    manifest.write_text("{")
     code, lines, _ = check(tmp_path, capsys)
-    assert code == 1 and f"{manifest} {problem}" in lines[1] and lines[2].endswith("iter_0000020: not checked further")
+    assert code == 1 and f"{manifest} is damaged" in lines[1] and lines[2].endswith("iter_0000020: not checked further")
 
 
 def test_a_tensor_that_is_not_wholly_there(tmp_path, capsys):
@@ -107,25 +96,26 @@ def test_a_tensor_that_is_not_wholly_there(tmp_path, capsys):
     assert code == 1 and lines[0] == f"{path}: the files hold 1400000 elements of w, which has 2100000"
 
 
-def test_a_header_that_does_not_agree_with_the_manifest(tmp_path, capsys):
-    path = save(tmp_path)
+def rewrite(path, change):
+    """Change the entries of a manifest, whose checksum stays right."""
     contents = json.loads((path / MANIFEST).read_text())
     assert contents["format"] == FORMAT
-    contents["files"]["rank_00000.safetensors"]["shards"][1]["key"] = "b7"
+    change(contents["files"])
     contents["crc32"] = checksum(contents)
     (path / MANIFEST).write_text(json.dumps(contents))
+
+
+def test_a_header_that_does_not_agree_with_the_manifest(tmp_path, capsys):
+    path = save(tmp_path)
+    rewrite(path, lambda files: files["rank_00000.safetensors"]["shards"][1].update(key="b7"))
     assert f"{path}/rank_00000.safetensors does not hold b7" in check(tmp_path, capsys)[1][0]
 
 
 def test_files_from_before_blocks_had_checksums(tmp_path, capsys):
     path = save(tmp_path)
-    contents = json.loads((path / MANIFEST).read_text())
-    for entry in contents["files"].values():
-        del entry["blocks"], entry["block_size"]
-    contents["crc32"] = checksum(contents)
-    (path / MANIFEST).write_text(json.dumps(contents))
+    rewrite(path, lambda files: [entry.pop(name) for entry in files.values() for name in ("blocks", "block_size")])
     assert check(tmp_path, capsys)[0] == 0
-    flip(path / "rank_00002.safetensors", -5)
+    flip_bit(path / "rank_00002.safetensors", -5)
     assert check(tmp_path, capsys)[1][0].startswith(f"{path}/rank_00002.safetensors has CRC-32 ")
 
 
@@ -156,19 +146,3 @@ def test_nothing_to_check_is_a_mistake_of_the_call(name, message, tmp_path, caps
     with pytest.raises(ValueError, match=message):
         verify.main(type("Options", (), {"directory": str(tmp_path / name), "ckpt_step": None, "threads": 1}))
     assert check(tmp_path / "save", capsys, "--ckpt-step", "11")[0] == check(tmp_path / "save", capsys, "--threads", "0")[0] == 2
-
-
-def test_every_bit_of_a_small_checkpoint_counts(tmp_path, capsys):
-    """Any bit of any file: a problem is found, or it is none: JSON may be laid out otherwise."""
-    def rank(comm):
-        save_checkpoint(tmp_path, 1, [Shard("w", torch.ones(2), (2,), (0,), (2,))], {}, comm, {}, {})
-
-    ThreadWorld(1).run(rank)
-    rng, path = random.Random(0), tmp_path / "iter_0000001" / "rank_00000.safetensors"
-    for _ in range(60):
-        position = rng.randrange(path.stat().st_size)
-        before = crc32(path)
-        flip(path, position)
-        assert crc32(path) != before and check(tmp_path, capsys)[0] == 1
-        flip(path, position)
-    assert check(tmp_path, capsys)[0] == 0

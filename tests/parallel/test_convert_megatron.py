@@ -4,8 +4,6 @@ The layouts: megatron/training/checkpointing.py (files, arguments), megatron/cor
 megatron/core/dist_checkpointing (torch_dist).
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -16,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,13 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.solo import SoloComm
-from fugaku_megatron.config.model_config import architecture
-from fugaku_megatron.config.run_config import saved_run
-from fugaku_megatron.training.resume import find_checkpoint, resume_training, with_padding
-from tests.helpers import make_trainer, mock, small_run
-from tests.threads import ThreadWorld
+from fugaku_megatron.training.resume import find_checkpoint
+from tests.helpers import small_run
 
 transformers = pytest.importorskip("transformers")
 
@@ -189,7 +182,7 @@ def test_queries_keys_and_values_of_old_versions(models, tmp_path, version):
 
 
 def append(file: Path, tensor: torch.Tensor) -> _StorageInfo:
-    """Write a piece behind the others of a file."""
+    """Append a piece to a file."""
     buffer = io.BytesIO()
     torch.save(tensor.clone(), buffer)
     offset = file.stat().st_size if file.exists() else 0
@@ -201,7 +194,7 @@ def append(file: Path, tensor: torch.Tensor) -> _StorageInfo:
 def pieces(theirs: State, kind: str) -> Iterator[tuple[str, torch.Tensor, int | None]]:
     """(key, global tensor, the dimension that tensor-parallel ranks share) as Megatron-core's sharded state has them.
 
-    Layers are stacked; of a gated product all gates come first. Where they differ (kind "layers") each has keys of its own, and
+    Layers are stacked; of a gated MLP all gates come first. Where they differ (kind "layers") each has keys of its own, and
     where every rank's piece is one tensor (kind "apart") gate and value have.
     """
     for key, tensor, dim in stacked_pieces(theirs, kind == "apart"):
@@ -264,14 +257,6 @@ def test_a_checkpoint_of_torch_dist(models, tmp_path, kind):
     assert same(there(source, tmp_path), theirs)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_what_the_test_writes(models, tmp_path):
-    source = write_dist(tmp_path, weights_of(models["llama"]))
-    wanted = {key: torch.zeros_like(tensor) for key, tensor, _ in pieces(weights_of(models["llama"]), "stacked")}
-    dcp.load(wanted, storage_reader=FileSystemReader(source / "iter_0000007"), no_dist=True)
-    assert same(wanted, {key: tensor for key, tensor, _ in pieces(weights_of(models["llama"]), "stacked")})
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, impl):
@@ -295,32 +280,6 @@ def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, imp
         assert torch.equal(contents["model"].pop("output_layer.weight")[: len(vocabulary)], vocabulary)
         assert same(contents["model"], last)
     assert same(there(tmp_path / "megatron", tmp_path), theirs)
-
-
-def test_what_it_is_trained_from_in_another_layout_has_transformers_loss(tmp_path):
-    """From Megatron-LM's TP2 x PP2 into TP2 x PP2 x DP2 with ZeRO-1; the vocabulary is padded in both."""
-    model = randomized(decoder("Llama", num_hidden_layers=LAYERS, head_dim=16))
-    model.save_pretrained(tmp_path / "hf")
-    assert convert("--from-hf", tmp_path / "hf", "--to-megatron", tmp_path / "megatron", "--tensor-model-parallel-size", TP,
-                   "--pipeline-model-parallel-size", PP, "--make-vocab-size-divisible-by", 8) == 0
-    assert convert("--from-megatron", tmp_path / "megatron", "--save", tmp_path / "ours") == 0
-    saved = architecture(saved_run(read_manifest(tmp_path / "ours", 0), (1, 1)).model)
-    run = small_run(**saved, load=str(tmp_path / "ours"), finetune=True, tensor_model_parallel_size=TP,
-                    pipeline_model_parallel_size=PP, zero_stage=1)
-
-    def first_loss(world) -> float:
-        torch.set_num_threads(1)
-        resume = find_checkpoint(run, world)
-        trainer = make_trainer(world, with_padding(run, resume))
-        resume_training(trainer, resume)
-        loss = trainer.train_step().loss
-        trainer.close()
-        return loss
-
-    samples = torch.stack([mock(run)[index] for index in range(run.batch.global_batch_size)])
-    with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten())
-    assert ThreadWorld(8).run(first_loss)[0] == pytest.approx(expected.item(), rel=1e-6)
 
 
 class Attack:
@@ -361,13 +320,6 @@ def line_of(capsys, source: Path, directory: Path, *more: object) -> str:
     return line
 
 
-@pytest.mark.parametrize(("damage", "message"), LEGACY_DAMAGE, ids=lambda value: value[:40] if isinstance(value, str) else "")
-def test_what_is_missing_damaged_or_malicious_is_named(models, tmp_path, capsys, damage, message):
-    source = write_legacy(tmp_path / "megatron", "gpt2", weights_of(models["gpt2"]))
-    damage(source)
-    assert message in line_of(capsys, source, tmp_path)
-
-
 def metadata_with(path: Path, change) -> None:
     contents = pickle.loads(path.read_bytes())
     change(contents)
@@ -387,9 +339,12 @@ DIST_DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DIST_DAMAGE, ids=lambda value: value[:40] if isinstance(value, str) else "")
-def test_the_same_of_torch_dist(models, tmp_path, capsys, damage, message):
-    source = write_dist(tmp_path / "megatron", weights_of(models["llama"]))
+@pytest.mark.parametrize(("kind", "damage", "message"), [*(("gpt2", *row) for row in LEGACY_DAMAGE),
+                                                         *(("llama", *row) for row in DIST_DAMAGE)],
+                         ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_what_is_missing_damaged_or_malicious_is_named(models, tmp_path, capsys, kind, damage, message):
+    source, theirs = tmp_path / "megatron", weights_of(models[kind])
+    write_legacy(source, kind, theirs) if kind == "gpt2" else write_dist(source, theirs)
     damage(source)
     assert message in line_of(capsys, source, tmp_path)
 

@@ -1,8 +1,7 @@
-"""The generate command with tiny checkpoints: what training taught, Hugging Face's tokens one by one, and every layout alike."""
-
-from __future__ import annotations
+"""Texts of checkpoints: what training taught, the tokens of transformers one by one, and every layout alike."""
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,15 @@ from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.costs import activations
 from fugaku_megatron.data.tokenizer import gpt2_files
-from fugaku_megatron.inference import generate
+from fugaku_megatron.inference import generate, generation
 from fugaku_megatron.inference.generation import Decoder, steps
-from fugaku_megatron.inference.loading import load_model
+from fugaku_megatron.inference.loading import LoadedModel, load_model, operations
 from fugaku_megatron.inference.sampling import Sampling
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import grid_groups, small_run, whole_tensors
+from tests.helpers import TP2PP2, grid_groups, make_trainer, small_run, whole_tensors
+from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld
+from tests.unit.test_model import to_theirs
 
 TEXT = "to be or not to be, "
 LEARNS = {"seq_length": 24, "vocab_size": 257, "num_layers": 2, "micro_batch_size": 8, "global_batch_size": 8, "lr": 1e-2,
@@ -31,8 +32,8 @@ def write_tokenizer(directory: Path) -> list[str]:
     """A vocabulary of single bytes and the end of text, 257 tokens; returns its flags."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte alphabet
     others = [b for b in range(256) if b not in printable]
-    letters = {**{b: chr(b) for b in printable}, **{b: chr(256 + n) for n, b in enumerate(others)}}
-    vocabulary = {letters[b]: b for b in range(256)} | {"<|endoftext|>": 256}
+    characters = {**{b: chr(b) for b in printable}, **{b: chr(256 + n) for n, b in enumerate(others)}}
+    vocabulary = {characters[b]: b for b in range(256)} | {"<|endoftext|>": 256}
     (directory / "vocab.json").write_text(json.dumps(vocabulary))
     (directory / "merges.txt").write_text("#version: 0.2\n")
     return ["--vocab-file", str(directory / "vocab.json"), "--merge-file", str(directory / "merges.txt")]
@@ -76,10 +77,10 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def write(trained, capsys):
     """write(flags ...) -> what the command prints."""
-    def call(*flags: str, world=None, load: Path | None = None) -> str:
+    def call(*flags: str, world=None) -> str:
         parser = Parser()
         generate.add_arguments(parser)
-        options = parser.parse_args(["--load", str(load or trained[0]), *trained[1], *flags])
+        options = parser.parse_args(["--load", str(trained[0]), *trained[1], *flags])
         generate.continue_prompts(generate.Request.of(options), world or SoloComm())
         return capsys.readouterr().out
     return call
@@ -87,10 +88,8 @@ def write(trained, capsys):
 
 def test_it_continues_what_it_has_learned(write):
     text = write("--prompt", "to be or", "--tokens", "16", "--temperature", "0")
-    first, second = text.splitlines()
-    assert first == "--- iteration 80, prompt in brackets ---"
-    assert second == "[to be or] not to be, to b"
-    assert text == write("--prompt", "to be or", "--tokens", "16", "--temperature", "0")
+    assert text == "--- iteration 80, prompt in brackets ---\n[to be or] not to be, to b\n"
+    assert "[\ufffd]" in write("--prompt", "\udcff", "--tokens", "1"), "a prompt that is not UTF-8"
 
 
 def test_memory_has_huge_pages_before_weights_are_loaded(monkeypatch):
@@ -103,37 +102,32 @@ def test_memory_has_huge_pages_before_weights_are_loaded(monkeypatch):
     assert called == ["tuned", "load"]
 
 
-def test_sampling_is_a_function_of_the_seed(write):
-    flags = ["--prompt", "Q", "--tokens", "20", "--temperature", "3.0", "--top-k", "100"]
-    again, other = write(*flags, "--seed", "1"), write(*flags, "--seed", "2")
-    assert again == write(*flags, "--seed", "1") and again != other
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--prompt", "a", "--prompt", TEXT, "--tokens", "5"],
+     "prompt 2 has 20 tokens and --max-new-tokens is 5, 25 positions in all, .* learned 24 "),
+    (["--prompt", ""], "a prompt is empty"), ([], "nothing to continue: give --prompt TEXT"),
+    (["--prompt", "a", "--load", "."], "--load . holds no checkpoint"), (["--prompt", "a", "--ckpt-step", "7"], "iter_0000007"),
+    (["--prompt", "a", "--foo"], "unknown flag --foo"), (["--prompt", "a", "--interactive"], "--interactive asks for prompts"),
+    (["--prompts", "absent"], "No such file"), (["--prompts", "none"], "--prompts none.*has no prompt"),
+    (["--prompts", "a.json"], "--prompts a.json.*no JSON list of texts"), (["--prompts", "b.json"], "no JSON list of texts"),
+    (["--prompts", "c.json"], "Expecting value"), (["--prompts", "d"], "can't decode byte"),
+    *((["--prompt", "a", flag, wrong], f"{flag} is {wrong}: give") for flag, wrong in (
+        ("--max-new-tokens", "-1"), ("--temperature", "nan"), ("--temperature", "1e-45"), ("--top-k", "-1"), ("--top-p", "1.5"),
+        ("--seed", "-1"), ("--seed", str(2**70)))),
+])
+def test_mistakes(write, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("none", b""), ("a.json", b"{}"), ("b.json", b"[1]"), ("c.json", b"["), ("d", b"\xff")):
+        Path(name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        write(*flags)
 
 
-def test_more_positions_than_were_learned(write):
-    with pytest.raises(ValueError, match=r"prompt 2 has 20 tokens and --max-new-tokens is 5, 25 positions in all, .* learned 24 "):
-        write("--prompt", "a", "--prompt", TEXT, "--tokens", "5")
-
-
-def test_mistakes(write, tmp_path):
-    with pytest.raises(ValueError, match="a prompt is empty"):
-        write("--prompt", "")
-    with pytest.raises(ValueError, match="nothing to continue: give --prompt TEXT"):
-        write()
-    with pytest.raises(ValueError, match=f"--load {tmp_path} holds no checkpoint"):
-        write("--prompt", "a", load=tmp_path)
+def test_ranks_and_vocabularies_that_do_not_fit(write):
     with pytest.raises(ValueError, match="1 x 1 x 1 = 1, but 2 ranks were started: .* or start it without mpiexec$"):
         write("--prompt", "a", world=SoloComm(0, 2))
     with pytest.raises(ValueError, match="--pipeline-model-parallel-size 1 = 4, but 2 ranks were started: start 4"):
         write("--prompt", "a", "--tensor-model-parallel-size", "4", world=SoloComm(0, 2))
-    for step in (0, 7):
-        with pytest.raises(ValueError, match=f"iter_000000{step}"):
-            write("--prompt", "a", "--ckpt-step", str(step))
-    for flag, wrong in (("--max-new-tokens", "-1"), ("--temperature", "-0.5"), ("--temperature", "nan"), ("--top-k", "-1"),
-                        ("--temperature", "1e-45"), ("--top-p", "1.5"), ("--seed", "-1"), ("--seed", str(2**70))):
-        with pytest.raises(ValueError, match=f"{flag} is {wrong}: give"):
-            write("--prompt", "a", flag, wrong)
-    with pytest.raises(ValueError, match="unknown flag --foo"):
-        write("--prompt", "a", "--foo")
     vocab, merges = map(str, gpt2_files())
     with pytest.raises(ValueError, match=f"--vocab-file {vocab} has 50257 tokens, the model of --load .*: give the files"):
         write("--prompt", "a", "--vocab-file", vocab, "--merge-file", merges)
@@ -166,12 +160,15 @@ def alone(alone_directory):
     return continued(alone_directory)
 
 
-TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_a_checkpoint_generates_in_another_layout(alone_directory, alone, sizes):
+    ranks = sizes[0] * sizes[1]
+    assert ThreadWorld(ranks).run(lambda world: continued(alone_directory, world, sizes)) == [alone] * ranks
+    assert list(map(len, alone)) == [12] * 3
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [
-    (4, TP2_PP2), (2, {"zero_stage": 1}), (8, {**TP2_PP2, "zero_stage": 1}),
-    (4, {**TP2_PP2, "sequence_parallel": True}),
+    (8, {**TP2PP2, "zero_stage": 1, "sequence_parallel": True}),
     (4, {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 24}),  # 288 rows of the vocabulary, 264 on one rank
 ])
 def test_a_parallel_checkpoint_writes_what_one_rank_writes(alone, tmp_path, ranks, layout):
@@ -182,37 +179,6 @@ def test_a_parallel_checkpoint_writes_what_one_rank_writes(alone, tmp_path, rank
     together = ThreadWorld(ranks).run(train_and_continue)
     assert together == [continued(tmp_path)] * ranks, "put together on one rank"
     assert together[0] == alone or "make_vocab_size_divisible_by" in layout, "training differs with the padded vocabulary"
-    assert list(map(len, alone)) == [12] * 3
-
-
-def test_the_weights_of_a_bf16_run_are_those_it_trained_with(tmp_path):
-    layout = {**TP2_PP2, "zero_stage": 1, "bf16": True}
-
-    def weights(world) -> dict[str, torch.Tensor]:
-        save_trained(world, tmp_path, 3, micro_batch_size=4, **layout)
-        manifest = read_manifest(tmp_path, 3)
-        run = saved_run(manifest)
-        trainer = Trainer(run, world, grid_groups(world, run))
-        trainer.load(str(tmp_path))
-        return whole_tensors(trainer, "weight")
-
-    theirs = ThreadWorld(8).run(weights)[0]
-    manifest = read_manifest(tmp_path, 3)
-    loaded = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(tmp_path), 3, manifest)
-    for parameter in loaded.stage.parameters():
-        rows = len(parameter) if parameter.spec.name != "embedding.word_embeddings.weight" else 257
-        assert parameter.dtype == torch.bfloat16
-        assert torch.equal(parameter.float()[:rows], theirs[parameter.spec.name][:rows]), parameter.spec.name
-
-
-def test_a_prompt_that_is_not_utf_8(write):
-    assert "[\ufffd]" in write("--prompt", "\udcff", "--tokens", "1")
-
-
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
-def test_a_checkpoint_generates_in_another_layout(alone_directory, alone, sizes):
-    ranks = sizes[0] * sizes[1]
-    assert ThreadWorld(ranks).run(lambda world: continued(alone_directory, world, sizes)) == [alone] * ranks
 
 
 def test_a_batch(write, tmp_path):
@@ -239,15 +205,104 @@ def test_what_a_rank_would_hold(write, alone_directory):
     assert kept == activations.cache_bytes(loaded.run, 2, 12, 2, 1)
 
 
-def test_files_of_prompts_that_are_none(write, tmp_path):
-    for name, text, message in (("none", "", "has no prompt"), ("a.json", "{}", "no JSON list of texts"),
-                                ("b.json", "[1]", "no JSON list of texts"), ("c.json", "[", "Expecting value"),
-                                ("d", b"\xff", "can't decode byte")):
-        path = tmp_path / name
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(ValueError, match=f"--prompts {path}.*{message}"):
-            write("--prompts", str(path))
-    with pytest.raises(ValueError, match="No such file"):
-        write("--prompts", str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match="--interactive asks for prompts"):
-        write("--prompt", "a", "--interactive")
+NEW = 100
+WIDE = {"num_layers": 3, "max_position_embeddings": 224, "init_method_std": 0.2, "micro_batch_size": 2, "global_batch_size": 2}
+TEXTS = [list(text.encode()) for text in ("a", "to be or not", "qu", "the question is whe")]
+SHORT = [[5], [3, 80, 21, 7, 7, 64, 90, 12, 33], [17, 2], [9, 8, 7, 6, 5, 4]]  # of a vocabulary of 96
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
+
+
+def their_model(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """transformers' GPT-2 with our weights of the WIDE model."""
+    transformers = pytest.importorskip("transformers")
+    model = small_run(**{**LEARNS, **WIDE}).model
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=model.vocab_size, n_positions=model.max_position_embeddings, n_embd=model.hidden_size,
+        n_layer=model.num_layers, n_head=model.num_attention_heads)).eval()
+    with torch.no_grad():
+        for name, tensor in theirs.state_dict().items():
+            if name != "lm_head.weight":  # tied
+                tensor.copy_(to_theirs(name, weights, model)[: len(tensor)])
+    return theirs
+
+
+def their_tokens(weights: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Greedy continuations of TEXTS by transformers, one prompt at a time."""
+    theirs = their_model(weights)
+    flags = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    return [theirs.generate(torch.tensor([prompt]), **flags)[0, len(prompt):].tolist() for prompt in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """(directory of a checkpoint, transformers' continuations with its weights)."""
+    directory = tmp_path_factory.mktemp("wide")
+    return directory, their_tokens(save_trained(SoloComm(), directory, 3, **WIDE))
+
+
+def our_tokens(world, directory, sizes: tuple[int, int], prompts=TEXTS, ends: dict[int, int] | None = None) -> list[list[int]]:
+    """ends: samples that are finished after so many tokens."""
+    manifest = read_manifest(directory, 3)
+    loaded = load_model(saved_run(manifest, sizes), world, str(directory), 3, manifest)
+    *_, ids = steps(loaded, prompts, NEW, GREEDY, lambda sample, ids: len(ids) == (ends or {}).get(sample))
+    return ids
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+def test_greedy_tokens_are_those_of_transformers(pair, sizes):
+    directory, expected = pair
+    ranks = sizes[0] * sizes[1]
+    assert ThreadWorld(ranks).run(lambda world: our_tokens(world, directory, sizes)) == [expected] * ranks
+    assert len({tuple(ids) for ids in expected}) == len(TEXTS), "prompts make a difference"
+
+
+def random_model(world, family: str, tp: int, pp: int, **changes) -> LoadedModel:
+    """A model of the family, or of GPT-2, whose weights, those of norms and biases as well, do not depend on the layout."""
+    values = {**FAMILIES.get(family, {}), "init_method_std": 0.3, **changes}
+    run = small_run(**values, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    trainer = make_trainer(world, run, operations(run.model))
+    for p in trainer.optimizer.flat.parameters:
+        noise = torch.randn(p.spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(p.spec.init_name.encode())))
+        p.data.add_(0.1 * noise[tuple(slice(o, o + n) for o, n in zip(p.spec.offset, p.shape))])
+    trainer.close()
+    return LoadedModel(run, grid_groups(world, run), trainer.stage)
+
+
+def family_tokens(world, family: str, tp: int, pp: int, count: int) -> list[list[int]]:
+    *_, ids = steps(random_model(world, family, tp, pp), SHORT, count, GREEDY, lambda sample, ids: False)
+    return ids
+
+
+def likeliest(family: str, ids: list[list[int]]) -> list[list[int]]:
+    """What transformers takes for the likeliest token after each prefix of SHORT with `ids`, in one forward of a sequence."""
+    pytest.importorskip("transformers")
+    model, trained = theirs(family), random_model(SoloComm(), family, 1, 1)
+    copy_to(model, {p.spec.name: p.data for p in trained.stage.parameters()}, family)
+    with torch.no_grad():
+        return [model(torch.tensor([prompt + own])).logits[0, len(prompt) - 1: -1].argmax(-1).tolist()
+                for prompt, own in zip(SHORT, ids, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_families_that_people_train(family):
+    """Each token is the likeliest for transformers after those before it, so the text is the one that it would write."""
+    ids = family_tokens(SoloComm(), family, 1, 1, NEW)
+    assert ids == likeliest(family, ids) and len({tuple(own) for own in ids}) == len(SHORT)
+    tp, pp = (1, 2) if family == "mistral" else (2, 1)
+    assert ThreadWorld(2).run(lambda world: family_tokens(world, family, tp, pp, 50)) == [[own[:50] for own in ids]] * 2
+
+
+def test_finished_samples_are_computed_no_further(pair, monkeypatch):
+    directory, expected = pair
+    rows = []
+    forward = generation.Decoder._forward
+    monkeypatch.setattr(generation.Decoder, "_forward", lambda self, new: rows.append(len(new)) or forward(self, new))
+    ids = our_tokens(SoloComm(), directory, (1, 1), ends={0: 5, 2: 1, 1: 3, 3: 7})
+    assert ids == [expected[0][:5], expected[1][:3], expected[2][:1], expected[3][:7]]
+    assert rows == [4, 3, 3, 2, 2, 1, 1]
+
+
+def test_prompts_that_do_not_fit_into_one_forward(pair, monkeypatch):
+    directory, expected = pair
+    monkeypatch.setattr(generation, "PREFILL_ROWS", 14)
+    assert our_tokens(SoloComm(), directory, (1, 1), ends=dict.fromkeys(range(4), 9)) == [ids[:9] for ids in expected]

@@ -1,11 +1,7 @@
-"""The lm-eval harness on a checkpoint: what it asks for, on one rank and on two, and the harness itself where it is installed.
+"""The lm-eval harness on a checkpoint: a stand-in of its base class, and the real one, marked `slow`, where it is installed.
 
-The tests use a stand-in of the harness's base class; those that are marked `slow` use the real one on a local task, after
-pip install -r requirements-lm-eval.txt.
-The harness brings 45 packages of 440 MB, so it is not among what the tests install.
+pip install -r requirements-lm-eval.txt brings 45 packages of 440 MB, so it is not among what the tests install.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util
@@ -22,9 +18,8 @@ import torch
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.inference.harness import Asker, read_arguments, read_settings, serve
-from tests.parallel.test_decoding import WIDE, their_model
 from tests.parallel.test_evaluate import LENGTH, their_likelihoods
-from tests.parallel.test_generate import TEXT, save_trained, write_tokenizer
+from tests.parallel.test_generate import TEXT, WIDE, save_trained, their_model, write_tokenizer
 from tests.threads import ThreadWorld
 
 PAIRS = [("to be or", " not to be"), ("", "to be"), (TEXT * 2, "zebra"), ("to be or not ", "t")]
@@ -52,8 +47,8 @@ def likelihood(theirs, context: str, continuation: str) -> tuple[float, bool]:
 def test_likelihoods_are_those_of_transformers(model, ranks):
     values, theirs = model
 
-    likeliest = theirs(torch.tensor([[ord(letter)] for letter in "abcdefgh"])).logits[:, -1, :256].argmax(1).tolist()
-    asked = [*PAIRS, *((letter, bytes([i]).decode("utf-8", "surrogateescape")) for letter, i in zip("abcdefgh", likeliest))]
+    likeliest = theirs(torch.tensor([[ord(text)] for text in "abcdefgh"])).logits[:, -1, :256].argmax(1).tolist()
+    asked = [*PAIRS, *((text, bytes([i]).decode("utf-8", "surrogateescape")) for text, i in zip("abcdefgh", likeliest))]
 
     def work(world):
         if world.rank:

@@ -1,36 +1,28 @@
 """Flags of Megatron-LM, its forks and their scripts: done, noted, or refused with a reason."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fugaku_megatron import cli
-from fugaku_megatron.checkpoint.manifest import latest_iteration, read_manifest
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.batches import run_length
 from fugaku_megatron.config.compatibility import COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.logs import metrics
 from fugaku_megatron.logs.metrics import MetricsWriter, WandbRun
 from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.resume import find_checkpoint
 from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.train import Trainer
-from fugaku_megatron.training.vocabulary import read_tokenizer, with_vocabulary
-from tests.helpers import grid_groups, make_trainer, small_run
-from tests.threads import ThreadWorld
-from tests.unit.test_library_tokenizers import PIECES, TEXTS, write_sentencepiece
+from tests.helpers import make_trainer, small_run
 from tools import megatron_flags
 
 BASE = ["--recipe", "demo", "--mock-data"]
@@ -79,31 +71,17 @@ def test_what_means_nothing_here_is_noted(name):
     assert arguments.notes == (f"{name}: {meaning}",) and arguments.run == parse(BASE).run
 
 
-def test_names_of_other_versions():
-    run = parse([*BASE, "--norm-epsilon", "1e-6", "--activations-checkpoint-method", "block",
-                 "--activations-checkpoint-num-layers", "2"]).run
-    assert run.model.layernorm_epsilon == 1e-6
-    training = run.training
-    assert (training.recompute_granularity, training.recompute_method, training.recompute_num_layers) == ("full", "block", 2)
-
-
-@pytest.mark.parametrize("files", [["iter_0000005/mp_rank_00/model_optim_rng.pt"], ["iter_0000005/mp_rank_01_003/x"],
-                                   ["iter_0000005/.metadata", "iter_0000005/common.pt"]])
-def test_a_checkpoint_of_megatron_is_recognised(tmp_path, files):
+@pytest.mark.parametrize(("tracker", "files"), [
+    ("5", ["iter_0000005/mp_rank_00/model_optim_rng.pt"]), ("5", ["iter_0000005/.metadata", "iter_0000005/common.pt"]),
+    ("release", ["release/mp_rank_00/model_optim_rng.pt"])])
+def test_a_checkpoint_of_megatron_is_recognised(tmp_path, tracker, files):
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
     for save in (None, str(tmp_path)):
-        with pytest.raises(ValueError, match=r"iter_0000005 is a checkpoint of Megatron-LM \(it holds .*convert --from-m"):
+        with pytest.raises(ValueError, match=r" is a checkpoint of Megatron-LM \(it holds .*convert --from-m"):
             find_checkpoint(small_run(load=str(tmp_path), save=save), SoloComm())
-
-
-def test_a_released_checkpoint_of_megatron_is_recognised(tmp_path):
-    (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    with pytest.raises(ValueError, match=r"release is a checkpoint of Megatron-LM \(it holds mp_rank_00\)"):
-        latest_iteration(tmp_path)
 
 
 @pytest.mark.parametrize("iteration", [0, 15])
@@ -120,10 +98,8 @@ def test_skip_train_evaluates_and_trains_nothing(tmp_path, capsys, iteration):
     assert trainer.progress.iteration == iteration and not list(tmp_path.iterdir())
 
 
-# Weights & Biases ----------------------------------------------------------------------------------------------------------------
-
 class Package(SimpleNamespace):
-    """Stands for the package: keeps what it is told."""
+    """In place of the package: it keeps what it is told."""
 
     def init(self, **given):
         self.given, self.logged, self.finished = given, [], False
@@ -184,8 +160,6 @@ def test_wandb_that_is_not_installed(monkeypatch):
     assert parse([*BASE, "--wandb-entity", "e"]).notes == ("--wandb-entity has no effect without --wandb-project",)
 
 
-# Scripts ----------------------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("document", megatron_flags.DOCUMENTS, ids=lambda path: path.name)
 def test_the_tables_of_the_documents_are_those_of_the_program(document):
     made = "\n".join(megatron_flags.DOCUMENTS[document]())
@@ -224,38 +198,16 @@ def test_every_flag_of_the_scripts_is_done_noted_or_refused():
     assert [*status.values()] == ["done", "done", "done", "refused", "noted"]
 
 
-def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shrunk_run(package, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.chdir(tmp_path)
+def test_the_flags_of_a_production_script_make_a_run(tmp_path):
     fill = {"--train-tokens": "640", "--lr-decay-tokens": "600", "--lr-warmup-tokens": "64", "--wandb-entity": "team",
             "--wandb-project": "p", "--wandb-name": "n", "--num-workers": "0"}
     script = next(flags for name, flags in megatron_flags.scripts().items() if name.startswith("13B"))
     words = [word for given in script for word in (*given.split(), *fill.get(given, "").split())]
-    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(write_sentencepiece(tmp_path / "sp.model"))]
-    (tmp_path / "text.txt").write_text(" ".join(TEXTS) * 40)
-    assert cli.main(["preprocess", "--input", "text.txt", "--output-prefix", "sp", "--append-eod", *tokenizer]) == 0
     shrunk = ["--recipe", "13b", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16",
-              "--micro-batch-size", "2", "--global-batch-size", "8", "--eval-iters", "0", "--lr", "1e-3",
-              "--vocab-size", str(PIECES), "--train-samples", "100", "--kernels", "torch", "--data-path", "sp_text_document",
-              "--split", "100,0,0", *tokenizer]
-    arguments = parse([*shrunk, *words, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")])
-
-    def train(world):
-        torch.set_num_threads(1)
-        record = read_tokenizer(arguments.run, world)
-        run = with_vocabulary(arguments.run, record)
-        groups = grid_groups(world, run)
-        data = pretrain.build_data(run, groups, Layout.from_run(run, world.size))
-        trainer = Trainer(run, world, groups, *data, tokenizer=record)
-        iterations, _ = run_length(run, 8, 0, 0)
-        writer = MetricsWriter(iterations, 1, printing=world.rank == 0, wandb=pretrain.wandb_run(run))
-        Session(trainer, writer, iterations, False).run()
-        trainer.close()
-        writer.close()
-        return trainer.progress.iteration
-
-    assert ThreadWorld(2).run(train) == [5, 5]  # 640 tokens are 40 samples, in batches of 8
-    assert package.given["project"] == "p" and package.given["config"]["training"]["train_tokens"] == 640
-    assert len({step for step, values in package.logged if "lm loss" in values}) == 5
-    manifest = read_manifest(tmp_path / "save", 5)
-    assert manifest["config"]["model"]["vocab_size"] == PIECES == manifest["state"]["tokenizer"]["vocab_size"]
+              "--micro-batch-size", "2", "--global-batch-size", "8", "--vocab-size", "96", "--train-samples", "100", "--mock-data"]
+    run = parse([*shrunk, *words]).run
+    iterations, _ = run_length(run, 8, 0, 0)
+    assert iterations == 5, "640 tokens are 40 samples, in batches of 8"
+    with closing(make_trainer(SoloComm(), run)) as trainer:
+        losses = [trainer.train_step().loss for _ in range(iterations)]
+    assert losses[-1] < losses[0] and pretrain.wandb_run(run).project == "p"

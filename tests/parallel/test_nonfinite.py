@@ -1,43 +1,46 @@
-"""The first Inf or NaN of an iteration is named: rank, layer, operation, samples."""
+"""What went wrong in an iteration: the first Inf or NaN is named, and --rerun-on-spike tells a broken machine from a bad batch."""
 
 from __future__ import annotations
 
 import json
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fugaku_megatron.comm.agreement import first_rank
 from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.logs.metrics import MetricsWriter, read_history
 from fugaku_megatron.nn.layers import dropout_stream
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.nonfinite import find_nonfinite
+from fugaku_megatron.training.rerun import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
 from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import make_trainer, small_run
+from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run, train
 from tests.threads import ThreadWorld
 
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 RESULT = {"attention_forward": 1, "attention_backward": 4}  # the argument that a kernel writes
 
 
-def faulty_ops(kernel: str, layer: int, first_sample: int, value: float = float("nan"), backend: str = "native") -> Ops:
-    """Attention of one layer (from 1) goes wrong in the micro-batch that begins at a sample."""
+def faulty_ops(kernel: str, layer: int, first_sample: int, value: float = float("nan"), times: int = -1) -> Ops:
+    """Attention of one layer (from 1) goes wrong in the micro-batch that begins at a sample, so many times or always."""
+    left = [times]
 
     def call(name, function, args, kwargs):
-        result = function(*args, **kwargs)
-        if args[-3:-1] == (dropout_stream(layer, "attention"), first_sample):
+        function(*args, **kwargs)
+        if args[-3:-1] == (dropout_stream(layer, "attention"), first_sample) and left[0]:
+            left[0] -= 1
             args[RESULT[name]].view(-1)[3] = value
-        return result
 
-    return Ops.build(backend, kernels=Observed(kernels, (kernel,), call))
+    return Ops.build(kernels=Observed(kernels, (kernel,), call))
 
 
 def explained(world, run, ops) -> str:
-    torch.set_num_threads(1)
     trainer = make_trainer(world, run, ops(world.rank))
     result = trainer.train_step()
     assert result.skipped
@@ -50,22 +53,17 @@ def explained(world, run, ops) -> str:
     return text
 
 
-LAYOUTS = {
-    "one": (1, {}, 0), "tp2": (2, {TP: 2}, 1), "pp2": (2, {PP: 2}, 1), "dp2-zero": (2, {"zero_stage": 1}, 1),
-    "dp2-overlap": (2, {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}, 1),
-    "zbv": (2, {PP: 2, "pipeline_schedule": "zbv"}, 1), "tp2-pp2-dp2": (8, {TP: 2, PP: 2, "sequence_parallel": True}, 7),
-    "tp2-blocks": (2, {TP: 2, "sequence_parallel": True, "tp_comm_overlap": True}, 1),
-    "full": (1, {"recompute_granularity": "full"}, 0), "selective": (1, {"recompute_granularity": "selective"}, 0),
-}
-
-
-@pytest.mark.parametrize("kernel", RESULT)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_rank_layer_operation_and_samples_are_named(name, kernel):
-    ranks, layout, guilty = LAYOUTS[name]
-    run = small_run(num_layers=4, **layout)
-    healthy, layer = Ops.build(), 2 if name == "zbv" else 4  # the last stage has layer 4, in a V layer 2
-    dp = ranks // (layout.get(TP, 1) * layout.get(PP, 1))
+@pytest.mark.parametrize(("ranks", "guilty", "kernel", "layout"), [
+    (2, 1, "attention_forward", TP2), (2, 1, "attention_backward", PP2), (2, 1, "attention_forward", {"zero_stage": 1}),
+    (2, 1, "attention_backward", OVERLAP), (2, 1, "attention_forward", {**PP2, "pipeline_schedule": "zbv"}),
+    (8, 7, "attention_backward", {**TP2PP2, "sequence_parallel": True}),
+    (2, 1, "attention_forward", {**TP2, "sequence_parallel": True, "tp_comm_overlap": True}),
+    (1, 0, "attention_forward", {"recompute_granularity": "full"}),
+    (1, 0, "attention_backward", {"recompute_granularity": "selective"})], ids=str)
+def test_rank_layer_operation_and_samples_are_named(ranks, guilty, kernel, layout):
+    run = small_run(**layout)
+    healthy, layer = Ops.build(), 2 if "pipeline_schedule" in layout else 4  # the last stage has layer 4, in a V layer 2
+    dp = Layout.from_run(run, ranks).dp
     first = 6 if dp == 2 else 4  # the third micro-batch, or the second one of the second replica
     texts = ThreadWorld(ranks).run(
         lambda world: explained(world, run, lambda rank: faulty_ops(kernel, layer, first) if rank == guilty else healthy))
@@ -109,7 +107,6 @@ def test_torch_operations_are_seen_as_well():
 
 def test_a_weight_that_is_not_finite_is_named():
     def broken(world) -> str:
-        torch.set_num_threads(1)
         trainer = make_trainer(world, small_run(num_layers=2))
         if world.rank == 1:
             trainer.stage.layers[1].mlp.linear_fc1.weight.data[5, 3] = float("inf")
@@ -145,27 +142,16 @@ def test_weight_gradients_and_their_sums():
 
     run = small_run(num_layers=2)
     assert set(ThreadWorld(2).run(lambda world: explained_only(make_trainer(world, run, overflow(3e38))))) == {
-        "every rank's own gradients are finite, their sum over ranks is not"}
+        "the gradients of every rank are finite, but their sum over the ranks is not"}
     text = explained_only(make_trainer(SoloComm(), run, overflow(float("inf"))))
     assert "the gradient of embedding.position_embeddings.weight, after finite gradients of activations, micro-batch 0" in text
 
 
-class Signals:
-    stop_requested = False
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
 def test_one_line_in_the_log_and_in_the_history(tmp_path, capsys):
-    torch.set_num_threads(1)
     run = small_run(num_layers=2, train_iters=3)
     trainer = make_trainer(SoloComm(), run, faulty_ops("attention_forward", 1, 20))
     writer = MetricsWriter(3, 1, history_path=tmp_path / "history.jsonl", live="off")
-    Session(trainer, writer, 3, False, signals=Signals()).run()
+    Session(trainer, writer, 3, False, signals=SimpleNamespace(stop_requested=False)).run()
     trainer.close()
     writer.close()
     lines = [line for line in capsys.readouterr().out.splitlines() if "Inf or NaN" in line]
@@ -174,7 +160,107 @@ def test_one_line_in_the_log_and_in_the_history(tmp_path, capsys):
     assert events == [{"kind": "event", "iteration": 2, "text": lines[0]}] and json.dumps(events)
 
 
-@pytest.mark.parametrize(("keys", "rank"), [
-    ([None, None, None], None), ([None, (3, 1), (2, 9)], 2), ([(2, 9), (2, 1), None], 1), ([(1, 1), (1, 1), (1, 1)], 0)])
-def test_the_rank_with_the_least_key(keys, rank):
-    assert ThreadWorld(3).run(lambda world: first_rank(world, keys[world.rank], 2)) == [rank] * 3
+def told(losses, deviations=6.0) -> list[int]:
+    spikes = Spikes(deviations)
+    return [index for index, loss in enumerate(losses) if spikes.find(loss)]
+
+
+def noisy(count: int, level: float = 3.0, noise: float = 0.05) -> list[float]:
+    draw = random.Random(1)
+    return [level + draw.gauss(0, noise) for _ in range(count)]
+
+
+def test_noise_and_a_falling_loss_are_no_spikes():
+    assert told(noisy(2000)) == []
+    assert told([11.0 * 0.999**i + n - 3 for i, n in enumerate(noisy(2000))]) == []
+    assert told([3.0 + 0.02 * (i % 2) for i in range(100)]) == [] and told([3.0] * 50 + [3.02] * 5) == []
+
+
+def test_a_spike_is_told_once_and_a_new_level_too():
+    assert told([*noisy(60), 4.0, *noisy(60)]) == [60]
+    assert told([*noisy(60), 4.0, 4.1, 4.2, *noisy(10), 4.0]) == [60, 73]
+    assert told([*noisy(60), *noisy(WINDOW, 5.0)]) == [60]
+    assert told([3.0] * ENOUGH + [3.04]) == [ENOUGH] and told([3.0] * (ENOUGH - 1) + [9.0]) == []
+
+
+def test_a_loss_that_is_not_finite_is_told_from_the_first_iteration_on():
+    assert told([float("nan"), *noisy(30), float("inf"), float("nan"), 3.0, float("nan")]) == [0, 31, 34]
+
+
+def test_every_bit_counts():
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        x = torch.randn(7, 9).to(dtype)
+        for part in (x, x[:, :4], x.view(-1)[:60], x.view(-1)[1:]):
+            before = bit_sum(part)
+            x.view(bits)[0, 2] ^= 1
+            assert bit_sum(part) != before
+
+
+def lines(world, run, ops: Ops, iterations: int = 3) -> tuple[list[tuple[int, str]], list[float]]:
+    """What is said in some iterations, and their losses."""
+    trainer, said = make_trainer(world, run, ops), []
+    trainer.before_update = Rerun(trainer, lambda iteration, text: said.append((iteration, text))).before_update
+    losses = [trainer.train_step().loss for _ in range(iterations)]
+    trainer.close()
+    return said, losses
+
+
+@pytest.mark.parametrize(("ranks", "guilty", "kernel", "layout"), [
+    (1, 0, "attention_forward", {}), (2, 1, "attention_backward", OVERLAP), (2, 1, "attention_forward", PP2),
+    (2, 1, "attention_backward", {**PP2, "pipeline_schedule": "zbv"}), (4, 3, "attention_backward", TP2PP2)], ids=str)
+def test_a_broken_machine_is_named_and_the_repetition_used(ranks, guilty, kernel, layout):
+    run, first = small_run(**DROPOUT, **layout), 16 + (6 if layout == OVERLAP else 4)
+    layer = 2 if "pipeline_schedule" in layout else 4
+    healthy = [step.loss for step in ThreadWorld(ranks).run(lambda world: train(world, run, 3))[0]]
+    assert ThreadWorld(ranks).run(lambda world: lines(world, run, Ops.build())) == [([], healthy)] * ranks, "looking changes no bit"
+
+    def rank(world):
+        return lines(world, run, faulty_ops(kernel, layer, first, times=int(world.rank == guilty)))
+
+    for said, losses in ThreadWorld(ranks).run(rank):
+        (iteration, text), = said
+        assert iteration == 2 and "has other bits: a broken machine, not the batch. First different is " in text
+        early = kernel.endswith("forward") or run.parallel.pipeline_model_parallel_size > 1  # seen before the weight gradients
+        assert (f"of the micro-batch that begins with sample {first}" in text) == early
+        assert (f"on rank {guilty} (node " in text) or (layout == TP2PP2 and "on ranks 2 to 3, which share" in text), text
+        assert losses == healthy, "as if nothing had been"
+
+
+def test_a_bad_batch_is_named_by_its_samples():
+    run = small_run(**DROPOUT, **OVERLAP, skip_samples=("3:5",))  # the second iteration takes samples 18 to 33
+    ops = faulty_ops("attention_forward", 1, 22, float("inf"))
+    for said, _ in ThreadWorld(2).run(lambda world: lines(world, run, ops)):
+        (iteration, text), = said
+        assert iteration == 2 and "it has the same bits: the batch, not the machine. --skip-samples 18:34 leaves it out" in text
+
+
+@pytest.mark.parametrize(("calls", "verdict"), [
+    ((30, 31), "the batch, not the machine. --skip-samples 60:62 leaves"),
+    ((30,), "a broken machine, not the batch. First different is the output of part 0")], ids=["batch", "machine"])
+def test_a_spike_of_the_loss(calls, verdict):
+    seen = []
+
+    def call(name, function, args, kwargs):
+        seen.append(name)
+        loss = function(*args, **kwargs)
+        return loss + loss.detach() * (0.5 * (len(seen) - 1 in calls))
+
+    run = small_run(num_layers=1, global_batch_size=2)
+    (said,), _ = lines(SoloComm(), run, Observed(Ops.build(), ("head_loss",), call), 35)
+    assert said[0] == 31 and said[1].startswith("iteration 31: the loss ") and "of the last 30. Repeated from" in said[1]
+    assert verdict in said[1] and len(seen) == 36
+
+
+def test_a_falling_loss_scale_is_no_spike():
+    run = small_run(num_layers=2, fp16=True, initial_loss_scale=2.0**40, hysteresis=1)
+    said, _ = lines(SoloComm(), run, Ops.build(), 4)
+    assert said == []
+
+
+def test_flags():
+    numbers = parse(["--recipe", "demo", "--check-for-spiky-loss", "--loss-spike-deviations", "4"]).run.numbers
+    assert numbers.rerun_on_spike and numbers.loss_spike_deviations == 4.0
+    with pytest.raises(ValueError, match="^--loss-spike-deviations is 0.0: pass a number above 0$"):
+        parse(["--recipe", "demo", "--loss-spike-deviations", "0"])
+    assert parse(["--recipe", "demo", "--loss-spike-deviations", "4"]).notes == ("--loss-spike-deviations has no effect without "
+                                                                                "--rerun-on-spike",)

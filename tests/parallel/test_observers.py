@@ -1,15 +1,23 @@
-"""A heartbeat says which instruction, collective or reading a rank of a real layout is in."""
+"""What a step tells those who watch it: heartbeats, the phases of its time, and the profiler."""
 
-from __future__ import annotations
+import threading
+import time
+from types import SimpleNamespace
 
+import pytest
 import torch
 
-from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.host.observed import Phases
+from fugaku_megatron.comm.grid import Grid, Groups
+from fugaku_megatron.host import kernels
+from fugaku_megatron.host.observed import PHASES, Event, Phases, Profiler
+from fugaku_megatron.logs.pipeline_plot import read_trace as read
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training import profile
 from fugaku_megatron.training.observers import Heartbeats, Observers, listed
+from fugaku_megatron.training.profile import Profile, profiled_ranks
 from fugaku_megatron.training.train import Trainer
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from tests.helpers import grid_groups, mock, small_run
+from tests.helpers import PP2, TP2PP2, grid_groups, make_trainer, mock, small_run
 from tests.threads import ThreadWorld
 
 
@@ -51,3 +59,156 @@ def test_a_step_says_instructions_messages_collectives_and_reading():
 
 def test_long_groups_are_cut():
     assert listed(range(5)) == "0, 1, 2, 3, 4" and listed(range(0, 98304, 8)) == "0, 8, 16, 24 ... 98296"
+
+
+PAUSE = 0.02
+
+
+class Slow:
+    """A group of two ranks, and an executor, whose calls take PAUSE seconds_of."""
+
+    size, rank = 2, 0
+
+    def __getattr__(self, name):
+        def call(*args):
+            time.sleep(PAUSE)
+            return SimpleNamespace(wait=lambda: time.sleep(PAUSE))
+        return call
+
+
+def slow_groups(phases):
+    return phases.groups(Groups(Slow(), Slow(), Slow(), Slow(), Slow()))
+
+
+def seconds_of(phases, total=1.0):
+    return dict(zip(PHASES, phases.of_iteration(total), strict=True))
+
+
+@pytest.mark.parametrize(("instruction", "phase"), [
+    ("recv_forward", "previous stage"), ("send_backward", "previous stage"), ("recv_backward", "next stage"),
+    ("send_forward", "next stage")])
+def test_waiting_for_a_stage(instruction, phase):
+    phases = Phases()
+    getattr(phases.watch(Slow()), instruction)(None)
+    spent = seconds_of(phases)
+    assert PAUSE <= spent.pop(phase) < 1 and spent.pop("computation") <= 1 - PAUSE and not any(spent.values())
+
+
+def test_sums_count_where_they_are_waited_for():
+    phases = Phases()
+    groups = slow_groups(phases)
+    groups.tp.all_reduce(None)
+    handle = groups.dp.iall_reduce(None)
+    started = seconds_of(phases)["reductions"]
+    assert 2 * PAUSE <= started
+    handle.wait()
+    assert seconds_of(phases)["reductions"] >= started + PAUSE
+
+
+def test_what_waits_inside_a_wait_counts_once():
+    phases = Phases()
+    groups, executor = slow_groups(phases), Slow()
+    executor.recv_forward = lambda instruction: groups.pp.recv(None)
+    phases.watch(executor).recv_forward(None)
+    with phases.waiting_for_data():
+        groups.tp.broadcast(None)
+    spent = seconds_of(phases)
+    assert spent["reductions"] == 0 and min(spent["previous stage"], spent["data"]) >= PAUSE
+    assert sum(spent.values()) == pytest.approx(1.0)
+
+
+def test_computation_is_the_rest_and_an_iteration_begins_anew():
+    phases = Phases()
+    phases.watch(Slow()).forward(None)
+    assert seconds_of(phases)["computation"] == 1.0
+    phases.watch(Slow()).recv_forward(None)
+    phases.begin()
+    assert seconds_of(phases)["computation"] == 1.0
+
+
+def test_a_trainer_is_observed_and_its_losses_stay():
+    run = small_run(**TP2PP2)
+
+    def steps(world, observed):
+        phases = Phases()
+        trainer = make_trainer(world, run)
+        if observed:
+            trainer = type(trainer)(run, world, phases.groups(grid_groups(world, run)), mock(run), watch=phases.watch,
+                                    waiting_for_data=phases.waiting_for_data)
+        losses = [trainer.train_step().loss for _ in range(2)]
+        trainer.close()
+        return losses, seconds_of(phases, 100.0)
+
+    expected, observed = ThreadWorld(4).run(steps, False), ThreadWorld(4).run(steps, True)
+    assert [losses for losses, _ in observed] == [losses for losses, _ in expected]
+    first, last = observed[0][1], observed[3][1]
+    assert first["previous stage"] == 0 == last["next stage"]
+    assert min(first["next stage"], first["reductions"], first["data"], last["previous stage"], last["data"]) > 0
+
+
+def test_the_table_accounts_for_the_whole_step():
+    profiler = Profiler()
+    profiler.peak_gflops, profiler.steps = 100.0, [1.0, 3.0]
+    profiler.events = [Event("schedule", "forward", 0.0, 4.0), Event("kernels", "linear_forward", 0.0, 1.0, 40e9),
+                       Event("kernels", "linear_forward", 1.0, 1.0, 60e9), Event("communication", "dp all_reduce", 2.0, 0.5)]
+    head, _, *rows = [line.split() for line in profiler.table()]
+    assert "2.000" in head and "100" in head
+    assert rows == [["linear_forward", "1", "1.0000", "50.0", "50.0", "50.0"], ["dp", "all_reduce", "0", "0.2500", "12.5"],
+                    ["Python,", "autograd", "and", "the", "rest", "0.7500", "37.5"]]
+
+
+def recorded(world, folder, iterations):
+    """What is said in a DP2 x PP2 run."""
+    torch.set_num_threads(1)
+    run, said = small_run(num_layers=2, profile=True, profile_dir=str(folder), profile_ranks=(0, 3), profile_step_start=2,
+                          profile_step_end=4, **PP2), []
+    trainer = Trainer(run, world, grid_groups(world, run), mock(run))
+    own = Profile(run, trainer.layout, world)
+    trainer = Trainer(run, world, own.groups(grid_groups(world, run)), mock(run), watch=own.watch,
+                      ops=Ops.build(kernels=own.kernels(kernels)))
+    for _ in range(iterations):
+        with own.iteration(said.append):
+            trainer.train_step()
+    own.end(said.append)
+    trainer.close()
+    return said
+
+
+def test_one_trace_of_all_ranks_on_one_clock(tmp_path):
+    said = ThreadWorld(4).run(recorded, tmp_path, 4)[0]
+    assert said[-2:] == [f"trace of 3 ranks: {tmp_path / 'trace.json'} (open it in ui.perfetto.dev)",
+                         f"schedule: {tmp_path / 'schedule.png'}"]
+    spans = [event for event in read(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"]
+    tracks = {rank: {span["tid"] for span in spans if span["pid"] == rank} for rank in range(4)}
+    assert tracks == {0: {0, 1, 2}, 1: {0}, 2: set(), 3: {0, 1, 2}}  # rank 1 is rank 0's other stage, rank 2 of no interest
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "trace_rank0.json", "trace_rank1.json", "trace_rank3.json",
+                                                          "table_rank0.txt", "table_rank3.txt", "schedule.png"}
+    assert {"forward", "backward", "linear_forward", "attention_backward", "adamw", "pp isend"} <= {s["name"] for s in spans}
+    sent = {s["args"]["microbatch"]: s["ts"] for s in spans if (s["pid"], s["name"]) == (0, "send_forward")}
+    received = {s["args"]["microbatch"]: s["ts"] + s["dur"] for s in spans if (s["pid"], s["name"]) == (1, "recv_forward")}
+    assert sent.keys() == received.keys() == set(range(4)) and all(sent[m] < received[m] + 20e3 for m in sent)
+    assert all(span["ts"] >= 0 for span in spans)
+
+
+def test_a_run_without_a_recorded_iteration_says_so(tmp_path):
+    assert ThreadWorld(4).run(recorded, tmp_path, 1)[0] == [
+        "note: no profile: this start had 1 iterations, --profile-step-start is 2"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clocks_that_differ_show_one_moment(monkeypatch):
+    clocks = threading.local()
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: time.monotonic() + clocks.ahead)
+
+    def moment(world):
+        clocks.ahead = 1000.0 * world.rank
+        return profile.common_moment(world) - clocks.ahead
+
+    first, *others = ThreadWorld(3).run(moment)
+    assert others == [pytest.approx(first, abs=0.1)] * 2
+
+
+@pytest.mark.parametrize(("tp", "pp", "asked", "ranks"), [(1, 2, (3,), [0, 1, 3]), (2, 2, (0,), [0, 2])])
+def test_the_pipeline_of_rank_0_is_always_there(tp, pp, asked, ranks):
+    layout = SimpleNamespace(world_size=8, tp=tp, pp=pp)
+    assert profiled_ranks(SimpleNamespace(profile_ranks=asked), layout) == ranks

@@ -1,7 +1,5 @@
 """Every operation of a step against plain formulas under torch's autograd in double precision, and dropout's statistics."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,7 +11,7 @@ from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import torch_ops
-from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops, recompute
+from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
 from tests.threads import ThreadWorld
 
 S, B, H, OUT = 5, 3, 12, 7
@@ -21,7 +19,6 @@ DTYPES = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 3e-2), "fp16":
 KEY = DropoutKey(seed=5, stream=9, first_sample=40, sample_dim=1)
 
 
-NATIVE = Ops.build()  # dropout's masks are the same on both
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -69,133 +66,117 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 each_dtype = pytest.mark.parametrize("name", DTYPES)
 
 
-@each_dtype
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear(ops, name, bias):
-    dtype, tolerance = DTYPES[name]
-    weights = [random(OUT, H, seed=1, dtype=dtype), *([random(OUT, seed=2, dtype=dtype)] if bias else [])]
-    check(ops.linear, F.linear, [random(S, B, H, dtype=dtype)], weights, tolerance)
-
-
-@each_dtype
-def test_layer_norm(ops, name):
-    dtype, tolerance = DTYPES[name]
-    x = random(S, B, H, dtype=dtype) * 3 + 1
-    check(lambda *a: ops.layer_norm(*a, 1e-3), lambda x, w, b: F.layer_norm(x, (H,), w, b, 1e-3), [x],
-          [random(H, seed=1, dtype=dtype), random(H, seed=2, dtype=dtype)], tolerance)
-
-
-@each_dtype
-def test_gelu(name):
-    dtype, tolerance = DTYPES[name]
-    check(torch_ops.gelu, lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-          [random(S, B, H, dtype=dtype) * 3], [], tolerance)
-
-
-@each_dtype
-def test_add_bias(name):
-    dtype, tolerance = DTYPES[name]
-    check(torch_ops.add_bias, lambda x, b: x + b, [random(S, B, H, dtype=dtype)], [random(H, seed=1, dtype=dtype)], tolerance)
-
-
 def plain_gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-3) * weight
+
+
+def plain_gated_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None) -> Tensor:
+    gates, values = (x @ w.t() + (0 if b1 is None else b1[i]) for i, w in enumerate(w1))
+    return (F.silu(gates) * values) @ w2.t()
+
+
+def plain_attention(qkv: Tensor, d: int, groups: int = 0, window: int | None = None, keep: Tensor | None = None) -> Tensor:
+    """Head by head, each with its group's key and value; `keep` multiplies the probabilities (b, heads, s, s)."""
+    s, b, width = qkv.shape
+    groups = groups or width // (3 * d)
+    each = width // (groups * d) - 2
+    slots, heads = qkv.view(s, b, groups, each + 2, d), []
+    distance = torch.arange(s)[:, None] - torch.arange(s)
+    for head in range(groups * each):
+        group, query = divmod(head, each)
+        q, k, v = (slots[:, :, group, slot].transpose(0, 1) for slot in (query, each, each + 1))  # (b, s, d)
+        scores = (q @ k.transpose(1, 2) / d**0.5).masked_fill((distance < 0) | (distance >= (window or s)), -math.inf)
+        heads.append((scores.softmax(-1) * (1 if keep is None else keep[:, head])) @ v)
+    return torch.cat(heads, -1).transpose(0, 1)
+
+
+def both(results: tuple[Tensor, Tensor]) -> Tensor:
+    """The new residual and its norm are both used, as in a layer."""
+    return results[0] + 2 * results[1]
+
+
+def norm(x: Tensor, *weights: Tensor) -> Tensor:
+    return F.layer_norm(x, (H,), *weights, 1e-3)
+
+
+NATIVE, P = Ops.build(), 0.4  # dropout's masks are the same on both backends
+KEEP = NATIVE.dropout(torch.ones(S, B, H), P, KEY).double()
+PLACE = DropoutKey(5, 9, 40, sample_dim=0, row0=S)
+KEPT_SCORES = NATIVE.dropout(torch.ones(B, 4, S, S), P, PLACE).double()
+X, W1, W2, B1, GATED = (S, B, H), (4 * H, H), (H, 4 * H), (4 * H,), (2, 20, H)
+OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights, how many roundings more than one)
+    "linear": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H), (OUT,)], 1),
+    "linear, no bias": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H)], 1),
+    "layer norm": (lambda o, *a: o.layer_norm(*a, 1e-3), norm, [X], [(H,), (H,)], 1),
+    "rms norm": (lambda o, *a: o.rms_norm(*a, 1e-3), plain_rms_norm, [X], [(H,)], 1),
+    "gelu": (lambda o, x: torch_ops.gelu(x), plain_gelu, [X], [], 1),
+    "add bias": (lambda o, *a: torch_ops.add_bias(*a), torch.add, [X], [(H,)], 1),
+    "mlp": (lambda o, *a: o.mlp(*a), lambda x, w1, b1, w2: plain_gelu(x @ w1.t() + b1) @ w2.t(), [X], [W1, B1, W2], 3),
+    "mlp, no bias": (lambda o, x, w1, w2: o.mlp(x, w1, None, w2), lambda x, w1, w2: plain_gelu(x @ w1.t()) @ w2.t(), [X],
+                     [W1, W2], 3),
+    "gated mlp": (lambda o, x, w1, w2, b1: o.gated_mlp(x, w1, b1, w2), plain_gated_mlp, [X], [GATED, (H, 20), (2, 20)], 4),
+    "gated mlp, no bias": (lambda o, x, w1, w2: o.gated_mlp(x, w1, None, w2), plain_gated_mlp, [X], [GATED, (H, 20)], 4),
+    "residual": (lambda o, x, r, b: o.bias_dropout_add(x, b, r, P, KEY), lambda x, r, b: r + (x + b) * KEEP, [X, X], [(H,)], 2),
+    "residual, no bias": (lambda o, x, r: o.bias_dropout_add(x, None, r, P, KEY), lambda x, r: r + x * KEEP, [X, X], [], 2),
+    "residual and layer norm": (
+        lambda o, x, r, b, w, c: both(o.bias_dropout_add_layer_norm(x, b, r, P, KEY, w, c, 1e-3)),
+        lambda x, r, b, *w: both((total := r + (x + b) * KEEP, norm(total, *w))), [X, X], [(H,), (H,), (H,)], 4),
+    "residual and layer norm, no bias, no dropout": (
+        lambda o, x, r, w, c: both(o.bias_dropout_add_layer_norm(x, None, r, 0.0, KEY, w, c, 1e-3)),
+        lambda x, r, *w: both((x + r, norm(x + r, *w))), [X, X], [(H,), (H,)], 4),
+    "residual and rms norm": (
+        lambda o, x, r, b, w: both(o.bias_dropout_add_rms_norm(x, b, r, P, KEY, w, 1e-3)),
+        lambda x, r, b, w: both((total := r + (x + b) * KEEP, plain_rms_norm(total, w))), [X, X], [(H,), (H,)], 4),
+    "residual and rms norm, no bias, no dropout": (
+        lambda o, x, r, w: both(o.bias_dropout_add_rms_norm(x, None, r, 0.0, KEY, w, 1e-3)),
+        lambda x, r, w: both((x + r, plain_rms_norm(x + r, w))), [X, X], [(H,)], 4),
+    "add position": (lambda o, x, w: o.add_position(x, w, 3), lambda x, w: x + w[3 : 3 + S].unsqueeze(1), [X], [(S + 4, H)], 1),
+    "attention": (lambda o, x: o.attention(x, 4, 0.0, PLACE), lambda x: plain_attention(x, 4), [(S, B, 3 * H)], [], 2),
+    "attention, dropout": (lambda o, x: o.attention(x, 4, P, PLACE), lambda x: plain_attention(x, 4, keep=KEPT_SCORES),
+                           [(S, B, 3 * 16)], [], 4),
+    "attention, groups": (lambda o, x: o.attention(x, 8, P, PLACE, 2), lambda x: plain_attention(x, 8, 2, None, KEPT_SCORES),
+                          [(S, B, 8 * 8)], [], 4),
+    "attention, one group and a window": (lambda o, x: o.attention(x, 8, P, PLACE, 1, 3),
+                                          lambda x: plain_attention(x, 8, 1, 3, KEPT_SCORES), [(S, B, 6 * 8)], [], 4),
+    "attention, a window of one": (lambda o, x: o.attention(x, 8, 0.0, PLACE, 2, 1), lambda x: plain_attention(x, 8, 2, 1),
+                                   [(S, B, 6 * 8)], [], 4),
+    "attention, a window beyond": (lambda o, x: o.attention(x, 8, 0.0, PLACE, 3, 7), lambda x: plain_attention(x, 8, 3),
+                                   [(S, B, 9 * 8)], [], 4),
+}
+
+
 @each_dtype
-def test_mlp(ops, name):
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_is_its_formula(ops, name, operation):
     dtype, tolerance = DTYPES[name]
-    weights = [random(4 * H, H, seed=1, dtype=dtype), random(4 * H, seed=2, dtype=dtype), random(H, 4 * H, seed=3, dtype=dtype) / 4]
-    check(ops.mlp, lambda x, w1, b1, w2: plain_gelu(x @ w1.t() + b1) @ w2.t(), [random(S, B, H, dtype=dtype)], weights,
-          3 * tolerance)
+    op, plain, inputs, weights, roundings = OPERATIONS[operation]
+    own = [random(*shape, seed=7 * i, dtype=dtype) * 2 for i, shape in enumerate(inputs)]
+    scaled = [random(*shape, seed=i, dtype=dtype) / shape[-1] ** 0.5 for i, shape in enumerate(weights, 1)]
+    check(lambda *a: op(ops, *a), plain, own, scaled, roundings * tolerance)
 
 
 @each_dtype
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_layers_without_biases(ops, name, p):
-    dtype, tolerance = DTYPES[name]
-    keep = NATIVE.dropout(torch.ones(S, B, H), p, KEY).double()
-    x, residual = random(S, B, H, dtype=dtype), random(S, B, H, seed=5, dtype=dtype)
-    check(lambda x, w1, w2: ops.mlp(x, w1, None, w2), lambda x, w1, w2: plain_gelu(x @ w1.t()) @ w2.t(), [x],
-          [random(4 * H, H, seed=1, dtype=dtype), random(H, 4 * H, seed=3, dtype=dtype) / 4], 3 * tolerance)
-    check(lambda x, r: ops.bias_dropout_add(x, None, r, p, KEY), lambda x, r: r + x * keep, [x, residual], [], 2 * tolerance)
-    check(lambda x, r, w, c: ops.bias_dropout_add_layer_norm(x, None, r, p, KEY, w, c, 1e-3)[1],
-          lambda x, r, w, c: F.layer_norm(r + x * keep, (H,), w, c, 1e-3), [x, residual],
-          [random(H, seed=i, dtype=dtype) for i in (1, 2)], 4 * tolerance)
-
-
-@each_dtype
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_bias_dropout_add(ops, name, p):
-    dtype, tolerance = DTYPES[name]
-    keep = ops.dropout(torch.ones(S, B, H), p, KEY).double()
-    check(lambda x, r, b: ops.bias_dropout_add(x, b, r, p, KEY), lambda x, r, b: r + (x + b) * keep,
-          [random(S, B, H, dtype=dtype), random(S, B, H, seed=5, dtype=dtype)], [random(H, seed=1, dtype=dtype)], 2 * tolerance)
-
-
-@each_dtype
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_bias_dropout_add_layer_norm(ops, name, p):
-    """Both results are used, as in a layer: their sum, the norm doubled."""
-    dtype, tolerance = DTYPES[name]
-    keep = ops.dropout(torch.ones(S, B, H), p, KEY).double()
-
-    def fused(x, r, b, w, c):
-        total, y = ops.bias_dropout_add_layer_norm(x, b, r, p, KEY, w, c, 1e-3)
-        return total + 2 * y
-
-    def plain(x, r, b, w, c):
-        total = r + (x + b) * keep
-        return total + 2 * F.layer_norm(total, (H,), w, c, 1e-3)
-
-    weights = [random(H, seed=i, dtype=dtype) for i in (1, 2, 3)]
-    check(fused, plain, [random(S, B, H, dtype=dtype), random(S, B, H, seed=5, dtype=dtype)], weights, 4 * tolerance)
-
-
-@each_dtype
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("rows_at_once", [None, 4])
-def test_head_loss(ops, name, ranks, rows_at_once):
-    """In one chunk and in several, over one and two tensor-parallel ranks."""
-    dtype, tolerance = DTYPES[name]
-    x, table, factor = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype), 0.25
-    labels = torch.randint(0, 16, (S, B), generator=torch.Generator().manual_seed(1))
-    exact = [t.double().requires_grad_() for t in (x, table)]
-    expected = F.cross_entropy((exact[0] @ exact[1].t()).flatten(0, 1), labels.flatten()) * factor
-    exact_gradient = torch.autograd.grad(expected, exact)
-
-    def part(tp):
-        own = parameter(table.chunk(tp.size)[tp.rank].clone())
-        leaf = x.clone().requires_grad_()
-        first_row = tp.rank * 16 // tp.size
-        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, first_row, factor, rows_at_once) * factor
-        loss.backward()
-        return loss, leaf.grad, own.main_grad - 0.5
-
-    results = ThreadWorld(ranks).run(part)
-    for loss, grad, _ in results:
-        close(loss, expected, tolerance)
-        close(grad, exact_gradient[0], tolerance)
-    close(torch.cat([grad for *_, grad in results]), exact_gradient[1], tolerance)
-
-
-@each_dtype
-@pytest.mark.parametrize(("ranks", "words"), [(1, 13), (2, 13), (4, 9), (4, 3)])
-@pytest.mark.parametrize("rows_at_once", [None, 4])
-def test_head_loss_masks_what_is_no_word(ops, name, ranks, words, rows_at_once):
-    """The words' logits are near -60, so that other rows would have all of the softmax; some ranks have no word at all."""
+@pytest.mark.parametrize(("ranks", "words", "rows_at_once"), [
+    (1, 16, None), (2, 16, 4), (1, 13, 4), (2, 13, None), (4, 3, None)])
+def test_head_loss(ops, name, ranks, words, rows_at_once):
+    """The words' logits are near -60, so that the other 16 - words rows would have all of the softmax; some
+    ranks have no word at all."""
     dtype, tolerance = DTYPES[name]
     x, table = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype)
     x[..., 0], table[:words, 0], table[words:, 0] = 1.0, -60.0, 0.0
     labels = torch.randint(0, words, (S, B), generator=torch.Generator().manual_seed(1))
     exact = [t.double().requires_grad_() for t in (x, table)]
-    expected = F.cross_entropy((exact[0] @ exact[1][:words].t()).flatten(0, 1), labels.flatten())
+    expected = F.cross_entropy((exact[0] @ exact[1][:words].t()).flatten(0, 1), labels.flatten()) * 0.25
     exact_gradient = torch.autograd.grad(expected, exact)
 
     def part(tp):
         own, first_row = parameter(table.chunk(tp.size)[tp.rank].clone()), tp.rank * 16 // tp.size
         leaf, own_words = x.clone().requires_grad_(), min(max(0, words - first_row), len(own))
-        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, first_row, 1.0, rows_at_once, own_words)
+        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, first_row, 0.25, rows_at_once, own_words) * 0.25
         loss.backward()
         return loss, leaf.grad, own.main_grad
 
@@ -206,7 +187,7 @@ def test_head_loss_masks_what_is_no_word(ops, name, ranks, words, rows_at_once):
         close(loss, expected, tolerance)
         close(grad, exact_gradient[0], tolerance)
     close(gradient[:words] - 0.5, exact_gradient[1][:words], tolerance)
-    assert (gradient[words:] == 0.5).all(), "nothing at all is added to rows that are no words"
+    assert (gradient[words:] == 0.5).all(), "nothing is added to the rows of padding"
 
 
 def test_head_loss_without_gradients(ops):
@@ -214,14 +195,6 @@ def test_head_loss_without_gradients(ops):
     with torch.no_grad():
         loss = ops.head_loss(x, table, torch.zeros(S, B, dtype=torch.int64), SoloComm(), 0, 1.0)
     assert math.isfinite(loss) and torch.equal(table.main_grad, torch.full((16, H), 0.5))
-
-
-@each_dtype
-@pytest.mark.parametrize("first", [0, 3])
-def test_add_position(ops, name, first):
-    dtype, tolerance = DTYPES[name]
-    check(lambda x, w: ops.add_position(x, w, first), lambda x, w: x + w[first : first + S].unsqueeze(1),
-          [random(S, B, H, dtype=dtype)], [random(S + 4, H, seed=1, dtype=dtype)], tolerance)
 
 
 @each_dtype
@@ -245,67 +218,6 @@ def test_embedding(ops, name, first_row):
         close(table.main_grad, 0.5 + times * exact_gradient, 1e-6)
 
 
-def plain_attention(qkv: Tensor, d: int, keep: Tensor | float = 1.0) -> Tensor:
-    """The textbook's formula, head by head, on (s, b, n 3 d); `keep` multiplies the probabilities (b, n, s, s)."""
-    s, b, width = qkv.shape
-    query, key, value = qkv.view(s, b, width // (3 * d), 3, d).permute(3, 1, 2, 0, 4)
-    scores = (query @ key.transpose(-1, -2) / math.sqrt(d)).masked_fill(torch.ones(s, s).triu(1).bool(), -math.inf)
-    return ((scores.softmax(-1) * keep) @ value).permute(2, 0, 1, 3).reshape(s, b, -1)
-
-
-@each_dtype
-def test_attention(ops, name):
-    dtype, tolerance = DTYPES[name]
-    place = DropoutKey(1, 2, 3, sample_dim=0)
-    check(lambda x: ops.attention(x, 4, 0.0, place), lambda x: plain_attention(x, 4), [random(S, B, 3 * H, dtype=dtype)], [],
-          2 * tolerance)
-
-
-@each_dtype
-def test_attention_with_dropout_on_its_probabilities(ops, name):
-    dtype, tolerance = DTYPES[name]
-    place = DropoutKey(1, 2, 3, sample_dim=0)
-    keep = ops.dropout(torch.ones(B, 3, S, S), 0.4, place).double()
-    check(lambda x: ops.attention(x, 4, 0.4, place), lambda x: plain_attention(x, 4, keep), [random(S, B, 3 * H, dtype=dtype)], [],
-          3 * tolerance)
-
-
-def test_attention_does_not_look_ahead(ops):
-    x = random(S, B, 3 * H).requires_grad_()
-    for t in range(S):
-        (grad,) = torch.autograd.grad(ops.attention(x, 4, 0.0, KEY)[t].sum(), x)
-        assert not grad[t + 1 :].any() and grad[t].any()
-
-
-@each_dtype
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_vocab_parallel_cross_entropy(name, ranks):
-    dtype, tolerance = DTYPES[name]
-    vocabulary = 16
-    logits = (random(S, B, vocabulary) * 5 + 60).to(dtype)  # far from 0: exp would overflow without the maximum
-    labels = torch.randint(0, vocabulary, (S, B), generator=torch.Generator().manual_seed(1))
-    exact = logits.double().requires_grad_()
-    expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
-    weight = random(S, B, seed=4)
-    (exact_gradient,) = torch.autograd.grad(expected, exact, weight.double())
-
-    def part(tp):
-        own = logits.chunk(tp.size, -1)[tp.rank].contiguous().requires_grad_()
-        loss = torch_ops.vocab_parallel_cross_entropy(own, labels, tp, tp.rank * vocabulary // tp.size)
-        loss.backward(weight)
-        return loss, own.grad
-
-    results = ThreadWorld(ranks).run(part)
-    for loss, _ in results:
-        assert loss.dtype == torch.float32
-        close(loss, expected, 2e-6)
-    gradient = torch.cat([grad for _, grad in results], -1)
-    assert gradient.dtype == dtype
-    close(gradient, exact_gradient, tolerance)
-
-
-# Sums in FP16 -------------------------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def portable():
     """A target that can sum in FP16."""
@@ -326,7 +238,7 @@ def results(ops: Ops, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_linear_layers_sum_in_fp16_on_request(backend, dtype, portable):
-    """Eight products at a time."""
+    """Eight terms at a time."""
     tensors, expected = (results(Ops.build(backend, fp16_chunk=chunk), dtype) for chunk in (8, 0))
     for other, exact in zip(tensors, expected):
         close(other, exact.double(), 1e-2)
@@ -346,8 +258,6 @@ def test_logits_are_summed_in_fp32(portable):
     assert torch.equal(loss(Ops.build(fp16_chunk=8)), loss(Ops.build()))
 
 
-# Packed weights -----------------------------------------------------------------------------------------------------------------
-
 def test_packed_weights_follow_the_optimizer_and_the_target():
     ops, weight = Ops.build(keep_packed_weights=True), parameter(random(OUT, H))
     x = random(S, B, H)
@@ -358,12 +268,10 @@ def test_packed_weights_follow_the_optimizer_and_the_target():
         assert torch.equal(ops.linear(x, weight), Ops.build().linear(x, weight))
     with torch.no_grad():
         weight.add_(1)
-    assert not torch.equal(ops.linear(x, weight), Ops.build().linear(x, weight)), "packed before the change, as nobody told"
+    assert not torch.equal(ops.linear(x, weight), Ops.build().linear(x, weight)), "packed before the change, which was not told"
     with kernels.target("portable"):
         close(ops.linear(x, weight), x.double() @ weight.double().t(), 2e-6)
 
-
-# Choices ------------------------------------------------------------------------------------------------------------------------
 
 def test_each_family_has_its_backend():
     assert Ops.build().choice == dict.fromkeys(FAMILIES, "native")
@@ -374,14 +282,12 @@ def test_each_family_has_its_backend():
         Ops.build({"gem": "native"})
 
 
-# Dropout ------------------------------------------------------------------------------------------------------------------------
-
 def mask(p: float, *, shape: tuple[int, ...] = (32, 8, 512), **place) -> Tensor:
     """1 where an element is kept."""
     return (NATIVE.dropout(torch.ones(shape), p, DropoutKey(**{**vars(KEY), **place})) != 0).double()
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 def test_dropout_keeps_and_scales(ops, p):
     x = random(32, 8, 512) + 10.0
     y, kept = ops.dropout(x, p, KEY), mask(p)
@@ -421,43 +327,3 @@ def test_a_mask_is_a_function_of_the_place():
     scores = mask(0.5, sample_dim=0, shape=(4, 6, 16, 16))  # (b, heads, s, s)
     part = mask(0.5, sample_dim=0, first_sample=KEY.first_sample + 1, row0=2 * 16, shape=(2, 2, 16, 16))
     assert torch.equal(scores[1:3, 2:4], part), "heads"
-
-
-def test_recompute_has_the_same_bits_and_keeps_no_intermediate(ops):
-    weight = parameter(random(H, H, seed=3))
-    saved = []
-
-    def block(x: Tensor, scale: float) -> Tensor:
-        return ops.dropout(torch_ops.gelu(ops.linear(x, weight)) * scale, 0.3, KEY)
-
-    def step(again: bool) -> tuple[Tensor, Tensor, Tensor, int]:
-        saved.clear()
-        weight.main_grad.zero_()
-        x = random(S, B, H).requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-            y = recompute(block, x, 2.0) if again else block(x, 2.0)
-        held = sum(saved)
-        y.square().sum().backward()
-        return y.detach(), x.grad, weight.main_grad.clone(), held
-
-    plain, again = step(False), step(True)
-    assert all(torch.equal(a, b) for a, b in zip(plain[:3], again[:3]))
-    assert again[3] == S * B * H < plain[3]
-
-
-def test_mlp_for_backward_alone_has_the_same_gradients(ops):
-    weights = [parameter(random(*shape, seed=3)) for shape in ((4 * H, H), (4 * H,), (H, 4 * H))]
-
-    def step(needs_values: bool) -> list[Tensor]:
-        for weight in weights:
-            weight.main_grad.zero_()
-        x = random(S, B, H).requires_grad_()
-        ops.mlp(x, *weights, needs_values).backward(random(S, B, H, seed=5))
-        return [x.grad, *(weight.main_grad.clone() for weight in weights)]
-
-    assert all(torch.equal(a, b) for a, b in zip(step(True), step(False)))
-
-
-def test_size_1_needs_no_communication():
-    loss = torch_ops.vocab_parallel_cross_entropy(torch.zeros(S, B, 8), torch.zeros(S, B, dtype=torch.int64), SoloComm(), 0)
-    torch.testing.assert_close(loss, torch.full((S, B), math.log(8)))

@@ -1,4 +1,4 @@
-"""AdamW, clipping, norms, loss scaling, ZeRO-1, flat buffers and schedules, each against plain torch or Megatron's rules."""
+"""AdamW, clipping, norms, loss scaling, ZeRO-1, flat buffers, learning rates and moments in BF16, against torch or Megatron."""
 
 from __future__ import annotations
 
@@ -9,36 +9,34 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import PrecisionConfig
+from fugaku_megatron.costs import memory, run_schedule
 from fugaku_megatron.costs.accounting import FLAT_ALIGNMENT
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.host import kernels
+from fugaku_megatron.perf import model as perf_model
+from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.flat import initial_values
 from fugaku_megatron.training.optim import LossScaler
 from fugaku_megatron.training.param_schedule import ParamSchedule
+from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import grid_groups, make_trainer, master_weights, plain_loss, small_run, train, whole_tensors
+from tests.helpers import (
+    OVERLAP,
+    TP2PP2,
+    dry_trainer,
+    make_trainer,
+    master_weights,
+    plain_loss,
+    small_run,
+    whole_tensors,
+)
 from tests.threads import ThreadWorld
 
-TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-LAYOUTS = {"tp2": (2, {"tensor_model_parallel_size": 2}), "pp2": (2, {"pipeline_model_parallel_size": 2}), "tp2pp2": (4, TP2PP2),
-           "dp2": (2, {}), "dp2zero": (2, {"zero_stage": 1}), "tp2pp2dp2zero": (8, {"zero_stage": 1, **TP2PP2})}
+DP2, DP2ZERO, SPLIT, ALL = (2, {}), (2, {"zero_stage": 1}), (4, TP2PP2), (8, {"zero_stage": 1, **TP2PP2})
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
-def weights_after(world, iterations: int, **changes) -> dict[str, torch.Tensor]:
-    trainer = make_trainer(world, small_run(**changes))
-    for _ in range(iterations):
-        trainer.train_step()
-    trainer.close()
-    return whole_tensors(trainer, "weight")
-
-
-# AdamW ------------------------------------------------------------------------------------------------------------------------
 
 def test_ten_steps_equal_torch_adamw():
     run = small_run(weight_decay=0.1, clip_grad=0.3, adam_beta1=0.85, adam_beta2=0.97, adam_eps=1e-6, lr_decay_style="cosine",
@@ -65,33 +63,10 @@ def test_ten_steps_equal_torch_adamw():
         torch.testing.assert_close(weight.double(), plain[name].detach(), rtol=1e-6, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_weight_decay_touches_matrices_only():
-    trainer = make_trainer(SoloComm(), small_run())
-    for p in trainer.optimizer.flat.parameters:
-        p.data.fill_(1.0)
-    trainer.optimizer.zero_grad()
-    trainer.optimizer.step(lr=0.5, weight_decay=0.1)
-    for p in trainer.optimizer.flat.parameters:
-        assert torch.all(p == (1.0 - 0.5 * 0.1 if p.dim() == 2 else 1.0)), p.spec.name
-
-
-@pytest.mark.parametrize("clip_grad", [0.0, 0.3])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_zero_1_has_the_bits_of_no_zero(ranks, clip_grad):
-    """Sums over ranks are formed in rank order either way; the norm is a double sum, rounded to the same FP32 factor."""
-    plain, sharded = (ThreadWorld(ranks).run(lambda world, z=zero: weights_after(world, 5, clip_grad=clip_grad, zero_stage=z))[0]
-                      for zero in (0, 1))
-    for name, weight in plain.items():
-        assert torch.equal(weight, sharded[name]), name
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["dp2", "dp2zero"])
-def test_master_weights_are_fp32(precision, name):
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-
+@pytest.mark.parametrize(("precision", "dtype", "layout"), [("bf16", torch.bfloat16, DP2ZERO[1]), ("fp16", torch.float16, DP2[1])])
+def test_master_weights_are_fp32(precision, dtype, layout):
     def check(world) -> None:
-        run = small_run(**{precision: True, "initial_loss_scale": 1024.0, "lr": 1e-7, **LAYOUTS[name][1]})
+        run = small_run(**{precision: True, "initial_loss_scale": 1024.0, "lr": 1e-7, **layout})
         trainer = make_trainer(world, run)
         optimizer, flat = trainer.optimizer, trainer.optimizer.flat
         before, first, whole = master_weights(trainer), flat.values.clone(), torch.zeros(flat.numel)
@@ -112,8 +87,6 @@ def test_master_weights_are_fp32(precision, name):
     ThreadWorld(2).run(check)
 
 
-# Norms ------------------------------------------------------------------------------------------------------------------------
-
 def measures(world, **changes) -> tuple[float, float, float, int]:
     """Norm of the weights, norm of the gradients, their zeros, and (without ZeRO-1) the zeros counted in the global tensors."""
     trainer = make_trainer(world, small_run(max_position_embeddings=32, log_num_zeros_in_grad=True, **changes))
@@ -124,9 +97,8 @@ def measures(world, **changes) -> tuple[float, float, float, int]:
     return norm, result.grad_norm, result.num_zeros, sum(int((g == 0).sum()) for n, g in grads.items() if "output_layer" not in n)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_norms_and_zeros_count_everything_once(name):
-    ranks, layout = LAYOUTS[name]
+@pytest.mark.parametrize(("ranks", "layout"), [SPLIT, DP2ZERO, ALL])
+def test_norms_and_zeros_count_everything_once(ranks, layout):
     whole = make_trainer(SoloComm(), small_run(max_position_embeddings=32))
     by_hand = math.sqrt(sum(p.detach().double().square().sum() for p in whole.optimizer.flat.parameters))
     figures = ThreadWorld(ranks).run(lambda world: measures(world, **layout))
@@ -137,8 +109,6 @@ def test_norms_and_zeros_count_everything_once(name):
     expected = ThreadWorld(ranks).run(lambda world: measures(world, **{**layout, "zero_stage": 0}))[0][3]
     assert zeros == expected >= 16 * 32, "at least the positions beyond the sequence"
 
-
-# Loss scale -------------------------------------------------------------------------------------------------------------------
 
 class MegatronGradScaler:
     """The rules of Megatron-LM's DynamicGradScaler.update, written down again."""
@@ -161,8 +131,7 @@ class MegatronGradScaler:
                 self.scale = self.scale * 2.0
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "hysteresis"), [(0, 1), (1, 2), (2, 3)])
 def test_loss_scale_follows_megatron(seed, hysteresis):
     ours = LossScaler(PrecisionConfig(fp16=True, initial_loss_scale=2.0**10, min_loss_scale=4.0, loss_scale_window=5,
                                       hysteresis=hysteresis))
@@ -189,10 +158,10 @@ def test_a_fixed_scale_stays(precision, scale):
     assert scaler.scale == scale
 
 
-@pytest.mark.parametrize("name", ["tp2pp2", "dp2", "dp2zero"])
-def test_an_overflow_skips_the_update_everywhere(name):
+@pytest.mark.parametrize(("ranks", "layout"), [SPLIT, DP2ZERO])
+def test_an_overflow_skips_the_update_everywhere(ranks, layout):
     def check(world) -> list[tuple[bool, float]]:
-        trainer = make_trainer(world, small_run(fp16=True, initial_loss_scale=2.0**40, min_loss_scale=2.0**10, **LAYOUTS[name][1]))
+        trainer = make_trainer(world, small_run(fp16=True, initial_loss_scale=2.0**40, min_loss_scale=2.0**10, **layout))
         optimizer, scales = trainer.optimizer, []
         before = master_weights(trainer), optimizer.flat.values.clone()
         for _ in range(4):
@@ -207,15 +176,14 @@ def test_an_overflow_skips_the_update_everywhere(name):
         trainer.close()
         return scales
 
-    for scales in ThreadWorld(LAYOUTS[name][0]).run(check):
+    for scales in ThreadWorld(ranks).run(check):
         assert scales == [2.0**40, 2.0**40, 2.0**39, 2.0**38], "two overflows before the first halving"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_one_bad_gradient_on_one_rank_skips_on_all(name, bad):
+@pytest.mark.parametrize(("ranks", "layout", "bad"), [(*SPLIT, math.inf), (*DP2, math.nan), (*DP2ZERO, math.inf), (*ALL, math.nan)])
+def test_one_bad_gradient_on_one_rank_skips_on_all(ranks, layout, bad):
     def check(world) -> bool:
-        trainer = make_trainer(world, small_run(**LAYOUTS[name][1]))
+        trainer = make_trainer(world, small_run(**layout))
         before = master_weights(trainer)
         trainer.optimizer.zero_grad()
         if world.rank == world.size - 1:
@@ -223,21 +191,11 @@ def test_one_bad_gradient_on_one_rank_skips_on_all(name, bad):
             flat.gradients.of(len(flat.buckets) // 2)[0] = bad  # of a layer: norms leave out what another rank holds as well
         return trainer.optimizer.step(1e-3, 0.0).skipped and torch.equal(before, master_weights(trainer))
 
-    assert all(ThreadWorld(LAYOUTS[name][0]).run(check))
+    assert all(ThreadWorld(ranks).run(check))
 
 
-# Flat buffers -----------------------------------------------------------------------------------------------------------------
-
-def dry_trainer(rank: int, ranks: int, **changes) -> Trainer:
-    run = small_run(**changes)
-    return Trainer(run, SoloComm(rank, ranks), grid_groups(SoloComm(rank, ranks), run))
-
-
-@pytest.mark.parametrize("buckets", [{}, {"overlap_grad_reduce": True, "ddp_bucket_size": 20_000}])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_ranges_cover_every_parameter_once_and_shards_are_aligned(name, buckets):
-    ranks, layout = LAYOUTS[name]
-    layout = layout | buckets
+@pytest.mark.parametrize(("ranks", "layout"), [SPLIT, DP2ZERO, (8, {**TP2PP2, **OVERLAP, "ddp_bucket_size": 20_000})])
+def test_ranges_cover_every_parameter_once_and_shards_are_aligned(ranks, layout):
     for rank in range(ranks):
         optimizer = dry_trainer(rank, ranks, **layout).optimizer
         flat, covered = optimizer.flat, torch.zeros(optimizer.flat.numel, dtype=torch.int32)
@@ -252,7 +210,7 @@ def test_ranges_cover_every_parameter_once_and_shards_are_aligned(name, buckets)
             assert flat.owner(p) is p is flat.owner(p.main_grad)
             covered[start:end] -= 1
         assert not covered.any(), "padding is in no range, and nothing is covered twice"
-        small = buckets or optimizer.groups.dp.size == 1
+        small = "ddp_bucket_size" in layout or optimizer.groups.dp.size == 1
         assert len(flat.buckets) > 1 if small else len(flat.buckets) <= 2, "one, and the tied copy's"
         for part, bucket in zip(optimizer.parts, flat.buckets, strict=True):
             assert len(part.ranges) <= 5, "an update is a few calls"
@@ -260,82 +218,148 @@ def test_ranges_cover_every_parameter_once_and_shards_are_aligned(name, buckets)
             assert (bucket.end - bucket.start) % (optimizer.groups.dp.size * FLAT_ALIGNMENT) == 0
 
 
-def test_an_initial_shard_is_a_part_of_the_whole():
-    flat = dry_trainer(0, 1).optimizer.flat
-    whole = flat.initial_shard(0, flat.numel)
-    assert torch.equal(whole, flat.values)
-    for start, end in ((0, 1), (5, 3077), (3000, 9001), (flat.numel - 7, flat.numel)):
-        assert torch.equal(flat.initial_shard(start, end), whole[start:end])
-
-
-@pytest.mark.parametrize(("ranks", "layout"), [
-    *LAYOUTS.values(), (8, {"zero_stage": 1, "tensor_model_parallel_size": 2}),
-    (8, {"zero_stage": 1, **TP2PP2, "overlap_grad_reduce": True, "ddp_bucket_size": 1})])
-def test_saved_shards_hold_every_element_once_and_every_rank_finds_its_own(ranks, layout):
-    """The position embedding, which tensor-parallel ranks hold alike, is long enough to be cut by ZeRO-1's shards."""
-    optimizers = [dry_trainer(rank, ranks, max_position_embeddings=512, **layout).optimizer for rank in range(ranks)]
-    counts: dict[str, torch.Tensor] = {}
-    places = set()
-    for shard in (s for o in optimizers for s in o.checkpoint_shards(owned=True)):
-        count = counts.setdefault(shard.key, torch.zeros(shard.global_shape))
-        piece = torch.zeros(math.prod(shard.slice_shape))
-        piece[shard.flat_start : shard.flat_start + shard.tensor.numel()] = 1
-        count[tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.slice_shape))] += piece.view(shard.slice_shape)
-        places.add((shard.key, shard.offset, shard.slice_shape, shard.flat_start, shard.tensor.numel()))
-    assert all(torch.all(count == 1) for count in counts.values())
-    assert len(counts) == 3 * len({p.spec.name for o in optimizers for p in o.flat.parameters})
-    for shard in (s for o in optimizers for s in o.checkpoint_shards()):
-        assert (shard.key, shard.offset, shard.slice_shape, shard.flat_start, shard.tensor.numel()) in places, shard.key
-
-
-# Schedules --------------------------------------------------------------------------------------------------------------------
-
 def schedule(**changes) -> ParamSchedule:
     """100 iterations of 16 samples, rate 1 to 0.1."""
     return ParamSchedule.from_run(small_run(**{"train_iters": 100, "lr": 1.0, "min_lr": 0.1, **changes}), 16)
 
 
-@pytest.mark.parametrize(("style", "rates"), [
-    ("constant", {0: 1, 50: 1, 100: 1, 200: 1}),
-    ("linear", {0: 1, 50: 0.55, 75: 0.325, 100: 0.1, 101: 0.1, 200: 0.1}),
-    ("cosine", {0: 1, 25: 0.1 + 0.45 * (1 + 0.5**0.5), 50: 0.55, 100: 0.1, 101: 0.1}),
-])
-def test_decay_without_warm_up(style, rates):
-    params = schedule(lr_decay_style=style)
+LINEAR, COSINE = {"lr_decay_style": "linear"}, {"lr_decay_style": "cosine"}
+WARM = {0: 0, 7: 0.35, 20: 1, 60: 0.55, 100: 0.1}
+
+
+@pytest.mark.parametrize(("changes", "rates"), [
+    ({"lr_decay_style": "constant", "lr_warmup_iters": 20}, {0: 0, 7: 0.35, 50: 1, 100: 1, 200: 1}),
+    (LINEAR, {0: 1, 50: 0.55, 75: 0.325, 100: 0.1, 101: 0.1, 200: 0.1}),
+    (COSINE, {0: 1, 25: 0.1 + 0.45 * (1 + 0.5**0.5), 50: 0.55, 100: 0.1, 101: 0.1}),
+    ({**COSINE, "lr_warmup_iters": 20}, WARM), ({**LINEAR, "lr_warmup_fraction": 0.2}, WARM),
+    ({**LINEAR, "lr_warmup_samples": 320, "train_iters": None, "train_samples": 1600}, WARM),
+    ({**LINEAR, "lr_decay_iters": 50}, {25: 0.55, 60: 0.1}),
+    ({**LINEAR, "lr_decay_iters": 50, "lr_warmup_fraction": 0.5}, {25: 1}),
+    ({**LINEAR, "train_iters": None, "train_samples": 1600, "lr_decay_samples": 800}, {25: 0.55})])
+def test_learning_rates(changes, rates):
+    params = schedule(**changes)
     for iteration, rate in rates.items():
         assert params.learning_rate(16 * iteration) == pytest.approx(rate, rel=1e-12), iteration
 
 
-@pytest.mark.parametrize("warmup", [{"lr_warmup_iters": 20}, {"lr_warmup_fraction": 0.2},
-                                    {"lr_warmup_samples": 320, "train_iters": None, "train_samples": 1600}])
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
-def test_warm_up_by_iterations_fraction_and_samples(warmup, style):
-    params = schedule(lr_decay_style=style, **warmup)
-    for iteration in range(21):
-        assert params.learning_rate(16 * iteration) == pytest.approx(iteration / 20)
-    assert params.learning_rate(16 * 60) == pytest.approx(1.0 if style == "constant" else 0.55)
-    assert params.learning_rate(1600) == pytest.approx(1.0 if style == "constant" else 0.1)
+MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+ITERATIONS = 12
 
 
-def test_decay_length():
-    assert schedule(lr_decay_iters=50).learning_rate(16 * 25) == pytest.approx(0.55)
-    assert schedule(lr_decay_iters=50).learning_rate(16 * 60) == 0.1
-    assert schedule(lr_decay_iters=50, lr_warmup_fraction=0.5).learning_rate(16 * 25) == 1.0
-    samples = schedule(train_iters=None, train_samples=1600, lr_decay_samples=800)
-    assert samples.learning_rate(400) == pytest.approx(0.55)
+def trained(world, run, source=None, target=None, iterations=ITERATIONS):
+    """Losses and weights after so many iterations, from one checkpoint to another."""
+    trainer = make_trainer(world, run)
+    if source:
+        trainer.load(str(source))
+    losses = [trainer.train_step().loss for _ in range(iterations)]
+    if target:
+        trainer.save(str(target))
+    trainer.close()
+    return losses, whole_tensors(trainer, "weight")
 
 
-@pytest.mark.parametrize(("style", "decays"), [
-    ("linear", {0: 0.1, 25: 0.15, 50: 0.2, 100: 0.3, 150: 0.3}),
-    ("cosine", {0: 0.1, 25: 0.1 + 0.2 * 0.5 * (math.cos(math.pi * 0.75) + 1), 50: 0.2, 100: 0.3, 150: 0.3}),
-])
-def test_weight_decay_ramps(style, decays):
-    params = schedule(start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style=style)
-    for iteration, decay in decays.items():
-        assert params.weight_decay(16 * iteration) == pytest.approx(decay, rel=1e-12), iteration
-    assert schedule(weight_decay=0.02).weight_decay(700) == 0.02
+def change(weights, others) -> float:
+    """Root mean square difference of all weights over that of their size."""
+    difference, size = (sum(f(name).double().square().sum() for name in weights)
+                        for f in (lambda name: weights[name] - others[name], lambda name: weights[name]))
+    return math.sqrt(difference / size)
 
 
-def test_the_trainer_uses_the_schedule():
-    rates = [r.learning_rate for r in train(SoloComm(), small_run(lr_warmup_iters=2, train_iters=6, lr=1.0), 6)]
-    assert rates == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.5, 0.25])
+def test_twelve_iterations_stay_with_fp32s():
+    alone = trained(SoloComm(), small_run(**MOMENTS))
+    losses, weights = trained(SoloComm(), small_run())
+    assert alone[0] == pytest.approx(losses, rel=1e-5) and alone[0] != losses
+    before = whole_tensors(make_trainer(SoloComm(), small_run()), "weight")
+    assert 0 < change(weights, alone[1]) < 0.005 * change(weights, before), "of the way that the weights have gone"
+
+
+@pytest.mark.parametrize("model", [{}, {"swiglu": True, "group_query_attention": True, "num_query_groups": 2}],
+                         ids=["gpt", "llama"])
+def test_places_are_those_of_the_global_tensor(model):
+    """Every piece of every rank's shard of every bucket."""
+    for rank in range(8):
+        optimizer = dry_trainer(rank, 8, **TP2PP2, **OVERLAP, **model).optimizer
+        flat = optimizer.flat
+        for part in optimizer.parts:
+            pieces = flat.pieces(part.start, part.start + len(part.master))
+            for (piece, place), covered in zip(pieces, pieces_by_hand(flat, part), strict=True):
+                local = torch.arange(piece.end - piece.start) + place.first
+                numbers = place.offset + local // place.columns * place.row + local % place.columns
+                assert torch.equal(numbers, covered)
+
+
+def pieces_by_hand(flat, part):
+    """The numbers of the elements of each parameter that lies in a part, from the parameters' own slices."""
+    for parameter, start in zip(flat.parameters, flat.starts, strict=True):
+        spec = parameter.spec
+        whole = torch.arange(math.prod(spec.shape)).view(spec.shape)
+        own = whole[tuple(slice(o, o + n) for o, n in zip(spec.offset, parameter.shape))].flatten()
+        inside = own[max(0, part.start - start) : max(0, part.start + len(part.master) - start)]
+        if len(inside):
+            yield inside
+
+
+@pytest.mark.parametrize("changes", [{}, {"exp_avg_sq_dtype": "fp32"}, {"bf16": True}, {"bf16": True, **TP2PP2, "zero_stage": 1}])
+def test_memory_is_what_the_formula_says(changes):
+    ranks = 8 if "zero_stage" in changes else 1
+    run = small_run(**{**MOMENTS, **changes})
+    trainer = make_trainer(SoloComm(0, ranks), run)
+    held = sum(t.nbytes for part in trainer.optimizer.parts for t in (part.exp_avg, part.exp_avg_sq))
+    masters = sum(part.master.nbytes for part in trainer.optimizer.parts if part.low is not None)
+    layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
+    planned = memory.stage_memory(run, layout, 0, lists.held(0))
+    assert held + masters == planned.optimizer
+    whole = memory.stage_memory(small_run(**{k: v for k, v in changes.items() if "dtype" not in k}), layout, 0, lists.held(0))
+    elements = sum(len(part.master) for part in trainer.optimizer.parts)
+    assert whole.total - planned.total == elements * (2 if "exp_avg_sq_dtype" in changes else 4)
+
+
+def test_the_planner_counts_fewer_bytes_and_less_traffic():
+    system = System.from_names("a64fx", "fugaku_megatron", 4, 4)
+    plain, half = (make_run("1.3b", {"tensor_model_parallel_size": 4, **changes}) for changes in ({}, MOMENTS))
+    layout = Layout.from_run(plain, system.world_size)
+    steps = [perf_model.step(run, layout, system, system.parameters) for run in (plain, half)]
+    assert steps[1].optimizer / steps[0].optimizer == pytest.approx((36 - 8) / 36, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Directories of checkpoints with moments in FP32 and in BF16, of TP 2 x PP 2 x DP 2 with ZeRO-1 and of one rank."""
+    whole, half = (tmp_path_factory.mktemp(name) for name in ("fp32", "bf16"))
+    ThreadWorld(8).run(trained, small_run(**TP2PP2, zero_stage=1), None, whole, 3)
+    trained(SoloComm(), small_run(**MOMENTS), None, half, 3)
+    return whole, half
+
+
+def moments(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {s.key: s.tensor.clone() for s in trainer.optimizer.checkpoint_shards() if s.key.startswith("exp_avg")}
+
+
+def test_a_checkpoint_of_the_other_format_is_converted(saved):
+    """Across layouts, too; what was BF16 keeps its values in FP32, and comes back as it was."""
+    plain, rounded, widened = (make_trainer(SoloComm(), small_run(**changes)) for changes in ({}, MOMENTS, {}))
+    plain.load(str(saved[0]))
+    rounded.load(str(saved[0]))
+    exact = moments(plain)
+    for key, tensor in moments(rounded).items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, exact[key].bfloat16()) and tensor.any(), key
+    widened.load(str(saved[1]))
+    rounded.load(str(saved[1]))
+    stored = moments(rounded)
+    for key, tensor in moments(widened).items():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, stored[key].float()), key
+    assert math.isfinite(widened.train_step().loss)
+    for trainer in (plain, rounded, widened):
+        trainer.close()
+
+
+@pytest.mark.parametrize(("source", "changes", "notes"), [
+    (0, MOMENTS, ["note: --exp-avg-dtype is bf16, was fp32: the checkpoint's values are rounded to nearest",
+                  "note: --exp-avg-sq-dtype is bf16, was fp32: the checkpoint's values are rounded to nearest"]),
+    (1, {**MOMENTS, "exp_avg_dtype": "fp32"},
+     ["note: --exp-avg-dtype is fp32, was bf16: the checkpoint's values are taken as they are"]),
+    (1, MOMENTS, []), (0, {**MOMENTS, "no_load_optim": True}, [])])
+def test_the_log_says_that_moments_are_converted(source, changes, notes, saved):
+    run = small_run(load=str(saved[source]), **changes)
+    lines = resume_training(make_trainer(SoloComm(), run), find_checkpoint(run, SoloComm()))
+    assert [line for line in lines if "exp-avg" in line] == notes

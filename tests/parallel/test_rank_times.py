@@ -56,17 +56,6 @@ def test_a_rank_that_is_slow_once_is_not_named():
     assert said([SLOW, ALIKE, SLOW, ALIKE]) == []
 
 
-def test_stages_have_their_own_usual_times():
-    stages = [1.0, 1.0, 1.6, 1.6, 1.0, 1.0, 1.9, 1.6]  # tp 2, pp 2
-    lines = said([stages] * 2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    assert [line[:23] for line in lines] == ["slow: rank 6 (stage 1, "]
-
-
-def test_waiting_for_data_is_named():
-    lines = said([ALIKE] * 2, [[0.0, 0.5] + [0.0] * 6] * 2)
-    assert len(lines) == 1 and lines[0].endswith("): data 0.500 s per iteration")
-
-
 def test_no_more_than_three_are_named():
     lines = said([[1.0] * 6 + [1.5, 1.6, 1.7, 1.8, 1.9]] * 2, global_batch_size=22)
     assert lines[0].count("computation") == 3 and lines[0].startswith("slow: rank 10 ") and lines[0].endswith("; and 2 more")

@@ -65,17 +65,12 @@ def test_a_killed_job_on_this_host_leaves_no_obstacle(tmp_path):
     assert time.monotonic() - begin < 5 and not (tmp_path / LOCK).exists()
 
 
-def test_a_later_process_of_the_same_number_is_not_the_owner(tmp_path):
-    owner = replace(Owner.from_this_process(), created=time.time() - 1e6, token="theirs")
-    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
-    Lock(tmp_path).release()
-
-
-def test_who_waits_for_another_jobs_sign_of_life_gives_signs_of_its_own(tmp_path, elsewhere):
+def test_who_waits_for_another_jobs_sign_of_life_says_so_and_gives_signs_of_its_own(tmp_path, elsewhere, capsys):
     elsewhere()
     signs = []
     Lock(tmp_path, beat=0.05, patience=0.1, alive=lambda: signs.append(time.monotonic())).release()
     assert len(signs) >= 5
+    assert capsys.readouterr().out.startswith(f"note: --save {tmp_path} has the lock of another job (process 77 on node7 since ")
 
 
 def test_a_job_on_another_node_is_refused_to_while_it_renews_its_time_stamp(tmp_path, elsewhere):
@@ -96,20 +91,10 @@ def test_a_job_on_another_node_is_refused_to_while_it_renews_its_time_stamp(tmp_
     taken.release()
 
 
-def test_a_lock_renews_its_time_stamp(tmp_path):
-    held = _quick(tmp_path)
-    before = held.path.stat().st_mtime_ns
-    end = time.monotonic() + 5
-    while held.path.stat().st_mtime_ns == before and time.monotonic() < end:
-        time.sleep(0.02)
-    assert held.path.stat().st_mtime_ns > before
-    held.release()
-
-
 IMPOSSIBLE = json.dumps({"host": "node7", "kernel": "another", "process": "77", "created": 0.0, "since": "", "token": ""})
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"host": 1}', b"null", b"\xff\x00", b"[" * 100_000, IMPOSSIBLE.encode()])
+@pytest.mark.parametrize("text", [b"", b"[1]", b"\xff\x00", b"[" * 100_000, IMPOSSIBLE.encode()])
 def test_a_file_that_tells_nothing_and_is_not_renewed_is_replaced_after_a_beat_and_a_half(tmp_path, text, capsys):
     (tmp_path / LOCK).write_bytes(text)
     with time_limit():
@@ -135,7 +120,7 @@ def test_releasing_leaves_the_lock_of_a_job_that_took_over(tmp_path, elsewhere):
 
 
 def test_of_many_that_start_at_once_or_take_over_one_wins(tmp_path):
-    dead = replace(Owner.from_this_process(), created=0.0, token="dead")
+    dead = replace(Owner.from_this_process(), created=0.0, token="dead")  # a later process has its number
     for text in (None, json.dumps(asdict(dead))):
         if text:
             (tmp_path / LOCK).write_text(text)
@@ -196,9 +181,3 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path, make):
     make(tmp_path / LOCK)
     with time_limit(), pytest.raises(ValueError, match=f"--save {tmp_path}: .lock in it is not a regular file: remove it"):
         Lock(tmp_path)
-
-
-def test_waiting_for_a_job_on_another_node_is_said(tmp_path, elsewhere, capsys):
-    elsewhere()
-    _quick(tmp_path).release()
-    assert capsys.readouterr().out.startswith(f"note: --save {tmp_path} has the lock of another job (process 77 on node7 since ")

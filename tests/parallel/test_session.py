@@ -1,22 +1,29 @@
-"""When a run saves, and what it keeps: by iterations, by the clock of rank 0, at the end."""
+"""When a run saves and what it keeps, also next to training: by iterations, by the clock of rank 0, at the end."""
 
-from __future__ import annotations
-
+import re
+import threading
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from fugaku_megatron.checkpoint import save as save_module
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations
 from fugaku_megatron.comm.launcher import ExitCode
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.data import indexed
 from fugaku_megatron.logs import plot
+from fugaku_megatron.pipeline.parts import Held
 from fugaku_megatron.training import pretrain
+from fugaku_megatron.training.dry_run import report
 from fugaku_megatron.training.session import DIVERGED_STEPS, Session
-from tests.helpers import make_trainer, small_run
+from tests.helpers import largest_file, make_trainer, one_error, small_run, whole_tensors
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
 
@@ -43,7 +50,6 @@ class Writer:
 
 
 def session(world, directory, **changes):
-    torch.set_num_threads(1)
     run = small_run(**{"num_layers": 2, "save": str(directory), "train_iters": 5, **changes})
     signals = SimpleNamespace(stop_requested=False)
     return Session(make_trainer(world, run), Writer(), run.training.train_iters, False, signals=signals)
@@ -58,12 +64,7 @@ def run(world, directory, **changes):
 
 
 @pytest.mark.parametrize(("changes", "saved"), [
-    ({}, [5]),
-    ({"save_interval": 2}, [2, 4, 5]),
-    ({"save_interval_in_mins": SHORT}, [1, 2, 3, 4, 5]),
-    ({"save_interval_in_mins": LONG}, [5]),
-    ({"save_interval_in_mins": LONG, "save_interval": 3}, [3, 5]),
-])
+    ({}, [5]), ({"save_interval": 2}, [2, 4, 5]), ({"save_interval_in_mins": LONG, "save_interval": 3}, [3, 5])])
 def test_intervals_by_iterations_and_by_time(tmp_path, changes, saved):
     assert run(SoloComm(), tmp_path, **changes) == saved == list_iterations(tmp_path)
 
@@ -72,21 +73,6 @@ def test_intervals_by_iterations_and_by_time(tmp_path, changes, saved):
 def test_the_clock_of_rank_0_decides_for_all(tmp_path, minutes, saved):
     ranks = ThreadWorld(2).run(lambda world: run(world, tmp_path, save_interval_in_mins=minutes[world.rank]))
     assert ranks == [saved, saved]
-
-
-def test_time_counts_from_the_last_save(tmp_path):
-    made = session(SoloComm(), tmp_path, save_interval_in_mins=LONG)
-    first = made.save_timer
-    made._save(str(tmp_path))
-    assert made.save_timer is not first
-    made.trainer.close()
-
-
-@pytest.mark.parametrize("keep", [1, 2])
-def test_keep_last(tmp_path, keep):
-    run(SoloComm(), tmp_path, save_interval=1, keep_last=keep)
-    assert list_iterations(tmp_path) == [3, 4, 5][-keep:] and latest_iteration(tmp_path) == 5
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_save_interval_by_time_adds_no_collective(tmp_path):
@@ -117,28 +103,19 @@ def test_a_save_that_fell_into_skipped_steps_is_made_up_for(tmp_path, monkeypatc
     assert list_iterations(tmp_path) == [4, 6]
 
 
-class Picture:
-    """A process that draws until somebody waits for it."""
-
-    def __init__(self, events):
-        self.events, self.code = events, None
-        events.append("start")
-
-    def poll(self):
-        return self.code
-
-    def wait(self):
-        self.events.append("wait")
-        self.code = 0
-
-
 def test_saves_do_not_wait_for_the_picture_of_an_earlier_one(tmp_path, monkeypatch):
     """Five saves while the first picture is being drawn: one more of all losses at the end."""
-    events = []
-    monkeypatch.setattr(plot, "start_loss_curve", lambda *words: Picture(events))
+    pictures = []
+
+    def start(*words):
+        pictures.append(Mock(**{"poll.return_value": None}))
+        pictures[-1].wait.side_effect = lambda: setattr(pictures[-1].poll, "return_value", 0)
+        return pictures[-1]
+
+    monkeypatch.setattr(plot, "start_loss_curve", start)
     monkeypatch.setattr(Writer, "printing", True)
     assert run(SoloComm(), tmp_path, save_interval=1) == [1, 2, 3, 4, 5]
-    assert events == ["start", "wait", "start", "wait"]
+    assert [picture.wait.call_count for picture in pictures] == [1, 1]
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -155,10 +132,97 @@ def test_data_that_is_not_there_is_found_first_and_by_one_rank(tmp_path, monkeyp
     words = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8", "--micro-batch-size",
              "1", "--train-iters", "1", "--vocab-size", "32", *(word.format(d=tmp_path) for word in flags)]
 
-    def start(world):
-        with pytest.raises(ValueError, match=message) as wrong:
-            pretrain.pretrain(parse(words), world, None)
-        return str(wrong.value)
+    assert re.search(message, one_error(2, lambda world: pretrain.pretrain(parse(words), world, None)))
+    assert len(looked) == len(set(looked))
 
-    told = ThreadWorld(2).run(start)
-    assert told[0] == told[1] and "\n" not in told[0] and len(looked) == len(set(looked))
+
+RANKS = 2
+ASYNC = {"async_save": True}
+HELD = [Held((1,), (0,))]  # one micro-batch between forward and backward
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """An event until which the writing of files waits."""
+    event, write = threading.Event(), save_module.write_tensors
+    monkeypatch.setattr(save_module, "write_tensors", lambda *given: event.wait(30) and write(*given))
+    return event
+
+
+def test_what_is_written_is_the_iteration_of_the_copy(tmp_path, opened):
+    """Training goes on while the files are written, and changes nothing in them."""
+    layout = {"num_layers": 2, "tensor_model_parallel_size": 2, "zero_stage": 1, "save": str(tmp_path), **ASYNC}
+
+    def rank(world):
+        trainer, again = (make_trainer(world, small_run(**layout)) for _ in range(2))
+        trainer.train_step()
+        expected = whole_tensors(trainer, "weight")
+        saving = trainer.save_behind(str(tmp_path))
+        after = trainer.train_step().loss
+        world.barrier()
+        opened.set()
+        saving.finish()
+        again.load(str(tmp_path))
+        found = whole_tensors(again, "weight")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert again.progress.iteration == 1 and again.train_step().loss == after
+        trainer.close()
+        again.close()
+
+    ThreadWorld(4).run(rank)
+
+
+def run_session(world, directory, **changes):
+    made = session(world, directory, **ASYNC, **changes)
+    with closing(made.trainer):
+        made.run()
+    return made
+
+
+@pytest.mark.parametrize("changes", [{"save_interval": 1, "keep_last": 2}, {}])
+def test_a_run_saves_what_it_would_have_waited_for(tmp_path, changes):
+    expected = session(SoloComm(), tmp_path / "waiting", **changes)
+    expected.run()
+    expected.trainer.close()
+    lines = ThreadWorld(RANKS).run(lambda world: run_session(world, tmp_path / "async", **changes).writer.lines)[0]
+    assert lines == [line.replace("waiting", "async") for line in expected.writer.lines]
+    assert list_iterations(tmp_path / "async") == list_iterations(tmp_path / "waiting")
+    assert latest_iteration(tmp_path / "async") == 5
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path, opened):
+    made = session(SoloComm(), tmp_path, save_interval=2, train_iters=4, **ASYNC)
+    step, seen = made.trainer.train_step, []
+
+    def watched():
+        result = step()
+        seen.append(latest_iteration(tmp_path))
+        if made.trainer.progress.iteration == 4:
+            opened.set()
+        return result
+
+    made.trainer.train_step = watched
+    made.run()
+    made.trainer.close()
+    assert seen == [None] * 4, "a save appears when all is written"
+    assert list_iterations(tmp_path) == [2, 4]
+
+
+def test_a_disk_that_refuses_the_bytes_ends_the_run_with_one_line(tmp_path):
+    with largest_file(1 << 14):
+        message = one_error(RANKS, lambda world: run_session(world, tmp_path, save_interval=2, train_iters=50))
+    assert message.startswith(f"--save {tmp_path}: iteration 2 is not saved: rank 0: ") and "File too large" in message
+    assert list_iterations(tmp_path) == [] and not list(tmp_path.glob("iter_*"))
+
+
+def test_the_copy_is_in_the_model_and_in_the_plan(tmp_path):
+    def held(world):
+        return make_trainer(world, small_run(zero_stage=1, save=str(tmp_path), **ASYNC))._snapshot.nbytes
+
+    for ranks in (1, 2):
+        run = small_run(zero_stage=1, save=str(tmp_path), **ASYNC)
+        with_copy, plain = (stage_memory(r, Layout.from_run(r, ranks), 0, HELD) for r in (run, small_run(zero_stage=1)))
+        assert max(ThreadWorld(ranks).run(held)) <= with_copy.saving <= 1.05 * max(ThreadWorld(ranks).run(held))
+        assert with_copy.total == plain.total + with_copy.saving and plain.saving == 0
+    assert "|    saving |" in report(run, 1) and "saving" not in report(small_run(), 1)
+    assert stage_memory(small_run(**ASYNC), Layout.from_run(run, 1), 0, HELD).saving == 0, "nothing is saved"

@@ -1,6 +1,4 @@
-"""Schedules in other orders than 1F1B: the identity of a micro-batch decides its data and its dropout, not when it runs."""
-
-from __future__ import annotations
+"""Work in other orders than 1F1B's: forwards and backwards of micro-batches, and weight gradients after those of inputs."""
 
 import random
 from collections.abc import Callable
@@ -11,18 +9,15 @@ import pytest
 import torch
 
 from fugaku_megatron.config.layout import placement
+from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
+from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.parts import BACKWARD, FORWARD, Instruction, Placement
-from tests.helpers import make_trainer, small_run, train, whole_tensors
+from tests.helpers import PP2, TP2, TP2PP2, flat_gradients, make_trainer, small_run, train, whole_tensors
 from tests.threads import ThreadWorld
 
 Make = Callable[[int, int, int], list[Instruction]]
-LAYOUTS = {
-    "one": (1, {}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "pp4": (4, {"pipeline_model_parallel_size": 4}),
-    "tp2pp2dp2": (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 1}),
-}
+PP4, TP2PP2DP2 = (4, {"pipeline_model_parallel_size": 4}), (8, {**TP2PP2, "zero_stage": 1})
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 
 
@@ -59,19 +54,6 @@ def ahead(stage: int, stages: int, microbatches: int, extra: int = 2) -> list[In
     return schedule.with_messages(Placement(stages), stage, order)
 
 
-@pytest.mark.parametrize("make", [shuffled, ahead])
-@pytest.mark.parametrize("microbatches", [1, 2, 7])
-@pytest.mark.parametrize("stages", [1, 3])
-def test_these_lists_run_every_micro_batch_once_and_are_not_1f1b(make, microbatches, stages):
-    for stage in range(stages):
-        instructions = make(stage, stages, microbatches)
-        for op in (FORWARD, BACKWARD):
-            assert sorted(i.microbatch for i in instructions if i.op == op) == list(range(microbatches))
-        place = {(i.op, i.microbatch): n for n, i in enumerate(instructions)}
-        assert all(place[FORWARD, m] < place[BACKWARD, m] for m in range(microbatches))
-    assert microbatches < 7 or make(0, stages, microbatches) != schedule.one_f_one_b(0, stages, microbatches)
-
-
 def micro_batch_losses(world, run, make) -> list[list[torch.Tensor]]:
     """The losses of every micro-batch of two iterations whose weights do not change, in data order."""
     trainer, losses = make_trainer(world, run, make_schedule=custom(make)), []
@@ -83,12 +65,11 @@ def micro_batch_losses(world, run, make) -> list[list[torch.Tensor]]:
     return losses
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("make", [shuffled, ahead, partial(ahead, extra=5)])
-def test_every_micro_batch_has_the_same_loss_to_the_bit(name, make):
-    """Dropout is on, so masks are the same, too. The learning rate is too small to move a weight: what differs in the last bits of
-    a gradient because of the order of its sum shall not hide or feign a difference."""
-    ranks, layout = LAYOUTS[name]
+@pytest.mark.parametrize(("ranks", "layout", "make"), [
+    (1, {}, shuffled), (2, PP2, ahead), (*PP4, partial(ahead, extra=5)), (*TP2PP2DP2, shuffled)])
+def test_every_micro_batch_has_the_same_loss_to_the_bit(ranks, layout, make):
+    """Dropout is on, so masks are the same, too. The learning rate is too small to move a weight: the order of the sums of
+    gradients changes their last bits, which must neither hide nor feign a difference."""
     run = small_run(**DROPOUT, **layout, lr=1e-30, weight_decay=0.0)
     expected = ThreadWorld(ranks).run(lambda world: micro_batch_losses(world, run, schedule.one_f_one_b))
     losses = ThreadWorld(ranks).run(lambda world: micro_batch_losses(world, run, make))
@@ -97,30 +78,67 @@ def test_every_micro_batch_has_the_same_loss_to_the_bit(name, make):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("name", ["pp2", "pp4", "tp2pp2dp2"])
-def test_forwards_that_run_ahead_train_to_the_same_bits(name):
+def test_forwards_that_run_ahead_train_to_the_same_bits():
     """Every gradient is still summed in data order: a stage's own by its backwards, the head's by the last stage's forwards."""
-    ranks, layout = LAYOUTS[name]
-    run = small_run(**DROPOUT, **layout)
-    curves = [ThreadWorld(ranks).run(lambda world, m=make: [r.loss for r in train(world, run, 5, make_schedule=custom(m))])[0]
+    run = small_run(**DROPOUT, **TP2PP2DP2[1])
+    curves = [ThreadWorld(8).run(lambda world, m=make: [r.loss for r in train(world, run, 3, make_schedule=custom(m))])[0]
               for make in (schedule.one_f_one_b, ahead)]
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_shuffled_order_has_the_same_gradients_but_for_rounding(name):
-    ranks, layout = LAYOUTS[name]
-    run = small_run(**DROPOUT, **layout)
-
+@pytest.mark.parametrize(("ranks", "layout"), [PP4, (8, TP2PP2)])
+def test_a_shuffled_order_has_the_same_gradients_but_for_rounding(ranks, layout):
     def gradients(world, make):
-        trainer = make_trainer(world, run, make_schedule=custom(make))
+        trainer = make_trainer(world, small_run(**DROPOUT, **layout), make_schedule=custom(make))
         trainer.train_step()
         trainer.close()
         return whole_tensors(trainer, "grad")
 
-    if run.parallel.zero_stage:
-        run = small_run(**DROPOUT, **{**layout, "zero_stage": 0})  # ZeRO-1 leaves each rank a part of the sum
     expected, ours = (ThreadWorld(ranks).run(lambda world, m=make: gradients(world, m))[0]
                       for make in (schedule.one_f_one_b, shuffled))
     for key, gradient in expected.items():
         torch.testing.assert_close(ours[key], gradient, rtol=0, atol=1e-6 * gradient.abs().max().item())
+
+
+# Backward in two halves ---------------------------------------------------------------------------------------------------------
+
+def late_gradients(world, run, backend, split: bool) -> torch.Tensor:
+    """The flat gradients of three micro-batches, whose weight gradients are computed one micro-batch late where split."""
+    trainer = make_trainer(world, run, Ops.build(backend, keep_packed_weights=run.system.cache_packed_weights))
+    chunk, late = trainer.stage.chunks[0], None
+    trainer.optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(5)
+    for sample in range(0, 6, 2):
+        tokens, labels = torch.randint(0, run.model.vocab_size, (2, run.model.seq_length, 2), generator=generator)
+        loss = chunk(tokens, labels, Pass(first_sample=sample, recompute=run.training.recompute_granularity), 0.25)
+        if not split:
+            backward(loss, None)
+            continue
+        weights = [p for p in chunk.layers[0].parameters() if p.dim() == 2]
+        starts = [p.main_grad.clone() for p in weights]
+        with trainer.ops.weight_gradients.put_off() as waiting:
+            backward(loss, None)
+        assert all(torch.equal(now.main_grad, then) for now, then in zip(weights, starts, strict=True)), "they wait"
+        if late is not None:
+            late.run()
+        late = waiting
+    if late is not None:
+        late.run()
+    trainer.close()
+    return flat_gradients(trainer)
+
+
+TORCH_GEMM, NATIVE_GEMM = {"gemm": "torch"}, dict.fromkeys(FAMILIES, "torch") | {"gemm": "native"}
+
+
+@pytest.mark.parametrize(("backend", "changes"), [
+    ("native", {"bf16": True}), ("torch", {}), (TORCH_GEMM, {"disable_bias_linear": True}), (NATIVE_GEMM, {}),
+    (TORCH_GEMM, TP2), ("native", {**TP2, "sequence_parallel": True}), ("torch", {"recompute_granularity": "full"}),
+    (NATIVE_GEMM, {"recompute_granularity": "selective"}), ("native", {"cache_packed_weights": True, "disable_bias_linear": True}),
+], ids=str)
+def test_split_and_whole_backward_have_the_same_bits(backend, changes):
+    run = small_run(**DROPOUT, **changes)
+    whole, split = (ThreadWorld(run.parallel.tensor_model_parallel_size).run(late_gradients, run, backend, halves)
+                    for halves in (False, True))
+    for ours, theirs in zip(split, whole, strict=True):
+        assert ours.abs().max() > 0 and torch.equal(ours, theirs)

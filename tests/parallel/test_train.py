@@ -1,18 +1,25 @@
-"""The trainer: evaluation, order of samples, batch ramp-up, resuming to the same bits, and checkpoints that do not fit."""
+"""The trainer: evaluation, resuming to the same bits, checkpoints that do not fit, and runs that begin with weights alone."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.convert.own import open_own, save_own
 from fugaku_megatron.data.sampler import fetch
-from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.parameter import PARAMETER_DTYPES
+from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Progress, Trainer, reads_data
 from tests.helpers import (
+    DROPOUT,
+    PP2,
+    TP2,
+    TP2PP2,
     flat_gradients,
     grid_groups,
     make_trainer,
@@ -20,32 +27,17 @@ from tests.helpers import (
     mock,
     plain_loss,
     small_run,
-    train,
     whole_tensors,
 )
+from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
 
-TP2PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-LAYOUTS = {"one": (1, {}), "tp2": (2, {"tensor_model_parallel_size": 2}), "pp2": (2, {"pipeline_model_parallel_size": 2}),
-           "dp2": (2, {}), "dp2zero": (2, {"zero_stage": 1}), "tp2pp2": (4, TP2PP2),
-           "tp2dp2zero": (4, {"tensor_model_parallel_size": 2, "zero_stage": 1}),
-           "tp2pp2dp2zero": (8, {"zero_stage": 1, **TP2PP2})}
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 FP16 = {"fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scale_window": 2}
 SMALLER = {"num_layers": 2, "global_batch_size": 8}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
-# Evaluation -------------------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("name", ["one", "tp2pp2", "dp2zero"])
-def test_evaluation_is_deterministic_and_without_dropout(name):
-    ranks, layout = LAYOUTS[name]
-
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (4, {**TP2PP2}), (2, {"zero_stage": 1})])
+def test_evaluation_is_deterministic_and_without_dropout(ranks, layout):
     def evaluate(world) -> list[float]:
         trainer = make_trainer(world, small_run(**SMALLER, **DROPOUT, **layout))
         before = trainer.optimizer.flat.values.clone()
@@ -79,66 +71,11 @@ def test_evaluation_between_steps_changes_nothing():
     assert curve(True) == curve(False)
 
 
-# Data -------------------------------------------------------------------------------------------------------------------------
-
-def record_batches(world, iterations: int, **changes) -> list[tuple[int, torch.Tensor]]:
-    """(first sample, tokens (s, b)) of every micro-batch that entered the first stage here."""
-    trainer, seen = make_trainer(world, small_run(num_layers=2, **changes)), []
-    if trainer.stage.first:
-        embedding = trainer.stage.first.embedding
-        embedding.register_forward_pre_hook(lambda module, args: seen.append((args[1].first_sample, args[0].clone())))
-    for _ in range(iterations):
-        trainer.train_step()
-    trainer.close()
-    return seen
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_order_of_samples_does_not_depend_on_the_layout(name):
-    ranks, layout = LAYOUTS[name]
-    data = mock(small_run())
-    seen = ThreadWorld(ranks).run(lambda world: record_batches(world, 3, **layout))
-    tp, pp = layout.get("tensor_model_parallel_size", 1), layout.get("pipeline_model_parallel_size", 1)
-    firsts = []
-    for batches in seen:
-        for first, tokens in batches:
-            same = torch.equal(tokens, fetch(data, range(first, first + 2))[0])
-            assert same, "the tokens are those of the sample that dropout is told of"
-            firsts.append(first)
-    assert sorted(firsts) == sorted(list(range(0, 48, 2)) * tp), "each micro-batch once, on every tensor-parallel rank"
-    for iteration in range(3):  # each iteration takes the same 16 samples
-        part = [first for batches in seen if batches for first, _ in batches[iteration * len(batches) // 3:][: len(batches) // 3]]
-        assert set(part) == set(range(16 * iteration, 16 * iteration + 16, 2))
-    assert sum(bool(batches) for batches in seen) == ranks // pp
-
-
 def test_only_the_first_tensor_rank_of_the_edge_stages_reads():
     run = small_run(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
     readers = [rank for rank in range(16) if reads_data(run, grid_groups(SoloComm(rank, 16), run))]
     assert readers == [0, 6, 8, 14]
 
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_batch_ramp_up(ranks):
-    def sizes(world) -> list[tuple[int, int]]:
-        trainer = make_trainer(world, small_run(rampup_batch_size=(4, 4, 60)))
-        steps = [(trainer.train_step().global_batch_size, trainer.progress.consumed_samples) for _ in range(9)]
-        trainer.close()
-        return steps
-
-    # Sizes 4, 8, 12 cover 20 samples each: 0 4 8 12 16 | 20 28 36 | 40 52 | 64 80
-    expected = [4, 4, 4, 4, 4, 8, 8, 8, 12]
-    for steps in ThreadWorld(ranks).run(sizes):
-        assert [size for size, _ in steps] == expected
-        assert [consumed for _, consumed in steps] == [sum(expected[: i + 1]) for i in range(9)]
-
-
-def test_a_run_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="world size 3 is not divisible by --tensor-model-parallel-size 2"):
-        Trainer(small_run(tensor_model_parallel_size=2), SoloComm(0, 3), grid_groups(SoloComm(0, 3), small_run()))
-
-
-# Checkpoints --------------------------------------------------------------------------------------------------------------------
 
 def steps(trainer: Trainer, number: int) -> list[str]:
     """The results to the last bit, as text because a NaN does not equal itself."""
@@ -171,16 +108,16 @@ def whole_and_parts(world, directory: str, run) -> None:
     second.close()
 
 
-@pytest.mark.parametrize(("name", "changes"), [
-    ("one", {}), ("tp2pp2", {}), ("tp2pp2", {"bf16": True}), ("tp2pp2", FP16), ("dp2", {"bf16": True}), ("dp2zero", {}),
-    ("dp2zero", {"bf16": True}), ("dp2zero", FP16), ("tp2dp2zero", {"bf16": True}), ("tp2pp2dp2zero", {}),
-    ("tp2pp2dp2zero", {"sequence_parallel": True}),
-    ("tp2pp2dp2zero", {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
-    ("one", {"rampup_batch_size": (2, 2, 8)}),
-], ids=lambda value: value if isinstance(value, str) else "-".join(value) or "fp32")
-def test_resuming_goes_on_with_the_same_bits(name, changes, tmp_path):
-    ranks, layout = LAYOUTS[name]
-    run = small_run(**SMALLER, **DROPOUT, **layout, **changes, lr_decay_style="cosine", lr_warmup_iters=1)
+MOMENTS = {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(("ranks", "changes"), [
+    (1, {"rampup_batch_size": (2, 2, 8)}), (4, {**TP2PP2, **FP16}), (2, {"zero_stage": 1, **FP16}), (2, {"bf16": True}),
+    (4, {**TP2, "zero_stage": 1, "bf16": True}), (8, {**TP2PP2, "zero_stage": 1, "sequence_parallel": True}),
+    (8, {**TP2PP2, "zero_stage": 1, **MOMENTS}), (2, {**PP2, "num_layers": 4, "pipeline_schedule": "zbv"}),
+    (4, {**FAMILIES["qwen3"], **TP2, "zero_stage": 1})], ids=str)
+def test_resuming_goes_on_with_the_same_bits(ranks, changes, tmp_path):
+    run = small_run(**{**SMALLER, **DROPOUT, **changes, "lr_decay_style": "cosine", "lr_warmup_iters": 1})
     ThreadWorld(ranks).run(whole_and_parts, str(tmp_path), run)
 
 
@@ -204,7 +141,9 @@ def saved(tmp_path) -> str:
     (2, {"num_layers": 8}, r"another model, with --num-layers 4 \(this run: 8\)"),
     (1, {"hidden_size": 64, "vocab_size": 80}, r"--hidden-size 32 \(this run: 64\), --ffn-hidden-size 128 \(this run: 256\), "
                                                r"--vocab-size 96 \(this run: 80\)"),
-    (1, {"num_attention_heads": 2}, r"--num-attention-heads 4 \(this run: 2\)"),
+    (1, {"num_attention_heads": 2}, r"--num-attention-heads 4 \(this run: 2\)"), (1, {"swiglu": True}, "--swiglu False"),
+    (1, {"window_size": "3,0"}, r"--window-size None \(this run: 3,0\)"),
+    (1, {"position_embedding_type": "none"}, r"--position-embedding-type learned_absolute \(this run: none\)"),
     (1, {"layernorm_epsilon": 1e-6}, r"--layernorm-epsilon 1e-05 \(this run: 1e-06\)"),
     (1, {"max_position_embeddings": 64}, r"--max-position-embeddings 16 \(this run: 64\)"),
 ])
@@ -238,29 +177,84 @@ def test_what_does_not_change_the_model_may_change(saved, ranks, changes):
     ThreadWorld(ranks).run(load)
 
 
-@pytest.mark.parametrize("parts", [False, True])
-def test_a_checkpoint_goes_on_with_and_without_sequence_parallelism(parts, tmp_path):
-    def curves(world) -> list[float]:
-        trainers = [make_trainer(world, small_run(**SMALLER, **DROPOUT, **TP2PP2, sequence_parallel=p)) for p in (parts, not parts)]
-        straight, other = trainers
-        steps(straight, 2)
-        straight.save(str(tmp_path))
-        other.load(str(tmp_path))
-        assert torch.equal(master_weights(straight), master_weights(other))
-        losses = [[trainer.train_step().loss for _ in range(2)] for trainer in trainers]
-        evaluations = [trainer.evaluate(trainer.valid, 0, 1) for trainer in trainers]
-        for trainer in trainers:
-            trainer.close()
-        return [*zip(*losses), tuple(evaluations)]
-
-    for one, other in ThreadWorld(4).run(curves)[0]:
-        assert one == pytest.approx(other, rel=1e-5)
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """(directory of a checkpoint after two iterations, its weights by name, that of its weights alone in BF16)."""
+    directory = tmp_path_factory.mktemp("finetune")
+    trainer = make_trainer(SoloComm(), small_run())
+    for _ in range(2):
+        trainer.train_step()
+    trainer.save(str(directory / "run"))
+    trainer.close()
+    save_own(open_own(str(directory / "run")).cast(torch.bfloat16), directory / "alone")
+    return str(directory / "run"), whole_tensors(trainer, "weight"), str(directory / "alone")
 
 
-@pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"pipeline_model_parallel_size": 2}])
-def test_packed_weights_that_are_kept_change_no_bit(changes):
+def started(world, **changes):
+    """(a trainer that has begun as the flags say, the log's lines)."""
     run = small_run(**changes)
-    world = ThreadWorld(run.parallel.pipeline_model_parallel_size)
-    plain = world.run(lambda comm: train(comm, run, 3))[0]
-    kept = world.run(lambda comm: train(comm, run, 3, Ops.build(keep_packed_weights=True)))[0]
-    assert [(r.loss, r.grad_norm) for r in kept] == [(r.loss, r.grad_norm) for r in plain]
+    trainer, resume = make_trainer(world, run), find_checkpoint(run, world)
+    assert (resume.iteration, resume.state) == (None, {}), "nothing of the saved state is left to anybody"
+    return trainer, resume_training(trainer, resume)
+
+
+def test_the_weights_are_those_of_the_checkpoint_and_all_else_begins(pretrained):
+    directory, weights, _ = pretrained
+    trainer, lines = started(SoloComm(), load=directory, finetune=True, lr=0.5)
+    assert lines == [f"starting from the weights of {directory}, iteration 2: iteration 0, a fresh optimizer, data from the start"]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole_tensors(trainer, "weight").items())
+    assert trainer.progress.iteration == trainer.progress.consumed_samples == trainer.optimizer.steps == 0
+    assert not any(part.exp_avg.any() or part.exp_avg_sq.any() for part in trainer.optimizer.parts)
+    fresh = make_trainer(SoloComm(), small_run(lr=0.5))
+    assert trainer.train_step().learning_rate == fresh.train_step().learning_rate
+    trainer.close(), fresh.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {**TP2PP2, "zero_stage": 1}])
+def test_weights_alone_of_another_dtype_load_into_any_layout(pretrained, changes):
+    _, weights, alone = pretrained
+
+    def loaded(world):
+        trainer, _ = started(world, load=alone, finetune=True, **changes)
+        trainer.close()
+        return whole_tensors(trainer, "weight")
+
+    for name, tensor in ThreadWorld(8).run(loaded)[0].items() if changes else loaded(SoloComm()).items():
+        expected = weights[name if name in weights else "embedding.word_embeddings.weight"].bfloat16().float()
+        assert torch.equal(tensor, expected), name
+
+
+def test_files_that_came_with_the_model_go_on_with_it(pretrained, tmp_path):
+    source, own = shutil.copytree(pretrained[2], tmp_path / "source"), tmp_path / "own"
+    (source / "hugging_face").mkdir()
+    (source / "hugging_face" / "tokenizer.json").write_text("{}")
+    trainer, _ = started(SoloComm(), load=str(source), save=str(own), finetune=True)
+    trainer.close()
+    assert (own / "hugging_face" / "tokenizer.json").read_text() == "{}"
+
+
+def test_other_uses_of_weights_alone_are_refused(pretrained):
+    with pytest.raises(ValueError, match=f"--load {pretrained[2]} holds weights alone.*: give --finetune to start from them"):
+        find_checkpoint(small_run(load=pretrained[2]), SoloComm())
+    with pytest.raises(ValueError, match=r"holds another model, with --hidden-size 32 \(this run: 64\)"):
+        started(SoloComm(), load=pretrained[2], finetune=True, hidden_size=64)
+
+
+def test_the_pretrained_checkpoint_counts_until_the_run_has_its_own(pretrained, tmp_path):
+    own, flags = str(tmp_path / "own"), {"pretrained_checkpoint": pretrained[2]}
+    trainer, lines = started(SoloComm(), load=own, save=own, **flags)
+    assert len(lines) == 1 and lines[0].startswith(f"starting from the weights of {pretrained[2]}, iteration 0:")
+    trainer.train_step()
+    trainer.save(own)
+    trainer.close()
+    assert find_checkpoint(small_run(load=own, save=own, **flags), SoloComm()).iteration == 1
+
+
+def test_flags():
+    words = ["--recipe", "demo", "--mock-data"]
+    assert parse([*words, "--finetune"]).notes == ("--finetune has no effect without --load",)
+    for more, message in [(["--load", "a", "--save", "a", "--finetune"], "--finetune starts at iteration 0, and would replace"),
+                          (["--load", "a", "--finetune", "--pretrained-checkpoint", "b"], "exclude each other"),
+                          (["--pretrained-checkpoint", ""], "--pretrained-checkpoint is empty")]:
+        with pytest.raises(ValueError, match=message):
+            parse([*words, *more])

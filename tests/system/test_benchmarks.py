@@ -522,7 +522,7 @@ def test_decoding_against_transformers(tmp_path):
     ("comm --sizes 8 --ranks 4", "--sizes 8: give 16 or more"),
     ("schedule --stages 1", "--stages 1: give 2 or more"),
     ("schedule --rounds 0", "--rounds 0: give 1 or more"),
-    ("schedule --slot-ms 0", "--slot-ms 0.0: give a number above 0"),
+    ("schedule --slot-ms 0", "--slot-ms 0.0: pass a number above 0"),
     ("schedule --chunks 1", "--chunks 1: give 2 or more"),
     ("two_hosts --rate fast", "--rate fast: write it as 1gbit or 500mbit"),
     ("two_hosts --rounds 0", "--rounds 0: give 1 or more"),

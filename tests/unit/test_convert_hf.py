@@ -411,9 +411,9 @@ def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys):
         ([*hf, *new, "--max-shard-size", "5 apples"], "--max-shard-size is '5 apples': give a size such as 5GB"),
         ([*hf, *new, "--ckpt-step", "3"], "--ckpt-step goes with --load"),
         ([*hf, *new, "--vocab-size", "3"], "--vocab-size 3 goes with --from-megatron"),
-        ([*hf, *new, "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size is 0: give a number above 0"),
-        ([*hf, *new, "--hf-files", tmp_path / "none"], "is no directory"),
-        (["--from-hf", tmp_path / "none", *new], "is no directory: give one that holds config.json"),
+        ([*hf, *new, "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size is 0: pass a number above 0"),
+        ([*hf, *new, "--hf-files", tmp_path / "none"], "is not a directory"),
+        (["--from-hf", tmp_path / "none", *new], "is not a directory: give one that holds config.json"),
         (["--load", tmp_path / "none", "--to-hf", tmp_path / "new"], "holds no checkpoint"),
         (["--load", trained, "--ckpt-step", "9", "--to-hf", tmp_path / "new"], "manifest.json is missing"),
     ]:

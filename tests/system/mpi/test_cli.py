@@ -1,6 +1,6 @@
 """Commands under a launcher: help and mistakes come out once, and what they compute on two ranks is what one rank computes.
 
-The results of one rank are compared with transformers in tests/parallel/test_evaluate.py and test_decoding.py.
+The results of one rank are compared with transformers in tests/parallel/test_evaluate.py and test_generate.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import pytest
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.perf import machine
-from tests.parallel.test_decoding import NEW, PROMPTS, WIDE, our_tokens
 from tests.parallel.test_evaluate import PROSE, QUESTIONS, result
-from tests.parallel.test_generate import save_trained, write_tokenizer
+from tests.parallel.test_generate import NEW, TEXTS, WIDE, our_tokens, save_trained, write_tokenizer
 from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi
@@ -64,11 +63,11 @@ def test_two_ranks_evaluate(mpich, tmp_path):
 def test_two_ranks_generate(mpich, tmp_path):
     save_trained(SoloComm(), tmp_path, 3, **WIDE)
     expected = our_tokens(SoloComm(), tmp_path, (1, 1))
-    prompts = [word for prompt in PROMPTS for word in ("--prompt", bytes(prompt).decode())]
+    prompts = [word for prompt in TEXTS for word in ("--prompt", bytes(prompt).decode())]
     job = mpich.run(2, *COMMAND, "generate", "--load", str(tmp_path), *write_tokenizer(tmp_path), *prompts,
                     "--max-new-tokens", str(NEW), "--temperature", "0", "--tensor-model-parallel-size", "2")
     assert job.returncode == 0, job.stderr
-    texts = [f"[{bytes(prompt).decode()}]{bytes(ids).decode('utf-8', 'replace')}" for prompt, ids in zip(PROMPTS, expected)]
+    texts = [f"[{bytes(prompt).decode()}]{bytes(ids).decode('utf-8', 'replace')}" for prompt, ids in zip(TEXTS, expected)]
     assert job.stdout == "\n".join(["--- iteration 3, prompt in brackets ---", *texts, ""])
 
 

@@ -1,26 +1,89 @@
-"""--skip-samples: which samples a run takes, in any layout, and across a resume."""
+"""Which samples a rank takes: from a reader that it shares with others, and those that --skip-samples leaves."""
 
-from __future__ import annotations
-
-import random
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.solo import SoloComm
-from fugaku_megatron.config.arguments import make_run, parse
+from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.batches import RampUp, length
 from fugaku_megatron.config.run_config import TrainingConfig
 from fugaku_megatron.config.sample_rules import Skips
+from fugaku_megatron.data import sampler as feed_module
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.data.sampler import ReaderBatches, ReaderGroup, micro_batches
+from fugaku_megatron.data.sampler import ReaderBatches, ReaderGroup, build_reader_group, micro_batches
 from fugaku_megatron.training.memory_watch import skip_line
 from fugaku_megatron.training.pretrain import run_length
 from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training
-from tests.helpers import SMALL, make_trainer, small_run
+from fugaku_megatron.training.train import Trainer, reads_data
+from tests.helpers import PP2, SMALL, TP2, grid_groups, make_trainer, mock, small_run
 from tests.threads import ThreadWorld
+
+DATA = MockDataset(50, 8, 100, 3)
+
+
+def test_a_reader_serves_the_ranks_of_its_node_that_need_data():
+    def rank(world):
+        nodes = find_nodes(world, "ab"[world.rank % 2])
+        feed = build_reader_group(world, nodes, dp_rank=10 + world.rank, needs_data=world.rank != 2)
+        return feed and (feed.dp_ranks, feed.reads)
+
+    assert ThreadWorld(6).run(rank) == [((10, 14), True), ((11, 13, 15), True), None, ((11, 13, 15), False), ((10, 14), False),
+                                        ((11, 13, 15), False)]
+
+
+@pytest.mark.parametrize("dp_ranks", [(0, 1, 2), (1, 1, 0)])
+def test_what_is_handed_out_is_what_each_rank_would_read(dp_ranks):
+    def size(consumed):
+        return 12 if consumed < 24 else 24
+
+    def rank(world):
+        feed = feed_module.ReaderGroup(world, dp_ranks)
+        own = micro_batches(DATA, 0, size, 2, dp_ranks[world.rank], 3)
+        with closing(ReaderBatches(feed, DATA if feed.reads else None, 0, size, 2, 3)) as handout:
+            for count in (2, 2, 4, 4):
+                handout.begin()
+                for _ in range(count):
+                    assert all(map(torch.equal, next(handout), next(own)))
+                assert next(handout, None) is None  # the next iteration has not begun
+
+    ThreadWorld(3).run(rank)
+
+
+def test_an_error_of_the_reader_is_raised():
+    class Broken(MockDataset):
+        def __getitem__(self, index):
+            raise ValueError("token id 99")
+
+    def rank(world):
+        data = Broken(50, 8, 100, 3) if world.rank == 0 else None
+        with closing(ReaderBatches(feed_module.ReaderGroup(world, (0, 1)), data, 0, lambda _: 4, 2, 2)) as handout:
+            handout.begin()
+
+    with pytest.raises(ValueError, match="token id 99"):
+        ThreadWorld(2).run(rank)
+
+
+@pytest.mark.parametrize("changes", [PP2, TP2], ids=str)
+def test_losses_do_not_depend_on_who_reads(changes):
+    run = small_run(num_layers=2, **changes)
+
+    def losses(world, shared):
+        torch.set_num_threads(1)
+        groups = grid_groups(world, run)
+        feed = build_reader_group(world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)) if shared else None
+        reads = feed.reads if shared and feed else not shared
+        data = (mock(run), mock(run, 8)) if reads else (None, None)
+        with closing(Trainer(run, world, groups, *data, feed=feed)) as trainer:
+            trained = [trainer.train_step().loss for _ in range(2)]
+            return [*trained, trainer.evaluate(trainer.valid, 16, 2), trainer.train_step().loss]
+
+    assert ThreadWorld(4).run(losses, True) == ThreadWorld(4).run(losses, False)
+
 
 RANGES = [(), ("4:9",), ("0:3,3:5", "20:21"), ("7:30",), ("30:40", "35:50"), ("0:1",)]
 
@@ -75,24 +138,6 @@ def test_every_layout_takes_the_same_samples(ranges):
     handout.close()
 
 
-def test_random_ranges():
-    draw = random.Random(5)
-    for _ in range(200):
-        bounds = [sorted(draw.sample(range(90), 2)) for _ in range(draw.randrange(4))]
-        ranges = tuple(f"{a}:{b}" for a, b in bounds)
-        position, count = draw.randrange(60), draw.randrange(1, 20)
-        assert list(Skips.parse(ranges).samples(position, count)) == taken(ranges, RampUp(count, 1, 0, count), 1, position)[0]
-
-
-def test_what_is_no_range_is_refused_with_one_line():
-    for text in ("5", "5:", ":7", "7:5", "5:5", "-1:5", "a:b", "1:2:3", "1:2,", "", "0:2000000000000", "1.0:2", "٣:٥"):
-        with pytest.raises(ValueError, match="^--skip-samples .*(pass FIRST:END|FIRST must be below END)") as refused:
-            make_run(None, {**SMALL, "skip_samples": (text,)})
-        assert "\n" not in str(refused.value)
-    run = parse(["--recipe", "demo", "--skip-samples", "10:20,15:30", "2:3"]).run
-    assert str(Skips.parse(run.data.skip_samples)) == "2:3,10:30"
-
-
 def test_a_run_of_iterations_over_several_epochs_is_told_of_its_order():
     epochs = SimpleNamespace(num_epochs=2)
     run = small_run(skip_samples=("2:3",))
@@ -100,8 +145,6 @@ def test_a_run_of_iterations_over_several_epochs_is_told_of_its_order():
     assert skip_line(run, SimpleNamespace(num_epochs=1)) is skip_line(small_run(), epochs) is skip_line(run, None) is None
     assert skip_line(make_run(None, {**SMALL, "skip_samples": ("2:3",), "train_iters": None, "train_samples": 9}), epochs) is None
 
-
-# Training ---------------------------------------------------------------------------------------------------------------------
 
 DROPOUT = {"num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 
@@ -147,7 +190,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits_and_says_what_changed(tmp_path
     first, _ = start(3, **skipped)  # up to sample 58
     rest, notes = start(2, **skipped)
     assert first + rest == whole[:5] and notes == []
-    assert start(2, skip_samples=("70:75",)) == (rest, []), "what lies behind needs no flag"
+    assert start(2, skip_samples=("70:75",)) == (rest, []), "samples that were passed need no flag"
     _, notes = start(1)
     assert notes == ["note: --skip-samples leaves out nothing of the samples ahead, was 70:75: the curve goes on differently from "
                      "there"]

@@ -1,0 +1,129 @@
+"""What ranks find out together: errors that all raise or none, objects of rank 0, which ranks share a node, who watches whom."""
+
+import errno
+
+import pytest
+
+from fugaku_megatron.comm import agreement, launch
+from fugaku_megatron.comm.agreement import agree, describe, find_nodes, on_root, scatter_object
+from fugaku_megatron.comm.launcher import ExitCode
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.training.placing import place
+from fugaku_megatron.watchdog.heartbeat import Heartbeat
+from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
+from tests.helpers import one_error
+from tests.recording import RecordingComm
+from tests.threads import ThreadWorld
+
+
+def test_success_gathers_nothing():
+    comm = RecordingComm(SoloComm(5, 98_304))
+    assert agree(comm, lambda: "own") == "own" and comm.records == [("all_reduce", 8)]
+
+
+def test_every_rank_raises_the_first_failing_ranks_message():
+    def rank(comm):
+        def work():
+            if comm.rank in (1, 3):
+                raise OSError(28, "No space left on device", f"file_{comm.rank}")
+
+        with pytest.raises(ValueError) as caught:
+            agree(comm, work, "saving: ", lambda: " [hint]")
+        assert caught.value.everywhere  # run_or_abort then lets rank 0 alone report it
+        cause = type(caught.value.__cause__)
+        return str(caught.value), cause
+
+    outcomes = ThreadWorld(4).run(rank)
+    assert {text for text, _ in outcomes} == {"saving: rank 1: file_1: No space left on device [hint]"}
+    assert [cause for _, cause in outcomes] == [type(None), OSError, type(None), OSError]
+
+
+@pytest.mark.parametrize("number, passes", [(errno.EIO, True), (errno.ENOSPC, False)])
+def test_a_file_system_that_fails_is_told_from_a_mistake_on_every_rank(number, passes):
+    def write(comm):
+        if comm.rank == 1:
+            try:
+                raise OSError(number, "failed", "a file")
+            except OSError as error:
+                raise ValueError("a file: failed") from error  # as whoever writes a checkpoint does
+
+    def rank(comm):
+        with pytest.raises(ValueError) as caught:
+            agree(comm, lambda: write(comm))
+        return launch._report(caught.value)[0]
+
+    assert ThreadWorld(3).run(rank) == [ExitCode.STORAGE if passes else ExitCode.USER_ERROR] * 3
+
+
+def test_only_rank_0_works_and_all_have_its_result():
+    worked = []
+
+    def rank(comm):
+        return on_root(comm, lambda: worked.append(comm.rank) or "manifest")
+
+    assert ThreadWorld(3).run(rank) == ["manifest"] * 3
+    assert worked == [0]
+
+
+def test_an_error_of_rank_0_reaches_all():
+    assert one_error(3, lambda comm: on_root(comm, lambda: {}["size"])) == "KeyError: 'size'"
+
+
+@pytest.mark.parametrize("error", [ValueError(), AssertionError(), OSError(), RuntimeError("x")])
+def test_a_description_is_never_empty(error):
+    assert describe(error)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_every_rank_gets_its_own_object(size):
+    def rank(comm):
+        return [scatter_object(comm, [f"{i} for {r}" for r in range(size)] if comm.rank == 0 else None) for i in range(3)]
+
+    assert ThreadWorld(size).run(rank) == [[f"{i} for {rank}" for i in range(3)] for rank in range(size)]
+    assert scatter_object(SoloComm(3, 8), None) is None and scatter_object(SoloComm(0, 8), list("abcdefgh")) == "a"
+
+
+def found(names):
+    def rank(world):
+        nodes = find_nodes(world, names[world.rank])
+        return nodes.ranks.all_gather_object(world.rank), nodes.number, nodes.count, nodes.leads
+
+    return ThreadWorld(len(names)).run(rank)
+
+
+def test_ranks_of_one_name_form_a_node_in_the_order_of_the_world():
+    here, there = ([0, 2, 3], 0, 2), ([1, 4], 1, 2)
+    assert found(["b", "a", "b", "b", "a"]) == [(*here, True), (*there, True), (*here, False), (*here, False), (*there, False)]
+
+
+def test_names_of_one_checksum_are_told_apart(monkeypatch):
+    monkeypatch.setattr(agreement.zlib, "crc32", lambda name: 7)
+    assert [ranks for ranks, *_ in found(["b", "a", "b"])] == [[0, 2], [1], [0, 2]]
+
+
+def test_ranks_learn_their_node_and_the_one_above(tmp_path):
+    def placed(world):
+        watchdog = Watchdog(Heartbeat(tmp_path / f"alone{world.rank}"), HangSettings(1000.0, tmp_path, None))
+        place(watchdog, world, find_nodes(world, f"node{world.rank // 3}"))
+        beat, own = watchdog.heart.beat(), watchdog.link._socket.getsockname()
+        world.barrier()
+        watchdog.close()
+        return beat.rank, watchdog.local, watchdog.link.number, watchdog.link.parents, own, watchdog.link.token
+
+    ranks = ThreadWorld(7).run(placed)
+    assert [rank for rank, *_ in ranks] == list(range(7))
+    assert [local for _, local, *_ in ranks] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3 + [(6,)]
+    listening = [own for *_, own, _ in ranks[:2]]
+    assert [(number, parents) for _, _, number, parents, *_ in ranks] == [(0, [])] * 3 + [(1, listening)] * 3 + [(2, listening)]
+    assert len({token for *_, token in ranks}) == 1
+
+
+def test_one_node_needs_no_socket(tmp_path):
+    def placed(world):
+        watchdog = Watchdog(Heartbeat(tmp_path / "all"), HangSettings(1000.0, tmp_path, None))
+        place(watchdog, world, find_nodes(world))
+        world.barrier()
+        watchdog.close()
+        return watchdog.link
+
+    assert ThreadWorld(2).run(placed) == [None, None]
