@@ -1,7 +1,5 @@
 """What the ARM tests run with: cross compiler, emulator, the folder .arm/ of `make arm-env`, and skips that say what is missing."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

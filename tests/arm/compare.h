@@ -50,7 +50,7 @@ inline void compare(const char* what, float relative, float absolute, const F& f
   }
 }
 
-// The main function of a checker: `check` compares every target that this CPU can run and that is no argument. One line per
+// The main function of a checker: `check` compares every target that this CPU can run and that is not an argument. One line per
 // target says that it agrees, or why it is not run.
 inline int compare_targets(int argc, char** argv, void (*check)()) {
   const std::vector<std::string> left_out(argv + 1, argv + argc);

@@ -11,6 +11,7 @@ from tests.arm import builds
 from tools import arm_codegen, arm_vector_loops
 from tools.asm_loops import around_loop, faults, innermost_loops, outside_loops, shortest_gap, slow_instructions
 
+needs_model = pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
 ACCUMULATORS = 24
 CLEAN = [f"fmla z{i}.s, p0/m, z30.s, z31.s" for i in range(ACCUMULATORS)]
 LOADS = ["ld1rw z30.s, p0/z, [x1]", "ld1w z31.s, p0/z, [x2]", "add x1, x1, 4"]
@@ -34,57 +35,37 @@ def test_the_inner_loop_is_found_with_its_source_file():
     assert (loop.label, loop.file, len(loop.multiply_adds), len(loop.body)) == (".L3", "gemm_micro.h", 24, 29)
     assert faults(loop) == []
     assert shortest_gap(loop) == ACCUMULATORS - 1
-
-
-def test_what_is_outside_the_loop():
     text = function(LOADS + CLEAN)
     assert [i.text for i in outside_loops(text, only_loop(LOADS + CLEAN).function).body] == ["mov x3, 0", "str z0, [x4]"]
+    text = function(LOADS + CLEAN).replace('"kernels_sve" "gemm_micro.h" md5 0x0', '"/src/kernels_sve/gemm_micro.h"')
+    assert innermost_loops(text)[0].file == "gemm_micro.h"
 
 
 def test_what_runs_between_two_runs_of_a_loop_is_found_wherever_it_lies():
-    """Not what comes before and behind, nor what returns."""
+    """Not what comes before and after it, nor what returns."""
     text = function(LOADS + CLEAN).replace("mov x3, 0", "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3")
     text = text.replace("str z0, [x4]", "str z0, [x4]\n\tcbz x8, .L9\n\tcbz x9, .L8")
     text = text.replace("\tret", ".L8:\n\tadd x1, x1, 8\n\tret")
     assert [i.text for i in around_loop(text, only_loop(LOADS + CLEAN)).body] == ["prfm PLDL2KEEP, [x7]", "str z0, [x4]"]
 
 
-def test_gcc_writes_file_names_in_one_piece():
-    text = function(LOADS + CLEAN).replace('"kernels_sve" "gemm_micro.h" md5 0x0', '"/src/kernels_sve/gemm_micro.h"')
-    assert innermost_loops(text)[0].file == "gemm_micro.h"
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (["str z3, [sp, #2, mul vl]"], "an accumulator in memory"),
-        (["ldr z3, [x29, #-1, mul vl]"], "an accumulator in memory"),
-        (["st1w { z3.s }, p0, [x5]"], "a store in the loop"),
-        (["fmla z24.s, z30.s, z7.s[2]"], "by element"),
-        (["insr z31.s, s2"], "one by one"),
-        (["fdiv z25.s, p0/m, z25.s, z26.s"], "98 cycles"),
-        (["fsqrt z25.s, p0/m, z26.s"], "98 cycles"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "message"), [
+    ("str z3, [sp, #2, mul vl]", "an accumulator in memory"), ("ldr z3, [x29, #-1, mul vl]", "an accumulator in memory"),
+    ("st1w { z3.s }, p0, [x5]", "a store in the loop"), ("fmla z24.s, z30.s, z7.s[2]", "by element"),
+    ("insr z31.s, s2", "one by one"), ("fdiv z25.s, p0/m, z25.s, z26.s", "98 cycles"), ("fsqrt z25.s, p0/m, z26.s", "98 cycles"),
+])
 def test_a_bad_instruction_is_named(bad, message):
-    (fault,) = faults(only_loop(LOADS + CLEAN + bad))
-    assert message in fault and bad[0] in fault
+    (fault,) = faults(only_loop([*LOADS, *CLEAN, bad]))
+    assert message in fault and bad in fault
+    assert slow_instructions(only_loop([*LOADS, *CLEAN, "fdiv s1, s2, s3"])) == [], "a division of scalars, outside the vectors"
 
 
-def test_a_scalar_division_outside_the_vectors_is_no_fault():
-    assert slow_instructions(only_loop(LOADS + CLEAN + ["fdiv s1, s2, s3"])) == []
-
-
-@pytest.mark.parametrize(
-    ("body", "gap"),
-    [
-        (CLEAN[:12], 11),  # too few accumulators: the chain goes round the loop
-        (CLEAN + CLEAN[:1], 0),  # the last and the first of the next turn
-        ([*CLEAN, "fmad z27.s, p0/m, z30.s, z6.s"], 17),  # z27 = z27 * z30 + z6: it waits for z6
-        (["movprfx z25, z3", "fmla z25.s, p0/m, z30.s, z31.s", *CLEAN[4:14], "mov z3.d, z25.d", CLEAN[3]], 0),
-        (["mov z0.s, 0", CLEAN[0], CLEAN[1], *CLEAN[2:20]], 19),  # z0 begins anew in each turn
-    ],
-)
+@pytest.mark.parametrize(("body", "gap"), [
+    (CLEAN[:12], 11), (CLEAN + CLEAN[:1], 0),  # too few accumulators; the last and the first of the next turn
+    ([*CLEAN, "fmad z27.s, p0/m, z30.s, z6.s"], 17),  # z27 = z27 * z30 + z6: it waits for z6
+    (["movprfx z25, z3", "fmla z25.s, p0/m, z30.s, z31.s", *CLEAN[4:14], "mov z3.d, z25.d", CLEAN[3]], 0),
+    (["mov z0.s, 0", CLEAN[0], CLEAN[1], *CLEAN[2:20]], 19),  # z0 begins anew in each turn
+])
 def test_distance_between_two_on_one_accumulator(body, gap):
     assert shortest_gap(only_loop(LOADS + body)) == gap
 
@@ -97,7 +78,7 @@ def test_missing_loop_is_a_fault():
         assert wrong == ["GCC GEMM k-loop: no loop of 24 or more multiply-adds in gemm_micro.h"]
 
 
-@pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
+@needs_model
 def test_the_model_sees_a_slow_loop():
     kernel = arm_codegen.hot_kernels((12, 2), 8)[0]
     fast, slow = only_loop(LOADS + CLEAN), only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
@@ -105,7 +86,7 @@ def test_the_model_sees_a_slow_loop():
     assert "of the peak in the model, 98 % needed" in arm_codegen.row("GCC", "f", kernel, slow)[1][0]
 
 
-@pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
+@needs_model
 @pytest.mark.parametrize(("fetches", "wrong"), [(4, []), (200, ["GCC GEMM k-loop, 8 turns with what is fetched: "])])
 def test_the_model_sees_what_is_fetched(fetches, wrong):
     kernel = arm_codegen.hot_kernels((12, 2), 8)[0]
@@ -123,13 +104,13 @@ def elementwise(*bodies):
 
 
 def test_the_loop_of_whole_groups_of_vectors_is_taken():
-    """Not the loop of single vectors behind it, nor that of an edge, which branches."""
+    """Not the loop of single vectors after it, nor that of an edge, which branches."""
     edge = ["cbz x9, .L77", *EXP * 6]
     loop = arm_vector_loops.hot_loop(elementwise(EXP, EXP * 4, edge), GELU)
     assert loop.label == ".L13" and GELU.vectors_of(loop) == 4
 
 
-@pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
+@needs_model
 def test_an_elementwise_loop_is_held_to_its_cycles():
     slow = [*EXP, *["fadd z20.s, z20.s, z30.s"] * 4]
     texts = {"GCC": elementwise(EXP * 2), "Clang": elementwise(slow)}
@@ -150,7 +131,7 @@ def test_kernels_pass_the_gate():
 
 
 @builds.needs_compiler
-@pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
+@needs_model
 def test_a_chunk_of_fp16_sums_costs_a_share_of_the_peak():
     """From the real kernels: a step of k takes half a cycle per accumulator, a chunk less than its steps from 32 on."""
     text = arm_codegen.assembly(arm_codegen.GCC, "GCC 12")

@@ -17,9 +17,6 @@ from tests.arm import builds
 # By the number of a shape's numbers.
 SIZES = {1: ["1000"], 2: ["17", "130"], 3: ["6", "5", "70"], 4: ["40", "1", "2", "24"], 5: ["8", "4", "2", "12", "24"],
          6: ["40", "1", "4", "2", "24", "21"]}
-HASH_FREE = {"fma_peak"}  # its checksum is the number of operations
-
-
 @pytest.fixture(scope="module")
 def native():
     return [build()]
@@ -60,16 +57,8 @@ def checksum(program, *arguments):
     return float(re.search(r"^checksum (\S+)$", done.stdout, re.MULTILINE)[1])
 
 
-def assert_ops_agree(program, dtype, tolerance):
-    for name, numbers in ops(program).items():
-        if name not in HASH_FREE:
-            arguments = [name, *SIZES[numbers], "--dtype", dtype]
-            expected = checksum(program, *arguments, "--target", "reference")
-            assert checksum(program, *arguments) == pytest.approx(expected, rel=tolerance, abs=tolerance * 10), arguments
-
-
 def test_every_kernel_of_the_table_has_an_op(native):
-    """But for those that move nothing, and the plain product, which the layers' three are forms of."""
+    """But for those that move nothing, and the plain matmul, which the layers' three are forms of."""
     rows = {row["name"]: row for row in kernels.table.rows()}
     assert {kernel for _, kernel, _ in listed(native)} >= {name for name, row in rows.items() if row["bytes"] != "0"} - {"gemm"}
     for op, kernel, sizes in listed(native):
@@ -93,13 +82,17 @@ def test_flops_of_attention_are_accountings(native, op, sizes, share):
     assert flops == share * accounting.causal_attention_flops(b * heads, s, d, window)
 
 
-def test_every_op_agrees_with_the_reference(native):
-    assert_ops_agree(native, "f32", 1e-4)
+@pytest.fixture(params=["native", pytest.param("arm", marks=builds.needs_compiler)])
+def program(request):
+    return request.getfixturevalue(request.param)
 
 
-@builds.needs_compiler
-def test_every_op_agrees_with_the_reference_on_an_a64fx(arm):
-    assert_ops_agree(arm, "f32", 1e-4)
+def test_every_op_agrees_with_the_reference(program):
+    for name, numbers in ops(program).items():
+        if name != "fma_peak":  # its checksum is the number of operations
+            arguments = [name, *SIZES[numbers], "--dtype", "f32"]
+            expected = checksum(program, *arguments, "--target", "reference")
+            assert checksum(program, *arguments) == pytest.approx(expected, rel=1e-4, abs=1e-3), arguments
 
 
 @builds.needs_compiler
@@ -124,35 +117,19 @@ def test_a_fall_back_to_the_baseline_is_said(arm, cpu):
     assert "target portable" in done.stdout
     assert done.stderr == "kernel_driver: runs target portable, the slowest, without sve512: this CPU has no SVE of 512 bits\n"
     assert run([arm[0], "-cpu", cpu, arm[-1]], "exp", "100", "--target", "portable").stderr == ""
+    own = run(arm, "exp", "100")
+    assert "target sve512" in own.stdout and own.stderr == ""
 
 
-@builds.needs_compiler
-def test_the_cpus_own_target_needs_no_word(arm):
-    done = run(arm, "exp", "100")
-    assert "target sve512" in done.stdout and done.stderr == ""
-
-
-def test_half_precision_is_a_choice(native):
+def test_half_precision_and_sums_in_fp16_are_choices(native, program):
     single, half = (checksum(native, "gelu", "8", "64", "--dtype", dtype) for dtype in ("f32", "bf16"))
-    assert half != single
-    assert half == pytest.approx(single, rel=2e-2)
-
-
-def assert_chunks_agree(program, *target):
+    assert half != single and half == pytest.approx(single, rel=2e-2)
+    target = ["--target", "portable"] if program is native else []
     for name in ("gemm_nt", "gemm_nt_packed", "gemm_nt_bias_gelu", "gemm_nn", "gemm_tn"):
         arguments = [name, "29", "131", "300", "--dtype", "f16", "--fp16-chunk", "24"]
         exact, chunked = (checksum(program, *arguments[:end], "--target", "reference") for end in (6, 8))
         assert exact != chunked
         assert checksum(program, *arguments, *target) == pytest.approx(chunked, rel=1e-5, abs=1e-3), name
-
-
-def test_sums_in_fp16_are_a_choice(native):
-    assert_chunks_agree(native, "--target", "portable")
-
-
-@builds.needs_compiler
-def test_sums_in_fp16_on_an_a64fx(arm):
-    assert_chunks_agree(arm)
 
 
 def test_times_are_printed_on_request(native):
@@ -161,20 +138,17 @@ def test_times_are_printed_on_request(native):
     assert "of 3 runs (no meaning under an emulator)" in printed and "GFLOP/s best" in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gem"], "unknown op 'gem'; known: "),
-        (["gemm_nt", "1", "2"], "gemm_nt: expected 3 numbers (M N K), got 2"),
-        (["gemm_nt", "1", "2", "x"], "shape: expected a number, got 'x'"),
-        (["exp", "--dtype", "f64"], "--dtype: expected f32, bf16 or f16, got 'f64'"),
-        (["exp", "--target", "sve3"], "unknown kernel target 'sve3'; known: reference"),
-        (["exp", "--loud", "1"], "unknown option --loud; known: --target --dtype --fp16-chunk --threads --repeat"),
-        (["gelu", "--dtype", "f16", "--fp16-chunk", "8"], "--fp16-chunk: not for gelu"),
-        (["gemm_tn", "--fp16-chunk", "8"], "--fp16-chunk: expected --dtype f16, got f32"),
-        (["exp", "--repeat"], "--repeat: expected a value"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["gem"], "unknown op 'gem'; known: "),
+    (["gemm_nt", "1", "2"], "gemm_nt: expected 3 numbers (M N K), got 2"),
+    (["gemm_nt", "1", "2", "x"], "shape: expected a number, got 'x'"),
+    (["exp", "--dtype", "f64"], "--dtype: expected f32, bf16 or f16, got 'f64'"),
+    (["exp", "--target", "sve3"], "unknown kernel target 'sve3'; known: reference"),
+    (["exp", "--loud", "1"], "unknown option --loud; known: --target --dtype --fp16-chunk --threads --repeat"),
+    (["gelu", "--dtype", "f16", "--fp16-chunk", "8"], "--fp16-chunk: not for gelu"),
+    (["gemm_tn", "--fp16-chunk", "8"], "--fp16-chunk: expected --dtype f16, got f32"),
+    (["exp", "--repeat"], "--repeat: expected a value"),
+])
 def test_mistakes_are_one_line(native, arguments, message):
     done = run(native, *arguments)
     assert done.returncode == 2 and done.stdout == ""

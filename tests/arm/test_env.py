@@ -23,13 +23,10 @@ def test_torch_is_the_one_for_aarch64():
     assert all("==" in wheel for wheel in [*arm_env.pinned(), *arm_env.THEIRS])
 
 
-@pytest.mark.parametrize(
-    ("apt", "user", "reason"),
-    [
-        (None, 0, "no apt here, and the machine lacks qemu-user-static"),
-        ("/usr/bin/apt-get", 1000, "not root, and the machine lacks qemu-user-static: apt-get install qemu-user-static"),
-    ],
-)
+@pytest.mark.parametrize(("apt", "user", "reason"), [
+    (None, 0, "no apt here, and the machine lacks qemu-user-static"),
+    ("/usr/bin/apt-get", 1000, "not root, and the machine lacks qemu-user-static: apt-get install qemu-user-static"),
+])
 def test_reason_is_one_line_and_kept_for_the_tests(empty, monkeypatch, capsys, apt, user, reason):
     monkeypatch.setattr(arm_env, "missing", lambda packages: ["qemu-user-static"] if packages is arm_env.HOST_PACKAGES else [])
     monkeypatch.setattr(arm_env.shutil, "which", lambda name: apt)

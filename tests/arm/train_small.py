@@ -10,8 +10,6 @@ counts for the tests named. One
 process for all: the emulated import of torch takes as long as everything else. See test_python.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

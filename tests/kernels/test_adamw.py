@@ -140,9 +140,6 @@ def test_adamw_refuses_bad_arguments():
         ({"grad": torch.zeros(5)}, r"grad: expected shape \(4,\) as param, got \(5,\)"),
         ({"exp_avg": torch.zeros(4, dtype=torch.float64)}, "exp_avg: expected dtype float32 or bfloat16, got float64"),
         ({"exp_avg_sq": torch.zeros(4).half()}, "exp_avg_sq: expected dtype float32 or bfloat16, got float16"),
-        ({"grad": torch.zeros(4).bfloat16()}, "grad: expected dtype float32, got bfloat16"),
-        ({"columns": -1}, "columns: expected 0 or more, got -1"),
-        ({"first": -1}, "first: expected 0 or more, got -1"),
         ({"copy": torch.zeros(4, dtype=torch.int32)}, "copy: expected dtype float32 or bfloat16 or float16, got int32"),
         ({"exp_avg": shared[:4], "exp_avg_sq": shared[3:]}, "exp_avg: expected memory apart from exp_avg_sq, got overlapping"),
     ])

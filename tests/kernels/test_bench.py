@@ -45,9 +45,6 @@ def test_clock_takes_a_cycle_per_step(target):
     start = time.perf_counter()
     kernels.bench_clock(steps)
     assert time.perf_counter() - start > steps / 10e9
-
-
-def test_steps_are_positive():
     for name in ("bench_fma", "bench_clock"):
         with pytest.raises(ValueError, match="steps: expected 1 or more, got 0"):
             getattr(kernels, name)(0)

@@ -102,7 +102,7 @@ def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads)
 
 
 def test_extreme_logits_as_torch(every_target):
-    """Whole blocks of -inf are no words; +inf, NaN and a row of -inf give NaN, in that row alone."""
+    """Whole blocks of -inf are not words; +inf, NaN and a row of -inf give NaN, in that row alone."""
     logits, labels, _ = sample(5, 4500, seed=4)
     labels.fill_(4400)
     logits[0, :4200] = float("-inf")

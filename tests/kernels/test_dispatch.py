@@ -114,8 +114,6 @@ def test_bad_arguments_are_value_errors_before_a_byte_is_written():
     out = torch.ones(4, 6)
     good = {"x": torch.zeros(4, 6), "out": out, "p": 0.1, "seed": 1, "stream": 1, "first_sample": 0, "sample_dim": 0}
     assert_refused([(lambda change=change: kernels.dropout(**{**good, **change}), message) for change, message in [
-        ({"x": 3}, "x: expected a torch tensor, got int"),
-        ({"x": None}, "x: expected a torch tensor, got NoneType"),
         ({"x": torch.zeros(4, 6, device="meta")}, "x: expected a tensor in CPU memory, got meta"),
         ({"x": torch.zeros(4, 6, dtype=torch.complex64)}, "x: expected a real dtype of this extension, got torch.comp"),
         ({"x": torch.zeros(4, 6, dtype=torch.int32)}, "x: expected dtype float32 or bfloat16 or float16, got int32"),
@@ -124,7 +122,6 @@ def test_bad_arguments_are_value_errors_before_a_byte_is_written():
         ({"out": torch.zeros(4, 6, dtype=torch.bfloat16)}, "out: expected dtype float32 as x, got bfloat16"),
         ({"x": torch.zeros(6, 4).t()}, r"x: expected a contiguous tensor, got shape \(4, 6\) with strides \(1, 4\)"),
         ({"p": 1.0}, r"p: expected a probability in \[0, 1\), got 1.0"),
-        ({"p": float("nan")}, r"p: expected a probability in \[0, 1\), got nan"),
         ({"sample_dim": 1}, "sample_dim: expected a dimension before the last, got 1"),
         ({"first_sample": -1}, "first_sample: expected 0 or more, got -1"),
         ({"row0": 2**32}, r"row0: expected fewer than 2\*\*32 rows in a sample"),

@@ -29,12 +29,9 @@ def ulps(got, want):
     return float(((got.double() - want).abs() / torch.exp2(exponent - 24)).max())
 
 
-def test_exp_over_its_whole_range(target):
+def test_exp_over_its_whole_range_and_special_values(target):
     for x in (torch.linspace(-87.33, 88.70, 2_000_003), torch.randn(100_001) * 1e-3):
         assert ulps(elementwise("exp", x), x.double().exp()) <= 2
-
-
-def test_special_values(target):
     x = torch.tensor([-math.inf, -1e30, -104.0, -87.4, 88.73, 1e30, math.inf, math.nan, 0.0, -0.0])
     want = torch.tensor([0.0, 0.0, 0.0, 0.0, math.inf, math.inf, math.inf, math.nan, 1.0, 1.0])
     torch.testing.assert_close(elementwise("exp", x), want, rtol=0, atol=0, equal_nan=True)

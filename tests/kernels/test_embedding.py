@@ -71,8 +71,6 @@ def test_wrong_arguments_leave_everything_untouched():
     assert_refused([
         (lambda: kernels.embedding(tokens, table, out, vocabulary=9), "tokens: expected words from 0 to 8, got 9 at 1"),
         (lambda: kernels.embedding(tokens, table, out[:, :1].contiguous()), "out: expected a row of 8 for each of 2 tokens"),
-        (lambda: kernels.embedding(tokens.int(), table, out), "tokens: expected dtype int64"),
-        (lambda: kernels.embedding(tokens, table, out.half()), "out: expected dtype float32 as table"),
         (lambda: kernels.embedding_backward(tokens, out, table.half()), "dtable: expected dtype float32"),
         (lambda: kernels.add_position(torch.ones(6, 1, 8), table, torch.ones(6, 1, 8)), "table: expected at least 6 rows of 8"),
     ], untouched=(table, out))

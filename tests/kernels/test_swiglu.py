@@ -34,8 +34,7 @@ def test_swiglu_and_its_gradient(every_target, shape, dtype):
     assert torch.equal(x, dx)
 
 
-def test_columns_of_a_wider_tensor(every_target, guarded):
-    """Parts of the columns give the bits of the whole, and write nothing beside them."""
+def test_parts_and_threads_give_the_bits_of_the_whole(every_target, guarded, same_for_any_threads):
     x, dy = random(13, 2, 71), random(13, 71, seed=2)
     whole, whole_dx = forward(x), torch.empty_like(x)
     kernels.swiglu_backward(dy, x, whole_dx)
@@ -45,6 +44,14 @@ def test_columns_of_a_wider_tensor(every_target, guarded):
         assert torch.equal(forward(part), whole[:, columns])
         kernels.swiglu_backward(dy[:, columns].contiguous(), part, part)
     assert torch.equal(dx, whole_dx)
+    x, dy = random(331, 2, 131), random(331, 131, seed=2)
+
+    def both():
+        dx = torch.empty_like(x)
+        kernels.swiglu_backward(dy, x, dx)
+        return forward(x), dx
+
+    same_for_any_threads(both)
 
 
 def test_swiglu_backward_is_the_slope(every_target):
@@ -68,25 +75,12 @@ def test_gates_far_from_zero(every_target):
     torch.testing.assert_close(forward(odd), exact(odd), rtol=1e-6, atol=0, equal_nan=True)
 
 
-def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads):
-    x, dy = random(331, 2, 131), random(331, 131, seed=2)
-
-    def both():
-        dx = torch.empty_like(x)
-        kernels.swiglu_backward(dy, x, dx)
-        return forward(x), dx
-
-    same_for_any_threads(both)
-
-
 def test_wrong_arguments_leave_everything_untouched():
     x, y = torch.ones(4, 2, 8), torch.ones(4, 8)
     assert_refused([
         (lambda: kernels.swiglu(x[:, :1], y), r"x: expected shape \(\*, 2, \*\), got \(4, 1, 8\)"),
         (lambda: kernels.swiglu(x, y[:2]), r"y: expected shape \(4, 8\), got \(2, 8\)"),
-        (lambda: kernels.swiglu(x, y.half()), "y: expected dtype float32 as x"),
         (lambda: kernels.swiglu(x[:, :, ::2], y[:, :4]), "x: expected a contiguous last dimension"),
-        (lambda: kernels.swiglu_backward(y, x, x[:3]), r"dx: expected shape \(4, 2, 8\) as x"),
         (lambda: kernels.swiglu_backward(y[:, :4], x[:, :, :4], torch.ones(4, 2, 4)), "dy: expected a contiguous tensor"),
         (lambda: kernels.swiglu_backward(x[:2].view(4, 8), x, x), "dx: expected memory apart from dy"),
     ], untouched=(x, y))

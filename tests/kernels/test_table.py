@@ -22,13 +22,10 @@ ROWS = {row["name"]: row for row in kernels.table.rows()}
 PRIMES = [3, 5, 7, 11, 13, 17]
 
 
-def test_every_row_is_listed_and_bound():
+def test_every_row_is_listed_and_bound_and_a_family_is_four_files():
     source = (ROOT / "kernels_sve" / "kernels.inc").read_text()
     assert list(ROWS) == re.findall(r"^FM_(?:KERNEL|CALL)\((\w+),", source, re.MULTILINE)
     assert [name for name in ROWS if not callable(getattr(kernels, name, None))] == []
-
-
-def test_a_family_is_four_files():
     places = ("kernels_sve/{}.h", "kernels_sve/reference_{}.cc", "kernels_sve/bind_{}.cc", "tests/kernels/test_{}.py")
     files = {place.format(row["family"]) for row in ROWS.values() for place in places}
     assert [path for path in sorted(files) if not (ROOT / path).exists()] == []
@@ -79,7 +76,7 @@ def test_operands_are_the_leading_arguments():
 
 
 def size_of(dimension, sizes):
-    """The product of a dimension's factors, of which heads+2groups is one."""
+    """A dimension's factors multiplied, of which heads+2groups is one."""
     factors = [re.sub(r"(\d)([a-z])", r"\1*\2", factor) for factor in dimension.replace("..", "").split()]
     return math.prod(eval(factor, {"_": 9}, sizes) for factor in factors)
 

@@ -1,7 +1,5 @@
 """--kernels auto: both choices are timed on the run's shapes and the faster one is named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,27 +42,27 @@ def test_the_faster_one_is_used():
 
 
 class UnitForBf16(TorchDispatchMode):
-    """A CPU with a unit for BF16, as AMX is, that torch's products use: a second for what has one, two for what has none."""
+    """A CPU with a unit for BF16 such as AMX, which torch's matmuls use: a case with one takes a second, another one two."""
 
     def __init__(self):
         super().__init__()
-        self.products = 0
+        self.matmuls = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and all(
+        self.matmuls += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and all(
             x.dtype == torch.bfloat16 for x in tensors)
         return function(*args, **(kwargs or {}))
 
     def seconds(self, case, ops):
-        before = self.products
+        before = self.matmuls
         with self:
             case(ops)
-        return 1.0 if self.products > before else 2.0
+        return 1.0 if self.matmuls > before else 2.0
 
 
 @pytest.mark.parametrize("bf16, gemm", [(True, "torch"), (False, "native")])
-def test_torchs_products_are_taken_where_they_are_faster_whatever_the_cpu_says(monkeypatch, bf16, gemm):
+def test_torchs_matmuls_are_taken_where_they_are_faster_whatever_the_cpu_says(monkeypatch, bf16, gemm):
     unit, run = UnitForBf16(), small_run(bf16=bf16)
     monkeypatch.setattr(autotune, "_seconds", unit.seconds)
     choice = choose_kernels(run, Layout.from_run(run, 1), SoloComm())

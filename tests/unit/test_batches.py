@@ -1,7 +1,5 @@
 """Batch ramp-up and the length of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from fugaku_megatron.config.arguments import make_run
@@ -10,6 +8,14 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import BatchConfig, TrainingConfig
 from fugaku_megatron.config.sample_rules import StepSizes
 from tests.time_limit import time_limit
+
+
+def walked(size, iterations):
+    """Samples consumed after 0, 1, 2 ... iterations."""
+    consumed = [0]
+    for _ in range(iterations):
+        consumed.append(consumed[-1] + size(consumed[-1]))
+    return consumed
 
 
 def test_ramp_up_is_megatrons():
@@ -26,24 +32,15 @@ def test_ramp_up_is_megatrons():
             change = ramp.next_change(consumed)
             assert change is None and expected == full or ramp(change - 1) == expected < ramp(change)
         assert list(ramp.sizes()) == list(range(start, full + 1, increment))
+    assert RampUp(8, 8, 0, 64)(0) == 64
     assert [RampUp(16, 4, 280, 68)(consumed) for consumed in (280, 281)] == [64, 68]
     assert length(TrainingConfig(train_iters=3), RampUp(16, 4, 280, 68), 0, 280) == (3, 280 + 64 + 68 + 68)
 
 
-def test_ramp_up_without_samples_is_constant():
-    assert RampUp(8, 8, 0, 64)(0) == 64
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((16, 10, 100, 64), "minus start 16 is 48, not a multiple of the increment 10"),
-        ((128, 8, 100, 64), "is -64"),
-        ((0, 8, 100, 64), "at least 1"),
-        ((8, 0, 100, 64), "at least 1"),
-        ((8, 8, -1, 64), "samples at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((16, 10, 100, 64), "minus start 16 is 48, not a multiple of the increment 10"), ((128, 8, 100, 64), "is -64"),
+    ((0, 8, 100, 64), "at least 1"), ((8, 0, 100, 64), "at least 1"), ((8, 8, -1, 64), "samples at least 0"),
+])
 def test_ramp_up_errors(arguments, message):
     with pytest.raises(ValueError, match=f"--rampup-batch-size {arguments[0]} .*{message}"):
         RampUp(*arguments)
@@ -51,9 +48,7 @@ def test_ramp_up_errors(arguments, message):
 
 @pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16), RampUp(4, 4, 7, 16), RampUp(16, 4, 280, 68)])
 def test_length_walks_the_ramp(ramp):
-    consumed = [0]
-    for _ in range(60):
-        consumed.append(consumed[-1] + ramp(consumed[-1]))
+    consumed = walked(ramp, 60)
     for iterations in range(60):
         assert length(TrainingConfig(train_iters=iterations), ramp) == (iterations, consumed[iterations])
     for samples in range(1, 300):
@@ -63,9 +58,7 @@ def test_length_walks_the_ramp(ramp):
 
 @pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16)])
 def test_length_of_a_resumed_run(ramp):
-    consumed = [0]
-    for _ in range(30):
-        consumed.append(consumed[-1] + ramp(consumed[-1]))
+    consumed = walked(ramp, 30)
     for begun in range(20):
         for training in (TrainingConfig(train_iters=25), TrainingConfig(train_samples=consumed[25])):
             assert length(training, ramp, begun, consumed[begun]) == (25, consumed[25]), "the same flags, the same end"
@@ -87,9 +80,7 @@ def test_a_long_ramp_takes_no_longer():
 @pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16)])
 def test_tokens_end_the_run_with_the_iteration_that_reaches_them(ramp):
     """As the forks that have --train-tokens: iterations go on while samples x sequence length is below it."""
-    consumed = [0]
-    while consumed[-1] < 300:
-        consumed.append(consumed[-1] + ramp(consumed[-1]))
+    consumed = walked(ramp, 60)
     for tokens in (1, 79, 80, 81, 1000, 2000, 2001):
         end = next(i for i, c in enumerate(consumed) if 10 * c >= tokens)
         assert length(TrainingConfig(train_tokens=tokens), ramp, seq_length=10) == (end, consumed[end])
@@ -102,9 +93,7 @@ def test_steps_of_the_batch_size_are_megatrons():
     """megatron/core/num_microbatches_calculator.py: a size holds from its threshold on, whole samples of the tokens."""
     steps = StepSizes.parse("0:4 0.1K:8,1k:12", seq_length=8)  # from samples 0, 12 (100 tokens) and 125
     assert [steps(n) for n in (0, 11, 12, 124, 125, 10**9)] == [4, 4, 8, 8, 12, 12] and steps.sizes() == [4, 8, 12]
-    consumed = [0]
-    while consumed[-1] < 300:
-        consumed.append(consumed[-1] + steps(consumed[-1]))
+    consumed = walked(steps, 30)
     assert consumed[:5] == [0, 4, 8, 12, 20]
     for iterations, end in enumerate(consumed):
         assert length(TrainingConfig(train_iters=iterations), steps) == (iterations, end)
@@ -117,22 +106,13 @@ def test_steps_of_the_batch_size_are_megatrons():
         Layout.from_run(make_run("demo", {"step_batch_size_schedule": "0:3 1M:16"}), 1)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "the first step must begin at 0"), ("5:4", "the first step must begin at 0"), ("0:4 5", "5 is not TOKENS:SIZE"),
-    ("0:0", "0:0 is not TOKENS:SIZE"), ("0:4 9:8 9:16", "every step must begin"), ("0:4 1X:8", "1X:8 is not TOKENS:SIZE"),
+@pytest.mark.parametrize(("text", "more", "message"), [
+    ("", {}, "the first step must begin at 0"), ("5:4", {}, "the first step must begin at 0"),
+    *((text, {}, f"{text.split()[-1]} is not TOKENS:SIZE") for text in ("0:4 5", "0:0", "0:4 1X:8")),
+    ("0:4 9:8 9:16", {}, "every step must begin"),
+    ("0:4 9:8", {"rampup_batch_size": (1, 1, 1), "global_batch_size": 8}, "exclude each other"),
+    ("0:4 9:8", {"global_batch_size": 4}, "--global-batch-size 4 is not the last size"),
 ])
-def test_steps_that_are_none(text, message):
-    with pytest.raises(ValueError, match=f"--step-batch-size-schedule '{text}': {message}"):
-        BatchConfig(micro_batch_size=1, step_batch_size_schedule=text)
-
-
-def test_steps_exclude_a_ramp_and_another_size():
-    for more, message in (({"rampup_batch_size": (1, 1, 1), "global_batch_size": 8}, "exclude each other"),
-                          ({"global_batch_size": 4}, "--global-batch-size 4 is not the last size")):
-        with pytest.raises(ValueError, match=message):
-            BatchConfig(micro_batch_size=1, step_batch_size_schedule="0:4 9:8", **more)
-
-
-def test_length_must_be_given():
-    with pytest.raises(ValueError, match="--train-iters or --train-samples"):
-        length(TrainingConfig(), RampUp(8, 1, 0, 8))
+def test_steps_that_are_wrong_or_do_not_go_with_another_flag(text, more, message):
+    with pytest.raises(ValueError, match=message):
+        BatchConfig(micro_batch_size=1, step_batch_size_schedule=text, **more)

@@ -1,31 +1,28 @@
-"""Damage drawn with a fixed seed to every kind of data file: refused with the file's name, or harmless; never a traceback."""
+"""Damaged data files, and what is not a file in their place: refused with the file's name, or harmless; never a traceback."""
 
 import json
+import os
 import random
 
 import pytest
 
+from fugaku_megatron.data.files import unreadable
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.data.inputs import document_texts, input_files, read_documents
-from fugaku_megatron.data.tokenizer import GPT2BPETokenizer
-from tests.file_damage import DAMAGES, damaged
+from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, bytes_to_unicode
+from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, replace
 from tests.parallel.test_generate import write_tokenizer
 from tests.time_limit import time_limit
 
 ROUNDS = 250  # damages to each kind of file
 
 
-def draw(content: bytes, rng: random.Random) -> bytes:
-    """Any damage, anywhere."""
-    return damaged(content, rng.choice(DAMAGES), rng.randrange(len(content)), rng.randrange(len(content)),
-                   rng.randbytes(rng.randrange(1, 40)))
-
-
 def refusals(path, read, seed=0):
     """How many damages to the file `read` refuses; each refusal names the file. Puts the file back."""
     content, rng, count = path.read_bytes(), random.Random(seed), 0
     for _ in range(ROUNDS):
-        path.write_bytes(draw(content, rng))
+        path.write_bytes(damaged(content, rng.choice(DAMAGES), rng.randrange(len(content)), rng.randrange(len(content)),
+                                 rng.randbytes(rng.randrange(1, 40))))
         try:
             with time_limit():
                 read()
@@ -72,3 +69,48 @@ def test_lines_of_json(tmp_path):
             assert all(isinstance(text, str) for text in document_texts(document, ["text"]))
 
     assert refusals(path, read) > ROUNDS / 2
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_dataset_that_is_not_a_file(tmp_path, suffix, kind):
+    with IndexedDatasetWriter(tmp_path / "corpus", "uint16") as writer:
+        writer.add_document([1, 2, 3])
+    data = IndexedDataset(tmp_path / "corpus")
+    replace(tmp_path / f"corpus{suffix}", kind)
+    with pytest.raises(ValueError, match=rf"corpus\{suffix}: cannot be read \(.*{kind}.*preprocess"), time_limit():
+        IndexedDataset(tmp_path / "corpus")
+    if suffix == ".bin":  # also where it is replaced after its index was read
+        replace(tmp_path / "corpus.bin", "a FIFO")
+        with pytest.raises(ValueError, match=r"corpus\.bin: cannot be read \(it is a FIFO"), time_limit():
+            data[0]
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.parametrize(("name", "flag"), [("vocab.json", "--vocab-file"), ("merges.txt", "--merge-file")])
+def test_a_vocabulary_that_is_not_a_file(tmp_path, name, flag, kind):
+    write_tokenizer(tmp_path)
+    replace(tmp_path / name, kind)
+    with pytest.raises(ValueError, match=rf"{flag} .*{name}: cannot be read \(.*{kind}"), time_limit():
+        GPT2BPETokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
+
+
+VOCABULARY = {character: i for i, character in enumerate(bytes_to_unicode())}
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '{"a": ' + "7" * 5000 + "}", "", "\0", "nan", *(
+    json.dumps({**VOCABULARY, "<|endoftext|>": 256, "!": wrong}) for wrong in (-1, 257, True, None))], ids=lambda text: text[:9])
+def test_a_vocabulary_that_is_not_one(tmp_path, text):
+    write_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text(text)
+    with pytest.raises(ValueError, match=r"--vocab-file .*vocab\.json: (not JSON|expected one JSON object|the ids of)") as caught:
+        GPT2BPETokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    assert len(str(caught.value)) < 500
+
+
+def test_a_path_with_a_zero_byte_and_a_missing_permission(tmp_path):
+    assert "null" in unreadable("a\0b")
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "secret").chmod(0)
+    if not os.access(tmp_path / "secret", os.R_OK):  # root may read everything
+        assert unreadable(tmp_path / "secret") == "Permission denied"

@@ -1,4 +1,5 @@
-"""fugaku_megatron.data.dataset: samples, --split, --data-path and blending."""
+"""Samples of documents: --split, --data-path, blending, and the indices against a plain walk over the documents."""
+
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.data_path import parse_data_path, parse_split
 from fugaku_megatron.data.dataset import BlendedDataset, GPTDataset, MockDataset
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from fugaku_megatron.data.indices import blending_blocks, build_document_index, build_shuffle_index, sample_blocks
 from fugaku_megatron.training.memory_watch import validation_line
 
 
@@ -27,45 +29,30 @@ def indexed(tmp_path):
     return IndexedDataset(write(tmp_path / "corpus", rng.integers(1, 90, 100)))
 
 
-def flat_tokens(dataset):
-    return np.concatenate([dataset.indexed[i] for i in dataset.document_index])
-
-
 @pytest.mark.parametrize("num_samples", [None, 10, 300, 1000])
 def test_samples_cut_the_documents_laid_end_to_end(indexed, num_samples):
-    dataset = GPTDataset(indexed, "train", np.arange(5, 95), num_samples, 16, 1234)
-    flat = flat_tokens(dataset)
+    dataset, other = (GPTDataset(indexed, "train", np.arange(5, 95), num_samples, 16, seed) for seed in (1234, 1))
+    flat = np.concatenate([indexed[i] for i in dataset.document_index])
     assert len(dataset) == (len(flat) - 1) // 16 >= (num_samples or 1)
     assert sorted(dataset.shuffle_index) == list(range(len(dataset)))
+    assert dataset.shuffle_index.tolist() != other.shuffle_index.tolist()
     for i in range(len(dataset)):
         begin = 16 * int(dataset.shuffle_index[i])
         sample = dataset[i]
         assert sample.dtype == torch.int64 and sample.tolist() == flat[begin : begin + 17].tolist()
+    for index in (-1, len(dataset)):
+        with pytest.raises(IndexError, match=f"sample {index} of a dataset of {len(dataset)}"):
+            dataset[index]
 
 
-def test_document_longer_than_many_samples(tmp_path):
-    dataset = GPTDataset(IndexedDataset(write(tmp_path / "one", [1000])), "train", np.arange(1), None, 10, 0)
+def test_an_index_of_one_and_of_many_documents_and_its_last_epoch(tmp_path):
+    dataset = GPTDataset(IndexedDataset(write(tmp_path / "long", [1000])), "train", np.arange(1), None, 10, 0)
     assert len(dataset) == 99
     assert all(dataset[i].tolist() == list(range(dataset[i][0], dataset[i][0] + 11)) for i in range(99))
-
-
-def test_exactly_one_sample(tmp_path):
     indexed = IndexedDataset(write(tmp_path / "one", [5, 0, 6]))
     assert len(GPTDataset(indexed, "train", np.arange(3), None, 10, 0)) == 1
     with pytest.raises(ValueError, match=r"train data of .*one: 11 tokens in 3 documents.*--seq-length 11 \+ 1"):
         GPTDataset(indexed, "train", np.arange(3), None, 11, 0)
-
-
-def test_deterministic_from_the_seed(indexed):
-    def order(seed):
-        dataset = GPTDataset(indexed, "train", np.arange(100), 500, 16, seed)
-        return torch.stack([dataset[i] for i in range(500)])
-
-    assert torch.equal(order(1), order(1)) and not torch.equal(order(1), order(2))
-
-
-def test_last_epoch_of_which_little_is_used_keeps_to_itself(tmp_path):
-    """100 samples an epoch: 210 need a third epoch for 10, which stays apart; 290 need 90 of it, which mix."""
     indexed = IndexedDataset(write(tmp_path / "even", [16] * 100))
     few, many = (GPTDataset(indexed, "train", np.arange(100), n, 16, 5) for n in (210, 290))
     assert few.num_epochs == many.num_epochs == 3
@@ -73,33 +60,18 @@ def test_last_epoch_of_which_little_is_used_keeps_to_itself(tmp_path):
     assert few.shuffle_index[:199].max() == 198 < many.shuffle_index[:199].max()
 
 
-def test_index_errors(indexed):
-    dataset = GPTDataset(indexed, "train", np.arange(100), 10, 16, 1)
-    for index in (-1, len(dataset)):
-        with pytest.raises(IndexError, match=f"sample {index} of a dataset of {len(dataset)}"):
-            dataset[index]
-
-
-def test_token_ids_are_checked_at_start_and_as_fetched(tmp_path):
+def test_token_ids_are_checked_at_start_and_as_fetched(tmp_path, monkeypatch):
     prefix = write(tmp_path / "big", [100] * 10, first_token=50)
     with pytest.raises(ValueError, match=r"big\.bin: token id 1049 is outside the vocabulary of 1049: use the tokenizer"):
         build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=1049)
-    dataset = GPTDataset(IndexedDataset(prefix), "train", np.arange(10), None, 16, 1, vocab_size=1000)
-    failed = 0
+    monkeypatch.setattr(build, "CHECKED_AT_START", 400)  # the first document
+    dataset, failed = build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=1000)[0], 0
     for i in range(len(dataset)):
         try:
             assert dataset[i].max() < 1000
         except ValueError as error:
             failed += "outside the vocabulary of 1000" in str(error)
     assert 3 <= failed <= 5  # the last 50 of 1000 tokens, in one document
-
-
-def test_built_datasets_check_beyond_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "CHECKED_AT_START", 400)  # the first document
-    prefix = write(tmp_path / "big", [100] * 10)
-    train = build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=100)[0]
-    with pytest.raises(ValueError, match="outside the vocabulary of 100"):
-        [train[i] for i in range(len(train))]
 
 
 def test_blended_dataset(tmp_path):
@@ -132,6 +104,8 @@ def test_build_datasets_splits_without_overlap(tmp_path):
     documents = [sorted(set(dataset.document_index.tolist())) for dataset in built]
     assert documents == [list(range(80)), list(range(80, 95)), list(range(95, 100))]
     assert [len(dataset) >= n for dataset, n in zip(built, (100, 20, 5))] == [True] * 3
+    train, *others = build_datasets([prefix], "99,1,0", 16, (100, 0, 5), 1)
+    assert train is not None and others == [None, None]
 
 
 def test_it_is_said_how_much_text_validation_has(tmp_path):
@@ -142,12 +116,6 @@ def test_it_is_said_how_much_text_validation_has(tmp_path):
     assert validation_line(one[1]) == "data: validation has 4 documents with 12 tokens"
     both = build_datasets(["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], "60,40", 4, (4, 2, 0), seed=1)
     assert validation_line(both[1]) == "data: validation has 12 documents with 52 tokens"
-
-
-def test_build_datasets_none(tmp_path):
-    prefix = write(tmp_path / "corpus", [50] * 100)
-    train, valid, test = build_datasets([prefix], "99,1,0", 16, (100, 0, 5), 1)
-    assert train is not None and valid is None and test is None
 
 
 def test_build_datasets_blends(tmp_path):
@@ -173,26 +141,15 @@ def test_build_datasets_split_errors(tmp_path):
 def test_malformed_split(split):
     with pytest.raises(ValueError, match="--split"):
         parse_split(split)
+    shares = [parse_split(text) for text in ("969,30,1", " 1 ", ".5,1.")]
+    assert shares == [[0.969, 0.03, 0.001], [1, 0, 0], [1 / 3, 2 / 3, 0]]
 
 
-def test_parse_split():
-    assert parse_split("969,30,1") == [0.969, 0.03, 0.001]
-    assert parse_split(" 1 ") == [1, 0, 0] and parse_split(".5,1.") == [1 / 3, 2 / 3, 0]
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ([], "0 items"),
-        (["1", "a", "2"], r"3 items \(1 a 2\)"),
-        (["a", "1"], "'a' stands where a weight is due"),
-        (["1", "a", "b", "c"], "'b' stands where a weight is due"),
-        (["1", "a", "0", "b"], "weight 0 is not a positive"),
-        (["-1", "a"], "weight -1 is not"),
-        (["nan", "a"], "weight nan is not"),
-        (["inf", "a"], "weight inf is not"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), [
+    ([], "0 items"), (["1", "a", "2"], r"3 items \(1 a 2\)"), (["a", "1"], "'a' stands where a weight is due"),
+    (["1", "a", "b", "c"], "'b' stands where a weight is due"), (["1", "a", "0", "b"], "weight 0 is not a positive"),
+    (["-1", "a"], "weight -1 is not"), (["nan", "a"], "weight nan is not"), (["inf", "a"], "weight inf is not"),
+])
 def test_malformed_data_path(path, message):
     with pytest.raises(ValueError, match=f"--data-path: {message}"):
         parse_data_path(path)
@@ -207,3 +164,69 @@ def test_an_order_of_samples_beyond_memory_is_refused_before_it_is_built(tmp_pat
         build_datasets([prefix], "90,10", 16, (10, 10**12, 0), 1, max_bytes=2**32)
     built = build_datasets([prefix], "90,10", 16, (1000, 100, 0), 1, max_bytes=2**20)
     assert [len(data) >= n for data, n in zip(built, (1000, 100))] == [True, True]
+
+
+def blending_indices(weights, num_samples):
+    datasets, samples = zip(*blending_blocks(weights, num_samples))
+    return np.concatenate(datasets), np.concatenate(samples)
+
+
+def walk_samples(lengths, document_index, seq_length):
+    """The sample index by walking over the documents, as Megatron-core's build_sample_idx does (C++)."""
+    samples = (int(lengths[document_index].sum()) - 1) // seq_length
+    place, offset = 0, 0
+    index = [(place, offset)]
+    for _ in range(samples):
+        remaining = seq_length + 1
+        while remaining:
+            available = lengths[document_index[place]] - offset
+            if available >= remaining:
+                offset += remaining - 1  # the last token is also the first of the next sample
+                remaining = 0
+            else:
+                remaining -= available
+                place, offset = place + 1, 0
+        index.append((place, offset))
+    return index
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sample_index_equals_the_walk(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0 if seed % 2 else 1, 30, 200).astype(np.int32)
+    lengths[rng.integers(200)] = 500
+    order = np.concatenate([rng.permutation(200), rng.permutation(200)]).astype(np.int32)
+    order = order[np.argmax(lengths[order] > 0) :]  # the walk starts on a token
+    for seq_length in (1, 7, 64, 999):
+        assert np.concatenate(list(sample_blocks(lengths, order, seq_length))).tolist() == [
+            list(map(int, entry)) for entry in walk_samples(lengths, order, seq_length)
+        ]
+
+
+def test_document_and_shuffle_indices():
+    documents = np.arange(10, 60)
+    index = build_document_index(documents, 3, False, np.random.RandomState(1))
+    expected = np.tile(documents, 3)
+    np.random.RandomState(1).shuffle(expected)
+    assert index.tolist() == expected.tolist() and index.dtype == np.int32
+    assert set(index[:50].tolist()) != set(documents.tolist())  # epochs are mixed
+    apart = build_document_index(documents, 3, True, np.random.RandomState(1))
+    assert sorted(apart[:100]) == sorted(np.tile(documents, 2)) and sorted(apart[100:]) == documents.tolist()
+    assert apart[:100].tolist() == build_document_index(documents, 2, False, np.random.RandomState(1)).tolist()
+    assert np.concatenate(list(sample_blocks(np.array([0, 0, 5], np.int32), np.arange(3), 2))).tolist() == [[2, 0], [2, 2], [2, 4]]
+    index = build_shuffle_index(30, 50, np.random.RandomState(3))
+    assert sorted(index[:30]) == list(range(30)) and sorted(index[30:]) == list(range(30, 50))
+    assert index[:30].tolist() != list(range(30)) and index[30:].tolist() != list(range(30, 50))
+    assert index.dtype == np.uint32
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [0.5, 0.3, 0.2], [1 / 3] * 3, [0.1, 0.2, 0.65, 0.05], [1.0]])
+def test_blend_keeps_every_beginning_near_the_weights(weights):
+    datasets, samples = blending_indices(weights, 1000)
+    for i, weight in enumerate(weights):
+        taken = np.cumsum(datasets == i)
+        assert np.all(np.abs(taken - weight * np.arange(1, 1001)) < len(weights))
+        assert samples[datasets == i].tolist() == list(range(taken[-1]))
+    assert datasets[0] == np.argmax(weights)  # the heaviest comes first
+    # Errors weight * max(n, 1) - taken; the first of equal ones is taken.
+    assert blending_indices([0.5, 0.25, 0.25], 8)[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]

@@ -1,7 +1,5 @@
 """Recorded steps of generation: the same bits as through the layers, no layer called again, and nothing left out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -26,14 +24,11 @@ def test_a_repeated_step_has_the_bits_of_the_layers(family, monkeypatch):
     assert len(forwards) == len(STEPS) + 3, "the prompts and the first step of one and of two samples"
 
 
-def test_what_no_kernel_computes_is_not_left_out():
+def test_other_heads_and_what_no_kernel_computes():
     kernels, x = RecordingKernels(), torch.ones(3)
     with pytest.raises(AssertionError, match="computes something that no kernel does"):
         kernels.record(lambda: x + 1, (x,))
     assert len(kernels.record(lambda: x.new_empty(3).view(3, 1), (x,)).calls) == 0
-
-
-def test_heads_that_the_kernels_do_not_take():
     loaded = random_model(SoloComm(), "gpt2", 1, 1, kv_channels=6, kernels="torch")
     one_by_one, at_once = (generation.Decoder(loaded, [8]) for _ in range(2))
     last = [one_by_one.logits({0: ids}) for ids in ([5, 9], [7], [11], [4])][-1]

@@ -46,6 +46,15 @@ def test_one_thread_makes_all_calls(library):
     operation.wait()
     assert len(library.threads) == 1 and threading.get_ident() not in library.threads
     assert library.engine.call(threading.get_ident) in library.threads
+    assert library.engine.call(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        library.engine.call(lambda: 1 // 0)
+    operations = [library.operation(name) for name in "def"]
+    library.settle()
+    assert library.started == ["a", "b", "d", "e", "f"]
+    library.complete.add("f")
+    operations[2].wait()
+    assert not operations[0].done()
 
 
 def test_operations_of_a_channel_follow_one_another(library):
@@ -61,15 +70,6 @@ def test_operations_of_a_channel_follow_one_another(library):
     library.complete |= {"a2", "b1", "b2"}
     second.wait()
     assert first.done() and library.started[-2:] == ["b1", "b2"]
-
-
-def test_messages_are_posted_at_once(library):
-    operations = [library.operation(name) for name in "abc"]
-    library.settle()
-    assert library.started == ["a", "b", "c"]
-    library.complete.add("c")
-    operations[2].wait()
-    assert not operations[0].done()
 
 
 @pytest.mark.parametrize("place", ["start", "test"])
@@ -92,12 +92,6 @@ def test_an_error_is_raised_by_wait_and_the_channel_goes_on(library, place):
         with pytest.raises(OSError, match="the link is down"):
             failing.wait()
     following.wait()
-
-
-def test_call_returns_and_raises(library):
-    assert library.engine.call(lambda: 7) == 7
-    with pytest.raises(ZeroDivisionError):
-        library.engine.call(lambda: 1 // 0)
 
 
 def test_naps_while_nobody_waits_and_sleeps_with_nothing_under_way(library):

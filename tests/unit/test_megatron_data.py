@@ -1,6 +1,4 @@
-"""Order and number of samples to the letter of Megatron-LM. Each test names the file there whose rule its numbers follow."""
-
-from __future__ import annotations
+"""Order and number of samples exactly as in Megatron-LM. Each test names the file there whose rule its numbers follow."""
 
 import numpy as np
 import pytest
@@ -16,18 +14,10 @@ from fugaku_megatron.config.sample_rules import Skips, StepSizes
 from fugaku_megatron.data.build import build_datasets, build_separate_datasets
 from fugaku_megatron.data.data_path import parse_data_path, parse_split, split_documents
 from fugaku_megatron.data.dataset import BlendedDataset
-from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.training.param_schedule import ParamSchedule
 from fugaku_megatron.training.pretrain import build_data
 from tests.helpers import SMALL
-
-
-def write(prefix, lengths, first_token=0):
-    with IndexedDatasetWriter(prefix, "<i4") as writer:
-        for tokens in lengths:
-            writer.add_document(np.arange(first_token, first_token + tokens))
-            first_token += tokens
-    return str(prefix)
+from tests.unit.test_dataset import write
 
 
 @pytest.fixture
@@ -37,8 +27,7 @@ def two(tmp_path):
 
 
 @pytest.mark.parametrize(("weights", "order"), [
-    ((0.7, 0.2, 0.1), "01020010000102001000"),
-    ((0.6, 0.3, 0.1), "01200100100120010010"),
+    ((0.7, 0.2, 0.1), "01020010000102001000"), ((0.6, 0.3, 0.1), "01200100100120010010"),
     ((0.5, 0.3, 0.2), "01201020100120102010"),
 ])
 def test_last_bits_of_weights_decide_equal_choices(tmp_path, weights, order):
@@ -52,13 +41,11 @@ def test_last_bits_of_weights_decide_equal_choices(tmp_path, weights, order):
 
 
 @pytest.mark.parametrize(("samples", "ramp", "expected"), [
-    (100, RampUp(8, 1, 0, 8), (12, 96)),
-    (96, RampUp(8, 1, 0, 8), (12, 96)),
-    (7, RampUp(8, 1, 0, 8), (0, 0)),
+    (100, RampUp(8, 1, 0, 8), (12, 96)), (96, RampUp(8, 1, 0, 8), (12, 96)), (7, RampUp(8, 1, 0, 8), (0, 0)),
     (1000, RampUp(16, 16, 100, 64), (18, 960)),  # 16 16 16 32 48 are 128 samples; (1000 - 128) // 64 = 13 iterations follow
 ])
 def test_samples_beyond_the_last_whole_batch_are_not_trained(samples, ramp, expected):
-    """megatron/training/training.py, update_train_iters: train_samples // global_batch_size behind the ramp."""
+    """megatron/training/training.py, update_train_iters: train_samples // global_batch_size after the ramp."""
     assert length(TrainingConfig(train_samples=samples), ramp) == expected
 
 
@@ -159,7 +146,6 @@ def test_legacy_split_reaches_the_data(tmp_path):
         train = build_datasets([prefix], "90,5,5", 8, (10, 0, 0), 1, legacy_split=legacy)[0]
         assert sorted(train.document_index.tolist()) == list(range(count))
     assert parse(["--recipe", "demo", "--data-path", "a", "--legacy-split"]).run.data.legacy_split
-    assert "--legacy-split has no effect without --data-path" in parse(["--recipe", "demo", "--mock-data", "--legacy-split"]).notes
 
 
 def test_paths_without_weights(two):
@@ -180,7 +166,7 @@ def test_paths_without_weights(two):
 
 def test_a_path_for_each_split(two):
     """megatron/core/datasets/blended_megatron_dataset_builder.py: every document of each, and one
-    prefix is no blend, also with a weight."""
+    prefix is not a blend, also with a weight."""
     a, b = two
     train, valid, test = build_separate_datasets((["0.3", a, "0.7", b], [b], None), 8, (20, 10, 5), 1)
     whole = build_datasets(["0.3", a, "0.7", b], "1", 8, (20, 0, 0), 1)[0]
@@ -189,16 +175,6 @@ def test_a_path_for_each_split(two):
     assert len(build_separate_datasets((["5", a], None, None), 8, (20, 0, 0), 1)[0].shuffle_index)
     with pytest.raises(ValueError, match="--valid-data-path: 'x' stands where a weight is due"):
         build_separate_datasets(([a], ["x", "1"], None), 8, (20, 10, 0), 1)
-
-
-@pytest.mark.parametrize(("given", "message"), [
-    ({"data_path": ("a",), "train_data_path": ("b",)}, "--data-path and --train-data-path exclude each other"),
-    ({"mock_data": True, "train_data_path": ("b",)}, "--mock-data and --train-data-path exclude each other"),
-    ({"data_path": ("a",), "valid_data_path": ("b",)}, "--valid-data-path goes with --train-data-path"),
-])
-def test_paths_that_exclude_each_other(given, message):
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**given)
 
 
 def test_a_run_reads_a_path_for_each_split(two):
@@ -212,3 +188,9 @@ def test_a_run_reads_a_path_for_each_split(two):
     train, valid = build_data(arguments.run, groups, layout)
     assert train.indexed.prefix == a and valid.indexed.prefix == b
     assert build_data(parse(words).run, groups, layout)[1] is None
+    for given, message in (
+            ({"data_path": ("a",), "train_data_path": ("b",)}, "--data-path and --train-data-path exclude each other"),
+            ({"mock_data": True, "train_data_path": ("b",)}, "--mock-data and --train-data-path exclude each other"),
+            ({"data_path": ("a",), "valid_data_path": ("b",)}, "--valid-data-path goes with --train-data-path")):
+        with pytest.raises(ValueError, match=message):
+            DataConfig(**given)

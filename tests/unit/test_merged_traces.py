@@ -14,23 +14,24 @@ from fugaku_megatron.pipeline.timeline import spans as planned
 ONE = Placement(1)
 
 
-def trace(path, *names):
+def written(path, *names):
     path.write_text(json.dumps({"traceEvents": [{"ph": "X", "name": name} for name in names]}))
     return path
 
 
-def test_events_of_all_traces_are_in_one_file(tmp_path):
-    paths = [trace(tmp_path / "0.json", "a", "b"), tmp_path / "1.json", trace(tmp_path / "2.json", "c")]
+def test_events_and_memory_of_all_traces_are_in_one_file(tmp_path):
+    paths = [written(tmp_path / "0.json", "a", "b"), tmp_path / "1.json", written(tmp_path / "2.json", "c")]
     assert pipeline_plot.merge_traces(paths, tmp_path / "all.json", ONE, [0]) == [tmp_path / "1.json"]
     assert [event["name"] for event in pipeline_plot.read_trace(tmp_path / "all.json")["traceEvents"]] == ["a", "b", "c"]
-
-
-def test_no_trace_at_all_is_an_empty_one(tmp_path):
     pipeline_plot.merge_traces([], tmp_path / "all.json", ONE, [0])
     trace = pipeline_plot.read_trace(tmp_path / "all.json")
     assert pipeline_plot.measured_spans(trace) == [] == pipeline_plot.measured_memory(trace)
     with pytest.raises(ValueError, match="holds no instructions of a schedule"):
         pipeline_plot.draw_trace(str(tmp_path / "all.json"), str(tmp_path / "no.png"))
+    events = [{"ph": "M", "pid": rank, "name": "process_labels", "args": {"peak_mib": 10.0 + rank}} for rank in (0, 2)]
+    other = {"placement": {"stages": 2}, "pipeline": [0, 2]}
+    assert pipeline_plot.measured_memory({"traceEvents": events, "otherData": other}) == [10.0, 12.0]
+    assert pipeline_plot.measured_memory({"traceEvents": events[:1], "otherData": other}) == []
 
 
 def recorded(lists, expected):
@@ -65,10 +66,3 @@ def test_a_schedule_that_was_run_as_planned_looks_as_planned(name):
 
 def round_to_ms(span):
     return replace(span, start=round(span.start, 3), end=round(span.end, 3))
-
-
-def test_memory_is_known_where_every_stage_tells():
-    events = [{"ph": "M", "pid": rank, "name": "process_labels", "args": {"peak_mib": 10.0 + rank}} for rank in (0, 2)]
-    other = {"placement": {"stages": 2}, "pipeline": [0, 2]}
-    assert pipeline_plot.measured_memory({"traceEvents": events, "otherData": other}) == [10.0, 12.0]
-    assert pipeline_plot.measured_memory({"traceEvents": events[:1], "otherData": other}) == []

@@ -1,7 +1,5 @@
 """The model against Hugging Face's GPT2LMHeadModel with the same random weights: logits, loss and every gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,9 +14,13 @@ transformers = pytest.importorskip("transformers")
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 3, 48, 4, 20, 128
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """(our trainer, their model) with the same weights."""
+def to_theirs(name: str, ours: dict[str, torch.Tensor], model: ModelConfig) -> torch.Tensor:
+    """Our tensor that is theirs of that name, in their shape."""
+    part = parts(GPT2, model)[name]
+    return in_their_shape(ours[part.ours], part, model)
+
+
+def test_logits_loss_and_gradients():
     run = small_run(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, seq_length=SEQUENCE, vocab_size=VOCABULARY,
                     init_method_std=0.2)
     trainer = make_trainer(SoloComm(), run)
@@ -31,17 +33,6 @@ def pair():
         for name, tensor in theirs.state_dict().items():
             if name != "lm_head.weight":
                 tensor.copy_(to_theirs(name, {p.spec.name: p for p in trainer.optimizer.flat.parameters}, run.model))
-    return trainer, theirs
-
-
-def to_theirs(name: str, ours: dict[str, torch.Tensor], model: ModelConfig) -> torch.Tensor:
-    """Our tensor that is theirs of that name, in their shape."""
-    part = parts(GPT2, model)[name]
-    return in_their_shape(ours[part.ours], part, model)
-
-
-def test_logits_loss_and_gradients(pair):
-    trainer, theirs = pair
     tokens, labels = torch.randint(0, VOCABULARY, (2, SEQUENCE, 2), generator=torch.Generator().manual_seed(3))  # (s, b) each
     chunk, at = trainer.stage.last, Pass(first_sample=0)
     logits = chunk.logits(chunk.decode(chunk.embedding(tokens, at), at))

@@ -1,20 +1,20 @@
-"""The import arrows of the house: which room may know which. Imports are read from the source, those inside functions too.
+"""Which package may import which. Imports are read from the source, those inside functions too.
 
-A room is a package of `fugaku_megatron`, or a module that stands beside them.
+A package is a folder of `fugaku_megatron`, or a module that stands next to them.
 """
 
-from __future__ import annotations
-
-import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from tools.plot_rooms import imports, module_name, own_imports
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fugaku_megatron"
-# room -> the rooms that it may import, in the order in which the house stands: every room only knows rooms above its own row.
-ARROWS: dict[str, set[str]] = {
+# package -> the packages that it may import, all of which stand above its own row
+MAY_IMPORT: dict[str, set[str]] = {
     "_kernels": set(),
     "environment": set(),  # used by the scripts of a checkout
     "comm": set(),
@@ -41,100 +41,44 @@ ARROWS: dict[str, set[str]] = {
 WITHOUT_TORCH = ("config", "costs", "pipeline", "logs", "perf", "jobs", "reproduction")  # answer in a second, anywhere
 
 
-def module_name(path: Path, package: Path) -> str:
-    """config.run_config for config/run_config.py of the package."""
-    return ".".join(path.relative_to(package).with_suffix("").parts)
-
-
-def imports(path: Path, package: Path) -> set[str]:
-    """Absolute dotted names of everything a file of the package imports, modules and names in them alike."""
-    here = (package.name, *path.relative_to(package).with_suffix("").parts)
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(here[: -node.level]) if node.level else ""
-            module = ".".join(filter(None, (base, node.module)))
-            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return names
-
-
-def own_imports(path: Path, package: Path) -> set[str]:
-    """Those of `imports` that lie in the package, without its name: run.config, comm.base, nn.ops.Ops ..."""
-    prefix = f"{package.name}."
-    return {name.removeprefix(prefix) for name in imports(path, package) if name.startswith(prefix)}
-
-
 def modules() -> list[Path]:
     return sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
 
 
-def name_of(path: Path) -> str:
-    """config.run_config for fugaku_megatron/config/run_config.py."""
-    return module_name(path, PACKAGE)
-
-
-def ours(path: Path) -> set[str]:
-    """Our modules that a file imports, without the package's name: run.config, comm.base, nn.ops ..."""
-    return own_imports(path, PACKAGE) & {*map(name_of, modules()), "_kernels"}
-
-
-def room(name: str) -> str:
+def top(name: str) -> str:
     return name.split(".")[0]
 
 
-def test_arrows():
-    wrong = {}
+def test_imports_are_those_of_the_table():
+    """Each one of the table is used as well, and all go up in it."""
+    ours, made = {*(module_name(path, PACKAGE) for path in modules()), "_kernels"}, set()
     for path in modules():
-        own = room(name_of(path))
-        assert own in ARROWS, f"{own} has no row in ARROWS: give the new room its place in the house"
-        wrong[name_of(path)] = {name for name in ours(path) if room(name) not in ARROWS[own] | {own}}
-    assert not {name: imported for name, imported in wrong.items() if imported}, "must not be imported"
-
-
-def test_every_arrow_is_used():
-    drawn = {(room(name_of(path)), room(name)) for path in modules() for name in ours(path)}
-    assert {(a, b) for a, targets in ARROWS.items() for b in targets} == {(a, b) for a, b in drawn if a != b}
-
-
-def test_rooms_stand_in_order():
-    rooms = list(ARROWS)
-    assert all(rooms.index(b) < rooms.index(a) for a, targets in ARROWS.items() for b in targets)
-
-
-def graph_of(package: Path) -> dict[str, set[str]]:
-    """What every module of a package imports of the package."""
-    paths = [path for path in package.rglob("*.py") if path.name != "__init__.py"]
-    names = {module_name(path, package) for path in paths}
-    return {module_name(path, package): own_imports(path, package) & names for path in paths}
+        own = top(module_name(path, PACKAGE))
+        imported = {top(name) for name in own_imports(path, PACKAGE) & ours} - {own}
+        assert own in MAY_IMPORT, f"{own} has no row in MAY_IMPORT: add one below the packages that it imports"
+        assert imported <= MAY_IMPORT[own], f"{path} must not import {sorted(imported - MAY_IMPORT[own])}"
+        made |= {(own, other) for other in imported}
+    assert made == {(own, other) for own, others in MAY_IMPORT.items() for other in others}
+    order = list(MAY_IMPORT)
+    assert all(order.index(other) < order.index(own) for own, other in made)
 
 
 @pytest.mark.parametrize("package", [PACKAGE, ROOT / "benchmarks"], ids=lambda package: package.name)
 def test_no_module_imports_itself_through_others(package):
-    graph = graph_of(package)
-    done: set[str] = set()
-
-    def walk(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, f"import cycle: {' -> '.join((*trail[trail.index(name):], name))}"
-        if name not in done:
-            for other in graph.get(name, ()):
-                walk(other, (*trail, name))
-            done.add(name)
-
-    for name in graph:
-        walk(name, ())
+    paths = {module_name(path, package): path for path in package.rglob("*.py") if path.name != "__init__.py"}
+    graph = {name: own_imports(path, package) & paths.keys() for name, path in paths.items()}
+    TopologicalSorter(graph).prepare()  # or CycleError, which names the modules
 
 
-def test_rooms_without_torch():
+def test_torch_and_mpi_are_imported_where_they_may_be():
     on_request = {"torch.utils.tensorboard", "torch.utils.tensorboard.SummaryWriter"}  # logs.metrics, when asked for TensorBoard
+    with_mpi = []
     for path in modules():
-        if room(name_of(path)) in WITHOUT_TORCH:
-            assert not {i for i in imports(path, PACKAGE) if i.split(".")[0] in ("torch", "mpi4py")} - on_request, path
-
-
-def test_only_one_file_knows_mpi():
-    assert [p.name for p in modules() if any(i.split(".")[0] == "mpi4py" for i in imports(p, PACKAGE))] == ["mpi.py"]
+        found = imports(path, PACKAGE)
+        if top(module_name(path, PACKAGE)) in WITHOUT_TORCH:
+            assert not {i for i in found if i.split(".")[0] in ("torch", "mpi4py")} - on_request, path
+        with_mpi += [path.name] * any(i.split(".")[0] == "mpi4py" for i in found)
+    assert with_mpi == ["mpi.py"]
 
 
 def test_kernels_know_nothing_of_ours():
@@ -146,4 +90,5 @@ def test_the_table_of_the_documentation_is_this_one():
     """docs/architecture.md has a row for each package, with what it may import, in the same order or another one."""
     rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \|.*\| ([^|]*)\|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
     documented = {name: set(re.findall(r"`(\w+)`", imported)) for name, imported in rows}
-    assert documented == {name: targets - {"_kernels"} for name, targets in ARROWS.items() if name not in ("_kernels", "__main__")}
+    ours = {name: targets - {"_kernels"} for name, targets in MAY_IMPORT.items() if name not in ("_kernels", "__main__")}
+    assert documented == ours

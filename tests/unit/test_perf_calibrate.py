@@ -1,44 +1,48 @@
-"""Calibration: curve fit and the machine's file; the command over real MPI is in tests/system/mpi/test_cli.py."""
+"""Calibration: the curve fit, the machine's file, the rates of the kernels; over MPI: tests/system/mpi/test_cli.py."""
 
-from __future__ import annotations
-
+import math
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron import cli
-from fugaku_megatron.calibration import calibrate
+from fugaku_megatron.calibration import calibrate, host_kernels
 from fugaku_megatron.calibration.calibrate import Compute, Messages
+from fugaku_megatron.host import runtime
 from fugaku_megatron.perf import machine, software
 
 
-def test_the_curve_that_made_the_points_is_found():
+def test_the_curve_and_a_disturbed_clock():
     points = [(n, 100 * 0.9 / (1 + 60 / n)) for n in calibrate.SIZES]
     maximum, half = calibrate.fit_curve(points, 100.0)
     assert maximum == pytest.approx(0.9, rel=0.02) and half == pytest.approx(60, rel=0.05)
-
-
-def test_one_disturbed_size_does_not_bend_the_curve():
     points = [(n, 95.0 / (1 + 80 / n)) for n in (128, 256, 1024, 2048)]
     assert calibrate.fit_curve([*points, (512, 40.0)], 100.0) == pytest.approx((0.95, 80), rel=0.03)
+    assert calibrate.disturbances([rank(3.0), rank(2.9)], 3.1) == [] == calibrate.disturbances([rank(3.0)], 0.0)
+    assert "measured at 1.08 GHz, the system says 3.00 GHz: other" in calibrate.disturbances([rank(1.08), rank(1.1)], 3.0)[0]
+    assert "measured at 1.08 to 3.00 GHz: other processes" in calibrate.disturbances([rank(3.0), rank(1.08)], 0.0)[0]
+
+
+def rank(ghz: float = 3.0) -> Compute:
+    return Compute(threads=2, clock_ghz=ghz, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)),
+                   attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)), dropout_flops=90.0, elementwise_gbs=15.0,
+                   call_us=7.0, iteration_s=0.01, process_mib=250.0)
 
 
 def described(tmp_path, between: Messages | None) -> machine.Machine:
-    rank = Compute(threads=2, clock_ghz=3.0, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)),
-                   attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)), dropout_flops=90.0, elementwise_gbs=15.0,
-                   call_us=7.0, iteration_s=0.01, process_mib=250.0)
-    team = ((256, 120.0), (1024, 160.0))
-    data = calibrate.describe("a test", [rank, rank], team, Messages(alpha_us=1.0, gbs=10.0), between, 5.0, 64.0)
+    team, inside = ((256, 120.0), (1024, 160.0)), Messages(alpha_us=1.0, gbs=10.0)
+    data = calibrate.describe("a test", [rank(), rank()], team, inside, between, 5.0, 64.0)
     (tmp_path / "host.json").write_text(calibrate.json.dumps(data))
     return machine.load(str(tmp_path / "host.json"))
 
 
-def test_a_nodes_rates_are_the_sums_over_its_ranks(tmp_path):
+def test_a_nodes_rates_and_its_links(tmp_path):
     host = described(tmp_path, None)
     assert (host.peak_tflops["fp32"], host.stream_gbs, host.threads, host.ranks_per_node) == (0.2, 40.0, 4, 2)
     assert host.sources["link_gbs"].startswith("not measured") and host.link_gbs == 10.0
+    host = described(tmp_path, Messages(alpha_us=2.0, gbs=3.0))
+    assert (host.link_gbs, host.intra_gbs) == (3.0, 10.0) and host.sources["link_gbs"].startswith("measured")
 
 
 def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path):
@@ -59,11 +63,6 @@ def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path
     assert "intra_reduce_gbs" not in described(tmp_path, Messages(alpha_us=2.0, gbs=3.0)).native
 
 
-def test_messages_between_nodes_are_kept_apart(tmp_path):
-    host = described(tmp_path, Messages(alpha_us=2.0, gbs=3.0))
-    assert (host.link_gbs, host.intra_gbs) == (3.0, 10.0) and host.sources["link_gbs"].startswith("measured")
-
-
 @pytest.mark.system
 def test_one_rank_is_refused(tmp_path):
     command = [sys.executable, "-m", "fugaku_megatron", "calibrate", "--output", str(tmp_path / "host.json")]
@@ -71,17 +70,32 @@ def test_one_rank_is_refused(tmp_path):
     assert done.returncode == 2 and "mpiexec -n 2" in done.stderr and not (tmp_path / "host.json").exists()
 
 
-@pytest.mark.parametrize("output, message", [("host.txt", "ends in .json"), ("nowhere/host.json", "is not a directory")])
-def test_bad_outputs_are_refused_before_anything_is_measured(output, message, capsys):
-    assert cli.main(["calibrate", "--output", output]) == 2
-    assert message in capsys.readouterr().err
+def test_matmuls_take_other_matrices_each_time(monkeypatch):
+    monkeypatch.setattr(host_kernels, "COLD_BYTES", 1 << 20)
+    seen = []
+    for name in ("linear_forward", "linear_data_gradient", "linear_weight_gradient"):
+        monkeypatch.setattr(host_kernels.kernels, name, lambda *t, n=name: seen.append((n, t[0].data_ptr())))
+    assert host_kernels.gemm_gflops(32) > 0
+    sets = (1 << 20) // (12 * 32 * 32)
+    assert len({place for _, place in seen}) == sets and len({name for name, _ in seen}) == 3
 
 
-def test_a_clock_that_other_processes_disturbed_is_said():
-    def rank(ghz):
-        return Compute(threads=2, clock_ghz=ghz, fma_gflops=100.0, triad_gbs=20.0, gemm=(), attention=(), dropout_flops=0.0,
-                       elementwise_gbs=15.0, call_us=7.0, iteration_s=0.01, process_mib=250.0)
+def test_rates_and_overheads_are_figures():
+    assert host_kernels.gemm_gflops(64) > 0
+    assert all(rate > 0 for rate in host_kernels.attention_gflops(64))
+    assert host_kernels.dropout_flops(64, 50.0) >= 0
+    assert all(math.isfinite(value) and value >= 0 for value in host_kernels.step_overhead())
+    made = []
+    assert host_kernels.seconds_each([lambda: made.append(1), lambda: made.append(2)], rounds=2) >= 0
+    assert made == [1, 2] * 3
 
-    assert calibrate.disturbances([rank(3.0), rank(2.9)], 3.1) == [] == calibrate.disturbances([rank(3.0)], 0.0)
-    assert "measured at 1.08 GHz, the system says 3.00 GHz: other" in calibrate.disturbances([rank(1.08), rank(1.1)], 3.0)[0]
-    assert "measured at 1.08 to 3.00 GHz: other processes" in calibrate.disturbances([rank(3.0), rank(1.08)], 0.0)[0]
+
+def test_the_peak_is_the_best_round_of_work_over_time(monkeypatch):
+    assert 0 < runtime.fma_peak_gflops(rounds=2, steps=20_000) < 1e6
+    times = iter([10.0, 12.0])
+    monkeypatch.setattr(runtime.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(runtime.kernels, "bench_fma", lambda steps: 1e6 * steps)
+    assert runtime.fma_gflops(steps=4000) == pytest.approx(2.0)  # 4e9 operations in 2 s
+    rates = iter([3.0, 7.0, 5.0])
+    monkeypatch.setattr(runtime, "fma_gflops", lambda steps: next(rates))
+    assert runtime.fma_peak_gflops(rounds=3) == 7.0

@@ -1,18 +1,23 @@
-"""The roofline: GEMM shapes, clocks, page faults and their threshold, tiles on a GPU."""
-
-from __future__ import annotations
+"""What a rank's work, its messages and its memory cost: the roofline, counts of FLOPs, collectives, bytes."""
 
 from dataclasses import replace
 
 import pytest
 
+from fugaku_megatron.config import features
 from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.perf import software
+from fugaku_megatron.config.layout import Layout, placement
+from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
+from fugaku_megatron.config.run_config import ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from fugaku_megatron.costs import accounting, memory
+from fugaku_megatron.perf import machine, model, software, work
+from fugaku_megatron.perf import memory as perf_memory
 from fugaku_megatron.perf.cost import MMAP_BYTES, Network, Rank
+from fugaku_megatron.perf.machine import MIB, load
 from fugaku_megatron.perf.model import System
-from fugaku_megatron.perf.software import Parameters
+from fugaku_megatron.perf.software import MemoryParameters, Parameters
 from fugaku_megatron.perf.work import Product, Work, phases
+from fugaku_megatron.pipeline.parts import Held
 
 
 def rank(machine: str = "a64fx", software: str = "torch1.10", nodes: int = 1, ranks_per_node: int = 1, ghz: float | None = None,
@@ -23,37 +28,29 @@ def rank(machine: str = "a64fx", software: str = "torch1.10", nodes: int = 1, ra
                 nodes=nodes, ranks_per_node=ranks_per_node)
 
 
-def test_a_large_product_nears_the_curve_and_a_small_one_does_not():
-    def share(n: int) -> float:
-        return 2 * n**3 / rank().seconds(Work(products=(Product(m=n, n=n, k=n),))).gemm / 6.144e12
-
-    assert share(20000) == pytest.approx(0.92, rel=0.03)
-    assert share(1050) == pytest.approx(0.46, rel=0.01)
+def gemm(m: float, n: float, k: float) -> Work:
+    return Work(products=(Product(m=m, n=n, k=k),))
 
 
-def test_per_cmg_ranks_have_a_better_curve():
-    product = Work(products=(Product(m=1024, n=3072, k=768),))
-    assert rank(ranks_per_node=4).seconds(product).gemm < 4 * rank().seconds(product).gemm * 0.85
-
-
-def test_thin_products_lose_by_their_operands_on_a_measured_curve():
+def test_sizes_of_a_matmul_on_the_curve():
+    """A large one nears the peak, a rank per CMG has a better curve, and a thin one loses on a measured curve."""
+    for n, share in ((20000, 0.92), (1050, 0.46)):
+        assert 2 * n**3 / rank().seconds(gemm(n, n, n)).gemm / 6.144e12 == pytest.approx(share, rel=0.03)
+    layer = gemm(1024, 3072, 768)
+    assert rank(ranks_per_node=4).seconds(layer).gemm < 4 * rank().seconds(layer).gemm * 0.85
     published = rank(software="fugaku_megatron")
     measured = replace(published, machine=replace(published.machine, native={"call_us": 5.0}))
-
-    def seconds(on: Rank, m: int, n: int, k: int) -> float:
-        return on.seconds(Work(products=(Product(m=m, n=n, k=k),))).gemm
-
-    thin, square = (256, 4096, 4096), (1625.5, 1625.5, 1625.5)  # as many multiply-adds
-    assert seconds(published, *thin) == pytest.approx(seconds(published, *square), rel=1e-3)
-    assert seconds(measured, *thin) > 1.1 * seconds(measured, *square)
-    assert seconds(measured, *square) == pytest.approx(seconds(published, *square))
+    thin, square = gemm(256, 4096, 4096), gemm(1625.5, 1625.5, 1625.5)  # as many multiply-adds
+    assert published.seconds(thin).gemm == pytest.approx(published.seconds(square).gemm, rel=1e-3)
+    assert measured.seconds(thin).gemm > 1.1 * measured.seconds(square).gemm
+    assert measured.seconds(square).gemm == pytest.approx(published.seconds(square).gemm)
 
 
 def test_native_attention_is_half_a_square_and_forms_scores_again_in_the_backward():
     def seconds(s: int, backward: bool, **values: float) -> float:
-        product = Product(m=64, n=s, k=s, count=12, attention=True, backward=backward)
+        matmul = Product(m=64, n=s, k=s, count=12, attention=True, backward=backward)
         shares = {"attention_forward": 0.5, "attention_backward": 0.5, **values}
-        return rank(software="fugaku_megatron", **shares).seconds(Work(products=(product,))).attention
+        return rank(software="fugaku_megatron", **shares).seconds(Work(products=(matmul,))).attention
 
     assert seconds(1024, False) == pytest.approx(0.5 * 2 * 12 * 64 * 1024**2 / 0.5 / 6.144e12)
     assert seconds(1024, True) == pytest.approx(1.25 * seconds(1024, False))
@@ -61,7 +58,7 @@ def test_native_attention_is_half_a_square_and_forms_scores_again_in_the_backwar
 
 
 def test_dropout_costs_attention_what_the_cycle_model_says():
-    """Shares of the peak on 2 and 5 products at d 64: 46 and 53 % with dropout 0.1 in a cycle model of an A64FX core."""
+    """Shares of the peak on 2 and 5 matmuls at d 64: 46 and 53 % with dropout 0.1 in a cycle model of an A64FX core."""
     def seconds(p: float, d: int, phase: str) -> float:
         run = make_run(None, {"num_layers": 1, "num_attention_heads": 12, "hidden_size": 12 * d, "seq_length": 1024,
                               "vocab_size": 512, "micro_batch_size": 1, "attention_dropout": p, "global_batch_size": 1})
@@ -69,30 +66,12 @@ def test_dropout_costs_attention_what_the_cycle_model_says():
         only = Work(products=tuple(x for x in phases(run, 1, code)[phase].products if x.attention))
         return rank(software=code.name, **vars(code.fitted.values)).seconds(only).attention
 
-    for phase, products, dropped, whole in (("layer_forward", 2, 0.46, 0.65), ("layer_backward", 5, 0.53, 0.62)):
-        flops = products * 2 * 12 * 64 * 1024**2 / 2
+    for phase, matmuls, dropped, whole in (("layer_forward", 2, 0.46, 0.65), ("layer_backward", 5, 0.53, 0.62)):
+        flops = matmuls * 2 * 12 * 64 * 1024**2 / 2
         assert flops / seconds(0.1, 64, phase) / 6.144e12 == pytest.approx(dropped, abs=0.01)
         assert flops / seconds(0.0, 64, phase) / 6.144e12 == pytest.approx(whole)
         price = [seconds(0.1, d, phase) - seconds(0.0, d, phase) for d in (64, 128)]
         assert price[0] == pytest.approx(price[1])
-
-
-@pytest.mark.parametrize("work, field", [(Work(moved=1e9), "elementwise"), (Work(calls=10), "calls"),
-                                         (Work(products=(Product(m=512, n=512, k=512),)), "gemm")])
-def test_the_clock_gains_its_ratio(work, field):
-    slow, fast = (getattr(rank(ghz=ghz, call_us=5).seconds(work), field) for ghz in (2.0, 2.2))
-    assert slow / fast == pytest.approx(1.10)
-
-
-def test_sixteen_bits_gain_only_where_they_are_multiplied_as_such():
-    product = Work(products=(Product(m=4096, n=4096, k=4096),))
-
-    def gain(machine: str, software: str) -> float:
-        fp32, fp16 = (replace(rank(machine, software, gemm_half=1.0), precision=p).seconds(product).gemm for p in ("fp32", "fp16"))
-        return fp32 / fp16
-
-    assert gain("a64fx", "fugaku_megatron") == gain("a64fx", "torch1.10") == 1.0
-    assert gain("a100", "megatron-a100") == pytest.approx(16)
 
 
 def test_only_large_blocks_fault_and_cost_more_where_the_network_registered_them():
@@ -110,11 +89,21 @@ def test_tiles_waves_and_unaligned_sides_on_a_gpu():
     full = 108 * 256
 
     def share(m: int, n: int = 128, k: int = 1024) -> float:
-        return 2 * m * n * k / gpu.seconds(Work(products=(Product(m=m, n=n, k=k),))).gemm / 312e12
+        return 2 * m * n * k / gpu.seconds(gemm(m, n, k)).gemm / 312e12
 
     assert share(full) == pytest.approx(1.0)
     assert share(full + 1) < 0.51 * 0.1 * 1.01  # a second wave for one row, on the slow path
     assert share(full, k=1020) == pytest.approx(0.1)
+
+
+def test_clock_and_sixteen_bits():
+    for done, field in ((Work(moved=1e9), "elementwise"), (Work(calls=10), "calls"), (gemm(512, 512, 512), "gemm")):
+        slow, fast = (getattr(rank(ghz=ghz, call_us=5).seconds(done), field) for ghz in (2.0, 2.2))
+        assert slow / fast == pytest.approx(1.10)
+    for name, code, gain in (("a64fx", "fugaku_megatron", 1.0), ("a64fx", "torch1.10", 1.0), ("a100", "megatron-a100", 16)):
+        on = rank(name, code, gemm_half=1.0)
+        fp32, fp16 = (replace(on, precision=p).seconds(gemm(4096, 4096, 4096)).gemm for p in ("fp32", "fp16"))
+        assert fp32 / fp16 == pytest.approx(gain)
 
 
 def test_ranks_of_one_cmg_each_use_all_of_the_memory_and_one_rank_of_a_node_does_not():
@@ -123,3 +112,141 @@ def test_ranks_of_one_cmg_each_use_all_of_the_memory_and_one_rank_of_a_node_does
     assert spread == pytest.approx(alone) == pytest.approx(rank(ranks_per_node=2).seconds(work).elementwise)
     ours = [rank(software="fugaku_megatron", ranks_per_node=n).seconds(work).elementwise for n in (1, 4)]
     assert ours[1] == pytest.approx(4 * ours[0])  # our kernels touch their pages first where they use them
+
+
+EAGER = software.load("torch1.10")
+
+
+def flops(counted: work.Work) -> int:
+    return sum(2 * p.m * p.n * p.k * p.count * p.times for p in counted.products)
+
+
+def expected(run: RunConfig, recompute: str | None) -> float:
+    """accounting's count; the whole square of attention is computed here, not half of it."""
+    model_config = run.model
+    square = model_config.num_layers * model_config.seq_length**2 * model_config.hidden_size
+    if recompute == "full":
+        return accounting.hardware_flops(run, 1)
+    return accounting.model_flops(run, 1) + 6 * square + (4 * square if recompute == "selective" else 0)
+
+
+def pieces_flops(pieces) -> int:
+    return sum(flops(piece) * times for piece, times in pieces)
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize("tp, pp, schedule", [(1, 1, None), (4, 3, None), (1, 3, "zbv")])
+def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
+    run = replace(gpt_124m(), training=TrainingConfig(recompute_granularity=recompute), parallel=ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule))
+    layout, parts = Layout(tp * pp, tp, pp, 1), placement(run).parts
+    works = [model.part_work(run, layout, part, EAGER) for part in range(parts)]
+    total = tp * sum(pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works)
+    assert total == pytest.approx(expected(run, recompute), rel=1e-12)
+    linear = sum(r.flops_forward for r in accounting.layer_records(run, tp) if r.name != "attention")
+    assert sum(pieces_flops(weights) for _, _, weights in works) == run.model.num_layers * linear
+
+
+def test_native_code_leaves_out_what_nobody_reads():
+    run = replace(gpt_124m(), training=TrainingConfig(recompute_granularity="full", recompute_num_layers=3))
+    ours, eager = (work.layers_again(run, 1, accounting.recompute_groups(12, "uniform", 3), software.load(name))
+                   for name in ("fugaku_megatron", "torch1.10"))
+    fc2 = next(r for r in accounting.layer_records(run, 1) if r.name == "linear_fc2")
+    assert flops(eager) - flops(ours) == 4 * fc2.flops_forward
+    native = software.load("fugaku_megatron")
+    assert work.phases(gpt_124m(), 1, native)["layer_forward"].moved < work.phases(gpt_124m(), 1, EAGER)["layer_forward"].moved / 5
+    run, native = gpt_124m(), software.load("fugaku_megatron")
+    rows = memory.logits_rows(run, Layout(1, 1, 1, 1))
+    assert rows < run.model.seq_length
+    for phase, number in (("head_forward", 1), ("head_backward", 2)):
+        matmuls = work.phases(run, 1, native)[phase].products
+        assert len(matmuls) == number and all(rows in (p.m, p.n, p.k) and p.times * rows == 1024 for p in matmuls)
+        assert flops(work.phases(run, 1, native)[phase]) == flops(work.phases(run, 1, EAGER)[phase])
+
+
+def test_tensor_sizes_and_repeated_work():
+    sizes = work.tensors(gpt_30b(), 4)
+    assert sizes["hidden"] == 2048 * 7168 * 4 and sizes["scores"] == 14 * 2048 * 2048 * 4
+    once = work.phases(gpt_124m(), 1, EAGER)["layer_forward"]
+    twice = work.repeat(once, 2)
+    assert flops(twice) == 2 * flops(once) and twice.moved == 2 * once.moved and twice.calls == 2 * once.calls
+    assert sum(s * t for s, t in twice.allocations) == 2 * sum(s * t for s, t in once.allocations)
+
+
+def network(layout: Layout, ranks_per_node: int = 1, name: str = "a64fx", **values: float) -> Network:
+    return Network(machine=machine.load(name), parameters=Parameters(**values), layout=layout, ranks_per_node=ranks_per_node)
+
+
+def test_a_ring():
+    """A group of one is free, an all-reduce is two passes, and latency grows with the logarithm of the ranks."""
+    assert network(Layout(8, 1, 1, 8)).seconds("all_reduce", "tp", 1 << 20) == 0.0
+    net = network(Layout(4, 4, 1, 1), reduce_gbs=2.0)
+    assert net.seconds("all_reduce", "tp", 10**9) == pytest.approx(2 * 3 / 4 / 2.0, rel=1e-3)
+    assert net.seconds("reduce_scatter", "tp", 10**9) == pytest.approx(3 / 4 / 2.0, rel=1e-3)
+    net = network(Layout(8, 1, 1, 8), reduce_gbs=1.0)
+    assert net.seconds("all_gather", "dp", 1 << 20) == pytest.approx(net.seconds("reduce_scatter", "dp", 8 << 20))
+    few, many = (network(Layout(n, 1, 1, n), reduce_gbs=1.0).seconds("all_reduce", "dp", 4) for n in (1024, 2048))
+    assert many / few == pytest.approx(11 / 10, rel=1e-3)
+    own = machine.load("a64fx").large_allreduce_gbs
+    assert network(Layout(512, 1, 1, 512)).seconds("all_reduce", "dp", 10**9) == pytest.approx(1 / own, rel=0.01)
+
+
+def test_ranks_of_a_node_use_its_links():
+    seconds = [network(Layout(4, 4, 1, 1), ranks_per_node=4, reduce_gbs=rate).seconds("all_reduce", "tp", 10**8) for rate in (1, 6)]
+    assert seconds[0] == seconds[1]
+    flat = network(Layout(16, 1, 1, 16), ranks_per_node=4, reduce_gbs=2.0, intra_reduce_gbs=0.5)
+    assert flat.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 15 / 16 / 0.5, rel=1e-3)
+    shared = replace(flat, active=frozenset({features.NODE_SUMS}))  # a group over several nodes does not use it
+    assert shared.seconds("all_reduce", "dp", 10**9) == flat.seconds("all_reduce", "dp", 10**9)
+    inside_first = replace(flat, active=frozenset({features.TWO_LEVEL_SUMS}))
+    assert inside_first.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 3 / 4 / 0.5 + 2 * 3 / 4 / 4 / 2, rel=1e-2)
+    alone = network(Layout(16, 8, 2, 1), ranks_per_node=1, name="a100").seconds("send", "pp", 10**9)
+    shared = network(Layout(16, 8, 2, 1), ranks_per_node=8, name="a100").seconds("send", "pp", 10**9)
+    assert shared == pytest.approx(2 * alone, rel=0.01)
+
+
+def test_sums_in_two_levels_and_in_shared_memory():
+    uneven = network(Layout(6, 6, 1, 1), ranks_per_node=4, reduce_gbs=2.0)
+    active = replace(uneven, active=frozenset({features.TWO_LEVEL_SUMS, features.NODE_SUMS}))
+    assert active.seconds("all_reduce", "tp", 10**9) == uneven.seconds("all_reduce", "tp", 10**9)
+    even = replace(active, layout=Layout(8, 8, 1, 1))
+    assert even.seconds("all_reduce", "tp", 10**9) < uneven.seconds("all_reduce", "tp", 10**9) / 2
+    by_mpi = network(Layout(4, 4, 1, 1), ranks_per_node=4)
+    shared = replace(by_mpi, active=frozenset({features.NODE_SUMS}))
+    ratio = by_mpi.seconds("all_reduce", "tp", 10**9) / shared.seconds("all_reduce", "tp", 10**9)
+    assert ratio == pytest.approx(by_mpi.machine.intra_gbs / by_mpi.machine.intra_reduce_gbs, rel=1e-2)
+    ring = network(Layout(256, 1, 1, 256), ranks_per_node=4, reduce_gbs=1.2, intra_reduce_gbs=5.0)
+    bf16 = replace(ring, active=frozenset({features.GRAD_REDUCE_IN_BF16}))
+    assert bf16.seconds("reduce_scatter", "dp", 10**9) == pytest.approx(3 * ring.seconds("reduce_scatter", "dp", 10**9), rel=1e-2)
+
+
+PLAIN = MemoryParameters(base_mib=0, peer_mib=0)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
+    run = replace(gpt_30b(), precision=PrecisionConfig(bf16=True))
+    s, b, h, a = run.model.seq_length, 1, run.model.hidden_size, run.model.num_attention_heads
+    assert perf_memory.layer_saved_bytes(run, tp) == pytest.approx(s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp)))
+
+
+def test_memory_of_stages():
+    run, layout = gpt_124m(), Layout(1, 1, 1, 1)
+    used = perf_memory.stage_mib(run, layout, 0, software.load("fugaku_megatron"), 1, PLAIN)
+    assert used == pytest.approx(memory.stage_memory(run, layout, 0, [Held((1,), (0,))]).total / MIB)
+    cut = ParallelConfig(tensor_model_parallel_size=8, pipeline_model_parallel_size=48)
+    plain = replace(gpt_30b(), parallel=cut)
+    full = replace(plain, training=TrainingConfig(recompute_granularity="full"))
+    layout = Layout(384, 8, 48, 1)
+
+    def used(run, stage):
+        return perf_memory.stage_mib(run, layout, stage, EAGER, 1, PLAIN)
+
+    assert used(plain, 0) > used(plain, 1) > used(plain, 40)
+    assert used(full, 0) < used(plain, 0) / 2
+    parameters = MemoryParameters(base_mib=0, peer_mib=0, state_bytes=4, sharded_bytes=12)
+    run = replace(gpt_124m(), parallel=ParallelConfig(zero_stage=1))
+    alone, eight = (perf_memory.stage_mib(run, Layout(n, 1, 1, n), 0, EAGER, 1, parameters) for n in (1, 8))
+    assert (alone - eight) * MIB == pytest.approx(12 * 7 / 8 * accounting.stage_parameters(run, Layout(1, 1, 1, 1), 0))
+    assert perf_memory.limit_mib(load("a64fx"), EAGER, 1) == pytest.approx(28.5 * 1024)
+    assert perf_memory.limit_mib(load("a64fx"), EAGER, 4) == pytest.approx(28.5 * 256)

@@ -1,8 +1,5 @@
-"""Nothing is modelled that is not built, and overlap hides no more than computation allows."""
+"""Features: one table names what the trainer has, nothing else is modelled, and overlap hides no more than computation allows."""
 
-from __future__ import annotations
-
-import ast
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +7,9 @@ import pytest
 
 from fugaku_megatron import cli
 from fugaku_megatron.config import features
+from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.config.checks import flag
+from fugaku_megatron.config.compatibility import COMPATIBILITY_FLAGS
 from fugaku_megatron.config.features import FEATURES
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
@@ -19,26 +19,33 @@ from fugaku_megatron.costs.accounting import Collective
 from fugaku_megatron.perf import cost, model, plan, search, software
 from fugaku_megatron.perf.model import System
 
-PERF = Path(model.__file__).parent
-GRAD, GATHER = frozenset({features.OVERLAP_GRAD_REDUCE}), frozenset({features.OVERLAP_PARAM_GATHER})
+PACKAGE = Path(features.__file__).resolve().parents[1]
+RUN = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "64", "--micro-batch-size", "1"]
 
 
-def test_nothing_is_modelled_that_is_not_built():
-    """Each row of FEATURES has its flag and its module (test_features.py); only this project's trainer has rows."""
+def test_a_feature_has_its_flag_and_its_file_and_is_modelled():
+    """Only this project's trainer has features."""
+    for name, feature in FEATURES.items():
+        assert feature.field is None or features.group_of(feature.field) is not None, f"{name}: the config has no {feature.field}"
+        assert feature.field is None or flag(feature.field) not in COMPATIBILITY_FLAGS, f"{name}: its flag is said to do nothing"
+        assert (PACKAGE / feature.place).is_file(), f"{name}: {feature.place} is not there"
     for name in software.names():
         code = software.load(name)
         assert code.choices.names == (frozenset(FEATURES) if code.style == "native" else frozenset())
 
 
-def test_the_model_counts_a_feature_only_by_the_tables_names():
-    """Every gain in perf/ asks for a constant of config/features.py, so that no gain goes by another name or none."""
-    named = {node.attr for path in PERF.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))
-             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "features"
-             and node.attr.isupper() and node.attr not in ("FEATURES", "SWITCHES")}
-    assert {getattr(features, name) for name in named} <= set(FEATURES) and "OVERLAP_GRAD_REDUCE" in named
+def test_runs_and_constants_name_the_rows():
+    plain, switched = parse(RUN).run, parse([*RUN, "--use-distributed-optimizer"]).run
+    assert not FEATURES[features.ZERO_1].used(plain) and FEATURES[features.ZERO_1].used(switched)
+    assert FEATURES[features.BALANCED_SPLIT].used(plain)
+    constants = {value for name, value in vars(features).items() if name.isupper() and isinstance(value, str)}
+    assert constants == set(FEATURES)
 
 
-def test_without_a_feature_all_communication_is_waited_for():
+GRAD, GATHER = frozenset({features.OVERLAP_GRAD_REDUCE}), frozenset({features.OVERLAP_PARAM_GATHER})
+
+
+def test_without_overlap_all_communication_is_waited_for():
     run = replace(gpt_124m(), parallel=ParallelConfig(zero_stage=1))
     system, layout = System.from_names("a64fx", "fugaku_megatron", 64, 1), Layout(64, 1, 1, 64)
     bare = replace(system, software=replace(system.software, choices=software.Choices.from_names(frozenset(), (1,))))
@@ -51,30 +58,18 @@ def buckets(*sizes: int, verb: str = "reduce_scatter") -> list[Collective]:
     return [Collective(verb, "dp", size) for size in sizes]
 
 
-def exposed(collectives: list[Collective], forward: float, backward: float, active: frozenset[str]) -> float:
-    return cost.exposed(collectives, lambda c: c.bytes / 10.0, forward, backward, active)
+TIED, FOUR = [Collective("all_reduce", "embedding", 20)], buckets(10, 10, 10, 10)
+GATHERS = buckets(10, 10, 10, 10, verb="all_gather")
 
 
-def test_the_last_bucket_is_never_hidden():
-    assert exposed(buckets(10, 10, 10, 10), 1.0, 100.0, GRAD) == pytest.approx(1.0)
-    assert exposed(buckets(40), 1.0, 100.0, GRAD) == exposed(buckets(40), 1.0, 100.0, frozenset()) == pytest.approx(4.0)
-
-
-def test_a_reduction_hides_no_longer_than_the_backward_takes():
-    assert exposed(buckets(10, 10, 10, 10), 1.0, 0.4, GRAD) == pytest.approx(4.0 - 0.4 * 3 / 4)
-    assert exposed(buckets(10, 10, 10, 10), 1.0, 0.0, GRAD) == pytest.approx(4.0)
-
-
-def test_the_tied_embeddings_sum_is_not_hidden():
-    tied = [Collective("all_reduce", "embedding", 20)]
-    assert exposed(tied + buckets(10, 10), 1.0, 100.0, GRAD) == pytest.approx(2.0 + 1.0)
-
-
-def test_the_gather_hides_behind_the_next_forward_but_for_its_first_bucket():
-    gathers = buckets(10, 10, 10, 10, verb="all_gather")
-    assert exposed(gathers, 100.0, 100.0, GATHER) == pytest.approx(1.0)
-    assert exposed(gathers, 0.0, 100.0, GATHER) == pytest.approx(4.0)
-    assert exposed(gathers, 100.0, 100.0, GRAD) == pytest.approx(4.0)
+@pytest.mark.parametrize(("collectives", "forward", "backward", "active", "seconds"), [
+    (FOUR, 1.0, 100.0, GRAD, 1.0), (buckets(40), 1.0, 100.0, GRAD, 4.0), (buckets(40), 1.0, 100.0, frozenset(), 4.0),  # the last
+    (FOUR, 1.0, 0.4, GRAD, 4.0 - 0.4 * 3 / 4), (FOUR, 1.0, 0.0, GRAD, 4.0),  # no longer than the backward takes
+    (TIED + buckets(10, 10), 1.0, 100.0, GRAD, 2.0 + 1.0),  # the sum of the tied embedding is not overlapped
+    (GATHERS, 100.0, 100.0, GATHER, 1.0), (GATHERS, 0.0, 100.0, GATHER, 4.0), (GATHERS, 100.0, 100.0, GRAD, 4.0),  # next forward
+])
+def test_what_overlap_leaves_exposed(collectives, forward, backward, active, seconds):
+    assert cost.exposed(collectives, lambda c: c.bytes / 10.0, forward, backward, active) == pytest.approx(seconds)
 
 
 def test_the_pessimistic_network_slows_large_sums_only():
@@ -97,7 +92,7 @@ def test_the_table_has_every_feature(capsys, flag):
     assert cli.main([*flags.split(), flag, "--json"]) == 2 and "--features prints its own table" in capsys.readouterr().err
 
 
-def test_without_a_feature_the_best_plan_is_no_faster():
+def test_without_a_feature_the_best_plan_is_not_faster():
     run = gpt_30b()
     system = System.from_names("a64fx", "fugaku_megatron", 384)
     held = frozenset({"tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "ranks_per_node"})
@@ -118,23 +113,23 @@ def test_a_flag_that_the_software_does_nothing_with_changes_no_time_and_is_said(
     assert any("torch1.10 has no --sequence-parallel" in line for line in with_flag.warnings)
 
 
-def test_exchanges_behind_products_wait_for_their_first_block_at_least():
+def test_overlapped_exchanges_wait_for_their_first_block_at_least():
     """30B at TP 4 between nodes: all but what cannot hide is hidden, and a network that is too slow is waited for."""
     run = replace(gpt_30b(), parallel=ParallelConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=6,
                                                      sequence_parallel=True))
     system, layout = System.from_names("a64fx", "fugaku_megatron", 24, 1), Layout(24, 4, 6, 1)
-    behind = features.switched(run, features.TP_COMM_OVERLAP)
+    overlapped = features.switched(run, features.TP_COMM_OVERLAP)
     waits = {}
-    for name, case, machine in (("blocking", run, system.machine), ("behind", behind, system.machine),
-                                ("slow", behind, replace(system.machine, link_gbs=0.01, injection_gbs=0.01))):
+    for name, case, machine in (("blocking", run, system.machine), ("overlapped", overlapped, system.machine),
+                                ("slow", overlapped, replace(system.machine, link_gbs=0.01, injection_gbs=0.01))):
         busy = model.step(case, layout, replace(system, machine=machine), system.parameters).slowest
         waits[name] = busy.tensor_parallel
-    assert 0 < waits["behind"] < 0.4 * waits["blocking"] and waits["slow"] > 10 * waits["blocking"]
+    assert 0 < waits["overlapped"] < 0.4 * waits["blocking"] and waits["slow"] > 10 * waits["blocking"]
     bare = replace(system, software=system.software.without(features.TP_COMM_OVERLAP))
-    assert model.step(behind, layout, bare, system.parameters).slowest.tensor_parallel == waits["blocking"]
+    assert model.step(overlapped, layout, bare, system.parameters).slowest.tensor_parallel == waits["blocking"]
 
 
-def test_exchanges_behind_products_are_tried_between_nodes_only():
+def test_overlapped_exchanges_are_tried_between_nodes_only():
     run = replace(gpt_30b(), parallel=ParallelConfig(pipeline_model_parallel_size=48))
     held = frozenset({"micro_batch_size", "recompute_granularity", "pipeline_model_parallel_size", "zero_stage"})
     for ranks, expected in ((1, {1: {False}, 2: {True}, 4: {True}}), (2, {1: {False}, 2: {False}, 4: {False, True}})):

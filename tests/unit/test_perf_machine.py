@@ -1,6 +1,4 @@
-"""Machines as data: every constant has a source, clocks and eco mode change what they must, unknown hardware is an error."""
-
-from __future__ import annotations
+"""Machines and software as data: sources, counts, clocks, and unknown names or damaged files that are refused."""
 
 import functools
 import json
@@ -9,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron.perf import machine
+from fugaku_megatron.perf import machine, software
 
 MISSING = object()  # the entry is taken out
 
@@ -21,33 +19,19 @@ def test_every_constant_has_a_source(name):
     assert loaded.peak_tflops["fp32"] > 0 and loaded.gemm_curves and loaded.name == name
 
 
-def test_the_machines_that_the_tables_and_targets_need():
-    assert {"a64fx", "fx700", "a100", "graviton3", "grace"} <= set(machine.names())
-
-
-def test_a64fx_peak_follows_from_pipes_and_clock():
+def test_clocks_modes_and_a_base():
     node = machine.load("a64fx")
     assert node.peak_tflops["fp32"] == pytest.approx(48 * 2 * 16 * 2 * 2.0e9 / 1e12)
     assert node.at(2.2).clock == pytest.approx(1.10)
     assert node.at(2.2, eco=True).peak_tflops["fp32"] == pytest.approx(node.peak_tflops["fp32"] / 2)
-
-
-def test_a_base_is_overridden():
-    assert machine.load("fx700").ghz == 1.8 and machine.load("fx700").units == machine.load("a64fx").units
-
-
-@pytest.mark.parametrize("name, message", [("a64", "did you mean a64fx"), ("nonsense", "pass one of"),
-                                        ("missing.json", "pass one of")])
-def test_unknown_machines_are_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        machine.load(name)
-
-
-def test_modes_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="--ghz 3.0 is not a clock of a64fx: pass 2.0 or 2.2"):
-        machine.load("a64fx").at(3.0)
+    with pytest.raises(ValueError, match="--ghz 3.0 is not a clock of a64fx: give 2.0 or 2.2"):
+        node.at(3.0)
+    for name, message in (("a64", "did you mean a64fx"), ("nonsense", "give one of"), ("missing.json", "give one of")):
+        with pytest.raises(ValueError, match=message):
+            machine.load(name)
     with pytest.raises(ValueError, match="no eco mode"):
         machine.load("grace").at(eco=True)
+    assert machine.load("fx700").ghz == 1.8 and machine.load("fx700").units == machine.load("a64fx").units
 
 
 @pytest.mark.parametrize("content", ["{", json.dumps({"title": "x", "kind": "cpu", "constants": {}}), "[]", '{"base": "none"}',
@@ -58,18 +42,12 @@ def test_broken_files_are_refused(tmp_path, content):
         machine.load(str(tmp_path / "host.json"))
 
 
-@pytest.mark.parametrize("value, message", [("fast", "stream_gbs is 'fast', not a number above 0"), (0, "stream_gbs is 0"),
-                                         (math.nan, "stream_gbs is nan"), ({"fp32": -1}, "stream_gbs fp32 is -1")])
-def test_constants_that_are_no_numbers_are_refused(tmp_path, value, message):
-    data = json.loads((machine.FOLDER / "epyc-2core.json").read_text())
-    data["constants"]["stream_gbs"]["value"] = value
-    (tmp_path / "host.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=message):
-        machine.load(str(tmp_path / "host.json"))
-
-
 @pytest.mark.parametrize("place, value, message", [
     (("kind",), "toaster", "kind is 'toaster', not cpu or gpu"), (("title",), MISSING, "'title'"),
+    (("constants", "stream_gbs", "value"), "fast", "stream_gbs is 'fast', not a number above 0"),
+    (("constants", "stream_gbs", "value"), 0, "stream_gbs is 0"),
+    (("constants", "stream_gbs", "value"), math.nan, "stream_gbs is nan"),
+    (("constants", "stream_gbs", "value"), {"fp32": -1}, "stream_gbs fp32 is -1"),
     (("constants", "stream_gbs", "value"), 1e300, r"stream_gbs is 1e\+300, not a number above 0"),
     (("constants", "stream_gbs", "value"), 1e-300, "stream_gbs is 1e-300, not a number above 0"),
     (("constants", "gemm_curves", "value"), [], r"gemm_curves is \[\], which is empty or of another kind"),
@@ -91,16 +69,32 @@ def test_files_of_another_kind_are_refused(tmp_path, place, value, message):
         machine.load(str(tmp_path / "host.json"))
 
 
-def test_a_number_of_threads_between_two_curves_has_one_between_them_and_says_so():
+def test_threads_between_and_beyond_the_curves():
     host = machine.load("a64fx")
     own, other = host.gemm_curve(12), host.gemm_curve(48)
     between = host.gemm_curve(24)
     assert between.half == pytest.approx((own.half * other.half) ** 0.5) and own.exponent < between.exponent < other.exponent
-    assert host.curve_note(24) == "a64fx has no GEMM curve with 24 threads: the curves with 12 and 48 are interpolated"
+    assert host.curve_note(24) == "a64fx has no curve of products with 24 threads: the time is by one between those of 12 and 48"
     assert host.curve_note(12) is None and host.gemm_curve(12) is own
-
-
-def test_threads_beyond_the_curves_take_the_nearest_and_say_so():
     few = replace(machine.load("a64fx"), gemm_curves=machine.load("a64fx").gemm_curves[1:2])
     assert few.gemm_curve(48) == few.gemm_curve(1) == few.gemm_curves[0]
     assert few.curve_note(48).endswith("48 threads: that of 12 is used")
+
+
+PHASES = ("layer_forward", "layer_backward", "embedding_forward", "embedding_backward", "head_forward", "head_backward")
+
+
+@pytest.mark.parametrize("name", software.names())
+def test_every_software_is_complete(name):
+    code = software.load(name)
+    assert all("calls" in code.counts[phase] for phase in PHASES)
+    assert set(code.machines) <= set(machine.names())
+    assert code.fitted.values.gemm_fraction > 0 and code.choices.schedules[0] == "1f1b"
+
+
+def test_names_of_software():
+    assert software.load("torch1.10").measured and software.load("megatron-a100").measured
+    assert not software.load("fugaku_megatron").measured
+    assert software.load("this") == software.load("fugaku_megatron") and "this" not in software.names()
+    with pytest.raises(ValueError, match="--software torch1 is unknown.*did you mean torch1.7"):
+        software.load("torch1")

@@ -1,8 +1,7 @@
-"""The planner: what it keeps, why it drops the rest, its ranking against the tables, its text, JSON, picture and command line."""
-
-from __future__ import annotations
+"""The planner: what it keeps, why it drops the rest, its ranking against the tables, its command line, and files it writes."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -12,10 +11,13 @@ from fugaku_megatron import cli
 from fugaku_megatron.config import arguments
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.outputs import check_file, writing
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.perf import plan, search
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.perf.predict import run_of, system_of
+from fugaku_megatron.reproduction import fit
+from tests.time_limit import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 A100_181B = ("plan --machine a100 --nodes 48 --num-layers 72 --hidden-size 14336 --num-attention-heads 64 --seq-length 2048 "
@@ -82,32 +84,29 @@ def test_the_command_line_is_the_trainers_own(capsys):
     layout = Layout.from_run(run, int(words[words.index("-n") + 1]))
     assert (layout.dp, layout.tp, layout.pp) == (best["dp"], best["tp"], best["pp"])
     assert run.batch.micro_batch_size == best["micro_batch_size"] and run.parallel.zero_stage == best["zero_stage"]
-
-
-def test_the_command_line_trains_the_tokens_that_were_asked_for(capsys):
     best = json.loads(printed("plan --recipe 124m --nodes 1 --micro-batch-size 1 --train-tokens 1e9 --json", capsys))["plans"][0]
     assert "--train-iters 954 " in best["command"] + " "
     assert best["days"] == pytest.approx(954 * best["seconds_per_iteration"] / 86400)
     free = "plan --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --global-batch-size 8 --nodes 1"
     assert "start the first with, and --train-iters or --train-samples" in printed(free, capsys)
-
-
-def test_words_of_the_command_line_survive_the_shell(capsys):
     best = json.loads(printed("plan --recipe demo --nodes 1 --data-path '0.5' 'my text' --json", capsys))["plans"][0]
     assert arguments.parse(shlex.split(best["command"])[5:]).run.data.data_path == ("0.5", "my text")
 
 
-def test_flags_that_are_given_hold(capsys):
+def test_flags_machine_and_software_limit_the_search(capsys):
     command = ("plan --recipe 30b --nodes 384 --tensor-model-parallel-size 8 --checkpoint-activations --micro-batch-size 1 "
      have no meaning here: pass --nodes and " 1 --zero-stage 1 --pipeline-schedule 1f1b --json")
     plans = json.loads(printed(command, capsys))["plans"]
     assert {p["tp"] for p in plans} == {8} and {p["recompute"] for p in plans} == {"full"}
     assert len({p["pp"] for p in plans}) > 1
-
-
-def test_only_what_the_software_offers(capsys):
     plans = json.loads(printed("plan --recipe 30b --nodes 384 --software torch1.10 --json", capsys))["plans"]
     assert {p["zero_stage"] for p in plans} == {0} and {p["ranks_per_node"] for p in plans} == {1}
+    plans = json.loads(printed("plan --recipe demo --nodes 3 --machine epyc-2core --global-batch-size 24 --json", capsys))["plans"]
+    assert {p["ranks_per_node"] for p in plans} <= {1, 2}
+    args = _parsed("plan --recipe 124m --nodes 4 --ranks-per-node 4 --micro-batch-size 1")
+    system = system_of(args)
+    result = search.search(run_of(args, system, plan.OWN), system, search.held_fields(args))
+    assert isinstance(system, System) and {p.system.ranks_per_node for p in result.plans} == {4}
 
 
 def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
@@ -143,45 +142,19 @@ def test_explain_names_every_change_from_the_tables_software(command, start, cap
     assert all(b.seconds <= a.seconds * 1.0001 for a, b in zip(result, result[1:]))
 
 
-def test_json_holds_what_explain_prints(capsys):
+def test_text_json_and_gains(capsys):
     result = json.loads(printed("plan --recipe 124m --nodes 1 --micro-batch-size 1 --against torch1.10 --explain --json", capsys))
     assert result["gains"]["gemm"] > 0 and result["changes"][0]["name"] == "torch1.10 as given"
     assert result["changes"][-1]["seconds"] == pytest.approx(result["plans"][0]["seconds_per_iteration"])
-
-
-def test_the_picture_says_recompute_only_where_there_is_some(capsys):
     plain, full = (printed(f"plan --recipe 124m --nodes 1 --ranks-per-node 1 --micro-batch-size 1 {flag}", capsys)
                    for flag in ("--tensor-model-parallel-size 1", "--checkpoint-activations"))
     assert "B backward," in plain and "B backward with recompute," in full
-
-
-def test_removing_a_cause_never_costs_time():
+    text = printed("plan --recipe 124m --nodes 1 --software torch1.10+tcmalloc --against torch1.7 --explain", capsys)
+    assert "operators of torch1.10+tcmalloc" in text and "native kernels" not in text and "ranks per CMG" not in text
     args = _parsed(SMALL_30B)
     best = search.search(run_of(args, system_of(args), plan.OWN), system_of(args), search.held_fields(args)).plans[0]
     gains = plan.gains(best)
     assert min(gains.values()) >= 0 and gains["gemm"] == max(gains.values())
-
-
-def test_the_picture_file(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    printed(f"plan --recipe 124m --nodes 4 --micro-batch-size 1 --png {tmp_path / 'p.png'}", capsys)
-    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize("command, message", [
-    ("plan --recipe 30b --nodes 1", "no layout runs"), ("plan --recipe 30b --nodes 384 --against torch1.10", "--against goes with"),
-    ("plan --recipe 30b --nodes 384 --train-tokens 0", "--train-tokens is 0"),
-    ("plan --recipe 30b --nodes 384 --train-tokens inf", "--train-tokens is inf"),
-    ("plan --recipe 124m --nodes 1 --against torch1 --explain", "--against torch1 is unknown"),
-    ("plan --recipe 124m --nodes 1 --against torch1.10 --explain --pipeline-split 12", "--pipeline-split 12: torch1.10 cuts"),
-    ("plan --recipe demo --nodes 1 --machine epyc-2core --software megatron-a100", "more ranks than a node"),
-    ("plan --recipe 30b", "--nodes"),
-    ("plan --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --nodes 2", "--global-batch-size must be given"),
-    ("plam --nodes 1", "did you mean plan")])
-def test_mistakes_are_one_line(command, message, capsys):
-    assert cli.main(shlex.split(command)) == 2
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
 
 
 def test_a_stage_describes_its_layer_once(monkeypatch):  # per layer it took most of the search of a deep model
@@ -191,18 +164,48 @@ def test_a_stage_describes_its_layer_once(monkeypatch):  # per layer it took mos
     assert accounting.stage_parameters(run, Layout.from_run(run, 48), 0) > 29e9 and len(calls) == 1
 
 
-def test_no_plan_has_more_ranks_than_a_node_has_threads(capsys):
-    plans = json.loads(printed("plan --recipe demo --nodes 3 --machine epyc-2core --global-batch-size 24 --json", capsys))["plans"]
-    assert {p["ranks_per_node"] for p in plans} <= {1, 2}
+ONE_NODE = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
 
 
-def test_another_software_is_not_said_to_have_our_kernels(capsys):
-    text = printed("plan --recipe 124m --nodes 1 --software torch1.10+tcmalloc --against torch1.7 --explain", capsys)
-    assert "operators of torch1.10+tcmalloc" in text and "native kernels" not in text and "ranks per CMG" not in text
+@pytest.mark.parametrize("command, flag", [(ONE_NODE, "--png"), ([*ONE_NODE, "--json"], "--png"), (["fit"], "--output"),
+                                           (["tables"], "--csv"), (["tables"], "--png"), (["calibrate"], "--output")])
+@pytest.mark.parametrize("place, message", [("{here}/none/a.json", "{here}/none is not a directory"),
+                                            ("{here}/a.json", "{here}/a.json is a directory"),
+                                            ("{here}/" + "n" * 300, "File name too long: give another file")])
+def test_a_place_that_takes_no_file_is_one_line_before_the_work(command, flag, place, message, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.json").mkdir()
+    monkeypatch.setattr(fit, "make_report", lambda group: pytest.fail("the fit began"))
+    assert cli.main([*command, flag, place.format(here=tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"{flag} {place.format(here=tmp_path)}" in err and message.format(here=tmp_path) in err
+    assert err.count("\n") == 1
 
 
-def test_ranks_of_a_node_are_searched_as_the_machine_has_them():
-    args = _parsed("plan --recipe 124m --nodes 4 --ranks-per-node 4 --micro-batch-size 1")
-    system = system_of(args)
-    result = search.search(run_of(args, system, plan.OWN), system, search.held_fields(args))
-    assert isinstance(system, System) and {p.system.ranks_per_node for p in result.plans} == {4}
+def test_names_that_are_no_files_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="--csv '' is not a name: pass a file"):
+        check_file("--csv", "")
+    check_file("--csv", None)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ValueError, match="a.csv: no permission to write there: give another file"):
+        check_file("--csv", tmp_path / "a.csv")
+    with pytest.raises(ValueError, match="cannot be written .Not a directory.; give another file"), writing("--png", "a"):
+        (tmp_path / "file").write_text("")
+        (tmp_path / "file" / "a").write_text("")
+
+
+def test_a_fifo_is_refused_without_waiting_for_a_reader(tmp_path, capsys):
+    os.mkfifo(tmp_path / "a.csv")
+    with time_limit(), pytest.raises(ValueError, match="--csv .*a.csv is a FIFO, which would wait for a reader: give a file"):
+        check_file("--csv", tmp_path / "a.csv")
+    with time_limit():
+        os.mkfifo(tmp_path / "a.sh")
+        assert cli.main(["job", "render", "--recipe", "124m", "--nodes", "12", "--ranks-per-node", "4", "--micro-batch-size",
+                         "1", "-o", str(tmp_path / "a.sh")]) == 2
+    assert "is a FIFO, which would wait for a reader" in capsys.readouterr().err
+
+
+def test_a_picture_has_the_name_it_was_given(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "picture"
+    assert cli.main([*ONE_NODE, "--json", "--png", str(file)]) == 0
+    assert file.read_bytes()[:4] == b"\x89PNG" and capsys.readouterr().out.startswith('{"plans": ')

@@ -1,6 +1,4 @@
-"""The `tables` command: printed cells stay, ours stand beside them, errata beneath; files and a user's mistakes."""
-
-from __future__ import annotations
+"""The `tables` command: printed cells stay, ours are next to them and errata below; files and a user's mistakes."""
 
 import csv
 import subprocess
@@ -13,7 +11,7 @@ import pytest
 from fugaku_megatron import cli
 from fugaku_megatron.reproduction import tables
 from fugaku_megatron.reproduction.rows import load
-from fugaku_megatron.reproduction.tables import Comparison, compare, draw, text
+from fugaku_megatron.reproduction.tables import compare, draw, text
 
 TABLES = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
 
@@ -35,11 +33,6 @@ def printed_lines(output: str) -> list[list[str]]:
     return [r for previous, r in zip([[]] + rows, rows) if not r[0].endswith("-:") and r[-1] != "remarks"]
 
 
-def test_the_committed_tables_are_what_is_printed(capsys):
-    assert cli.main(["tables", "--markdown"]) == 0
-    assert TABLES.read_text().endswith(capsys.readouterr().out), "make rendered writes it again"
-
-
 def test_printed_cells_come_first_and_unchanged():
     rows = load()
     lines = printed_lines(text(compare(rows, slow)))
@@ -48,7 +41,7 @@ def test_printed_cells_come_first_and_unchanged():
         assert tuple(line[: len(row.cells)]) == row.cells and len(line) == len(row.cells) + 9
 
 
-def test_with_a_model():
+def test_cells_with_a_model():
     rows = load(["000"])
     lines = {row.line: line[len(row.cells):] for row, line in zip(rows, printed_lines(text(compare(rows, slow))))}
     assert lines[39] == ["-", "0.561", "1670.8", "1503.7 to 1837.9", "0.500", "6946", "+12.2", "-10.0", "-"]
@@ -58,15 +51,13 @@ def test_with_a_model():
     assert lines[27][0] == "GBS 1024, Mem - MiB"
 
 
-def test_errors_and_oom():
+def test_errors_oom_and_refusals():
     comparisons = {c.row.line: c for c in compare(load(["001"]), slow)}
     assert comparisons[24].time_error_percent == pytest.approx(100 * (0.9526 / 0.5 - 1), abs=0.1)  # 537.9 s, not 17212.8 s
     assert comparisons[27].time_error_percent is None and comparisons[27].memory_error_percent is None
     assert comparisons[27].remarks() == ["out of memory", "model: out of memory", "R5"]
     assert comparisons[25].memory_error_percent == pytest.approx(-10)
 
-
-def test_a_row_that_the_model_refuses_says_why():
     def refuse(row):
         raise ValueError("this machine is unknown")
 
@@ -76,21 +67,13 @@ def test_a_row_that_the_model_refuses_says_why():
     assert output.splitlines()[-1] == "002: 14 rows; the model has no row to be compared with"
 
 
-def test_errata_stand_beneath_their_table():
+def test_errata_stand_below_their_table():
     for table in text(compare(load(), slow)).split("\n\n| ")[1:]:
         used = {id for line in printed_lines("| " + table) for id in line[-1].split(", ") if id[:1] in "RS" and id[1:].isdigit()}
         noted = {line.split()[0] for line in table.splitlines() if line.startswith("  ")}
         assert used <= noted, used - noted
     output = text(compare(load(["001"]), slow))
     assert "line 35, 8 -> 6: DP = nodes / (MP x PP) = 1152 / 192" in output and "assumed, not printed: software" in output
-
-
-def test_markdown():
-    output = text(compare(load(["002"]), slow), markdown=True)
-    assert output.startswith("## 002: ") and output.count("\n### 002.") == 2 and "\n- R14 TFLOPs, line 25: " in output
-
-
-def test_summary_takes_each_run_once():
     assert "model against 84 printed times" in text(compare(load(["004"]), slow)).splitlines()[-1]
     assert "model against 67 printed memory sizes" in text(compare(load(["004"]), slow)).splitlines()[-1]
 
@@ -106,15 +89,11 @@ def test_csv(tmp_path):
     assert float(r["model_tflops"]) == pytest.approx(0.5) and r["finding"] == "erratum"
 
 
-def test_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    draw(tmp_path / "a.png", compare(load(["000", "004"]), slow))
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_picture_has_a_square_panel_per_document_whose_points_are_the_rows(tmp_path, monkeypatch):
     figure_module = pytest.importorskip("matplotlib.figure")
     figures = []
+    draw(tmp_path / "a.png", compare(load(["000"]), slow))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, *a, **k: figures.append(self))
     draw(tmp_path / "a.png", compare(load(["001", "004"]), slow))
     for panel, document in zip(figures[0].axes, ("001", "004"), strict=True):
@@ -126,29 +105,13 @@ def test_the_picture_has_a_square_panel_per_document_whose_points_are_the_rows(t
         assert len(panel.get_legend().get_texts()) <= 6
 
 
-def test_command(tmp_path, capsys):
+def test_the_command_and_the_committed_tables(tmp_path, capsys):
     assert cli.main(["tables", "--document", "001", "002", "--csv", str(tmp_path / "t.csv")]) == 0
     done = capsys.readouterr()
     assert done.err == ""
     assert len(printed_lines(done.out)) == 30 and len((tmp_path / "t.csv").read_text().splitlines()) == 31
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["tabels"], "command tabels is unknown: did you mean tables?"),
-    (["tables", "--document", "003"], "--document 003 is unknown: pass 000 or 001 or 002 or 004 or 005"),
-    (["tables", "--markdwon"], "unknown flag --markdwon: did you mean --markdown?"),
-    (["tables", "--csv", "/no/such/place/t.csv"], "--csv /no/such/place/t.csv: /no/such/place is not a directory"),
-    (["tables", "--png", "{here}"], "is a directory: pass a file in it"),
-])
-def test_mistakes_are_one_line(tmp_path, arguments, message, capsys):
-    assert cli.main([*(a.format(here=tmp_path) for a in arguments)]) == 2
-    output = capsys.readouterr()
-    assert output.out == "" and message in output.err and output.err.count("\n") == 1
-
-
-def test_help_and_no_command(capsys):
-    assert cli.main(["--help"]) == 0 and cli.main([]) == 2
-    assert "tables" in capsys.readouterr().out
+    assert cli.main(["tables", "--markdown"]) == 0
+    assert TABLES.read_text().endswith(capsys.readouterr().out), "make rendered writes it again"
 
 
 @pytest.mark.system
@@ -156,8 +119,3 @@ def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m fugaku_megatron tables | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.startswith("000: ")
-
-
-def test_a_comparison_without_anything():
-    row = next(r for r in load(["000"]) if r.line == 20)
-    assert Comparison(row=row, prediction=None, problem="impossible").remarks() == ["planned: model only"]

@@ -17,30 +17,21 @@ def _write(path, text):
 
 
 @pytest.mark.parametrize("ranks, environ, cpus, options, threads", [
-    (1, {}, 48, {}, 48),
-    (4, {}, 48, {}, 12),
-    (5, {}, 48, {}, 9),
-    (8, {}, 2, {}, 1),                                     # more ranks than CPUs
-    (4, {}, 12, {"ranks_sharing": 1}, 12),                 # bound by the launcher, one CMG each
-    (1, {}, 48, {"quota": 6.5}, 6),
-    (2, {}, 48, {"quota": 6.5}, 3),
-    (4, {}, 12, {"ranks_sharing": 1, "quota": 24.0}, 6),   # the quota is the node's, bound or not
-    (1, {}, 48, {"quota": 0.5}, 1),
-    (4, {"OMP_NUM_THREADS": "48"}, 2, {"quota": 1.0}, 48),
-    (1, {"OMP_NUM_THREADS": " 12,2 "}, 48, {}, 12),
+    (1, {}, 48, {}, 48), (4, {}, 48, {}, 12), (5, {}, 48, {}, 9), (8, {}, 2, {}, 1),  # the last: more ranks than CPUs
+    (4, {}, 12, {"ranks_sharing": 1}, 12),  # bound by the launcher, one CMG each
+    (1, {}, 48, {"quota": 6.5}, 6), (2, {}, 48, {"quota": 6.5}, 3), (1, {}, 48, {"quota": 0.5}, 1),
+    (4, {}, 12, {"ranks_sharing": 1, "quota": 24.0}, 6),  # the quota is the node's, bound or not
+    (4, {"OMP_NUM_THREADS": "48"}, 2, {"quota": 1.0}, 48), (1, {"OMP_NUM_THREADS": " 12,2 "}, 48, {}, 12),
     (1, {"OMP_NUM_THREADS": ""}, 48, {}, 48),
 ])
 def test_threads_per_rank(ranks, environ, cpus, options, threads):
     assert threads_per_rank(ranks, environ, range(12, 12 + cpus), **options) == threads
+    for text in ("0", "-1", "many", ",4", "1.5"):
+        with pytest.raises(ValueError, match=f"OMP_NUM_THREADS should be a positive number, it is '{text}'"):
+            threads_per_rank(1, {"OMP_NUM_THREADS": text}, range(4))
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "many", ",4", "1.5"])
-def test_an_omp_num_threads_that_is_no_number_is_refused(text):
-    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS should be a positive number, it is '{text}'"):
-        threads_per_rank(1, {"OMP_NUM_THREADS": text}, range(4))
-
-
-def test_hardware_threads_of_a_core_count_once(tmp_path):
+def test_hardware_threads_and_denormals(tmp_path):
     for cpu in range(4):
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
@@ -48,6 +39,10 @@ def test_hardware_threads_of_a_core_count_once(tmp_path):
     assert runtime.physical_cores(range(4), tmp_path) == {0, 1}
     assert runtime.physical_cores([2, 3], tmp_path) == {2, 3}
     assert runtime.physical_cores([7, 8], tmp_path) == {7, 8}  # the kernel says nothing of these
+    kernels.flush_denormals(True)
+    assert (torch.tensor([1e-38]) * 0.1).item() == 0.0
+    kernels.flush_denormals(False)
+    assert (torch.tensor([1e-38]) * 0.1).item() > 0.0
 
 
 @pytest.mark.parametrize("cgroup, files, quota", [
@@ -66,49 +61,31 @@ def test_cpu_quota_of_both_cgroup_versions(tmp_path, cgroup, files, quota):
     for name, text in files.items():
         _write(tmp_path / "sys" / name, text)
     assert cpu_quota(tmp_path / "proc_cgroup", tmp_path / "sys") == quota
-
-
-def test_no_cgroups_mean_no_quota(tmp_path):
     assert cpu_quota(tmp_path / "absent", tmp_path) is None
-
-
-def _node(root, numbers, node):
-    """Sysfs as the kernel writes it for these CPUs of one NUMA node."""
-    for cpu in numbers:
-        (root / f"cpu{cpu}" / f"node{node}").mkdir(parents=True)
 
 
 @pytest.fixture
 def fugaku(tmp_path):
-    """A node with two assistant cores (NUMA 0 and 1) and 48 compute cores (12 to 59, NUMA 4 to 7)."""
-    _node(tmp_path, [0], 0)
-    _node(tmp_path, [1], 1)
-    for cmg in range(4):
-        _node(tmp_path, range(12 + 12 * cmg, 24 + 12 * cmg), 4 + cmg)
+    """Sysfs of a node with two assistant cores (NUMA 0 and 1) and 48 compute cores (12 to 59, NUMA 4 to 7)."""
+    nodes = {0: 0, 1: 1, **{cpu: 4 + (cpu - 12) // 12 for cpu in range(12, 60)}}
+    for cpu, node in nodes.items():
+        (tmp_path / f"cpu{cpu}" / f"node{node}").mkdir(parents=True)
     return tmp_path
 
 
 ALL = [0, 1, *range(12, 60)]
 
 
-def test_assistant_cores_do_not_compute(fugaku):
+def test_ranks_of_a_node_and_communication_get_its_cores(fugaku):
     assert runtime.compute_cores(ALL, fugaku) == list(range(12, 60))
     assert runtime.compute_cores(range(12, 24), fugaku) == list(range(12, 24))
-
-
-def test_four_ranks_of_a_node_get_a_numa_node_each(fugaku):
     places = [place(ALL, [ALL] * 4, rank, {}, None, "auto", fugaku) for rank in range(4)]
     assert [p.cpus for p in places] == [tuple(range(12 + 12 * i, 24 + 12 * i)) for i in range(4)]
     assert {p.threads for p in places} == {12}
-
-
-def test_one_rank_takes_the_node_and_bound_ranks_keep_their_mask(fugaku):
     assert place(ALL, [ALL], 0, {}, None, "auto", fugaku) == Placement(48, tuple(range(12, 60)))
     masks = [list(range(12 + 12 * i, 24 + 12 * i)) for i in range(4)]
     assert place(masks[2], masks, 2, {}, None, "auto", fugaku) == Placement(12, tuple(masks[2]))
-
-
-def test_communication_gets_the_core_that_computation_leaves(fugaku):
+    assert place(masks[0], [masks[0]] * 2, 1, {}, None, "pin", fugaku).cpus == tuple(range(18, 24))
     assert place(ALL, [ALL], 0, {}, None, "auto", fugaku, reserve=True) == Placement(47, tuple(range(12, 59)), 59)
     assert place(ALL, [ALL] * 2, 1, {"OMP_NUM_THREADS": "23"}, None, "auto", fugaku) == Placement(23, tuple(range(36, 59)), 59)
     assert place(ALL, [ALL], 0, {"OMP_NUM_THREADS": "48"}, None, "auto", fugaku, reserve=True).communication is None
@@ -116,19 +93,12 @@ def test_communication_gets_the_core_that_computation_leaves(fugaku):
 
 
 @pytest.mark.parametrize("environ, affinity, masks", [
-    ({}, "none", [ALL] * 2),
-    ({"OMP_PROC_BIND": "close"}, "auto", [ALL] * 2),
-    ({"OMP_NUM_THREADS": "25"}, "pin", [ALL] * 2),
+    ({}, "none", [ALL] * 2), ({"OMP_PROC_BIND": "close"}, "auto", [ALL] * 2), ({"OMP_NUM_THREADS": "25"}, "pin", [ALL] * 2),
     ({}, "pin", [ALL, list(range(12, 24))]),  # overlapping, not equal
     ({}, "auto", [list(range(12, 24))]),  # one NUMA node: nothing to be near to
 ])
 def test_who_is_not_pinned(fugaku, environ, affinity, masks):
     assert place(masks[0], masks, 0, environ, None, affinity, fugaku).cpus == ()
-
-
-def test_pinning_can_be_asked_for(fugaku):
-    cores = list(range(12, 24))
-    assert place(cores, [cores] * 2, 1, {}, None, "pin", fugaku).cpus == tuple(range(18, 24))
 
 
 CHILD = """
@@ -161,10 +131,3 @@ def test_every_thread_is_on_its_core_flushes_denormals_and_none_is_left_over():
     assert places == str(cpus)
     assert denormals == "0"
     assert int(threads) == 0, "torch and the kernels share one pool"
-
-
-def test_denormals_come_back():
-    kernels.flush_denormals(True)
-    assert (torch.tensor([1e-38]) * 0.1).item() == 0.0
-    kernels.flush_denormals(False)
-    assert (torch.tensor([1e-38]) * 0.1).item() > 0.0

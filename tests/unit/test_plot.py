@@ -1,28 +1,53 @@
-"""The picture of a run."""
+"""Pictures of runs, of pipelines and of allocators."""
 
 import json
 import os
 
 import pytest
 
+from benchmarks import pictures
 from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.logs import log_table, plot
+from fugaku_megatron.logs import log_table, pipeline_plot, plot
 from fugaku_megatron.logs.run_log import read_log
+from fugaku_megatron.pipeline.parts import BACKWARD_INPUT, FORWARD
+from fugaku_megatron.pipeline.schedule import build
+from fugaku_megatron.pipeline.timeline import Costs, spans
 from tests.helpers import OUR_LOG
 
-TRAIN = [{"kind": "train", "iteration": i, "lm_loss": 10.0 / i, "learning_rate": 1e-4, "tflops": 0.5}
-         for i in range(1, 9)]
-VALIDATION = [{"kind": "validation", "iteration": i, "lm_loss": loss} for i, loss in ((4, 3.0), (8, 2.0))]
+NAMES = ("stock", "tuned", "tcmalloc")
 
 
 @pytest.fixture
 def made(monkeypatch):
     """The figures that were saved."""
     figure_module = pytest.importorskip("matplotlib.figure")
-    figures = []
-    save = figure_module.Figure.savefig
+    figures, save = [], figure_module.Figure.savefig
     monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
     return figures
+
+
+def test_allocators_have_one_axis_one_legend_and_a_colour_each(tmp_path, made):
+    rows = [{"kernels": "native", "recompute": recompute, "ranks": ranks, "allocator": name, "seconds": seconds, "ratio": 1.0}
+            for recompute, seconds, names in (("none", 8.0, NAMES), ("full", 12.0, NAMES[1:]))
+            for ranks in (1, 2) for name in names]
+    pictures.draw_allocators(tmp_path / "a.png", {"recipe": "124m", "dtype": "fp32", "micro_batch_size": 1, "global_batch_size": 4,
+                                                  "cpu": "a CPU", "clock_ghz": 4.0, "rows": rows})
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (figure,) = made
+    left, right = figure.axes
+    assert left.get_ylim() == right.get_ylim() and left.get_ylim()[1] > 12.0
+    colors = [{bars.get_label(): bars.patches[0].get_facecolor() for bars in axes.containers} for axes in (left, right)]
+    assert list(colors[0]) == list(NAMES) and list(colors[1]) == list(NAMES[1:])
+    assert all(colors[0][name] == color for name, color in colors[1].items())
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(NAMES)
+    assert all(axes.get_legend() is None for axes in figure.axes)
+    assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+
+TRAIN = [{"kind": "train", "iteration": i, "lm_loss": 10.0 / i, "learning_rate": 1e-4, "tflops": 0.5}
+         for i in range(1, 9)]
+VALIDATION = [{"kind": "validation", "iteration": i, "lm_loss": loss} for i, loss in ((4, 3.0), (8, 2.0))]
 
 
 def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
@@ -32,22 +57,22 @@ def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
     assert [line.get_label() for line in loss.lines] == ["training", "validation"]
     assert list(loss.lines[0].get_ydata()) == [r["lm_loss"] for r in TRAIN]
     assert list(loss.lines[1].get_xdata()) == [4, 8]
+    some = [{**TRAIN[0], "lm_loss": None, "tflops": None}, TRAIN[1]]
+    (tmp_path / "history.jsonl").write_text("\n".join(map(json.dumps, some)))
+    assert plot.loss_curve(tmp_path / "some.png", tmp_path / "history.jsonl") is True, "a history without some values"
     assert (rate.get_ylabel(), tflops.get_ylabel()) == ("learning rate", "TFLOPs per rank")
     assert list(tflops.lines[0].get_ydata()) == [0.5] * 8
 
 
-def test_a_run_has_one_colour_in_all_panels(tmp_path, made):
+def test_colours_and_titles_of_runs(tmp_path, made):
     assert plot.loss_curves(tmp_path / "two.png", {"a": VALIDATION, "b": TRAIN + VALIDATION, "c": TRAIN}) is True
     loss, rate, tflops = made[0].axes
     assert [(line.get_label()[:1], line.get_color()) for line in loss.lines] == [("_", "C0"), ("b", "C1"), ("_", "C1"), ("c", "C2")]
     assert [line.get_color() for line in rate.lines] == [line.get_color() for line in tflops.lines] == ["C1", "C2"]
-
-
-def test_the_title_says_size_layout_and_directory(tmp_path, made):
     run = make_run("demo", {"vocab_size": 320, "tensor_model_parallel_size": 2})
     heading = plot.title(plot.describe(run, 4), "/data/runs/demo")
     assert heading == "0.9M, DP 4 x TP 2 x PP 1, fp32\n/data/runs/demo"
-    assert plot.loss_curve(tmp_path / "loss.png", TRAIN, heading) and made[0].get_suptitle() == heading
+    assert plot.loss_curve(tmp_path / "loss.png", TRAIN, heading) and made[1].get_suptitle() == heading
     assert len(plot.title("", "/x" * 200)) == plot.WIDTH + 3
 
 
@@ -63,15 +88,7 @@ def test_logs_are_named_by_what_differs(tmp_path, made):
     assert made[1].get_suptitle() == plot.title("0.9M, DP 2 x TP 1 x PP 1, fp32", tmp_path / "a" / "run.log")
 
 
-def test_a_history_file_without_some_values_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    skipped = {**TRAIN[0], "lm_loss": None, "tflops": None}
-    path = tmp_path / "history.jsonl"
-    path.write_text("\n".join(json.dumps(record) for record in [skipped, {**TRAIN[1], "tflops": None}]))
-    assert plot.loss_curve(tmp_path / "loss.png", path) is True
-
-
-def test_files_in_the_way_are_a_line_and_no_error(tmp_path, capsys):
+def test_files_in_the_way_and_nothing_to_draw_are_lines_and_no_errors(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     (tmp_path / "loss.png").mkdir()
     assert plot.loss_curve(tmp_path / "loss.png", TRAIN) is False
@@ -79,16 +96,13 @@ def test_files_in_the_way_are_a_line_and_no_error(tmp_path, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert "loss.png: not drawn, " in first and "Is a directory" in first
     assert "a.png: not drawn, " in second and "absent.jsonl" in second
-
-
-def test_nothing_to_draw_or_no_matplotlib_is_a_line_and_no_error(tmp_path, monkeypatch, capsys):
     assert plot.loss_curve(tmp_path / "a.png", []) is False
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     assert plot.loss_curve(tmp_path / "b.png", TRAIN) is False
     first, second = capsys.readouterr().out.splitlines()
     assert "a.png: not drawn, the history has no loss yet" in first
     assert "b.png: not drawn, a package is missing: pip install matplotlib" in second
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
 def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
@@ -104,3 +118,43 @@ def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
     assert plot.start_loss_curve(odd, tmp_path / "none.jsonl", odd).wait(60) == 0
     assert plot.start_loss_curve(tmp_path / "other.png", tmp_path / "none.jsonl").wait(60) == 0
     assert "other.png: not drawn" in capfd.readouterr().out
+
+
+def drawn(name: str, chunks: int) -> tuple:
+    """The axes of a picture without a file, and the spans that they show."""
+    schedule = build(name, 3, chunks, 4)
+    walked = spans(schedule, Costs.alike(schedule, transfer=0.1))
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    kinds = pipeline_plot._bars(axes, walked, 3)
+    return axes, walked, [label for _, label in kinds]
+
+
+def bars(axes, colour) -> set[tuple[float, float, int]]:
+    """(left, right, stage) of the bars of a colour, to a millionth."""
+    from matplotlib.colors import to_rgb
+    found = [p for p in axes.patches if p.get_facecolor()[:3] == pytest.approx(to_rgb(colour))]
+    return {(round(p.get_x(), 6), round(p.get_x() + p.get_width(), 6), round(p.get_y() + p.get_height() / 2)) for p in found}
+
+
+@pytest.mark.parametrize(("name", "chunks", "op", "colour"), [
+    ("1f1b", 1, FORWARD, "tab:blue"), ("zb-h1", 1, BACKWARD_INPUT, "tab:orange"), ("zbv", 2, FORWARD, "tab:blue")])
+def test_bars_stand_where_the_spans_are(name, chunks, op, colour):
+    axes, walked, _ = drawn(name, chunks)
+    assert bars(axes, colour) == {(round(s.start, 6), round(s.end, 6), s.stage) for s in walked if s.op == op and s.chunk == 0}
+    assert bars(axes, pipeline_plot.IDLE) == {(0, round(max(s.end for s in walked), 6), stage) for stage in range(3)}
+
+
+def test_the_legend_names_what_there_is():
+    assert drawn("1f1b", 1)[2] == ["F forward", "B backward", "message under way"]
+    assert drawn("zbv", 2)[2] == ["F forward", "I gradient of the input", "W gradient of the weights", "message under way"]
+
+
+def test_files_of_one_pipeline_and_of_planned_next_to_measured(tmp_path):
+    _, walked, _ = drawn("zbv", 2)
+    rows = [(name, walked, walked) for name in ("1f1b", "zbv")]
+    for draw in (lambda path: pipeline_plot.draw(path, walked, [100.0, 90.0, 80.0], "zbv"),
+                 lambda path: pipeline_plot.draw(path, walked, [], "zbv"), lambda path: pipeline_plot.compare(path, rows)):
+        draw(tmp_path / "a.png")
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+        with pytest.raises(ValueError, match="--png"):
+            draw(tmp_path / "none" / "a.png")

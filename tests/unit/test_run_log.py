@@ -56,7 +56,7 @@ def test_our_log_says_everything(tmp_path):
 
 
 def history(text):
-    """The history that a run keeps beside its checkpoints, of the iterations of a log."""
+    """The history that a run keeps next to its checkpoints, of the iterations of a log."""
     records = [{"kind": "train", **asdict(iteration)} for iteration in parse_log(text.splitlines())]
     records += [{"kind": "event", "iteration": 4, "text": "slow"},
                 {"kind": "validation", "iteration": 4, "consumed_samples": 32, "lm_loss": 6.5}]
@@ -91,9 +91,6 @@ def test_the_a100_lines_give_the_printed_row_and_tflops(tmp_path):
     assert (log.job.dp, log.job.tp, log.job.pp, log.job.precision) == (1, 8, 1, "fp16")
     unknown = read_log(written(tmp_path, A100[1]))
     assert (unknown.seconds, unknown.recomputed_tflops, unknown.job.tp, unknown.job.run) == (434.14, None, None, None)
-
-
-def test_time_is_taken_from_the_more_exact_field():
     line = parse_line(A100[0])
     assert run_log.exact_seconds(line) == 769.99
     fast = parse_line("iteration 1/ 2 | elapsed time per iteration (s): 0.05 | global batch size: 8 | samples per second: 159.417")
@@ -105,14 +102,14 @@ def test_a_resumed_job_counts_alone_and_supersedes_what_it_repeats():
     reader = LogReader("run.log")
     line = " iteration {}/ 9 | elapsed time per iteration (s): {} | lm loss: {} |"
     machine = "a: CPU at 2.00 GHz (measured), 48 CPUs"
-    reader.read_lines([machine, *(line.format(i, 5, i) for i in (1, 2, 3, 4))])
-    reader.read_lines([machine, *(line.format(i, 7, 10 + i) for i in (3, 4, 5, 6))])
+    reader.feed([machine, *(line.format(i, 5, i) for i in (1, 2, 3, 4))])
+    reader.feed([machine, *(line.format(i, 7, 10 + i) for i in (3, 4, 5, 6))])
     log = reader.summary()
     assert [i.lm_loss for i in log.iterations] == [1, 2, 13, 14, 15, 16]
     assert [i.iteration for i in log.counted] == [5, 6] and log.seconds == 7
 
 
-def test_a_log_that_grows_is_read_once_and_its_cut_line_waits(tmp_path):
+def test_a_log_that_grows_is_read_once_and_one_written_anew_is_read_anew(tmp_path):
     path = written(tmp_path, OUR_LOG[:-200])
     file = LogFile(str(path))
     assert file.poll() and not file.reader.summary().finished and not file.poll()
@@ -121,10 +118,6 @@ def test_a_log_that_grows_is_read_once_and_its_cut_line_waits(tmp_path):
     assert file.poll() and file.reader.summary().finished and len(file.reader.summary().iterations) == 6 > before
     cut = read_log(written(tmp_path, A100[0] + "\n" + A100[0][:-30]))
     assert len(cut.counted) == 1
-
-
-def test_a_log_that_was_written_anew_is_read_anew(tmp_path):
-    path = tmp_path / "run.log"
     path.write_text(OUR_LOG)
     file = LogFile(str(path))
     assert file.poll() and file.reader.summary().finished
@@ -133,15 +126,19 @@ def test_a_log_that_was_written_anew_is_read_anew(tmp_path):
 
 
 def test_mistakes_are_named(tmp_path):
-    with pytest.raises(ValueError, match="gone.log: No such file or directory: pass a run's log"):
-        read_log(tmp_path / "gone.log")
-    with pytest.raises(ValueError, match="no line of an iteration"):
-        read_log(written(tmp_path, "hello\n"))
-    with pytest.raises(ValueError, match="run.log line 2: loss scale: 'x' is not a number"):
-        read_log(written(tmp_path, "hello\n iteration 1/ 2 | loss scale: x |\n"))
-    with pytest.raises(ValueError, match="run.log line 1: the run line has speed, which this version does not know"):
-        read_log(written(tmp_path, 'run: {"nodes": 1, "world_size": 2, "speed": 3}\n'))
-    with pytest.raises(ValueError, match="--vocab-size is missing"):
+    os.mkfifo(tmp_path / "fifo.log")
+    for path, message in (
+            (tmp_path / "gone.log", "gone.log: No such file or directory: pass a run's log"), (tmp_path, "is not a regular file"),
+            (tmp_path / "fifo.log", "fifo.log: is not a regular file: pass a run's log"),
+            (written(tmp_path, "hello\n", "a.log"), "no line of an iteration"),
+            (written(tmp_path, "hello\n iteration 1/ 2 | loss scale: x |\n", "b.log"),
+             "b.log line 2: loss scale: 'x' is not a number"),
+            (written(tmp_path, 'run: {"nodes": 1, "world_size": 2, "speed": 3}\n', "c.log"),
+             "c.log line 1: the run line has speed, which this version does not know"),
+            (written(tmp_path, "run: {" + "[" * 200_000 + "\n", "d.log"), "d.log line 1: not a run line")):
+        with time_limit(), pytest.raises(ValueError, match=message):
+            read_log(path)
+    with pytest.raises(ValueError, match="--vocab-size must be given"):
         _ = Job(values={**A100_JOB.values, "vocab_size": None}).run
     with pytest.raises(ValueError, match="9 ranks .* not divisible by --tensor-model-parallel-size 8 x"):
         _ = Job(values=A100_JOB.values, ranks=9).dp
@@ -163,13 +160,3 @@ def test_a_run_line_with_what_no_run_has_is_refused_with_its_file(tmp_path, name
     text = f'{OUR_LOG[:at]}run: {{"{name}": {value}, {lines}}}{OUR_LOG[OUR_LOG.index(chr(10), at):]}'
     with pytest.raises(ValueError, match=f"run.log line 2: the run line is damaged: .*{message}"):
         read_log(written(tmp_path, text))
-
-
-def test_what_is_no_file_is_refused_without_waiting(tmp_path):
-    os.mkfifo(tmp_path / "run.log")
-    with time_limit(), pytest.raises(ValueError, match="run.log: is not a regular file: pass a run's log"):
-        read_log(tmp_path / "run.log")
-    with pytest.raises(ValueError, match="is not a regular file"):
-        read_log(tmp_path)
-    with pytest.raises(ValueError, match="run.log line 1: not a run line"):
-        read_log(written(tmp_path, "run: {" + "[" * 200_000 + "\n", "other run.log"))

@@ -1,4 +1,4 @@
-"""fugaku_megatron.data.sampler: indices and the prefetching thread."""
+"""Indices of micro-batches, the prefetching thread, and micro-batches by number in any order."""
 
 import threading
 import time
@@ -10,6 +10,7 @@ import torch
 from fugaku_megatron.config.batches import RampUp
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, fetch, first_sample, micro_batches
+from fugaku_megatron.training.step import MicroBatch, MicroBatchWindow
 
 DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)
 
@@ -17,21 +18,21 @@ DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)
 def test_every_layout_covers_a_global_batch_once_and_in_order():
     for dp_size, micro_batch_size in [(1, 1), (1, 24), (4, 2), (3, 8), (24, 1)]:
         count = 24 // (micro_batch_size * dp_size)
-        samples = [
-            first_sample(48, m, micro_batch_size, rank, dp_size) + i
-            for m in range(count)
-            for rank in range(dp_size)
-            for i in range(micro_batch_size)
-        ]
+        samples = [first_sample(48, m, micro_batch_size, rank, dp_size) + i
+                   for m in range(count) for rank in range(dp_size) for i in range(micro_batch_size)]
         assert samples == list(range(48, 72))
 
 
-def test_fetch_layout():
+def test_samples_lie_in_columns_and_do_not_depend_on_the_layout():
     tokens, labels = fetch(DATASET, range(10, 14))
     assert tokens.shape == labels.shape == (6, 4) and tokens.dtype == labels.dtype == torch.int64
     assert tokens.is_contiguous() and labels.is_contiguous()
     for b in range(4):
         assert torch.equal(tokens[:, b], DATASET[10 + b][:-1]) and torch.equal(labels[:, b], DATASET[10 + b][1:])
+    one = torch.cat([tokens for tokens, _ in micro_batches(DATASET, 0, lambda _: 8, 8, 0, 1)], dim=1)
+    rest = [micro_batches(DATASET, 24, lambda _: 8, 2, rank, 4) for rank in range(4)]
+    four = torch.cat([tokens for step in zip(*rest) for tokens, _ in step], dim=1)
+    assert torch.equal(one[:, 24:], four)
 
 
 def test_micro_batches_follow_the_ramp_and_stop_before_a_part_batch():
@@ -47,21 +48,23 @@ def test_micro_batches_follow_the_ramp_and_stop_before_a_part_batch():
     assert all(torch.equal(column, DATASET[i][:-1]) for i, column in enumerate(columns))
 
 
-def test_resuming_with_another_layout_sees_the_same_samples():
-    one = torch.cat([tokens for tokens, _ in micro_batches(DATASET, 0, lambda _: 8, 8, 0, 1)], dim=1)
-    rest = [micro_batches(DATASET, 24, lambda _: 8, 2, rank, 4) for rank in range(4)]
-    four = torch.cat([tokens for step in zip(*rest) for tokens, _ in step], dim=1)
-    assert torch.equal(one[:, 24:], four)
-
-
-def test_prefetcher_keeps_order_and_ends():
+def test_prefetcher_keeps_order_ends_and_raises_the_source_error_in_turn():
     with Prefetcher(iter(range(100)), depth=3) as items:
         assert list(items) == list(range(100))
         assert list(items) == []
     assert not items._thread.is_alive()
+    def source():
+        yield 1
+        raise ValueError("token id 9 is outside the vocabulary")
+
+    with Prefetcher(source()) as items:
+        assert next(items) == 1
+        for _ in range(2):
+            with pytest.raises(ValueError, match="token id 9"):
+                next(items)
 
 
-def test_prefetcher_runs_ahead_but_no_further_than_depth():
+def test_prefetcher_runs_no_further_than_depth_and_closes_while_full():
     produced = []
     with Prefetcher((produced.append(i) or i for i in range(100)), depth=3) as items:
         assert next(items) == 0
@@ -70,6 +73,14 @@ def test_prefetcher_runs_ahead_but_no_further_than_depth():
             time.sleep(0.001)
         time.sleep(0.02)
         assert produced == [0, 1, 2, 3]
+    before = threading.active_count()
+    items = Prefetcher(iter(range(1000)), depth=1)
+    next(items)
+    items.close()
+    items.close()
+    assert threading.active_count() == before
+    with pytest.raises(ValueError, match="closed"):
+        next(items)
 
 
 def test_loading_in_the_background_starts_no_second_openmp_team():
@@ -86,24 +97,29 @@ def test_loading_in_the_background_starts_no_second_openmp_team():
         torch.set_num_threads(threads)
 
 
-def test_prefetcher_raises_the_source_error_in_turn():
-    def source():
-        yield 1
-        raise ValueError("token id 9 is outside the vocabulary")
-
-    with Prefetcher(source()) as items:
-        assert next(items) == 1
-        for _ in range(2):
-            with pytest.raises(ValueError, match="token id 9"):
-                next(items)
+def source(count: int, read: list[int]):
+    for index in range(count):
+        read.append(index)
+        yield MicroBatch(index, torch.full((3, 2), index), None, 2 * index)
 
 
-def test_prefetcher_closes_while_full_and_leaves_no_thread():
-    before = threading.active_count()
-    items = Prefetcher(iter(range(1000)), depth=1)
-    next(items)
-    items.close()
-    items.close()
-    assert threading.active_count() == before
-    with pytest.raises(ValueError, match="closed"):
-        next(items)
+def test_any_order_gives_each_micro_batch_its_own_tokens_and_sample():
+    read: list[int] = []
+    window = MicroBatchWindow(source(5, read))
+    for index in (2, 0, 4, 1, 3):
+        batch = window.fetch(index)
+        assert (batch.index, batch.first_sample) == (index, 2 * index) and torch.all(batch.tokens == index)
+    assert read == [0, 1, 2, 3, 4] and len(window) == 0, "read once, in data order, and nothing is held at the end"
+
+
+def test_a_window_reads_as_far_as_asked_and_refuses_the_rest():
+    read: list[int] = []
+    window = MicroBatchWindow(source(5, read))
+    window.fetch(2)
+    assert read == [0, 1, 2] and len(window) == 2
+    window = MicroBatchWindow(source(2, []), uses=2)
+    assert [window.fetch(i).index for i in (0, 1, 1, 0)] == [0, 1, 1, 0] and len(window) == 0
+    with pytest.raises(KeyError, match="micro-batch 0"):
+        window.fetch(0)
+    with pytest.raises(KeyError, match="micro-batch 7 is not in this iteration"):
+        MicroBatchWindow(source(2, [])).fetch(7)

@@ -1,10 +1,11 @@
-"""Which ranks are slow, from the seconds of all."""
+"""Which ranks are slow, from the seconds of all; fugaku-megatron log --ranks: its table, picture and mistakes."""
 
 from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron.logs.rank_table import Interval, find, parse_interval
+from fugaku_megatron import cli
+from fugaku_megatron.logs.rank_table import Interval, find, mean, parse_interval, read, text
 
 
 def interval(computation, data=None, tp=1, pp=1, iteration_seconds=2.0):
@@ -13,39 +14,24 @@ def interval(computation, data=None, tp=1, pp=1, iteration_seconds=2.0):
     return Interval(10, tp, pp, {"computation": computation, "data": data, "reductions": rest})
 
 
-def named(found):
-    return [(s.rank, s.stage, s.phase) for s in found]
+@pytest.mark.parametrize(("seconds", "work", "slow"), [
+    (interval([1.0, 1.0, 1.3, 1.05]), [1.0], [(2, 0, "computation")]),
+    (interval([1.0, 1.3, 1.0, 1.6, 1.0]), [1.0], [(3, 0, "computation"), (1, 0, "computation")]),  # the slowest comes first
+    (interval([1.0, 1.5] * 3, pp=2), [1.0, 1.0], []),  # stages are compared among themselves
+    (interval([1.0, 1.5, 1.0, 1.5, 1.3, 1.5], pp=2), [1.0, 1.0], [(4, 0, "computation")]),
+    (interval([1.0, 1.5, 2.0], pp=3, iteration_seconds=3.0), [1.0, 1.5, 2.0], []),  # stages of few ranks by their work
+    (interval([1.0, 1.5, 2.0], pp=3, iteration_seconds=3.0), [1.0, 1.5, 1.5], [(2, 2, "computation")]),
+    (interval([1.0, 1.0], data=[0.5, 0.0]), [1.0], [(0, 0, "data")]),
+])
+def test_slow_ranks_are_found(seconds, work, slow):
+    assert [(s.rank, s.stage, s.phase) for s in find(seconds, work)] == slow
 
 
-def test_a_rank_that_computes_longer_than_its_like():
-    found = find(interval([1.0, 1.0, 1.3, 1.05]), [1.0])
-    assert named(found) == [(2, 0, "computation")]
-    assert found[0].text("node7") == ("rank 2 (stage 0, node7): computation 1.300 s per iteration, 30 % slower than the median of "
-                                      "its stage (1.000 s)")
-
-
-def test_the_slowest_comes_first():
-    assert named(find(interval([1.0, 1.3, 1.0, 1.6, 1.0]), [1.0])) == [(3, 0, "computation"), (1, 0, "computation")]
-
-
-def test_stages_are_compared_among_themselves():
-    times = [1.0, 1.5] * 3  # tp 1, pp 2: stages alternate
-    assert named(find(interval(times, pp=2), [1.0, 1.0])) == []
-    assert named(find(interval([*times[:4], 1.3, 1.5], pp=2), [1.0, 1.0])) == [(4, 0, "computation")]
-
-
-def test_stages_of_few_ranks_are_compared_by_their_work():
-    times = [1.0, 1.5, 2.0]
-    assert named(find(interval(times, pp=3, iteration_seconds=3.0), [1.0, 1.5, 2.0])) == []
-    assert named(find(interval(times, pp=3, iteration_seconds=3.0), [1.0, 1.5, 1.5])) == [(2, 2, "computation")]
-
-
-def test_data_should_not_be_waited_for():
-    found = find(interval([1.0, 1.0], data=[0.5, 0.0]), [1.0])
-    assert named(found) == [(0, 0, "data")] and found[0].text("a") == "rank 0 (stage 0, a): data 0.500 s per iteration"
-
-
-def test_a_record_is_read_back():
+def test_how_a_slow_rank_is_named_and_a_record_read_back():
+    slow, waiting = find(interval([1.0, 1.0, 1.3, 1.05]), [1.0])[0], find(interval([1.0, 1.0], data=[0.5, 0.0]), [1.0])[0]
+    assert slow.text("node7") == ("rank 2 (stage 0, node7): computation 1.300 s per iteration, "
+                                  "30 % slower than the median of its stage (1.000 s)")
+    assert waiting.text("a") == "rank 0 (stage 0, a): data 0.500 s per iteration"
     original = interval([1.0, 1.25], tp=2)
     assert parse_interval(original.line()) == original
     assert replace(original, tp=1).stage(1) == 0 and original.layout == (2, 2, 1)
@@ -55,6 +41,35 @@ def test_a_record_is_read_back():
                                   '{"iteration": 1, "tp": 1, "pp": 1, "seconds": {"data": [1], "computation": [1, 2]}}',
                                   '{"iteration": 1, "tp": 0, "pp": 1, "seconds": {"data": [1]}}',
                                   '{"iteration": 1, "tp": 1, "pp": 1, "seconds": {"data": ["1"]}}'])
-def test_another_line_is_refused(line):
+def test_another_line_is_not_a_record(line):
     with pytest.raises(ValueError, match="not a record of --log-ranks"):
         parse_interval(line)
+
+
+def of_ranks(iteration, computation, tp=1):
+    return Interval(iteration, tp, 1, {"computation": computation, "reductions": [2 - c for c in computation]})
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "ranks.jsonl"
+    intervals = of_ranks(10, [9.0, 9.0]), of_ranks(20, [1.0, 1.5]), of_ranks(30, [1.0, 1.1])
+    path.write_text("".join(each.line() + "\n" for each in intervals))
+    return path
+
+
+def test_the_first_interval_is_not_counted_and_the_command_prints_and_draws(file, tmp_path, capsys):
+    assert mean(read(file)).seconds == {"computation": [1.0, 1.3], "reductions": pytest.approx([1.0, 0.7])}
+    rows = [line.replace("|", " ").split() for line in text(file, read(file)).splitlines()]
+    assert ["computation", "1.000", "1.150", "1.300", "1", "0"] in rows
+    assert ["reductions", "0.700", "0.850", "1.000", "0", "0"] in rows
+    cli.main(["log", str(file), "--ranks", "--png", str(tmp_path / "ranks.png")])
+    assert "2 ranks, means over 2 log intervals up to iteration 30" in capsys.readouterr().out
+    assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_run_replaces_what_it_repeats_and_another_layout_begins_anew(file):
+    for added, iterations in ((of_ranks(20, [1.0, 1.7]), [10, 20, 30]), (of_ranks(40, [1.0, 1.0], tp=2), [40])):
+        with open(file, "a") as more:
+            more.write(added.line() + "\n")
+        assert [i.iteration for i in read(file)] == iterations and added.seconds in [i.seconds for i in read(file)]

