@@ -41,9 +41,7 @@ Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool pac
   if (form == 1) g.gelu_input = other.data(), g.gelu_input_row = n;
   if (form == 2) g.a_sums = sums.data();
   kernels().gemm(g);
-  c.insert(c.end(), pre.begin(), pre.end());
-  c.insert(c.end(), sums.begin(), sums.end());
-  return c;
+  return joined({c, pre, sums});
 }
 
 // A sum in FP16 has the reference's bits: what may differ is its sum in float32. Every target for ARM has FP16 arithmetic.

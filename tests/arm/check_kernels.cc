@@ -63,33 +63,19 @@ void check_philox(int64_t n) {
 
 const AdamWArgs ADAMW{0.5f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f, {1234, 5, 7, 3, 11, 29}};
 
-void check_adamw(int64_t n) {
-  compare("adamw", 2e-6f, 1e-7f, [&] {
-    Floats param = random_floats(n, 5), grad = random_floats(n, 6), m = random_floats(n, 7), v = random_floats(n, 8);
-    for (float& value : v) value = std::fabs(value);
-    kernels().adamw(param.data(), grad.data(), {m.data(), DType::f32}, {v.data(), DType::f32}, nullptr, DType::f32, n,
-                    ADAMW);
-    param.insert(param.end(), m.begin(), m.end());
-    param.insert(param.end(), v.begin(), v.end());
-    return param;
-  });
-}
-
 // Where a sum lies within its last bit of a word, one target rounds up and the other down: a unit of BF16's last place, 2^-7.
-void check_adamw_bf16_moments(int64_t n) {
-  compare("adamw with bf16 moments", 0x1p-7f, 1e-7f, [&] {
+void check_adamw(int64_t n, DType moments) {
+  compare("adamw", moments == DType::bf16 ? 0x1p-7f : 2e-6f, 1e-7f, [&] {
     Floats param = random_floats(n, 5), grad = random_floats(n, 6), m = random_floats(n, 7), v = random_floats(n, 8);
     for (float& value : v) value = std::fabs(value);
-    std::vector<uint16_t> half_m(n), half_v(n);
-    kernels().convert(m.data(), DType::f32, half_m.data(), DType::bf16, n);
-    kernels().convert(v.data(), DType::f32, half_v.data(), DType::bf16, n);
-    kernels().adamw(param.data(), grad.data(), {half_m.data(), DType::bf16}, {half_v.data(), DType::bf16}, nullptr,
-                    DType::f32, n, ADAMW);
-    kernels().convert(half_m.data(), DType::bf16, m.data(), DType::f32, n);
-    kernels().convert(half_v.data(), DType::bf16, v.data(), DType::f32, n);
-    param.insert(param.end(), m.begin(), m.end());
-    param.insert(param.end(), v.begin(), v.end());
-    return param;
+    std::vector<uint32_t> kept_m(n), kept_v(n);
+    kernels().convert(m.data(), DType::f32, kept_m.data(), moments, n);
+    kernels().convert(v.data(), DType::f32, kept_v.data(), moments, n);
+    kernels().adamw(param.data(), grad.data(), {kept_m.data(), moments}, {kept_v.data(), moments}, nullptr, DType::f32, n,
+                    ADAMW);
+    kernels().convert(kept_m.data(), moments, m.data(), DType::f32, n);
+    kernels().convert(kept_v.data(), moments, v.data(), DType::f32, n);
+    return joined({param, m, v});
   });
 }
 
@@ -112,9 +98,7 @@ void check_attention(int64_t s, int64_t groups, int64_t window) {
                                    pick(dqkv, half_dqkv), dtype, args);
       if (!whole) kernels().convert(half_out.data(), dtype, out.data(), DType::f32, n);
       if (!whole) kernels().convert(half_dqkv.data(), dtype, dqkv.data(), DType::f32, inputs);
-      out.insert(out.end(), lse.begin(), lse.end());
-      out.insert(out.end(), dqkv.begin(), dqkv.end());
-      return out;
+      return joined({out, lse, dqkv});
     });
   }
 }
@@ -127,9 +111,7 @@ void check_decode(int64_t slots) {
     Floats keys = random_floats(cache, 12), values = random_floats(cache, 13), out(2 * 6 * 36);
     const DecodeArgs args{2, 6, 2, 36, slots, samples, positions};
     kernels().attention_decode(qkv.data(), keys.data(), values.data(), out.data(), DType::f32, args);
-    out.insert(out.end(), keys.begin(), keys.end());
-    out.insert(out.end(), values.begin(), values.end());
-    return out;
+    return joined({out, keys, values});
   });
 }
 
@@ -157,8 +139,7 @@ void check_all() {
     check_convert(n);
     check_reduce(n);
     check_philox(n);
-    check_adamw(n);
-    check_adamw_bf16_moments(n);
+    for (DType moments : {DType::f32, DType::bf16}) check_adamw(n, moments);
   }
   for (int64_t s : {1, 17, 131}) check_attention(s, 6, NO_WINDOW);
   check_attention(61, 2, NO_WINDOW);

@@ -18,10 +18,10 @@ struct Tensor {
     kernels().convert(values.data(), DType::f32, words.data(), dtype, n);
   }
   void* data() { return words.data(); }
-  void append_to(Floats& out) {
+  Floats values() {
     Floats values(n);
     kernels().convert(words.data(), dtype, values.data(), DType::f32, n);
-    out.insert(out.end(), values.begin(), values.end());
+    return values;
   }
 };
 
@@ -42,11 +42,8 @@ void check_norms(DType dtype, float tolerance, int64_t cols, float p) {
     kernels().bias_dropout_add_layer_norm_backward(grad, {dresidual.data(), dx.data(), sums[2].data(), dtype, dropout});
     kernels().bias_dropout_add({x.data(), nullptr, residual.data(), alone.data(), dtype, dropout});
     kernels().bias_dropout_add_backward({dy.data(), nullptr, sums[3].data(), dtype, dropout});
-    Floats out = mean;
-    out.insert(out.end(), rstd.begin(), rstd.end());
-    for (const Floats& s : sums) out.insert(out.end(), s.begin(), s.end());
-    for (Tensor* t : {&sum, &y, &dresidual, &dx, &alone}) t->append_to(out);
-    return out;
+    return joined({mean, rstd, sums[0], sums[1], sums[2], sums[3], sum.values(), y.values(), dresidual.values(), dx.values(),
+                   alone.values()});
   });
 }
 
@@ -64,10 +61,7 @@ void check_rms_norm(DType dtype, float tolerance, int64_t cols) {
         {dy.data(), nullptr, sum.data(), weight.data(), nullptr, rstd.data(), dresidual.data(), dweight.data(), nullptr,
          ROWS, cols, dtype},
         {dresidual.data(), dx.data(), nullptr, dtype, dropout});
-    Floats out = rstd;
-    out.insert(out.end(), dweight.begin(), dweight.end());
-    for (Tensor* t : {&sum, &y, &dresidual, &dx}) t->append_to(out);
-    return out;
+    return joined({rstd, dweight, sum.values(), y.values(), dresidual.values(), dx.values()});
   });
 }
 
@@ -76,11 +70,9 @@ void check_swiglu(DType dtype, float tolerance, int64_t cols) {
     const int64_t n = ROWS * cols;
     Tensor x(dtype, 2 * n, 15), dy(dtype, n, 16), y(dtype, n, 17), dx(dtype, 2 * n, 18);
     const SwiGLUArgs args{x.data(), 2 * cols, cols, ROWS, cols, dtype};
-    Floats out;
     kernels().swiglu(args, y.data());
     kernels().swiglu_backward(args, {dy.data(), dx.data(), 2 * cols, cols});
-    for (Tensor* t : {&y, &dx}) t->append_to(out);
-    return out;
+    return joined({y.values(), dx.values()});
   });
 }
 
@@ -90,7 +82,7 @@ void check_rotary(DType dtype, float tolerance, int64_t d, bool interleaved) {
     const int64_t heads = 8, half = d / 3, n = ROWS * heads * d;
     Tensor x(dtype, n, 1), dy(dtype, n, 2), q_weight(dtype, d, 3), k_weight(dtype, d, 4), y(dtype, n, 5),
         dx(dtype, n, 6), plain(dtype, n, 7);
-    Floats cos = random_floats(S * half, 8), sin = random_floats(S * half, 9), dq(d), dk(d), out;
+    Floats cos = random_floats(S * half, 8), sin = random_floats(S * half, 9), dq(d), dk(d);
     RotaryArgs args{x.data(), q_weight.data(), k_weight.data(), cos.data(), sin.data(),  y.data(), S,     B,
                     heads,    2,               d,               half,       1e-2f,       interleaved, false, dtype};
     kernels().rotary(args);
@@ -98,9 +90,7 @@ void check_rotary(DType dtype, float tolerance, int64_t d, bool interleaved) {
     kernels().rotary_norm_backward(args, {dy.data(), dq.data(), dk.data()});
     args.q_weight = args.k_weight = nullptr, args.inverse = true, args.y = plain.data();
     kernels().rotary(args);
-    for (const Floats& part : {dq, dk}) out.insert(out.end(), part.begin(), part.end());
-    for (Tensor* t : {&y, &dx, &plain}) t->append_to(out);
-    return out;
+    return joined({dq, dk, y.values(), dx.values(), plain.values()});
   });
 }
 
@@ -109,41 +99,32 @@ void check_cross_entropy(DType dtype, float tolerance, int64_t cols) {
     Tensor logits(dtype, ROWS * cols, 13);
     std::vector<int64_t> labels(ROWS);
     for (int64_t i = 0; i < ROWS; ++i) labels[i] = i * 7 % (cols + 3);  // some of them another rank's
-    Floats row_max(ROWS), sum_exp(ROWS), target_logit(ROWS), out, dloss = random_floats(ROWS, 14);
+    Floats row_max(ROWS), sum_exp(ROWS), target_logit(ROWS), dloss = random_floats(ROWS, 14);
     const CrossEntropyArgs args{logits.data(),      dtype, ROWS, cols, labels.data(), 0, row_max.data(), sum_exp.data(),
                                 target_logit.data()};
-    auto keep = [&] {
-      for (const Floats& part : {row_max, sum_exp, target_logit}) out.insert(out.end(), part.begin(), part.end());
-    };
     kernels().cross_entropy_max(args);
     kernels().cross_entropy_sum(args);
-    keep();
+    const Floats apart = joined({row_max, sum_exp, target_logit});
     kernels().cross_entropy_forward(args);
-    keep();
     kernels().cross_entropy_backward(args, dloss.data(), logits.data(), dtype);
-    logits.append_to(out);
-    return out;
+    return joined({apart, row_max, sum_exp, target_logit, logits.values()});
   });
 }
 
 void check_gelu(DType dtype, float tolerance, int64_t cols) {
   compare("gelu", tolerance, tolerance, [&] {
     Tensor x(dtype, ROWS * cols, 15), bias(dtype, cols, 17), y(dtype, ROWS * cols, 18);
-    Floats out;
     kernels().gelu(x.data(), cols, bias.data(), y.data(), dtype, ROWS, cols);
-    y.append_to(out);
-    return out;
+    return y.values();
   });
 }
 
 void check_few_rows(DType dtype, float tolerance, int64_t cols) {
   compare("linear_few_rows", tolerance, tolerance, [&] {
     Tensor x(dtype, S * cols, 25), weight(dtype, 7 * cols, 26), bias(dtype, 7, 27), y(dtype, S * 7, 28);
-    Floats out;
     kernels().linear_few_rows(
         {S, 7, cols, dtype, x.data(), cols, weight.data(), cols, bias.data(), y.data(), 7, cols % 2 == 0});
-    y.append_to(out);
-    return out;
+    return y.values();
   });
 }
 
@@ -152,15 +133,13 @@ void check_embedding(DType dtype, int64_t cols) {
     Tensor table(dtype, 9 * cols, 22), out_rows(dtype, ROWS * cols, 23), dout(dtype, ROWS * cols, 24);
     std::vector<int64_t> tokens(ROWS);
     for (int64_t i = 0; i < ROWS; ++i) tokens[i] = i * 5 % 13;
-    Floats grad(9 * cols), positions(S * cols), out;
+    Floats grad(9 * cols), positions(S * cols);
     const EmbeddingArgs args{tokens.data(), ROWS, 2, 9, cols};
     kernels().embedding(args, table.data(), out_rows.data(), dtype);
     kernels().embedding_backward(args, dout.data(), dtype, grad.data());
     kernels().add_position(out_rows.data(), table.data(), out_rows.data(), dtype, S, B, cols);
     kernels().add_position_backward(dout.data(), dtype, positions.data(), S, B, cols);
-    out_rows.append_to(out);
-    for (const Floats& part : {grad, positions}) out.insert(out.end(), part.begin(), part.end());
-    return out;
+    return joined({out_rows.values(), grad, positions});
   });
 }
 

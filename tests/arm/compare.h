@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,13 @@ inline Floats random_floats(int64_t n, uint32_t seed) {
   Floats values(n);
   for (int64_t i = 0; i < n; ++i) values[i] = random_float(static_cast<uint32_t>(i) + seed * 7919u);
   return values;
+}
+
+// The values of several tensors one after another.
+inline Floats joined(std::initializer_list<Floats> parts) {
+  Floats out;
+  for (const Floats& part : parts) out.insert(out.end(), part.begin(), part.end());
+  return out;
 }
 
 inline void close(const char* what, const Floats& got, const Floats& want, float relative, float absolute) {
