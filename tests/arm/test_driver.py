@@ -1,7 +1,4 @@
-"""tools/kernel_driver: every op gives the reference's checksum, here and on the emulated A64FX.
-
-The tests build the programs from what is built already.
-"""
+"""tools/kernel_driver: every op has the reference's checksum, here and on the emulated A64FX. Built from what is built already."""
 
 import os
 import re
@@ -17,6 +14,8 @@ from tests.arm import builds
 # By the number of a shape's numbers.
 SIZES = {1: ["1000"], 2: ["17", "130"], 3: ["6", "5", "70"], 4: ["40", "1", "2", "24"], 5: ["8", "4", "2", "12", "24"],
          6: ["40", "1", "4", "2", "24", "21"]}
+
+
 @pytest.fixture(scope="module")
 def native():
     return [build()]

@@ -1,13 +1,9 @@
 """A few steps of tiny models with dropout, whose losses every machine and layout must share; a program for either side.
 
-    python tests/arm/train_small.py LOSSES.json                                    this machine
-    .arm/python tests/arm/train_small.py LOSSES.json tests/kernels/test_adamw.py    an emulated A64FX, after these tests
-    mpirun -n 2 .arm/python tests/arm/train_small.py LOSSES.json                   two ranks: data and tensor parallel
+    [.arm/python | mpirun -n 2 .arm/python] tests/arm/train_small.py LOSSES.json [tests that run before it]
 
-Initial weights and dropout masks are functions of global positions, so only rounding may differ. LOSSES.json gets the losses
-of each job by name, the tokens that a small Llama goes on with, the kernel target, the number of ranks, and pytest's exit code and
-counts for the tests named. One
-process for all: the emulated import of torch takes as long as everything else. See test_python.py.
+Initial weights and dropout masks are functions of global positions, so only rounding may differ. It is one process for all, because
+the emulated import of torch takes as long as everything else. See test_python.py.
 """
 
 import json

@@ -1,7 +1,6 @@
-"""GEMM kernels (kernels_sve/gemm.h): every form, epilogue, dtype and target against double precision; threads; refusals.
+"""GEMM (kernels_sve/gemm.h): every form, epilogue, dtype and target against double precision; threads; refusals.
 
-Sums in FP16 are in test_gemm_fp16.py.
-Legend: M rows, N output features, K input features; a weight is (N, K). Left out: speed (benchmarks/gemm.py).
+Legend: M rows, N output features, K input features; a weight is (N, K). Left out: sums in FP16 (test_gemm_fp16.py), speed.
 """
 
 import itertools

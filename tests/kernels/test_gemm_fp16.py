@@ -1,7 +1,6 @@
-"""GEMM with sums in FP16 over chunks of k (kernels_sve/gemm_half.h): the reference against the definition, every target against
-the reference, overflow, refusals. Left out: how large the error is (docs/numerics.md, tools/gemm_error.py).
+"""GEMM with sums in FP16 over chunks of k (kernels_sve/gemm_half.h): the reference against the definition, targets against it.
 
-Legend: M rows, N output features, K input features; a weight is (N, K).
+Legend: M rows, N output features, K input features; a weight is (N, K). Left out: how large the error is (docs/numerics.md).
 """
 
 import itertools

@@ -13,6 +13,7 @@ from fugaku_megatron.costs.accounting import parameters
 
 BASE = shlex.split("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 96")
 
+
 def value(run: RunConfig, name: str) -> object:
     """The value of a field, whichever group holds it."""
     return next(getattr(getattr(run, group), name) for group, config in GROUPS.items() if name in {f.name for f in fields(config)})

@@ -78,6 +78,7 @@ def test_stop_words_and_characters_of_several_bytes(talk):
     assert talk(["xsy"], echo, "SY") == ["X", "\n"]
     assert talk(["xsz"], echo, "SY") == ["X", "SZ", "\n"]
     assert talk(["xs"], echo, "SY") == ["X", "S\n"]
+
     def answer(prompt, finished):
         for count in (1, 2, 3):
             yield [list("aé".encode())[:count]]

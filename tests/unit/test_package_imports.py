@@ -1,7 +1,4 @@
-"""Which package may import which. Imports are read from the source, those inside functions too.
-
-A package is a folder of `fugaku_megatron`, or a module that stands next to them.
-"""
+"""Which package, a folder or module of `fugaku_megatron`, may import which: from the source, imports inside functions too."""
 
 import re
 from graphlib import TopologicalSorter

@@ -53,6 +53,7 @@ def test_prefetcher_keeps_order_ends_and_raises_the_source_error_in_turn():
         assert list(items) == list(range(100))
         assert list(items) == []
     assert not items._thread.is_alive()
+
     def source():
         yield 1
         raise ValueError("token id 9 is outside the vocabulary")

@@ -212,6 +212,7 @@ def test_held_and_run():
     assert set(held(read("F0 F0' B0' B0 F1"), 2)) == {Held((1, 1), (0, 0))}
     assert held([]) == () and builders.in_flight([]) == 0
     assert builders.in_flight(read("F0 F1 F0' I0' W0' I0 W0 I1 W1")) == 3
+
     class Executor:
         def __init__(self):
             self.calls = []

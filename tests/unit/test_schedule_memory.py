@@ -1,7 +1,4 @@
-"""The peak of a stage's activations under every schedule: what the list predicts against what torch really allocates.
-
-One stage runs alone: what other stages would send is whatever lies in memory, which changes no size.
-"""
+"""The peak of a stage's activations under every schedule: what the list predicts against what torch allocates for a stage alone."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,4 @@
-"""Functions and files are short, and every public function that takes or returns a tensor says in its docstring which shape it has.
-
-That is a shape in parentheses, such as (n,) or (s, b, h / t), or the words "any shape".
-"""
+"""Functions and files are short, and docstrings say the shapes of tensors: (n,), (s, b, h / t), or the words "any shape"."""
 
 import ast
 import itertools
