@@ -17,7 +17,7 @@ from fugaku_megatron.jobs import check, command, limits, render, script, torus
 from fugaku_megatron.jobs.job import MARGIN, interpret, start_up
 from fugaku_megatron.perf import search
 from tests.helpers import check_scripts
-from tests.unit.test_jobs_torus import check_map
+from tests.unit.test_jobs_check import check_map
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "pjsub"

@@ -1,12 +1,11 @@
 """Which package, a folder or module of `fugaku_megatron`, may import which: from the source, imports inside functions too."""
 
+import ast
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-from tools.plot_rooms import imports, module_name, own_imports
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fugaku_megatron"
@@ -36,6 +35,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = ("config", "costs", "pipeline", "logs", "perf", "jobs", "reproduction")  # answer in a second, anywhere
+
+
+def module_name(path: Path, package: Path) -> str:
+    """config.run_config for config/run_config.py of the package."""
+    return ".".join(path.relative_to(package).with_suffix("").parts)
+
+
+def imports(path: Path, package: Path) -> set[str]:
+    """Absolute dotted names of everything a file of the package imports, modules and names in them alike."""
+    here = (package.name, *path.relative_to(package).with_suffix("").parts)
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(here[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def own_imports(path: Path, package: Path) -> set[str]:
+    """Those of `imports` that lie in the package, without its name: run.config, comm.base, nn.ops.Ops ..."""
+    prefix = f"{package.name}."
+    return {name.removeprefix(prefix) for name in imports(path, package) if name.startswith(prefix)}
 
 
 def modules() -> list[Path]:

@@ -95,7 +95,7 @@ def test_the_command_line_is_the_trainers_own(capsys):
 
 def test_flags_machine_and_software_limit_the_search(capsys):
     command = ("plan --recipe 30b --nodes 384 --tensor-model-parallel-size 8 --checkpoint-activations --micro-batch-size 1 "
-     have no meaning here: pass --nodes and " 1 --zero-stage 1 --pipeline-schedule 1f1b --json")
+               "--ranks-per-node 1 --zero-stage 1 --pipeline-schedule 1f1b --json")
     plans = json.loads(printed(command, capsys))["plans"]
     assert {p["tp"] for p in plans} == {8} and {p["recompute"] for p in plans} == {"full"}
     assert len({p["pp"] for p in plans}) > 1
