@@ -37,6 +37,8 @@ UNSIGNED_VERSION = 1  # without a checksum of the manifest; still read
 _REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-step"
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
 _TRACKER_DIGITS = 18
+MEGATRON_FILES = ("mp_rank_*", ".metadata", "common.pt")  # of its legacy checkpoints, and of those in the format torch_dist
+FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is one more. Records of 127 ranks take about 5 MiB
 
 
 def latest_iteration(directory: str | os.PathLike) -> int | None:
@@ -157,9 +159,6 @@ def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
     return manifest
 
 
-MEGATRON_FILES = ("mp_rank_*", ".metadata", "common.pt")  # of its legacy checkpoints, and of those in the format torch_dist
-
-
 def _refuse_megatron(path: Path) -> None:
     """Raises ValueError for an iteration that Megatron-LM saved."""
     found = next((file.name for name in MEGATRON_FILES for file in path.glob(name)), None)
@@ -263,9 +262,6 @@ def fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is one more. Records of 127 ranks take about 5 MiB
 
 
 def file_name(rank: int) -> str:

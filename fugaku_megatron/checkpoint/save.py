@@ -44,6 +44,7 @@ from .tensor_files import write_tensors
 Written = tuple[str, dict[str, Any]] | None  # a file's name and its manifest entry; None for a rank that saves nothing
 WriteFile = Callable[[Path], Written]  # of a rank, into a folder
 Steps = Generator[Callable[[], Any], Callable[[], Any], Any]
+_CPUS = os.sched_getaffinity(0)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
 
 
 @dataclass(frozen=True)
@@ -282,9 +283,6 @@ def _warning(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(f"old checkpoint {path} could not be removed: {describe(error)}", stacklevel=3)
-
-
-_CPUS = os.sched_getaffinity(0)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
 
 
 class Snapshot:

@@ -25,6 +25,9 @@ MAX_BLOCK_BYTES = 1 << 30
 _HEXADECIMAL = "0123456789abcdef"
 _CRC32 = re.compile(r"[0-9a-f]{8}")
 _FOLDER = re.compile(r"ranks_[0-9]{6,}(/ranks_[0-9]{6,})*")
+BLOCK_BYTES = 1 << 20  # what is read at least to verify a byte; a manifest has 8 digits for each
+DIGITS = 8
+_POLYNOMIAL, _ONE, _BYTE = 0xEDB88320, 1 << 31, 1 << 23  # reflected: the highest bit is x^0; x^8
 
 
 def checksum(manifest: dict[str, Any]) -> str:
@@ -141,11 +144,6 @@ def _check(owner: dict[str, Any], name: str, test: Callable[[Any], Any], kind: s
 def _require(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-BLOCK_BYTES = 1 << 20  # what is read at least to verify a byte; a manifest has 8 digits for each
-DIGITS = 8
-_POLYNOMIAL, _ONE, _BYTE = 0xEDB88320, 1 << 31, 1 << 23  # reflected: the highest bit is x^0; x^8
 
 
 class BlockChecksums:

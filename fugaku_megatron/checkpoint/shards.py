@@ -18,6 +18,9 @@ from torch import Tensor
 from .tensor_files import BlockFile, Entry, StoredTensor, read_header
 
 Place = tuple[int, ...]  # an index, or an extent, in each dimension
+Record = dict[str, Any]  # of a shard, in a manifest
+READ_BYTES = 4 << 20  # of a tensor at once
+WEIGHT = "weight/"  # beginning of the key of a weight
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,6 @@ def range_boxes(shape: Place, start: int, end: int) -> Iterator[tuple[Place, Pla
         yield (row, *rest), (whole - row, *shape[1:])
     if row <= whole and end % inner:
         yield from (((whole, *begin), (1, *extent)) for begin, extent in range_boxes(shape[1:], 0, end % inner))
-
-
-Record = dict[str, Any]  # of a shard, in a manifest
-READ_BYTES = 4 << 20  # of a tensor at once
-WEIGHT = "weight/"  # beginning of the key of a weight
 
 
 @dataclass(frozen=True)

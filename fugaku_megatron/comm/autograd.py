@@ -28,6 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from .base import Comm, Handle
 
+GATHER, SUM = range(2)  # tags, because messages of a gathering and of a sum are sent at the same time
+
 
 def _all_reduced(tensor: Tensor, comm: Comm) -> Tensor:
     # A copy, because autograd may hand one gradient tensor to several branches, or keep an output for its backward.
@@ -137,9 +139,6 @@ def reduce_scatter_to_sequence_parallel(tensor: Tensor, comm: Comm, needs_values
     needs_values: False leaves the sum out, where backward will follow and nobody reads the result; its values may be anything then.
     """
     return _mapped(tensor, comm, reduce_scatter_sequence if needs_values else _unread, gather_sequence)
-
-
-GATHER, SUM = range(2)  # tags, because messages of a gathering and of a sum are sent at the same time
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,26 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # variables with the number of processes
+LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with those of this node
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # variables with this process's number
+GRACE_EVERYWHERE = 10.0  # s that other ranks leave to rank 0 where it is known to fail as well; its end ends them
+GRACE_START = 2.0  # s, the same where processes have just started: rank 0 may still be loading Python
+# Words of the loader, torch, C, C++ and Python.
+_NO_MEMORY = ("failed to map segment", "llocate memory", "bad_alloc", "can't start new thread")
+_REFUSED_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+MAX_PROCESSES = 10**7
+FILES_OF_RANK, FILES_OF_NEIGHBOUR = 64, 4  # open files: at most 31 and 3 were needed by MPICH 5.0 and 1 to 8 ranks (tried)
+# KiB of a file of shared memory: MPICH 5.0 started with 7,000 and not with 4,000, 8 ranks with 12,000 and not with 8,000 (tried).
+SHARED_KIB, SHARED_KIB_OF_RANK = 8192, 2048
+MAX_THREADS_PER_CPU, MAX_THREADS = 8, 64  # OMP_NUM_THREADS above both hangs or ends without a word
+# SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
+STOPS = (signal.SIGTERM, signal.SIGUSR1)
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None  # what signal.signal takes and returns
+STOP_SIGNALS = (*STOPS, signal.SIGINT)
+Signals = TypeVar("Signals", bound="StopSignals")
+STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
+
 
 class ExitCode(IntEnum):
     """How a job ended, for a job script to decide by. A launcher has codes of its own: above 128, a signal ended a rank.
@@ -45,23 +65,6 @@ class ExitCode(IntEnum):
     STORAGE = 7  # a file system failed in a way that may pass: an I/O error, a stale handle, a server that does not answer
     INTERRUPTED = 130  # by Control-C, as shells have it: 128 + SIGINT
     OUTPUT = 141  # standard output takes nothing more: its reader has left (as shells have it: 128 + SIGPIPE), or its disk is full
-
-
-SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # variables with the number of processes
-LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with those of this node
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # variables with this process's number
-GRACE_EVERYWHERE = 10.0  # s that other ranks leave to rank 0 where it is known to fail as well; its end ends them
-GRACE_START = 2.0  # s, the same where processes have just started: rank 0 may still be loading Python
-
-
-# Words of the loader, torch, C, C++ and Python.
-_NO_MEMORY = ("failed to map segment", "llocate memory", "bad_alloc", "can't start new thread")
-_REFUSED_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
-MAX_PROCESSES = 10**7
-FILES_OF_RANK, FILES_OF_NEIGHBOUR = 64, 4  # open files: at most 31 and 3 were needed by MPICH 5.0 and 1 to 8 ranks (tried)
-# KiB of a file of shared memory: MPICH 5.0 started with 7,000 and not with 4,000, 8 ranks with 12,000 and not with 8,000 (tried).
-SHARED_KIB, SHARED_KIB_OF_RANK = 8192, 2048
-MAX_THREADS_PER_CPU, MAX_THREADS = 8, 64  # OMP_NUM_THREADS above both hangs or ends without a word
 
 
 def _first_set(names: tuple[str, ...], minimum: int, default: int) -> tuple[str, int]:
@@ -239,14 +242,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-# SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
-STOPS = (signal.SIGTERM, signal.SIGUSR1)
-Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None  # what signal.signal takes and returns
-STOP_SIGNALS = (*STOPS, signal.SIGINT)
-Signals = TypeVar("Signals", bound="StopSignals")
-STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
 
 
 class EarlyStop:

@@ -31,6 +31,9 @@ _MAPS = Path("/proc/self/maps")
 # malloc.h: parameter -> value. The heap grows by 16 MiB at a time and shrinks only when 1 GiB of its top is free
 _MALLOPT = {"M_TRIM_THRESHOLD": (-1, 1 << 30), "M_TOP_PAD": (-2, 16 << 20), "M_MMAP_THRESHOLD": (-3, 32 << 20)}
 RESERVED_PER_RAM = 2  # reserved addresses cost no memory; twice the installed memory allows for fragmentation
+_FIELD = re.compile(rb"^(VmRSS|RssFile|RssShmem|HugetlbPages):\s+(\d+) kB", re.MULTILINE)
+_FILES = {2: ("memory.max", "memory.current", "inactive_file"),  # by version: limit, use, what part of the use can be reclaimed
+          1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
 
 
 def allocator_name(maps: str | None = None) -> str:
@@ -103,11 +106,6 @@ def page_faults() -> tuple[int, float]:
     """(minor page faults, seconds of system time) of this process since its start."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt, usage.ru_stime
-
-
-_FIELD = re.compile(rb"^(VmRSS|RssFile|RssShmem|HugetlbPages):\s+(\d+) kB", re.MULTILINE)
-_FILES = {2: ("memory.max", "memory.current", "inactive_file"),  # by version: limit, use, what part of the use can be reclaimed
-          1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,11 @@ INSTRUCTIONS = ("forward", "backward", "backward_input", "backward_weight", "rec
                 "send_backward")
 
 Observer = Callable[[str, Callable[..., Any], tuple, dict], Any]  # name, function, args, kwargs -> what the function returns
+DATA, PREVIOUS, NEXT, REDUCTIONS = WAITS = ("data", "previous stage", "next stage", "reductions")
+PHASES = ("computation", *WAITS)
+PIPELINE = {"recv_forward": PREVIOUS, "send_backward": PREVIOUS, "recv_backward": NEXT, "send_forward": NEXT}
+TRACKS = ("schedule", "kernels", "communication")
+FMA_ROUNDS = 10
 
 
 class Observed:
@@ -49,11 +54,6 @@ class Observed:
 def observe_groups(groups: Groups, observer: Callable[[str], Observer]) -> Groups:
     """The same groups, their verbs observed. observer: of the group with this name."""
     return Groups(**{f.name: Observed(getattr(groups, f.name), VERBS, observer(f.name)) for f in fields(groups)})
-
-
-DATA, PREVIOUS, NEXT, REDUCTIONS = WAITS = ("data", "previous stage", "next stage", "reductions")
-PHASES = ("computation", *WAITS)
-PIPELINE = {"recv_forward": PREVIOUS, "send_backward": PREVIOUS, "recv_backward": NEXT, "send_forward": NEXT}
 
 
 class Phases:
@@ -105,10 +105,6 @@ class Phases:
             return Observed(result, ("wait",), lambda _, wait, *rest: call("wait", wait, *rest))
 
         return call
-
-
-TRACKS = ("schedule", "kernels", "communication")
-FMA_ROUNDS = 10
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,16 @@ from .allocator import cgroup_folders, read_text
 _CPUS = "/sys/devices/system/cpu"
 ENOUGH_CORES = 24  # of a rank, from which on a core for communication costs less than its interruptions
 _PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
+# (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name
+_ARM_CPUS = {
+    (0x46, 0x001): "Fujitsu A64FX",
+    (0x41, 0xD0C): "Arm Neoverse N1",
+    (0x41, 0xD40): "Arm Neoverse V1",
+    (0x41, 0xD49): "Arm Neoverse N2",
+    (0x41, 0xD4F): "Arm Neoverse V2",
+}
+STEPS = 500_000  # iterations of the loop in one measurement: some tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -143,18 +153,6 @@ def apply_to_communication(placement: Placement) -> None:
         os.sched_setaffinity(0, {placement.communication})
 
 
-CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
-
-# (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name
-_ARM_CPUS = {
-    (0x46, 0x001): "Fujitsu A64FX",
-    (0x41, 0xD0C): "Arm Neoverse N1",
-    (0x41, 0xD40): "Arm Neoverse V1",
-    (0x41, 0xD49): "Arm Neoverse N2",
-    (0x41, 0xD4F): "Arm Neoverse V2",
-}
-
-
 def init(world: Comm, *, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequency: float | None = None,
          flush_denormals: bool = True, reserve_core: bool = False, nodes: Nodes | None = None) -> str:
     """Memory, threads, cores, clock and denormals of this rank, before its first large tensor; returns the log's line.
@@ -211,9 +209,6 @@ def _chain_ghz(steps: int) -> float:
     begin = time.perf_counter()
     kernels.bench_clock(steps)
     return steps / (time.perf_counter() - begin) / 1e9
-
-
-STEPS = 500_000  # iterations of the loop in one measurement: some tens of milliseconds
 
 
 def fma_gflops(steps: int = STEPS) -> float:

@@ -56,6 +56,34 @@ case $PJM_BULKNUM in
 esac
 train "topology-$PJM_BULKNUM"''',
 }
+LEAVE_SECONDS = 300  # so long before the time limit the trainer gets the signal to save and exit
+USABLE = 0.8  # share of a node's memory that the model may use; the rest is for MPI, Python and the system
+SLURM_TEMPLATE = r'''#!/bin/bash
+#SBATCH --job-name=@NAME@
+#SBATCH --nodes=@NODES@
+#SBATCH --ntasks-per-node=@RANKS@
+#SBATCH --cpus-per-task=@CPUS@
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@@LEAVE@
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --open-mode=append
+#SBATCH --output=%x.%j.log
+# Written by fugaku-megatron job slurm scripts/slurm. Pass the site's own options to sbatch: --partition, --account
+#
+@COMMENTS@
+#
+# @LAYOUT@
+set -euo pipefail
+
+@FLAGS@
+
+COMMON=${FUGAKU_MEGATRON:-$SLURM_SUBMIT_DIR}/fugaku_megatron/jobs/slurm.sh
+[ -f "$COMMON" ] || { echo "$COMMON was not found: submit from the checkout, or set FUGAKU_MEGATRON to its path" >&2; exit 2; }
+# shellcheck source-path=SCRIPTDIR source=../../../fugaku_megatron/jobs/slurm.sh
+. "$COMMON"
+'''
 
 
 def flag_lines(flags: Iterable[str]) -> list[str]:
@@ -114,10 +142,6 @@ def self_contained(text: str) -> str:
     return text.replace(FIND_COMMON, COMMON.read_text().removeprefix("#!/bin/bash\n"))
 
 
-LEAVE_SECONDS = 300  # so long before the time limit the trainer gets the signal to save and exit
-USABLE = 0.8  # share of a node's memory that the model may use; the rest is for MPI, Python and the system
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A kind of node. gib: memory of a node. comments: for the script, such as modules to load."""
@@ -165,33 +189,6 @@ RECIPES = {
             Recipe(recipe="13b", nodes=24, tp=4, pp=4, flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full")),
             Recipe(recipe="30b", nodes=48, tp=8, pp=6, flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"))),
 }
-
-SLURM_TEMPLATE = r'''#!/bin/bash
-#SBATCH --job-name=@NAME@
-#SBATCH --nodes=@NODES@
-#SBATCH --ntasks-per-node=@RANKS@
-#SBATCH --cpus-per-task=@CPUS@
-#SBATCH --exclusive
-#SBATCH --time=24:00:00
-#SBATCH --signal=B:USR1@@LEAVE@
-#SBATCH --requeue
-#SBATCH --no-kill
-#SBATCH --open-mode=append
-#SBATCH --output=%x.%j.log
-# Written by fugaku-megatron job slurm scripts/slurm. Pass the site's own options to sbatch: --partition, --account
-#
-@COMMENTS@
-#
-# @LAYOUT@
-set -euo pipefail
-
-@FLAGS@
-
-COMMON=${FUGAKU_MEGATRON:-$SLURM_SUBMIT_DIR}/fugaku_megatron/jobs/slurm.sh
-[ -f "$COMMON" ] || { echo "$COMMON was not found: submit from the checkout, or set FUGAKU_MEGATRON to its path" >&2; exit 2; }
-# shellcheck source-path=SCRIPTDIR source=../../../fugaku_megatron/jobs/slurm.sh
-. "$COMMON"
-'''
 
 
 def recipe_flags(job: Recipe) -> tuple[str, ...]:

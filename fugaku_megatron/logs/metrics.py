@@ -25,6 +25,8 @@ from .screen import open_screen
 
 SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another
 REACHED_WITHIN = 3.0  # s
+_PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
+_VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|")
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,6 @@ def _reachable() -> bool:
     except OSError:
         return False
     return True
-
-
-_PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
-_VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|")
 
 
 def format_validation(iteration: int, lm_loss: float) -> list[str]:

@@ -29,6 +29,7 @@ KINDS = (("tab:blue", "F forward", (parts.FORWARD,)), ("tab:orange", "B backward
          ("tab:red", "message under way", (parts.RECV_FORWARD, parts.RECV_BACKWARD)))
 IDLE = "gainsboro"
 LIGHTEST = 0.45  # how much of its colour a stage's last chunk has
+Trace = dict[str, Any]
 
 
 def draw(path: str | os.PathLike, spans: Sequence[Span], memory: Sequence[float], heading: str,
@@ -102,9 +103,6 @@ def _bars(axes: Any, spans: Sequence[Span], stages: int) -> list[tuple[str, str]
     axes.set_xlim(begin, end)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return drawn
-
-
-Trace = dict[str, Any]
 
 
 def read_trace(path: str | os.PathLike) -> Trace:

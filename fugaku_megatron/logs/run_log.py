@@ -32,6 +32,7 @@ _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers
 _GROUPS = {"model": ModelConfig, "batch": BatchConfig, "parallel": ParallelConfig, "precision": PrecisionConfig}
 FORMULAS = {"hardware": accounting.hardware_flops,
             "parameter": lambda run, size: accounting.parameter_flops(run, size, replicas=True)}
+_PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,9 +304,6 @@ class LogFile:
             self.reader.read_lines([self._rest.decode(errors="replace")])
             self._rest = b""
         return self.reader.summary()
-
-
-_PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 
 
 def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware") -> LogSummary:

@@ -36,6 +36,8 @@ STATE, STATE_AT = struct.Struct(f"<Qdd?{TEXT}s"), 128  # beats, time of the last
 
 JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_STEP_ID")  # variables that the processes of one start have in common
 MEMORY = "/dev/shm"
+ON_REQUEST = signal.SIGUSR2  # a process that gets it writes where it is: its interpreter need not be free to
+DEBUGGERS = (("eu-stack", "-p"), ("gdb", "-batch", "-nx", "-ex", "thread apply all backtrace", "-p"))
 
 
 @dataclass(frozen=True)
@@ -242,10 +244,6 @@ class Node:
         self._pages = {name: self._pages[name] for name in names if name in self._pages}
         beats = [decode(page) for page in self._pages.values()]
         return sorted((beat for beat in beats if beat), key=lambda beat: beat.rank)
-
-
-ON_REQUEST = signal.SIGUSR2  # a process that gets it writes where it is: its interpreter need not be free to
-DEBUGGERS = (("eu-stack", "-p"), ("gdb", "-batch", "-nx", "-ex", "thread apply all backtrace", "-p"))
 
 
 def rank_file(directory: Path, rank: int) -> Path:

@@ -25,6 +25,11 @@ from ..comm.launcher import ExitCode
 STOPPED, GONE, SILENT = "stopped in", "is gone, last seen in", "and its node do not answer, last seen in"
 NAMED = 4  # ranks that a line names
 ASLEEP = 3.0  # s: a watchdog that has not looked around for so long, or for half of the limit, is not awake
+FAN = 64  # nodes that report to one
+LISTENERS = 2  # ranks of a node that hear reports
+INTERVAL, INTERVALS = 5.0, 8  # s between two reports, and at least so many of them within the limit
+LARGEST = 2**16
+Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -143,14 +148,6 @@ def _deadlock(census: Census, alone: bool) -> str:
     if alone:
         return f"all {census.ranks} ranks of this node wait, and no other node has reported a stuck rank: {shown}"
     return f"no rank computes, all {census.ranks} wait: {shown}"
-
-
-FAN = 64  # nodes that report to one
-LISTENERS = 2  # ranks of a node that hear reports
-INTERVAL, INTERVALS = 5.0, 8  # s between two reports, and at least so many of them within the limit
-LARGEST = 2**16
-
-Address = tuple[str, int]
 
 
 def parent(node: int) -> int | None:
