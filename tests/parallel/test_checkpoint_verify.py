@@ -53,7 +53,7 @@ def test_checkpoints_in_folders(tmp_path, capsys, monkeypatch):
     assert check(tmp_path, capsys)[1][0].startswith(f"{path}/ranks_000002/rank_00002.safetensors is damaged in its bytes ")
     (path / "ranks_000002" / MANIFEST).write_text("{}")
     code, lines, _ = check(tmp_path, capsys)
-    assert code == 1 and lines[0].startswith(f"{path}/ranks_000002/manifest.json is 2 bytes") and "files of" in lines[0]
+    assert code == 1 and lines[0].startswith(f"{path}/ranks_000002/manifest.json has 2 bytes") and "files of" in lines[0]
     assert any("hold 1400000 elements of w, which has 2100000" in line for line in lines)
 
 
