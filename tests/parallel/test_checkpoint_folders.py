@@ -108,7 +108,7 @@ def failure(directory):
 
 
 @pytest.mark.parametrize(("name", "problem"), [
-    ("manifest.json", "rank 2: .*/ranks_000002/manifest.json is 5 bytes"), ("rank_00003.safetensors", "rank 3: .*is 5 bytes")])
+    ("manifest.json", "rank 2: .*/ranks_000002/manifest.json has 5 bytes"), ("rank_00003.safetensors", "rank 3: .*has 5 bytes")])
 def test_a_damaged_file_in_a_folder_is_named_with_another_iteration(few, tmp_path, name, problem):
     save(tmp_path)
     save(tmp_path, 2)
