@@ -330,7 +330,7 @@ def _truncate(path):
 
 
 @pytest.mark.parametrize("damage, problem", [
-    (_truncate, "rank_00001.safetensors is 100 bytes, manifest says "),
+    (_truncate, "rank_00001.safetensors has 100 bytes, the manifest says "),
     (flip_bit, "rank_00001.safetensors has CRC-32 "),
     (Path.unlink, "rank_00001.safetensors is missing"),
 ])
