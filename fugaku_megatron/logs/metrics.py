@@ -51,7 +51,7 @@ class WandbRun:
 
         mode = os.environ.get("WANDB_MODE") or ("online" if _reachable() else "offline")
         if mode == "offline":
-            say("note: --wandb-project: offline, because there is no network or WANDB_MODE says so: send the files later "
+            say("note: --wandb-project: offline, because the server is not reachable or WANDB_MODE says so: send the files later "
                 "with `wandb sync`")
         try:
             if self.directory:
