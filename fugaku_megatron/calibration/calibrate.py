@@ -4,7 +4,7 @@
     fugaku-megatron predict --machine host.json ...
 
 Start as many ranks as a training run has, on one node or on several: all ranks measure at the same time, so that they share caches,
-memory and network as in training. A node's rates are the sums over its ranks; products are also measured by one rank with all
+memory and network as in training. A node's rates are the sums over its ranks; matmuls are also measured by one rank with all
 threads of the node. Left out: 16-bit peaks (the kernels widen to FP32), the kernels' measurements themselves (host_kernels.py).
 """
 
@@ -28,7 +28,7 @@ from ..config.outputs import check_file, writing
 if TYPE_CHECKING:
     from ..comm.base import Comm
 
-SIZES = (128, 256, 512, 1024, 2048)  # of the square products
+SIZES = (128, 256, 512, 1024, 2048)  # of the square matmuls
 ROUNDS = 5
 FMA_STEPS, CLOCK_STEPS = 2_000_000, 50_000_000  # iterations of the loops that measure the FMA peak and the clock
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
@@ -37,13 +37,13 @@ REDUCED = 128 << 20  # bytes of the vector whose all-reduce is timed: as gradien
 MIN_CLOCK_SHARE = 0.8  # of the clock that the system reports, or of the fastest core's
 USABLE = 0.9  # share of a node's memory that a job may use
 
-Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n products
+Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
     """One rank's measurements. attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens, without dropout, whose
-    price is dropout_flops (perf.software).
+    cost is dropout_flops (perf.software).
 
     elementwise_gbs: rate of the optimizer's update. call_us: an operator call without its data. iteration_s: an iteration without
     its operator calls. process_mib: memory of the process before it has tensors.
@@ -102,14 +102,14 @@ def measure_compute() -> Compute:
 
 
 def measure_gemm() -> Points:
-    """Square products of every size in SIZES."""
+    """Square matmuls of every size in SIZES."""
     from . import host_kernels
 
     return tuple((n, host_kernels.gemm_gflops(n)) for n in SIZES)
 
 
 def measure_team(world: Comm, threads: int) -> Points:
-    """Square products on rank 0 with `threads` threads while the node's other ranks sleep; they return (). Collective."""
+    """Square matmuls on rank 0 with `threads` threads while the node's other ranks sleep; they return (). Collective."""
     import torch
 
     name = None
@@ -205,7 +205,7 @@ def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages
              reduce_gbs: float, memory_gib: float) -> dict[str, Any]:
     """The contents of the machine's file, each constant with its source.
 
-    ranks: measurements of one node's ranks. team: products of one rank with all threads of the node. inside, between: messages
+    ranks: measurements of one node's ranks. team: matmuls of one rank with all threads of the node. inside, between: messages
     within a node and between nodes. reduce_gbs: see all_reduce_gbs. memory_gib: of the node.
     """
     first, peak, threads = ranks[0], sum(r.fma_gflops for r in ranks), sum(r.threads for r in ranks)

@@ -1,6 +1,6 @@
 """The rates of this project's kernels on this host under the conditions of a training step, for calibrate.
 
-Products read operands that are not in the caches and pack their weight, as a training step does without --cache-packed-weights:
+Matmuls read operands that are not in the caches and pack their weight, as a training step does without --cache-packed-weights:
 each call takes another set of tensors out of COLD_BYTES bytes.
 """
 
@@ -44,7 +44,7 @@ def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> floa
 
 
 def gemm_gflops(n: int) -> float:
-    """GFLOP/s of n x n x n products: forward, data gradient and weight gradient, a third of the calls each."""
+    """GFLOP/s of n x n x n matmuls: forward, data gradient and weight gradient, a third of the calls each."""
     sets = max(3, COLD_BYTES // (12 * n * n))
     tensors = [tuple(torch.randn(n, n) for _ in range(2)) + (torch.zeros(n, n),) for _ in range(sets)]
     kinds = (kernels.linear_forward, kernels.linear_data_gradient, kernels.linear_weight_gradient)
@@ -65,7 +65,7 @@ def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
 
 
 def dropout_flops(s: int, peak_gflops: float) -> float:
-    """perf.software' dropout_flops, the mean of forward and backward over s tokens, from Megatron's default dropout and none."""
+    """`dropout_flops` of perf.software, the mean of forward and backward over s tokens, by Megatron's default dropout and none."""
     again = 1.0, accounting.ATTENTION_BACKWARD_SHARE
     rates = zip(attention_gflops(s), attention_gflops(s, ModelConfig.attention_dropout), again, strict=True)
     slower = [max(0.0, 1 / dropped - 1 / whole) * times for whole, dropped, times in rates]

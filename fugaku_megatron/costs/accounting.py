@@ -17,7 +17,7 @@ from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
 from ..pipeline.parts import Placement, balanced_cut, cut_of_stages, even_cut
 from .activations import (
     Collective,
-    ProductCollectives,
+    MatmulCollectives,
     activation_bytes,
     all_reduce,
     element_bytes,
@@ -62,8 +62,8 @@ class Record:
     """One operation on one rank for one micro-batch.
 
     name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. of_heads:
-    those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward product and how many of them.
-    flops_*: multiply and add counted apart, matrix products only, attention's over the full square. seen: the share of that square
+    those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward matmul and how many of them.
+    flops_*: multiply and add counted apart, matmuls only, attention's over the full square. seen: the share of that square
     that a kernel needs. dropout: whether some of its probabilities are dropped.
     saved_bytes: kept from forward to backward. forward, backward: collectives in order.
     """
@@ -97,7 +97,7 @@ def _norm(name: str, run: RunConfig, tp: int) -> Record:
                   saved_bytes=residual_bytes(run, tp) + part.statistics * rows * FP32_BYTES)
 
 
-ATTENTION_BACKWARD_SHARE = 2.5  # of forward's products: S and dP are computed again, dQ, dK and dV are new
+ATTENTION_BACKWARD_SHARE = 2.5  # of forward's matmuls: S and dP are computed again, dQ, dK and dV are new
 
 
 def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
@@ -156,7 +156,7 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
 @lru_cache(maxsize=64)  # a search asks for the same again and again
 def layer_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x."""
-    model, kept, width, around = run.model, residual_bytes(run, tp), element_bytes(run), ProductCollectives.from_run(run, tp)
+    model, kept, width, around = run.model, residual_bytes(run, tp), element_bytes(run), MatmulCollectives.from_run(run, tp)
     h, f, rows = model.hidden_size, model.ffn_hidden_size, tokens_per_microbatch(run)
     mlp, bias = MLPS[model.activation], not model.disable_bias_linear
     column, row = (around.into, around.into_backward), (around.out, around.out_backward, h * bias)
@@ -175,13 +175,13 @@ def layer_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
 
 
 def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
-    """What full recompute repeats of a layer; of the last of a group not the product whose result alone nobody reads again."""
+    """What full recompute repeats of a layer; of the last of a group not the matmul whose result alone nobody reads again."""
     return [r for r in layer_records(run, tp) if not (last and r.name == "linear_fc2")]
 
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
     """Word embedding, and positions where they are learned (first stage)."""
-    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, ProductCollectives.from_run(run, tp)
+    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, MatmulCollectives.from_run(run, tp)
     words = Record(name="word_embeddings", parameters=vocabulary * model.hidden_size, forward=around.out,
                    backward=around.out_backward)
     positions = model.max_position_embeddings * model.hidden_size
@@ -190,7 +190,7 @@ def embedding_records(run: RunConfig, tp: int) -> list[Record]:
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     """Final norm, logits and loss (last stage). tied: a weight that is tied is the embedding's own tensor, and not counted."""
-    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, ProductCollectives.from_run(run, tp)
+    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, MatmulCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
     # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
     logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), around.into,
@@ -311,7 +311,7 @@ def hardware_flops(run: RunConfig, global_batch_size: int) -> float:
     """FLOPs of one iteration, whole world, as the benchmark tables count them: recompute included, logits in its factor.
 
     c B s l h^2 (1 + s/(6h) + v/(16 l h)) for GPT-2's block, c = 96 with full recompute, 72 without; selective recompute adds the
-    attention's forward products. Source: Narayanan et al. (2021), equation 3. Of other blocks the products of a layer's forward
+    attention's forward matmuls. Source: Narayanan et al. (2021), equation 3. Of other blocks the matmuls of a layer's forward
     stand for 24 s h^2 (1 + s/(6h)).
     """
     model, tp = run.model, run.parallel.tensor_model_parallel_size

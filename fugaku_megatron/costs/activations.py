@@ -1,6 +1,6 @@
-"""Activations of a micro-batch and the collectives of tensor-parallel ranks around their products, in bytes. No torch.
+"""Activations of a micro-batch and the collectives of tensor-parallel ranks around their matmuls, in bytes. No torch.
 
-Between the products every rank works on whole activations (s, b, h), or with --sequence-parallel on its 1/t of the sequence
+Between the matmuls every rank works on whole activations (s, b, h), or with --sequence-parallel on its 1/t of the sequence
 (Korthikanti et al. 2022, arXiv:2205.05198). Left out: what an operation keeps (`accounting`).
 Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
@@ -22,8 +22,6 @@ class Collective:
     bytes: int
 
 
-
-
 def tokens_per_microbatch(run: RunConfig) -> int:
     """s b: the rows of a whole activation of one micro-batch."""
     return run.model.seq_length * run.batch.micro_batch_size
@@ -40,11 +38,11 @@ def activation_bytes(run: RunConfig) -> int:
 
 
 def residual_bytes(run: RunConfig, tp: int) -> int:
-    """Bytes of an activation between the products, (s, b, h) or a part of it: what a rank keeps, and pipeline stages send."""
+    """Bytes of an activation between the matmuls, (s, b, h) or a part of it: what a rank keeps, and pipeline stages send."""
     return activation_bytes(run) // sequence_parts(run, tp)
 
 
-EXCHANGED_BLOCKS = 4  # of a whole activation, at least: the first of them hides nothing, and products of fewer rows are slower
+EXCHANGED_BLOCKS = 4  # of a whole activation, at least: the first of them hides nothing, and matmuls of fewer rows are slower
 
 
 def blocks_of_a_part(tp: int) -> int:
@@ -53,13 +51,13 @@ def blocks_of_a_part(tp: int) -> int:
 
 
 def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
-    """A sum over tensor-parallel ranks; nothing for one rank."""
+    """An all-reduce over tensor-parallel ranks; nothing for one rank."""
     return (Collective("all_reduce", "tp", bytes),) if tp > 1 else ()
 
 
 @dataclass(frozen=True)
-class ProductCollectives:
-    """Collectives around the products of tensor-parallel ranks: into a column-parallel one and out of a row-parallel one."""
+class MatmulCollectives:
+    """Collectives around the matmuls of tensor-parallel ranks: into a column-parallel one and out of a row-parallel one."""
 
     into: tuple[Collective, ...]
     into_backward: tuple[Collective, ...]
@@ -67,13 +65,13 @@ class ProductCollectives:
     out_backward: tuple[Collective, ...]
 
     @staticmethod
-    def from_run(run: RunConfig, tp: int) -> ProductCollectives:
+    def from_run(run: RunConfig, tp: int) -> MatmulCollectives:
         """Sums of whole activations; with sequence parallelism the parts are gathered, in backward once more for the weights."""
         whole = activation_bytes(run)
         if sequence_parts(run, tp) == 1:
-            return ProductCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
+            return MatmulCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
         gather, scatter = Collective("all_gather", "tp", whole // tp), Collective("reduce_scatter", "tp", whole)
-        return ProductCollectives((gather,), (gather, scatter), (scatter,), (gather,))
+        return MatmulCollectives((gather,), (gather, scatter), (scatter,), (gather,))
 
 
 def cache_slots(model: ModelConfig, positions: int) -> int:

@@ -51,7 +51,7 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
 
 
 def holds_tied_copy(run: RunConfig, stage: int) -> bool:
-    """Whether this stage's word embedding is one of two copies, whose gradients are summed."""
+    """Whether this stage's word embedding is one of two copies, whose gradients are reduced together."""
     first, last = placement(run).owner(0)[0], placement(run).last_stage
     return run.model.tied and first != last and stage in (first, last)
 
@@ -90,7 +90,7 @@ def gradient_bytes(run: RunConfig) -> int:
 
 
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
-    """Once per iteration: sums of tied embeddings and of partial gradients, gradient reduction, ZeRO-1's gathering of weights."""
+    """Once per iteration: all-reduces of tied embeddings and of partial gradients, gradient reduction, ZeRO-1's all-gather."""
     collectives, size = [], gradient_bytes(run)
     if holds_tied_copy(run, stage):
         vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp

@@ -33,7 +33,7 @@ from .activations import activation_bytes
 from .buckets import BF16_BYTES, bucket_elements, bucket_units, flat_elements
 
 LOGITS_MIN_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
-LOGITS_MAX_ROWS = 1024  # more rows are no faster
+LOGITS_MAX_ROWS = 1024  # more rows are not faster
 INDEX_SAMPLE_BYTES, INDEX_MAX_BYTES = 16, 128 << 20  # of the data's index on a reader: of a sample, with its documents; and at most
 
 
@@ -68,7 +68,7 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> int:
 
 
 def part_kept_bytes(run: RunConfig, tp: int, layers: int, groups: Sequence[range]) -> tuple[int, int]:
-    """What `layers` layers keep of one micro-batch from forward to backward, and what backward holds beside it for recompute.
+    """What `layers` layers keep of one micro-batch from forward to backward, and what backward holds in addition for recompute.
 
     groups: of layers that are recomputed together. The layers that are not come last, so backward has freed them by then.
     """
@@ -80,7 +80,7 @@ def part_kept_bytes(run: RunConfig, tp: int, layers: int, groups: Sequence[range
 def weight_input_bytes(run: RunConfig, tp: int) -> int:
     """What one layer keeps between the two halves of a split backward: both operands of its weight gradients.
 
-    Four products with whole operands (s, b, h): the inputs of QKV and of the MLP, the gradients of the projection and of the MLP;
+    Four matmuls with whole operands (s, b, h): the inputs of QKV and of the MLP, the gradients of the projection and of the MLP;
     cut over tensor-parallel ranks: the context, QKV's gradient, and of the MLP the activation's argument and its gradient.
     """
     mlp = MLPS[run.model.activation].fc1_widths * inner_bytes(run, tp)
@@ -114,7 +114,7 @@ def chunks_live_bytes(run: RunConfig, tp: int, layers: Sequence[int], groups: Se
 def working_bytes(run: RunConfig, tp: int) -> int:
     """Tensors that a layer's forward or backward needs for itself: the MLP's inner one and two of the residual stream's width.
 
-    Where the blocks of a sum travel, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
+    Where blocks of a reduction are sent, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
     """
     whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
     return widths * whole + inner_bytes(run, tp)
@@ -166,13 +166,13 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     outside = sum(r.saved_bytes for part in stage_parts(run, stage) for _, r in end_records(run, layout, placement(run), part))
     logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
     logits = logits if stage == placement(run).last_stage else 0
-    beside = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
+    working = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
     posted = posted_bytes(run, layout.tp, stage)
-    travelling = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
+    sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
     moments = run.optimizer.moment_bytes
     saving = elements * (FP32_BYTES + moments) // shards if run.output.save and run.output.async_save else 0
     copies, live = 3 if run.system.cache_packed_weights else 1, live_bytes(run, layout, stage, held)
-    return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + travelling),
+    return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
                   optimizer=elements * (moments + (FP32_BYTES if low else 0)) // shards,
-                  activations=live + posted + beside, logits=logits, saving=saving,
+                  activations=live + posted + working, logits=logits, saving=saving,
                   reused=reused_bytes(run, layout, stage, live))

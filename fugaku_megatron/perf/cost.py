@@ -25,16 +25,16 @@ from ..costs import accounting
 from ..costs.accounting import Collective
 from .machine import GB, Machine
 from .software import Parameters, Software
-from .work import Exchange, Product, Work
+from .work import Exchange, Matmul, Work
 
-LARGE_SUMS = ("dp", "embedding")  # communicators whose sums are large: gradients, once per iteration
+LARGE_REDUCTIONS = ("dp", "embedding")  # communicators whose all-reduces are large: gradients, once per iteration
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """Communicators of one layout on one machine. ranks_per_node: ranks that share a node's ports.
 
-    active: offers in use (config/features.py). slow: large sums at the pessimistic rate that the machine knows.
+    active: features in use (config/features.py). slow: large all-reduces at the machine's pessimistic rate.
     """
 
     machine: Machine
@@ -85,9 +85,9 @@ class Network:
         return members, max(1, ranks // max(1, below))
 
     def _inside_rate(self, shared: bool) -> float:
-        """GB/s of a link of a ring inside a node: fitted or measured, or that of all cores' copies, or what MPI's sums reach.
+        """GB/s of a link of a ring inside a node: fitted or measured, that of all cores' copies, or what MPI's all-reduce reaches.
 
-        shared: summed in memory that the ranks share.
+        shared: reduced in memory that the ranks share.
         """
         by_mpi = self.machine.intra_reduce_gbs or self.machine.intra_gbs
         return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if shared else by_mpi)
@@ -95,9 +95,9 @@ class Network:
     def _between_rate(self, group: str, rings: int) -> float:
         """GB/s of a link of a ring between nodes when `rings` of them leave a node at the same time."""
         own = self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs  # each link of a ring carries the vector twice
-        if self.slow and group in LARGE_SUMS and self.machine.slow_reduce_gbs:
+        if self.slow and group in LARGE_REDUCTIONS and self.machine.slow_reduce_gbs:
             own = min(own, self.machine.slow_reduce_gbs)
-        if features.GRAD_REDUCE_IN_BF16 in self.active and group in LARGE_SUMS and self.machine.all_to_all_gbs:
+        if features.GRAD_REDUCE_IN_BF16 in self.active and group in LARGE_REDUCTIONS and self.machine.all_to_all_gbs:
             own = min(own, self.machine.all_to_all_gbs / self.ranks_per_node)
         return min(own, self.machine.injection_gbs / rings)
 
@@ -119,7 +119,7 @@ def exposed(collectives: Sequence[Collective], seconds: Callable[[Collective], f
             active: frozenset[str]) -> float:
     """Seconds per iteration in which a stage waits for `collectives`, those of its buckets in the order of backward.
 
-    forward, backward: seconds of one micro-batch on the stage. active: offers in use.
+    forward, backward: seconds of one micro-batch on the stage. active: features in use.
     """
     reductions = [c for c in collectives if c.group == "dp" and c.verb != "all_gather"]
     gathers = [c for c in collectives if c.verb == "all_gather"]
@@ -207,8 +207,8 @@ class Rank:
 
     def seconds(self, work: Work) -> Seconds:
         """Seconds of `work` by cause, collectives of the tensor-parallel group included."""
-        gemm = sum(self._product(p) for p in work.products if not p.attention)
-        attention = sum(self._product(p) for p in work.products if p.attention)
+        gemm = sum(self._matmul(p) for p in work.matmuls if not p.attention)
+        attention = sum(self._matmul(p) for p in work.matmuls if p.attention)
         reduce = sum(times * self.network.seconds(c.verb, c.group, c.bytes) for c, times in work.collectives)
         reduce += sum(times * self._waiting(exchange) for exchange, times in work.exchanges)
         seconds = Seconds(gemm=gemm, attention=attention, elementwise=self.traffic(work.moved),
@@ -216,9 +216,9 @@ class Rank:
         return seconds * self.machine.host_factor
 
     def _waiting(self, exchange: Exchange) -> float:
-        """Seconds for which an exchange holds up the products that it goes on behind."""
-        travelling = sum(self.network.messages(c.verb, c.group, c.bytes) for c in exchange.collectives)
-        return max(0.0, travelling + self._product(exchange.first) - sum(map(self._product, exchange.behind)))
+        """Seconds for which an exchange delays the matmuls that it is overlapped with."""
+        sending = sum(self.network.messages(c.verb, c.group, c.bytes) for c in exchange.collectives)
+        return max(0.0, sending + self._matmul(exchange.first) - sum(map(self._matmul, exchange.overlapped)))
 
     def traffic(self, bytes: float) -> float:
         """Seconds of element-wise operators that read and write `bytes` in total."""
@@ -252,14 +252,14 @@ class Rank:
             seconds += sum(times for _, times in large) * parameters.unmap_ms * 1e-3
         return seconds / self.machine.clock
 
-    def _product(self, p: Product) -> float:
+    def _matmul(self, p: Matmul) -> float:
         flops = 2.0 * p.m * p.n * p.k * p.count * p.times
         if p.attention and self.parameters.attention_forward:
             return self._attention(p, flops)
         return flops / (self._peak * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p)))
 
-    def _attention(self, p: Product, flops: float) -> float:
-        """Seconds of a fused kernel, which computes the products of what is seen only and, backward, the scores again.
+    def _attention(self, p: Matmul, flops: float) -> float:
+        """Seconds of a fused kernel, which computes the matmuls of what is seen only and, backward, the scores again.
 
         Dropout decides on each probability once in forward and once in backward, whatever the head size.
         """
@@ -272,21 +272,21 @@ class Rank:
             flops *= p.seen * (again / 2 if p.backward else 1.0)
         return flops / self._peak * (1 / share + dropped)
 
-    def _cpu(self, p: Product) -> float:
+    def _cpu(self, p: Matmul) -> float:
         curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
-        if self.software.measured_on(self.machine):  # elements moved per multiplication: 3 / n for a square product
+        if self.software.measured_on(self.machine):  # elements moved per multiplication: 3 / n for a square matmul
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)
         shape = curve.maximum / (1 + (curve.half * self.parameters.gemm_half / n) ** curve.exponent)
         return self.parameters.gemm_fraction * shape
 
-    def _gpu(self, p: Product) -> float:
+    def _gpu(self, p: Matmul) -> float:
         filled = max(self._waves(p, *tile) for tile in TILES)
         fraction = self.parameters.gemm_fraction * filled * p.k / (p.k + GPU_HALF_K * self.parameters.gemm_half)
         return fraction * (1.0 if p.n % 8 == 0 and p.k % 8 == 0 and p.m % 8 == 0 else self.parameters.unaligned)
 
-    def _waves(self, p: Product, rows: int, columns: int) -> float:
+    def _waves(self, p: Matmul, rows: int, columns: int) -> float:
         """Useful share of the tiles' work: tiles at the edges are partly empty, and so is the last wave over the SMs."""
         sms = self.machine.threads
         tiles = math.ceil(p.m / rows) * math.ceil(p.n / columns) * p.count

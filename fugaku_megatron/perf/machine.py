@@ -1,4 +1,4 @@
-"""Machines as data: the best rates that the hardware offers, each constant with its source (machines/*.json).
+"""Machines as data: the best rates of the hardware, each constant with its source (machines/*.json).
 
 Nothing here is fitted to a training run; the shares of these rates that software reaches are in `parameters`. Unknown hardware is
 an error, never a default. Units: GB/s are 10^9 bytes per second, GiB are 2^30 bytes, TFLOPs are 10^12 operations per second.
@@ -30,7 +30,7 @@ OPTIONAL = ("native", "process_mib", "slow_reduce_gbs", "all_to_all_gbs", "intra
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCurve:
-    """Share of peak that a good library reaches on an n x n x n product with `threads`: maximum / (1 + (half / n) ^ exponent)."""
+    """Share of peak that a good library reaches on an n x n x n matmul with `threads`: maximum / (1 + (half / n) ^ exponent)."""
 
     threads: int
     maximum: float
@@ -67,9 +67,9 @@ class Machine:
     sources: dict[str, str]  # constant -> where its value comes from
     native: dict[str, float] = field(default_factory=dict)  # fields of parameters.Parameters that calibrate measured here
     process_mib: float | None = None  # MiB of a rank of this project before it has tensors, measured by calibrate
-    slow_reduce_gbs: float | None = None  # pessimistic rate of a ring's link in large sums; None where nothing slower is known
+    slow_reduce_gbs: float | None = None  # pessimistic rate of a ring's link in large all-reduces; None: no slower one is known
     all_to_all_gbs: float | None = None  # of a node's ranks together in large all-to-alls; None: no slower than a ring
-    intra_reduce_gbs: float | None = None  # of a ring's link in a sum inside a node; None: intra_gbs
+    intra_reduce_gbs: float | None = None  # of a ring's link in an all-reduce inside a node; None: intra_gbs
 
     @property
     def clock(self) -> float:
@@ -174,7 +174,7 @@ def _check_kinds(values: dict[str, Any]) -> None:
     parts = [part for curve in values.get("gemm_curves", []) for part in curve.values()] + values.get("clocks_ghz", [])
     for part in (*parts, *values.get("peak_tflops", {}).values(), *values.get("native", {}).values()):
         if not isinstance(part, (int, float)):
-            raise TypeError(f"{part!r:.60} stands where a number belongs")
+            raise TypeError(f"{part!r:.60} is not a number")
 
 
 def from_data(name: str, data: dict[str, Any]) -> Machine:

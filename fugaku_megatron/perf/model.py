@@ -64,7 +64,7 @@ class System:
 class Prediction:
     """A modelled iteration. lower, upper: bounds that should hold nine of ten runs. breakdown: cause -> seconds, sum `seconds`.
 
-    slow_network: seconds with large sums at the pessimistic rate, where the machine knows one.
+    slow_network: seconds with large all-reduces at the pessimistic rate, where the machine has one.
     """
 
     seconds: float
@@ -118,7 +118,7 @@ Pieces = list[tuple[work.Work, int]]  # work, and how often it is done
 def part_work(run: RunConfig, layout: Layout, part: int, code: Software) -> tuple[Pieces, Pieces, Pieces]:
     """(forward, backward, what of the backward may wait) of a part of the model for one micro-batch.
 
-    Recompute and weight gradients belong to the backward; the products of the layers' weight gradients may wait. A head that works
+    Recompute and weight gradients belong to the backward; the matmuls of the layers' weight gradients may wait. A head that works
     in chunks of rows computes its gradients while it holds the logits, in forward.
     """
     phases, where = work.phases(run, layout.tp, code), placement(run)
@@ -153,7 +153,7 @@ def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Colle
 def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters, without: str = "", slow: bool = False) -> Step:
     """Model one iteration at the full global batch size.
 
-    without: name of a field of Seconds that is set to zero. slow: large sums at the pessimistic rate of the machine's network.
+    without: name of a field of Seconds that is set to zero. slow: large all-reduces at the machine's pessimistic rate.
     """
     active = system.software.active(run)
     network = Network(machine=system.machine, parameters=parameters, layout=layout, ranks_per_node=system.ranks_per_node,
@@ -224,8 +224,8 @@ def _exposed(run: RunConfig, layout: Layout, network: Network, lists: schedule.S
     active, waits = network.active, []
     for stage, collectives in gradient_collectives(run, layout).items():
         forward, backward, weights = stages[stage]
-        behind = weights if lists.splits_backward else backward
-        waits.append(exposed(collectives, lambda c: network.seconds(c.verb, c.group, c.bytes), forward.total, behind.total,
+        hiding = weights if lists.splits_backward else backward
+        waits.append(exposed(collectives, lambda c: network.seconds(c.verb, c.group, c.bytes), forward.total, hiding.total,
                                      active))
     return max(waits)
 
@@ -328,7 +328,3 @@ def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) ->
     """A line for each of `values` that lies outside the range of the fitted rows."""
     return [f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
             for name, (low, high) in ranges.items() if not low <= values[name] <= high]
-
-
-
-

@@ -4,7 +4,7 @@
     fugaku-megatron plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 \\
         --pipeline-model-parallel-size 48 --checkpoint-activations --software fugaku_megatron --against torch1.10 --explain
 
-The search varies TP, PP, the micro-batch, ranks per node, recompute and ZeRO as far as the software offers them; a value whose flag
+The search varies TP, PP, the micro-batch, ranks per node, recompute and ZeRO as far as the software has them; a value whose flag
 is on the command line is kept. With --against the flags describe the run as it is today, and only the last step varies everything.
 Left out: the placement of ranks in the torus, checkpoints, failures.
 """
@@ -67,7 +67,8 @@ def main(args: argparse.Namespace) -> int:
     check_picture(args.png)
     system = system_of(args)
     run = run_of(args, system, OWN, {"micro_batch_size": 1})
-    check(run.batch.global_batch_size is not None, "--global-batch-size must be given: the search goes over layouts of one batch")
+    check(run.batch.global_batch_size is not None, "--global-batch-size is missing: pass it, because the search compares layouts "
+          "for one batch")
     run = _with_length(run)
     if args.features:
         print(features_text(feature_rows(run, system, held_fields(args))))
@@ -117,7 +118,7 @@ class FeatureRow:
 
     @property
     def slow_seconds(self) -> float:
-        """Seconds per iteration of the plan with large sums at the pessimistic rate."""
+        """Seconds per iteration of the plan with large all-reduces at the pessimistic rate."""
         plan = self.plan
         assert plan is not None, self.name
         return step(plan.run, plan.layout, plan.system, plan.system.parameters, slow=True).seconds

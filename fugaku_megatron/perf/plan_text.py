@@ -67,7 +67,7 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
 
 
 def rates(plan: Plan) -> list[str]:
-    """Which rates of large sums the two columns of seconds stand for; nothing where the machine knows one rate."""
+    """Which rates of large all-reduces the two columns of seconds use; nothing where the machine has one rate."""
     machine, fitted = plan.system.machine, plan.system.parameters.reduce_gbs
     if machine.slow_reduce_gbs is None:
         return []

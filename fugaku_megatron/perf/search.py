@@ -269,15 +269,15 @@ SWITCHED: dict[str, tuple[bool, ...]] = {features.OVERLAP_GRAD_REDUCE: (True,), 
 def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int) -> Iterator[dict[str, Any]]:
     """Every combination of values of the flags of SWITCHED that means something at these sizes, by field.
 
-    Exchanges behind products are left out inside a node, where sums in its memory use all cores, and are always tried with one
-    rank a node, where as many bytes travel with them as without.
+    Overlapped collectives are left out inside a node, where reductions in its memory use all cores, and are always tried with
+    one rank a node, where they send no more bytes.
     """
     for sequence in tried[features.SEQUENCE_PARALLEL] if tp > 1 else (False,):
         exchanges = tried[features.TP_COMM_OVERLAP] if sequence and tp > ranks_per_node else (False,)
-        for behind in exchanges if ranks_per_node > 1 else exchanges[-1:]:
+        for overlapped in exchanges if ranks_per_node > 1 else exchanges[-1:]:
             for reduce in tried[features.OVERLAP_GRAD_REDUCE]:
                 for gather in tried[features.OVERLAP_PARAM_GATHER]:
-                    values = {features.SEQUENCE_PARALLEL: sequence, features.TP_COMM_OVERLAP: behind,
+                    values = {features.SEQUENCE_PARALLEL: sequence, features.TP_COMM_OVERLAP: overlapped,
                               features.OVERLAP_GRAD_REDUCE: reduce,
                               features.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1}
                     yield {features.field_of(name): value for name, value in values.items()}

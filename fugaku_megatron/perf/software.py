@@ -1,9 +1,9 @@
-"""Software as data (software.json): the work of an implementation besides matrix products, and whose parameters apply to it.
+"""Software as data (software.json): the work of an implementation besides matmuls, and whose parameters apply to it.
 
 A style counts, per layer and micro-batch, how often element-wise operators move and how often they allocate each kind of tensor:
 hidden (s, b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t).
 logits_in_chunks: the head works on chunks of memory.logits_rows rows. recompute_ends_early: see accounting.recomputed_records.
-computes_in: fp32 where 16-bit operands are widened, null where products run in the run's own precision.
+computes_in: fp32 where 16-bit operands are widened, null where matmuls run in the run's own precision.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FITTED = Path(__file__).parent / "fitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Values of one group of software; see PRIORS for meaning and unit. A rate of 0 stands for the machine's own.
+    """Values of one group of software; see PRIORS for meaning and unit. A rate of 0 is the machine's own.
 
-    attention_forward, attention_backward: share of peak that a fused kernel without dropout reaches on the products below the
+    attention_forward, attention_backward: share of peak that a fused kernel without dropout reaches on the matmuls below the
     diagonal, two in forward and five in backward (accounting.ATTENTION_BACKWARD_SHARE), the maximum of share = maximum / (1 + half
-    / s) at sequence length s; 0: attention runs as other products do. dropout_flops: what a core does at its peak in the time in
+    / s) at sequence length s; 0: attention runs as other matmuls do. dropout_flops: what a core does at its peak in the time in
     which dropout decides on one probability of attention, once in forward and once more in backward.
     """
 
@@ -97,7 +97,7 @@ PRIORS: dict[str, tuple[Prior, ...]] = {
            "eager PyTorch takes 10-20 us on server cores; an A64FX core is some five times slower at such code"),
         _p("fault_gbs", "GB/s", 25.0, 0.7, 1.0, 200.0, "rate at which the kernel hands out zeroed pages again",
            "a few cores' write bandwidth"),
-        _p("unmap_ms", "ms", 2.0, 0.7, 0.01, 50.0, "giving back one large block when the network has registered it",
+        _p("unmap_ms", "ms", 2.0, 0.7, 0.01, 50.0, "returning one large block when the network has registered it",
            "a hypothesis (docs/performance.md): deregistration is a system call that interrupts all 48 cores"),
         _p("reduce_gbs", "GB/s", 1.3, 0.5, 0.2, 6.3, "rate of a link in a large blocking all-reduce, summation included",
            "IMB Allreduce, slope 1-4 MiB: 2.6 GB/s of vector with 4 ranks a node; half for one rank that sums alone"),

@@ -1,4 +1,4 @@
-"""The work of one rank for one micro-batch as counts: matrix products, bytes moved and allocated, operator calls, collectives.
+"""The work of one rank for one micro-batch as counts: matmuls, bytes moved and allocated, operator calls, collectives.
 
 Shapes and collectives come from accounting's records; element-wise traffic from the software's style. Left out: time (`cost`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t tensor-parallel size.
@@ -22,10 +22,10 @@ from .software import Software
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """A call that computes `count` products (m, k) x (k, n), made `times` times.
+class Matmul:
+    """A call that computes `count` matmuls (m, k) x (k, n), made `times` times.
 
-    attention: the products are Q K^T or P V, of which a kernel that skips what is masked computes the share `seen`. dropout: some
+    attention: the matmuls are Q K^T or P V, of which a kernel that skips what is masked computes the share `seen`. dropout: some
     probabilities between the two are dropped.
     """
 
@@ -42,14 +42,15 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What --tp-comm-overlap does: collectives block by block, while products go on that read or make the blocks.
+    """What --tp-comm-overlap does: collectives block by block, while matmuls go on that read or make the blocks.
 
-    first: the products of one block, which the exchange waits for, or which wait for its end. behind: all that it can go on behind.
+    first: the matmuls of one block, which the exchange waits for, or which wait for its end. overlapped: all that it can be
+    overlapped with.
     """
 
     collectives: tuple[Collective, ...]
-    first: Product
-    behind: tuple[Product, ...]
+    first: Matmul
+    overlapped: tuple[Matmul, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Work:
     collectives: (a collective, number of calls). exchanges: (an exchange, how often it is made).
     """
 
-    products: tuple[Product, ...] = ()
+    matmuls: tuple[Matmul, ...] = ()
     moved: float = 0.0
     allocations: tuple[tuple[int, float], ...] = ()
     calls: float = 0.0
@@ -67,7 +68,7 @@ class Work:
     exchanges: tuple[tuple[Exchange, int], ...] = ()
 
     def __add__(self, other: Work) -> Work:
-        return Work(products=self.products + other.products, moved=self.moved + other.moved, calls=self.calls + other.calls,
+        return Work(matmuls=self.matmuls + other.matmuls, moved=self.moved + other.moved, calls=self.calls + other.calls,
                     allocations=self.allocations + other.allocations, collectives=self.collectives + other.collectives,
                     exchanges=self.exchanges + other.exchanges)
 
@@ -83,7 +84,7 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
 
 
 def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
-    """`tensors` as element-wise operators see them: with sequence parallelism a rank has 1/t of those between the products."""
+    """`tensors` as element-wise operators see them: with sequence parallelism a rank has 1/t of those between the matmuls."""
     sizes = tensors(run, tp)
     return {**sizes, "hidden": sizes["hidden"] // tp} if features.SEQUENCE_PARALLEL in software.active(run) else sizes
 
@@ -114,41 +115,41 @@ def _forward(record: Record, chunks: int) -> Work:
     if record.gemm is None:
         return Work(collectives=_once(record.forward))
     m, n, k = record.gemm
-    products: tuple[Product, ...] = (Product(m=m, n=n, k=k),)
+    matmuls: tuple[Matmul, ...] = (Matmul(m=m, n=n, k=k),)
     if record.name == "attention":
-        product = Product(m=m, n=n, k=k, count=record.gemm_count, attention=True, seen=record.seen, dropout=record.dropout)
-        products = (product, replace(product, n=k, k=n))
+        matmul = Matmul(m=m, n=n, k=k, count=record.gemm_count, attention=True, seen=record.seen, dropout=record.dropout)
+        matmuls = (matmul, replace(matmul, n=k, k=n))
     elif record.name == "logits":
-        products = (Product(m=m // chunks, n=n, k=k, times=chunks),)
-    return Work(products=products, collectives=_once(record.forward))
+        matmuls = (Matmul(m=m // chunks, n=n, k=k, times=chunks),)
+    return Work(matmuls=matmuls, collectives=_once(record.forward))
 
 
 def _backward(record: Record, chunks: int) -> Work:
-    """Two products for each product of the forward: the gradients of the input and of the weight (or the other operand)."""
-    products = []
-    for p in _forward(record, chunks).products:
-        products += [replace(p, n=p.k, k=p.n, backward=True), replace(p, m=p.k, k=p.m, backward=True)]
-    return Work(products=tuple(products), collectives=_once(record.backward))
+    """Two matmuls for each matmul of the forward: the gradients of the input and of the weight (or the other operand)."""
+    matmuls = []
+    for p in _forward(record, chunks).matmuls:
+        matmuls += [replace(p, n=p.k, k=p.n, backward=True), replace(p, m=p.k, k=p.m, backward=True)]
+    return Work(matmuls=tuple(matmuls), collectives=_once(record.backward))
 
 
 def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
-    """`work` of one record of a layer, forward or backward: with --tp-comm-overlap its collectives are behind its products.
+    """`work` of one record of a layer, forward or backward: with --tp-comm-overlap its collectives are overlapped with its matmuls.
 
-    In backward the gradient of the weight needs all that is gathered; it hides what is summed, unless it is put off.
+    In backward the gradient of the weight needs all that is gathered; it hides what is reduced, unless it is deferred.
     """
-    if features.TP_COMM_OVERLAP not in software.active(run) or not work.collectives or not work.products:
+    if features.TP_COMM_OVERLAP not in software.active(run) or not work.collectives or not work.matmuls:
         return work
-    data, *weight = work.products
+    data, *weight = work.matmuls
     collectives = tuple(c for c, _ in work.collectives)
-    summed = any(c.verb == "reduce_scatter" for c in collectives)
-    behind = (data, *weight) if summed and run.parallel.schedule not in SPLITS_BACKWARD else (data,)
+    reduced = any(c.verb == "reduce_scatter" for c in collectives)
+    overlapped = (data, *weight) if reduced and run.parallel.schedule not in SPLITS_BACKWARD else (data,)
     first = replace(data, m=-(-data.m // (tp * activations.blocks_of_a_part(tp))))
-    return replace(work, collectives=(), exchanges=((Exchange(collectives=collectives, first=first, behind=behind), 1),))
+    return replace(work, collectives=(), exchanges=((Exchange(collectives=collectives, first=first, overlapped=overlapped), 1),))
 
 
 def _weights(record: Record, chunks: int) -> Work:
-    """What of `_backward` may wait: the products of the gradients of weights."""
-    return Work(products=tuple(p for p in _backward(record, chunks).products[1::2] if not p.attention))
+    """What of `_backward` may wait: the matmuls of the gradients of weights."""
+    return Work(matmuls=tuple(p for p in _backward(record, chunks).matmuls[1::2] if not p.attention))
 
 
 @cache
@@ -186,10 +187,10 @@ def layers_again(run: RunConfig, tp: int, groups: list[range], software: Softwar
 
 
 def attention_again(run: RunConfig, tp: int, software: Software) -> Work:
-    """Work that selective recompute repeats of one layer: attention's products and the element-wise work on its scores."""
+    """Work that selective recompute repeats of one layer: attention's matmuls and the element-wise work on its scores."""
     sizes, record = tensors(run, tp), next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
-    return Work(products=_forward(record, 1).products, moved=moved * sizes["scores"], calls=5,
+    return Work(matmuls=_forward(record, 1).matmuls, moved=moved * sizes["scores"], calls=5,
                 allocations=((sizes["scores"], allocated),) if allocated else ())
 
 
@@ -202,7 +203,7 @@ def weight_gradients(run: RunConfig, tp: int, parameters: int, tensors: int, sof
 
 def repeat(work: Work, times: int) -> Work:
     """`work` done `times` times."""
-    return Work(products=tuple(replace(p, times=p.times * times) for p in work.products), moved=work.moved * times,
+    return Work(matmuls=tuple(replace(p, times=p.times * times) for p in work.matmuls), moved=work.moved * times,
                 calls=work.calls * times,
                 allocations=tuple((size, count * times) for size, count in work.allocations),
                 collectives=tuple((c, count * times) for c, count in work.collectives),

@@ -20,7 +20,7 @@ CHUNKED = INTERLEAVED, ZB_H1  # schedules whose stages may have any number of ch
 SPLITS_BACKWARD = ZB_H1, ZBV  # into gradients of inputs and gradients of weights
 
 
-SplitCosts = tuple[int, int, int]  # of a forward, of the gradients of its input and of its weights, beside one another
+SplitCosts = tuple[int, int, int]  # of a forward, of the gradients of its input and of its weights, relative to each other
 PartCosts = tuple[SplitCosts, ...]  # of each part of the model
 ALIKE: SplitCosts = (1, 1, 1)
 

@@ -31,13 +31,10 @@ from .parts import (
     SEND_FORWARD,
     SENDS,
     SPLITS_BACKWARD,
-    ZB_H1,
-    ZBV,
     Held,
     Instruction,
     PartCosts,
     Placement,
-    V,
     placement_of,
 )
 
@@ -46,7 +43,7 @@ STEADY_ROUNDS = 3  # micro-batches for each that all chunks of a stage may hold,
 
 
 class Executor(Protocol):
-    """What walks a schedule must offer: one method per op, which receives the whole instruction."""
+    """What walks a schedule has one method per op, which receives the whole instruction."""
 
     def forward(self, instruction: Instruction) -> None: ...
     def backward(self, instruction: Instruction) -> None: ...
@@ -85,27 +82,16 @@ def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list
     return with_messages(placement, stage, [i for i in both if i.microbatch < microbatches])
 
 
-def zb_h1(stage: int, stages: int, microbatches: int, costs: PartCosts = (), compared: PartCosts = (),
-          pending: int | None = None, chunks: int = 1) -> list[Instruction]:
-    """Zero Bubble H1 for one stage: a third of 1F1B's bubble; every stage holds as much as the first does in 1F1B.
+def split_backward(placement: Placement, stage: int, microbatches: int, costs: PartCosts = (), compared: PartCosts = (),
+                   pending: int | None = None) -> list[Instruction]:
+    """Zero Bubble H1 (a third of 1F1B's bubble) or, with the parts in a V, ZB-V (almost no bubble) for one stage.
 
     costs: of F, I and W of each part; none: all alike. compared: see `zero_bubble.lists`. pending: micro-batches that a stage may
-    hold between F and W, by default one for each stage; with twice as many this is ZB-H2, whose steady state has no bubble.
-    Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2 (2023).
+    hold between F and W of each of its chunks, by default one for each stage: then it holds as much as the first stage does in
+    1F1B. H1 with twice as many is ZB-H2, whose steady state has no bubble.
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", sections 2 and 6 (2023).
     """
-    placement, limit = Placement(stages, chunks), chunks * (pending or stages)
-    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, limit, costs, compared)[stage])
-
-
-def zbv(stage: int, stages: int, microbatches: int, costs: PartCosts = (), compared: PartCosts = (),
-        pending: int | None = None) -> list[Instruction]:
-    """ZB-V for one stage: two chunks in a V, almost no bubble; no stage holds more than the first does in 1F1B.
-
-    costs, compared, pending: see `zb_h1`; a stage may hold so many micro-batches of both of its chunks.
-    Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 6 (2023).
-    """
-    placement = Placement(stages, 2, V)
-    limit = 2 * (pending or stages)
+    limit = placement.chunks * (pending or placement.stages)
     return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, limit, costs, compared)[stage])
 
 
@@ -151,7 +137,7 @@ def with_messages(placement: Placement, stage: int, computations: Iterable[Instr
 class Schedule:
     """The lists of all stages for an iteration. name: one of `parts.NAMES`, or FORWARD_ONLY.
 
-    costs, compared, pending: what zero-bubble lists are made for, see `zb_h1`; other lists do not depend on them.
+    costs, compared, pending: what zero-bubble lists are made for, see `split_backward`; other lists do not depend on them.
     """
 
     name: str
@@ -173,9 +159,9 @@ class Schedule:
     def instructions(self, stage: int) -> list[Instruction]:
         """The list of one stage."""
         p, v, m = self.placement.stages, self.placement.chunks, self.microbatches
-        made_for = self.costs, self.compared, self.pending
+        if self.splits_backward:
+            return split_backward(self.placement, stage, m, self.costs, self.compared, self.pending)
         lists = {ONE_F_ONE_B: lambda: one_f_one_b(stage, p, m), INTERLEAVED: lambda: interleaved(stage, p, v, m),
-                 ZB_H1: lambda: zb_h1(stage, p, m, *made_for, v), ZBV: lambda: zbv(stage, p, m, *made_for),
                  FORWARD_ONLY: lambda: forward_only(stage, p, m, v, self.placement.kind)}
         return lists[self.name]()
 
@@ -234,8 +220,6 @@ def _positions(schedule: Schedule, stage: int) -> dict[tuple[int, int], int]:
 def build(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
     """The schedule of one of `parts.NAMES`. chunks: of each stage; 1 for 1F1B and ZB-H1, 2 for ZBV."""
     return Schedule(name, placement_of(name, stages, chunks), microbatches)
-
-
 
 
 def _is_message(instruction: Instruction) -> bool:

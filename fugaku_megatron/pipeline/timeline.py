@@ -1,7 +1,8 @@
 """When every stage does what: the walk through a schedule's lists, given the seconds of each computation and of a message.
 
-`walk` gives every span. `makespan` gives the same end in less time: 1F1B from its regular structure, other lists level by level,
-and a long list extended from two short ones. Left out: where the seconds come from (`perf.cost`), a picture (`logs.pipeline_plot`).
+`spans` returns every span. `makespan` returns the same end as `walk` in less time: 1F1B from its regular structure, other lists
+level by level, and a long list extended from two short ones. Left out: where the seconds come from (`perf.cost`), a picture
+(`logs.pipeline_plot`).
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _result(place: Placement, stage: int, i: Instruction) -> Result:
 
 
 def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
-    """The result that a computation needs beside those of its own stage before it; None where it needs none."""
+    """The result that a computation needs in addition to those of its own stage before it; None where it needs none."""
     forward, part = i.op == FORWARD, place.part(stage, i.chunk)
     before = part - 1 if forward else part + 1
     return (forward, i.microbatch, before) if i.op != BACKWARD_WEIGHT and 0 <= before < place.parts else None

@@ -1,7 +1,7 @@
 """Zero-bubble lists: forwards (F), gradients of inputs (I) and of weights (W) of all stages, in the order in which they could run.
 
-The stages are run with given integer costs, and the list of a stage is what it did: so it can be walked whatever the times really
-are, and every rank that gives the same numbers finds the same lists. Left out: messages, other schedules (`schedule`).
+The stages are run with integer costs, and the list of a stage is what it did: so it can be walked whatever the times really
+are, and every rank with the same numbers finds the same lists. Left out: messages, other schedules (`schedule`).
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 """
 
@@ -129,8 +129,8 @@ def _routes(placement: Placement) -> tuple[Mapping[tuple[str, int], Route], ...]
 
 def _route(placement: Placement, stage: int, op: str, chunk: int) -> Route:
     part, step = placement.part(stage, chunk), 1 if op == FORWARD else -1
-    source, target = (beside if op != BACKWARD_WEIGHT and 0 <= beside < placement.parts else None
-                      for beside in (part - step, part + step))
+    source, target = (near if op != BACKWARD_WEIGHT and 0 <= near < placement.parts else None
+                      for near in (part - step, part + step))
     return Route(part, source, target, target is not None and placement.owner(target)[0] != stage)
 
 
@@ -148,7 +148,7 @@ class _Stages:
         self.held = [0 for _ in stages]  # (micro-batch, chunk)s between F and W
         self.did: list[list[Instruction]] = [[] for _ in stages]
         self._run()
-        still = f"{placement} with {microbatches} micro-batches stands still when a stage may hold {limit}"
+        still = f"{placement} with {microbatches} micro-batches does not go on when a stage may hold {limit}"
         assert min(self.done[BACKWARD_WEIGHT]) == microbatches, still
 
     @property

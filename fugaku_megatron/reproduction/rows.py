@@ -10,7 +10,7 @@ Rows with `ghz` 2.2 are included: a model must limit the clock's gain to 1.10, a
 
 The data: seeds/tables.csv has one row per table (its header, and facts from its heading or the text that apply to all its rows),
 seeds/a64fx_*.csv and seeds/a100.csv one row per printed row with its line in the document, seeds/errata.csv the corrections.
-Document 005 is a list of runs that the same project published beside its tables; it has no format of its own.
+Document 005 is a list of runs that the same project published in addition to its tables; it has no format of its own.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def summary(document: str, comparisons: Sequence[Comparison]) -> str:
 
 BAND = 0.1  # part of the printed time: the grey band around the diagonal
 MARKERS = "os^Dv"
-# The one trait of a document's rows that its colours stand for -> the text in the legend.
+# The one trait of a document's rows that its colours show -> the text in the legend.
 _TRAITS: dict[str, Callable[[Any], str]] = {
     "000": lambda row: f"sequence {row.seq}, {row.ghz} GHz",
     "001": lambda row: f"TP {row.tp}",

@@ -88,7 +88,7 @@ def test_flops_of_an_iteration():
     whole = make_run("mistral-7b", {"window_size": None})
     assert accounting.model_flops(whole, 1) - accounting.model_flops(mistral, 1) == pytest.approx(
         32 * 12 * 4096 * 8192**2 / 8, rel=1e-9)
-    products = [work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"].products for run in (whole, mistral)]
+    products = [work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"].matmuls for run in (whole, mistral)]
     assert [{p.seen for p in each if p.attention} for each in products] == [{0.5}, {0.375}]
 
 

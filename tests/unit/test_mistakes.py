@@ -19,7 +19,7 @@ MISTAKES = [
     (SMALL_PLAN, "--against torch1.10 --explain --pipeline-split 12", "--pipeline-split 12: torch1.10 cuts"),
     ("plan --recipe demo --nodes 1", "--machine epyc-2core --software megatron-a100", "more ranks than a node"),
     ("plan --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --nodes 2", "",
-     "--global-batch-size must be given"),
+     "--global-batch-size is missing: pass it"),
     (PREDICT, "--machine a64", "did you mean a64fx"), (PREDICT, "--software torch", "--software torch is unknown"),
     (PREDICT, "--softwear x", "unknown flag --softwear: did you mean --software"),
     (PREDICT, "--ghz 3", "--ghz 3.0 is not a clock"),

@@ -16,7 +16,7 @@ from fugaku_megatron.perf.cost import MMAP_BYTES, Network, Rank
 from fugaku_megatron.perf.machine import MIB, load
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.perf.software import MemoryParameters, Parameters
-from fugaku_megatron.perf.work import Product, Work, phases
+from fugaku_megatron.perf.work import Matmul, Work, phases
 from fugaku_megatron.pipeline.parts import Held
 
 
@@ -29,7 +29,7 @@ def rank(machine: str = "a64fx", software: str = "torch1.10", nodes: int = 1, ra
 
 
 def gemm(m: float, n: float, k: float) -> Work:
-    return Work(products=(Product(m=m, n=n, k=k),))
+    return Work(matmuls=(Matmul(m=m, n=n, k=k),))
 
 
 def test_sizes_of_a_matmul_on_the_curve():
@@ -48,9 +48,9 @@ def test_sizes_of_a_matmul_on_the_curve():
 
 def test_native_attention_is_half_a_square_and_forms_scores_again_in_the_backward():
     def seconds(s: int, backward: bool, **values: float) -> float:
-        matmul = Product(m=64, n=s, k=s, count=12, attention=True, backward=backward)
+        matmul = Matmul(m=64, n=s, k=s, count=12, attention=True, backward=backward)
         shares = {"attention_forward": 0.5, "attention_backward": 0.5, **values}
-        return rank(software="fugaku_megatron", **shares).seconds(Work(products=(matmul,))).attention
+        return rank(software="fugaku_megatron", **shares).seconds(Work(matmuls=(matmul,))).attention
 
     assert seconds(1024, False) == pytest.approx(0.5 * 2 * 12 * 64 * 1024**2 / 0.5 / 6.144e12)
     assert seconds(1024, True) == pytest.approx(1.25 * seconds(1024, False))
@@ -63,7 +63,7 @@ def test_dropout_costs_attention_what_the_cycle_model_says():
         run = make_run(None, {"num_layers": 1, "num_attention_heads": 12, "hidden_size": 12 * d, "seq_length": 1024,
                               "vocab_size": 512, "micro_batch_size": 1, "attention_dropout": p, "global_batch_size": 1})
         code = software.load("fugaku_megatron")
-        only = Work(products=tuple(x for x in phases(run, 1, code)[phase].products if x.attention))
+        only = Work(matmuls=tuple(x for x in phases(run, 1, code)[phase].matmuls if x.attention))
         return rank(software=code.name, **vars(code.fitted.values)).seconds(only).attention
 
     for phase, matmuls, dropped, whole in (("layer_forward", 2, 0.46, 0.65), ("layer_backward", 5, 0.53, 0.62)):
@@ -118,7 +118,7 @@ EAGER = software.load("torch1.10")
 
 
 def flops(counted: work.Work) -> int:
-    return sum(2 * p.m * p.n * p.k * p.count * p.times for p in counted.products)
+    return sum(2 * p.m * p.n * p.k * p.count * p.times for p in counted.matmuls)
 
 
 def expected(run: RunConfig, recompute: str | None) -> float:
@@ -159,7 +159,7 @@ def test_native_code_leaves_out_what_nobody_reads():
     rows = memory.logits_rows(run, Layout(1, 1, 1, 1))
     assert rows < run.model.seq_length
     for phase, number in (("head_forward", 1), ("head_backward", 2)):
-        matmuls = work.phases(run, 1, native)[phase].products
+        matmuls = work.phases(run, 1, native)[phase].matmuls
         assert len(matmuls) == number and all(rows in (p.m, p.n, p.k) and p.times * rows == 1024 for p in matmuls)
         assert flops(work.phases(run, 1, native)[phase]) == flops(work.phases(run, 1, EAGER)[phase])
 

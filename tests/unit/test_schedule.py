@@ -66,9 +66,10 @@ SMALL = [
         (1, 3, 4, "rf0 F0 sf0  rf1 F1 sf1 rb0 B0 sb0  rf2 F2 sf2 rb1 B1 sb1  rf3 F3 sf3 rb2 B2 sb2  rb3 B3 sb3"))),
     (builders.interleaved(1, 2, 2, 2), "rf0 F0 sf0 rf1 F1 sf1  rf0' F0' B0' sb0'  rf1' F1' B1' sb1'  rb0 B0 sb0 rb1 B1 sb1"),
     (builders.interleaved(0, 1, 2, 1), "F0 F0' B0' B0"),  # no messages where all parts share a stage
-    (builders.zb_h1(1, 2, 2), "rf0 F0 I0 sb0 rf1 F1 I1 sb1 W0 W1"), (builders.zb_h1(0, 2, 2), "F0 sf0 F1 sf1 rb0 I0 W0 rb1 I1 W1"),
-    (builders.zbv(1, 2, 1), "rf0 F0 F0' sf0' rb0' I0' I0 sb0 W0 W0'"),  # the bottom of the V hands over without a message
-    (builders.zbv(0, 2, 1), "F0 sf0 rf0' F0' I0' sb0' W0' rb0 I0 W0"),
+    (builders.build("zb-h1", 2, 1, 2).instructions(1), "rf0 F0 I0 sb0 rf1 F1 I1 sb1 W0 W1"),
+    (builders.build("zb-h1", 2, 1, 2).instructions(0), "F0 sf0 F1 sf1 rb0 I0 W0 rb1 I1 W1"),
+    (builders.build("zbv", 2, 2, 1).instructions(1), "rf0 F0 F0' sf0' rb0' I0' I0 sb0 W0 W0'"),  # no message at the V's bottom
+    (builders.build("zbv", 2, 2, 1).instructions(0), "F0 sf0 rf0' F0' I0' sb0' W0' rb0 I0 W0"),
     (builders.forward_only(0, 1, 2), "F0 F1"), (builders.forward_only(0, 2, 2), "F0 sf0 F1 sf1"),
     (builders.forward_only(1, 3, 2), "rf0 F0 sf0 rf1 F1 sf1"),
 ]
