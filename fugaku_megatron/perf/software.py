@@ -1,9 +1,13 @@
-"""Software as data (software.json): the work of an implementation besides matmuls, and whose parameters apply to it.
+"""Software as data (software.json): the work of an implementation besides matmuls, and the parameters that apply to it.
 
 A style counts, per layer and micro-batch, how often element-wise operators move and how often they allocate each kind of tensor:
 hidden (s, b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t).
 logits_in_chunks: the head works on chunks of memory.logits_rows rows. recompute_ends_early: see accounting.recomputed_records.
 computes_in: fp32 where 16-bit operands are widened, null where matmuls run in the run's own precision.
+
+A parameter is the share of a machine constant that software reaches, or a cost that no data sheet states. fitted.json has the
+fitted values; priors.json has what is published or plausible of each before any table is considered: a log-normal around `prior`
+with standard deviation `spread`, with unit, meaning and source.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ FITTED = Path(__file__).parent / "fitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Values of one group of software; see PRIORS for meaning and unit. A rate of 0 is the machine's own.
+    """Values of one group of software; see priors.json for meaning and unit. A rate of 0 is the machine's own.
 
     attention_forward, attention_backward: share of peak that a fused kernel without dropout reaches on the matmuls below the
     diagonal, two in forward and five in backward (accounting.ATTENTION_BACKWARD_SHARE), the maximum of share = maximum / (1 + half
@@ -55,7 +59,7 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParameters:
-    """Values of the memory model; see MEMORY_PRIORS. The defaults are this project's, whose kernels keep what accounting counts."""
+    """Values of the memory model; see priors.json. The defaults are this project's, whose kernels keep what accounting counts."""
 
     base_mib: float = 600.0
     glibc_mib: float = 0.0
@@ -68,93 +72,6 @@ class MemoryParameters:
     sharded_bytes: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prior:
-    """What is known of a parameter before the fit. prior, bounds: in `unit`."""
-
-    name: str
-    unit: str
-    meaning: str
-    prior: float
-    spread: float  # standard deviation of the logarithm
-    bounds: tuple[float, float]
-    source: str
-
-
-def _p(name: str, unit: str, prior: float, spread: float, low: float, high: float, meaning: str, source: str) -> Prior:
-    return Prior(name=name, unit=unit, meaning=meaning, prior=prior, spread=spread, bounds=(low, high), source=source)
-
-
-PRIORS: dict[str, tuple[Prior, ...]] = {
-    "a64fx": (
-        _p("gemm_fraction", "of the curve", 0.75, 0.3, 0.2, 1.0, "what torch's GEMM reaches of a good library's curve",
-           "BLIS's curves of libraries at 48 cores: 62 (ArmPL) to 90 % (SSL2) at large sizes"),
-        _p("gemm_half", "of the curve's", 1.0, 0.3, 0.4, 2.5, "size at which GEMM reaches half, relative to the curve",
-           "BLIS's curve of 48 cores"),
-        _p("elementwise_fraction", "of a CMG's STREAM", 0.46, 0.4, 0.05, 1.0, "eager element-wise operators of a rank",
-           "93 of 201 GB/s: STREAM of 48 threads with all pages on one CMG, where prepaging puts them"),
-        _p("call_us", "us", 100.0, 0.5, 1.0, 500.0, "time of an operator apart from its data: dispatch, team of 48 threads",
-           "eager PyTorch takes 10-20 us on server cores; an A64FX core is some five times slower at such code"),
-        _p("fault_gbs", "GB/s", 25.0, 0.7, 1.0, 200.0, "rate at which the kernel hands out zeroed pages again",
-           "a few cores' write bandwidth"),
-        _p("unmap_ms", "ms", 2.0, 0.7, 0.01, 50.0, "returning one large block when the network has registered it",
-           "a hypothesis (docs/performance.md): deregistration is a system call that interrupts all 48 cores"),
-        _p("reduce_gbs", "GB/s", 1.3, 0.5, 0.2, 6.3, "rate of a link in a large blocking all-reduce, summation included",
-           "IMB Allreduce, slope 1-4 MiB: 2.6 GB/s of vector with 4 ranks a node; half for one rank that sums alone"),
-        _p("intra_reduce_gbs", "GB/s", 0.3, 0.7, 0.05, 20.0, "rate of a link in a blocking all-reduce inside a node",
-           "MPICH's 1.5 GB/s between two x86 cores (64 MiB in 44 ms); an A64FX core is some five times slower at such code"),
-        _p("pipeline_warmup_s", "s per stage", 0.5, 0.8, 0.0, 3.0,
-           "pipeline warm-up: first micro-batch of an iteration through a stage, serial in the fill",
-           "the 30B tables show the first one or two iterations"),
-        _p("iteration_s", "s", 0.3, 0.7, 0.0, 3.0, "per iteration and not shrinking: data loading, logging, stragglers",
-           "plausible for Python on one A64FX core"),
-        _p("old_torch", "factor", 1.4, 0.3, 1.0, 3.0, "torch 1.7 against 1.10: element-wise and per-call time",
-           "vectorised loops came to AArch64 after 1.7"),
-    ),
-    "a100": (
-        _p("gemm_fraction", "of peak", 0.75, 0.2, 0.4, 0.95, "GEMM with full tiles, full waves and long K",
-           "cuBLAS reaches 70-85 % of 312 TFLOPS on large matmuls"),
-        _p("gemm_half", "of 600", 0.5, 0.7, 0.01, 4.0, "K at which a tile reaches half its rate",
-           "prologue of a few hundred steps"),
-        _p("unaligned", "of a matmul's rate", 0.07, 0.5, 0.01, 0.6, "matmuls with a side that 8 does not divide",
-           "no tensor cores: 19.5 of 312 TFLOPS"),
-        _p("elementwise_fraction", "of HBM", 0.7, 0.2, 0.2, 0.95, "rate of fused element-wise kernels", "copies reach 80-90 %"),
-        _p("call_us", "us", 5.0, 0.7, 0.5, 100.0, "launch of a kernel, synchronous (CUDA_LAUNCH_BLOCKING=1)", "launch latency"),
-        _p("reduce_gbs", "GB/s", 6.0, 0.6, 0.5, 12.5, "rate of one GPU's share of the network in gradient reduction",
-           "50 GB/s a node over 8 GPUs"),
-        _p("intra_reduce_gbs", "GB/s", 150.0, 0.4, 20.0, 240.0, "rate of a GPU's NVLinks in tensor-parallel all-reduce",
-           "NCCL tests: 235 GB/s bus bandwidth for large messages"),
-        _p("transfer_fraction", "of a link", 0.5, 0.6, 0.02, 1.0, "what pipeline sends reach of a port", "8 GPUs share 4 ports"),
-        _p("iteration_s", "s", 1.0, 0.8, 0.0, 20.0, "per iteration and not shrinking", "data loading, logging"),
-    ),
-}
-MEMORY_PRIORS: dict[str, tuple[Prior, ...]] = {
-    "a64fx": (
-        _p("base_mib", "MiB", 700.0, 0.5, 1.0, 3000.0, "process, Python, libraries, data", "a Python process with torch and MPI"),
-        _p("glibc_mib", "MiB", 300.0, 0.7, 1.0, 2000.0, "what glibc's arenas keep beyond tcmalloc", "fragments of mixed sizes"),
-        _p("peer_mib", "MiB", 1.0, 0.7, 0.01, 3.0, "MPI's receive buffer for each peer, up to 256 of them",
-           "Fujitsu MPI user's guide: common_tofu_max_fastmode_procs, about 1 MiB each"),
-        _p("activation", "factor", 1.0, 0.4, 0.3, 3.0, "what is kept for the backward, against the formula", "1: the formula"),
-        _p("working", "factor", 0.8, 0.5, 0.05, 3.0, "what one layer's backward needs for itself, against the formula",
-           "below 1: not all at once"),
-        _p("in_flight", "tensors", 2.0, 0.4, 0.5, 4.0, "tensors (s, b, h) at a stage's ends per micro-batch in flight",
-           "input and output, before Megatron released outputs"),
-        _p("logits", "tensors", 4.0, 0.4, 1.0, 10.0, "tensors as large as the logits at once",
-           "logits, softmax, gradient, temporary"),
-    ),
-    "a100": (
-        _p("base_mib", "MiB", 2500.0, 0.3, 1.0, 9000.0, "CUDA context, NCCL, caches", "context and NCCL buffers"),
-        _p("activation", "factor", 1.0, 0.3, 0.3, 3.0, "what is kept for the backward, against the formula", "1: the formula"),
-        _p("working", "factor", 0.8, 0.5, 0.05, 3.0, "what one layer's backward needs for itself, against the formula",
-           "below 1: not all at once"),
-        _p("in_flight", "tensors", 1.0, 0.5, 0.2, 4.0, "tensors (s, b, h) at a stage's ends per micro-batch in flight",
-           "one buffer"),
-        _p("logits", "tensors", 8.0, 0.4, 1.0, 20.0, "tensors as large as the 16-bit logits at once", "FP32 copies count twice"),
-        _p("state_bytes", "bytes", 4.0, 0.2, 2.0, 10.0, "per parameter on every rank", "weights and gradients of 2 bytes"),
-        _p("sharded_bytes", "bytes", 14.0, 0.2, 8.0, 24.0, "per parameter over the ZeRO-1 shards",
-           "FP32 master, two moments, and gradients in part"),
-    ),
-}
 # Not fitted: this project has not been measured on an A64FX. Each value's source is in docs/performance.md.
 MODELLED: dict[str, Parameters] = {
     "fugaku_megatron": Parameters(gemm_fraction=1.0, gemm_half=1.0, attention_forward=0.65, attention_backward=0.62,

@@ -20,9 +20,32 @@ from ..config.outputs import check_file, writing
 from ..config.run_config import RunConfig
 from ..perf import memory, model
 from ..perf.model import System
-from ..perf.software import FITTED, MEMORY_PRIORS, PRIORS, MemoryParameters, Parameters, Prior
+from ..perf.software import FITTED, MemoryParameters, Parameters
 from .rows import Row, known, load, row_system
 
+PRIORS_FILE = FITTED.parent / "priors.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prior:
+    """What is known of a parameter before the fit. prior, bounds: in `unit`. spread: standard deviation of the logarithm."""
+
+    name: str
+    unit: str
+    meaning: str
+    prior: float
+    spread: float
+    bounds: tuple[float, float]
+    source: str
+
+
+def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
+    """Group of software -> the priors of its parameters of "time" or of "memory"."""
+    groups = json.loads(PRIORS_FILE.read_text())[kind]
+    return {group: tuple(Prior(**{**row, "bounds": tuple(row["bounds"])}) for row in rows) for group, rows in groups.items()}
+
+
+PRIORS, MEMORY_PRIORS = priors_of("time"), priors_of("memory")
 CHANGE = 1e-4  # change of a parameter's logarithm in finite differences
 HUBER = 1.5  # residuals beyond this many standard deviations count linearly
 FLOOR = 1e-6  # lower bound of parameters whose own bound is 0, which has no logarithm

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.perf.software import MEMORY_PRIORS, PRIORS, Prior, fitted
+from fugaku_megatron.perf.software import fitted
 from fugaku_megatron.reproduction import fit
-from fugaku_megatron.reproduction.fit import solve
+from fugaku_megatron.reproduction.fit import MEMORY_PRIORS, PRIORS, Prior, solve
 
 
 def start(group: str) -> dict[str, float]:

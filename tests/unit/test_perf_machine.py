@@ -78,7 +78,7 @@ def test_threads_between_and_beyond_the_curves():
     assert host.curve_note(12) is None and host.gemm_curve(12) is own
     few = replace(machine.load("a64fx"), gemm_curves=machine.load("a64fx").gemm_curves[1:2])
     assert few.gemm_curve(48) == few.gemm_curve(1) == few.gemm_curves[0]
-    assert few.curve_note(48).endswith("48 threads: that of 12 is used")
+    assert few.curve_note(48).endswith("48 threads: the curve with 12 is used")
 
 
 PHASES = ("layer_forward", "layer_backward", "embedding_forward", "embedding_backward", "head_forward", "head_backward")
