@@ -174,7 +174,7 @@ _DERIVED: dict[str, tuple[str, ...]] = {
 def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
     """A RunConfig from a recipe's name (or None) and field values that override it.
 
-    Raises ValueError for values that the config refuses and, naming all at once, for required fields that neither gives.
+    Raises ValueError for values that the config refuses and, naming all at once, for required fields that neither sets.
     """
     groups = _from_recipe(recipe)
     assert values.keys() <= _GROUP_OF.keys(), f"no such fields: {values.keys() - _GROUP_OF.keys()}"

@@ -33,7 +33,7 @@ class Command:
 class Parser(argparse.ArgumentParser):
     """Raises ValueError, with one line, for mistakes and for flags that it does not know, instead of printing the usage.
 
-    With set_defaults(passed=[]) the words behind "--" are kept there as they are, for another program.
+    With set_defaults(passed=[]) the words after "--" are kept there as they are, for another program.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -16,7 +16,7 @@ class NormPart:
     """A norm over the hidden dimension h.
 
     layer: "module:class" of a subclass of `nn.layers.Norm`, imported when a stage is built. vectors: parameters of h elements each.
-    statistics: FP32 numbers per row that backward needs beside the input.
+    statistics: FP32 numbers per row that backward needs in addition to the input.
     """
 
     layer: str
@@ -29,7 +29,7 @@ class MLPPart:
     """An MLP h -> f -> h.
 
     layer: "module:class", as in NormPart, with the interface of `nn.blocks.MLP`. activation: the record's name in accounting.
-    fc1_widths: outputs of the first product in units of f (2 where a gate stands beside the value).
+    fc1_widths: outputs of the first matmul in units of f (2 where there is a gate next to the value).
     """
 
     layer: str
@@ -219,7 +219,7 @@ def _window_size(text: str) -> str | None:
 # What --use-rope-scaling depends on.
 ROPE_SCALING = ("rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
                 "rope_scaling_original_max_position_embeddings")
-# What a block can be beside GPT-2's, whose values are the defaults; programs before these flags saved none of them.
+# What a block can be other than GPT-2's, whose values are the defaults; programs before these flags saved none of them.
 BLOCK = ("swiglu", "group_query_attention", "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm",
          "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling",
          *ROPE_SCALING, "untie_embeddings_and_output_weights", "window_size")

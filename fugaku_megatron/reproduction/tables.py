@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def model_tflops(self) -> float | None:
-        """TFLOPs per rank that the modelled time gives by the formula the row's table used."""
+        """TFLOPs per rank of the modelled time, by the formula that the row's table used."""
         return None if self.prediction is None else tflops(self.row, self.prediction.seconds)
 
     @property
