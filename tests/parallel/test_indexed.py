@@ -316,7 +316,7 @@ def test_a_rank_that_does_not_see_the_files_builds_its_own(corpus, tmp_path):
     (tmp_path / "disk_of_node_1" / os.listdir(tmp_path / "disk_of_node_1")[0]).unlink()
     (tmp_path / "disk_of_node_1").rename(tmp_path / "away")
     (tmp_path / "disk_of_node_1").write_text("")
-    with pytest.raises(ValueError, match="rank [23]: the index of .* cannot be written .*give another folder"):
+    with pytest.raises(ValueError, match="rank [23]: the index of .* cannot be written .*pass another folder"):
         ThreadWorld(4).run(rank)
 
 

@@ -185,7 +185,7 @@ def test_the_length_of_a_run():
 
 def test_mistakes_about_data(tmp_path):
     config = fm.Config(**FLAGS, train_iters=2)
-    for data, message in (([1, 2, 3], "document 0 of <data> is a int of shape"), ([[0.5]], "type float64: give"),
+    for data, message in (([1, 2, 3], "document 0 of <data> is a int of shape"), ([[0.5]], "type float64: pass"),
                           ([[1], [2, 96]], "document 1 of <data>: token id 96 is outside the vocabulary of 96"),
                           ([], "data is empty"), (5, "data is a int: give a prefix"), ([[[1, 2], [3]]], "is a list of shape"),
                           (tmp_path / "none", "none.idx: cannot be read"), (None, "there is no data: give data to Trainer")):

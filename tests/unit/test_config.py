@@ -71,11 +71,11 @@ def fraction(config: type, required: dict, *names: str) -> list:
 
 
 def not_negative(config: type, *names: str) -> list:
-    return [(config, {name: -1}, f"{flag(name)} is -1: give 0 or more") for name in names]
+    return [(config, {name: -1}, f"{flag(name)} is -1: pass 0 or more") for name in names]
 
 
 def choice(config: type, name: str, value: object, choices: str) -> tuple:
-    return (config, {name: value}, f"{flag(name)} is {value}: give {choices}")
+    return (config, {name: value}, f"{flag(name)} is {value}: pass {choices}")
 
 
 MISTAKES = [
@@ -85,15 +85,15 @@ MISTAKES = [
     (ModelConfig, {**MODEL, "num_attention_heads": 5}, "--hidden-size 32 is not divisible by --num-attention-heads 5: change one"),
     (ModelConfig, {**MODEL, "group_query_attention": True, "num_query_groups": 3}, "--num-attention-heads 4 is not divisible by "
      "--num-query-groups 3"),
-    (ModelConfig, {**MODEL, "qk_layernorm": True}, "--qk-layernorm is an RMS norm here, and --normalization is LayerNorm: give"),
+    (ModelConfig, {**MODEL, "qk_layernorm": True}, "--qk-layernorm is an RMS norm here, and --normalization is LayerNorm: pass"),
     (ModelConfig, {**MODEL, "rotary_percent": 1.5}, "--rotary-percent is 1.5: pass a number above 0, and 1 at most"),
     (ModelConfig, {**MODEL, "position_embedding_type": "rope", "kv_channels": 7}, "of a head of 7 is 7: change it"),
-    *((ModelConfig, {**MODEL, "window_size": text}, f"--window-size {text!r}: give LEFT,0") for text in ("4", "4,1", "x,0")),
+    *((ModelConfig, {**MODEL, "window_size": text}, f"--window-size {text!r}: pass LEFT,0") for text in ("4", "4,1", "x,0")),
     (ModelConfig, {**MODEL, "max_position_embeddings": 15}, "--max-position-embeddings 15 is below --seq-length 16: raise"),
     *positive(ParallelConfig, {}, "tensor_model_parallel_size", "pipeline_model_parallel_size"),
     choice(ParallelConfig, "zero_stage", 2, "0 or 1"),
     *positive(BatchConfig, {"micro_batch_size": 1}, "micro_batch_size", "global_batch_size"),
-    (BatchConfig, {"micro_batch_size": 1, "global_batch_size": 8, "rampup_batch_size": (1, 2)}, "--rampup-batch-size .*give three"),
+    (BatchConfig, {"micro_batch_size": 1, "global_batch_size": 8, "rampup_batch_size": (1, 2)}, "--rampup-batch-size .*pass three"),
     (BatchConfig, {"micro_batch_size": 1, "rampup_batch_size": (1, 1, 8)}, "--rampup-batch-size needs --global-batch-size"),
     *positive(OptimizerConfig, {"min_lr": -1}, "lr"),
     *positive(OptimizerConfig, {}, "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_wsd_decay_iters", "adam_eps"),
@@ -110,10 +110,10 @@ MISTAKES = [
     choice(OptimizerConfig, "weight_decay_incr_style", "stepwise", "constant or linear or cosine"),
     (OptimizerConfig, {"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer, as in Megatron-LM"),
     (OptimizerConfig, {"exp_avg_sq_dtype": "fp8", "use_precision_aware_optimizer": True},
-     "--exp-avg-sq-dtype fp8: moments lie below the range of FP8, and the scale of each tensor that it needs is not built: give "),
+     "--exp-avg-sq-dtype fp8: moments lie below the range of FP8, and the scale of each tensor that it needs is not built: pass "),
     (OptimizerConfig, {"start_weight_decay": 0.1}, "--start-weight-decay 0.1 has no effect with --weight-decay-incr-style"),
     (OptimizerConfig, {"lr_warmup_iters": 1, "lr_warmup_samples": 1}, "--lr-warmup-iters and --lr-warmup-samples exclude"),
-    (OptimizerConfig, {"lr_warmup_fraction": 1.1}, "--lr-warmup-fraction is 1.1: give a number from 0 to 1"),
+    (OptimizerConfig, {"lr_warmup_fraction": 1.1}, "--lr-warmup-fraction is 1.1: pass a number from 0 to 1"),
     (PrecisionConfig, {"bf16": True, "fp16": True}, "--bf16 and --fp16 exclude each other"),
     *positive(PrecisionConfig, {}, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     (PrecisionConfig, {"initial_loss_scale": 4.0, "min_loss_scale": 8.0}, "--min-loss-scale 8.0 is above --initial-loss-scale"),
@@ -121,28 +121,28 @@ MISTAKES = [
               "recompute_num_layers"),
     *not_negative(TrainingConfig, "train_iters", "eval_iters"),
     (TrainingConfig, {"train_iters": 1, "train_samples": 1}, "--train-iters and --train-samples exclude each other"),
-    (TrainingConfig, {"seed": -1}, "--seed is -1: give a number from 0 to 4294967295"),
-    (TrainingConfig, {"seed": 2**32}, "--seed is 4294967296: give at most 4294967295"),
-    *((OptimizerConfig, {name: math.inf}, f"--{name.replace('_', '-')} is inf: give a finite number")
+    (TrainingConfig, {"seed": -1}, "--seed is -1: pass a number from 0 to 4294967295"),
+    (TrainingConfig, {"seed": 2**32}, "--seed is 4294967296: pass at most 4294967295"),
+    *((OptimizerConfig, {name: math.inf}, f"--{name.replace('_', '-')} is inf: pass a finite number")
       for name in ("lr", "min_lr", "adam_eps", "weight_decay", "clip_grad")),
-    *((PrecisionConfig, {"fp16": True, name: math.inf}, f"--{name.replace('_', '-')} is inf: give a finite number")
+    *((PrecisionConfig, {"fp16": True, name: math.inf}, f"--{name.replace('_', '-')} is inf: pass a finite number")
       for name in ("loss_scale", "initial_loss_scale")),
-    *((ModelConfig, {**MODEL, name: math.inf}, f"--{name.replace('_', '-')} is inf: give a finite number")
+    *((ModelConfig, {**MODEL, name: math.inf}, f"--{name.replace('_', '-')} is inf: pass a finite number")
       for name in ("init_method_std", "layernorm_epsilon")),
-    (ModelConfig, {**MODEL, "num_layers": 10**20}, "--num-layers is a number of 21 digits: give at most 4096"),
-    (ModelConfig, {**MODEL, "hidden_size": 10**9}, "--hidden-size is 1000000000: give at most 1048576"),
-    (BatchConfig, {"micro_batch_size": 10**9}, "--micro-batch-size is 1000000000: give at most"),
+    (ModelConfig, {**MODEL, "num_layers": 10**20}, "--num-layers is a number of 21 digits: pass at most 4096"),
+    (ModelConfig, {**MODEL, "hidden_size": 10**9}, "--hidden-size is 1000000000: pass at most 1048576"),
+    (BatchConfig, {"micro_batch_size": 10**9}, "--micro-batch-size is 1000000000: pass at most"),
     (BatchConfig, {"micro_batch_size": 1, "global_batch_size": 8, "rampup_batch_size": (1, 1, 10**30)},
-     "--rampup-batch-size is a number of 31 digits: give at most"),
+     "--rampup-batch-size is a number of 31 digits: pass at most"),
     choice(TrainingConfig, "recompute_granularity", "some", "full or selective"),
     choice(TrainingConfig, "recompute_method", "some", "uniform or block"),
-    (DataConfig, {"vocab_file": "v"}, "--vocab-file is v and --merge-file is None: give both or neither"),
+    (DataConfig, {"vocab_file": "v"}, "--vocab-file is v and --merge-file is None: pass both or neither"),
     (DataConfig, {"mock_data": True, "data_path": ("a",)}, "--mock-data and --data-path exclude each other"),
     *positive(OutputConfig, {"load": "l"}, "save_interval", "save_interval_in_mins", "keep_last", "log_interval", "ckpt_step"),
-    *((OutputConfig, {name: ""}, f"{flag(name)} is empty: give a directory")
+    *((OutputConfig, {name: ""}, f"{flag(name)} is empty: pass a directory")
       for name in ("save", "load", "tensorboard_dir", "profile_dir")),
     (OutputConfig, {"ckpt_step": 5}, "--ckpt-step 5 needs --load"),
-    *((SystemConfig, {"fp16_accumulation_chunk": chunk}, f"--fp16-accumulation-chunk is {chunk}: give a number from 1 to 65536")
+    *((SystemConfig, {"fp16_accumulation_chunk": chunk}, f"--fp16-accumulation-chunk is {chunk}: pass a number from 1 to 65536")
       for chunk in (-1, 0, 65537)),
 ]
 
@@ -163,10 +163,10 @@ def run_config(**groups) -> RunConfig:
 
 @pytest.mark.parametrize(("groups", "message"), [
     ({"precision": PrecisionConfig(bf16=True), "system": CHUNKED},
-     "--fp16-accumulation-chunk 64 is for --fp16, and this run is bf16: give"),
-    ({"system": CHUNKED}, "--fp16-accumulation-chunk 64 is for --fp16, and this run is fp32: give"),
+     "--fp16-accumulation-chunk 64 is for --fp16, and this run is bf16: pass"),
+    ({"system": CHUNKED}, "--fp16-accumulation-chunk 64 is for --fp16, and this run is fp32: pass"),
     ({"precision": PrecisionConfig(fp16=True), "system": replace(CHUNKED, kernels="torch")},
-     "--fp16-accumulation-chunk 64 is for the C.. kernels, and --kernels is torch: give"),
+     "--fp16-accumulation-chunk 64 is for the C.. kernels, and --kernels is torch: pass"),
     *(({"training": TrainingConfig(train_samples=8), "optimizer": OptimizerConfig(**{name: 4})},
        "--train-samples goes with --lr-decay-samples") for name in ("lr_decay_iters", "lr_warmup_iters")),
     *(({"training": TrainingConfig(train_iters=8), "optimizer": OptimizerConfig(**{name: 4})},

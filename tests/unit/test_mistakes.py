@@ -24,16 +24,16 @@ MISTAKES = [
     (PREDICT, "--softwear x", "unknown flag --softwear: did you mean --software"),
     (PREDICT, "--ghz 3", "--ghz 3.0 is not a clock"),
     (PREDICT, "--tensor-model-parallel-size 3", "world size 16 is not divisible by --tensor-model-parallel-size 3 x --pipeline-"
-     "model-parallel-size 1 = 3: give --tensor- x --pipeline-model-parallel-size 4 x 1, 2 x 1 or 4 x 2, which fit on these nodes "
+     "model-parallel-size 1 = 3: pass --tensor- x --pipeline-model-parallel-size 4 x 1, 2 x 1 or 4 x 2, which fit on these nodes "
      "(plan finds the fastest), or start 15 or 18 ranks"),
-    (PREDICT, "--pipeline-model-parallel-size 32", "= 32: give --tensor- x --pipeline-model-parallel-size 1 x 8, 1 x 4 or 2 x 8, "),
-    (PREDICT, "--nodes 3", "data-parallel size 3 = 3: give --tensor- x --pipeline-model-parallel-size 1 x 3, which fit on"),
+    (PREDICT, "--pipeline-model-parallel-size 32", "= 32: pass --tensor- x --pipeline-model-parallel-size 1 x 8, 1 x 4 or 2 x 8, "),
+    (PREDICT, "--nodes 3", "data-parallel size 3 = 3: pass --tensor- x --pipeline-model-parallel-size 1 x 3, which fit on"),
     (PREDICT, "--global-batch-size 100", "--global-batch-size 100 is not"), (PREDICT, "--nodes 0", "--nodes is 0"),
     (PREDICT, "--world-size 8", "--world-size 8 is not --nodes 16 x"), (PREDICT, "--hidden-size 2047", "not divisible by"),
     (PREDICT, "--pipeline-split 20,4 --pipeline-model-parallel-size 2", "--pipeline-split 20,4: torch1.10 cuts layers evenly"),
     (PREDICT, "--pipeline-model-parallel-size 16", "and torch1.10 cuts layers evenly: change one of them"),
-    (PREDICT, "--ranks-per-node 100", "give 1 to 48"),
-    (TABLES, "--document 003", "--document 003 is unknown: give 000 or 001 or 002 or 004 or 005"),
+    (PREDICT, "--ranks-per-node 100", "pass 1 to 48"),
+    (TABLES, "--document 003", "--document 003 is unknown: pass 000 or 001 or 002 or 004 or 005"),
     (TABLES, "--markdwon", "unknown flag --markdwon: did you mean --markdown?"),
     (LOG, "no.jsonl", "no.jsonl: cannot be read"), (LOG, "LOG", "line 1: not a record of --log-ranks"),
     (LOG, "LOG --csv x.csv", "--ranks writes no CSV file"),

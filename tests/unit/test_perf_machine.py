@@ -24,9 +24,9 @@ def test_clocks_modes_and_a_base():
     assert node.peak_tflops["fp32"] == pytest.approx(48 * 2 * 16 * 2 * 2.0e9 / 1e12)
     assert node.at(2.2).clock == pytest.approx(1.10)
     assert node.at(2.2, eco=True).peak_tflops["fp32"] == pytest.approx(node.peak_tflops["fp32"] / 2)
-    with pytest.raises(ValueError, match="--ghz 3.0 is not a clock of a64fx: give 2.0 or 2.2"):
+    with pytest.raises(ValueError, match="--ghz 3.0 is not a clock of a64fx: pass 2.0 or 2.2"):
         node.at(3.0)
-    for name, message in (("a64", "did you mean a64fx"), ("nonsense", "give one of"), ("missing.json", "give one of")):
+    for name, message in (("a64", "did you mean a64fx"), ("nonsense", "pass one of"), ("missing.json", "pass one of")):
         with pytest.raises(ValueError, match=message):
             machine.load(name)
     with pytest.raises(ValueError, match="no eco mode"):
@@ -74,7 +74,7 @@ def test_threads_between_and_beyond_the_curves():
     own, other = host.gemm_curve(12), host.gemm_curve(48)
     between = host.gemm_curve(24)
     assert between.half == pytest.approx((own.half * other.half) ** 0.5) and own.exponent < between.exponent < other.exponent
-    assert host.curve_note(24) == "a64fx has no curve of products with 24 threads: the time is by one between those of 12 and 48"
+    assert host.curve_note(24) == "a64fx has no GEMM curve with 24 threads: the curves with 12 and 48 are interpolated"
     assert host.curve_note(12) is None and host.gemm_curve(12) is own
     few = replace(machine.load("a64fx"), gemm_curves=machine.load("a64fx").gemm_curves[1:2])
     assert few.gemm_curve(48) == few.gemm_curve(1) == few.gemm_curves[0]

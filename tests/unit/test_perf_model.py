@@ -176,9 +176,9 @@ def test_the_text_names_machine_layout_and_causes(capsys):
     ("--kernels torch", "without --kernels torch, which is not modelled"),
     ("--allocator stock", "without --allocator stock"), ("--cache-packed-weights", "without --cache-packed-weights"),
     ("--fp16 --fp16-accumulation", "without --fp16-accumulation-chunk"),
-    ("--cpu-frequency 2.2", "--cpu-frequency 2.2 is not the clock of this time, 2.0: give --ghz"),
-    ("--software torch1.10 --zero-stage 1", "software torch1.10 does not offer --zero-stage 1"),
-    ("--software torch1.10 --recompute-activations", "software torch1.10 does not offer selective recompute"),
+    ("--cpu-frequency 2.2", "--cpu-frequency 2.2 is not the clock of this time, 2.0: pass --ghz"),
+    ("--software torch1.10 --zero-stage 1", "software torch1.10 has no --zero-stage 1"),
+    ("--software torch1.10 --recompute-activations", "software torch1.10 has no selective recompute"),
     ("--seq-length 65536 --checkpoint-activations --attention-dropout 0", "TFLOPs are above the 6.144 of the machine")])
 def test_a_flag_that_the_time_leaves_out_is_said(flags, message, capsys):
     assert not any(message in w for w in run_json("predict --recipe 124m --nodes 4 --cpu-frequency 2.0", capsys)["warnings"])

@@ -171,7 +171,7 @@ ONE_NODE = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
                                            (["tables"], "--csv"), (["tables"], "--png"), (["calibrate"], "--output")])
 @pytest.mark.parametrize("place, message", [("{here}/none/a.json", "{here}/none is not a directory"),
                                             ("{here}/a.json", "{here}/a.json is a directory"),
-                                            ("{here}/" + "n" * 300, "File name too long: give another file")])
+                                            ("{here}/" + "n" * 300, "File name too long: pass another file")])
 def test_a_place_that_takes_no_file_is_one_line_before_the_work(command, flag, place, message, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.json").mkdir()
     monkeypatch.setattr(fit, "make_report", lambda group: pytest.fail("the fit began"))
@@ -186,16 +186,16 @@ def test_names_that_are_no_files_are_refused(tmp_path, monkeypatch):
         check_file("--csv", "")
     check_file("--csv", None)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ValueError, match="a.csv: no permission to write there: give another file"):
+    with pytest.raises(ValueError, match="a.csv: no permission to write there: pass another file"):
         check_file("--csv", tmp_path / "a.csv")
-    with pytest.raises(ValueError, match="cannot be written .Not a directory.; give another file"), writing("--png", "a"):
+    with pytest.raises(ValueError, match="cannot be written .Not a directory.; pass another file"), writing("--png", "a"):
         (tmp_path / "file").write_text("")
         (tmp_path / "file" / "a").write_text("")
 
 
 def test_a_fifo_is_refused_without_waiting_for_a_reader(tmp_path, capsys):
     os.mkfifo(tmp_path / "a.csv")
-    with time_limit(), pytest.raises(ValueError, match="--csv .*a.csv is a FIFO, which would wait for a reader: give a file"):
+    with time_limit(), pytest.raises(ValueError, match="--csv .*a.csv is a FIFO, which would wait for a reader: pass a file"):
         check_file("--csv", tmp_path / "a.csv")
     with time_limit():
         os.mkfifo(tmp_path / "a.sh")
