@@ -247,7 +247,7 @@ def test_a_text_gives_the_same_files_again_and_perhaps_fewer_tokens(run, tmp_pat
 @pytest.mark.parametrize(("words", "message"), [
     (["--vocab-size", "256"], "--vocab-size is 256: pass a number from 257"),
     (["--vocab-size", "9" * 30], "--vocab-size is 9"),
-    (["--output", "c.jsonl"], "--output c.jsonl: exists and is no folder"),
+    (["--output", "c.jsonl"], "--output c.jsonl: exists and is not a folder"),
     (["--output", "c.jsonl/v"], "--output c.jsonl/v: cannot be written (Not a directory)"),
     (["--input", "none"], "--input none: no such file"),
     (["--input", "empty.txt"], "no text to train a vocabulary on"),
