@@ -46,7 +46,7 @@ class Config:
     @classmethod
     def from_flags(cls, words: Sequence[str]) -> Config:
         """The words of a command line, as fugaku-megatron train reads them."""
-        check(not isinstance(words, str), f"from_flags takes a list of words, not one text: give {words!r:.60}.split()")
+        check(not isinstance(words, str), f"from_flags takes a list of words, not one text: pass {words!r:.60}.split()")
         flags = run_flags(vars(build_parser().parse_args([*words])))
         check(not flags.dry_run and flags.world_size is None, "--dry-run and --world-size belong to the command fugaku-megatron "
               "train: leave them out")

@@ -47,7 +47,7 @@ def load(path: str | os.PathLike[str], *, ckpt_step: int | None = None, dtype: s
     or a file of SentencePiece) and perhaps tokenizer_type. vocab_size: tokens, where a checkpoint of Megatron-LM only says the
     padded number. Raises ValueError, one line, for what is missing, damaged or not built here.
     """
-    check(dtype is None or dtype in DTYPES, f"dtype is {dtype!r:.40}: give {' or '.join(DTYPES)}")
+    check(dtype is None or dtype in DTYPES, f"dtype is {dtype!r:.40}: pass {' or '.join(DTYPES)}")
     weights = open_weights(os.fspath(path), ckpt_step, vocab_size)
     if tokenizer_type is None and tokenizer_model is not None:
         tokenizer_type = "HuggingFaceTokenizer" if Path(tokenizer_model).is_dir() else "SentencePieceTokenizer"
@@ -106,7 +106,7 @@ class Model:
         sampling = Sampling(temperature, top_k, top_p, seed)
         texts = Texts(self.tokenizer, self.architecture, max_new_tokens, stop)
         tokens = texts.encode(*prompts)
-        check(bool(tokens), "there is no prompt: give at least one text")
+        check(bool(tokens), "there is no prompt: pass at least one text")
         *_, added = steps(self._loaded, tokens, max_new_tokens, sampling, texts.finished)
         results = [texts.ending.text(ids) for ids in added]
         return results[0] if isinstance(prompt, str) else results
@@ -117,7 +117,7 @@ class Model:
         A text that is longer than the model's sequence length is read in windows of that length.
         """
         ids = self.tokenizer.encode(text)
-        check(len(ids) > 1, f"the text has {len(ids)} tokens: give one of at least two, each of which follows another")
+        check(len(ids) > 1, f"the text has {len(ids)} tokens: pass one of at least two, each of which follows another")
         scores = score(self._loaded, rolling(ids, self.architecture.seq_length), SIDE_BY_SIDE)
         return -float(scores[:, 0].sum()) / (len(ids) - 1)
 
@@ -126,11 +126,11 @@ class Model:
         """FP32 logits (s, v) of the token after each of `tokens` (s,)."""
         ids, model, vocab_size = torch.as_tensor(tokens), self.architecture, self._loaded.vocab_size
         check(ids.dim() == 1 and len(ids) > 0 and not ids.is_floating_point(), f"tokens have shape {tuple(ids.shape)} and type "
-              f"{ids.dtype}: give a list of token ids")
+              f"{ids.dtype}: pass a list of token ids")
         check(0 <= int(ids.min()) <= int(ids.max()) < vocab_size, f"tokens are {int(ids.min())} to {int(ids.max())}, outside "
               f"the vocabulary of {vocab_size}")
         check(not model.learned_positions or len(ids) <= model.max_position_embeddings, f"{len(ids)} tokens are given, and the "
-              f"model has {model.max_position_embeddings} positions: give at most these")
+              f"model has {model.max_position_embeddings} positions: pass fewer")
         x = through_stages(self._loaded, ids.long()[:, None], EVALUATION)
         assert x is not None, "this process has all stages"
         return self._loaded.logits(x)[:, 0, :vocab_size].float().contiguous()

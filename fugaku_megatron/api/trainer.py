@@ -102,7 +102,7 @@ class Trainer:
     def _warn(self, effective: tuple[str, ...]) -> None:
         """Name the flags without effect. effective: beginnings of the config's notes that do not hold."""
         notes = [note for note in self.config.notes if not note.startswith(effective)]
-        for names, remedy in ((LOOP, "the loop is the caller's"), (PROCESS, "give it to init")):
+        for names, remedy in ((LOOP, "the loop is the caller's"), (PROCESS, "pass it to init")):
             notes += [f"{flag(name)} has no effect on Trainer: {remedy}" for name in self.config.given if name in names]
         for note in notes if self._world.rank == 0 else ():
             warnings.warn(note, stacklevel=3)
@@ -110,12 +110,12 @@ class Trainer:
     def _with_data(self, run: RunConfig, data: Source | None, valid: Source | None) -> RunConfig:
         """The run with `data` and `valid` as its data flags."""
         if data is None:
-            check(valid is None, "valid is given without data: give both, or the data flags in the config")
-            check(run.data.mock_data or run.data.files is not None, "there is no data: give data to Trainer, or data_path or "
+            check(valid is None, "valid is given without data: pass both, or the data flags in the config")
+            check(run.data.mock_data or run.data.files is not None, "there is no data: pass data to Trainer, or data_path or "
                   "mock_data to Config")
             return run
         check(run.data.files is None and not run.data.mock_data, "data is given to Trainer, and the config names data as well: "
-              "give one of them")
+              "pass one of them")
         if valid is None and "split" in self.config.given:
             return replace(run, data=replace(run.data, data_path=self._named("data", data)))
         return replace(run, data=replace(run.data, train_data_path=self._named("data", data),
@@ -127,9 +127,9 @@ class Trainer:
             return (os.fspath(source),)
         if isinstance(source, (list, tuple)) and any(isinstance(item, (str, os.PathLike)) for item in source):
             return tuple(str(item) for item in source)
-        check(hasattr(source, "__len__") and hasattr(source, "__getitem__"), f"{name} is a {type(source).__name__}: give a prefix "
+        check(hasattr(source, "__len__") and hasattr(source, "__getitem__"), f"{name} is a {type(source).__name__}: pass a prefix "
               "of .bin/.idx files, a sequence of arrays of token ids, or a map-style data set of torch")
-        check(len(source) > 0, f"{name} is empty: give at least one document")
+        check(len(source) > 0, f"{name} is empty: pass at least one document")
         self._arrays[f"<{name}>"] = TokenArrays(source, f"<{name}>")
         return (f"<{name}>",)
 
@@ -185,7 +185,7 @@ class Trainer:
         them every call makes the run `count` iterations longer; then only a constant learning rate, or one whose decay has a length
         of its own (lr_decay_iters), can go on after the first call, because the first one has decayed to its end.
         """
-        check(count is None or isinstance(count, int) and count >= 0, f"steps({count!r:.40}): give a number of iterations")
+        check(count is None or isinstance(count, int) and count >= 0, f"steps({count!r:.40}): pass a number of iterations")
         with everywhere():
             return self._steps(self._prepare(count))
 
@@ -212,7 +212,7 @@ class Trainer:
         optimizer = self._run.optimizer
         own = optimizer.lr_decay_style == "constant" or bool(optimizer.lr_decay_iters or optimizer.lr_decay_tokens)
         check(self._end is None or own, f"the learning rate decays ({optimizer.lr_decay_style}) over the {self._end} iterations of "
-              "the first steps(): give Config train_iters, or lr_decay_style constant")
+              "the first steps(): pass Config train_iters, or lr_decay_style constant")
         trainer, run = self._trainer, self._with_length(end)
         trainer.param_schedule = ParamSchedule.from_run(run, trainer.layout.global_batch_size(run))
         trainer.run, self._end = run, end
@@ -239,8 +239,8 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over the first eval_iters global batches of the validation data, the same ones at every call. Collective."""
         with everywhere():
-            check(self._has_valid, "there is no validation data: give valid, or a split or valid_data_path in the config")
-            check(self._run.training.eval_iters > 0, "--eval-iters is 0: give a number above 0")
+            check(self._has_valid, "there is no validation data: pass valid, or a split or valid_data_path in the config")
+            check(self._run.training.eval_iters > 0, "--eval-iters is 0: pass a number above 0")
         return self._trainer.evaluate(self._trainer.valid, 0, self._run.training.eval_iters)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------------------

@@ -57,13 +57,13 @@ def open_megatron(directory: str, iteration: int | None, vocab_size: int | None)
 
 def _iteration(directory: Path, iteration: int | None) -> Path:
     """The directory of an iteration; it may be given itself."""
-    check(directory.is_dir(), "is no directory")
+    check(directory.is_dir(), "is not a directory")
     if iteration is not None:
         return directory / iteration_name(iteration)
     if (directory / METADATA).exists() or any(directory.glob(LEGACY)):
         return directory
     tracker = directory / TRACKER
-    check(tracker.is_file(), f"{TRACKER} is not there: give the directory that holds it, or that of an iteration")
+    check(tracker.is_file(), f"{TRACKER} is not there: pass the directory that holds it, or that of an iteration")
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     check(text == "release" or text.isdecimal(), f"{tracker} should hold an iteration or release, it holds {text!r:.40}")
     return directory / (text if text == "release" else iteration_name(int(text)))
@@ -84,7 +84,7 @@ def open_weights(directory: str, iteration: int | None = None, vocab_size: int |
     directory of no kind, and for what is missing or damaged in it.
     """
     path = Path(directory)
-    check(path.is_dir(), f"{directory} is not a directory: give a checkpoint of this program or of Megatron-LM, or a directory of "
+    check(path.is_dir(), f"{directory} is not a directory: pass a checkpoint of this program or of Megatron-LM, or a directory of "
           "Hugging Face")
     try:
         if own := own_checkpoint(directory, iteration):
@@ -102,9 +102,9 @@ def open_weights(directory: str, iteration: int | None = None, vocab_size: int |
 def check_new(flag: str, directory: str) -> None:
     """Raises ValueError unless `directory`, the value of `flag`, is absent or empty."""
     path = Path(directory)
-    check(directory != "", f"{flag} is empty: give a directory")
-    check(not path.exists() or path.is_dir(), f"{flag} {directory} is a file: give a directory")
-    check(not path.exists() or not any(path.iterdir()), f"{flag} {directory} is not empty: give a new directory, so that nothing "
+    check(directory != "", f"{flag} is empty: pass a directory")
+    check(not path.exists() or path.is_dir(), f"{flag} {directory} is a file: pass a directory")
+    check(not path.exists() or not any(path.iterdir()), f"{flag} {directory} is not empty: pass a new directory, so that nothing "
           "is replaced")
 
 
@@ -128,7 +128,7 @@ def whole(flag: str, directory: str) -> Iterator[Path]:
         aside.replace(final)
         fsync(final.parent)
     except OSError as error:
-        raise ValueError(f"{flag} {directory}: {describe(error)}: give another directory") from error
+        raise ValueError(f"{flag} {directory}: {describe(error)}: pass another directory") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -203,13 +203,13 @@ def size(text: str) -> int:
     """Bytes of "500MB", "2GiB" or a number. ValueError for anything else, and for 0."""
     match = _SIZE.fullmatch(text.strip())
     number = int(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0
-    check(number > 0, f"--max-shard-size is {text!r:.40}: give a size such as 5GB or 500MB")
+    check(number > 0, f"--max-shard-size is {text!r:.40}: pass a size such as 5GB or 500MB")
     return number
 
 
 def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) -> str:
     given = [name for name in names if getattr(options, name) is not None]
-    check(len(given) == 1, f"{' and '.join(map(flag, given)) or 'nothing'} says what to convert {purpose}: give one of "
+    check(len(given) == 1, f"{' and '.join(map(flag, given)) or 'nothing'} says what to convert {purpose}: pass one of "
           f"{', '.join(map(flag, names))}")
     return given[0]
 
@@ -219,16 +219,16 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     variable, processes = launcher.processes()
     check(processes == 1, f"convert is one process, and {variable} says that {processes} were started: leave the launcher out")
     source, destination = _one(options, SOURCES, "from"), _one(options, DESTINATIONS, "to")
-    check((source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: give --to-hf, or "
-          "leave conversion out, because a checkpoint loads into any layout")
-    check(options.ckpt_step is None or source != "from_hf", "--ckpt-step goes with --load and --from-megatron, and "
-          "--from-hf is given: leave it out")
-    check(options.vocab_size is None or source == "from_megatron", f"--vocab-size {options.vocab_size} goes with --from-megatron, "
-          f"and {flag(source)} is given: leave it out")
+    check((source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: pass --to-hf, or "
+          "do not convert, because a checkpoint loads into any layout")
+    check(options.ckpt_step is None or source != "from_hf", "--ckpt-step is for --load and --from-megatron, not "
+          "--from-hf: leave it out")
+    check(options.vocab_size is None or source == "from_megatron", f"--vocab-size {options.vocab_size} is for --from-megatron, "
+          f"not {flag(source)}: leave it out")
     size(options.max_shard_size)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"):
-        check(getattr(options, name) > 0, f"{flag(name)} is {getattr(options, name)}: give a number above 0")
-    check(options.hf_files is None or Path(options.hf_files).is_dir(), f"--hf-files {options.hf_files} is no directory")
+        check(getattr(options, name) > 0, f"{flag(name)} is {getattr(options, name)}: pass a number above 0")
+    check(options.hf_files is None or Path(options.hf_files).is_dir(), f"--hf-files {options.hf_files} is not a directory")
     check_new(flag(destination), getattr(options, destination))
     return source, destination
 

@@ -61,7 +61,7 @@ def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
 def open_hugging_face(directory: str) -> Weights:
     """The weights of a model's directory. ValueError, one line, for what is missing or damaged, and what the block cannot do."""
     path = Path(directory)
-    check(path.is_dir(), f"--from-hf {directory} is no directory: give one that holds {FILE} and safetensors")
+    check(path.is_dir(), f"--from-hf {directory} is not a directory: pass one that holds {FILE} and safetensors")
     try:
         architecture, model = read_config(read_json(path / FILE))
     except ValueError as error:

@@ -59,7 +59,7 @@ def _stages(path: Path) -> list[list[dict[str, Any]]]:
     for folder in sorted(path.glob("mp_rank_*")):
         match = _RANK.fullmatch(folder.name)
         if match is None:
-            raise ValueError(f"{folder} is none of a dense model's: experts are not built here")
+            raise ValueError(f"{folder} is not part of a dense model: experts are not supported")
         found[int(match[2] or 0), int(match[1])] = folder / FILE
     pp, tp = (1 + max(numbers) for numbers in zip(*found))
     lacking = next(((p, t) for p in range(pp) for t in range(tp) if (p, t) not in found), None)

@@ -44,9 +44,9 @@ def load(path: Path) -> dict[str, Any]:
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (ValueError, RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} is no file of torch.save, or was written by torch before 1.6: {_first_line(error)}") from error
-    foreign = [name for name in names if name != _NAMESPACE and not name.startswith(_IGNORED)]
-    check(not foreign, f"{path} asks for {foreign[:1]}, which could run code: tensors, numbers, texts and {_NAMESPACE} are read")
+        raise ValueError(f"{path} is not a file of torch.save, or torch before 1.6 wrote it: {_first_line(error)}") from error
+    others = [name for name in names if name != _NAMESPACE and not name.startswith(_IGNORED)]
+    check(not others, f"{path} asks for {others[:1]}, which could run code: only tensors, numbers, texts and {_NAMESPACE} are read")
     nothings = [(Nothing, name) for name in names if name != _NAMESPACE]
     try:
         with torch.serialization.safe_globals([argparse.Namespace, *nothings]):
@@ -85,6 +85,6 @@ def load_metadata(path: Path) -> metadata.Metadata:
         with open(path, "rb") as file:
             contents = _MetadataReader(file).load()
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged or foreign: {_first_line(error)}") from error
+        raise ValueError(f"{path} is damaged, or is not metadata of torch.distributed.checkpoint: {_first_line(error)}") from error
     check(isinstance(contents, metadata.Metadata), f"{path} holds {type(contents).__name__}, not Metadata")
     return contents

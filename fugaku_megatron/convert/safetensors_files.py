@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {describe(error)}") from error
+        raise ValueError(f"{path} is not JSON: {describe(error)}") from error
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not an object")
     return contents
 

@@ -81,7 +81,7 @@ class Model:
         """--seq-length, or the model's. Raises ValueError for more positions than the model has learned."""
         length, positions = self.seq_length or model.seq_length, model.max_position_embeddings
         check(length <= positions or not model.learned_positions, f"--seq-length is {length}, and the model of --load "
-              f"{self.source.load} has {positions} positions: give at most these")
+              f"{self.source.load} has {positions} positions: pass at most {positions}")
         return length
 
 
@@ -98,8 +98,8 @@ class Request:
     max_windows: int | None = None
 
     def __post_init__(self) -> None:
-        check(bool(self.input or self.data_path or self.choices), "nothing to evaluate: give --input, --data-path or --choices")
-        check(not (self.input and self.data_path), "--input and --data-path exclude each other: give one")
+        check(bool(self.input or self.data_path or self.choices), "nothing to evaluate: pass --input, --data-path or --choices")
+        check(not (self.input and self.data_path), "--input and --data-path exclude each other: pass one")
         check_positive(self, "stride", "max_windows")
         check_file("--json", self.json)
 
@@ -138,13 +138,13 @@ class Windows:
         """Raises ValueError for windows that the model does not take, and for a stride that leaves tokens out."""
         length = request.model.window(model)
         stride = request.stride or length
-        check(stride <= length, f"--stride is {stride}, more than the {length} tokens of a window: give at most these")
+        check(stride <= length, f"--stride is {stride}, more than the {length} tokens of a window: pass at most {length}")
         return cls(length, stride, request.max_windows)
 
     def cut(self, ids: np.ndarray, source: str) -> list[scoring.Request]:
         """Raises ValueError for tokens that do not fill one window."""
-        check(len(ids) > self.length, f"{source} has {len(ids)} tokens, and a window is {self.length} and the one that follows: "
-              "give a longer text, or a smaller --seq-length")
+        check(len(ids) > self.length, f"{source} has {len(ids)} tokens, and a window needs {self.length} and the one that follows: "
+              "pass a longer text, or a smaller --seq-length")
         return windows(ids, self.length, self.stride)
 
 
@@ -157,7 +157,7 @@ def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, i
     default = [saved[name] for name in names] if world.size > 1 and not any(source.sizes) else [1, 1]
     tp, pp = (size or other for size, other in zip(source.sizes, default))
     check(world.size % (tp * pp) == 0, f"the model of --load {source.load} over tensor x pipeline parallel size {tp} x {pp} takes "
-          f"a multiple of {tp * pp} ranks, and {world.size} were started: start others, or give --tensor-model-parallel-size and "
+          f"a multiple of {tp * pp} ranks, and {world.size} were started: start others, or pass --tensor-model-parallel-size and "
           "--pipeline-model-parallel-size")
     return tp, pp
 

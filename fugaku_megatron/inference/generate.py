@@ -77,8 +77,8 @@ class Request:
     def __post_init__(self) -> None:
         check_request(self.max_new_tokens, self.stop)
         given = bool(self.prompts) or self.file is not None
-        check(given or self.interactive, "nothing to continue: give --prompt TEXT, --prompts FILE or --interactive")
-        check(not self.dry_run or given, "--dry-run needs prompts, whose lengths count: give --prompt TEXT or --prompts FILE")
+        check(given or self.interactive, "nothing to continue: pass --prompt TEXT, --prompts FILE or --interactive")
+        check(not self.dry_run or given, "--dry-run needs prompts, whose lengths count: pass --prompt TEXT or --prompts FILE")
         check(not given or not self.interactive, "--interactive asks for prompts: leave out --prompt and --prompts")
 
     @classmethod
@@ -109,7 +109,7 @@ def layout_of(source: Source, world: Comm, saved: dict[str, Any], dry_run: bool 
     tp, pp, shards = saved["tensor_model_parallel_size"], saved["pipeline_model_parallel_size"], saved["zero_shards"]
     ranks = tp * pp * shards
     check(world.size == ranks, f"--load {source.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
-          f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: give --tensor-model-parallel-size or "
+          f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: pass --tensor-model-parallel-size or "
           f"--pipeline-model-parallel-size, or start {'it without mpiexec' if ranks == 1 else f'{ranks} or one'}")
     return None
 

@@ -102,8 +102,8 @@ def check_lengths(model: ModelConfig, prompts: Sequence[Sequence[int]], max_new_
 
 def check_request(max_new_tokens: int, stop: Sequence[str]) -> None:
     """Raises ValueError for a number of tokens below 0 and for an empty text that ends an answer."""
-    check(max_new_tokens >= 0, f"--max-new-tokens is {max_new_tokens}: give 0 or more")
-    check(all(stop), "--stop is empty: give a text")
+    check(max_new_tokens >= 0, f"--max-new-tokens is {max_new_tokens}: pass 0 or more")
+    check(all(stop), "--stop is empty: pass a text")
 
 
 class Texts:
@@ -117,7 +117,7 @@ class Texts:
     def encode(self, *prompts: str) -> list[list[int]]:
         """Tokens of prompts. Raises ValueError for an empty one, and for one that the model cannot continue."""
         ids = [self.tokenizer.encode(prompt) for prompt in prompts]
-        check(all(ids), "a prompt is empty: give at least one character")
+        check(all(ids), "a prompt is empty: pass at least one character")
         check_lengths(self.model, ids, self.max_new_tokens)
         return ids
 

@@ -123,10 +123,10 @@ class Asker:
         return results
 
     def _prompt(self, context: str, new_tokens: int) -> list[int]:
-        """The last tokens of a context that leave room for what is added."""
-        room = self.model.loaded.run.model.max_position_embeddings - new_tokens
-        check(room > 0, f"{new_tokens} new tokens fill all positions of the model: give fewer, --gen_kwargs max_gen_toks=N")
-        return (self.model.tokenizer.encode(context) or encode_after(self.model.tokenizer, ""))[-room:]
+        """The last tokens of a context, as many as fit with what is added."""
+        most = self.model.loaded.run.model.max_position_embeddings - new_tokens
+        check(most > 0, f"{new_tokens} new tokens fill all positions of the model: pass fewer as --gen_kwargs max_gen_toks=N")
+        return (self.model.tokenizer.encode(context) or encode_after(self.model.tokenizer, ""))[-most:]
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[list[str], int, Sampling]:

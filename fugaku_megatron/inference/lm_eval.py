@@ -66,7 +66,7 @@ def evaluate(world: Comm) -> None:
         def __init__(self, **values: Any) -> None:
             super().__init__(world, **values)
 
-    check(any(word.startswith("--model") for word in sys.argv), f"give --model {NAME} --model_args load=DIR --tasks NAME")
+    check(any(word.startswith("--model") for word in sys.argv), f"pass --model {NAME} --model_args load=DIR --tasks NAME")
     cli_evaluate()
     world.broadcast_object(None)
 

@@ -190,12 +190,12 @@ def choose_tokenizer(named: TokenizerFlags, saved: Mapping[str, Any], carried: P
         flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
     if not flags.named and has_tokenizer(carried):
         flags = TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(carried))
-    check(flags.named, f"the tokenizer is unknown, the checkpoint in {where} was trained without one: give "
+    check(flags.named, f"the tokenizer is unknown, the checkpoint in {where} was trained without one: pass "
           "--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model")
     tokenizer = build_tokenizer(*flags)
     given = f"--tokenizer-model {flags.tokenizer_model}" if flags.tokenizer_model else f"--vocab-file {flags.vocab_file}"
     check(tokenizer.vocab_size <= size, f"{given} has {tokenizer.vocab_size} tokens, the model of {where} {size}: "
-          "give the files it was trained with")
+          "pass the files it was trained with")
     return tokenizer
 
 

@@ -33,12 +33,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         temperature = self.temperature
-        check(0 <= temperature < math.inf, f"--temperature is {temperature}: give 0 or more")
-        check(temperature == 0 or temperature >= MIN_TEMPERATURE, f"--temperature is {temperature}: give 0, which always takes the "
+        check(0 <= temperature < math.inf, f"--temperature is {temperature}: pass 0 or more")
+        check(temperature == 0 or temperature >= MIN_TEMPERATURE, f"--temperature is {temperature}: pass 0, which always takes the "
               f"likeliest token, or at least {MIN_TEMPERATURE}")
-        check(self.top_k >= 0, f"--top-k is {self.top_k}: give a number of tokens, or 0 for all")
-        check(0 <= self.top_p <= 1, f"--top-p is {self.top_p}: give a probability up to 1, or 0 for all tokens")
-        check(0 <= self.seed <= MAX_SEED, f"--seed is {self.seed}: give a number from 0 to {MAX_SEED}")
+        check(self.top_k >= 0, f"--top-k is {self.top_k}: pass a number of tokens, or 0 for all")
+        check(0 <= self.top_p <= 1, f"--top-p is {self.top_p}: pass a probability up to 1, or 0 for all tokens")
+        check(0 <= self.seed <= MAX_SEED, f"--seed is {self.seed}: pass a number from 0 to {MAX_SEED}")
 
     @staticmethod
     def of(options: argparse.Namespace) -> Sampling:
@@ -79,10 +79,10 @@ def prompts_of(path: str) -> list[str]:
         prompts = json.loads(text) if path.endswith(".json") else [line for line in text.splitlines() if line]
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"--prompts {path}: {reason}: give a UTF-8 file of lines, or a JSON list of texts (.json)") from None
+        raise ValueError(f"--prompts {path}: {reason}: pass a UTF-8 file of lines, or a JSON list of texts (.json)") from None
     check(isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts),
-          f"--prompts {path}: no JSON list of texts: give one, such as [\"a\", \"b\"]")
-    check(len(prompts) > 0, f"--prompts {path} has no prompt: give at least one line")
+          f"--prompts {path}: it is not a JSON list of texts: pass one, such as [\"a\", \"b\"]")
+    check(len(prompts) > 0, f"--prompts {path} has no prompt: pass at least one line")
     return prompts
 
 

@@ -150,13 +150,13 @@ class Checksums:
                                before.abs() + after.abs(), grad.shape[1], UNIT)
         found = check_rows(after - before, total @ dy, tolerance)
         if found:
-            self._keep(f"{TEXTS[WEIGHT]} of {name}: {found}; it was added")
+            self._keep(f"{TEXTS[WEIGHT]} of {name}: {found}; it is part of the gradient now")
 
     def _again(self, kernel: str, name: str, call: Callable[[], None], check: Callable[[], Difference | None]) -> None:
         """Where the check fails, compute the product once more: the second result stays."""
         if found := check():
             call()
-            self._keep(f"{TEXTS[kernel]} of {name}: {found}; computed again it is {'wrong' if check() else 'right'}")
+            self._keep(f"{TEXTS[kernel]} of {name}: {found}; computed again it is {'wrong' if check() else 'correct'}")
 
     def _keep(self, text: str) -> None:
         self._found = self._found or text
@@ -192,5 +192,5 @@ def _describe(trainer: Trainer, own: Tensor, differs: Tensor) -> str:
     name = trainer.optimizer.flat.parameters[index].spec.name
     (common, count), *others = Counter(hashes.tolist()).most_common()
     if others and others[0][1] == count:
-        return f"{', '.join(places)} hold different bits in {name}, and no bits are those of most of them"
+        return f"{', '.join(places)} hold different bits in {name}, and most of them do not agree on any"
     return "" if int(own[index]) == common else f"{places[dp.rank]} holds other bits in {name} than {count} of {dp.size} replicas"

@@ -98,14 +98,14 @@ class MemoryWatch:
             left = free / together
         left, text = self.world.broadcast_object((left, self._text(rate, together, free, left * seconds)), root=rank)
         if left < self._told:
-            self.say(iteration, f"memory grows: {text}, {left:.0f} iterations")
+            self.say(iteration, f"memory grows: {text}, which is {left:.0f} iterations")
             self._told = AGAIN * left
 
     def _text(self, rate: float, together: float, free: int, seconds: float) -> str:
         hours = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
         return (f"rank {self.world.rank} (node {platform.node()}) by {rate / 2**20:.2f} MiB per iteration over the last {SPAN} or "
-                f"more; its node or job has {free / 2**20:.0f} MiB left, which last for the {together / 2**20:.2f} MiB per "
-                f"iteration of its {self.here.size} ranks {hours}")
+                f"more; its node or job has {free / 2**20:.0f} MiB left, and its {self.here.size} ranks grow by "
+                f"{together / 2**20:.2f} MiB per iteration: they last for {hours}")
 
 
 PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, MPI
@@ -128,10 +128,9 @@ def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | Non
     needed = int(here.all_reduce(torch.tensor(own))) + memory.data_index_bytes(run, samples)
     agree(world, lambda: check(
         needed <= BEYOND_DOUBT * has, f"this run needs about {_gib(needed)} on node {platform.node()} for its {here.size} ranks "
-        f"(--dry-run shows each rank's share) and the node has {_gib(has)}: give --checkpoint-activations or "
-        "--recompute-auto, "
-        "--sequence-parallel beside tensor parallelism, a smaller --micro-batch-size or model, more tensor- or pipeline-parallel "
-        "ranks on other nodes, or --zero-stage 1"), name_rank=False)
+        f"(--dry-run shows each rank's share) and the node has {_gib(has)}: pass --checkpoint-activations or "
+        "--recompute-auto, --sequence-parallel together with tensor parallelism, a smaller --micro-batch-size or model, more "
+        "tensor- or pipeline-parallel ranks on other nodes, or --zero-stage 1"), name_rank=False)
     largest = int(world.all_reduce(torch.tensor(own), "max"))
     return (f"memory: about {_gib(largest)} for the largest rank, {_gib(needed)} for the {here.size} "
             f"ranks of this node, which has {_gib(has)} (model)")
@@ -146,7 +145,7 @@ def iteration_line(run: RunConfig, layout: Layout) -> str:
     flops = accounting.hardware_flops(run, layout.global_batch_size(run)) / layout.world_size
     peak = fma_peak_gflops(PEAK_ROUNDS) * 1e9
     low, high = (_seconds(flops / peak / share) for share in FMA_SHARE)
-    return (f"time: about {low} to {high} for an iteration, the log follows every {run.output.log_interval} (estimate from "
+    return (f"time: about {low} to {high} per iteration, with a log line every {run.output.log_interval} (estimate from "
             f"{peak / 1e9:.0f} GFLOP/s of FP32 multiply-adds in this rank)")
 
 
@@ -177,4 +176,4 @@ def skip_line(run: RunConfig, train: Any) -> str | None:
     if not run.data.skip_samples or run.training.train_iters is None or getattr(train, "num_epochs", 1) == 1:
         return None
     return ("note: --skip-samples lengthens a run of --train-iters by the samples left out, and their number decides the order of "
-            "data that is read several times: give --train-samples to keep the order")
+            "data that is read several times: pass --train-samples to keep the order")

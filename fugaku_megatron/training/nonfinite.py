@@ -221,10 +221,10 @@ def find_nonfinite(trainer: Trainer, consumed: int, scale: float) -> str:
         return text
     search = Search(trainer, consumed)
     trainer.repeat(consumed, scale, search.stage, search.watch)
-    text = _say(trainer, search.made, "first made by {}") or _say(
-        trainer, search.met, "first met by {}, and no operation made it: what lies between is communication")
+    text = _say(trainer, search.made, "first produced by {}") or _say(
+        trainer, search.met, "first seen by {}, and no operation produced it: what lies between is communication")
     if text:
         return text
     if math.isfinite(trainer.optimizer.grad_norm()):
-        return "not there when the iteration was repeated from the same state: memory or network of some node may be faulty"
-    return "every rank's own gradients are finite, their sum over ranks is not"
+        return "it does not occur when the iteration is repeated from the same state: memory or network of a node may be faulty"
+    return "the gradients of every rank are finite, but their sum over the ranks is not"

@@ -110,11 +110,12 @@ def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], feed: Re
 
 def check_early(run: RunConfig, world_size: int) -> None:
     """Everything that can be checked without files: the same ValueError on every rank."""
-    check(run.data.mock_data or run.data.files is not None, "give --data-path (see fugaku-megatron preprocess) or --mock-data")
+    check(run.data.mock_data or run.data.files is not None, "the run has no data: pass --data-path, a prefix that fugaku-megatron "
+          "preprocess wrote, or --mock-data")
     batches.length(run.training, batches.RampUp(1, 1, 0, 1))
     ranks = run.output.profile_ranks
     check(not run.output.profile or max(ranks) < world_size, f"--profile-ranks {' '.join(map(str, ranks))}: the run has ranks 0 to "
-          f"{world_size - 1}: give some of them")
+          f"{world_size - 1}: pass some of these")
     chunk = run.system.fp16_accumulation_chunk
     check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
           f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
@@ -140,6 +141,7 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
     """What the log says before the first iteration."""
     size = layout.global_batch_size(run)
     hardware, model = accounting.hardware_flops(run, size), accounting.model_flops(run, size)
+    overlaps = ["grad reduce"] * run.parallel.overlap_grad_reduce + ["param gather"] * run.parallel.overlap_param_gather
     return [
         *(f"note: {note}" for note in arguments.notes),
         machine,
@@ -147,8 +149,7 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
         f"world size {layout.world_size}: data parallel {layout.dp}, pipeline parallel {layout.pp}, tensor parallel {layout.tp}; "
         f"{run.precision.name}, ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
         + ", sequence parallel" * (accounting.sequence_parts(run, layout.tp) > 1)
-        + ", gradients reduced behind backward" * run.parallel.overlap_grad_reduce
-        + ", weights gathered behind forward" * run.parallel.overlap_param_gather,
+        + ", overlap: " * bool(overlaps) + " and ".join(overlaps),
         f"parameters {accounting.parameters(run):,}, padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}"
         + ", padding masked in the loss" * run.model.masks_padding,
         f"FLOPs per iteration of {size} samples: {hardware:.4e} hardware (recompute counted; TFLOPs in the log, per rank), "

@@ -141,8 +141,8 @@ class Rerun:
         if place is None and sums[:2] != sums[2:]:
             place = "the sums over ranks"
         verdict = self._bad_batch(consumed) if place is None else (
-            "it has other bits: a broken machine, not the batch. "
-            f"First different is {place}. The repetition is used, loss {again:.4f}")
+            "it has other bits: the cause is a machine, not the batch. "
+            f"The first difference is in {place}. The run uses the repetition, with loss {again:.4f}")
         iteration = trainer.progress.iteration + 1
         self.say(iteration, f"iteration {iteration}: {reason}. Repeated from the same state {verdict}")
         return again
@@ -161,5 +161,5 @@ class Rerun:
     def _bad_batch(self, consumed: int) -> str:
         trainer = self.trainer
         samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
-        return ("it has the same bits: the batch, not the machine. "
-                f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that goes on from a checkpoint before it")
+        return ("it has the same bits: the cause is the batch, not a machine. "
+                f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues from an earlier checkpoint")

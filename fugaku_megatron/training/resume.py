@@ -58,15 +58,15 @@ class Resume:
 def check_source(load: str, save: str | None) -> None:
     """Raises ValueError for a --load that holds no checkpoint, unless it is an empty or absent directory equal to --save."""
     path = Path(load)
-    check(not (path.is_symlink() and _is_loop(path)), f"--load {load} is a symbolic link to itself: give a directory")
-    check(not path.exists() or path.is_dir(), f"--load {load} is a file: give the directory that holds iter_... and {TRACKER}")
-    check(not path.name.startswith("iter_"), f"--load {load} is one iteration of a checkpoint: give its parent {path.parent} and "
+    check(not (path.is_symlink() and _is_loop(path)), f"--load {load} is a symbolic link to itself: pass a directory")
+    check(not path.exists() or path.is_dir(), f"--load {load} is a file: pass the directory that holds iter_... and {TRACKER}")
+    check(not path.name.startswith("iter_"), f"--load {load} is one iteration of a checkpoint: pass its parent {path.parent} and "
           f"--ckpt-step {path.name.removeprefix('iter_').lstrip('0') or 0}")
     own = save is not None and path.resolve() == Path(save).resolve()
     check(own, f"--load {load} holds no checkpoint ({TRACKER} is not there): correct the directory, or leave --load out to start "
           "anew; only a --load that is also --save may be empty")
     others = [p.name for p in path.glob("*") if p.is_file() and not p.name.startswith((".", *OWN_FILES))]
-    check(not others, f"--load {load} holds no checkpoint but other files ({', '.join(sorted(others)[:3])}): give another "
+    check(not others, f"--load {load} holds no checkpoint but other files ({', '.join(sorted(others)[:3])}): pass another "
           "directory, or an empty one to start anew")
 
 
@@ -88,8 +88,8 @@ def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
     if output.finetune:
         return _finetune(checkpoint)
     with everywhere():
-        check(not checkpoint.state.get("weights_only"), f"--load {directory} holds weights alone, which fugaku-megatron convert "
-              "wrote: give --finetune to start from them")
+        check(not checkpoint.state.get("weights_only"), f"--load {directory} holds only weights, which fugaku-megatron convert "
+              "wrote: pass --finetune to start from them")
     return Resume(checkpoint, checkpoint.state, checkpoint.config)
 
 
@@ -166,7 +166,7 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     _carry(trainer, checkpoint)
     source = checkpoint.node or run.output.load
     lines = [f"resumed from {source} at iteration {trainer.progress.iteration}", *_tracker_note(trainer, checkpoint)]
-    lines += [f"note: {phrase}: the curve goes on differently from here" for phrase in differences(run, resume.config)]
+    lines += [f"note: {phrase}: the loss curve changes from here on" for phrase in differences(run, resume.config)]
     lines += _layout_notes(trainer, checkpoint) + _moment_notes(run, resume)
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
 
@@ -217,12 +217,12 @@ def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
     saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
     before, after = saved.between(position, MAX_SAMPLE), now.between(position, MAX_SAMPLE)
     notes = [] if before == after else [
-        f"note: --skip-samples leaves out {after or 'nothing'} of the samples ahead, was {before or 'nothing'}: the curve goes on "
-        "differently from there"]
+        f"note: --skip-samples leaves out {after or 'nothing'} of the samples ahead, was {before or 'nothing'}: the loss curve "
+        "changes from there on"]
     behind = now.between(0, position)
     if behind and behind != saved.between(0, position):
-        notes.append(f"note: --skip-samples {behind} lies before sample {position}, where this checkpoint goes on: what was "
-                     "trained of it stays trained; go on from an earlier checkpoint with --ckpt-step to leave it out")
+        notes.append(f"note: --skip-samples {behind} lies before sample {position}, where this checkpoint continues: what was "
+                     "trained of it stays trained; continue from an earlier checkpoint with --ckpt-step to leave it out")
     return notes
 
 
@@ -231,7 +231,7 @@ def _layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     saved, now = checkpoint.head["layout"], layout_record(trainer.run, trainer.layout)
     names = [name for name in LAYOUT_SIZES if name in saved]
     before, after = (" x ".join(f"{LAYOUT_SIZES[name]} {sizes[name]}" for name in names) for sizes in (saved, now))
-    notes = [f"note: saved with {before}, goes on with {after}"] if before != after else []
+    notes = [f"note: saved with {before}, continues with {after}"] if before != after else []
     return [*notes, *_batch_note(trainer, saved, checkpoint.config), *_vocabulary_note(trainer, saved, checkpoint.config)]
 
 
@@ -251,8 +251,8 @@ def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any])
     size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)
     if size == own or trainer.run.batch.global_batch_size or batch["global_batch_size"]:
         return []
-    return [f"note: the global batch size is {own}, was {size}, micro-batch x data-parallel size each time: give "
-            f"--global-batch-size {size} to go on with the same curve"]
+    return [f"note: the global batch size is {own}, was {size}, micro-batch x data-parallel size each time: pass "
+            f"--global-batch-size {size} to continue with the same curve"]
 
 
 def _vocabulary_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
@@ -261,7 +261,7 @@ def _vocabulary_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, 
     multiple = config["model"]["make_vocab_size_divisible_by"]
     rows = padded_vocab_size(replace(model, make_vocab_size_divisible_by=multiple), saved["tensor_model_parallel_size"])
     own = padded_vocab_size(model, tp)
-    keep = f"; give --make-vocab-size-divisible-by {rows // tp} to keep {rows}" * (rows % tp == 0)
+    keep = f"; pass --make-vocab-size-divisible-by {rows // tp} to keep {rows}" * (rows % tp == 0)
     return [] if own == rows or model.masks_padding else [f"note: the padded vocabulary has {own} rows, had {rows}, and those "
                                                           f"beyond the {model.vocab_size} tokens count in the loss{keep}"]
 
@@ -279,8 +279,8 @@ def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -
     if optimizer.override_opt_param_scheduler or (now == before and lengths[0] == lengths[1]):
         return []
     if optimizer.use_checkpoint_opt_param_scheduler:
-        return [f"note: --use-checkpoint-opt_param-scheduler: the learning rate goes on from the checkpoint's {before:.3e}, not "
+        return [f"note: --use-checkpoint-opt_param-scheduler: the learning rate continues from the checkpoint's {before:.3e}, not "
                 f"from this command line's {now:.3e}"]
-    return [f"note: the learning rate goes on from {now:.3e} instead of {before:.3e}: it decays over {lengths[0][1]:.10g} samples, "
-            f"was {lengths[1][1]:.10g}. --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, "
+    return [f"note: the learning rate continues from {now:.3e} instead of {before:.3e}: it decays over {lengths[0][1]:.10g} "
+            f"samples, was {lengths[1][1]:.10g}. --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, "
             "--override-opt_param-scheduler takes this one without a note"]

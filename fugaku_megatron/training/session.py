@@ -157,7 +157,7 @@ class Session:
 
     def _report_checksums(self, iteration: int) -> None:
         if self.checksums and (text := self.checksums.report(self.trainer.world)):
-            self.writer.event(iteration, f"wrong product in iteration {iteration}: {text}")
+            self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
 
     def _check_divergence(self, result: IterationResult) -> None:
         """SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
@@ -174,7 +174,7 @@ class Session:
         self._finish_save()  # it is from before
         self.writer.flush()
         self.writer.print(f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {progress.iteration} held an Inf "
-                          "or NaN, and no update was made. Nothing is saved; go on from the last checkpoint"
+                          "or NaN, and no update was made. Nothing is saved: continue from the last checkpoint"
                           + (f" in {output.save}" if output.save else "") + " with a lower --lr, or with --clip-grad")
         raise SystemExit(ExitCode.DIVERGED)
 
@@ -194,7 +194,7 @@ class Session:
             return
         self._finish_save()
         self.writer.flush()
-        self.writer.event(iteration, f"weights differ after iteration {iteration}: {text}. Nothing is saved; go on without that "
+        self.writer.event(iteration, f"weights differ after iteration {iteration}: {text}. Nothing is saved: continue without that "
                           f"node from a checkpoint of iteration {iteration - interval} or before, when the weights agreed")
         raise SystemExit(ExitCode.REPLICAS_DIFFER)
 

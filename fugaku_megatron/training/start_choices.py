@@ -96,7 +96,7 @@ def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str,
     choice = _with_fp16_accumulation(run, _backends(run, layout, world, saved))
     if not run.numbers.abft:
         return choice
-    line = f"kernels: gemm native, its products checked by checksums in layers {' '.join(run.numbers.abft)}"
+    line = f"kernels: gemm native, its matmuls checked by checksums in layers {' '.join(run.numbers.abft)}"
     return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
 
 
@@ -117,5 +117,5 @@ def _with_fp16_accumulation(run: RunConfig, choice: Choice) -> Choice:
     chunk = run.system.fp16_accumulation_chunk
     if not chunk:
         return choice
-    line = f"kernels: gemm native, sums of {chunk} products in FP16, their sums in FP32"
+    line = f"kernels: gemm native, partial sums of {chunk} terms in FP16, added up in FP32"
     return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])

@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Train, or print the plan of a dry run; every rank of mpiexec comes here."""
     arguments = interpret(vars(args))
-    check(args.png is None or arguments.dry_run, f"--png {args.png} goes with --dry-run: give both, or --profile for the picture "
-          "of a real run")
+    check(args.png is None or arguments.dry_run, f"--png {args.png} needs --dry-run: pass both, or --profile for the picture of a "
+          "real run")
     check_picture(args.png)
 
     if not arguments.dry_run:

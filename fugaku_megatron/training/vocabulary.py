@@ -34,10 +34,10 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
     if tokenizer:
         size = tokenizer["vocab_size"]
         named = f"--tokenizer-model {data.tokenizer_model}" if data.tokenizer_model else f"--vocab-file {data.vocab_file}"
-        check(vocab_size is None or vocab_size >= size, f"--vocab-size {vocab_size} is below the {size} tokens of {named}: give at "
+        check(vocab_size is None or vocab_size >= size, f"--vocab-size {vocab_size} is below the {size} tokens of {named}: pass at "
               f"least {size}, or leave it out")
     else:
-        check(vocab_size is not None or data.mock_data, "the vocabulary size is unknown: give --vocab-file and --merge-file, "
+        check(vocab_size is not None or data.mock_data, "the vocabulary size is unknown: pass --vocab-file and --merge-file, "
               "--tokenizer-type and --tokenizer-model, or --vocab-size")
         size = GPT2_VOCABULARY
     return replace(run, model=replace(run.model, vocab_size=vocab_size or size))
@@ -53,4 +53,4 @@ def tokenizer_notes(run: RunConfig, tokenizer: dict[str, Any] | None, saved: dic
 def _data_notes(run: RunConfig, tokenizer: dict[str, Any] | None) -> Iterable[str]:
     for prefix in dict.fromkeys(prefix for path in run.data.paths.values() for prefix in parse_data_path(path)[0]):
         if other := mismatch(tokenizer, read_identity(prefix)):
-            yield f"note: {prefix} was tokenized with {other}: give the tokenizer that preprocess was given"
+            yield f"note: {prefix} was tokenized with {other}: pass the tokenizer that preprocess has used"

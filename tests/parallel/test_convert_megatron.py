@@ -299,7 +299,7 @@ LEGACY_DAMAGE = [
     (lambda d: rewrite(d / LAST, rng_state=Attack()), "asks for ['posix.system'], which could run code"),
     (lambda d: (d / LAST).unlink(), "model_optim_rng.pt is missing"),
     (lambda d: ((d / LAST).unlink(), (d / LAST).parent.rmdir()), "has no file of pipeline stage and tensor-parallel rank (1, 1)"),
-    (lambda d: (d / LAST).write_bytes((d / LAST).read_bytes()[:5000]), "is no file of torch.save"),
+    (lambda d: (d / LAST).write_bytes((d / LAST).read_bytes()[:5000]), "is not a file of torch.save"),
     (lambda d: rewrite(d / FIRST, args={"bias_gelu_fusion": False}), "bias_gelu_fusion is False, which is exact GELU"),
     (lambda d: rewrite(d / FIRST, args={"num_experts": 8}), "num_experts is 8, and the block computes None"),
     (lambda d: rewrite(d / FIRST, args={"num_layers": 5}), "holds no decoder.layers.4."),
@@ -334,7 +334,7 @@ DIST_DAMAGE = [
      "the pieces of output_layer.weight hold 3072 of its 6144 elements"),
     (lambda d: metadata_with(d / DIST / ".metadata", lambda m: setattr(m, "planner_data", Attack())),
      "it asks for posix.system, which could run code"),
-    (lambda d: (d / DIST / ".metadata").write_bytes(b"nothing"), ".metadata is damaged or foreign"),
+    (lambda d: (d / DIST / ".metadata").write_bytes(b"nothing"), ".metadata is damaged, or is not metadata of"),
     (lambda d: (d / DIST / "common.pt").unlink(), "common.pt is missing"),
 ]
 

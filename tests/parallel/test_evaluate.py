@@ -141,15 +141,15 @@ def test_pairs_of_context_and_continuation():
 
 
 @pytest.mark.parametrize(("more", "message"), [
-    ([], "nothing to evaluate: give --input"), (["--text", "a", "--data-path", "b"], "--input and --data-path exclude each other"),
-    (["--text", "short.txt"], r"--input short.txt has 5 tokens, and a window is 24 and the one that follows: give a longer"),
+    ([], "nothing to evaluate: pass --input"), (["--text", "a", "--data-path", "b"], "--input and --data-path exclude each other"),
+    (["--text", "short.txt"], r"--input short.txt has 5 tokens, and a window needs 24 and the one that follows: pass a longer"),
     (["--input", "absent"], "--input absent: cannot be read"),
     (["--text", "t", "--stride", "25"], "--stride is 25, more than the 24"),
     (["--text", "t", "--stride", "0"], "--stride is 0: pass a number above 0"),
     (["--text", "t", "--json", "no/where.json"], "--json no/where.json: .*no is not a directory"),
     (["--text", "t", "--seq-length", "225"], "--seq-length is 225, and the model of --load .* has 224 positions"),
     (["--choices", "none.json"], "--choices none.json: not JSON"), (["--choices", "empty.json"], "empty.json: expected a list"),
-    (["--choices", "answer.json"], "answer.json: question 0: answer is 2: give the number of a choice, 0 to 1"),
+    (["--choices", "answer.json"], "answer.json: question 0: answer is 2: pass the number of a choice, 0 to 1"),
     (["--choices", "fields.json"], "fields.json: question 1: expected .\"context\""),
     (["--choices", "long.json"], "long.json: question 0: continuation 'bbb.*' has 25 tokens, and the model takes 24"),
 ])

@@ -129,7 +129,7 @@ def test_ranks_and_vocabularies_that_do_not_fit(write):
     with pytest.raises(ValueError, match="--pipeline-model-parallel-size 1 = 4, but 2 ranks were started: start 4"):
         write("--prompt", "a", "--tensor-model-parallel-size", "4", world=SoloComm(0, 2))
     vocab, merges = map(str, gpt2_files())
-    with pytest.raises(ValueError, match=f"--vocab-file {vocab} has 50257 tokens, the model of --load .*: give the files"):
+    with pytest.raises(ValueError, match=f"--vocab-file {vocab} has 50257 tokens, the model of --load .*: pass the files"):
         write("--prompt", "a", "--vocab-file", vocab, "--merge-file", merges)
 
 

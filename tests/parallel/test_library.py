@@ -187,13 +187,13 @@ def test_mistakes_about_data(tmp_path):
     config = fm.Config(**FLAGS, train_iters=2)
     for data, message in (([1, 2, 3], "document 0 of <data> is a int of shape"), ([[0.5]], "type float64: pass"),
                           ([[1], [2, 96]], "document 1 of <data>: token id 96 is outside the vocabulary of 96"),
-                          ([], "data is empty"), (5, "data is a int: give a prefix"), ([[[1, 2], [3]]], "is a list of shape"),
-                          (tmp_path / "none", "none.idx: cannot be read"), (None, "there is no data: give data to Trainer")):
+                          ([], "data is empty"), (5, "data is a int: pass a prefix"), ([[[1, 2], [3]]], "is a list of shape"),
+                          (tmp_path / "none", "none.idx: cannot be read"), (None, "there is no data: pass data to Trainer")):
         with pytest.raises(ValueError, match=message):
             fm.Trainer(config, data)
     with pytest.raises(ValueError, match="the config names data as well"):
         fm.Trainer(config.replace(mock_data=True), documents())
-    with pytest.raises(ValueError, match="there is no validation data: give valid"):
+    with pytest.raises(ValueError, match="there is no validation data: pass valid"):
         fm.Trainer(config, documents()).evaluate()
     with pytest.raises(ValueError, match="config is a dict: expected Config"):
         fm.Trainer(FLAGS, documents())
@@ -257,7 +257,7 @@ def test_a_model_of_hugging_face_is_loaded_and_saved(tmp_path, tokens):
     torch.testing.assert_close(found, their_logits(theirs, tokens), rtol=1e-4, atol=1e-4)
     model.save_hf(tmp_path / "again")
     assert same(tensors(tmp_path / "hf"), tensors(tmp_path / "again"))
-    with pytest.raises(ValueError, match="save_hf .* is not empty: give a new directory"):
+    with pytest.raises(ValueError, match="save_hf .* is not empty: pass a new directory"):
         model.save_hf(tmp_path / "again")
 
 
@@ -340,15 +340,15 @@ def test_the_loss_of_a_text_is_that_of_the_command(trained, tmp_path):
 def test_mistakes_about_models(trained, tmp_path):
     directory, flags = trained
     model = fm.load(directory, vocab_file=flags[1], merge_file=flags[3])
-    for call, message in ((lambda: fm.load(tmp_path / "none"), "none is not a directory: give a checkpoint"),
+    for call, message in ((lambda: fm.load(tmp_path / "none"), "none is not a directory: pass a checkpoint"),
                           (lambda: fm.load(tmp_path), "holds no checkpoint of this program or of Megatron-LM"),
                           (lambda: fm.load(directory, ckpt_step=7), "iter_0000007"),
-                          (lambda: fm.load(directory, dtype="int8"), "dtype is 'int8': give fp32 or bf16 or fp16"),
+                          (lambda: fm.load(directory, dtype="int8"), "dtype is 'int8': pass fp32 or bf16 or fp16"),
                           (lambda: fm.load(directory, vocab_file="none", merge_file="none"), "--vocab-file none: cannot be read"),
                           (lambda: fm.load(directory).generate("a"), "the tokenizer is unknown"),
                           (lambda: model.generate(""), "a prompt is empty"), (lambda: model.generate([]), "there is no prompt"),
                           (lambda: model.generate("a", -1), "--max-new-tokens is -1"),
-                          (lambda: model.generate("a", temperature=-1.0), "--temperature is -1.0: give 0 or more"),
+                          (lambda: model.generate("a", temperature=-1.0), "--temperature is -1.0: pass 0 or more"),
                           (lambda: model.loss("a"), "the text has 1 tokens"), (lambda: model.logits([]), "tokens have shape"),
                           (lambda: model.logits([[1]]), "tokens have shape .1, 1."), (lambda: model.logits([9999]), "outside the"),
                           (lambda: model.logits([1] * 99), "99 tokens are given, and the model has 24 positions")):

@@ -168,7 +168,7 @@ def test_a_real_leak(every_iteration):
     assert run(SoloComm(), [0]) == []
     (iteration, line), = run(SoloComm(), [4])
     match = re.fullmatch(r"memory grows: rank 0 \(node \S+\) by (\S+) MiB per iteration over the last 50 or more; its node or job "
-                         r"has (\d+) MiB left, which last for the (\S+) MiB per iteration of its 1 ranks (\S+) (hours|minutes), "
+                         r"has (\d+) MiB left, and its 1 ranks grow by (\S+) MiB per iteration: they last for (\S+) (hours|minutes), which is "
                          r"(\d+) iterations", line)
     assert iteration == FIRST_ITERATIONS + SPAN and match, line
     assert 3.5 < float(match[1]) < 4.5 and match[1] == match[3]
@@ -197,5 +197,5 @@ def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_itera
     for said in ThreadWorld(3).run(rank):
         assert len(said) == 2, "told again when half of the iterations are gone"
         assert "rank 1 (node " in said[0] and "by 3.00 MiB per iteration" in said[0] and said[0].endswith(
-            "400 MiB left, which last for the 4.00 MiB per iteration of its 2 ranks 1.7 hours, 100 iterations")
+            "400 MiB left, and its 2 ranks grow by 4.00 MiB per iteration: they last for 1.7 hours, which is 100 iterations")
         assert said[1].endswith("of its 2 ranks 47.5 minutes, 48 iterations")

@@ -69,7 +69,7 @@ def test_rank_layer_operation_and_samples_are_named(ranks, guilty, kernel, layou
         lambda world: explained(world, run, lambda rank: faulty_ops(kernel, layer, first) if rank == guilty else healthy))
     assert len(set(texts)) == 1
     way = kernel.removeprefix("attention_")
-    assert texts[0].startswith("first made by rank ") and f"rank {guilty} (node " in texts[0]
+    assert texts[0].startswith("first produced by rank ") and f"rank {guilty} (node " in texts[0]
     where = f"decoder.layers.{layer - 1}, micro-batch {first // (2 * dp)} (samples {first} to {first + 1})"
     assert f"{way} of attention, {where}: its inputs are finite, its result is not (" in texts[0]
 
@@ -128,7 +128,7 @@ def explained_only(trainer: Trainer) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_no_operation_made(ranks):
     texts = ThreadWorld(ranks).run(lambda world: explained_only(make_trainer(world, small_run(num_layers=2))))
-    assert set(texts) == {"not there when the iteration was repeated from the same state: memory or network of some node may be "
+    assert set(texts) == {"it does not occur when the iteration is repeated from the same state: memory or network of a node may be "
                           "faulty"}
 
 
@@ -155,7 +155,7 @@ def test_one_line_in_the_log_and_in_the_history(tmp_path, capsys):
     trainer.close()
     writer.close()
     lines = [line for line in capsys.readouterr().out.splitlines() if "Inf or NaN" in line]
-    assert len(lines) == 1 and lines[0].startswith("Inf or NaN in the gradients of iteration 2: first made by rank 0 (node ")
+    assert len(lines) == 1 and lines[0].startswith("Inf or NaN in the gradients of iteration 2: first produced by rank 0 (node ")
     events = [record for record in read_history(tmp_path / "history.jsonl") if record["kind"] == "event"]
     assert events == [{"kind": "event", "iteration": 2, "text": lines[0]}] and json.dumps(events)
 

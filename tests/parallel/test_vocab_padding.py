@@ -219,7 +219,7 @@ def test_a_checkpoint_carries_the_mask_and_a_change_is_noted(ours, tmp_path):
     assert lines_of(again) == ("yes", []) == lines_of(changed(again, mask_vocab_padding="yes"))
     assert lines_of(changed(again, make_vocab_size_divisible_by=64 * 5)) == ("yes", []), "how much padding there is does not matter"
     assert lines_of(changed(again, mask_vocab_padding="no")) == ("no", [
-        "note: --mask-vocab-padding is no, was yes: the curve goes on differently from here"])
+        "note: --mask-vocab-padding is no, was yes: the loss curve changes from here on"])
     assert lines_of(replace(again, output=replace(again.output, finetune=True))) == ("yes", [])
     assert convert("--load", own, "--to-megatron", tmp_path / "megatron") == 0
     assert convert("--from-megatron", tmp_path / "megatron", "--save", later) == 0

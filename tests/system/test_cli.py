@@ -97,7 +97,7 @@ def test_a_command_lists_its_own_flags_and_names_those_of_train_once(words, own,
     (["--recipe", "demo"], "fugaku-megatron: command --recipe is unknown: pass train or "),
     (["train", "--num-layer", "2"], "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?"),
     (["train"], "fugaku-megatron train: --num-layers, --hidden-size, "),
-    (["generate", "--load", "x"], "fugaku-megatron generate: nothing to continue: give --prompt TEXT"),
+    (["generate", "--load", "x"], "fugaku-megatron generate: nothing to continue: pass --prompt TEXT"),
     (["job", "plan", "--recipe", "demo"], "fugaku-megatron job plan: --nodes is missing"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):

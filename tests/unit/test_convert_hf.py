@@ -272,7 +272,7 @@ def test_a_disk_that_fails_in_the_middle_leaves_nothing(sources, tmp_path, monke
 
     monkeypatch.setattr(convert_command, "carry", full)
     line = refused(capsys, "--from-hf", sources["gpt2"], "--save", tmp_path / "ours")
-    assert line.endswith("ours: No space left on device: give another directory") and not list(tmp_path.iterdir())
+    assert line.endswith("ours: No space left on device: pass another directory") and not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_conversion_left_is_removed_and_other_directories_stay(sources, tmp_path):
@@ -291,7 +291,7 @@ def test_what_a_killed_conversion_left_is_removed_and_other_directories_stay(sou
 
 def test_two_conversions_into_one_directory_do_not_disturb_each_other(tmp_path):
     """The second one begins while the first one writes. The first to end has the name, and the other is refused."""
-    with pytest.raises(ValueError, match=r"--save .*ours is not empty: give a new directory"):
+    with pytest.raises(ValueError, match=r"--save .*ours is not empty: pass a new directory"):
         with whole("--save", str(tmp_path / "ours")) as first:
             (first / "weights").write_text("first")
             with whole("--save", str(tmp_path / "ours")) as second:
@@ -369,13 +369,13 @@ def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monke
     (tmp_path / "full" / "thesis.tex").write_text("")
     hf, new = ["--from-hf", sources["gpt2"]], ["--save", tmp_path / "new"]
     for words, message in [
-        (hf, "nothing says what to convert to: give one of --save, --to-hf"),
+        (hf, "nothing says what to convert to: pass one of --save, --to-hf"),
         ([*hf, "--load", trained, *new], "--load and --from-hf says what to convert from"),
         (["--load", trained, *new], "a checkpoint loads into any layout"),
-        ([*hf, "--save", tmp_path / "full"], "is not empty: give a new directory"),
-        ([*hf, "--save", tmp_path / "full" / "thesis.tex"], "is a file: give a directory"),
-        ([*hf, *new, "--max-shard-size", "5 apples"], "--max-shard-size is '5 apples': give a size such as 5GB"),
-        ([*hf, *new, "--ckpt-step", "3"], "--ckpt-step goes with --load"),
+        ([*hf, "--save", tmp_path / "full"], "is not empty: pass a new directory"),
+        ([*hf, "--save", tmp_path / "full" / "thesis.tex"], "is a file: pass a directory"),
+        ([*hf, *new, "--max-shard-size", "5 apples"], "--max-shard-size is '5 apples': pass a size such as 5GB"),
+        ([*hf, *new, "--ckpt-step", "3"], "--ckpt-step is for --load"),
         ([*hf, *new, "--vocab-size", "3"], "--vocab-size 3 goes with --from-megatron"),
         ([*hf, *new, "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size is 0: pass a number above 0"),
         ([*hf, *new, "--hf-files", tmp_path / "none"], "is not a directory"),

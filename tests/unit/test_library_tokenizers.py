@@ -223,8 +223,8 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
     other = write_sentencepiece(tmp_path / "other.model", PIECES - 1)
     assert f"note: the model was trained with SentencePieceTokenizer of {PIECES} tokens" in write(
         "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(other))
-    with pytest.raises(ValueError, match=f"has {TOKENS} tokens, the model of --load {tmp_path} 257: give the files"):
+    with pytest.raises(ValueError, match=f"has {TOKENS} tokens, the model of --load {tmp_path} 257: pass the files"):
         write(*flags_of(models, "HuggingFaceTokenizer"))
     save_trained(SoloComm(), tmp_path / "unknown", 1)
-    with pytest.raises(ValueError, match="the tokenizer is unknown, the checkpoint in --load .* was trained without one: give"):
+    with pytest.raises(ValueError, match="the tokenizer is unknown, the checkpoint in --load .* was trained without one: pass"):
         write("--load", str(tmp_path / "unknown"))

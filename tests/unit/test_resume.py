@@ -64,7 +64,7 @@ def test_the_schedule_flags_do_what_megatrons_do(saved):
     run = small_run(num_layers=1, load=saved, train_iters=200, use_checkpoint_opt_param_scheduler=True)
     trainer = make_trainer(SoloComm(), run)
     (_, note) = resume_training(trainer, find_checkpoint(run, SoloComm()))
-    assert "goes on from the checkpoint's 8.500e-04, not from this command line's 9.850e-04" in note
+    assert "continues from the checkpoint's 8.500e-04, not from this command line's 9.850e-04" in note
     assert trainer.train_step().learning_rate == pytest.approx(8.5e-4) and trainer.param_schedule.decay_samples == 320
     trainer.close()
     with pytest.raises(ValueError, match="exclude each other"):
@@ -80,7 +80,7 @@ def test_a_load_without_a_checkpoint_is_refused(saved, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for load, message in ((tmp_path / "file", "is a file"), (tmp_path / "typo", "holds no checkpoint"),
                           (tmp_path, "holds no checkpoint"), (tmp_path / "loop", "is a symbolic link to itself"),
-                          (f"{saved}/iter_0000003", "give its parent .* and --ckpt-step 3")):
+                          (f"{saved}/iter_0000003", "pass its parent .* and --ckpt-step 3")):
         with pytest.raises(ValueError, match=message):
             iteration(load, tmp_path / "elsewhere")
 

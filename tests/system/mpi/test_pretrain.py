@@ -172,7 +172,7 @@ def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
     assert whole.returncode == first.returncode == second.returncode == 0, first.stderr + second.stderr
     third = alone(*flags, *directory)
     assert third.returncode == 0, third.stderr
-    assert "note: saved with TP 2 x PP 1 x DP 1 x ZeRO shards 1, goes on with TP 1 x PP 2 x DP 1 x ZeRO shards 1" in second.stdout
+    assert "note: saved with TP 2 x PP 1 x DP 1 x ZeRO shards 1, continues with TP 1 x PP 2 x DP 1 x ZeRO shards 1" in second.stdout
     assert "\nschedule: " in second.stdout and "; 1f1b 0." in second.stdout and "(model, a64fx)\nrecompute: " in second.stdout
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
     assert losses(tmp_path / "whole")[6:] != losses(tmp_path / "whole")[:2]
@@ -273,7 +273,7 @@ def test_sums_in_fp16_where_the_instruction_set_can(alone, tmp_path):
         for name, more in (("fp32", []), ("fp16", ["--fp16-accumulation-chunk", 8])):
             job = alone(*flags, *more, "--save", tmp_path / name)
             assert job.returncode == 0, job.stderr
-    assert "gemm native, sums of 8 products in FP16" in job.stdout
+    assert "gemm native, partial sums of 8 terms in FP16" in job.stdout
     found, expected = losses(tmp_path / "fp16"), losses(tmp_path / "fp32")
     assert found != expected and found == pytest.approx(expected, rel=1e-3)
     for target in kernels.runnable_targets():
