@@ -147,19 +147,19 @@ class Trainer:
             check_memory(run, layout, world, nodes)
         self._run = replace(run, training=replace(run.training, train_iters=self._run.training.train_iters))
         self._groups = share_groups(Grid(world.size, layout.tp, layout.pp).groups(world), kernels)
-        self._feed = pretrain.find_reader_group(run, self._groups, nodes)
+        self._readers = pretrain.find_reader_group(run, self._groups, nodes)
         self._opened = self._samples_needed(layout, train.Progress()) if self._length_given else 1
         data = self._open(self._opened, run.training.eval_iters * layout.global_batch_size(run))
         choice = choose_kernels(run, layout, world, saved)
         observers = Observers(Phases(), Heartbeats(Heartbeat(), Grid(world.size, layout.tp, layout.pp), world.rank), None)
         self._trainer = pretrain.build_trainer(self._with_length(NO_END), world, self._groups, data, choice.backends, observers,
-                                               self._feed)
+                                               self._readers)
         self._has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
         if self._length_given:
             self._end = pretrain.run_length(self._run, layout, train.Progress())[0]
 
     def _open(self, samples: int, valid_samples: int) -> pretrain.Data:
-        return pretrain.open_data(self._run, self._groups, (samples, valid_samples), self._feed, self._arrays)
+        return pretrain.open_data(self._run, self._groups, (samples, valid_samples), self._readers, self._arrays)
 
     def _samples_needed(self, layout: Layout, progress: train.Progress) -> int:
         run = self._with_length(self._end or 0)

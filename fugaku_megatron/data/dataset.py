@@ -3,8 +3,8 @@
 The order of samples depends on no parallel layout. A "document" here is a sequence of the indexed file, as in
 Megatron-core (preprocess.py writes one sequence a document). Left out: fill-in-the-middle, attention masks
 that stop at document ends; which data sets a run has (build.py).
-Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). An index takes 12 bytes per sample and 4 bytes per document and
-epoch, in memory or in mapped files (index_cache.py), besides the 20 bytes per document of the mapped .idx. Of mapped files a
+Shapes: n samples, s = seq_length; a sample is int64 (s + 1,), of numpy. An index takes 12 bytes per sample and 4 bytes per document
+and epoch, in memory or in mapped files (index_cache.py), besides the 20 bytes per document of the mapped .idx. Of mapped files a
 reader holds what it has read since it last gave their pages back, every RELEASE_EVERY samples.
 """
 
@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..comm.agreement import on_root
 from .arrays import TokenArrays
@@ -45,11 +43,11 @@ GPT_ARRAYS, BLEND_ARRAYS = ("document_index", "sample_index", "shuffle_index"), 
 
 
 class Dataset(Protocol):
-    """`len(d)` samples; `d[i]` is an int64 tensor (seq_length + 1,), IndexError beyond the last."""
+    """`len(d)` samples; `d[i]` is an int64 array (seq_length + 1,), IndexError beyond the last."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Tensor: ...
+    def __getitem__(self, index: int) -> np.ndarray: ...
 
 
 def _check_index(index: int, dataset: Dataset) -> None:
@@ -160,7 +158,7 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index` of the shuffled order, int64 (s + 1,)."""
         _check_index(index, self)
         self._fetched += 1
@@ -178,7 +176,7 @@ class GPTDataset:
         assert len(tokens) == self.seq_length + 1
         if self.vocab_size is not None:
             check_tokens(tokens, self.vocab_size, self.indexed.prefix)
-        return torch.from_numpy(tokens.astype(np.int64))
+        return tokens.astype(np.int64)
 
 
 def _described(documents: np.ndarray | range) -> dict[str, Any]:
@@ -224,7 +222,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.dataset_index)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> np.ndarray:
         _check_index(index, self)
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
@@ -241,7 +239,7 @@ class MockDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> np.ndarray:
         _check_index(index, self)
         rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], np.uint64)))
-        return torch.from_numpy(rng.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int64))
+        return rng.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int64)

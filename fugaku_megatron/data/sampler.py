@@ -2,6 +2,8 @@
 
 Everything is a function of the number of samples consumed: the position in the data is one integer, and a run may continue
 with another data-parallel size. Left out: epochs (a dataset covers the whole run), Megatron's "cyclic" sampler.
+A micro-batch stays an array of numpy until the trainer needs it: torch may copy this much with several OpenMP threads, and a
+prefetching thread would start a second set of them.
 Shapes: s = sequence length, b = micro-batch size.
 """
 
@@ -16,9 +18,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ..comm.agreement import Nodes, scatter_object
+from ..comm.agreement import Nodes
 from ..comm.base import Comm
 from .dataset import Dataset
 
@@ -38,15 +39,9 @@ def consecutive(consumed: int, count: int) -> Sequence[int]:
     return range(consumed, consumed + count)
 
 
-def fetch(dataset: Dataset, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(tokens, labels), int64 (s, b) each, of the b samples with these numbers.
-
-    A label is the token that follows.
-    """
-    # In numpy: torch may copy this much with several OpenMP threads, and a prefetching thread would start a second set of them.
-    stacked = np.stack([dataset[i].numpy() for i in samples], axis=1)  # (s + 1, b) int64
-    tokens, labels = stacked[:-1], stacked[1:].copy()  # (s, b) each
-    return torch.from_numpy(tokens), torch.from_numpy(labels)
+def fetch(dataset: Dataset, samples: Sequence[int]) -> np.ndarray:
+    """The b samples with these numbers, int64 (s + 1, b). The label of a token is the one in the next row."""
+    return np.stack([dataset[i] for i in samples], axis=1)
 
 
 def global_batches(dataset: Dataset, consumed: int, global_batch_size: Callable[[int], int],
@@ -65,8 +60,8 @@ def micro_batches(
     dp_rank: int,
     dp_size: int,
     samples: Callable[[int, int], Sequence[int]] = consecutive,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens, labels), int64 (s, b) each, of every micro-batch of this data-parallel rank from sample `consumed` on, in order.
+) -> Iterator[np.ndarray]:
+    """Every micro-batch of this data-parallel rank from sample `consumed` on, int64 (s + 1, b) each, in order.
 
     `global_batch_size` is a function of the samples consumed before a step (such as `config.batches.RampUp`), and `samples` says
     which ones a step takes (such as `config.sample_rules.Skips.samples`). Ends before the first global batch that the dataset
@@ -147,7 +142,6 @@ class Prefetcher(Generic[T]):
         self.close()
 
 
-Batch = tuple[Tensor, Tensor]  # tokens and labels, int64 (s, b) each
 MAX_NODES = 7000  # that open one file; Fugaku's documentation asks for staging above it
 
 
@@ -165,52 +159,63 @@ class ReaderGroup:
 
 
 def build_reader_group(world: Comm, nodes: Nodes, dp_rank: int, needs_data: bool) -> ReaderGroup | None:
-    """The feed of this rank, None where it needs no data. Collective over `world`."""
+    """The reader group of this rank, None where it needs no data. Collective over `world`."""
     share = -(-nodes.count // MAX_NODES)  # nodes to a reader
     comm = world.split(nodes.number // share if needs_data else nodes.count, world.rank)
     return ReaderGroup(comm, tuple(comm.all_gather_object(dp_rank))) if needs_data else None
 
 
 class ReaderBatches:
-    """The micro-batches of this rank, in order; the reader hands out those of an iteration when `begin` is called.
+    """The micro-batches of this rank, in order; the reader sends those of an iteration when `begin` is called.
 
     dataset: on the reader. Iterations begin at sample `consumed`; `size` gives the global batch size of the one that begins at a
-    sample, `samples` the numbers of its samples. The samples of one iteration go to a rank as int32.
+    sample, `samples` the numbers of its samples. Samples are sent as int32.
     """
 
-    def __init__(self, feed: ReaderGroup, dataset: Dataset | None, consumed: int, size: Callable[[int], int], micro_batch_size: int,
-                 dp_size: int, samples: Callable[[int, int], Sequence[int]] = consecutive) -> None:
-        self.feed, self.micro_batch_size, self.dp_size = feed, micro_batch_size, dp_size
+    def __init__(self, readers: ReaderGroup, dataset: Dataset | None, consumed: int, size: Callable[[int], int],
+                 micro_batch_size: int, dp_size: int, samples: Callable[[int, int], Sequence[int]] = consecutive) -> None:
+        self.readers, self.micro_batch_size, self.dp_size = readers, micro_batch_size, dp_size
         self._reader: Prefetcher[list[np.ndarray]] | None = None
-        if feed.reads:
-            assert dataset is not None
+        if readers.reads:
+            assert dataset is not None, "the reader has the dataset"
             self._reader = Prefetcher(self._iterations(dataset, global_batches(dataset, consumed, size, samples)), depth=1)
-        self._ready: Iterator[Batch] = iter(())
+        self._ready: Iterator[np.ndarray] = iter(())
 
     def _iterations(self, dataset: Dataset, batches: Iterator[Sequence[int]]) -> Iterator[list[np.ndarray]]:
-        """For every iteration, the micro-batches of each rank of the feed, (micro-batches, 2, s, b) int32; in numpy as `fetch`."""
+        """For every iteration, the micro-batches of each rank of the group, (micro-batches, s + 1, b) int32."""
         for batch in batches:
             count = len(batch) // (self.micro_batch_size * self.dp_size)
             parts: dict[int, np.ndarray] = {}
-            for dp_rank in set(self.feed.dp_ranks):
+            for dp_rank in set(self.readers.dp_ranks):
                 firsts = (first_sample(0, m, self.micro_batch_size, dp_rank, self.dp_size) for m in range(count))
-                pairs = (fetch(dataset, batch[first : first + self.micro_batch_size]) for first in firsts)
-                parts[dp_rank] = np.stack([np.stack([part.numpy() for part in pair]).astype(np.int32) for pair in pairs])
-            yield [parts[dp_rank] for dp_rank in self.feed.dp_ranks]
+                fetched = (fetch(dataset, batch[first : first + self.micro_batch_size]) for first in firsts)
+                parts[dp_rank] = np.stack([each.astype(np.int32) for each in fetched])
+            yield [parts[dp_rank] for dp_rank in self.readers.dp_ranks]
 
     def begin(self) -> None:
-        """Before each iteration. Collective over the feed. An error of the reader is raised by the reader."""
-        part = scatter_object(self.feed.comm, next(self._reader) if self._reader else None)
-        self._ready = (tuple(pair.long()) for pair in torch.from_numpy(part))
+        """Before each iteration. Collective over the group. An error of the reader is raised by the reader."""
+        part = _scatter(self.readers.comm, next(self._reader) if self._reader else None)
+        self._ready = (samples.astype(np.int64) for samples in part)
 
     def __iter__(self) -> ReaderBatches:
         return self
 
-    def __next__(self) -> Batch:
-        """The next tokens and labels of the iteration, (s, b) each."""
+    def __next__(self) -> np.ndarray:
+        """The next micro-batch of the iteration, int64 (s + 1, b)."""
         return next(self._ready)
 
     def close(self) -> None:
         """Stop reading ahead."""
         if self._reader:
             self._reader.close()
+
+
+def _scatter(comm: Comm, parts: Sequence[np.ndarray] | None) -> np.ndarray:
+    """parts[rank] of rank 0, int32 of three dimensions, on every rank; the other ranks pass None."""
+    if parts is None:
+        shape = comm.recv(torch.empty(3, dtype=torch.int64), 0).tolist()
+        return comm.recv(torch.empty(shape, dtype=torch.int32), 0).numpy()
+    for rank in range(1, comm.size):
+        comm.send(torch.tensor(parts[rank].shape), rank)
+        comm.send(torch.from_numpy(parts[rank]), rank)
+    return parts[0]

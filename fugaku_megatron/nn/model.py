@@ -149,7 +149,10 @@ class Chunk(nn.Module):
         return self.ops.linear(self.head_input(x), self.output_weight)
 
     def forward(self, x: Tensor, labels: Tensor | None, at: Pass, factor: float = 1.0) -> Tensor:
-        """Tokens (s, b) or the previous part's (s, b, h) -> (s, b, h), or for the last part the mean loss () times `factor`."""
+        """Tokens (s, b) or the previous part's (s, b, h) -> (s, b, h), or for the last part the mean loss ().
+
+        factor: the gradient of the loss that backward will bring.
+        """
         x = self.embedding(x, at) if self.is_first else x
         x = self.decode(x, at)
         if not self.is_last:
@@ -157,4 +160,4 @@ class Chunk(nn.Module):
         assert labels is not None
         weight, rows = self.output_weight, self.logits_rows
         return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, spec_of(weight).offset[0], factor, rows,
-                                  self.words) * factor
+                                  self.words)

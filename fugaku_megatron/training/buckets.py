@@ -166,7 +166,7 @@ class BucketComm:
         return _Sum(handle, travelled, grads)
 
     def reduce(self) -> list[Tensor]:
-        """The summed gradients of this rank's part of every bucket, as views of them; the same again until `begin`."""
+        """The summed gradients of this rank's part of every bucket, as views of them. Once between two calls of `begin`."""
         if self._tied is not None and self._tied_sum is None:
             self._tied_sum = self._sum_tied(self._tied, behind=self._untied > 0)
         while len(self._sums) < self._untied:

@@ -104,6 +104,7 @@ class Optimizer:
         self.buckets = BucketComm(stage, self.flat, run, groups)
         self.parts = [self._part(*self.buckets.part(bucket)) for bucket in self.flat.buckets]
         self.scaler, self.steps = LossScaler(run.precision), 0
+        self._reduced: list[Tensor] | None = None
         self._norm: float | None = None
 
     def _part(self, start: int, end: int) -> Part:
@@ -123,7 +124,7 @@ class Optimizer:
 
     def zero_grad(self, microbatches: int = 1) -> None:
         """Before the first of an iteration's micro-batches."""
-        self._norm = None
+        self._reduced = self._norm = None
         self.buckets.begin(microbatches)
         if microbatches > 1:  # the next forward needs what a backward frees
             self.flat.gradients.zero()
@@ -144,9 +145,15 @@ class Optimizer:
         self.buckets.await_weights()
         return math.sqrt(self._sum_counted([part.master for part in self.parts], self.ops.kernels.squared_norm))
 
+    def reduce_gradients(self) -> list[Tensor]:
+        """The summed gradients (n,) of each of the parts; the same again until `zero_grad`. Collective the first time."""
+        if self._reduced is None:
+            self._reduced = self.buckets.reduce()
+        return self._reduced
+
     def grad_norm(self) -> float:
         """L2 norm of the summed gradients without the loss scale, before clipping; the same again until `zero_grad`. Collective."""
-        return self._norm_of(self.buckets.reduce())
+        return self._norm_of(self.reduce_gradients())
 
     def _norm_of(self, grads: list[Tensor]) -> float:
         if self._norm is None:
@@ -155,7 +162,7 @@ class Optimizer:
 
     def step(self, lr: float, weight_decay: float, count_zeros: bool = False) -> StepResult:
         """Update the weights from the accumulated gradients, or skip the update when they hold an Inf or NaN."""
-        grads = self.buckets.reduce()
+        grads = self.reduce_gradients()
         norm = self._norm_of(grads)
         zeros = self._sum_counted(grads, self.ops.kernels.count_zeros) if count_zeros else 0.0
         scale, overflow = self.scaler.scale, not math.isfinite(norm)

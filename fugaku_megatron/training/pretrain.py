@@ -73,25 +73,25 @@ def find_reader_group(run: RunConfig, groups: Groups, nodes: Nodes) -> ReaderGro
 
 
 def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None,
-               feed: ReaderGroup | None = None) -> Data:
+               readers: ReaderGroup | None = None) -> Data:
     """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
 
-    progress: where a resumed run stands. feed: of this rank; without one every rank that needs data reads it.
+    progress: where a resumed run stands. readers: of this rank; without them every rank that needs data reads it.
     """
     size = layout.global_batch_size(run)
     iterations, end = run_length(run, layout, progress or Progress())
     valid_samples = evaluations(run, iterations) * run.training.eval_iters * size
-    return open_data(run, groups, (batches.requested_samples(run, size, end), valid_samples), feed)
+    return open_data(run, groups, (batches.requested_samples(run, size, end), valid_samples), readers)
 
 
-def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], feed: ReaderGroup | None = None,
+def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], readers: ReaderGroup | None = None,
               arrays: Mapping[str, TokenArrays] | None = None) -> Data:
     """`build_data` for these numbers of training and validation samples; a data set of 0 samples is None.
 
     arrays: documents that are in no files, by the names that the run's data flags have for them.
     """
-    reads = feed.reads if feed else reads_data(run, groups)
-    readers = groups.world.split(0 if reads else 1, groups.world.rank)
+    reads = readers.reads if readers else reads_data(run, groups)
+    reading = groups.world.split(0 if reads else 1, groups.world.rank)
     if not reads:
         return None, None
     model, seed = run.model, run.training.seed
@@ -101,7 +101,7 @@ def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], feed: Re
                         for number, count in enumerate(samples))
         return train, valid
     cache = IndexCache(run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY)  # there is no file to keep an index beside
-    common = (model.seq_length, (*samples, 0), seed, model.vocab_size, readers, node_bytes(), cache)
+    common = (model.seq_length, (*samples, 0), seed, model.vocab_size, reading, node_bytes(), cache)
     if run.data.train_data_path:
         return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common, arrays=arrays)[:2]
     assert run.data.data_path is not None, "check_early asks for data"
@@ -176,11 +176,11 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> 
 
 
 def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backends: dict[str, str],
-                  observers: Observers, feed: ReaderGroup | None = None) -> Trainer:
+                  observers: Observers, readers: ReaderGroup | None = None) -> Trainer:
     """This rank's trainer, observed."""
     train, valid = data
     trainer = Trainer(run, world, observers.groups(groups), train, valid, ops=build_ops(run, backends, observers.kernels(kernels)),
-                      feed=feed, watch=observers.watch, waiting_for_data=observers.reading)
+                      readers=readers, watch=observers.watch, waiting_for_data=observers.reading)
     if observers.checksums:
         observers.checksums.watch(trainer.optimizer.flat)
     return trainer
@@ -236,8 +236,8 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     with everywhere():
         _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))
     enter("the start: reading data")
-    feed = find_reader_group(run, groups, nodes)
-    data = build_data(run, groups, layout, resume.progress, feed)
+    readers = find_reader_group(run, groups, nodes)
+    data = build_data(run, groups, layout, resume.progress, readers)
     saved = resume.state.get("tokenizer")
     _say(run, world, data_line(data[0]), validation_line(data[1]), skip_line(run, data[0]),
          *tokenizer_notes(run, tokenizer, saved, world))
@@ -249,7 +249,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     checksums = Checksums(run.numbers.abft) if run.numbers.abft else None
     beats = Heartbeats(watchdog.heart, Grid(world.size, layout.tp, layout.pp), world.rank)
     observers = Observers(Phases(), beats, profile, checksums)
-    trainer = build_trainer(run, world, groups, data, choice.backends, observers, feed)
+    trainer = build_trainer(run, world, groups, data, choice.backends, observers, readers)
     has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
     if run.training.eval_iters and not has_valid:
         _say(run, world, no_evaluation_note(run))

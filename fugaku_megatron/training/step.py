@@ -21,21 +21,28 @@ from ..pipeline import schedule
 from ..pipeline.parts import Instruction, receives_ahead
 from ..pipeline.schedule import Schedule
 
-Batch = tuple[Tensor, Tensor]  # tokens (s, b), labels (s, b)
-
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch of one data-parallel rank.
 
-    index: its number in the iteration. tokens, labels: (s, b) on the first and the last stage, None on the stages between.
+    index: its number in the iteration. samples: (s + 1, b) on the first and the last stage, None on the stages between.
     first_sample: global index of its first sample, which selects dropout masks.
     """
 
     index: int
-    tokens: Tensor | None
-    labels: Tensor | None
+    samples: Tensor | None
     first_sample: int
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """(s, b)."""
+        return None if self.samples is None else self.samples[:-1]
+
+    @property
+    def labels(self) -> Tensor | None:
+        """(s, b): of each token the one that follows."""
+        return None if self.samples is None else self.samples[1:]
 
 
 class MicroBatchWindow:
@@ -74,7 +81,7 @@ class StepShape:
     """What the micro-batches of an iteration have in common.
 
     activation: (s, b, h) between stages, s being a part of the sequence with sequence parallelism. dtype: its element type.
-    loss_factor: scales the loss before backward. training: False in evaluation. recompute: see `Pass`.
+    loss_factor: of the loss that backward begins with. training: False in evaluation. recompute: see `Pass`.
     """
 
     activation: tuple[int, int, int]
@@ -130,7 +137,8 @@ class StepExecutor:
         if not torch.is_grad_enabled():
             self.inputs.pop(key, None)
         if chunk.is_last:
-            self.losses[instruction.microbatch] = output.detach() / self.shape.loss_factor
+            self.losses[instruction.microbatch] = output.detach()
+            output = output * self.shape.loss_factor
         if torch.is_grad_enabled() or not chunk.is_last:
             self.outputs[key] = output
         if (following := self._own_neighbour(instruction, 1)) is not None:

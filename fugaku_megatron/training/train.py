@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,10 +40,11 @@ from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline import schedule
 from .optim import Optimizer
 from .param_schedule import ParamSchedule
-from .step import Batch, MicroBatch, MicroBatchWindow, StepExecutor, StepShape
+from .step import MicroBatch, MicroBatchWindow, StepExecutor, StepShape
 
 WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
 Watch = Callable[[schedule.Executor], schedule.Executor]
+Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
 
 
 @dataclass
@@ -84,8 +86,8 @@ class IterationResult:
 class Trainer:
     """One rank of a run. Raises ValueError when the run does not fit on `world.size` ranks.
 
-    train, valid: datasets, needed where `reads_data`; None elsewhere. feed: where this rank gets its samples from, if another rank
-    may read them; then only the reader needs the datasets. ops: what runs the operations of a step. watch: see
+    train, valid: datasets, needed where `reads_data`; None elsewhere. readers: the ranks whose first one reads the samples of this
+    one; then only that one needs the datasets. ops: what runs the operations of a step. watch: see
     StepExecutor. make_schedule: the training schedule of so many micro-batches. waiting_for_data: is entered around what fetches
     samples. before_update: is given the samples consumed before an iteration and its loss when gradients are summed, and returns
     the loss of those that the update shall use. tokenizer: what a checkpoint says of the run's (`data.tokenizer_flags.identity`).
@@ -100,7 +102,7 @@ class Trainer:
     ops: Ops = field(default_factory=Ops.build)
     watch: Watch | None = None
     make_schedule: Callable[[RunConfig, int], schedule.Schedule] = run_schedule.of_run
-    feed: ReaderGroup | None = None
+    readers: ReaderGroup | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
     tokenizer: dict[str, Any] | None = None
@@ -114,7 +116,7 @@ class Trainer:
         self.skips = Skips.parse(run.data.skip_samples)
         self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
         self.folders = Folders(self.world)  # of checkpoints
-        self._batches: Prefetcher[Batch] | ReaderBatches | None = None
+        self._batches: Source | None = None
         behind = run.output.save and run.output.async_save
         self._snapshot = Snapshot(self.optimizer.checkpoint_shards(owned=True)) if behind else None
 
@@ -130,32 +132,32 @@ class Trainer:
     # One step ------------------------------------------------------------------------------------------------------------------
 
     def _samples(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int],
-                 samples: Callable[[int, int], Sequence[int]] = consecutive) -> Prefetcher[Batch] | ReaderBatches:
+                 samples: Callable[[int, int], Sequence[int]] = consecutive) -> Source:
         """This rank's micro-batches from `consumed` on; only a rank that reads data may call it. Close it at the end."""
         micro_batch_size, dp = self.run.batch.micro_batch_size, self.groups.dp
-        if self.feed and self.feed.comm.size > 1:
-            return ReaderBatches(self.feed, dataset, consumed, size, micro_batch_size, dp.size, samples)
+        if self.readers and self.readers.comm.size > 1:
+            return ReaderBatches(self.readers, dataset, consumed, size, micro_batch_size, dp.size, samples)
         assert dataset is not None, "a rank that reads its own samples has the dataset"
         return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, dp.rank, dp.size, samples))
 
-    def _broadcast(self, source: Iterator[Batch] | None) -> Iterator[Batch]:
-        """Micro-batches (tokens and labels, each (s, b)) on every tensor-parallel rank, read by the first."""
-        shape = (self.run.model.seq_length, self.run.batch.micro_batch_size)
+    def _broadcast(self, source: Source | None) -> Iterator[Tensor]:
+        """Micro-batches, int64 (s + 1, b), on every tensor-parallel rank, read by the first."""
+        shape = (self.run.model.seq_length + 1, self.run.batch.micro_batch_size)
         while True:
             with self.waiting_for_data():
-                tokens, labels = next(source) if source else (torch.empty(shape, dtype=torch.int64) for _ in range(2))
-                batch = self.groups.tp.broadcast(tokens), self.groups.tp.broadcast(labels)
-            yield batch
+                samples = torch.from_numpy(next(source)) if source else torch.empty(shape, dtype=torch.int64)
+                self.groups.tp.broadcast(samples)
+            yield samples
 
-    def _micro_batches(self, batches: Iterator[Batch], consumed: int, count: int) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batches: Iterator[Tensor], consumed: int, count: int) -> Iterator[MicroBatch]:
         """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
         dp, has_data = self.groups.dp, self.stage.first or self.stage.last
         for index in range(count):
-            tokens, labels = next(batches) if has_data else (None, None)
+            samples = next(batches) if has_data else None
             first = first_sample(consumed, index, self.run.batch.micro_batch_size, dp.rank, dp.size)
-            yield MicroBatch(index, tokens, labels, first)
+            yield MicroBatch(index, samples, first)
 
-    def _execute(self, batches: Iterator[Batch], consumed: int, lists: schedule.Schedule, factor: float, training: bool,
+    def _execute(self, batches: Iterator[Tensor], consumed: int, lists: schedule.Schedule, factor: float, training: bool,
                  stage: Stage | None = None, watch: Watch | None = None) -> list[Tensor]:
         run, model = self.run, self.run.model
         sequence = model.seq_length // sequence_parts(run, self.layout.tp)
@@ -172,7 +174,7 @@ class Trainer:
             self.groups.dp.all_reduce(loss).div_(self.groups.dp.size)
         return self.groups.pp.broadcast(loss, root=self.stage.placement.last_stage).item()
 
-    def _train_batches(self) -> Iterator[Batch]:
+    def _train_batches(self) -> Iterator[Tensor]:
         if self._batches is None and self.reads_data:
             self._batches = self._samples(self.train, self.progress.consumed_samples, self.batch_size, self.skips.samples)
         if isinstance(self._batches, ReaderBatches):
@@ -198,14 +200,14 @@ class Trainer:
         return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, consumed,
                                time.perf_counter() - started)
 
-    def _gradients(self, batches: Iterator[Batch], consumed: int, scale: float, stage: Stage | None = None,
+    def _gradients(self, batches: Iterator[Tensor], consumed: int, scale: float, stage: Stage | None = None,
                    watch: Watch | None = None) -> float:
         """Forwards and backwards of the iteration that begins at sample `consumed`, and sums of gradients; the mean loss."""
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
         losses = self._execute(batches, consumed, self.make_schedule(self.run, microbatches),
                                scale / (microbatches * self.layout.dp), True, stage, watch)
-        self.optimizer.buckets.reduce()
+        self.optimizer.reduce_gradients()
         return self._mean_loss(losses)  # not after the update, whose gathers of weights would come first on their communicator
 
     def repeat(self, consumed: int, scale: float, stage: Stage | None = None, watch: Watch | None = None) -> float:

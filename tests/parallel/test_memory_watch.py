@@ -168,8 +168,8 @@ def test_a_real_leak(every_iteration):
     assert run(SoloComm(), [0]) == []
     (iteration, line), = run(SoloComm(), [4])
     match = re.fullmatch(r"memory grows: rank 0 \(node \S+\) by (\S+) MiB per iteration over the last 50 or more; its node or job "
-                         r"has (\d+) MiB left, and its 1 ranks grow by (\S+) MiB per iteration: they last for (\S+) (hours|minutes), which is "
-                         r"(\d+) iterations", line)
+                         r"has (\d+) MiB left, and its 1 ranks grow by (\S+) MiB per iteration: they last for (\S+) "
+                         r"(hours|minutes), which is (\d+) iterations", line)
     assert iteration == FIRST_ITERATIONS + SPAN and match, line
     assert 3.5 < float(match[1]) < 4.5 and match[1] == match[3]
     assert int(match[6]) == pytest.approx(float(match[2]) / float(match[1]), rel=0.01)

@@ -128,8 +128,8 @@ def explained_only(trainer: Trainer) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_no_operation_made(ranks):
     texts = ThreadWorld(ranks).run(lambda world: explained_only(make_trainer(world, small_run(num_layers=2))))
-    assert set(texts) == {"it does not occur when the iteration is repeated from the same state: memory or network of a node may be "
-                          "faulty"}
+    assert set(texts) == {"it does not occur when the iteration is repeated from the same state: memory or network of a node "
+                          "may be faulty"}
 
 
 def test_weight_gradients_and_their_sums():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,8 +52,8 @@ def test_evaluation_is_deterministic_and_without_dropout(ranks, layout):
 
     trainer = make_trainer(SoloComm(), small_run(**SMALLER))
     weights = whole_tensors(trainer, "weight")
-    batches = (fetch(mock(trainer.run, 8), range(first, first + 16)) for first in (0, 16))
-    expected = [plain_loss(weights, *batch, trainer.run.model).item() for batch in batches]
+    batches = (torch.from_numpy(fetch(mock(trainer.run, 8), range(first, first + 16))) for first in (0, 16))
+    expected = [plain_loss(weights, batch[:-1], batch[1:], trainer.run.model).item() for batch in batches]
     for first, again, other in ThreadWorld(ranks).run(evaluate):
         assert first == again
         assert [first, other] == pytest.approx(expected, rel=1e-5)

@@ -76,7 +76,7 @@ def their_training(model: torch.nn.Module, run: RunConfig) -> list[float]:
                                   lr=LR, betas=(run.optimizer.adam_beta1, run.optimizer.adam_beta2), eps=EPSILON)
     data, size, losses = mock(run), run.batch.global_batch_size, []
     for step in range(STEPS):
-        samples = torch.stack([data[step * size + i] for i in range(size)])
+        samples = torch.tensor(np.stack([data[step * size + i] for i in range(size)]))
         loss = F.cross_entropy(model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -170,7 +170,7 @@ def test_from_scratch_the_padding_counts():
     run = with_padding(run, find_checkpoint(run, SoloComm()))
     trainer = make_trainer(SoloComm(), run)
     weights = whole_tensors(trainer, "weight")
-    samples = torch.stack([mock(run)[i] for i in range(run.batch.global_batch_size)])
+    samples = torch.tensor(np.stack([mock(run)[i] for i in range(run.batch.global_batch_size)]))
     found, parts = trainer.train_step().loss, (samples[:, :-1].t(), samples[:, 1:].t())
     padding = whole_tensors(trainer, "grad")[WORDS][91:]
     trainer.close()

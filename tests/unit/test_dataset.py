@@ -89,11 +89,11 @@ def test_blended_dataset(tmp_path):
 
 def test_mock_dataset():
     dataset = MockDataset(50, 8, 1000, 7)
-    samples = torch.stack([dataset[i] for i in range(1000)])
-    assert samples.shape == (1000, 9) and samples.dtype == torch.int64
-    assert samples.unique().tolist() == list(range(50)) and len({tuple(row.tolist()) for row in samples}) == 1000
-    assert torch.equal(dataset[123], MockDataset(50, 8, 2000, 7)[123])
-    assert not torch.equal(dataset[123], MockDataset(50, 8, 1000, 8)[123])
+    samples = np.stack([dataset[i] for i in range(1000)])
+    assert samples.shape == (1000, 9) and samples.dtype == np.int64
+    assert np.unique(samples).tolist() == list(range(50)) and len({tuple(row.tolist()) for row in samples}) == 1000
+    assert np.array_equal(dataset[123], MockDataset(50, 8, 2000, 7)[123])
+    assert not np.array_equal(dataset[123], MockDataset(50, 8, 1000, 8)[123])
     with pytest.raises(IndexError):
         dataset[1000]
 
@@ -125,7 +125,7 @@ def test_build_datasets_blends(tmp_path):
     assert len(train) == 400 and len(valid) == 40
     assert sum(int(train[i][0] >= 100_000) for i in range(400)) == 300
     scaled = build_datasets(["1", a, "3", b], "90,10", 16, (400, 40, 0), 1)[0]  # weights are relative
-    assert all(torch.equal(train[i], scaled[i]) for i in range(400))
+    assert all(np.array_equal(train[i], scaled[i]) for i in range(400))
 
 
 def test_build_datasets_split_errors(tmp_path):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_a_converted_model_keeps_its_padding_out_of_the_loss(alone, tmp_path):
              *"--lr 1e-3 --lr-decay-iters 8 --save".split(), own, "--load", own]
     first = alone(*flags, "--pretrained-checkpoint", tmp_path / "ours", "--train-iters", 2)
     assert first.returncode == 0 and "padded vocabulary 512, padding masked in the loss\n" in first.stdout, first.stderr
-    samples = torch.stack([MockDataset(503, 16, 8, 1234)[i] for i in range(4)])
+    samples = torch.tensor(np.stack([MockDataset(503, 16, 8, 1234)[i] for i in range(4)]))
     with torch.no_grad():
         expected = F.cross_entropy(model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten()).item()
     assert losses(own)[0] == pytest.approx(expected, rel=1e-5)
