@@ -161,6 +161,7 @@ def save_legacy(weights: Weights, directory: Path, tp: int, pp: int, fused: bool
 
 def _rank_contents(weights: Weights, rank: int, tp: int, stage: int, pp: int, fused: bool) -> dict[str, Any]:
     model, each = weights.model, weights.model.num_layers // pp
+    assert model.vocab_size is not None, "weights say it"
     rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
     state = {}
     for name, spec in specs(model).items():
