@@ -31,7 +31,6 @@ from fugaku_megatron.convert.own import save_own
 from fugaku_megatron.host import allocator, kernels
 from fugaku_megatron.inference.generation import steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model
-from fugaku_megatron.inference.sampling import Sampling
 
 from . import core, disturbance, driver, preloads
 

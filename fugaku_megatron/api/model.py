@@ -22,13 +22,11 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import BatchConfig, PrecisionConfig, RunConfig
 from ..convert.convert_command import open_weights, whole
 from ..convert.hugging_face import save_hugging_face
-from ..convert.own import precision_of
-from ..convert.weights import DTYPES, Weights
+from ..convert.weights import DTYPES, Weights, precision_of
 from ..data.tokenizer import Tokenizer
 from ..data.tokenizer_flags import TokenizerFlags
-from ..inference.generation import Texts, steps
+from ..inference.generation import Sampling, Texts, steps
 from ..inference.loading import choose_tokenizer, model_of, through_stages
-from ..inference.sampling import Sampling
 from ..inference.scoring import EVALUATION, rolling, score
 from .config import Config
 

@@ -7,20 +7,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..checkpoint.load import open_checkpoint
 from ..checkpoint.shards import check_model
+from ..comm import launcher
 from ..comm.agreement import everywhere, find_nodes, on_root
+from ..comm.base import Comm
 from ..comm.grid import Grid
+from ..comm.launch import end_job_with_exceptions
+from ..comm.launch import init as start_mpi
 from ..comm.node import share_groups
+from ..comm.solo import SoloComm
 from ..config import batches
 from ..config.checks import check, flag
 from ..config.layout import Layout
@@ -28,17 +34,15 @@ from ..config.model_config import architecture
 from ..config.run_config import NumbersConfig, OutputConfig, RunConfig
 from ..convert.convert_command import open_weights, own_checkpoint
 from ..data.arrays import Documents, TokenArrays
-from ..host import kernels
+from ..host import kernels, runtime
 from ..host.observed import Phases
 from ..training import pretrain, train
-from ..training.memory_watch import check_memory
 from ..training.observers import Heartbeats, Observers
-from ..training.param_schedule import ParamSchedule
+from ..training.optim import ParamSchedule
+from ..training.rank_watch import check_memory
 from ..training.resume import Resume, with_padding
-from ..training.start_choices import choose_kernels, settle
-from ..training.vocabulary import read_tokenizer, with_vocabulary
+from ..training.start_choices import choose_kernels, read_tokenizer, settle, with_vocabulary
 from ..watchdog.heartbeat import Heartbeat
-from . import process
 from .config import Config
 
 Source = str | os.PathLike[str] | Sequence[Any] | Documents
@@ -70,7 +74,7 @@ class Step:
 
 
 class Trainer:
-    """A run on the ranks of `process.world`: alone, or one of those that mpiexec started, each with the same calls.
+    """A run on the ranks of `world`: alone, or one of those that mpiexec started, each with the same calls.
 
     data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and prefixes in turn. Or documents:
     a sequence, or a map-style data set of torch, whose items are one-dimensional arrays of token ids (of numpy or torch, or lists);
@@ -84,7 +88,7 @@ class Trainer:
 
     def __init__(self, config: Config, data: Source | None = None, valid: Source | None = None) -> None:
         check(isinstance(config, Config), f"config is a {type(config).__name__}: expected Config")
-        self.config, self._world = config, process.world()
+        self.config, self._world = config, world()
         self._length_given = any((config.train_iters is not None, config.train_samples, config.train_tokens))
         self._arrays: dict[str, TokenArrays] = {}
         self._end: int | None = None  # iterations of the run, where that is known
@@ -234,7 +238,7 @@ class Trainer:
 
     def _asked_to_stop(self) -> bool:
         """Whether a signal that `init` waits for came on any rank."""
-        return bool(self._world.all_reduce(torch.tensor(int(process.stop_requested())), "max"))
+        return bool(self._world.all_reduce(torch.tensor(int(stop_requested())), "max"))
 
     def evaluate(self) -> float:
         """Mean loss over the first eval_iters global batches of the validation data, the same ones at every call. Collective."""
@@ -283,3 +287,59 @@ class Trainer:
     def close(self) -> None:
         """Stop reading ahead."""
         self._trainer.close()
+
+
+T = TypeVar("T")
+_signals: list[runtime.StopSignals] = []  # of `init`, at most one
+
+
+@functools.cache
+def world() -> Comm:
+    """All ranks: those that a launcher such as mpiexec started, or this process alone, which then imports no MPI.
+
+    With several ranks MPI starts here, on a thread of its own, and from then on an exception that nobody catches prints its
+    traceback and ends all ranks, because the others would wait for this one for ever.
+    """
+    if launcher.processes()[1] == 1:
+        return SoloComm()
+    comm = start_mpi()
+    end_job_with_exceptions(comm)
+    return comm
+
+
+def init(*, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequency: float | None = None,
+         flush_denormals: bool = True, reserve_core: bool = False, stop_signals: bool = False) -> str:
+    """Set up this process as the command train does; returns one line about the machine. Collective: every rank calls it.
+
+    Call it before the first model, if at all. These are all of its effects, and each lasts as long as the process:
+
+    allocator: "tuned" sets malloc's thresholds (mallopt) and gives torch's large CPU tensors an arena that keeps its pages; "stock"
+    leaves both as they are. A preloaded allocator stays in either case.
+    threads: the number of torch's and the kernels' threads becomes OMP_NUM_THREADS, or else this rank's share of the cores.
+    thread_affinity: "pin" binds each thread to a core, "auto" does so on nodes of several NUMA domains, "none" does not.
+    flush_denormals: all threads, torch's operations among them, take denormal numbers as zero.
+    cpu_frequency: the clock in GHz, set where the system permits it; ValueError where the cores run at another.
+    reserve_core: with several ranks, leave a core to the thread that calls MPI.
+    stop_signals: a first SIGINT, SIGTERM or SIGUSR1 lets `Trainer.steps` end after the iteration that is under way, on all ranks;
+    a second one ends the process. Only on the main thread.
+
+    Without a call to `init` none of this is touched.
+    """
+    line = runtime.init(world(), allocator=allocator, thread_affinity=thread_affinity, cpu_frequency=cpu_frequency,
+                        flush_denormals=flush_denormals, reserve_core=reserve_core)
+    if stop_signals and not _signals:
+        _signals.append(runtime.StopSignals().__enter__())
+    return line
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Run `work` on the first rank alone; its result, which can be pickled, on all ranks, once it is there. Collective.
+
+    Where it raises, every rank raises ValueError with its message.
+    """
+    return on_root(world(), work)
+
+
+def stop_requested() -> bool:
+    """Whether a signal asked this rank to stop."""
+    return any(signals.stop_requested for signals in _signals)

@@ -3,7 +3,7 @@
     fugaku-megatron convert --from-hf my_model --save start
     fugaku-megatron convert --load checkpoints --to-hf my_model
 
-Left out: the formats (hugging_face.py, megatron_legacy.py, megatron_dist.py, own.py).
+Left out: the formats (hugging_face.py, megatron_legacy.py, megatron_dist.py, weights.py).
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ from ..comm.agreement import describe
 from ..config.arguments import model_flags
 from ..config.checks import check, flag
 from ..host import allocator
-from .fields import FILE
+from .architectures import FILE
 from .hugging_face import carry, open_hugging_face, save_hugging_face
-from .megatron_names import METADATA
-from .own import open_own, save_own
-from .weights import DTYPES, Weights
+from .weights import DTYPES, Weights, open_own, save_own
 
-LEGACY = "mp_rank_*"
+LEGACY, METADATA = "mp_rank_*", ".metadata"  # of Megatron-LM's two formats: folders, and the file that names all pieces
 
 
 def open_megatron(directory: str, iteration: int | None, vocab_size: int | None) -> Weights:
     """The weights of the latest checkpoint in `directory`, or of `iteration`.
 
-    vocab_size: tokens, where the checkpoint does not say how many of the embedding's rows are no padding. ValueError, one line, for
-    what is missing, damaged or not built here.
+    vocab_size: tokens, where the checkpoint does not say how many of the embedding's rows are tokens. ValueError, one line, for
+    what is missing, damaged or not supported.
     """
     from .megatron_dist import open_dist  # with torch.distributed, which takes a second to load and which no other format needs
     from .megatron_legacy import open_legacy
@@ -48,7 +46,7 @@ def open_megatron(directory: str, iteration: int | None, vocab_size: int | None)
     try:
         path = _iteration(Path(directory), iteration)
         if (path / METADATA).exists():
-            return open_dist(path, vocab_size)
+            return open_dist(path / METADATA, vocab_size)
         check(any(path.glob(LEGACY)), f"{path} holds neither {LEGACY} nor {METADATA}")
         return open_legacy(path, vocab_size)
     except ValueError as error:
@@ -146,7 +144,7 @@ def _abandoned(final: Path) -> list[Path]:
 
 
 TRANSFORMER_ENGINE = "transformer_engine"
-FLAGS = "model.flags"  # beside the iterations: words of train's command line
+FLAGS = "model.flags"  # next to the iterations: words of train's command line
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
 

@@ -24,16 +24,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from ..config.checks import check
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
-from . import pickled
-from .megatron_names import METADATA, model_of, our_name
+from .megatron_files import load_metadata, load_pickled, model_of, our_name
 from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs, widest
 
 COMMON = "common.pt"
 
 
-def open_dist(path: Path, vocab_size: int | None) -> Weights:
-    """The weights of one iteration's directory. ValueError, one line, for what is missing, damaged or not built here."""
-    metadata, common = pickled.load_metadata(path / METADATA), pickled.load(path / COMMON)
+def open_dist(file: Path, vocab_size: int | None) -> Weights:
+    """The weights of one iteration, whose metadata are in `file`. ValueError, one line, for what is missing or damaged."""
+    path = file.parent
+    metadata, common = load_metadata(file), load_pickled(path / COMMON)
     check("args" in common, f"{path / COMMON} holds no arguments of Megatron-LM")
     tensors = {key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
     stored = {name: key for key in tensors if "optimizer" not in key and (name := our_name(key))}
@@ -112,7 +112,7 @@ class _Reader:
         """What torch.save wrote of a piece."""
         place = self.places.get(MetadataIndex(key, offsets))
         if place is None:
-            raise ValueError(f"{self.path / METADATA} does not say where {key} at {list(offsets)} lies")
+            raise ValueError(f"the metadata in {self.path} do not say where {key} at {list(offsets)} lies")
         file = self.path / place.relative_path
         check(Path(place.relative_path).name == place.relative_path and file.is_file(), f"{file} is missing")
         with open(file, "rb") as stream:

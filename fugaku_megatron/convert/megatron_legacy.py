@@ -25,8 +25,7 @@ from ..config.model_config import ModelConfig
 from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
-from . import pickled
-from .megatron_names import VERSION, arguments_of, model_of, our_name, transformer_engine_name
+from .megatron_files import VERSION, arguments_of, load_pickled, model_of, our_name, transformer_engine_name
 from .weights import Weights, check_elements, check_rest, layer_of, specs, widest
 
 FILE = "model_optim_rng.pt"
@@ -64,7 +63,7 @@ def _stages(path: Path) -> list[list[dict[str, Any]]]:
     pp, tp = (1 + max(numbers) for numbers in zip(*found))
     lacking = next(((p, t) for p in range(pp) for t in range(tp) if (p, t) not in found), None)
     check(lacking is None, f"{path} has no file of pipeline stage and tensor-parallel rank {lacking}, of {pp} x {tp}")
-    return [[pickled.load(found[p, t]) for t in range(tp)] for p in range(pp)]
+    return [[load_pickled(found[p, t]) for t in range(tp)] for p in range(pp)]
 
 
 def _chunks(path: Path, stages: list[list[dict[str, Any]]]) -> Iterator[list[Names]]:

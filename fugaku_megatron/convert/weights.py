@@ -1,25 +1,36 @@
 """A model's weights under this program's names and shapes, whatever program wrote them, read one tensor at a time.
 
-Left out: the formats (hugging_face.py, own.py).
+This program's own checkpoints are read as such weights, and weights are written as a checkpoint that --finetune starts from:
+
+    DIR/iter_0000000/part_00003.safetensors     the weights of a layer (of several in a model of more than 124), or of the rest
+    DIR/hugging_face/                           files that came with the model: tokenizer, configurations
+
+Left out: the formats of other programs (hugging_face.py, megatron_dist.py, megatron_legacy.py); optimizer state, which a converted
+checkpoint does not have.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.manifest import CARRIED, FOLDER_FILES, existing_iteration, iteration_path, read_manifest
+from ..checkpoint.save import Description, save_alone
+from ..checkpoint.shards import WEIGHT, Search, Shard, read_shards
+from ..checkpoint.tensor_files import write_tensors
 from ..comm.grid import Grid
 from ..comm.solo import SoloComm
 from ..config.checks import check
 from ..config.model_config import ModelConfig
-from ..config.run_config import BatchConfig, RunConfig
+from ..config.run_config import BatchConfig, PrecisionConfig, RunConfig, saved_run
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import ParameterSpec, spec_of
@@ -98,3 +109,87 @@ def place_of(name: str) -> tuple[str, str]:
     """(place with {} for the layer, "weight" or "bias") of a global name: what it is in every layer."""
     place, kind = _LAYER.sub("decoder.layers.{}.", name).rsplit(".", 1)
     return place, kind
+
+
+_LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "zero_shards": 1}
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads whole tensors out of the pieces of a checkpoint. files: those of each key, with the records of that key alone."""
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    files: dict[str, dict[str, dict[str, Any]]]
+
+    def __call__(self, name: str) -> Tensor:
+        key, shape = WEIGHT + name, self.shapes[name]
+        tensor = torch.zeros(shape, dtype=self.dtypes[name])
+        search = Search([Shard(key, tensor, shape, (0,) * len(shape), shape)], VOCABULARY)
+        for file, entry in self.files[key].items():
+            search.look(file, entry)
+        for file, work in search.plan(self.path).items():
+            read_shards(self.path / file, work)
+        return tensor
+
+
+def open_own(directory: str, iteration: int | None = None) -> Weights:
+    """The weights of the latest checkpoint in `directory`, or of `iteration`. ValueError where there is none, or one is damaged."""
+    prefix = f"--load {directory}: "
+    try:
+        found = existing_iteration(directory) if iteration is None else iteration
+        if found is None:
+            raise ValueError("holds no checkpoint")
+        manifest = read_manifest(directory, found)
+        model = saved_run(manifest, (1, 1)).model
+        read = _reader(iteration_path(Path(directory), found), manifest, model)
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from error
+    carried = Path(directory) / CARRIED
+    return Weights(model, read.dtypes, read, carried if carried.is_dir() else None, manifest["config"])
+
+
+def _reader(path: Path, manifest: dict[str, Any], model: ModelConfig) -> _Reader:
+    """The pieces of each weight, from the records of all files."""
+    files: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(lambda: {"shards": []}))
+    dtypes: dict[str, torch.dtype] = {}
+    for file, entry in manifest["files"].items():
+        for record in entry["shards"]:
+            place = files[record["key"]][file]
+            place.update({**entry, "shards": [*place["shards"], record]})
+            dtypes[record["key"]] = getattr(torch, record["dtype"])
+    wanted = shapes(model)
+    lacking = next((name for name in wanted if WEIGHT + name not in files), None)
+    check(lacking is None, f"{path} has no {WEIGHT}{lacking}")
+    return _Reader(path, wanted, {name: dtypes[WEIGHT + name] for name in wanted}, files)
+
+
+def precision_of(weights: Weights) -> PrecisionConfig:
+    """The flags of a run of these weights."""
+    return PrecisionConfig(**{} if weights.precision == "fp32" else {weights.precision: True})
+
+
+def save_own(weights: Weights, directory: Path) -> None:
+    """Write the weights as a checkpoint of iteration 0 into a new directory that nobody takes for whole yet."""
+    config = {"model": {**asdict(weights.model), "make_vocab_size_divisible_by": 1},
+              "precision": asdict(precision_of(weights))}
+    state = {"progress": {"iteration": 0, "consumed_samples": 0}, "scaler": {}, "optimizer_steps": 0, "weights_only": True}
+    layout: dict[str, int | str] = {**_LAYOUT, "pipeline_split": str(weights.model.num_layers)}
+    save_alone(directory, lambda path: dict(_write_parts(weights, path)), Description(0, layout, config, state))
+
+
+def _write_parts(weights: Weights, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Write the files; yields names and entries."""
+    parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    layers = weights.model.num_layers
+    for name, tensor in weights.like().items():
+        layer, each = layer_of(name), -(-layers // (FOLDER_FILES - 2))
+        parts[0 if layer is None else 1 + layer // each][name] = tensor
+    for number, part in parts.items():
+        file = f"part_{number:05d}.safetensors"
+        entry = write_tensors(path / file, {WEIGHT + name: tensor for name, tensor in part.items()},
+                              lambda key: weights.read(key.removeprefix(WEIGHT)))
+        records = [Shard(WEIGHT + name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape)).record()
+                   for name, tensor in part.items()]
+        yield file, {**entry, "shards": records}

@@ -151,7 +151,7 @@ class Windows:
 def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, int]:
     """(tensor, pipeline) parallel size of a replica of the model, of which the ranks make several. saved: the checkpoint's layout.
 
-    Raises ValueError for a number of ranks that is no multiple.
+    Raises ValueError for a number of ranks that is not a multiple.
     """
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     default = [saved[name] for name in names] if world.size > 1 and not any(source.sizes) else [1, 1]

@@ -13,10 +13,15 @@ batch may have any lengths, and a finished one costs nothing. The same seed give
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+from ..comm.agreement import describe as one_line
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
@@ -25,11 +30,8 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig, saved_run
 from ..costs import accounting, activations
 from ..host import allocator
-from . import sampling
-from .generation import Texts, check_request, steps
-from .interactive import converse
+from .generation import Ending, Sampling, Texts, add_sampling_arguments, check_request, prompts_of, steps
 from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
-from .sampling import Sampling, prompts_of
 
 MIB = 2**20
 
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="tokens to add (default: %(default)s)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="an answer ends before this text; may be "
                         "repeated")
-    sampling.add_arguments(parser)
+    add_sampling_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what a rank would hold, in any layout, and stop")
 
 
@@ -161,3 +163,69 @@ def main(options: argparse.Namespace) -> int:
     allocator.tune("tuned")  # its huge pages: every token reads all weights
     run_or_abort(lambda world: continue_prompts(request, world))
     return 0
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed since an answer began."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside the block Ctrl-C is noted, and does nothing else."""
+        self.pressed, before = False, signal.signal(signal.SIGINT, self)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def read_line() -> str | None:
+    """The next line that is not empty; None at the end of input. Ctrl-C begins a new line."""
+    while True:
+        try:
+            if line := input("> " if sys.stdin.isatty() else ""):
+                return line
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            return None
+
+
+def converse(world: Comm, encode: Callable[[str], list[int]], ending: Ending | None,
+             answer: Callable[[list[int], Callable[[int, list[int]], bool]], Iterator[list[list[int]]]]) -> None:
+    """Continue line after line. Collective.
+
+    encode: tokens of a line, or ValueError. ending: on the first rank. answer(prompt, finished): the tokens so far after each step.
+    """
+    while (prompt := world.broadcast_object(_next_prompt(encode) if world.rank == 0 else None)) is not None:
+        if ending:
+            _show(prompt, ending, answer)
+        else:
+            for _ in answer(prompt, lambda sample, ids: False):
+                pass
+
+
+def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:
+    """Tokens of the next line that can be continued; None at the end of input."""
+    while (line := read_line()) is not None:
+        try:
+            return encode(line)
+        except ValueError as error:
+            print(one_line(error), file=sys.stderr)
+    return None
+
+
+def _show(prompt: list[int], ending: Ending, answer: Callable[..., Iterator[list[list[int]]]]) -> None:
+    """Write an answer as it comes."""
+    interrupt, written, ids = Interrupt(), 0, []
+    with interrupt.noted():
+        for (ids,) in answer(prompt, lambda sample, ids: interrupt.pressed or ending.reached(ids)):
+            text = ending.certain(ids)
+            print(text[written:], end="", flush=True)
+            written = max(written, len(text))
+    print(ending.text(ids)[written:], flush=True)

@@ -15,9 +15,8 @@ from ..config.command_line import Parser
 from ..config.run_config import saved_run
 from ..data.tokenizer import Tokenizer
 from . import evaluate
-from .generation import steps
+from .generation import Ending, Sampling, steps
 from .loading import LoadedModel, load_model
-from .sampling import Ending, Sampling
 from .scoring import Request, encode_after, encode_pair, rolling, score
 
 NEW_TOKENS = 256  # where a task does not say; the harness's own default

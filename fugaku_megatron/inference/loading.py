@@ -163,7 +163,7 @@ def _give_memory(stage: Stage, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def through_stages(loaded: LoadedModel, tokens: Tensor, at: Pass) -> Tensor | None:
+def through_stages(loaded: LoadedModel, tokens: Tensor, forward_pass: Pass) -> Tensor | None:
     """What the last layer makes of tokens (s, b), (s, b, h), on the ranks of the last stage; None elsewhere.
 
     Collective over the pipeline.
@@ -173,7 +173,7 @@ def through_stages(loaded: LoadedModel, tokens: Tensor, at: Pass) -> Tensor | No
         previous, following = (stage.placement.neighbour(pp.rank, number, step) for step in (-1, 1))  # (stage, chunk) or None
         if previous and previous[0] != pp.rank:
             x = pp.recv(torch.empty(*tokens.shape, loaded.run.model.hidden_size, dtype=loaded.dtype), previous[0])
-        x = chunk.decode(chunk.embedding(x, at) if chunk.is_first else x, at)
+        x = chunk.decode(chunk.embedding(x, forward_pass) if chunk.is_first else x, forward_pass)
         if following and following[0] != pp.rank:
             pp.send(x.contiguous(), following[0])
     return x if stage.last else None

@@ -3,7 +3,7 @@
 A rank is slow in what it does itself: it computes, or it waits for its data. All else is waiting for other ranks. Computation is
 compared with that of ranks that compute the same; data should not be waited for at all.
 The table has min, mean and max of each phase. It reads the files of --log-ranks. Left out: where the seconds come from
-(`training.rank_times`).
+(`training.rank_watch`).
 """
 
 from __future__ import annotations

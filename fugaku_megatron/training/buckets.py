@@ -1,4 +1,4 @@
-"""Data-parallel communication of a rank, bucket by bucket: sums of gradients behind backward, gathers of weights behind forward.
+"""Data-parallel communication of a rank, bucket by bucket: gradients are reduced during backward, weights gathered during forward.
 
     begin(micro-batches)                        of an iteration
     hooks on a unit of the stage: forward       waits for the gathers of its weights
@@ -32,15 +32,15 @@ from .flat import Bucket, FlatParameter, FlatParameters, unit_modules
 
 @dataclass(frozen=True)
 class _Sum:
-    """A started sum. travelled: what is on its way, (n,). result: FP32 gradients (n,), the same memory unless that is BF16."""
+    """A started sum. sent: what the ranks add up, (n,). result: FP32 gradients (n,), the same memory unless that is BF16."""
 
     handle: Handle
-    travelled: Tensor
+    sent: Tensor
     result: Tensor
 
     def wait(self) -> Tensor:
         self.handle.wait()
-        return self.result if self.travelled.dtype == self.result.dtype else self.result.copy_(self.travelled)
+        return self.result if self.sent.dtype == self.result.dtype else self.result.copy_(self.sent)
 
 
 class BucketComm:
@@ -114,36 +114,36 @@ class BucketComm:
         """Start what waited for this unit alone."""
         self._completed.add(unit)
         if unit == self._tied_unit and self._tied is not None:
-            self._tied_sum = self._sum_tied(self._tied, behind=True)
+            self._tied_sum = self._sum_tied(self._tied, overlap=True)
         while len(self._sums) < self._untied and self._completed.issuperset(self.flat.buckets[len(self._sums)].units):
-            self._sum_next(behind=True)
+            self._sum_next(overlap=True)
 
-    def _sum_tied(self, tied: FlatParameter, behind: bool) -> _Sum:
-        """Sum the tied embedding's gradient over its two copies; behind: only start that."""
+    def _sum_tied(self, tied: FlatParameter, overlap: bool) -> _Sum:
+        """Sum the tied embedding's gradient over its two copies. overlap: only start that."""
         if self.before_sum:
             self.before_sum(-1, tied.main_grad)
-        return self._all_reduce(self.embedding, tied.main_grad, behind)
+        return self._all_reduce(self.embedding, tied.main_grad, overlap)
 
     @property
     def _untied(self) -> int:
         """How many buckets, the first ones, do not wait for the tied embedding's other copy."""
         return len(self.flat.buckets) - (self._tied is not None)
 
-    def _sum_next(self, behind: bool) -> None:
-        """Sum the next bucket; behind: only start that."""
+    def _sum_next(self, overlap: bool) -> None:
+        """Sum the next bucket. overlap: only start that."""
         bucket, grads = self.flat.buckets[len(self._sums)], self.flat.gradients.of(len(self._sums))
         if self.before_sum:
             self.before_sum(len(self._sums), grads)
         self._sum_partial_gradients(bucket)
         start, end = self.part(bucket)
         if not self.sharded or self.dp.size == 1:
-            return self._sums.append(self._all_reduce(self.dp, grads, behind))
-        own, travelled, handle = slice(start - bucket.start, end - bucket.start), grads.to(self.sent_dtype), DONE
-        if behind:
-            handle = self.dp.ireduce_scatter(travelled[own], travelled)
+            return self._sums.append(self._all_reduce(self.dp, grads, overlap))
+        own, sent, handle = slice(start - bucket.start, end - bucket.start), grads.to(self.sent_dtype), DONE
+        if overlap:
+            handle = self.dp.ireduce_scatter(sent[own], sent)
         else:
-            self.dp.reduce_scatter(travelled[own], travelled)
-        self._sums.append(_Sum(handle, travelled[own], grads[own]))
+            self.dp.reduce_scatter(sent[own], sent)
+        self._sums.append(_Sum(handle, sent[own], grads[own]))
 
     def _sum_partial_gradients(self, bucket: Bucket) -> None:
         """Sum over tensor-parallel ranks what each computed from its part of the sequence, as Megatron's allreduce_layernorm_grads.
@@ -157,23 +157,23 @@ class BucketComm:
             for grad, part in zip(partial, summed.split([grad.numel() for grad in partial]), strict=True):
                 grad.copy_(part.view_as(grad))
 
-    def _all_reduce(self, comm: Comm, grads: Tensor, behind: bool) -> _Sum:
-        travelled, handle = grads if comm.size == 1 else grads.to(self.sent_dtype), DONE  # itself where it travels in FP32
-        if behind:
-            handle = comm.iall_reduce(travelled)
+    def _all_reduce(self, comm: Comm, grads: Tensor, overlap: bool) -> _Sum:
+        sent, handle = grads if comm.size == 1 else grads.to(self.sent_dtype), DONE  # itself where it travels in FP32
+        if overlap:
+            handle = comm.iall_reduce(sent)
         else:
-            comm.all_reduce(travelled)
-        return _Sum(handle, travelled, grads)
+            comm.all_reduce(sent)
+        return _Sum(handle, sent, grads)
 
     def reduce(self) -> list[Tensor]:
         """The summed gradients of this rank's part of every bucket, as views of them. Once between two calls of `begin`."""
         if self._tied is not None and self._tied_sum is None:
-            self._tied_sum = self._sum_tied(self._tied, behind=self._untied > 0)
+            self._tied_sum = self._sum_tied(self._tied, overlap=self._untied > 0)
         while len(self._sums) < self._untied:
-            self._sum_next(behind=False)
+            self._sum_next(overlap=False)
         if self._tied_sum and len(self._sums) < len(self.flat.buckets):
             self._tied_sum.wait()
-            self._sum_next(behind=False)
+            self._sum_next(overlap=False)
         return [each.wait() for each in self._sums]
 
     # Gathers --------------------------------------------------------------------------------------------------------------------

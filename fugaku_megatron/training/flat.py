@@ -71,12 +71,12 @@ class Gradients:
         return memory
 
     def zero(self) -> None:
-        """Give every bucket memory, and fill it with zeros."""
+        """Fill every bucket with zeros, which allocates its memory."""
         for index, memory in enumerate(self._memory):
             self.of(index) if memory is None else memory.zero_()
 
     def free(self) -> None:
-        """Give up all memory; views of it keep what they show."""
+        """Free all memory. Views of it keep what they show."""
         self._memory = [None] * len(self._buckets)
 
     def find(self, tensor: Tensor) -> int | None:
@@ -121,7 +121,7 @@ def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
 def unit_modules(stage: Stage) -> list[nn.Module]:
     """The modules whose parameters form the stage's units: final norm, layers, embeddings; a tied copy is one more unit.
 
-    A head's own weight belongs to the final norm's unit, which comes before it in forward and behind it in backward.
+    A head's own weight belongs to the final norm's unit, which comes before it in forward and after it in backward.
     """
     chunks = list(reversed(stage.chunks))
     head = [stage.last.final_layernorm] if stage.last else []

@@ -40,19 +40,14 @@ from ..logs.metrics import MetricsWriter, WandbRun, format_peak_memory, read_run
 from ..logs.run_log import format_run
 from ..logs.screen import append
 from ..watchdog.watch import Watchdog
-from .checksums import Checksums
-from .memory_watch import MemoryWatch, check_memory, data_line, iteration_line, skip_line, validation_line
-from .observers import Heartbeats, Observers
-from .param_schedule import ParamSchedule
-from .placing import place
-from .profile import Profile, profiled_ranks
-from .rank_times import RankTimes
-from .rerun import Rerun
+from .machine_faults import Checksums, Rerun
+from .observers import Heartbeats, Observers, Profile, place, profiled_ranks
+from .optim import ParamSchedule
+from .rank_watch import MemoryWatch, RankTimes, check_memory, data_line, iteration_line, skip_line, validation_line
 from .resume import Resume, find_checkpoint, resume_training, with_padding
 from .session import HISTORY, Session
-from .start_choices import build_ops, choose_kernels, settle
+from .start_choices import build_ops, choose_kernels, read_tokenizer, settle, tokenizer_notes, with_vocabulary
 from .train import Progress, Trainer, reads_data
-from .vocabulary import read_tokenizer, tokenizer_notes, with_vocabulary
 
 Data = tuple[Dataset | None, Dataset | None]  # training and validation samples, where this rank reads them
 

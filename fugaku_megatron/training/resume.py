@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what --load names, and which settings of the run differ from those it was saved with.
+"""Continuing from a checkpoint: what --load names, and which settings of the run differ from those it was saved with.
 
 Left out: reading the tensors (`checkpoint.load`).
 """
@@ -22,11 +22,11 @@ from ..config.model_config import COUNTED, MASKED, UNSETTLED
 from ..config.run_config import COURSE, RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.accounting import padded_vocab_size
-from .param_schedule import ParamSchedule
+from .optim import ParamSchedule
 from .session import HISTORY, LOSS_CURVE
 from .train import Progress, Trainer, layout_record
 
-OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER)  # what a run that ended before its first checkpoint leaves, beside iter_...
+OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER)  # what a run that ended before its first checkpoint leaves
 
 LAYOUT_SIZES = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_size": "PP", "data_parallel_size": "DP",
                 "zero_shards": "ZeRO shards"}
@@ -34,10 +34,10 @@ LAYOUT_SIZES = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_siz
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run goes on from.
+    """The checkpoint that a run continues from.
 
-    checkpoint: None where the run starts anew. state, config: what was saved beside the tensors. finetune: the weights are all
-    that is taken of it; the state is then empty.
+    checkpoint: None where the run starts from the beginning. state, config: what was saved next to the tensors. finetune: only the
+    weights are taken of it, and the state is empty.
     """
 
     checkpoint: Checkpoint | None = None
@@ -212,7 +212,7 @@ def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
 
 
 def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
-    """What changes of --skip-samples ahead, and what comes too late. Ranges that lie behind and were left out need no word."""
+    """What changes of --skip-samples ahead, and what comes too late. Ranges that were left out before need no note."""
     position, now = trainer.progress.consumed_samples, trainer.skips
     saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
     before, after = saved.between(position, MAX_SAMPLE), now.between(position, MAX_SAMPLE)

@@ -20,11 +20,10 @@ from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
 from ..watchdog.watch import Watchdog
-from .checksums import Checksums, differing_replica
-from .memory_watch import MemoryWatch
+from .machine_faults import Checksums, differing_replica
 from .nonfinite import find_nonfinite
-from .profile import Profile
-from .rank_times import RankTimes
+from .observers import Profile
+from .rank_watch import MemoryWatch, RankTimes
 from .train import IterationResult, Trainer
 
 HISTORY = "history.jsonl"
@@ -249,7 +248,7 @@ class Session:
         return self.watchdog.heart.phase(f"save of iteration {self.saved_iteration}")
 
     def _advance_save(self, saving: BackgroundSave) -> None:
-        """The next step of a save behind the run, when all ranks have done the present one."""
+        """The next step of a save in the background, when all ranks have done the present one."""
         with self._saves():
             done = saving.advance()
         if done:
@@ -257,7 +256,7 @@ class Session:
             self._report_save()
 
     def _finish_save(self) -> None:
-        """Wait for a save behind the run."""
+        """Wait for a save in the background."""
         while self.saving:
             self._advance_save(self.saving)
 

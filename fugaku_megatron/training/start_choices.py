@@ -1,4 +1,4 @@
-"""What a run leaves to the program, settled before the model is built: the schedule, recompute, and the kernels.
+"""What a run leaves to the program, settled before the model is built: the vocabulary, the schedule, recompute, and the kernels.
 
 Left out: how the performance model ranks schedules (`perf.search`).
 """
@@ -23,17 +23,66 @@ from ..nn import autotune
 from ..nn.ops import FAMILIES, Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline.parts import AUTO
-from .memory_watch import PROCESS_BYTES
+from .rank_watch import PROCESS_BYTES
 
 if TYPE_CHECKING:
     from ..perf.model import System
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..config.checks import check
+from ..config.recipes import GPT2_VOCABULARY
+from ..data.data_path import parse_data_path
+from ..data.tokenizer import build_tokenizer
+from ..data.tokenizer_flags import TokenizerFlags, identity, mismatch, read_identity
+
+
+def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
+    """What tells the run's tokenizer from others (`data.tokenizer_flags.identity`); None where no flag names one.
+
+    Collective: one rank reads the files. ValueError on every rank where that fails.
+    """
+    flags = TokenizerFlags.of(run.data, run.model.vocab_size)
+    return on_root(world, lambda: identity(build_tokenizer(*flags))) if flags.named else None
+
+
+def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConfig:
+    """The run with its vocabulary size known: --vocab-size, the tokenizer's (`read_tokenizer`), or with --mock-data GPT-2's.
+
+    Raises ValueError when none of them is known or the tokenizer has more tokens than --vocab-size.
+    """
+    data, vocab_size = run.data, run.model.vocab_size
+    if tokenizer:
+        size = tokenizer["vocab_size"]
+        named = f"--tokenizer-model {data.tokenizer_model}" if data.tokenizer_model else f"--vocab-file {data.vocab_file}"
+        check(vocab_size is None or vocab_size >= size, f"--vocab-size {vocab_size} is below the {size} tokens of {named}: pass at "
+              f"least {size}, or leave it out")
+    else:
+        check(vocab_size is not None or data.mock_data, "the vocabulary size is unknown: pass --vocab-file and --merge-file, "
+              "--tokenizer-type and --tokenizer-model, or --vocab-size")
+        size = GPT2_VOCABULARY
+    return replace(run, model=replace(run.model, vocab_size=vocab_size or size))
+
+
+def tokenizer_notes(run: RunConfig, tokenizer: dict[str, Any] | None, saved: dict[str, Any] | None, world: Comm) -> list[str]:
+    """Lines about data, or a checkpoint whose state has `saved`, that come from another tokenizer. Collective."""
+    notes = on_root(world, lambda: [*_data_notes(run, tokenizer)])
+    other = mismatch(tokenizer, saved)
+    return notes + [f"note: the checkpoint in --load was trained with {other}: their tokens mean different texts"] * bool(other)
+
+
+def _data_notes(run: RunConfig, tokenizer: dict[str, Any] | None) -> Iterable[str]:
+    for prefix in dict.fromkeys(prefix for path in run.data.paths.values() for prefix in parse_data_path(path)[0]):
+        if other := mismatch(tokenizer, read_identity(prefix)):
+            yield f"note: {prefix} was tokenized with {other}: pass the tokenizer that preprocess has used"
+
 
 MIB = 1 << 20
 FIT = 0.9  # of a node's memory may be used by what is chosen; the system and the error of the model need the rest
 MACHINE = "a64fx"  # whose costs rank the schedules everywhere, so that a dry run on another machine chooses the same
 
 
-def room(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None) -> int:
+def tensor_bytes(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None) -> int:
     """Bytes that the tensors of a rank may have, the same on every rank. Collective over `world`.
 
     From --memory-per-rank, or where it is not given from the smallest share of any node of which the ranks share nine tenths.
@@ -65,7 +114,7 @@ def settle(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nod
     ranks_schedules = run.parallel.pipeline_schedule == AUTO and layout.pp > 1
     if not run.training.recompute_auto and not ranks_schedules:
         return run, []
-    space = room(run, layout, world, nodes)
+    space = tensor_bytes(run, layout, world, nodes)
     if not ranks_schedules:
         return on_root(world, lambda: run_schedule.settled(run, layout, space))
     from ..perf import search

@@ -132,8 +132,8 @@ class StepExecutor:
         key, chunk = _key(instruction), self.chunks[instruction.chunk]
         batch = self.batches.fetch(instruction.microbatch)
         x = batch.tokens if chunk.is_first else self.inputs[key]
-        at = Pass(first_sample=batch.first_sample, training=self.shape.training, recompute=self.shape.recompute)
-        output = chunk(x, batch.labels, at, self.shape.loss_factor)
+        forward_pass = Pass(first_sample=batch.first_sample, training=self.shape.training, recompute=self.shape.recompute)
+        output = chunk(x, batch.labels, forward_pass, self.shape.loss_factor)
         if not torch.is_grad_enabled():
             self.inputs.pop(key, None)
         if chunk.is_last:

@@ -38,8 +38,7 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline import schedule
-from .optim import Optimizer
-from .param_schedule import ParamSchedule
+from .optim import Optimizer, ParamSchedule
 from .step import MicroBatch, MicroBatchWindow, StepExecutor, StepShape
 
 WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint

@@ -65,7 +65,7 @@ def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
 
 
 def hang_settings(run: RunConfig) -> HangSettings:
-    """How long is too long, and where a hang is reported: beside --log-file, or else in --save, or here."""
+    """How long is too long, and where a hang is reported: next to --log-file, or else in --save, or here."""
     output = run.output
     directory = Path(output.log_file).parent if output.log_file else Path(output.save or ".")
     return HangSettings(run.system.hang_timeout_in_secs, directory, output.log_file)
@@ -75,7 +75,7 @@ def print_plan(arguments: Arguments, world: Comm, png: str | None = None) -> Non
     """What --dry-run prints, once, and the picture that it draws. Collective."""
     from ..comm.agreement import everywhere
     from .dry_run import report
-    from .vocabulary import read_tokenizer, with_vocabulary
+    from .start_choices import read_tokenizer, with_vocabulary
 
     with everywhere():
         run = with_vocabulary(arguments.run, read_tokenizer(arguments.run, world))

@@ -7,7 +7,7 @@ The watchdogs of nodes form a tree of UDP datagrams, so that one of them knows w
 // FAN what its ranks do and what its own children have reported, and gets an answer. So a node hears at most FAN others, and a
 report about any number of nodes is one short datagram, which names few ranks and counts the rest. Two ranks of each node listen,
 because one of them may have stopped. The end of a job is sent down the same tree. Left out: where heartbeats come from
-(heartbeat.py), finding addresses over MPI (`training.placing`).
+(heartbeat.py), finding addresses over MPI (`training.observers`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fugaku_megatron as fm
-from fugaku_megatron.api import process
+from fugaku_megatron.api import trainer as process
 from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.recipes import RECIPES

@@ -161,7 +161,7 @@ def run(world, leaks, iterations: int = FIRST_ITERATIONS + SPAN, nodes: Nodes | 
 
 @pytest.fixture
 def every_iteration(monkeypatch):
-    monkeypatch.setattr(memory_watch, "READ_EVERY", 0.0)
+    monkeypatch.setattr(rank_watch, "READ_EVERY", 0.0)
 
 
 def test_a_real_leak(every_iteration):
@@ -179,9 +179,9 @@ def test_a_real_leak(every_iteration):
 
 def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_iteration):
     rates = {0: 1.0, 1: 3.0, 2: 0.0}
-    monkeypatch.setattr(memory_watch, "free_bytes", lambda: 400 * MIB)
-    monkeypatch.setattr(memory_watch, "steady_growth", lambda readings: readings[0][1])
-    monkeypatch.setattr(memory_watch, "usage", lambda: None)
+    monkeypatch.setattr(rank_watch, "free_bytes", lambda: 400 * MIB)
+    monkeypatch.setattr(rank_watch, "steady_growth", lambda readings: readings[0][1])
+    monkeypatch.setattr(rank_watch, "usage", lambda: None)
 
     def rank(world):
         said = []
@@ -189,7 +189,7 @@ def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_itera
         watch._readings.append((1, int(rates[world.rank] * MIB)))
         for iteration in (100, 200):
             watch._tell(iteration, 60.0, rates[world.rank] * MIB)
-        monkeypatch.setattr(memory_watch, "free_bytes", lambda: 190 * MIB)
+        monkeypatch.setattr(rank_watch, "free_bytes", lambda: 190 * MIB)
         world.barrier()
         watch._tell(300, 60.0, rates[world.rank] * MIB)
         return said

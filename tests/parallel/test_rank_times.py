@@ -7,7 +7,7 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host.observed import PHASES
 from fugaku_megatron.logs.rank_table import read
-from fugaku_megatron.training.rank_times import RankTimes
+from fugaku_megatron.training.rank_watch import RankTimes
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 

@@ -94,8 +94,8 @@ def test_the_dry_run_prints_the_choice():
 
 def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
     run, layout = auto("1f1b")
-    lines = ThreadWorld(4).run(lambda world: start_choices.room(run, layout, world))
-    assert lines == [int(start_choices.FIT * memory_watch.node_bytes()) // 4 - memory_watch.PROCESS_BYTES] * 4
+    lines = ThreadWorld(4).run(lambda world: start_choices.tensor_bytes(run, layout, world))
+    assert lines == [int(start_choices.FIT * rank_watch.node_bytes()) // 4 - rank_watch.PROCESS_BYTES] * 4
     chosen = ThreadWorld(4).run(lambda world: start_choices.settle(run, layout, world))
     assert all(pair == chosen[0] for pair in chosen) and "none" in chosen[0][1][0]
 

@@ -22,9 +22,8 @@ from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
 from fugaku_megatron.costs.accounting import padded_vocab_size
 from fugaku_megatron.inference.evaluate import Texts, evaluated
-from fugaku_megatron.inference.generation import steps
+from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model
-from fugaku_megatron.inference.sampling import Sampling
 from fugaku_megatron.inference.scoring import windows
 from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training, with_padding
 from fugaku_megatron.training.train import Trainer

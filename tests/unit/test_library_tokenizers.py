@@ -20,7 +20,7 @@ from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTo
 from fugaku_megatron.data.tokenizer import TOKENIZERS, build_tokenizer
 from fugaku_megatron.data.tokenizer_flags import SUFFIX, TokenizerFlags, identity, mismatch, read_identity
 from fugaku_megatron.inference import generate
-from fugaku_megatron.training.vocabulary import read_tokenizer, tokenizer_notes, with_vocabulary
+from fugaku_megatron.training.start_choices import read_tokenizer, tokenizer_notes, with_vocabulary
 from tests.parallel.test_generate import save_trained
 
 TEXTS = ["to be or not to be", "the cat sat\non the mat, 富岳", "one two  three"]

@@ -13,7 +13,7 @@ import torch
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.host.observed import Observed, Phases
-from fugaku_megatron.training.rank_times import RankTimes
+from fugaku_megatron.training.rank_watch import RankTimes
 from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import IterationResult, Trainer
 from tests.helpers import grid_groups, mock, small_run

@@ -1,0 +1,346 @@
+"""Faults of a machine that raise no error: --abft, hashes of the replicas' weights, and --rerun-on-spike.
+
+--abft checks matmuls of chosen layers by checksums while they are computed (algorithm-based fault tolerance). The rows of P = L
+R^T add up to L times the sum of R's rows: one matrix-vector product and some passes over memory check a whole matmul, so that a
+wrong element is found whatever made it wrong (Huang and Abraham 1984, "Algorithm-Based Fault Tolerance for Matrix Operations",
+IEEE Trans. Comput. C-33). P is the result of a linear layer, the gradient of its input, or what a backward adds to that of its
+weight.
+
+Tolerance. With rounding errors as independent random numbers of mean zero, an inner product of k terms is wrong by at most
+DOUBT sqrt(k) u |l| |r| but for a probability of 2 exp(-DOUBT^2 / 2), 3e-14 (Higham and Mary 2019, "A New Approach to Probabilistic
+Rounding Error Analysis", SIAM J. Sci. Comput. 41, theorem 3.1; Cauchy-Schwarz for |l|^T |r|). Errors of a row's elements add up as
+independent ones do, to DOUBT sqrt(k) u |l| |R|_F; the checksum's own is DOUBT sqrt(k) u |l| |sum of R's rows|, and storing P adds
+DOUBT u' |row|, u' being the rounding of its type. Sums of n elements, which torch forms in a cascade, are the same with
+sqrt(log2 n) for sqrt(k). An error below that is not seen. Left out: matmuls whose result the GELU's derivative multiplies (the
+gradient of an MLP's inner tensor), attention, and torch's matmuls.
+
+`differing_replica` compares the weights of data-parallel replicas by a hash.
+
+--rerun-on-spike repeats an iteration from the same state before its update: is it the machine or the batch? Weights have not
+changed, dropout masks and samples are functions of the position in the data, and sums have a fixed order: a sound machine makes
+the same bits again. Every iteration keeps fingerprints of what this rank has computed: of each chunk's output and its input's
+gradient, micro-batch by micro-batch, and of its own weight gradients before their sums. Where those of a repetition differ, the
+first difference (along the samples, then forward and backward through the parts of the model, weight gradients last) names the
+rank. Megatron-LM's rerun state machine does as much with results that it is given to validate. A machine that makes the same
+mistake twice is not found so.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.tensor_files import as_bytes
+from ..comm.agreement import first_rank
+from ..comm.base import Comm
+from ..host.observed import Observed
+from .flat import FlatParameters
+from .train import Trainer
+
+FORWARD, DATA, WEIGHT = MATMULS = ("linear_forward", "linear_data_gradient", "linear_weight_gradient")
+TEXTS = {FORWARD: "result", DATA: "gradient of the input", WEIGHT: "gradient of the weight"}
+DOUBT = 8.0
+UNIT = 2.0**-24  # rounding of FP32, in which products are summed
+TINY = 1e-18  # norms below it may be wrong: their squares underflow
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The row whose sum is off by most tolerances."""
+
+    row: int
+    sum: float
+    checksum: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        return f"row {self.row} sums to {self.sum:.6g}, its checksum is {self.checksum:.6g}, tolerance {self.tolerance:.2g}"
+
+
+def check_rows(sums: Tensor, checksums: Tensor, tolerance: Tensor) -> Difference | None:
+    """The row whose sum (m) is beyond its tolerance (m) most; None where none is. A checksum that is not finite says nothing."""
+    off = ((sums - checksums).abs() / tolerance).nan_to_num(nan=torch.inf).where(checksums.isfinite(), torch.zeros(()))
+    row = int(off.argmax())
+    return Difference(row, float(sums[row]), float(checksums[row]), float(tolerance[row])) if off[row] > 1 else None
+
+
+def tolerances(terms: int, left: Tensor, right: float, total: Tensor, stored: Tensor, sums: Tensor, columns: int,
+               rounding: float) -> Tensor:
+    """Of the sums (m) of the rows of P, whose elements are inner products of `terms` terms, (m).
+
+    left (m): norms of L's rows. right: norm of R. total: the sum of R's rows. stored (m): norms of P's rows of so many columns.
+    rounding: of P's type.
+    """
+    scale = right + float(_norm(total)) + TINY
+    cascade = columns.bit_length() ** 0.5
+    stored = stored.where(stored.isfinite(), torch.zeros(()))  # a wrong element may be that large
+    added = (stored + sums.abs()).where(sums.isfinite(), torch.zeros(()))
+    products = UNIT * (terms**0.5 + cascade) * scale * (left + TINY)
+    return DOUBT * (products + UNIT * cascade * torch.minimum(added, stored * columns**0.5) + rounding * stored)
+
+
+def compare(left: Tensor, right: Tensor, result: Tensor, bias: Tensor | None = None) -> Difference | None:
+    """Whether result (m, n) is left (m, k) right^T, right (n, k), + bias (n): the row that is not, most of all, or None."""
+    left, right = left.float(), right.float()
+    sums, total = result.sum(1, dtype=torch.float32), right.sum(0)
+    tolerance = tolerances(left.shape[1], _norm(left, 1), float(_norm(right)), total, _norm(result, 1), sums, result.shape[1],
+                           torch.finfo(result.dtype).eps / 2)
+    return check_rows(sums, left @ total if bias is None else left @ total + bias.float().sum(), tolerance)
+
+
+def _norm(x: Tensor, dim: int | None = None) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=dim, dtype=torch.float32)
+
+
+class Checksums:
+    """Checks the matmuls of this rank's chosen layers. layers: their numbers, from 0 as in names, or ALL for every matmul."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self._prefixes = None if ALL in layers else tuple(f"decoder.layers.{layer}." for layer in layers)
+        self._flat: FlatParameters | None = None
+        self._found: str | None = None
+
+    def observe(self, library: Any) -> Any:
+        """The kernels, their matmuls checked."""
+        return Observed(library, MATMULS, self._matmul)
+
+    def watch(self, flat: FlatParameters) -> None:
+        """Tell which memory belongs to which weight: call it before the first matmul."""
+        self._flat = flat
+
+    def report(self, world: Comm) -> str | None:
+        """What was found since the last report, on the first rank that found something; None where none did. Collective."""
+        own, self._found = self._found, None
+        rank = first_rank(world, None if own is None else (0,), 1)
+        return None if rank is None else world.broadcast_object(f"rank {world.rank} (node {platform.node()}), {own}", root=rank)
+
+    def _name(self, tensor: Tensor) -> str | None:
+        """Of the checked weight whose values or gradients are an argument of a matmul."""
+        parameter = self._flat.owner(tensor) if self._flat else None
+        if parameter is None or not parameter.spec.decayed:
+            return None
+        name = parameter.spec.name
+        return name if self._prefixes is None or name.startswith(self._prefixes) else None
+
+    def _matmul(self, kernel: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        name = self._name(args[2 if kernel == WEIGHT else 1])
+        if name is None:
+            return function(*args, **kwargs)
+        return getattr(self, "_" + kernel)(name, lambda: function(*args, **kwargs), *args)
+
+    def _linear_forward(self, name: str, call: Callable[[], None], x: Tensor, weight: Tensor, out: Tensor,
+                        bias: Tensor | None = None, gelu: bool = False, pre: Tensor | None = None, *_: Any) -> None:
+        call()
+        result = pre if gelu else out  # what comes before the GELU, if it is kept
+        if result is not None:
+            self._again(FORWARD, name, call, lambda: compare(x, weight, result, bias))
+
+    def _linear_data_gradient(self, name: str, call: Callable[[], None], dy: Tensor, weight: Tensor, dx: Tensor,
+                              gelu_input: Tensor | None = None, *_: Any) -> None:
+        call()
+        if gelu_input is None:
+            self._again(DATA, name, call, lambda: compare(dy, weight.t(), dx))
+
+    def _linear_weight_gradient(self, name: str, call: Callable[[], None], dy: Tensor, x: Tensor, grad: Tensor, *_: Any) -> None:
+        before, stored = grad.sum(1), _norm(grad, 1)
+        call()
+        after, dy, total = grad.sum(1), dy.float(), x.float().sum(1)
+        tolerance = tolerances(len(x), dy.square().sum(0).sqrt(), float(_norm(x)), total, stored + _norm(grad, 1),
+                               before.abs() + after.abs(), grad.shape[1], UNIT)
+        found = check_rows(after - before, total @ dy, tolerance)
+        if found:
+            self._keep(f"{TEXTS[WEIGHT]} of {name}: {found}; it is part of the gradient now")
+
+    def _again(self, kernel: str, name: str, call: Callable[[], None], check: Callable[[], Difference | None]) -> None:
+        """Compute the matmul once more where the check fails. The second result stays."""
+        if found := check():
+            call()
+            self._keep(f"{TEXTS[kernel]} of {name}: {found}; computed again it is {'wrong' if check() else 'correct'}")
+
+    def _keep(self, text: str) -> None:
+        self._found = self._found or text
+
+
+def parameter_hashes(trainer: Trainer) -> Tensor:
+    """(parameters,) int64: the CRC-32 of each parameter's bytes, in the order of the flat buffer."""
+    parameters = trainer.optimizer.flat.parameters
+    return torch.tensor([zlib.crc32(as_bytes(p.detach())) for p in parameters])
+
+
+def differing_replica(trainer: Trainer) -> str | None:
+    """Which rank's weights differ from those of its replicas, as text for the log; None where none does. Collective.
+
+    With --overlap-param-gather it waits for the gathers under way.
+    """
+    trainer.optimizer.buckets.await_weights()
+    own, dp, world = parameter_hashes(trainer), trainer.groups.dp, trainer.world
+    differs = dp.all_reduce(own.clone(), "min") != dp.all_reduce(own.clone(), "max")
+    if not bool(world.all_reduce(differs.any())):
+        return None
+    text = _describe(trainer, own, differs) if differs.any() else ""
+    rank = first_rank(world, (world.rank,) if text else None, 1)
+    assert rank is not None, "of replicas that differ at least one says so"
+    return world.broadcast_object(text, root=rank)
+
+
+def _describe(trainer: Trainer, own: Tensor, differs: Tensor) -> str:
+    """What this rank says of itself: nothing where most replicas agree with it. Collective over the replicas, which all call."""
+    dp, index = trainer.groups.dp, int(differs.nonzero()[0])
+    hashes = dp.all_gather(torch.empty(dp.size, dtype=torch.int64), own[index : index + 1])
+    places = dp.all_gather_object(f"rank {trainer.world.rank} (node {platform.node()}, replica {dp.rank})")
+    name = trainer.optimizer.flat.parameters[index].spec.name
+    (common, count), *others = Counter(hashes.tolist()).most_common()
+    if others and others[0][1] == count:
+        return f"{', '.join(places)} hold different bits in {name}, and most of them do not agree on any"
+    return "" if int(own[index]) == common else f"{places[dp.rank]} holds other bits in {name} than {count} of {dp.size} replicas"
+
+
+NORMAL_MAD = 1.4826  # standard deviations in the median absolute deviation of a normal distribution
+WINDOW, ENOUGH = 50, 20  # losses that are looked back on, and how many there must be
+SMALLEST = 0.01  # of the median: a rise below it is no spike, however quiet the losses were
+
+
+class Spikes:
+    """The losses of the last iterations. A spike lies above their median by more than `deviations` standard deviations.
+
+    The deviation is estimated from the median absolute deviation, which a few spikes do not change (Iglewicz and Hoaglin 1993, "How
+    to Detect and Handle Outliers"; they use 3.5, for data without a trend).
+    """
+
+    def __init__(self, deviations: float) -> None:
+        self.deviations = deviations
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._before = False  # whether the last one was a spike
+
+    def find(self, loss: float) -> str | None:
+        """Why the next loss is a spike; None where it is not, or follows one, so that a new level is told once."""
+        middle, limit = self._limit()
+        spike, before = not math.isfinite(loss) or loss > limit, self._before
+        self._before = spike
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if not spike or before:
+            return None
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        return (f"the loss {loss:.4f} is above {limit:.4f}, the limit over the median {middle:.4f} of the last "
+                f"{min(len(self._losses) - 1, WINDOW)}")
+
+    def _limit(self) -> tuple[float, float]:
+        """Median of the losses, and the largest loss that is not a spike."""
+        if len(self._losses) < ENOUGH:
+            return math.nan, math.inf
+        middle = median(self._losses)
+        deviation = NORMAL_MAD * median(abs(loss - middle) for loss in self._losses)
+        return middle, middle + max(self.deviations * deviation, SMALLEST * abs(middle))
+
+
+OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
+PLACES = ("the output of part {}", "the gradient of part {}'s input", "the weight gradients")  # `parts`: 0 is the first
+LARGEST_PART = 2**30
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+Key = tuple[int, int, int]  # first sample, kind, part of the model in the order of the pass
+
+
+def bit_sum(x: Tensor) -> int:
+    """The elements of x (any shape) as whole numbers, added up modulo 2^64: one flipped bit always changes it."""
+    flat = x.detach().reshape(-1)
+    whole = all(n * x.element_size() % 8 == 0 for n in (flat.numel(), flat.storage_offset()))
+    return int(flat.view(torch.int64 if whole else INTEGERS[x.element_size()]).sum())  # torch converts smaller ones
+
+
+class Fingerprints:
+    """What this rank computes in an iteration, as a number for each key. Hooks on the trainer's stage and buckets keep them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._kept: dict[Key, int] = {}
+        pp, placement = trainer.groups.pp, trainer.stage.placement
+        for number, chunk in enumerate(trainer.stage.chunks):
+            chunk.register_forward_hook(partial(self._forward, placement.part(pp.rank, number)))
+        trainer.optimizer.buckets.before_sum = self._weights
+
+    def take(self) -> dict[Key, int]:
+        """Those of the iteration so far; the next ones begin anew."""
+        kept, self._kept = self._kept, {}
+        return kept
+
+    def _forward(self, part: int, chunk: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if torch.is_grad_enabled():
+            x, first = args[0], args[2].first_sample
+            self._kept[first, OUTPUT, part] = bit_sum(output)
+            if x.requires_grad:
+                x.register_hook(partial(self._backward, (first, INPUT_GRADIENT, -part)))
+
+    def _backward(self, key: Key, grad: Tensor) -> None:
+        self._kept[key] = bit_sum(grad)
+
+    def _weights(self, bucket: int, grads: Tensor) -> None:
+        self._kept[2**61, WEIGHT_GRADIENT, bucket + 1] = bit_sum(grads)  # behind all samples
+
+
+def first_difference(one: dict[Key, int], other: dict[Key, int]) -> Key | None:
+    """The first key whose numbers differ."""
+    return min((key for key in one.keys() | other.keys() if one.get(key) != other.get(key)), default=None)
+
+
+def _what(key: Key) -> str:
+    sample, kind, part = key
+    return PLACES[kind].format(abs(part)) + f" of the micro-batch that begins with sample {sample}" * (kind != WEIGHT_GRADIENT)
+
+
+class Rerun:
+    """Looks at the loss before every update, and repeats an iteration that looks wrong. say(iteration, line): into the log."""
+
+    def __init__(self, trainer: Trainer, say: Callable[[int, str], None]) -> None:
+        self.trainer, self.say = trainer, say
+        self.spikes = Spikes(trainer.run.numbers.loss_spike_deviations)
+        self.fingerprints = Fingerprints(trainer)
+
+    def before_update(self, consumed: int, loss: float) -> float:
+        """The loss of the gradients that the update shall use: those of the iteration, or of its repetition. Collective."""
+        trainer, first = self.trainer, self.fingerprints.take()
+        norm, scaler = trainer.optimizer.grad_norm(), trainer.optimizer.scaler
+        reason = self.spikes.find(loss)
+        if not math.isfinite(norm) and not scaler.falling:
+            reason = reason or f"the norm of the gradients is {norm}"
+        if reason is None:
+            return loss
+        again = trainer.repeat(consumed, scaler.scale)
+        place = self._first_difference(first, self.fingerprints.take())
+        sums = [bit_sum(torch.tensor(value, dtype=torch.float64)) for value in (loss, norm, again, trainer.optimizer.grad_norm())]
+        if place is None and sums[:2] != sums[2:]:
+            place = "the sums over ranks"
+        verdict = self._bad_batch(consumed) if place is None else (
+            "it has other bits: the cause is a machine, not the batch. "
+            f"The first difference is in {place}. The run uses the repetition, with loss {again:.4f}")
+        iteration = trainer.progress.iteration + 1
+        self.say(iteration, f"iteration {iteration}: {reason}. Repeated from the same state {verdict}")
+        return again
+
+    def _first_difference(self, first: dict[Key, int], again: dict[Key, int]) -> str | None:
+        """What differs first on all ranks, and where; None where all fingerprints are the same. Collective."""
+        world, tp = self.trainer.world, self.trainer.groups.tp.size
+        key = first_difference(first, again)
+        rank = first_rank(world, key and (key[0], key[1], key[2] + LARGEST_PART), 3)
+        if rank is None:
+            return None
+        who = f"rank {rank}" if tp == 1 else f"ranks {rank // tp * tp} to {rank // tp * tp + tp - 1}, which share their layers"
+        text = f"{_what(key)}, on {who} (node {platform.node()})" if key and rank == world.rank else ""
+        return world.broadcast_object(text, root=rank)
+
+    def _bad_batch(self, consumed: int) -> str:
+        trainer = self.trainer
+        samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
+        return ("it has the same bits: the cause is the batch, not a machine. "
+                f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues from an earlier checkpoint")
