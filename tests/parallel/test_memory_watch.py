@@ -198,4 +198,4 @@ def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_itera
         assert len(said) == 2, "told again when half of the iterations are gone"
         assert "rank 1 (node " in said[0] and "by 3.00 MiB per iteration" in said[0] and said[0].endswith(
             "400 MiB left, and its 2 ranks grow by 4.00 MiB per iteration: they last for 1.7 hours, which is 100 iterations")
-        assert said[1].endswith("of its 2 ranks 47.5 minutes, 48 iterations")
+        assert said[1].endswith("they last for 47.5 minutes, which is 48 iterations")

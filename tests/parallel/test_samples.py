@@ -195,7 +195,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits_and_says_what_changed(tmp_path
     assert start(2, skip_samples=("70:75",)) == (rest, []), "samples that were passed need no flag"
     _, notes = start(1)
     assert notes == ["note: --skip-samples leaves out nothing of the samples ahead, was 70:75: the loss curve changes from "
-                     "there"]
+                     "there on"]
     _, notes = start(1, skip_samples=("50:60", "70:75"))
     assert notes[0].startswith("note: --skip-samples leaves out 58:60,70:75 of the samples ahead, was 70:75: ")
     assert notes[1].startswith("note: --skip-samples 50:58 lies before sample 58, where this checkpoint continues: ")
