@@ -170,9 +170,10 @@ class BaselineTrainer:
         """One iteration; the mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for tokens, labels in itertools.islice(self.batches, self.microbatches):
+        for samples in itertools.islice(self.batches, self.microbatches):
+            tokens, labels = (torch.from_numpy(part).t().contiguous() for part in (samples[:-1], samples[1:]))
             with torch.autocast("cpu", torch.bfloat16, enabled=self.run.precision.bf16):
-                loss = self.model(tokens.t().contiguous(), labels.t().contiguous()) / self.microbatches
+                loss = self.model(tokens, labels) / self.microbatches
             loss.backward()
             total += loss.item()
         if self.run.optimizer.clip_grad:

@@ -27,9 +27,9 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.checks import check
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
-from fugaku_megatron.convert.own import save_own
+from fugaku_megatron.convert.weights import save_own
 from fugaku_megatron.host import allocator, kernels
-from fugaku_megatron.inference.generation import steps
+from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 
 from . import core, disturbance, driver, preloads

@@ -290,7 +290,7 @@ class Trainer:
 
 
 T = TypeVar("T")
-_signals: list[runtime.StopSignals] = []  # of `init`, at most one
+_signals: list[launcher.StopSignals] = []  # of `init`, at most one
 
 
 @functools.cache
@@ -328,7 +328,7 @@ def init(*, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequen
     line = runtime.init(world(), allocator=allocator, thread_affinity=thread_affinity, cpu_frequency=cpu_frequency,
                         flush_denormals=flush_denormals, reserve_core=reserve_core)
     if stop_signals and not _signals:
-        _signals.append(runtime.StopSignals().__enter__())
+        _signals.append(launcher.StopSignals().__enter__())
     return line
 
 

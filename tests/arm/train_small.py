@@ -12,7 +12,6 @@ import platform
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -49,7 +48,7 @@ class Counter:
 class FewTexts(MockDataset):
     """Four texts over and over, so that there is something to learn."""
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> torch.Tensor:
         return super().__getitem__(index % 4)
 
 

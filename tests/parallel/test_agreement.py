@@ -8,7 +8,7 @@ from fugaku_megatron.comm import agreement, launch
 from fugaku_megatron.comm.agreement import agree, describe, find_nodes, on_root, scatter_object
 from fugaku_megatron.comm.launcher import ExitCode
 from fugaku_megatron.comm.solo import SoloComm
-from fugaku_megatron.training.placing import place
+from fugaku_megatron.training.observers import place
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
 from tests.helpers import one_error

@@ -141,8 +141,8 @@ def notes(name: str, directory, **changes) -> list[str]:
 
 def test_the_log_says_what_follows_the_layout(saved, tmp_path):
     assert notes(ALL, saved[0]) == []
-    assert notes("tp4", saved[0]) == ["note: saved with TP 2 x PP 2 x DP 2 x ZeRO shards 2, goes on with TP 4 x PP 1 x DP 1 x ZeRO "
-                                      "shards 1"]
+    assert notes("tp4", saved[0]) == ["note: saved with TP 2 x PP 2 x DP 2 x ZeRO shards 2, continues with TP 4 x PP 1 x DP 1 x "
+                                      "ZeRO shards 1"]
     (_, note) = notes("tp4", saved[0], make_vocab_size_divisible_by=32)
     assert note == ("note: the padded vocabulary has 128 rows, had 96, and those beyond the 96 tokens count in the loss; give "
                     "--make-vocab-size-divisible-by 24 to keep 96")
@@ -155,8 +155,8 @@ def test_the_log_says_what_follows_the_layout(saved, tmp_path):
 
     ThreadWorld(4).run(save)
     (_, note, *_) = notes("one", tmp_path, global_batch_size=None)
-    assert note == ("note: the global batch size is 2, was 8, micro-batch x data-parallel size each time: give "
-                    "--global-batch-size 8 to go on with the same curve")
+    assert note == ("note: the global batch size is 2, was 8, micro-batch x data-parallel size each time: pass "
+                    "--global-batch-size 8 to continue with the same curve")
 
 
 def test_the_same_layout_reads_its_own_files_and_no_records_pass_by(saved, monkeypatch):

@@ -7,7 +7,7 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.checksums import ALL, PRODUCTS, Checksums, compare, differing_replica, parameter_hashes
+from fugaku_megatron.training.machine_faults import ALL, MATMULS, Checksums, compare, differing_replica, parameter_hashes
 from fugaku_megatron.training.session import Session
 from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, make_trainer, small_run, train
 from tests.llama_models import FAMILIES
@@ -23,7 +23,7 @@ def flipped(kernel: str, call: int, bit: int, repeated: bool = False) -> Observe
         function(*args, **kwargs)
         calls.append(name)
         if len(calls) - 1 in (call, call + repeated):
-            result = args[5] if name == PRODUCTS[0] and len(args) > 5 else args[2]  # what comes before a GELU
+            result = args[5] if name == MATMULS[0] and len(args) > 5 else args[2]  # what comes before a GELU
             result.data.view(torch.int32)[1, 2] ^= 1 << bit
 
     return Observed(kernels, (kernel,), observe)
@@ -71,10 +71,10 @@ def test_a_wrong_matmul_is_named(model, kernel, call, named):
     run = small_run(**{**FAMILIES.get(model, {}), "num_layers": 1})
     reports, losses = checked(SoloComm(), run, flipped(kernel, call, 29))
     assert reports[0].startswith("rank 0 (node ") and f", {named}: row 1 sums to " in reports[0], reports
-    assert reports[0].endswith("; it was added" if kernel == PRODUCTS[2] else "; computed again it is right")
+    assert reports[0].endswith("; it is part of the gradient now" if kernel == MATMULS[2] else "; computed again it is correct")
     assert reports[1] is None
     same = losses == [step.loss for step in train(SoloComm(), run, 2)]
-    assert same or kernel == PRODUCTS[2], "the second result stays"
+    assert same or kernel == MATMULS[2], "the second result stays"
 
 
 def test_a_matmul_that_is_wrong_again():
@@ -121,7 +121,7 @@ def test_the_session_tells_it():
     checksums.watch(trainer.optimizer.flat)
     Session(trainer, log, 3, False, checksums=checksums).run()
     trainer.close()
-    assert len(log.lines) == 1 and log.lines[0].startswith("wrong product in iteration 2: rank 0 (node ")
+    assert len(log.lines) == 1 and log.lines[0].startswith("wrong matmul in iteration 2: rank 0 (node ")
 
 
 def compared(world, layout, flips) -> str | None:

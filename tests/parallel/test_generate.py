@@ -14,9 +14,8 @@ from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.costs import activations
 from fugaku_megatron.data.tokenizer import gpt2_files
 from fugaku_megatron.inference import generate, generation
-from fugaku_megatron.inference.generation import Decoder, steps
+from fugaku_megatron.inference.generation import Decoder, Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model, operations
-from fugaku_megatron.inference.sampling import Sampling
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import TP2PP2, grid_groups, make_trainer, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
@@ -105,13 +104,13 @@ def test_memory_has_huge_pages_before_weights_are_loaded(monkeypatch):
 @pytest.mark.parametrize(("flags", "message"), [
     (["--prompt", "a", "--prompt", TEXT, "--tokens", "5"],
      "prompt 2 has 20 tokens and --max-new-tokens is 5, 25 positions in all, .* learned 24 "),
-    (["--prompt", ""], "a prompt is empty"), ([], "nothing to continue: give --prompt TEXT"),
+    (["--prompt", ""], "a prompt is empty"), ([], "nothing to continue: pass --prompt TEXT"),
     (["--prompt", "a", "--load", "."], "--load . holds no checkpoint"), (["--prompt", "a", "--ckpt-step", "7"], "iter_0000007"),
     (["--prompt", "a", "--foo"], "unknown flag --foo"), (["--prompt", "a", "--interactive"], "--interactive asks for prompts"),
     (["--prompts", "absent"], "No such file"), (["--prompts", "none"], "--prompts none.*has no prompt"),
-    (["--prompts", "a.json"], "--prompts a.json.*no JSON list of texts"), (["--prompts", "b.json"], "no JSON list of texts"),
+    (["--prompts", "a.json"], "--prompts a.json.*not a JSON list of texts"), (["--prompts", "b.json"], "not a JSON list of texts"),
     (["--prompts", "c.json"], "Expecting value"), (["--prompts", "d"], "can't decode byte"),
-    *((["--prompt", "a", flag, wrong], f"{flag} is {wrong}: give") for flag, wrong in (
+    *((["--prompt", "a", flag, wrong], f"{flag} is {wrong}: pass") for flag, wrong in (
         ("--max-new-tokens", "-1"), ("--temperature", "nan"), ("--temperature", "1e-45"), ("--top-k", "-1"), ("--top-p", "1.5"),
         ("--seed", "-1"), ("--seed", str(2**70)))),
 ])

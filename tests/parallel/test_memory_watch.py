@@ -15,9 +15,9 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import run_schedule
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
-from fugaku_megatron.training import memory_watch
+from fugaku_megatron.training import rank_watch
 from fugaku_megatron.training.dry_run import plan_stage
-from fugaku_megatron.training.memory_watch import FIRST_ITERATIONS, SPAN, MemoryWatch, steady_growth
+from fugaku_megatron.training.rank_watch import FIRST_ITERATIONS, SPAN, MemoryWatch, steady_growth
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
@@ -27,34 +27,34 @@ def test_a_ranks_memory_is_the_dry_runs():
     layout = Layout.from_run(run, 8)
     for rank in range(8):
         plan = plan_stage(run, layout, rank // 2, run_schedule.of_run(run, layout.microbatches(run, 8)))
-        assert memory_watch.rank_bytes(run, layout, rank) == plan.memory.total + memory_watch.PROCESS_BYTES
+        assert rank_watch.rank_bytes(run, layout, rank) == plan.memory.total + rank_watch.PROCESS_BYTES
 
 
 def test_a_model_that_does_not_fit_is_refused_with_both_figures():
     run = make_run("30b", {"global_batch_size": 1})
     with pytest.raises(ValueError) as error:
-        memory_watch.check_memory(run, Layout.from_run(run, 1), SoloComm())
+        rank_watch.check_memory(run, Layout.from_run(run, 1), SoloComm())
     needed, has = map(float, re.findall(r"([\d.]+) GiB", str(error.value)))
-    assert needed > 400 and has == pytest.approx(memory_watch.node_bytes() / 2**30, abs=0.1)
+    assert needed > 400 and has == pytest.approx(rank_watch.node_bytes() / 2**30, abs=0.1)
     assert "--dry-run" in str(error.value) and "--checkpoint-activations" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_ranks_of_a_node_are_added_up(monkeypatch):
     run = small_run(pipeline_model_parallel_size=2)
     layout = Layout.from_run(run, 2)
-    both = sum(memory_watch.rank_bytes(run, layout, rank) for rank in range(2))
-    monkeypatch.setattr(memory_watch, "node_bytes", lambda: both)
-    lines = ThreadWorld(2).run(lambda world: memory_watch.check_memory(run, layout, world))
+    both = sum(rank_watch.rank_bytes(run, layout, rank) for rank in range(2))
+    monkeypatch.setattr(rank_watch, "node_bytes", lambda: both)
+    lines = ThreadWorld(2).run(lambda world: rank_watch.check_memory(run, layout, world))
     assert lines[0] == lines[1] and "2 ranks of this node" in lines[0] and "(model)" in lines[0]
-    monkeypatch.setattr(memory_watch, "node_bytes", lambda: both // 2)
+    monkeypatch.setattr(rank_watch, "node_bytes", lambda: both // 2)
     with pytest.raises(ValueError, match="for its 2 ranks"):
-        ThreadWorld(2).run(lambda world: memory_watch.check_memory(run, layout, world))
+        ThreadWorld(2).run(lambda world: rank_watch.check_memory(run, layout, world))
 
 
 def test_the_time_of_an_iteration_is_estimated_from_a_measured_peak(monkeypatch):
     run = small_run()
-    monkeypatch.setattr(memory_watch, "fma_peak_gflops", lambda rounds: 1e-2)  # a slow machine: 10 MFLOP/s
-    line = memory_watch.iteration_line(run, Layout.from_run(run, 1))
+    monkeypatch.setattr(rank_watch, "fma_peak_gflops", lambda rounds: 1e-2)  # a slow machine: 10 MFLOP/s
+    line = rank_watch.iteration_line(run, Layout.from_run(run, 1))
     low, high = map(float, re.search(r"about ([\d.]+) s to ([\d.]+) s", line).groups())
     assert high / low == pytest.approx(0.8 / 0.3, rel=0.1)
 
@@ -67,11 +67,11 @@ def test_passes_over_the_data():
             return 97_655_808
 
     data = Read(8, 4, 2, 1)
-    assert memory_watch.data_line(data) == "data: 97,655,808 samples of training read the data 5,012 times (epochs)"
-    assert memory_watch.data_line(MockDataset(8, 4, 2, 1)) is None and memory_watch.data_line(None) is None
-    assert memory_watch.validation_line(MockDataset(8, 4, 2, 1)) is None and memory_watch.validation_line(None) is None
+    assert rank_watch.data_line(data) == "data: 97,655,808 samples of training read the data 5,012 times (epochs)"
+    assert rank_watch.data_line(MockDataset(8, 4, 2, 1)) is None and rank_watch.data_line(None) is None
+    assert rank_watch.validation_line(MockDataset(8, 4, 2, 1)) is None and rank_watch.validation_line(None) is None
     data.num_epochs = np.int64(1)
-    assert memory_watch.data_line(data).endswith("at most once")
+    assert rank_watch.data_line(data).endswith("at most once")
 
 
 MIB = 2**20

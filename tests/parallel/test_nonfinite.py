@@ -17,8 +17,8 @@ from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.logs.metrics import MetricsWriter, read_history
 from fugaku_megatron.nn.layers import dropout_stream
 from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training.machine_faults import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
 from fugaku_megatron.training.nonfinite import find_nonfinite
-from fugaku_megatron.training.rerun import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
 from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run, train
@@ -219,7 +219,7 @@ def test_a_broken_machine_is_named_and_the_repetition_used(ranks, guilty, kernel
 
     for said, losses in ThreadWorld(ranks).run(rank):
         (iteration, text), = said
-        assert iteration == 2 and "has other bits: a broken machine, not the batch. First different is " in text
+        assert iteration == 2 and "has other bits: the cause is a machine, not the batch. The first difference is in " in text
         early = kernel.endswith("forward") or run.parallel.pipeline_model_parallel_size > 1  # seen before the weight gradients
         assert (f"of the micro-batch that begins with sample {first}" in text) == early
         assert (f"on rank {guilty} (node " in text) or (layout == TP2PP2 and "on ranks 2 to 3, which share" in text), text
@@ -231,12 +231,13 @@ def test_a_bad_batch_is_named_by_its_samples():
     ops = faulty_ops("attention_forward", 1, 22, float("inf"))
     for said, _ in ThreadWorld(2).run(lambda world: lines(world, run, ops)):
         (iteration, text), = said
-        assert iteration == 2 and "it has the same bits: the batch, not the machine. --skip-samples 18:34 leaves it out" in text
+        assert iteration == 2
+        assert "it has the same bits: the cause is the batch, not a machine. --skip-samples 18:34 leaves it out" in text
 
 
 @pytest.mark.parametrize(("calls", "verdict"), [
-    ((30, 31), "the batch, not the machine. --skip-samples 60:62 leaves"),
-    ((30,), "a broken machine, not the batch. First different is the output of part 0")], ids=["batch", "machine"])
+    ((30, 31), "the batch, not a machine. --skip-samples 60:62 leaves"),
+    ((30,), "a machine, not the batch. The first difference is in the output of part 0")], ids=["batch", "machine"])
 def test_a_spike_of_the_loss(calls, verdict):
     seen = []
 

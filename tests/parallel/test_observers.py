@@ -12,9 +12,8 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import PHASES, Event, Phases, Profiler
 from fugaku_megatron.logs.pipeline_plot import read_trace as read
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training import profile
-from fugaku_megatron.training.observers import Heartbeats, Observers, listed
-from fugaku_megatron.training.profile import Profile, profiled_ranks
+from fugaku_megatron.training import observers
+from fugaku_megatron.training.observers import Heartbeats, Observers, Profile, listed, profiled_ranks
 from fugaku_megatron.training.train import Trainer
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from tests.helpers import PP2, TP2PP2, grid_groups, make_trainer, mock, small_run
@@ -198,11 +197,11 @@ def test_a_run_without_a_recorded_iteration_says_so(tmp_path):
 
 def test_clocks_that_differ_show_one_moment(monkeypatch):
     clocks = threading.local()
-    monkeypatch.setattr(profile.time, "perf_counter", lambda: time.monotonic() + clocks.ahead)
+    monkeypatch.setattr(observers.time, "perf_counter", lambda: time.monotonic() + clocks.ahead)
 
     def moment(world):
         clocks.ahead = 1000.0 * world.rank
-        return profile.common_moment(world) - clocks.ahead
+        return observers.common_moment(world) - clocks.ahead
 
     first, *others = ThreadWorld(3).run(moment)
     assert others == [pytest.approx(first, abs=0.1)] * 2

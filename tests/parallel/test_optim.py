@@ -19,8 +19,7 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.perf import model as perf_model
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.flat import initial_values
-from fugaku_megatron.training.optim import LossScaler
-from fugaku_megatron.training.param_schedule import ParamSchedule
+from fugaku_megatron.training.optim import LossScaler, ParamSchedule
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import (

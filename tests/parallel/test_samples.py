@@ -14,10 +14,9 @@ from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.batches import RampUp, length
 from fugaku_megatron.config.run_config import TrainingConfig
 from fugaku_megatron.config.sample_rules import Skips
-from fugaku_megatron.data import sampler as feed_module
+from fugaku_megatron.data import sampler
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import ReaderBatches, ReaderGroup, build_reader_group, micro_batches
-from fugaku_megatron.training.memory_watch import skip_line
 from fugaku_megatron.training.pretrain import run_length
 from fugaku_megatron.training.rank_watch import skip_line
 from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training
@@ -31,8 +30,8 @@ DATA = MockDataset(50, 8, 100, 3)
 def test_a_reader_serves_the_ranks_of_its_node_that_need_data():
     def rank(world):
         nodes = find_nodes(world, "ab"[world.rank % 2])
-        feed = build_reader_group(world, nodes, dp_rank=10 + world.rank, needs_data=world.rank != 2)
-        return feed and (feed.dp_ranks, feed.reads)
+        readers = build_reader_group(world, nodes, dp_rank=10 + world.rank, needs_data=world.rank != 2)
+        return readers and (readers.dp_ranks, readers.reads)
 
     assert ThreadWorld(6).run(rank) == [((10, 14), True), ((11, 13, 15), True), None, ((11, 13, 15), False), ((10, 14), False),
                                         ((11, 13, 15), False)]
@@ -44,14 +43,14 @@ def test_what_is_handed_out_is_what_each_rank_would_read(dp_ranks):
         return 12 if consumed < 24 else 24
 
     def rank(world):
-        feed = feed_module.ReaderGroup(world, dp_ranks)
+        readers = sampler.ReaderGroup(world, dp_ranks)
         own = micro_batches(DATA, 0, size, 2, dp_ranks[world.rank], 3)
-        with closing(ReaderBatches(feed, DATA if feed.reads else None, 0, size, 2, 3)) as handout:
+        with closing(ReaderBatches(readers, DATA if readers.reads else None, 0, size, 2, 3)) as shared:
             for count in (2, 2, 4, 4):
-                handout.begin()
+                shared.begin()
                 for _ in range(count):
-                    assert all(map(torch.equal, next(handout), next(own)))
-                assert next(handout, None) is None  # the next iteration has not begun
+                    assert np.array_equal(next(shared), next(own))
+                assert next(shared, None) is None  # the next iteration has not begun
 
     ThreadWorld(3).run(rank)
 
@@ -63,8 +62,8 @@ def test_an_error_of_the_reader_is_raised():
 
     def rank(world):
         data = Broken(50, 8, 100, 3) if world.rank == 0 else None
-        with closing(ReaderBatches(feed_module.ReaderGroup(world, (0, 1)), data, 0, lambda _: 4, 2, 2)) as handout:
-            handout.begin()
+        with closing(ReaderBatches(sampler.ReaderGroup(world, (0, 1)), data, 0, lambda _: 4, 2, 2)) as shared:
+            shared.begin()
 
     with pytest.raises(ValueError, match="token id 99"):
         ThreadWorld(2).run(rank)
@@ -77,10 +76,10 @@ def test_losses_do_not_depend_on_who_reads(changes):
     def losses(world, shared):
         torch.set_num_threads(1)
         groups = grid_groups(world, run)
-        feed = build_reader_group(world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)) if shared else None
-        reads = feed.reads if shared and feed else not shared
+        readers = build_reader_group(world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)) if shared else None
+        reads = readers.reads if shared and readers else not shared
         data = (mock(run), mock(run, 8)) if reads else (None, None)
-        with closing(Trainer(run, world, groups, *data, feed=feed)) as trainer:
+        with closing(Trainer(run, world, groups, *data, readers=readers)) as trainer:
             trained = [trainer.train_step().loss for _ in range(2)]
             return [*trained, trainer.evaluate(trainer.valid, 16, 2), trainer.train_step().loss]
 

@@ -14,7 +14,7 @@ from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.perf import memory, search
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.pipeline.parts import AUTO
-from fugaku_megatron.training import memory_watch, start_choices
+from fugaku_megatron.training import rank_watch, start_choices
 from fugaku_megatron.training.dry_run import report
 from tests.helpers import small_run
 from tests.threads import ThreadWorld

@@ -110,7 +110,7 @@ def late_gradients(world, run, backend, split: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     for sample in range(0, 6, 2):
         tokens, labels = torch.randint(0, run.model.vocab_size, (2, run.model.seq_length, 2), generator=generator)
-        loss = chunk(tokens, labels, Pass(first_sample=sample, recompute=run.training.recompute_granularity), 0.25)
+        loss = chunk(tokens, labels, Pass(first_sample=sample, recompute=run.training.recompute_granularity), 0.25) * 0.25
         if not split:
             backward(loss, None)
             continue

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
-from fugaku_megatron.convert.own import open_own, save_own
+from fugaku_megatron.convert.weights import open_own, save_own
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn.parameter import PARAMETER_DTYPES
+from fugaku_megatron.training.buckets import BucketComm
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Progress, Trainer, reads_data
 from tests.helpers import (
@@ -70,6 +70,33 @@ def test_evaluation_between_steps_changes_nothing():
         return losses
 
     assert curve(True) == curve(False)
+
+
+def test_a_micro_batch_is_one_broadcast_over_tensor_parallel_ranks():
+    """Its samples with the token that follows, int64, whose labels are the next rows."""
+    def broadcasts(world):
+        trainer, sent = make_trainer(world, small_run(num_layers=2, tensor_model_parallel_size=2)), []
+        tp, verb = trainer.groups.tp, trainer.groups.tp.broadcast
+        tp.broadcast = lambda tensor, *root: sent.append((tensor.dtype, tuple(tensor.shape))) or verb(tensor, *root)
+        batches, count = trainer._train_batches(), trainer.layout.microbatches(trainer.run, 16)
+        micro_batches = list(trainer._micro_batches(batches, 0, count))
+        trainer.close()
+        assert all(torch.equal(batch.tokens[1:], batch.labels[:-1]) for batch in micro_batches)
+        return sent, count
+
+    for sent, count in ThreadWorld(2).run(broadcasts):
+        assert sent == [(torch.int64, (17, 2))] * count
+
+
+def test_gradients_are_reduced_once_in_a_step(monkeypatch):
+    calls, reduce = [], BucketComm.reduce
+    monkeypatch.setattr(BucketComm, "reduce", lambda self: calls.append(1) or reduce(self))
+    trainer = make_trainer(SoloComm(), small_run(num_layers=2))
+    trainer.before_update = lambda consumed, loss: trainer.optimizer.grad_norm() and loss
+    trainer.train_step()
+    trainer.train_step()
+    trainer.close()
+    assert len(calls) == 2
 
 
 def test_only_the_first_tensor_rank_of_the_edge_stages_reads():
@@ -235,7 +262,7 @@ def test_files_that_came_with_the_model_go_on_with_it(pretrained, tmp_path):
 
 
 def test_other_uses_of_weights_alone_are_refused(pretrained):
-    with pytest.raises(ValueError, match=f"--load {pretrained[2]} holds weights alone.*: give --finetune to start from them"):
+    with pytest.raises(ValueError, match=f"--load {pretrained[2]} holds only weights.*: pass --finetune to start from them"):
         find_checkpoint(small_run(load=pretrained[2]), SoloComm())
     with pytest.raises(ValueError, match=r"holds another model, with --hidden-size 32 \(this run: 64\)"):
         started(SoloComm(), load=pretrained[2], finetune=True, hidden_size=64)

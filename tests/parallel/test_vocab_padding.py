@@ -245,4 +245,4 @@ def test_checkpoints_from_before_the_flag(ours, tmp_path):
 
     assert lines_of(start, before) == ("yes", []) and lines_of(again, before) == ("no", [])
     assert lines_of(changed(again, mask_vocab_padding="yes"), before) == ("yes", [
-        "note: --mask-vocab-padding is yes, was no: the curve goes on differently from here"])
+        "note: --mask-vocab-padding is yes, was no: the loss curve changes from here on"])

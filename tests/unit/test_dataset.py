@@ -10,7 +10,7 @@ from fugaku_megatron.data.data_path import parse_data_path, parse_split
 from fugaku_megatron.data.dataset import BlendedDataset, GPTDataset, MockDataset
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.data.indices import blending_blocks, build_document_index, build_shuffle_index, sample_blocks
-from fugaku_megatron.training.memory_watch import validation_line
+from fugaku_megatron.training.rank_watch import validation_line
 
 
 def write(prefix, lengths, first_token=0, dtype="<i4"):
@@ -38,7 +38,7 @@ def test_samples_cut_the_documents_laid_end_to_end(indexed, num_samples):
     for i in range(len(dataset)):
         begin = 16 * int(dataset.shuffle_index[i])
         sample = dataset[i]
-        assert sample.dtype == torch.int64 and sample.tolist() == flat[begin : begin + 17].tolist()
+        assert sample.dtype == np.int64 and sample.tolist() == flat[begin : begin + 17].tolist()
     for index in (-1, len(dataset)):
         with pytest.raises(IndexError, match=f"sample {index} of a dataset of {len(dataset)}"):
             dataset[index]

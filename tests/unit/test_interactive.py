@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.solo import SoloComm
-from fugaku_megatron.inference.interactive import converse
-from fugaku_megatron.inference.sampling import Ending, Sampling
+from fugaku_megatron.inference.generate import converse
+from fugaku_megatron.inference.generation import Ending, Sampling
 
 
 def decode(ids) -> str:
@@ -96,7 +96,7 @@ LIKELY = torch.softmax(LOGITS, 0)
 
 def picked(temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0, times: int = 400) -> list[int]:
     sampling = Sampling(temperature, top_k, top_p, seed=0)
-    chance = sampling.chance(0)
+    chance = sampling.generator(0)
     return [sampling.pick(LOGITS, chance) for _ in range(times)]
 
 
@@ -104,7 +104,7 @@ def test_the_choice_of_a_token():
     assert set(picked(temperature=0.0, top_k=4)) == {1} == set(picked(temperature=1e-6)) == set(picked(top_k=1))
     assert Sampling(0.0, 0, 0.0, 0).pick(torch.tensor([1.0, 2.0, 2.0]), None) == 1, "the first of several"
     sampling = Sampling(1.0, 0, 0.0, seed=5)
-    draws = [torch.rand(8, generator=sampling.chance(sample)).tolist() for sample in (0, 1, 0)]
+    draws = [torch.rand(8, generator=sampling.generator(sample)).tolist() for sample in (0, 1, 0)]
     assert draws[0] == draws[2] != draws[1]
     tokens = picked(times=4000)
     for token, probability in enumerate(LIKELY):

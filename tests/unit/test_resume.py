@@ -9,7 +9,7 @@ import torch
 from fugaku_megatron.checkpoint.manifest import TRACKER
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
-from fugaku_megatron.training.param_schedule import ParamSchedule
+from fugaku_megatron.training.optim import ParamSchedule
 from fugaku_megatron.training.resume import differences, find_checkpoint, resume_training
 from tests.helpers import make_trainer, small_run
 
@@ -38,7 +38,7 @@ def lines(saved, **changes) -> list[str]:
 def test_a_longer_run_bends_the_learning_rate_and_says_so(saved):
     assert lines(saved) == [f"resumed from {saved} at iteration 3"]
     (_, note) = lines(saved, train_iters=200)
-    assert "goes on from 9.850e-04 instead of 8.500e-04" in note and "3200 samples, was 320" in note
+    assert "continues from 9.850e-04 instead of 8.500e-04" in note and "3200 samples, was 320" in note
     assert "--use-checkpoint-opt_param-scheduler" in note and "--override-opt_param-scheduler" in note
 
 
