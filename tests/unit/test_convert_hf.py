@@ -379,7 +379,7 @@ def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monke
         ([*hf, *new, "--vocab-size", "3"], "--vocab-size 3 is for --from-megatron"),
         ([*hf, *new, "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size is 0: pass a number above 0"),
         ([*hf, *new, "--hf-files", tmp_path / "none"], "is not a directory"),
-        (["--from-hf", tmp_path / "none", *new], "is not a directory: give one that holds config.json"),
+        (["--from-hf", tmp_path / "none", *new], "is not a directory: pass one that holds config.json"),
         (["--load", tmp_path / "none", "--to-hf", tmp_path / "new"], "holds no checkpoint"),
         (["--load", trained, "--ckpt-step", "9", "--to-hf", tmp_path / "new"], "manifest.json is missing"),
     ]:
