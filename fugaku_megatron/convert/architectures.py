@@ -23,7 +23,7 @@ POSITIONS = "original_max_position_embeddings"
 # What Llama 3's scaling has -> ModelConfig's names.
 LLAMA3 = {"factor": "rope_scaling_factor", "low_freq_factor": "rope_scaling_low_freq_factor",
           "high_freq_factor": "rope_scaling_high_freq_factor", POSITIONS: "rope_scaling_original_max_position_embeddings"}
-LARGEST = 1e30  # of a number that is no size
+LARGEST = 1e30  # of a number that is not a size
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def _size(tensor: Tensor) -> int:
 
 
 HEAD = "lm_head.weight"
-# What belongs to a model beside its weights, as patterns of names.
+# What belongs to a model in addition to its weights, as patterns of names.
 CARRIED = (FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
            "spiece.model", "sentencepiece*", "chat_template*", "LICENSE*", "NOTICE*")
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -33,7 +33,7 @@ _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("hybrid_override_pattern", (None,)), ("window_attn_skip_freq", (None,)), ("softmax_type", ("vanilla", None)))
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
 _ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
-_CONSTANTS = ROPE_SCALING[1:]  # fields that are no arguments of theirs, which compute the defaults of here
+_CONSTANTS = ROPE_SCALING[1:]  # fields without an argument there: Megatron-LM computes the defaults of here
 _OWN = ("disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "make_vocab_size_divisible_by",
         "mask_vocab_padding")
 

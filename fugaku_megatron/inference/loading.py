@@ -32,7 +32,7 @@ from ..nn.parameter import PARAMETER_DTYPES, spec_of
 from ..nn.passes import Pass
 from ..nn.replay import RecordingKernels
 
-FEW_ROWS = 4  # of a product that is faster without packing its weight (measured)
+FEW_ROWS = 4  # of a matmul that is faster without packing its weight (measured)
 
 
 @dataclass(frozen=True)

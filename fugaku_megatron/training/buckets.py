@@ -158,7 +158,7 @@ class BucketComm:
                 grad.copy_(part.view_as(grad))
 
     def _all_reduce(self, comm: Comm, grads: Tensor, overlap: bool) -> _Sum:
-        sent, handle = grads if comm.size == 1 else grads.to(self.sent_dtype), DONE  # itself where it travels in FP32
+        sent, handle = grads if comm.size == 1 else grads.to(self.sent_dtype), DONE  # itself where it is sent in FP32
         if overlap:
             handle = comm.iall_reduce(sent)
         else:

@@ -91,7 +91,7 @@ def _picture(lists: schedule.Schedule, width: int = 24) -> list[str]:
     """The first instructions of a few stages: F forward, B backward or I and W, its halves; arrows left out."""
     mark = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
     stages, chunks = lists.placement.stages, lists.placement.chunks
-    first = replace(lists, microbatches=min(lists.microbatches, stages * chunks + width))  # later ones come behind the shown steps
+    first = replace(lists, microbatches=min(lists.microbatches, stages * chunks + width))  # later ones come after the shown steps
     lines = []
     for stage in sorted({0, stages // 2, stages - 1}):
         steps = [f"{mark[i.op]}{i.microbatch}{'abcdefghijklmnopqrstuvwxyz'[i.chunk % 26] if chunks > 1 else ''}"

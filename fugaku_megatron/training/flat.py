@@ -264,7 +264,7 @@ def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
     spec = spec_of(parameter)
     values = torch.full(tuple(parameter.shape), spec.init_fill, dtype=torch.float32)
     rows, columns = spec.shape[-2:] if spec.init_std is not None else (0, 0)
-    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]) if columns else ()):  # of a gated product there are two
+    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]) if columns else ()):  # a gated linear layer has two
         kernels.philox_normal(matrix, seed, random_stream(parameter), index * rows + spec.offset[-2], spec.offset[-1], columns,
                               spec.init_std)
     return values

@@ -50,7 +50,7 @@ from .train import Trainer
 FORWARD, DATA, WEIGHT = MATMULS = ("linear_forward", "linear_data_gradient", "linear_weight_gradient")
 TEXTS = {FORWARD: "result", DATA: "gradient of the input", WEIGHT: "gradient of the weight"}
 DOUBT = 8.0
-UNIT = 2.0**-24  # rounding of FP32, in which products are summed
+UNIT = 2.0**-24  # rounding of FP32, in which matmuls add up
 TINY = 1e-18  # norms below it may be wrong: their squares underflow
 ALL = "all"
 
@@ -208,7 +208,7 @@ def _describe(trainer: Trainer, own: Tensor, differs: Tensor) -> str:
 
 NORMAL_MAD = 1.4826  # standard deviations in the median absolute deviation of a normal distribution
 WINDOW, ENOUGH = 50, 20  # losses that are looked back on, and how many there must be
-SMALLEST = 0.01  # of the median: a rise below it is no spike, however quiet the losses were
+SMALLEST = 0.01  # of the median: a rise below it is not a spike, however quiet the losses were
 
 
 class Spikes:
@@ -286,7 +286,7 @@ class Fingerprints:
         self._kept[key] = bit_sum(grad)
 
     def _weights(self, bucket: int, grads: Tensor) -> None:
-        self._kept[2**61, WEIGHT_GRADIENT, bucket + 1] = bit_sum(grads)  # behind all samples
+        self._kept[2**61, WEIGHT_GRADIENT, bucket + 1] = bit_sum(grads)  # after all samples
 
 
 def first_difference(one: dict[Key, int], other: dict[Key, int]) -> Key | None:

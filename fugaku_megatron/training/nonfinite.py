@@ -7,7 +7,7 @@ means along the samples, then forward through the parts of the model and backwar
 pays nothing.
 
 Left out: when to look (`session`); two faults in one micro-batch (the first is named); which of the tensor-parallel ranks it was
-where sequence parallelism makes their sum a part of a product's backward (the first of them is named).
+where sequence parallelism makes their sum a part of a linear layer's backward (the first of them is named).
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], readers:
         train, valid = (MockDataset(model.vocab_size, model.seq_length, count, seed + number) if count else None
                         for number, count in enumerate(samples))
         return train, valid
-    cache = IndexCache(run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY)  # there is no file to keep an index beside
+    cache = IndexCache(run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY)  # no file to keep an index next to
     common = (model.seq_length, (*samples, 0), seed, model.vocab_size, reading, node_bytes(), cache)
     if run.data.train_data_path:
         return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common, arrays=arrays)[:2]
