@@ -1,6 +1,6 @@
 """Real training jobs to measure: runs mpiexec ... pretrain_gpt.py, reads its log, and shows rows in the published tables' columns.
 
-Left out: processes of this package (child.py), which jobs are compared (alloc.py, layouts.py, tables.py).
+Left out: processes of this package (child.py), which jobs are compared (alloc.py, step.py, tables.py).
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeyp
 
 
 def test_sides_that_do_not_fit_together_take_turns_apart():
-    values = {"vocab_size": 64, "train_iters": 3, "mock_data": True, "num_layers": 1}
+    values = {"vocab_size": 64, "train_iters": 3, "mock_data": True, "num_layers": 1, "kernels": "native"}
     side = contestant.Apart(contestant.Task(side="ours", recipe="demo", values=values, threads=1))
     losses = [side.step()["loss"] for _ in range(2)]
     assert losses[0] == losses[1] and "tuned" in side.ready["allocator"]
