@@ -7,9 +7,9 @@ Two network namespaces with host names of their own hold one MPI rank and one co
 ends a token bucket (tc tbf) limits. Each rank holds the trainers, which take turns iteration by iteration: data-parallel ones,
 blocking, overlapped, and overlapped with BF16 gradients, or two with sequence parallelism, blocking and with --tp-comm-overlap.
 Every other iteration of each leaves its sums and gathers out (computation). What crosses the link is read from its counters.
-Communication can hide behind computation as long as the shorter of the two takes: hideable = min(computation, wire), and exposed is
-the median over the rounds of step - max(computation, wire), with the computation of the same round. waiting: what of the step the
-computing thread waits; the rest of what is exposed is work that communication takes from its core.
+Communication can overlap with computation for as long as the shorter of the two takes: hideable = min(computation, wire).
+exposed is the median over the rounds of step - max(computation, wire), with the computation of the same round. waiting is the time
+of the step in which the computing thread waits; the rest of the exposed time is work of communication on its core.
 
 Hosts of a cluster leave a core to the thread that calls MPI (host/runtime.py). So by default one core here computes for both
 hosts, and the other one has both of these threads; with --own-cores each host has one core for all.
@@ -50,9 +50,9 @@ DEVICE = "wire"
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 # MPICH's ranks see two hosts: no shared memory between them, messages by TCP through the namespaces' only link.
 NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE}
-# 21 M parameters in many thin layers, one to a bucket: the last bucket, which nothing can hide, is small.
+# 21 M parameters in many thin layers, one in a bucket: the last bucket, which cannot be overlapped, is small.
 DEEP = {"num_layers": 26, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
-# 25 M parameters in few wide layers: a product takes longer than the rows that it reads or makes need on the link.
+# 25 M parameters in few wide layers: a matmul takes longer than the rows that it reads or writes need on the link.
 WIDE = {"num_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 1024}
 DATA_PARALLEL = {"blocking": DEEP, "overlapped": {**DEEP, "overlap_grad_reduce": True},
                  "overlapped, BF16": {**DEEP, "overlap_grad_reduce": True, "grad_reduce_in_bf16": True}}

@@ -30,12 +30,12 @@ if [ -n "$DATA" ]; then
     files=("$DATA.bin" "$DATA.idx")
     if [ -z "$MODEL" ]; then files+=("$VOCAB" "$MERGES"); fi
     for file in "${files[@]}"; do
-        [ -f "$file" ] || fail "--data $DATA: '$file' is no file: give --data PREFIX of .bin and .idx, --vocab and --merges, or --tokenizer-model"
+        [ -f "$file" ] || fail "--data $DATA: '$file' is not a file: give --data PREFIX of .bin and .idx, --vocab and --merges, or --tokenizer-model"
     done
-    [ -z "$MODEL" ] || [ -e "$MODEL" ] || fail "--tokenizer-model $MODEL: no such file or folder: give the one that preprocess took"
+    [ -z "$MODEL" ] || [ -e "$MODEL" ] || fail "--tokenizer-model $MODEL: no such file or folder: give the one that preprocess used"
 fi
 
-pack_data() {  # into data/ of the tree: tokens, what they say of their tokenizer, and the tokenizer without a model's weights
+pack_data() {  # into data/ of the tree: tokens, their record of the tokenizer, and the tokenizer without a model's weights
     local name
     cp "$DATA.bin" "$DATA.idx" "$TREE/data/"
     if [ -f "$DATA.tokenizer.json" ]; then cp "$DATA.tokenizer.json" "$TREE/data/"; fi
@@ -99,7 +99,7 @@ cp -R "$("$WORK/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path(
 for name in mpiexec mpiexec.hydra hydra_pmi_proxy; do
     if [ -f "$WORK/venv/bin/$name" ]; then cp -L "$WORK/venv/bin/$name" "$TREE/bin/"; fi
 done
-if [ "$MPI" = mpich ]; then cp -RL "$WORK"/venv/lib/{libmpi*,mpich} "$TREE/lib/"; fi  # the library and what it brings along
+if [ "$MPI" = mpich ]; then cp -RL "$WORK"/venv/lib/{libmpi*,mpich} "$TREE/lib/"; fi  # the library and the libraries that it needs
 
 echo "4/5 libraries that are not the system's"
 { find "$TREE" \( -name '*.so*' -o -path "$TREE/bin/*" \) -type f -exec ldd {} + 2>/dev/null || true; } |  # ldd fails on scripts
