@@ -119,17 +119,17 @@ draw = pictures.draw_allocators
 
 def read(paths: Sequence[Path]) -> list[LogSummary]:
     """The logs. ValueError for a log that cannot be read, or that is of another run than the first."""
-    check(len(paths) > 1, f"--from-logs {paths[0]}: give two logs or more, the first is what the others are compared with")
+    check(len(paths) > 1, f"--from-logs {paths[0]}: pass two logs or more, the first is what the others are compared with")
     logs = [read_log(path) for path in paths]
     first = _run(logs[0])
     for log in logs:
         check(log.job.run is not None, f"--from-logs {log.path}: has no 'run:' line; for logs of other programs use "
               "fugaku-megatron log with their flags")
-        check(log.finished, f"--from-logs {log.path}: the run is not at its end, or was killed; wait for it or give another")
+        check(log.finished, f"--from-logs {log.path}: the run is not at its end, or was killed; wait for it or pass another")
         for name in sorted(first.keys() | _run(log).keys()):
             expected, actual = first.get(name), _run(log).get(name)
             check(actual == expected,
-                  f"--from-logs: {logs[0].path} has {name} {expected}, {log.path} {actual}: give logs of one run")
+                  f"--from-logs: {logs[0].path} has {name} {expected}, {log.path} {actual}: pass logs of one run")
     return logs
 
 

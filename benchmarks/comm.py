@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The rows, each printed when it is measured. ValueError for numbers that cannot be measured."""
-    check(min(options.ranks) >= 2, f"--ranks {min(options.ranks)}: give 2 or more, one rank has nobody to send to")
-    check(min(options.sizes) >= 4 * max(options.ranks), f"--sizes {min(options.sizes)}: give {4 * max(options.ranks)} or more, "
+    check(min(options.ranks) >= 2, f"--ranks {min(options.ranks)}: pass 2 or more, one rank has nobody to send to")
+    check(min(options.sizes) >= 4 * max(options.ranks), f"--sizes {min(options.sizes)}: pass {4 * max(options.ranks)} or more, "
           "four bytes for every rank")
     result: dict[str, Any] = {"rows": [], "rounds": options.rounds}
     for ranks in options.ranks:

@@ -129,7 +129,7 @@ BASELINES: dict[str, Callable[[RunConfig, int], nn.Module]] = {"plain": _plain, 
 
 def check_baseline(name: str, compiled: bool, model: ModelConfig) -> None:
     """ValueError when a package or compiler is missing, and for a block that the baseline has not."""
-    check(name != "plain" or GPT2.fits(model), "--baseline plain has GPT-2's block, and this model another: give --baseline hf")
+    check(name != "plain" or GPT2.fits(model), "--baseline plain has GPT-2's block, and this model another: pass --baseline hf")
     check(name != "hf" or importlib.util.find_spec("transformers") is not None,
           "--baseline hf: a package is missing: pip install transformers")
     check(not compiled or shutil.which("g++") is not None or shutil.which("clang++") is not None,

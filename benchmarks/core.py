@@ -30,7 +30,7 @@ def run(family: Any, options: argparse.Namespace) -> None:
     """Measure, print, write --json and --png. ValueError for options that do not fit, RuntimeError for what fails."""
     for name in POSITIVE:
         value = getattr(options, name, None)
-        check(value is None or value > 0, f"{flag(name)} {value}: give 1 or more")
+        check(value is None or value > 0, f"{flag(name)} {value}: pass 1 or more")
     result = {"cpu": runtime.cpu_model(), **family.measure(options), "repeat": command_line()}
     print(f"{family.text(options, result)}\n{result['repeat']}", flush=True)
     if options.json:

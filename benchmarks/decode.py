@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both sides in turn; seconds are of a token. ValueError for options that do not fit."""
-    check(options.new_tokens > 1, f"--new-tokens {options.new_tokens}: give 2 or more")
+    check(options.new_tokens > 1, f"--new-tokens {options.new_tokens}: pass 2 or more")
     allocator.tune("tuned")
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:

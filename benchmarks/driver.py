@@ -113,7 +113,7 @@ def family(cases: Cases) -> tuple[Callable[..., dict[str, Any]], Callable[..., s
 def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
     """Every selected case on every selected target; prints a row when it is measured. ValueError when --only selects nothing."""
     known = [*kernels.runnable_targets(), "all"]
-    check(options.target in known, f"--target {options.target} cannot run here: give {' or '.join(known)}")
+    check(options.target in known, f"--target {options.target} cannot run here: pass {' or '.join(known)}")
     shapes.run_of(options)  # refuses sizes that do not fit, before anything is measured
     torch.set_num_threads(options.threads)
     memory, limits, done = allocator.tune("tuned"), machine(), []

@@ -90,7 +90,7 @@ def job(options: argparse.Namespace, cell: Cell, batch: int, iterations: int, wa
     run = shapes.run_of(argparse.Namespace(recipe=options.recipe, micro_batch_size=cell.mbs), **cell.fields(batch))
     Layout.from_run(run, cell.ranks)
     check(cell.ranks <= options.threads, f"--ranks {cell.ranks} needs {cell.ranks} cores, one thread each; this run has "
-          f"{options.threads}: give fewer ranks")
+          f"{options.threads}: pass fewer ranks")
     preload = preloads.find(cell.allocator) if cell.allocator in preloads.LIBRARIES else None
     fields = {"vocab_size": run.model.vocab_size, "mock_data": True, "eval_iters": 0, "log_interval": 1,
               "train_iters": warm_up + iterations, "kernels": cell.kernels, **({"bf16": True} if options.dtype == "bf16" else {}),

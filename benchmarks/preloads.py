@@ -59,7 +59,7 @@ def resolve(name: str) -> Path:
     if name in LIBRARIES:
         check(not missing(name), missing(name))
         return find(name)
-    check(Path(name).is_file(), f"{name} is not a file: give a library's path, or one of {', '.join(LIBRARIES)}")
+    check(Path(name).is_file(), f"{name} is not a file: pass a library's path, or one of {', '.join(LIBRARIES)}")
     return Path(name).resolve()
 
 
@@ -87,7 +87,7 @@ def mkl_library() -> Path:
     path = Path(tempfile.gettempdir()) / f"fugaku_megatron.{os.getuid()}" / MKL_NAME
     if not path.exists():
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-        check(compiler is not None, "torch's MKL at full width needs a C compiler: install gcc, or give --mkl shipped")
+        check(compiler is not None, "torch's MKL at full width needs a C compiler: install gcc, or pass --mkl shipped")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
         subprocess.run([compiler, "-x", "c", "-shared", "-fPIC", "-O1", "-o", new, "-"], input=MKL_SOURCE, text=True, check=True)

@@ -57,9 +57,9 @@ def schedules(stages: int, microbatches: int, chunks: list[int]) -> list[Schedul
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """A row for each schedule. ValueError for numbers that cannot be measured, RuntimeError when the ranks fail."""
-    check(options.stages >= 2, f"--stages {options.stages}: give 2 or more, one stage waits for nobody")
-    check(options.slot_ms > 0, f"--slot-ms {options.slot_ms}: give a number above 0")
-    check(min(options.chunks) >= 2, f"--chunks {min(options.chunks)}: give 2 or more, one chunk is 1F1B")
+    check(options.stages >= 2, f"--stages {options.stages}: pass 2 or more, one stage waits for nobody")
+    check(options.slot_ms > 0, f"--slot-ms {options.slot_ms}: pass a number above 0")
+    check(min(options.chunks) >= 2, f"--chunks {min(options.chunks)}: pass 2 or more, one chunk is 1F1B")
     watch = disturbance.Watch(os.cpu_count() or 1)
     order = {name: getattr(options, name) for name in ("stages", "microbatches", "slot_ms", "chunks", "rounds")}
     rows = list(child.ranks(options.stages, "schedule", order))

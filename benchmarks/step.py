@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The sides or the layouts. ValueError for options that do not fit."""
     if options.ranks is not None:
         return measure_layouts(options)
-    check(not options.schedules, "--schedules needs --ranks, the stages of the pipelines: give it")
+    check(not options.schedules, "--schedules needs --ranks, the stages of the pipelines: pass it")
     check(options.tensor_model_parallel_size == options.pipeline_model_parallel_size == 1,
           "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank")
     config = shapes.run_of(options, **run_values(options))
@@ -187,7 +187,7 @@ def candidates(options: argparse.Namespace) -> dict[str, jobs.Cell]:
     """One rank first, then the layout that the options name, PP under every schedule, or TP, DP and PP over all ranks."""
     ranks, tp, pp, mbs = (getattr(options, name) for name in ("ranks", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                                                               "micro_batch_size"))
-    check(ranks >= 2, f"--ranks {ranks}: give 2 or more, they are compared with one rank")
+    check(ranks >= 2, f"--ranks {ranks}: pass 2 or more, they are compared with one rank")
     check(ranks % (tp * pp) == 0, f"--ranks {ranks} is not divisible by --tensor-model-parallel-size {tp} x "
           f"--pipeline-model-parallel-size {pp}: change one of them")
     check(not options.schedules or tp * pp == 1, "--schedules compares pipelines over all --ranks: leave the parallel sizes out")

@@ -183,7 +183,7 @@ def earlier_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             rows_by_cell |= {cell_of(row): row for row in json.loads(path.read_text())["rows"]}
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"--measured {path}: no rows can be read from it ({error}); give a file that --json wrote") from None
+            raise ValueError(f"--measured {path}: no rows can be read from it ({error}); pass a file that --json wrote") from None
     order = [cell for cell in ROWS if cell in rows_by_cell and options.rows in name_of(cell)]
     check(order != [], f"--measured: none of the files has a row with {options.rows!r} in its name")
     host = {"machine": calibrate(options)} if options.machine else {}

@@ -115,8 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Measure and print. Raises ValueError, one line, for a user's mistake."""
     chunks = tuple(options.chunks)
-    check(min(options.rows, options.depth, *chunks) > 0, "--rows, --depth and --chunks: give numbers above 0")
-    check(max(chunks) <= MAX_FP16_CHUNK, f"--chunks {max(chunks)}: give numbers from 1 to {MAX_FP16_CHUNK}")
+    check(min(options.rows, options.depth, *chunks) > 0, "--rows, --depth and --chunks: pass numbers above 0")
+    check(max(chunks) <= MAX_FP16_CHUNK, f"--chunks {max(chunks)}: pass numbers from 1 to {MAX_FP16_CHUNK}")
     name = kernels.active() if kernels.has_fp16_arithmetic() else "portable"
     kernels.flush_denormals(True)  # as a run does
     with kernels.target(name):

@@ -56,7 +56,7 @@ def row(given: str, parser: Parser) -> Row:
     if name in REFUSED_FLAGS:
         return Row(given, "refused", REFUSED_FLAGS[name][1])
     if value and name in VALUES and value not in VALUES[name]:
-        return Row(given, "refused", f"give {choices(VALUES[name])}")
+        return Row(given, "refused", f"pass {choices(VALUES[name])}")
     if name in COMPATIBILITY_FLAGS:
         also = f"; other values than {' '.join(ONLY[name][0])} are refused: {ONLY[name][1]}" if name in ONLY else ""
         return Row(given, "noted", COMPATIBILITY_FLAGS[name][1] + also)

@@ -25,10 +25,10 @@ def read_table(path: Path) -> dict[str, float]:
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}: give a table that --profile wrote") from None
+        raise ValueError(f"{path}: {error.strerror}: pass a table that --profile wrote") from None
     rows = {match["name"]: float(match["seconds"]) for match in map(_ROW.match, lines) if match}
     if not rows:
-        raise ValueError(f"{path}: no row of an operation in it: give a table_rankN.txt that --profile wrote")
+        raise ValueError(f"{path}: no row of an operation in it: pass a table_rankN.txt that --profile wrote")
     return rows
 
 
@@ -72,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
     check_file("--output", options.output)
     pairs = [text.partition("=") for text in options.tables]
     for (label, _, path), text in zip(pairs, options.tables, strict=True):
-        check(bool(label and path), f"{text}: give LABEL=FILE")
+        check(bool(label and path), f"{text}: pass LABEL=FILE")
     draw({label: read_table(Path(path)) for label, _, path in pairs}, options.output)
     return 0
 

@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}: give a file that --json wrote") from None
+        raise ValueError(f"{path}: {error}: pass a file that --json wrote") from None
 
 
 def baseline_name(result: dict[str, Any]) -> str:
@@ -100,7 +100,7 @@ def main(options: argparse.Namespace) -> int:
         picture(results, plan, options.printed, options.output)
     except (KeyError, TypeError) as error:
         files = " ".join(map(str, options.steps))
-        raise ValueError(f"{files}: {error} is not there: give STEP_JSON of python -m benchmarks step and --plan of "
+        raise ValueError(f"{files}: {error} is not there: pass STEP_JSON of python -m benchmarks step and --plan of "
                          "fugaku-megatron plan --explain --against") from None
     return 0
 

@@ -436,7 +436,7 @@ def test_the_table_of_two_logs(two_logs, capsys):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda text: text.replace('"num_layers": 4', '"num_layers": 2'), "stock has num_layers 4, .*tcmalloc 2: give logs"),
+    (lambda text: text.replace('"num_layers": 4', '"num_layers": 2'), "stock has num_layers 4, .*tcmalloc 2: pass logs"),
     (lambda text: "\n".join(line for line in text.splitlines() if not line.startswith("run: ")), "tcmalloc: has no 'run:' line"),
     (lambda text: text[: text.index("peak memory")], "tcmalloc: the run is not at its end"),
     (lambda text: "", "tcmalloc: has no line of an iteration"),
@@ -448,7 +448,7 @@ def test_logs_that_cannot_be_compared(two_logs, change, message):
 
 
 def test_one_log_is_not_compared(two_logs):
-    with pytest.raises(SystemExit, match="give two logs or more"):
+    with pytest.raises(SystemExit, match="pass two logs or more"):
         main(["alloc", "--from-logs", str(two_logs[0])])
 
 
@@ -495,37 +495,37 @@ def test_decoding_against_transformers(tmp_path):
 @pytest.mark.parametrize("words, message", [
     ("attention --recipe demo --json /no/such/folder/a.json", "--json /no/such/folder/a.json: /no/such/folder is not a directory"),
     ("attention --recipe demo --only nothing", "--only 'nothing': no row has this in its name"),
-    ("attention --rounds 0", "--rounds 0: give 1 or more"),
-    ("attention --threads 0", "--threads 0: give 1 or more"),
-    ("attention --target x", "--target x cannot run here: give"),
+    ("attention --rounds 0", "--rounds 0: pass 1 or more"),
+    ("attention --threads 0", "--threads 0: pass 1 or more"),
+    ("attention --target x", "--target x cannot run here: pass"),
     ("attention --recipe demo --tensor-model-parallel-size 3",
      "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
-    ("step --baseline-preload /no/such.so", "/no/such.so is not a file: give a library's path, or one of tcmalloc"),
-    ("step --rounds 0", "--rounds 0: give 1 or more"),
+    ("step --baseline-preload /no/such.so", "/no/such.so is not a file: pass a library's path, or one of tcmalloc"),
+    ("step --rounds 0", "--rounds 0: pass 1 or more"),
     ("step --tensor-model-parallel-size 2", "need --ranks"),
     ("step --schedules", "--schedules needs --ranks"),
-    ("step --recipe tinyllama-1.1b", "--baseline plain has GPT-2's block, and this model another: give --baseline hf"),
+    ("step --recipe tinyllama-1.1b", "--baseline plain has GPT-2's block, and this model another: pass --baseline hf"),
     ("step --micro-batch-size 3 --global-batch-size 4", "--global-batch-size 4 is not divisible by --micro-batch-size 3"),
-    ("step --ranks 1", "--ranks 1: give 2 or more"),
+    ("step --ranks 1", "--ranks 1: pass 2 or more"),
     ("step --ranks 4 --threads 2", "--ranks 4 needs 4 cores, one thread each; this run has 2"),
     ("step --recipe demo --ranks 3 --threads 4", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
     ("step --ranks 4 --threads 4 --pipeline-model-parallel-size 3", "--ranks 4 is not divisible by"),
-    ("decode --new-tokens 1", "--new-tokens 1: give 2 or more"),
-    ("decode --rounds 0", "--rounds 0: give"),
+    ("decode --new-tokens 1", "--new-tokens 1: pass 2 or more"),
+    ("decode --rounds 0", "--rounds 0: pass"),
     ("tables --rows TP=3", "--rows 'TP=3': no row that this host can run has this in its name; a name is 's 1024, DP 1"),
-    ("tables --iterations 0", "--iterations 0: give 1 or more"),
-    ("tables --measured /no/such.json", "give a file that --json wrote"),
+    ("tables --iterations 0", "--iterations 0: pass 1 or more"),
+    ("tables --measured /no/such.json", "pass a file that --json wrote"),
     ("tables --machine /no/such.json", "--machine /no/such.json is unknown"),
     ("tables --csv /no/such/a.csv", "--csv /no/such/a.csv: /no/such is not a directory"),
-    ("comm --ranks 1", "--ranks 1: give 2 or more"),
-    ("comm --rounds 0", "--rounds 0: give 1 or more"),
-    ("comm --sizes 8 --ranks 4", "--sizes 8: give 16 or more"),
-    ("schedule --stages 1", "--stages 1: give 2 or more"),
-    ("schedule --rounds 0", "--rounds 0: give 1 or more"),
+    ("comm --ranks 1", "--ranks 1: pass 2 or more"),
+    ("comm --rounds 0", "--rounds 0: pass 1 or more"),
+    ("comm --sizes 8 --ranks 4", "--sizes 8: pass 16 or more"),
+    ("schedule --stages 1", "--stages 1: pass 2 or more"),
+    ("schedule --rounds 0", "--rounds 0: pass 1 or more"),
     ("schedule --slot-ms 0", "--slot-ms 0.0: pass a number above 0"),
-    ("schedule --chunks 1", "--chunks 1: give 2 or more"),
+    ("schedule --chunks 1", "--chunks 1: pass 2 or more"),
     ("two_hosts --rate fast", "--rate fast: write it as 1gbit or 500mbit"),
-    ("two_hosts --rounds 0", "--rounds 0: give 1 or more"),
+    ("two_hosts --rounds 0", "--rounds 0: pass 1 or more"),
 ])
 def test_mistakes_are_one_line(words, message, monkeypatch):
     monkeypatch.setattr(jobs, "run", lambda job: pytest.fail("nothing may be measured"))
