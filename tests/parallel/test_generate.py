@@ -17,7 +17,7 @@ from fugaku_megatron.inference import generate, generation
 from fugaku_megatron.inference.generation import Decoder, Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model, operations
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import TP2PP2, grid_groups, make_trainer, small_run, whole_tensors
+from tests.helpers import grid_groups, make_trainer, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld
 from tests.unit.test_model import to_theirs
@@ -132,52 +132,18 @@ def test_ranks_and_vocabularies_that_do_not_fit(write):
         write("--prompt", "a", "--vocab-file", vocab, "--merge-file", merges)
 
 
-SAMPLED = Sampling(temperature=0.5, top_k=20, top_p=0.9, seed=3)
-PROMPTS = [list(b"to be"), list(b"or not to"), list(b"q")]
+def test_sampled_texts_do_not_depend_on_the_layout(trained):
+    manifest, sampled = read_manifest(trained[0], 80), Sampling(temperature=3.0, top_k=100, top_p=0.9, seed=3)
 
+    def continued(world, *sizes: int) -> list[list[int]]:
+        loaded = load_model(saved_run(manifest, sizes), world, str(trained[0]), 80, manifest)
+        *_, ids = steps(loaded, [list(b"to be"), list(b"or not to"), list(b"q")], 12, sampled, lambda sample, ids: False)
+        return ids
 
-def continued(directory: Path, world=None, sizes=None) -> list[list[int]]:
-    """What a checkpoint of 12 iterations goes on with, on one rank or in its own layout or another."""
-    world = world or SoloComm()
-    manifest = read_manifest(directory, 12)
-    run = saved_run(manifest, sizes or ((1, 1) if world.size == 1 else None))
-    *_, ids = steps(load_model(run, world, str(directory), 12, manifest), PROMPTS, 12, SAMPLED, lambda sample, ids: False)
-    return ids
-
-
-@pytest.fixture(scope="module")
-def alone_directory(tmp_path_factory):
-    """A checkpoint of one rank after 12 iterations."""
-    directory = tmp_path_factory.mktemp("alone")
-    save_trained(SoloComm(), directory, 12, micro_batch_size=4)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def alone(alone_directory):
-    """What one rank goes on with."""
-    return continued(alone_directory)
-
-
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
-def test_a_checkpoint_generates_in_another_layout(alone_directory, alone, sizes):
-    ranks = sizes[0] * sizes[1]
-    assert ThreadWorld(ranks).run(lambda world: continued(alone_directory, world, sizes)) == [alone] * ranks
+    alone = continued(SoloComm(), 1, 1)
     assert list(map(len, alone)) == [12] * 3
-
-
-@pytest.mark.parametrize(("ranks", "layout"), [
-    (8, {**TP2PP2, "zero_stage": 1, "sequence_parallel": True}),
-    (4, {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 24}),  # 288 rows of the vocabulary, 264 on one rank
-])
-def test_a_parallel_checkpoint_writes_what_one_rank_writes(alone, tmp_path, ranks, layout):
-    def train_and_continue(world) -> list[int]:
-        save_trained(world, tmp_path, 12, micro_batch_size=4, **layout)
-        return continued(tmp_path, world)
-
-    together = ThreadWorld(ranks).run(train_and_continue)
-    assert together == [continued(tmp_path)] * ranks, "put together on one rank"
-    assert together[0] == alone or "make_vocab_size_divisible_by" in layout, "training differs with the padded vocabulary"
+    for tp, pp in ((2, 1), (1, 2), (2, 2)):
+        assert ThreadWorld(tp * pp).run(continued, tp, pp) == [alone] * tp * pp
 
 
 def test_a_batch(write, tmp_path):
@@ -190,13 +156,13 @@ def test_a_batch(write, tmp_path):
     assert answers == [["[to be or] not to be, to", "[, t]o be "]] * 3
 
 
-def test_what_a_rank_would_hold(write, alone_directory):
+def test_what_a_rank_would_hold(write, trained):
     flags = ["--prompt", "to be", "--prompt", "q", "--tokens", "7", "--dry-run"]
     printed = write(*flags, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
     cache = 2 * 1 * 2 * 12 * 32 // 2 * 4  # keys and values, layers, samples, positions, half of the width, bytes
     assert f"{cache / 2**20:.1f} MiB of keys and values: 1 layers, 2 samples, 12 positions\n" in printed
-    manifest = read_manifest(alone_directory, 12)
-    loaded = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(alone_directory), 12, manifest)
+    manifest = read_manifest(trained[0], 80)
+    loaded = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(trained[0]), 80, manifest)
     weights = sum(p.nbytes for p in loaded.stage.parameters())
     assert f"holds at most {weights / 2**20:.1f} MiB of weights" in write(*flags)
     decoder = Decoder(loaded, [12, 8])

@@ -73,11 +73,18 @@ def test_a_first_checkpoint_that_is_on_the_nodes_only(tmp_path):
     assert found(tmp_path) == (2, str(tmp_path / "local"))
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("made")
+    run(directory, 4, save_interval=2)
+    forget_shared(directory, 2)
+    return directory
+
+
 @pytest.fixture
-def newer(tmp_path):
+def newer(made, tmp_path):
     """Iteration 2 in --save, 2 and 4 on the nodes."""
-    run(tmp_path, 4, save_interval=2)
-    forget_shared(tmp_path, 2)
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     assert found(tmp_path)[0] == 4
     return tmp_path
 
@@ -86,17 +93,14 @@ def copy_of(tmp_path, rank: int):
     return tmp_path / "local" / f"rank_{rank:05d}" / "iter_0000004"
 
 
-def truncate(folder):
-    os.truncate(folder / "rank_00001.safetensors", 100)
-
-
 def alter_manifest(folder):
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"optimizer_steps":4', '"optimizer_steps":3'))
 
 
-@pytest.mark.parametrize("damage", [shutil.rmtree, truncate, alter_manifest, lambda folder: folder.rename(f"{folder}.tmp")],
-                         ids=["missing", "truncated", "altered", "not published"])
+@pytest.mark.parametrize("damage", [
+    shutil.rmtree, lambda folder: os.truncate(folder / "rank_00001.safetensors", 100), alter_manifest,
+    lambda folder: folder.rename(f"{folder}.tmp")], ids=["missing", "truncated", "altered", "not published"])
 def test_where_one_copy_is_not_whole_the_shared_one_is_loaded(newer, damage):
     damage(copy_of(newer, 1))
     assert found(newer) == (2, None)
