@@ -263,7 +263,7 @@ def test_neighbours_are_close_and_sizes_that_fit_nowhere_are_refused():
     made = RankMap.from_layout((8, 6, 8), 1, 1, 6)
     assert made.statistics()["dp"] == (1.0, 1)  # a snake through the box
     assert made.statistics()["tp"] == (0.0, 0)
-    with pytest.raises(ValueError, match="give 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(ValueError, match="pass 1, 2, 3, 4, 6, 12"):
         RankMap.from_layout((4, 6, 4), 1, 8, 1)
     with pytest.raises(ValueError, match="X and Z must be even"):
         RankMap.from_layout((3, 6, 4), 1, 1, 1)
