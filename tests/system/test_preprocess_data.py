@@ -22,16 +22,23 @@ ROOT = Path(__file__).parents[2]
 EOD = 50256
 
 
-def run(folder, *arguments):
-    """Megatron-LM's entry point as a process in `folder`."""
-    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-
-
 def texts_of(prefix):
     tokenizer = GPT2BPETokenizer(*gpt2_files())
     data = IndexedDataset(prefix)
     return [tokenizer.decode_bytes(data[i]).decode("utf-8", "surrogateescape") for i in range(len(data))]
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch, capsys):
+    """The command within this process and `tmp_path`: arguments -> (exit code, lines on stderr, lines on stdout)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        code = cli.main(["preprocess", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return code, err.splitlines(), out.splitlines()
+
+    return call
 
 
 @pytest.fixture
@@ -47,18 +54,16 @@ def corpus(tmp_path):
     return texts
 
 
-def test_any_number_of_workers_gives_the_same_files(tmp_path, corpus):
+def test_any_number_of_workers_gives_the_same_files(tmp_path, main, corpus):
     contents = []
     for workers in (1, 3):
-        result = run(
-            tmp_path, "--input", "corpus.jsonl", "--output-prefix", f"w{workers}", "--json-keys", "text", "title",
-            "--append-eod", "--workers", workers, "--log-interval", 500, "--keep-order",
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr
-        assert [line.split(" tokens")[0].rsplit(" ", 1)[0] for line in result.stdout.splitlines()[:2]] == [
+        code, err, out = main("--input", "corpus.jsonl", "--output-prefix", f"w{workers}", "--json-keys", "text", "title",
+                              "--append-eod", "--workers", workers, "--log-interval", 500, "--keep-order")
+        assert code == 0, err
+        assert [line.split(" tokens")[0].rsplit(" ", 1)[0] for line in out[:2]] == [
             f"wrote w{workers}_{key}_document.bin and .idx: 1500 documents," for key in ("text", "title")]
-        assert f"next: fugaku-megatron train --data-path w{workers}_title_document --split 90,10,0 --vocab-file " in result.stdout
-        assert "Processed 1500 documents" in result.stderr and "MB/s" in result.stderr
+        assert f"next: fugaku-megatron train --data-path w{workers}_title_document --split 90,10,0 --vocab-file " in out[-1]
+        assert any("Processed 1500 documents" in line and "MB/s" in line for line in err)
         names = [f"w{workers}_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx")]
         contents.append([(tmp_path / name).read_bytes() for name in names])
     assert contents[0] == contents[1]
@@ -67,41 +72,20 @@ def test_any_number_of_workers_gives_the_same_files(tmp_path, corpus):
     assert len(os.listdir(tmp_path)) == 13
 
 
-def test_plain_text_files_and_raw_bytes(tmp_path):
+def test_plain_text_files_and_raw_bytes(tmp_path, main):
     raw = b"caf\xc3\xa9 \xff\xfe raw\r\n"
     (tmp_path / "a.txt").write_bytes(raw)
     (tmp_path / "empty.md").write_bytes(b"")
     (tmp_path / "b.txt").write_text("second", encoding="utf-8")
     vocab_file, merge_file = gpt2_files()
-    result = run(
-        tmp_path, "--input", "a.txt", "empty.md", "b.txt", "--output-prefix", "out", "--append-eod", "--keep-order",
-        "--vocab-file", vocab_file, "--merge-file", merge_file,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    words = ["--input", "a.txt", "empty.md", "b.txt", "--keep-order", "--vocab-file", vocab_file, "--merge-file", merge_file]
+    assert main(*words, "--output-prefix", "out", "--append-eod")[0] == main(*words, "--output-prefix", "no_eod")[0] == 0
     data = IndexedDataset(tmp_path / "out_text_document")
     tokenizer = GPT2BPETokenizer(vocab_file, merge_file)
     assert tokenizer.decode_bytes(data[0][:-1]) == raw and data[0][-1] == EOD
     assert tokenizer.decode(data[1][:-1]) == "second" and len(data) == 2
     assert data.document_indices.tolist() == [0, 1, 1, 2]  # the empty file is a document without a sequence
-
-
-def test_without_append_eod(tmp_path):
-    (tmp_path / "a.txt").write_text("hello", encoding="utf-8")
-    assert run(tmp_path, "--input", "a.txt", "--output-prefix", "out").returncode == 0
-    assert EOD not in IndexedDataset(tmp_path / "out_text_document")[0]
-
-
-@pytest.fixture
-def main(tmp_path, monkeypatch, capsys):
-    """The command within this process and `tmp_path`: arguments -> (exit code, lines on stderr, lines on stdout)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        code = cli.main(["preprocess", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return code, err.splitlines(), out.splitlines()
-
-    return call
+    assert EOD not in IndexedDataset(tmp_path / "no_eod_text_document")[0]
 
 
 def test_files_that_are_not_utf_8_are_named(tmp_path, main):
@@ -210,8 +194,10 @@ def test_a_bad_line_is_one_error_and_leaves_nothing(tmp_path, main, line, messag
 
 
 def test_a_bad_line_in_a_worker_process(tmp_path):
+    """By Megatron-LM's entry point, as a process."""
     write_bad(tmp_path, BAD_LINES[0][0])
-    result = run(tmp_path, "--input", "bad.jsonl", "--output-prefix", "out", "--workers", 2)
+    command = [sys.executable, ROOT / "tools" / "preprocess_data.py", *"--input bad.jsonl --output-prefix out --workers 2".split()]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("preprocess_data.py: bad.jsonl:3: not a line of JSON")
     assert os.listdir(tmp_path) == ["bad.jsonl"]
