@@ -141,12 +141,6 @@ def test_a_bug_is_no_mistake_of_the_user():
         cli.start("program", raising(KeyError("lost")), [])
 
 
-@pytest.mark.parametrize("script", ["pretrain_gpt.py", "tools/preprocess_data.py", "scripts/submit.py"])
-def test_the_entry_points_of_the_checkout_are_commands(script, tmp_path):
-    done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"usage: {Path(script).name} ")
-
-
 def test_words_for_another_program_are_kept_where_a_command_passes_them_on():
     parser = Parser()
     parser.add_argument("file")

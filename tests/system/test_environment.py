@@ -58,5 +58,5 @@ def test_a_script_starts_itself_with_the_checkouts_python(checkout, environment,
     done = call(checkout, script)
     assert done.returncode == 0, done.stderr
     first, page = done.stdout.split("\n", 1)
-    assert first.startswith(f"PATH {environment}:")
-    assert "--" in page
+    assert first.startswith(f"PATH {environment}:") and "--" in page
+    assert script.startswith("scripts/pjsub") or page.startswith(f"usage: {Path(script).name} ")

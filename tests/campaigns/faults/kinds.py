@@ -146,10 +146,10 @@ def compiler() -> str:
     return "" if shutil.which("cc") else "a disk that fails needs a C compiler"
 
 
-def damage(path: Path, cut: bool, trial: Trial) -> bytes:
-    """Flip a bit of a file or cut it; returns what it held."""
+def damage(path: Path, cut: bool, trial: Trial, step: int = 1) -> bytes:
+    """Flip a bit of a file, in the last of every `step` bytes, or cut it; returns what it held."""
     content = path.read_bytes()
-    place = trial.rng.randrange(len(content))
+    place = trial.rng.randrange(len(content) // step) * step + step - 1
     if cut:
         os.truncate(path, place)
     else:
@@ -190,14 +190,8 @@ def damaged_data(cut: bool) -> Callable[[Trial], bool]:
         trial.data = folder / "corpus"
         trial.run("--exit-interval", str(trial.rng.randint(4, ITERATIONS - 2)))
         path = trial.data.with_suffix(trial.rng.choice([".idx", ".bin"]))
-        if path.suffix == ".bin" and not cut:
-            content = path.read_bytes()
-            place = trial.rng.randrange(len(content) // 2)
-            changed = bytearray(content)
-            changed[2 * place + 1] ^= 1 << trial.rng.randrange(8)  # the high byte: a token of at least 256
-            path.write_bytes(changed)
-        else:
-            content = damage(path, cut, trial)
+        high = path.suffix == ".bin" and not cut  # the high byte: a token of at least 256
+        content = damage(path, cut, trial, step=2 if high else 1)
         finished = trial.finish(lambda turn: path.write_bytes(content) and () if turn == 1 else ())
         trial.named = re.escape(path.name) if trial.codes[1] else ""
         return finished
