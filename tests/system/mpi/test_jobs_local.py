@@ -73,7 +73,7 @@ def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_on
 
 
 def table(*words: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-m", *words], cwd=launch.TESTS.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", *words], cwd=launch.TESTS.parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("|")]
 

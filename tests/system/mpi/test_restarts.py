@@ -31,7 +31,7 @@ FLAGS = ["--save-interval", "2", "--hidden-dropout", "0.1", "--lr-decay-iters", 
 SHORT = [*TINY, *FLAGS, "--train-iters", "12"]
 ZBV = ["--save-interval", "2", "--hidden-dropout", "0.1", "--num-layers", "4", "--pipeline-model-parallel-size", "2",
        "--pipeline-schedule", "zbv"]
-PATIENCE = 120  # s
+PATIENCE = 240  # s
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_a_signal_while_ranks_start_is_not_lost(mpi, tmp_path):
 
 
 JOB = """#!/bin/bash
-#PJM -L "node=3,elapse=00:02:00"
+#PJM -L "node=3,elapse=00:04:00"
 #PJM -N job
 #PJM -S
 printf '(0)\\n(1)\\n(2)\\n' > hosts
