@@ -77,8 +77,8 @@ def trained(world: Comm, changes: dict[str, Any]) -> Trained:
         gradients = whole_tensors(trainer, "grad")
         second, evaluated = trainer.train_step(), trainer.evaluate(trainer.valid, 0, 1)
         results = [first, second, trainer.train_step(), trainer.train_step()]
-        losses = [*(result.loss for result in results), evaluated]
-        return Trained(losses, [result.grad_norm for result in results], gradients, whole_tensors(trainer, "weight"))
+    losses = [*(result.loss for result in results), evaluated]  # closed: no weight is on its way any more
+    return Trained(losses, [result.grad_norm for result in results], gradients, whole_tensors(trainer, "weight"))
 
 
 def together(ranks: int, **changes: Any) -> Trained:
