@@ -144,7 +144,7 @@ def test_the_log_says_what_follows_the_layout(saved, tmp_path):
     assert notes("tp4", saved[0]) == ["note: saved with TP 2 x PP 2 x DP 2 x ZeRO shards 2, continues with TP 4 x PP 1 x DP 1 x "
                                       "ZeRO shards 1"]
     (_, note) = notes("tp4", saved[0], make_vocab_size_divisible_by=32)
-    assert note == ("note: the padded vocabulary has 128 rows, had 96, and those beyond the 96 tokens count in the loss; give "
+    assert note == ("note: the padded vocabulary has 128 rows, had 96, and those beyond the 96 tokens count in the loss; pass "
                     "--make-vocab-size-divisible-by 24 to keep 96")
 
     def save(world):

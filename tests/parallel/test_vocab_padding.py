@@ -207,7 +207,7 @@ def test_a_checkpoint_carries_the_mask_and_a_change_is_noted(ours, tmp_path):
     assert lines_of(changed(start, mask_vocab_padding="no")) == ("no", [
         "note: --mask-vocab-padding is no, and the weights were trained with yes: the loss starts at another value; leave the "
         "flag out to keep yes",
-        "note: the padded vocabulary has 512 rows, had 503, and those beyond the 503 tokens count in the loss; give "
+        "note: the padded vocabulary has 512 rows, had 503, and those beyond the 503 tokens count in the loss; pass "
         "--make-vocab-size-divisible-by 503 to keep 503"])
     trainer = begun(start, SoloComm())
     trainer.train_step()
