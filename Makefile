@@ -33,7 +33,7 @@ help:
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
 	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
-	@echo "make lint    ruff"
+	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
@@ -111,6 +111,7 @@ train: setup $(DEMO)/corpus_text_document.idx
 
 lint: $(STAMPS)/test-packages
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 

@@ -1,6 +1,6 @@
 """--kernels auto: times native against torch kernels once, on this run's own shapes, and takes the faster of each family.
 
-Every rank times alone at start-up, rank 0's choice holds for all. Left out: threads and instruction sets (`kernels.use`).
+Every rank times alone at start-up, rank 0's choice holds for all. Left out: threads and instruction sets (`host.kernels`).
 Legend: s sequence, b micro-batch, h hidden.
 """
 

@@ -1,6 +1,6 @@
 """Commands under a launcher: help and mistakes come out once, and what they compute on two ranks is what one rank computes.
 
-The results of one rank are compared with transformers in tests/parallel/test_evaluate.py and test_generate.py.
+The results of one rank are compared with transformers in tests/parallel/test_evaluate.py and tests/parallel/test_generate.py.
 """
 
 from __future__ import annotations
