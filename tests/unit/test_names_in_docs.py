@@ -145,7 +145,8 @@ HERE = PACKAGE / "comm" / "grid.py"
 
 
 def test_wrong_names_are_seen_and_others_are_not():
-    wrong = "checkpoint.py (tests/test_nothing.py) docs/absent.md, `comm.no_such_" "verb` `grid.Grids` `no_such_" "name` `config.absent()`"
+    wrong = ("checkpoint.py (tests/test_nothing.py) docs/absent.md, `comm.no_such_" "verb` `grid.Grids` `no_such_" "name` "
+             "`config.absent()`")
     right = ("launch.py, ../cli.py. setup.py `scripts/pjsub` kernels_sve/simd*.h https://a.b/absent.py h / t my.json `None` `a b`, "
              "`comm.grid.Grid` `comm.rank` `torch.absent` <package>/absent.py {name}.py --output docs/figures/absent.png")
     assert len([*wrong_files(wrong, HERE), *wrong_names(wrong, HERE)]) == 7
