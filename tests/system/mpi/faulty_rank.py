@@ -20,7 +20,7 @@ from tests.helpers import grid_groups, mock, small_run
 from tests.parallel.test_session import Writer
 
 RANK, SLOWER = 2, 1.3
-INSTRUCTION = 0.06  # s of a forward or backward
+INSTRUCTION = 0.08  # s of a forward or backward: an interval takes the 5 s that a judgement needs, also without other work
 INTERVAL, INTERVALS = 12, 2
 ITERATION, COMPARED, BIT = 5, 3, 1 << 20
 
