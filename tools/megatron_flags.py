@@ -2,7 +2,8 @@
 
     python -m tools.megatron_flags          # prints them; with --write puts them into the documents
 
-Both come from the command line's own parser and tables. The scripts' flags are in tools/megatron_flags.txt.
+Both come from the command line's own parser and tables. The scripts' flags, and those of Megatron-LM itself, are in
+tools/megatron_flags.txt.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from fugaku_megatron.config.arguments import build_parser
 from fugaku_megatron.config.checks import flag_words
 from fugaku_megatron.config.command_line import Parser
-from fugaku_megatron.config.compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
+from fugaku_megatron.config.compatibility import OTHER_FLAGS
 from fugaku_megatron.config.model_config import NORMS, choices
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
@@ -27,7 +28,7 @@ FLAGS = ROOT / "tools" / "megatron_flags.txt"
 LINE = "---\n"  # of a document: below it stands what this program prints
 HELP = re.compile(r"(.*?)(?: \((?:default: (.*)|on by default)\))?")  # what a flag means, its default
 DEFAULTS = {field.name: field.default for config in GROUPS.values() for field in fields(config)}
-VALUES = {**COMPATIBILITY_CHOICES, "--normalization": tuple(NORMS), "--tokenizer-type": tuple(TOKENIZERS)}
+VALUES = {"--normalization": tuple(NORMS), "--tokenizer-type": tuple(TOKENIZERS)}
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,21 @@ def scripts() -> dict[str, list[str]]:
 def row(given: str, parser: Parser) -> Row:
     """What becomes of one flag. KeyError for a flag that the command line does not know."""
     name, _, value = given.partition(" ")
-    if name in REFUSED_FLAGS:
-        return Row(given, "refused", REFUSED_FLAGS[name][1])
     if value and name in VALUES and value not in VALUES[name]:
         return Row(given, "refused", f"pass {choices(VALUES[name])}")
-    if name in COMPATIBILITY_FLAGS:
-        also = f"; other values than {' '.join(ONLY[name][0])} are refused: {ONLY[name][1]}" if name in ONLY else ""
-        return Row(given, "noted", COMPATIBILITY_FLAGS[name][1] + also)
+    if name in OTHER_FLAGS:
+        return other_row(given, name, value)
     known = {option: action.help for action in parser._actions for option in action.option_strings}
     return Row(given, "done", known[name].replace("%%", "%"))
+
+
+def other_row(given: str, name: str, value: str) -> Row:
+    """What becomes of a flag that is not a field of the config."""
+    other = OTHER_FLAGS[name]
+    if other.accepted and not value:
+        return Row(given, "noted", f"{' or '.join(other.accepted)} is accepted; others are refused: {other.meaning}")
+    refused = other.refuses([value] if value else [])
+    return Row(given, "refused", other.meaning) if refused else Row(given, "noted", other.note)
 
 
 def script_tables() -> Iterator[str]:
@@ -97,7 +104,8 @@ def flag_tables() -> Iterator[str]:
     """The lines of one table a group of flags, in the order of --help, and of the table of recipes."""
     parser = build_parser()
     for group in parser._action_groups:
-        actions = [action for action in group._group_actions if action.dest != "help" and action.option_strings]
+        actions = [action for action in group._group_actions if action.dest != "help" and action.option_strings
+                   and action.help != argparse.SUPPRESS]
         if actions:
             title = "general" if group.title == "options" else group.title
             yield from (f"## {title[0].upper()}{title[1:]}", "")

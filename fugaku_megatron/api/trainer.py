@@ -153,7 +153,7 @@ class Trainer:
         self._groups = share_groups(Grid(world.size, layout.tp, layout.pp).groups(world), kernels)
         self._readers = pretrain.find_reader_group(run, self._groups, nodes)
         self._opened = self._samples_needed(layout, train.Progress()) if self._length_given else 1
-        data = self._open(self._opened, run.training.eval_iters * layout.global_batch_size(run))
+        data = self._open(self._opened, run.training.eval_iters * layout.eval_batch_size(run))
         choice = choose_kernels(run, layout, world, saved)
         observers = Observers(Phases(), Heartbeats(Heartbeat(), Grid(world.size, layout.tp, layout.pp), world.rank), None)
         self._trainer = pretrain.build_trainer(self._with_length(NO_END), world, self._groups, data, choice.backends, observers,

@@ -51,7 +51,8 @@ _CPUS = os.sched_getaffinity(0)  # the mask of the process before its main threa
 class Description:
     """What a checkpoint says in addition to its tensors. config and state: JSON values (tuples come back as lists).
 
-    keep: how many checkpoints up to this iteration remain, the newest; None: all.
+    keep: how many checkpoints up to this iteration remain, the newest; None: all. retain: of those before this iteration the ones
+    divisible by it remain; None: all.
     """
 
     iteration: int
@@ -59,6 +60,7 @@ class Description:
     config: dict[str, Any]
     state: dict[str, Any]
     keep: int | None = None
+    retain: int | None = None
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep < 1:
@@ -98,7 +100,7 @@ def save_steps(directory: str | os.PathLike, write: WriteFile, description: Desc
             shutil.rmtree(aside, ignore_errors=True)
         raise
     on_root(comm, lambda: _publish(directory, description.iteration, aside), prefix)
-    obsolete = yield partial(_set_aside, directory, description.iteration, description.keep) if comm.rank == 0 else list
+    obsolete = yield partial(_set_aside, directory, description) if comm.rank == 0 else list
     yield from _remove(on_root(comm, obsolete), folders)
     return directory / name
 
@@ -240,13 +242,14 @@ def _publish(directory: Path, iteration: int, aside: Path) -> None:
     fsync(directory)
 
 
-def _set_aside(directory: Path, iteration: int, keep: int | None) -> list[Path]:
-    """Rename the checkpoint just replaced and those beyond `keep`: a partly removed one is never read. A failure only warns."""
-    replaced = directory / (iteration_name(iteration) + ".old")
-    obsolete = [replaced] if replaced.exists() else []
-    if keep is not None:
-        older = [number for number in list_iterations(directory) if number <= iteration]
-        obsolete += [directory / iteration_name(number) for number in older[:-keep]]
+def _set_aside(directory: Path, description: Description) -> list[Path]:
+    """Rename the checkpoint just replaced and those that do not remain: what is partly removed is never read. A failure warns."""
+    replaced = directory / (iteration_name(description.iteration) + ".old")
+    numbers = [number for number in list_iterations(directory) if number <= description.iteration]
+    older = numbers[: -description.keep] if description.keep else []
+    if description.retain:
+        older = [number for number in numbers[:-1] if number % description.retain]
+    obsolete = [replaced] * replaced.exists() + [directory / iteration_name(number) for number in older]
     aside = []
     for path in obsolete:
         with _warning(path):

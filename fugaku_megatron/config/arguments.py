@@ -14,14 +14,15 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from ..pipeline.parts import AUTO
-from .checks import Refused, check, check_kind, flag, flag_words
+from .checks import check, check_kind, flag, flag_words
 from .command_line import Parser, nearest
-from .compatibility import COMPATIBILITY_CHOICES, COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
-from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, ModelConfig
+from .compatibility import OTHER_FLAGS
+from .groups import TIKTOKEN
+from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, YARN, YARN_SCALING, ModelConfig
 from .recipes import RECIPES
 from .run_config import GROUPS, RunConfig
 
-_COMPATIBILITY, _REFUSED = "compatibility ", "refused "  # prefixes of such flags among the parsed values
+_OTHER = "other "  # prefix of flags that are not fields of config among the parsed values
 
 # What a run needs to have for these fields to mean anything, whether it has it, and the fields.
 _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
@@ -29,7 +30,12 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
      ("sequence_parallel", "tp_comm_overlap")),
     ("--group-query-attention", lambda run: run.model.group_query_attention, ("num_query_groups",)),
     ("--position-embedding-type rope", lambda run: run.model.position_embedding_type == ROPE,
-     ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")),
+     ("rotary_percent", "rotary_interleaved", "use_rope_scaling", "rotary_seq_len_interpolation_factor")),
+    ("--position-embedding-type rope or yarn", lambda run: run.model.rotary, ("rotary_base",)),
+    ("--position-embedding-type yarn", lambda run: run.model.position_embedding_type == YARN, YARN_SCALING),
+    ("--use-z-loss", lambda run: run.model.use_z_loss, ("z_loss_strength",)),
+    ("a GELU in the MLP", lambda run: "gelu" in run.model.activation, ("bias_gelu_fusion", "openai_gelu")),
+    ("--decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None, ("decoupled_min_lr",)),
     ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ROPE_SCALING),
     ("--fp16", lambda run: run.precision.fp16,
      ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
@@ -43,11 +49,24 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
     ("--rerun-on-spike", lambda run: run.numbers.rerun_on_spike, ("loss_spike_deviations",)),
     ("--vocab-file or --tokenizer-model", lambda run: run.data.has_tokenizer, ("tokenizer_type",)),
+    ("--tokenizer-type TikTokenizer", lambda run: run.data.tokenizer_type == TIKTOKEN,
+     ("tiktoken_pattern", "tiktoken_num_special_tokens")),
     ("--data-path", lambda run: run.data.data_path is not None, ("split", "legacy_split")),
     ("--save", lambda run: run.output.save is not None,
-     ("save_interval", "save_interval_in_mins", "keep_last", "async_save", "save_local")),
+     ("save_interval", "save_interval_in_mins", "keep_last", "save_retain_interval", "no_save_optim", "async_save", "save_local")),
     ("--wandb-project", lambda run: run.output.wandb_project is not None, ("wandb_exp_name", "wandb_entity")),
 )
+
+# What a field needs another one to be left out for: the one that wins, and the one that then has no effect.
+_WINS = (("lr_warmup_tokens", "lr_warmup_fraction"),)
+
+# Other flags that mean something in some runs alone: in which, and why they are refused elsewhere.
+_GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
+    "--no-position-embedding": (lambda run: run.model.rotary, "it goes with rope, as in Megatron-LM: pass "
+                                "--position-embedding-type rope, or none for no positions at all"),
+    "--no-pipeline-parallel": (lambda run: run.parallel.pipeline_model_parallel_size == 1,
+                               "--pipeline-model-parallel-size is above 1: leave one of them out"),
+}
 
 _GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}  # a field -> its group in RunConfig
 
@@ -105,7 +124,7 @@ def build_parser() -> Parser:
 
 
 def add_train_flags(parser: argparse.ArgumentParser, meaning: str = "they describe the run") -> None:
-    """`add_flags` for commands beside train: --help names a run's flags in its last line, which says their `meaning`."""
+    """`add_flags` for other commands than train: --help names a run's flags in its last line, which says their `meaning`."""
     own, groups = len(parser._actions), len(parser._action_groups)
     add_flags(parser)
     for action in parser._actions[own:]:
@@ -127,13 +146,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     groups["training"].add_argument("--activations-checkpoint-method", dest="recompute_method", choices=("uniform", "block"),
                                     action=_FullRecompute, default=argparse.SUPPRESS,
                                     help="the same as --recompute-granularity full --recompute-method")
-    for title, prefix, flags in (("accepted from other Megatron versions", _COMPATIBILITY, COMPATIBILITY_FLAGS),
-                                 ("refused, with the reason", _REFUSED, REFUSED_FLAGS)):
-        group = parser.add_argument_group(title)
-        for name, (values, meaning) in flags.items():
-            shown = {"choices": COMPATIBILITY_CHOICES[name]} if name in COMPATIBILITY_CHOICES else {"metavar": "VALUE"}
-            kind: dict[str, Any] = {"nargs": values, **shown} if values else {"action": "store_true"}
-            group.add_argument(name, dest=prefix + name, default=argparse.SUPPRESS, help=meaning, **kind)
+    parser.add_argument_group("other flags of Megatron-LM and its forks", "docs/megatron.md lists them all: those that change "
+                              "nothing here are accepted with a note, the others are refused with the reason.")
+    for name, other in OTHER_FLAGS.items():
+        kind: dict[str, Any] = {"nargs": other.values} if other.values else {"action": "store_true"}
+        parser.add_argument(name, dest=_OTHER + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+    if isinstance(parser, Parser):
+        parser.mistakes_among = _mistakes
 
 
 class _FullRecompute(argparse.Action):
@@ -182,10 +201,15 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
         groups[_GROUP_OF[dropped]].pop(dropped, None)
     for name, value in values.items():
         groups[_GROUP_OF[name]][name] = value
-    missing = [flag(f.name) for group, config in GROUPS.items() for f in fields(config)
-               if f.default is MISSING and f.name not in groups[group]]
+    missing = _missing(groups, {})
     check(not missing, f"{', '.join(missing)} must be given (or start from a --recipe: {', '.join(RECIPES)})")
     return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+
+
+def _missing(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> list[str]:
+    """The required flags that neither the groups' values nor `values` give."""
+    return [flag(f.name) for group, config in GROUPS.items() for f in fields(config)
+            if f.default is MISSING and f.name not in groups[group] and f.name not in values]
 
 
 def model_flags(model: ModelConfig) -> list[str]:
@@ -205,28 +229,35 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def run_flags(values: Mapping[str, Any]) -> RunFlags:
-    """The part of parsed values that `add_flags` added; what a command's own flags said is left out.
-
-    Raises Refused, a ValueError, naming all flags that are refused.
-    """
-    if refused := [*_refused(values)]:
-        raise Refused(refused)
-    config_values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in _GROUP_OF}
-    names = [name.removeprefix(_COMPATIBILITY) for name in values if name.startswith(_COMPATIBILITY)]
-    notes = tuple(f"{name}: {COMPATIBILITY_FLAGS[name][1]}" for name in names)
-    return RunFlags(recipe=values["recipe"], fields=config_values, dry_run=values["dry_run"], world_size=values["world_size"],
+    """The part of parsed values that `add_flags` added; what a command's own flags said is left out."""
+    others = [name.removeprefix(_OTHER) for name in values if name.startswith(_OTHER)]
+    notes = tuple(f"{name}: {OTHER_FLAGS[name].note}" for name in others)
+    return RunFlags(recipe=values["recipe"], fields=_fields(values), dry_run=values["dry_run"], world_size=values["world_size"],
                     notes=notes)
 
 
+def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in _GROUP_OF}
+
+
+def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
+    """Why flags, or their values, are refused; where some are, or `others`, also what is wrong with the run of the rest."""
+    refused, given = [*_refused(values)], {name: value for name, value in _fields(values).items() if value is not None}
+    yield from refused
+    if (refused or others) and not (values["recipe"] and values["recipe"].lower() not in RECIPES):
+        if not _missing(_from_recipe(values["recipe"]), given):
+            try:
+                checked_run(values["recipe"], given)
+            except ValueError as error:
+                yield str(error)
+
+
 def _refused(values: Mapping[str, Any]) -> Iterator[str]:
-    """Why each flag, or its value, is refused."""
-    for name in values:
-        if name.startswith(_REFUSED):
-            yield f"{name.removeprefix(_REFUSED)}: {REFUSED_FLAGS[name.removeprefix(_REFUSED)][1]}"
-    for name, (accepted, reason) in ONLY.items():
-        given = values.get(_COMPATIBILITY + name, [accepted[0]])[0]
-        if given not in accepted:
-            yield f"{name} {given}: {reason}"
+    for dest, given in values.items():
+        name = dest.removeprefix(_OTHER)
+        if dest.startswith(_OTHER) and OTHER_FLAGS[name].refuses(given if isinstance(given, list) else ()):
+            shown = f"{name} {' '.join(given)}" if OTHER_FLAGS[name].accepted else name
+            yield f"{shown:.200}: {OTHER_FLAGS[name].meaning}"
 
 
 def interpret(values: Mapping[str, Any]) -> Arguments:
@@ -236,6 +267,8 @@ def interpret(values: Mapping[str, Any]) -> Arguments:
           f"--world-size {flags.world_size} goes with --dry-run; a real run takes it from mpiexec -n")
     check(flags.world_size is None or flags.world_size > 0, f"--world-size is {flags.world_size}: pass a number above 0")
     run, notes = checked_run(flags.recipe, flags.fields)
+    for name, (fits, reason) in _GOES_WITH.items():
+        check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
     return Arguments(run=run, recipe=flags.recipe, dry_run=flags.dry_run, world_size=flags.world_size, notes=flags.notes + notes)
 
 
@@ -247,8 +280,14 @@ def checked_run(recipe: str | None, values: dict[str, Any]) -> tuple[RunConfig, 
     run = make_run(recipe, values)
     check(run.model.kernels_take_heads or run.system.kernels == "torch", f"--kv-channels is {run.model.kv_channels}, by default "
           f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: pass one, or --kernels torch")
-    return run, tuple(f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
-                      for name in names if name in values)
+    notes = [f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
+             for name in names if name in values]
+    notes += [f"{flag(loser)} has no effect with {flag(winner)}, which wins" for winner, loser in _WINS
+              if values.get(winner) and values.get(loser)]
+    if (stage := values.get("zero_stage") or 0) > 1:
+        notes.append(f"--zero-stage {stage}: gradients and weights stay whole on every rank, as with 1: training is the same, and "
+                     "takes more memory")
+    return run, tuple(notes)
 
 
 # Keywords of Python -------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ import difflib
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from .checks import Refused
 
 MAX_MESSAGE = 400  # characters of a mistake that repeats what was given
 _FLAG = re.compile("--?[A-Za-z]")  # how a flag begins
@@ -33,14 +35,27 @@ class Command:
 class Parser(argparse.ArgumentParser):
     """Raises ValueError, with one line, for mistakes and for flags that it does not know, instead of printing the usage.
 
-    With set_defaults(passed=[]) the words after "--" are kept there as they are, for another program.
+    All mistakes of a command line are raised at once: unknown flags, values that a flag does not take, and what `mistakes_among`
+    finds among the parsed values, told whether there are others. With set_defaults(passed=[]) the words after "--" are kept there
+    as they are, for another program.
     """
+
+    mistakes_among: Callable[[Mapping[str, Any], bool], Iterable[str]] | None = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self._wrong_values: list[str] = []
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """A value that the flag does not take is kept for the message, and parsing goes on with None."""
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self._wrong_values.append(_short(str(error)))
+            return None
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ...")
+        raise ValueError(_short(message))
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Argparse's own passes over an error of standard output, so that --help onto a full disk would be no error."""
@@ -50,8 +65,13 @@ class Parser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words and self.get_default("passed") is not None else len(words)
         values, unknown = self.parse_known_args(words[:end], namespace)
-        if unknown:
-            raise ValueError(self._too_many(words[:end], unknown) or self._unknown(unknown))
+        mistakes = [self._too_many(words[:end], unknown) or self._unknown(unknown)] if unknown else []
+        mistakes += self._wrong_values
+        self._wrong_values = []
+        if self.mistakes_among:
+            mistakes += self.mistakes_among(vars(values), bool(mistakes))
+        if mistakes:
+            raise Refused(mistakes)
         if words[end:]:
             values.passed = words[end + 1:]
         return values
@@ -85,6 +105,10 @@ class Parser(argparse.ArgumentParser):
         if len(wrong) == 1:
             return f"unknown flag {wrong[0]}" + (near[0] or ": see --help for those there are")
         return f"unknown flags {', '.join(shown)}: see --help for those there are"
+
+
+def _short(message: str) -> str:
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ..."
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:

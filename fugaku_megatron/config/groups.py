@@ -37,7 +37,8 @@ class ParallelConfig:
     sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
     tp_comm_overlap: bool = opt(False, "with --sequence-parallel: send activations in blocks, overlapped with the matmuls that "
                                 "read or write them")
-    zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1)", choices=(0, 1),
+    zero_stage: int = opt(0, "1: shard the optimizer state over data-parallel ranks (ZeRO-1); 2 and 3 of DeepSpeed are taken as 1: "
+                          "gradients and weights stay whole, and training is the same", choices=(0, 1, 2, 3),
                           switches={"--use-distributed-optimizer": 1})
     overlap_grad_reduce: bool = opt(False, "reduce gradients in buckets, each while backward goes on with the layers before it")
     overlap_param_gather: bool = opt(False, "gather the weights of ZeRO-1's shards in buckets, while the next forward runs")
@@ -52,6 +53,7 @@ class ParallelConfig:
                        "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
                        "zero_bubble_max_pending_backward")
         check_choices(self)
+        object.__setattr__(self, "zero_stage", min(self.zero_stage, 1))
         self._check_schedule()
         check(self.sequence_parallel or not self.tp_comm_overlap, "--tp-comm-overlap needs --sequence-parallel: pass both")
         check(self.overlap_grad_reduce or not self.overlap_param_gather, "--overlap-param-gather needs --overlap-grad-reduce: pass "
@@ -104,6 +106,9 @@ class OptimizerConfig:
 
     lr: float = opt(1e-4, "peak learning rate")
     min_lr: float = opt(0.0, "the learning rate never falls below this after warm-up")
+    decoupled_lr: float | None = opt(None, "peak learning rate of the word embedding and of the logits' weight (default: --lr)",
+                                     type=float)
+    decoupled_min_lr: float | None = opt(None, "what theirs never falls below after warm-up (default: --min-lr)", type=float)
     lr_decay_style: str = opt("linear", "shape of the decay", choices=DECAY_STYLES)
     lr_decay_iters: int | None = opt(None, "iterations until --min-lr (default: --train-iters)", type=int)
     lr_decay_samples: int | None = opt(None, "samples until --min-lr (default: --train-samples)", type=int, maximum=2**40)
@@ -142,7 +147,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check_positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_wsd_decay_iters",
+        check_positive(self, "lr", "decoupled_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_wsd_decay_iters",
                        "lr_wsd_decay_samples", "adam_eps")
         check_fraction(self, "adam_beta1", "adam_beta2")
         for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
@@ -161,8 +166,14 @@ class OptimizerConfig:
     def _check_learning_rate(self) -> None:
         for name in ("min_lr", "lr_warmup_init"):
             check(getattr(self, name) <= self.lr, f"{flag(name)} {getattr(self, name)} is above --lr {self.lr}: lower it")
+        lowest = max(self.lr_warmup_init, self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr)
+        check(self.decoupled_lr is None or lowest <= self.decoupled_lr, f"--decoupled-lr {self.decoupled_lr} is below {lowest}, "
+              "the larger of --lr-warmup-init and of --decoupled-min-lr, by default --min-lr: raise it, or lower that")
+        check((self.decoupled_min_lr or 0.0) >= 0, f"--decoupled-min-lr is {self.decoupled_min_lr}: pass 0 or more")
         self._check_one("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
-        self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
+        self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
+        if not self.lr_warmup_tokens:  # which win over a fraction, as in the forks that have them
+            self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
         self._check_one("lr_wsd_decay_iters", "lr_wsd_decay_samples")
         check(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
               f"--lr-warmup-fraction is {self.lr_warmup_fraction}: pass a number from 0 to 1")
@@ -194,6 +205,10 @@ class OptimizerConfig:
                   "--weight-decay-incr-style constant: pass linear or cosine, or only --weight-decay")
 
 
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "JapaneseSentencePiece")
+TIKTOKEN = "TikTokenizer"
+
+
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -204,6 +219,9 @@ class DataConfig:
         type=str, nargs="+")
     train_data_path: tuple[str, ...] | None = opt(None, "as --data-path, all of it for training", type=str, nargs="+")
     valid_data_path: tuple[str, ...] | None = opt(None, "as --data-path, all of it for validation", type=str, nargs="+")
+    data_args_path: str | None = opt(None, "file that holds the words of --data-path", type=str)
+    per_split_data_args_path: str | None = opt(None, "JSON file that holds the words of --train-data-path as train, and of "
+                                               "--valid-data-path as valid", type=str)
     split: str = opt("969,30,1", "documents of --data-path for training, validation and test")
     legacy_split: bool = opt(False, "round --split as Megatron-LM did before Megatron-core 0.5, to continue such a run")
     data_cache_path: str | None = opt(None, "folder for the index of --data-path (default: next to the data, where it is large)",
@@ -212,17 +230,21 @@ class DataConfig:
     skip_samples: tuple[str, ...] | None = opt(None, "samples that training leaves out, as FIRST:END ..., END not included; they "
                                                "count as consumed", type=str, nargs="+")
     tokenizer_type: str = opt("GPT2BPETokenizer", "tokenizer of --data-path: GPT2BPETokenizer, HuggingFaceTokenizer, "
-                              "SentencePieceTokenizer or NullTokenizer")
-    vocab_file: str | None = opt(None, "vocab.json of the tokenizer", type=str)
+                              "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer")
+    vocab_file: str | None = opt(None, "vocab.json of the tokenizer, or a SentencePiece model", type=str)
     merge_file: str | None = opt(None, "merges.txt of the tokenizer", type=str)
-    tokenizer_model: str | None = opt(None, "folder of HuggingFaceTokenizer, or .model file of SentencePieceTokenizer", type=str)
+    tokenizer_model: str | None = opt(None, "folder of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of "
+                                      "TikTokenizer", type=str)
+    tiktoken_pattern: str = opt("v2", "how TikTokenizer cuts a text into pieces", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = opt(1000, "tokens of TikTokenizer that stand for no text")
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check((self.vocab_file is None) == (self.merge_file is None),
+        check(self.tokenizer_type in SENTENCEPIECE_TYPES or (self.vocab_file is None) == (self.merge_file is None),
               f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: pass both or neither")
         Skips.parse(self.skip_samples)
-        sources = [flag(name) for name in ("mock_data", "data_path", "train_data_path") if getattr(self, name)]
+        names = ("mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
+        sources = [flag(name) for name in names if getattr(self, name)]
         check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: pass one")
         check(self.train_data_path or not self.valid_data_path, "--valid-data-path goes with --train-data-path: pass both")
 
@@ -234,7 +256,8 @@ class DataConfig:
     @property
     def files(self) -> tuple[str, ...] | None:
         """What names the files of the training data; None where there are none."""
-        return self.data_path or self.train_data_path
+        listed = self.data_args_path or self.per_split_data_args_path
+        return self.data_path or self.train_data_path or ((listed,) if listed else None)
 
     @property
     def paths(self) -> dict[str, tuple[str, ...]]:

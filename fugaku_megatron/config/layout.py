@@ -50,18 +50,25 @@ class Layout:
         layout = Layout(world_size, tp, pp, world_size // (tp * pp))
         for size in sizes_of(run, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
+        layout.microbatches(run, layout.eval_batch_size(run))
         return layout
 
     def global_batch_size(self, run: RunConfig) -> int:
         """--global-batch-size, or one micro-batch per data-parallel rank."""
         return run.batch.global_batch_size or run.batch.micro_batch_size * self.dp
 
+    def eval_batch_size(self, run: RunConfig) -> int:
+        """--eval-global-batch-size, or the global batch size."""
+        return run.training.eval_global_batch_size or self.global_batch_size(run)
+
     def microbatches(self, run: RunConfig, global_batch_size: int) -> int:
         """Micro-batches per rank and iteration; ValueError when the batch does not divide."""
         each = run.batch.micro_batch_size * self.dp
         below = max(1, global_batch_size // each) * each
         name, remedy = f"--global-batch-size {global_batch_size}", f"use {below} or {below + each}"
-        if run.batch.step_batch_size_schedule:
+        if global_batch_size == run.training.eval_global_batch_size:
+            name = f"--eval-global-batch-size {global_batch_size}"
+        elif run.batch.step_batch_size_schedule:
             name = f"--step-batch-size-schedule {run.batch.step_batch_size_schedule!r}: its batch size {global_batch_size}"
             remedy = f"pass multiples of {each}"
         elif global_batch_size != self.global_batch_size(run):

@@ -39,7 +39,8 @@ class MLPPart:
 
 NORMS = {"LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2),
          "RMSNorm": NormPart(layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1)}
-MLPS = {"gelu": MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation="gelu", fc1_widths=1),
+MLPS = {**{name: MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation=name, fc1_widths=1)
+           for name in ("gelu", "gelu_exact", "squared_relu")},
         "swiglu": MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation="swiglu", fc1_widths=2)}
 
 
@@ -49,7 +50,7 @@ def choices(parts: dict[str, NormPart] | dict[str, MLPPart]) -> str:
 
 
 UNSETTLED, MASKED, COUNTED = PADDING = ("auto", "yes", "no")  # of --mask-vocab-padding
-LEARNED, ROPE, NO_POSITIONS = POSITION_TYPES = ("learned_absolute", "rope", "none")
+LEARNED, ROPE, YARN, NO_POSITIONS = POSITION_TYPES = ("learned_absolute", "rope", "yarn", "none")
 FFN_MULTIPLE = 64  # of the width that --swiglu has by default, as in Megatron-LM
 HEAD_MULTIPLE = 4  # elements: the C++ kernels of attention take heads of so many, or a multiple
 
@@ -61,14 +62,16 @@ class ModelConfig:
 
     # A number whose default is None and whose type is int is computed from the other fields: it is never None afterwards.
 
-    num_layers: int = required("number of transformer layers", maximum=4096)
+    num_layers: int = required("number of transformer layers", maximum=4096, aliases=("--encoder-num-layers",))
     hidden_size: int = required("width h of the residual stream", maximum=2**20)
     num_attention_heads: int = required("number of attention heads; must divide --hidden-size", maximum=2**16)
     ffn_hidden_size: int = opt(None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22)
-    seq_length: int = required("tokens per sample, s", maximum=2**22)
+    seq_length: int = required("tokens per sample, s", maximum=2**22, aliases=("--encoder-seq-length",))
     max_position_embeddings: int = opt(None, "rows of the position embedding (default: --seq-length)", type=int, maximum=2**22)
     vocab_size: int | None = opt(None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26)
     make_vocab_size_divisible_by: int = opt(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
+    padded_vocab_size: int | None = opt(None, "rows of the vocabulary with its padding, instead of that multiple", type=int,
+                                        maximum=2**26)
     mask_vocab_padding: str = opt(UNSETTLED, "keep rows of the vocabulary that are not tokens out of the loss, where Megatron-LM "
                                   "counts them; auto: what the checkpoint says, yes for converted weights, no from scratch",
                                   choices=PADDING)
@@ -79,16 +82,32 @@ class ModelConfig:
     hidden_dropout: float = opt(0.1, "dropout on embeddings and on what each sub-layer adds to the residual stream")
     attention_dropout: float = opt(0.1, "dropout on attention probabilities")
     swiglu: bool = opt(False, "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default")
+    squared_relu: bool = opt(False, "the MLP is W2 relu(W1 x)^2, instead of the GELU")
+    bias_gelu_fusion: bool = opt(True, "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without it, "
+                                 "and with --disable-bias-linear, as there, the exact one")
+    openai_gelu: bool = opt(False, "the MLP's GELU is its tanh form in any case")
+    use_z_loss: bool = opt(False, "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's loss")
+    z_loss_strength: float = opt(1e-4, "the factor of --use-z-loss", aliases=("--z-loss-coeff",))
     group_query_attention: bool = opt(False, "groups of heads share a key and a value")
     num_query_groups: int | None = opt(None, "groups g of heads, for --group-query-attention (default: 1)", type=int, maximum=2**16)
     kv_channels: int = opt(None, "size d of a head (default: hidden size / attention heads)", type=int, maximum=2**16)
     add_qkv_bias: bool = opt(False, "biases of queries, keys and values, also with --disable-bias-linear")
     qk_layernorm: bool = opt(False, "normalise each query and each key over its head's d elements")
-    position_embedding_type: str = opt(LEARNED, "positions: a learned vector each, rotated queries and keys (rope), or none",
+    position_embedding_type: str = opt(LEARNED, "positions: a learned vector each, rotated queries and keys (rope, or yarn for "
+                                       "longer sequences than a model was trained for), or none",
                                        choices=POSITION_TYPES, switches={"--use-rotary-position-embeddings": ROPE})
-    rotary_base: float = opt(10000.0, "base of the wavelengths of rope")
+    rotary_base: float = opt(10000.0, "base of the wavelengths of rope", aliases=("--rope-theta",))
     rotary_percent: float = opt(1.0, "share of a head's elements that rope rotates, the first ones")
     rotary_interleaved: bool = opt(False, "rope rotates neighbouring elements together, not those half of the rotated ones apart")
+    rotary_seq_len_interpolation_factor: float | None = opt(None, "divide rope's positions by this (linear scaling)", type=float)
+    rotary_scaling_factor: float = opt(1.0, "how much yarn lengthens the long waves")
+    yarn_original_max_position_embeddings: int = opt(4096, "positions that a model had before yarn", maximum=2**22)
+    yarn_beta_fast: float = opt(32.0, "waves that turn so often in the original positions, and shorter ones, stay as they are")
+    yarn_beta_slow: float = opt(1.0, "waves that turn so often there, and longer ones, are lengthened by the whole factor")
+    yarn_correction_range_round_to_int: bool = opt(True, "round the numbers of these two waves outwards")
+    mscale: float = opt(1.0, "yarn multiplies queries and keys by 0.1 x this x ln(factor) + 1, divided by the same of "
+                        "--mscale-all-dim")
+    mscale_all_dim: float = opt(0.0, "see --mscale")
     use_rope_scaling: bool = opt(False, "lengthen rope's long waves as Llama 3.1 does, for longer sequences")
     rope_scaling_factor: float = opt(8.0, "how much --use-rope-scaling lengthens them")
     rope_scaling_low_freq_factor: float = opt(1.0, "waves of the original positions / this and more are lengthened by the "
@@ -105,7 +124,11 @@ class ModelConfig:
         check_choices(self)
         self._derive()
         numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
-        check_positive(self, *(name for name in numbers if "dropout" not in name))
+        check_positive(self, *(name for name in numbers if "dropout" not in name and "mscale" not in name))
+        check_positive(self, "padded_vocab_size", "rotary_seq_len_interpolation_factor")
+        check(not (self.swiglu and self.squared_relu), "--swiglu and --squared-relu exclude each other: pass one")
+        check(not (self.vocab_size and self.padded_vocab_size) or self.padded_vocab_size >= self.vocab_size,
+              f"--padded-vocab-size {self.padded_vocab_size} is below --vocab-size {self.vocab_size}: raise it, or leave it out")
         check(self.normalization in NORMS, f"--normalization is {self.normalization}: pass {choices(NORMS)}")
         check_fraction(self, "hidden_dropout", "attention_dropout")
         check(self.max_position_embeddings >= self.seq_length, f"--max-position-embeddings {self.max_position_embeddings} "
@@ -133,22 +156,40 @@ class ModelConfig:
               "them, or pass --kv-channels, the size of a head")
         check(heads % self.query_groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups "
               f"{self.query_groups}: change one of them")
-        check(self.normalization != "LayerNorm" or not self.qk_layernorm, "--qk-layernorm is an RMS norm here, and --normalization "
-              "is LayerNorm: pass --normalization RMSNorm, or leave it out")
 
     def _check_rotary(self) -> None:
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         check(low < high, f"--rope-scaling-high-freq-factor {high} is not above --rope-scaling-low-freq-factor {low}: change one "
               "of them")
         check(self.rotary_percent <= 1.0, f"--rotary-percent is {self.rotary_percent}: pass a number above 0, and 1 at most")
-        check(self.position_embedding_type != ROPE or (self.rotary_size > 0 and self.rotary_size % 2 == 0), "rope rotates pairs of "
+        yarn = self.position_embedding_type == YARN
+        whole = self.rotary_percent == 1.0 and not self.rotary_interleaved and not self.use_rope_scaling
+        check(not yarn or whole, "yarn turns whole heads, elements half a head apart: leave out --rotary-percent, "
+              "--rotary-interleaved and --use-rope-scaling")
+        check(not yarn or self.rotary_seq_len_interpolation_factor is None, "--rotary-seq-len-interpolation-factor is for rope, "
+              "and yarn has --rotary-scaling-factor: leave one out")
+        check(not yarn or self.yarn_beta_fast > self.yarn_beta_slow, f"--yarn-beta-fast {self.yarn_beta_fast} is not above "
+              f"--yarn-beta-slow {self.yarn_beta_slow}: change one of them")
+        check(not self.rotary or (self.rotary_size > 0 and self.rotary_size % 2 == 0), "rope rotates pairs of "
               f"elements, and --rotary-percent {self.rotary_percent} of a head of {self.kv_channels} is {self.rotary_size}: change "
               "it, or --kv-channels")
 
     @property
     def activation(self) -> str:
         """The row of `block_parts.MLPS` that the block's MLP is."""
-        return "swiglu" if self.swiglu else "gelu"
+        if self.swiglu or self.squared_relu:
+            return "swiglu" if self.swiglu else "squared_relu"
+        return "gelu" if self.openai_gelu or (self.bias_gelu_fusion and not self.disable_bias_linear) else "gelu_exact"
+
+    @property
+    def z_loss(self) -> float:
+        """The factor of the squared logarithm of the softmax's denominator in the loss."""
+        return self.z_loss_strength if self.use_z_loss else 0.0
+
+    @property
+    def rotary(self) -> bool:
+        """Whether positions turn queries and keys."""
+        return self.position_embedding_type in (ROPE, YARN)
 
     @property
     def query_groups(self) -> int:
@@ -188,7 +229,7 @@ class ModelConfig:
     @property
     def turns_queries(self) -> bool:
         """Whether something happens to queries and keys before attention: rope, or their norm."""
-        return self.position_embedding_type == ROPE or self.qk_layernorm
+        return self.rotary or self.qk_layernorm
 
     @property
     def masks_padding(self) -> bool:
@@ -219,10 +260,14 @@ def _window_size(text: str) -> str | None:
 # What --use-rope-scaling depends on.
 ROPE_SCALING = ("rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
                 "rope_scaling_original_max_position_embeddings")
+# What --position-embedding-type yarn depends on.
+YARN_SCALING = ("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
+                "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim")
 # What a block can be other than GPT-2's, whose values are the defaults; programs before these flags saved none of them.
-BLOCK = ("swiglu", "group_query_attention", "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm",
-         "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling",
-         *ROPE_SCALING, "untie_embeddings_and_output_weights", "window_size")
+BLOCK = ("swiglu", "squared_relu", "bias_gelu_fusion", "openai_gelu", "group_query_attention", "num_query_groups",
+         "kv_channels", "add_qkv_bias", "qk_layernorm",
+         "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
+         "use_rope_scaling", *ROPE_SCALING, *YARN_SCALING, "untie_embeddings_and_output_weights", "window_size")
 # What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
 ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
                 "normalization", "disable_bias_linear", "layernorm_epsilon", *BLOCK)
@@ -236,6 +281,8 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
 def with_block(saved: dict[str, Any]) -> dict[str, Any]:
     """The values of a checkpoint's model, with those that a program saved which had no flags for them: BLOCK's, and the padding."""
     before = {"mask_vocab_padding": COUNTED, **{f.name: f.default for f in fields(ModelConfig) if f.name in BLOCK}}
+    if saved.get("disable_bias_linear") and not saved.get("swiglu"):
+        before["openai_gelu"] = True  # they computed its tanh form
     if {"hidden_size", "num_attention_heads"} <= saved.keys():
         before["kv_channels"] = saved["hidden_size"] // saved["num_attention_heads"]
     return {**before, **saved}

@@ -17,9 +17,10 @@ from .sample_rules import StepSizes
 
 # What decides the course of training besides the architecture, by group: a resumed run says where it differs from what was saved.
 COURSE = {
-    "model": ("seq_length", "mask_vocab_padding", "hidden_dropout", "attention_dropout"),
+    "model": ("seq_length", "mask_vocab_padding", "use_z_loss", "z_loss_strength", "hidden_dropout", "attention_dropout"),
     "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
-    "optimizer": ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
+    "optimizer": ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style",
+                  "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
                   "lr_warmup_fraction", "lr_decay_tokens", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
                   "lr_wsd_decay_iters", "lr_wsd_decay_samples",
                   "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
@@ -29,6 +30,12 @@ COURSE = {
     "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data"),
     "system": ("fp16_accumulation_chunk",),
 }
+
+
+# What may differ between the ranks of a run: how a stage recomputes, places that each rank has for itself, and its threads.
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+OWN_OF_A_RANK = (*RECOMPUTE, "save_local", "log_file", "log_ranks", "tensorboard_dir", "wandb_save_dir", "profile_dir",
+                 "data_cache_path", "allocator", "thread_affinity", "cpu_frequency")
 
 
 @hashed_once
@@ -100,6 +107,9 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = opt(None, "save and leave after this many minutes", type=float)
     eval_interval: int = opt(1000, "iterations between evaluations on the validation split")
     eval_iters: int = opt(100, "batches per evaluation; 0: none")
+    eval_global_batch_size: int | None = opt(None, "samples of a batch of an evaluation (default: --global-batch-size)", type=int,
+                                             maximum=2**24)
+    start_eval_at_iter: int | None = opt(None, "the first evaluation is not before this iteration", type=int)
     skip_train: bool = opt(False, "train nothing: only evaluate on the validation data")
     seed: int = opt(1234, "seed of initial weights, dropout and data order", maximum=2**32 - 1)
     recompute_granularity: str | None = opt(
@@ -120,7 +130,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check_numbers(self)
         check_positive(self, "train_samples", "train_tokens", "exit_interval", "exit_duration_in_mins", "eval_interval",
-                       "recompute_num_layers", "memory_per_rank")
+                       "eval_global_batch_size", "recompute_num_layers", "memory_per_rank")
         check(0 <= self.seed < 2**32, f"--seed is {self.seed}: pass a number from 0 to {2**32 - 1}")  # what numpy's generator takes
         check(self.train_iters is None or self.train_iters >= 0, f"--train-iters is {self.train_iters}: pass 0 or more")
         check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: pass 0 or more")
@@ -150,8 +160,16 @@ class OutputConfig:
     finetune: bool = opt(False, "start from the weights of --load alone: iteration 0, fresh optimizer, data from the start")
     pretrained_checkpoint: str | None = opt(None, "while --load holds no checkpoint, start from the weights in this directory as "
                                             "--finetune does", type=str)
+    exit_on_missing_checkpoint: bool = opt(False, "end where --load holds no checkpoint, also where it is --save, which a first "
+                                           "start fills")
+    use_checkpoint_args: bool = opt(False, "the model is that of the checkpoint in --load, whatever this command line says of it")
     ckpt_step: int | None = opt(None, "load this iteration instead of the latest", type=int)
-    save_interval: int | None = opt(None, "iterations between checkpoints (default: only at the end)", type=int)
+    save_interval: int | None = opt(None, "iterations between checkpoints (default: only at the end)", type=int,
+                                    aliases=("--persistent-save-interval",))
+    save_retain_interval: int | None = opt(None, "keep checkpoints of iterations divisible by this, and the last one; others are "
+                                           "removed after a save (default: all are kept)", type=int)
+    no_save_optim: bool = opt(False, "save the weights without the optimizer's state: such a checkpoint needs --no-load-optim or "
+                              "--finetune")
     save_interval_in_mins: float | None = opt(None, "minutes between checkpoints, by the clock of rank 0", type=float)
     keep_last: int | None = opt(None, "checkpoints to keep in --save; older ones are removed after a save (default: all)", type=int)
     save_local: str | None = opt(None, "directory on a disk of each node: checkpoints are written there first and copied to --save "
@@ -180,7 +198,8 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check_positive(self, "ckpt_step", "save_interval", "save_interval_in_mins", "keep_last", "log_interval",
+        check_positive(self, "ckpt_step", "save_interval", "save_interval_in_mins", "keep_last", "save_retain_interval",
+                       "log_interval",
                        "profile_step_start")
         for name in ("save", "load", "pretrained_checkpoint", "save_local", "tensorboard_dir", "profile_dir"):
             check(getattr(self, name) != "", f"{flag(name)} is empty: pass a directory, or leave it out (is a variable unset?)")
@@ -195,6 +214,13 @@ class OutputConfig:
               f"replace the checkpoints of --load {self.load}, which is also --save: pass another --save, or leave --finetune out")
         check(not (self.finetune and self.pretrained_checkpoint), "--finetune and --pretrained-checkpoint exclude each other: pass "
               "--finetune with --load for one start, or --pretrained-checkpoint for a run that goes on from its own --load")
+        check(not (self.keep_last and self.save_retain_interval), "--keep-last and --save-retain-interval exclude each other: "
+              "pass one")
+        check(not self.save_retain_interval or not self.save_interval or self.save_retain_interval % self.save_interval == 0,
+              f"--save-retain-interval {self.save_retain_interval} is not a multiple of --save-interval {self.save_interval}: "
+              "change one of them")
+        for name in ("exit_on_missing_checkpoint", "use_checkpoint_args"):
+            check(not getattr(self, name) or self.load is not None, f"{flag(name)} needs --load, the directory of the checkpoint")
         check(self.profile_step_end > self.profile_step_start, f"--profile-step-end {self.profile_step_end} is not above "
               f"--profile-step-start {self.profile_step_start}: raise it")
         check(all(rank >= 0 for rank in self.profile_ranks), f"--profile-ranks {self.profile_ranks}: pass ranks from 0 on")
@@ -285,6 +311,8 @@ def saved_run(manifest: dict[str, Any], sizes: tuple[int, int] | None = None) ->
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["config"].get(name, {}).items()}
         if name == "batch":
             values = {"micro_batch_size": 1}
+        if name == "model":  # a part of the loss in training alone
+            values["use_z_loss"] = False
         if name == "training":  # numbers of layers to recompute belong to that layout
             values["recompute_part_layers"] = None
         if name == "parallel" and sizes:

@@ -214,7 +214,8 @@ GPT2 = Architecture(
     only={"activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "scale_attn_weights": (True,),
           "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     block={"normalization": "LayerNorm", "disable_bias_linear": False, "position_embedding_type": LEARNED, "swiglu": False,
-           "group_query_attention": False, "qk_layernorm": False, "window_size": None},
+           "squared_relu": False, "bias_gelu_fusion": True, "group_query_attention": False, "qk_layernorm": False,
+           "window_size": None},
     places={"embedding.word_embeddings": (("wte",), whole), "embedding.position_embeddings": (("wpe",), whole),
             _LAYER + "input_layernorm": (("h.{}.ln_1",), whole),
             _LAYER + "self_attention.linear_qkv": (("h.{}.attn.c_attn",), conv_query_key_value),
@@ -235,7 +236,8 @@ _DECODER_FIELDS = (
 _SILU = {"hidden_act": ("silu", "swish")}
 _NO_WINDOW = {**_SILU, "use_sliding_window": (False,)}
 _DECODER_BLOCK = {"normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": ROPE, "swiglu": True,
-                  "rotary_percent": 1.0, "rotary_interleaved": False, "add_qkv_bias": False, "qk_layernorm": False}
+                  "rotary_percent": 1.0, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None,
+                  "add_qkv_bias": False, "qk_layernorm": False}
 _DECODER_PLACES = {
     "embedding.word_embeddings": (("embed_tokens",), whole),
     _LAYER + "input_layernorm": (("layers.{}.input_layernorm",), whole),

@@ -29,13 +29,13 @@ VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group,
 # (their argument, its value where the block can do it, and what leaving it out means)
 _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("num_experts", (None,)), ("multi_latent_attention", (False, None)), ("apply_layernorm_1p", (False, None)),
-    ("squared_relu", (False, None)), ("rotary_seq_len_interpolation_factor", (None, 1)), ("quick_geglu", (False, None)),
+    ("quick_geglu", (False, None)),
     ("hybrid_override_pattern", (None,)), ("window_attn_skip_freq", (None,)), ("softmax_type", ("vanilla", None)))
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
 _ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
 _CONSTANTS = ROPE_SCALING[1:]  # fields without an argument there: Megatron-LM computes the defaults of here
-_OWN = ("disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "make_vocab_size_divisible_by",
-        "mask_vocab_padding")
+_OWN = ("disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "padded_vocab_size",
+        "make_vocab_size_divisible_by", "mask_vocab_padding")
 
 # In this order: what a name of theirs has, and what it is here.
 _RENAMES = tuple((re.compile(pattern), ours) for pattern, ours in (
@@ -80,8 +80,6 @@ def model_of(args: argparse.Namespace, rows: int, vocab_size: int | None) -> Mod
     check(0 < values["vocab_size"] <= rows, f"the vocabulary has {values['vocab_size']} tokens, its embedding {rows} rows")
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
-    tanh = values.get("swiglu") or given.get("bias_gelu_fusion", True) or given.get("openai_gelu")
-    check(bool(tanh), "bias_gelu_fusion is False, which is exact GELU there, and the block computes its tanh form")
     return ModelConfig(**values)
 
 
@@ -117,7 +115,7 @@ def arguments_of(model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp:
         **same, norm_epsilon=model.layernorm_epsilon, add_bias_linear=not model.disable_bias_linear,
         position_embedding_type=model.position_embedding_type, add_position_embedding=model.learned_positions, window_size=window,
         vocab_size=model.vocab_size, padded_vocab_size=rows, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        bias_gelu_fusion=True, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=None, params_dtype=dtype, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16,
         tokenizer_type="GPT2BPETokenizer", iteration=0, consumed_train_samples=0, consumed_valid_samples=0)
 

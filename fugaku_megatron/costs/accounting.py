@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ..config.checks import check
 from ..config.layout import Layout, placement, sequence_parts, stage_sizes
 from ..config.model_config import MLPS, NORMS
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
@@ -37,7 +38,11 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:
-    """Vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tensor-parallel size, as Megatron does."""
+    """--padded-vocab-size, or the vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tensor-parallel size."""
+    if model.padded_vocab_size:
+        check(model.padded_vocab_size % tp == 0, f"--padded-vocab-size {model.padded_vocab_size} is not divisible by "
+              f"--tensor-model-parallel-size {tp}: change one of them")
+        return model.padded_vocab_size
     if model.vocab_size is None:
         raise ValueError("the vocabulary size is unknown: pass --vocab-size, or the files of a tokenizer")
     return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
@@ -128,9 +133,13 @@ def _attention(run: RunConfig, tp: int) -> Record:
 
 def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
     """What happens to queries and keys before attention; their norm needs them as they were, turning them back does not."""
-    weights = 2 * run.model.kv_channels * run.model.qk_layernorm
+    model, saved = run.model, qkv_bytes(run, tp)
+    if model.normalization == "LayerNorm":  # queries and keys alone, and each head's mean and deviation
+        heads = (model.num_attention_heads + model.query_groups) // tp
+        saved = tokens_per_microbatch(run) * heads * (model.kv_channels * element_bytes(run) + 2 * FP32_BYTES)
+    weights = 2 * NORMS[model.normalization].vectors * model.kv_channels * model.qk_layernorm
     return (Record(name="rotary", parameters=weights, replicated=weights, of_heads=weights,
-                   saved_bytes=qkv_bytes(run, tp) * run.model.qk_layernorm),) if run.model.turns_queries else ()
+                   saved_bytes=saved * model.qk_layernorm),) if model.turns_queries else ()
 
 
 def qkv_bytes(run: RunConfig, tp: int) -> int:

@@ -170,7 +170,8 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     posted = posted_bytes(run, layout.tp, stage)
     sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
     moments = run.optimizer.moment_bytes
-    saving = elements * (FP32_BYTES + moments) // shards if run.output.save and run.output.async_save else 0
+    saved = FP32_BYTES + (0 if run.output.no_save_optim else moments)
+    saving = elements * saved // shards if run.output.save and run.output.async_save else 0
     copies, live = 3 if run.system.cache_packed_weights else 1, live_bytes(run, layout, stage, held)
     return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
                   optimizer=elements * (moments + (FP32_BYTES if low else 0)) // shards,

@@ -6,12 +6,15 @@ Rules of Megatron-LM's megatron/core/datasets/utils.py, megatron/core/datasets/b
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
+
+from .files import read_text
 
 
 def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float]:
@@ -40,6 +43,29 @@ def parse_split(split: str) -> list[float]:
     if sum(shares) == 0:
         raise ValueError(f"--split {split!r}: all shares are 0; pass a share for train, such as 969,30,1")
     return _shares(shares)
+
+
+def listed_data(data_args_path: str | None, per_split_data_args_path: str | None) -> dict[str, tuple[str, ...]]:
+    """The data flags, as fields of a run, that a file holds; none where no file is named. Raises ValueError for another file.
+
+    Rules of Megatron-LM's get_blend_and_blend_per_split (megatron/training/utils.py).
+    """
+    if data_args_path:
+        return {"data_path": tuple(read_text(data_args_path, "--data-args-path").split())}
+    if not per_split_data_args_path:
+        return {}
+    text = read_text(per_split_data_args_path, "--per-split-data-args-path")
+    where = f"--per-split-data-args-path {per_split_data_args_path}"
+    try:
+        given = json.loads(text)
+        words = {name: given.get(name) or () for name in ("train", "valid")}
+        found = {f"{name}_data_path": tuple(value.split() if isinstance(value, str) else map(str, value))
+                 for name, value in words.items()}
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{where}: not a JSON object with lists of words as train, valid and test ({error})") from None
+    if not found["train_data_path"]:
+        raise ValueError(f"{where}: it has no words for train: add some")
+    return {name: words for name, words in found.items() if words}
 
 
 def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list[float] | None]:

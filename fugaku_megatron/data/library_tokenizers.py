@@ -127,6 +127,23 @@ class SentencePieceTokenizer:
         return len(self.decode(ids).encode())
 
 
+class JapaneseSentencePiece(SentencePieceTokenizer):
+    """A SentencePiece model whose documents end with its piece "</s>", and whose lines end with a line feed alone.
+
+    Source: megatron/tokenizer/tokenizer.py of Fugaku-LLM/DeepSpeedFugaku.
+    """
+
+    name = "JapaneseSentencePiece"
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self.eod = self._processor.piece_to_id("</s>")
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Token ids of `text`."""
+        return super().encode(clean(text).replace("\r\n", "\n"))
+
+
 class NullTokenizer:
     """Numbers as they stand in a text, between spaces; for runs whose data was tokenized elsewhere. `eod` is vocab_size - 1.
 

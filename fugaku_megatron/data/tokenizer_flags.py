@@ -26,6 +26,8 @@ class TokenizerFlags(NamedTuple):
     merge_file: str | None = None
     tokenizer_model: str | None = None
     vocab_size: int | None = None
+    tiktoken_pattern: str = "v2"
+    tiktoken_num_special_tokens: int = 1000
 
     @classmethod
     def of(cls, owner: Any, vocab_size: int | None = None) -> TokenizerFlags:
@@ -41,7 +43,7 @@ class TokenizerFlags(NamedTuple):
 
     def words(self) -> str:
         """As a shell reads them; the type only where it is not the default."""
-        given = {name: value for name, value in zip(self._fields, self) if value not in (None, GPT2BPETokenizer.name)}
+        given = {name: value for name, value in zip(self._fields, self) if value != self._field_defaults[name]}
         return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
 
 
@@ -51,7 +53,9 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None
     add("--tokenizer-type", default=GPT2BPETokenizer.name, help=f"{', '.join(TOKENIZERS)} (default: %(default)s)")
     add("--vocab-file", help=f"vocab.json of GPT2BPETokenizer; default: {otherwise}")
     add("--merge-file", help="merges.txt of the same vocabulary")
-    add("--tokenizer-model", help="folder of HuggingFaceTokenizer, or .model file of SentencePieceTokenizer")
+    add("--tokenizer-model", help="folder of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of TikTokenizer")
+    add("--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer cuts a text into pieces (default: v2)")
+    add("--tiktoken-num-special-tokens", type=int, help="tokens of TikTokenizer that stand for no text (default: 1000)")
 
 
 def identity(tokenizer: Tokenizer) -> dict[str, Any]:

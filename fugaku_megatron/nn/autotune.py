@@ -59,7 +59,7 @@ def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Op
         "attention": lambda ops: ops.attention(qkv, model.kv_channels, model.attention_dropout, scores, model.query_groups // tp,
                                                model.window).sum(),
         "rowwise": _add_and_normalize(model, residual),
-        "loss": lambda ops: ops.head_loss(x, table, tokens, SoloComm(), 0, 1.0),
+        "loss": lambda ops: ops.head_loss(x, table, tokens, SoloComm(), 0, 1.0, z_loss=model.z_loss),
         "embedding": lambda ops: ops.embedding(tokens, table).sum(),
     }
 
@@ -68,7 +68,9 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
     """The model's MLP of x (s, b, h)."""
     f, h, dtype, gates = model.ffn_hidden_size // tp, model.hidden_size, x.dtype, [2] * model.swiglu
     fc1, bias, fc2 = _weight(*gates, f, h, dtype=dtype), _weight(*gates, f, dtype=dtype), _weight(h, f, dtype=dtype)
-    return lambda ops: (ops.gated_mlp if model.swiglu else ops.mlp)(x, fc1, bias, fc2).sum()
+    if model.swiglu:
+        return lambda ops: ops.gated_mlp(x, fc1, bias, fc2).sum()
+    return lambda ops: ops.mlp(x, fc1, bias, fc2, activation=model.activation).sum()
 
 
 def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]:

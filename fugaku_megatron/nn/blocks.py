@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..config.model_config import MLPS, NORMS
@@ -55,10 +56,25 @@ class SelfAttention(nn.Module):
 
     def turn(self, qkv: Tensor, angles: Angles | None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2)."""
-        model, norms = self.context.model, (self.q_layernorm, self.k_layernorm)
-        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+        model = self.context.model
+        q_weight = k_weight = None
+        if model.qk_layernorm and model.normalization == "LayerNorm":
+            qkv = self._layer_normed(qkv)
+            if angles is None:
+                return qkv
+        elif self.q_layernorm is not None and self.k_layernorm is not None:
+            q_weight, k_weight = self.q_layernorm.weight, self.k_layernorm.weight
         return self.context.ops.rotary(qkv, angles, self.heads, self.groups, model.kv_channels,
                                        model.rotary_interleaved, 0, q_weight, k_weight, model.layernorm_epsilon)
+
+    def _layer_normed(self, qkv: Tensor) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) with its queries and keys normalised."""
+        ops, epsilon, size = self.context.ops, self.context.model.layernorm_epsilon, self.context.model.kv_channels
+        heads = qkv.view(*qkv.shape[:2], self.groups, -1, size)  # (s, b, g, n/g + 2, d)
+        parts = heads.split((heads.shape[3] - 2, 1, 1), 3)
+        normed = [ops.layer_norm(part.contiguous(), norm.weight, norm.bias, epsilon)
+                  for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)) if norm and norm.bias is not None]
+        return torch.cat((*normed, parts[2]), 3).view(qkv.shape)
 
     def core(self, qkv: Tensor, at: Pass) -> Tensor:
         """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
@@ -79,7 +95,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """h -> f -> h with GELU, as one operation. column: the layer of its first product."""
+    """h -> f -> h with GELU, or another activation without gates, as one operation. column: the layer of its first product."""
 
     column: type[nn.Module] = ColumnParallelLinear
 
@@ -92,7 +108,8 @@ class MLP(nn.Module):
 
     def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """The operation of the whole sequence (s, b, h), and the one from part to part of it."""
-        return self.context.ops.mlp, self.context.ops.mlp_between_parts
+        ops, activation = self.context.ops, self.context.model.activation
+        return partial(ops.mlp, activation=activation), partial(ops.mlp_between_parts, activation=activation)
 
     def forward(self, x: Tensor, at: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `at` needs none."""

@@ -235,11 +235,13 @@ class RMSNorm(Norm):
 
 
 class HeadNorm(nn.Module):
-    """The weight of the RMS norm of queries or of keys, over a head's d elements; the same one for all heads.
+    """The norm of queries or of keys over a head's d elements, with the same weight, and in a LayerNorm bias, for all heads.
 
     Every tensor-parallel rank has it and computes its gradient from its own heads, with or without sequence parallelism.
     """
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        self.weight = context.parameter(f"{name}.weight", (context.model.kv_channels,), fill=1.0, sequence_parallel=True)
+        size, layer_norm = (context.model.kv_channels,), context.model.normalization == "LayerNorm"
+        self.weight = context.parameter(f"{name}.weight", size, fill=1.0, sequence_parallel=True)
+        self.bias = context.parameter(f"{name}.bias", size, sequence_parallel=True) if layer_norm else None

@@ -160,4 +160,4 @@ class Chunk(nn.Module):
         assert labels is not None
         weight, rows = self.output_weight, self.logits_rows
         return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, spec_of(weight).offset[0], factor, rows,
-                                  self.words)
+                                  self.words, self.context.model.z_loss)

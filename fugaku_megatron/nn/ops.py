@@ -23,7 +23,7 @@ from torch import Tensor
 from ..comm.autograd import RowBlocks
 from ..comm.base import Comm
 from ..host import kernels as native_kernels
-from . import overlapped_ops
+from . import overlapped_ops, torch_blocks
 from .native_ops import NativeOps
 from .shared import Angles, DropoutKey, backward, recompute
 from .torch_ops import TorchOps
@@ -88,12 +88,16 @@ class Ops:
         return self.backends["gemm"].linear(x, weight, bias, sequence)
 
     def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
-            sequence: Comm | None = None) -> Tensor:
-        """gelu(x W1^T + bias1) W2^T, tanh approximation, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h).
+            sequence: Comm | None = None, activation: str = "gelu") -> Tensor:
+        """gelu(x W1^T + bias1) W2^T, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h).
+
+        activation: "gelu", its tanh form, or another one of `torch_blocks.ACTIVATIONS`, which runs in torch between the matmuls.
 
         needs_values False: backward will follow, and nobody reads the result, whose values may be anything then, nor x again, whose
         memory backward may use. sequence: as in `linear`.
         """
+        if activation != "gelu":
+            return torch_blocks.mlp(self.backends["gemm"], activation, x, weight1, bias1, weight2, needs_values, sequence)
         return self.backends["gemm"].mlp(x, weight1, bias1, weight2, needs_values, sequence)
 
     def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks) -> Tensor:
@@ -105,9 +109,9 @@ class Ops:
         return overlapped_ops.row_linear(self.backends["gemm"], x, weight, blocks)
 
     def mlp_between_parts(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-                          blocks: RowBlocks) -> Tensor:
+                          blocks: RowBlocks, activation: str = "gelu") -> Tensor:
         """`mlp` from part to part (s / t, b, h) of the sequence, its input gathered and its result summed behind the products."""
-        return overlapped_ops.mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks)
+        return overlapped_ops.mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks, activation)
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
                   sequence: Comm | None = None) -> Tensor:
@@ -191,12 +195,13 @@ class Ops:
         return self.backends["embedding"].add_position(x, weight, first)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                  rows_at_once: int | None = None, words: int | None = None) -> Tensor:
+                  rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0) -> Tensor:
         """Mean cross-entropy of the logits x W^T, the vocabulary being split over `tp`, softmax in FP32.
 
         x (s, b, h), weight (v, h), labels (s, b) -> (). words: only so many of the weight's first rows take part in the softmax,
-        and the others get no gradient; None: all of them do. `factor` must be the gradient that backward will bring (the loss is
+        and the others get no gradient; None: all of them do. z_loss: a row's loss has z_loss (log sum exp)^2 added, as in PaLM
+        (Chowdhery et al. 2022, section 5). `factor` must be the gradient that backward will bring (the loss is
         multiplied by it afterwards): native kernels accumulate weight gradients while they hold the logits, and where x needs a
         gradient, they leave it in x's memory.
         """
-        return self.backends["loss"].head_loss(x, weight, labels, tp, first_row, factor, rows_at_once, words)
+        return self.backends["loss"].head_loss(x, weight, labels, tp, first_row, factor, rows_at_once, words, z_loss)

@@ -39,6 +39,12 @@ class ParameterSpec:
         return len(self.shape) > 1 and not self.name.endswith(".bias")
 
 
+    @property
+    def decoupled(self) -> bool:
+        """Whether --decoupled-lr is for it: the word embedding and the logits' weight."""
+        return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
 def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, partition_dim: int | None = None,
                    std: float | None = None, fill: float = 0.0, init_name: str | None = None,
                    sequence_parallel: bool = False) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""The operations of Llama's, Mistral's and Qwen's blocks in torch: RMS norm, gated MLP, rotary positions, grouped attention.
+"""The operations of other blocks than GPT-2's in torch: RMS norm, gated and other MLPs, rotary positions, grouped attention.
 
 Both backends run them (`torch_ops`; `native_ops` for what has no C++ kernel); they keep from forward to backward what
 `costs.accounting` counts. Left out: their products, which are the backend's.
@@ -7,6 +7,7 @@ Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +129,7 @@ def matrix(parameter: Tensor | None) -> Tensor | None:
 def gated_mlp(ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
               sequence: Comm | None) -> Tensor:
     """(silu(x W1[0]^T + b[0]) * (x W1[1]^T + b[1])) W2^T on the backend's products; see `Ops.gated_mlp`."""
-    return _GatedMLP.apply(ops, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
+    return _MLP.apply(ops, ops, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
 
 
 def gate(pre: Tensor) -> Tensor:
@@ -145,34 +146,76 @@ def gate_gradient(dinner: Tensor, pre: Tensor) -> Tensor:
     return torch.cat((dinner * values * slope, dinner * gates * sigmoid), -1).to(pre.dtype)
 
 
-class _GatedMLP(torch.autograd.Function):
+def _squared_relu_gradient(x: Tensor) -> Tensor:
+    return 2.0 * F.relu(x)
+
+
+def _gelu_gradient(x: Tensor) -> Tensor:
+    return 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+# Activations without gates and without C++ kernels: their values in FP32, and their derivatives. Squared ReLU: So et al. 2021
+# (arXiv:2109.08668); exact GELU: Hendrycks and Gimpel 2016 (arXiv:1606.08415).
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "squared_relu": (lambda x: F.relu(x).square(), _squared_relu_gradient),
+    "gelu_exact": (F.gelu, _gelu_gradient),
+}
+
+
+class Activation:
+    """What stands in an MLP between the matmuls of `ops`, with the methods that a backend has for gates; FP32 inside."""
+
+    def __init__(self, ops: Any, name: str) -> None:
+        self.ops, (self._value, self._slope) = ops, ACTIVATIONS[name]
+
+    def gate(self, pre: Tensor) -> Tensor:
+        """pre (rows, f) -> (rows, f)."""
+        return self._value(pre.float()).to(pre.dtype)
+
+    def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor) -> None:
+        """dpre (rows, f), the gradient of pre from that of `gate`, dinner (rows, f)."""
+        dpre.copy_(dinner.float() * self._slope(pre.float()))
+
+    def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, chunk: int) -> None:
+        """Add dy^T gate(pre) to the gradient of weight (h, f), now or later; dy (rows, h) stays until then."""
+        self.ops.weight_gradient(dy, self.gate(pre), weight, None, chunk)
+
+
+def mlp(ops: Any, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
+        sequence: Comm | None) -> Tensor:
+    """activation(x W1^T + b) W2^T on the backend's matmuls; see `Ops.mlp`."""
+    return _MLP.apply(ops, Activation(ops, activation), x, weight1, bias1, weight2, needs_values, sequence)
+
+
+class _MLP(torch.autograd.Function):
+    """gates: what computes the activation and its gradient, a backend or an `Activation`."""
+
     @staticmethod
-    def forward(ctx: Any, ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-                sequence: Comm | None) -> Tensor:
+    def forward(ctx: Any, ops: Any, gates: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
+                needs_values: bool, sequence: Comm | None) -> Tensor:
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = as_rows(whole)
         pre = rows.new_empty(len(rows), len(weight1))
         ops.product(rows, weight1, pre, bias1, chunk=chunk)
         out = x.new_empty(len(rows), len(weight2)) if needs_values else x.new_empty(1).expand(len(rows), len(weight2))
         if needs_values:
-            ops.product(gate(pre), weight2, out, chunk=chunk)
-        ctx.save_for_backward(rows if sequence is None else x, pre)  # the gated values are cheaper to compute again than to keep
-        ctx.ops, ctx.parameters, ctx.shape, ctx.sequence = ops, (weight1, bias1, weight2), whole.shape, sequence
+            ops.product(gates.gate(pre), weight2, out, chunk=chunk)
+        ctx.save_for_backward(rows if sequence is None else x, pre)  # its values are cheaper to compute again than to keep
+        ctx.ops, ctx.gates, ctx.parameters, ctx.shape, ctx.sequence = ops, gates, (weight1, bias1, weight2), whole.shape, sequence
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, pre), (weight1, bias1, weight2), ops, dy = ctx.saved_tensors, ctx.parameters, ctx.ops, as_rows(dy)
         chunk, rows = ops.chunk(dy), as_rows(gather_sequence(x, ctx.sequence))
-        inner = gate(pre)
-        ops.weight_gradient(dy, inner, weight2, None, chunk)
-        dinner = torch.empty_like(inner)
+        ctx.gates.gated_weight_gradient(dy, pre, weight2, chunk)
+        dinner, dpre = pre.new_empty(len(pre), weight2.shape[1]), torch.empty_like(pre)
         ops.data_gradient(dy, weight2, dinner, chunk)
-        dpre = gate_gradient(dinner, pre)
+        ctx.gates.gate_gradient(dinner, pre, dpre)
         ops.weight_gradient(dpre, rows, weight1, bias1, chunk)
         dx = torch.empty_like(rows)
         ops.data_gradient(dpre, weight1, dx, chunk)
-        return None, reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence), None, None, None, None, None
+        return None, None, reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence), None, None, None, None, None
 
 
 # Rotary positions (Su et al. 2021, arXiv:2104.09864) ----------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class TorchOps(BlockOps):
         return _AddPosition.apply(x, weight, first)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                  rows_at_once: int | None = None, words: int | None = None) -> Tensor:
+                  rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> (). factor and rows_at_once change nothing here.
 
         The weight's gradient is never put off, as in the native backend, so that it comes before the embedding's in a shared one.
@@ -104,7 +104,7 @@ class TorchOps(BlockOps):
         logits = _Linear.apply(TorchOps(self.kernels), x, weight, None, None)
         if words is not None:
             logits[..., words:] = -math.inf
-        return vocab_parallel_cross_entropy(logits, labels, tp, first_row).mean()
+        return vocab_parallel_cross_entropy(logits, labels, tp, first_row, z_loss).mean()
 
 
 class _Linear(torch.autograd.Function):
@@ -173,7 +173,7 @@ class _Embedding(torch.autograd.Function):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int, z_loss: float) -> Tensor:
         ctx.dtype, logits = logits.dtype, logits.float()  # (s, b, v)
         row_max = tp.all_reduce(logits.amax(-1), "max")  # (s, b)
         exponentials = torch.exp(logits - row_max.unsqueeze(-1))
@@ -182,23 +182,28 @@ class _CrossEntropy(torch.autograd.Function):
         elsewhere = (rows < 0) | (rows >= logits.shape[-1])
         rows = rows.masked_fill(elsewhere, 0).unsqueeze(-1)
         target_logit = tp.all_reduce((logits.gather(-1, rows).squeeze(-1) - row_max).masked_fill(elsewhere, 0.0))
-        ctx.save_for_backward(exponentials.div_(sum_exp.unsqueeze(-1)), rows, elsewhere)
-        return torch.log(sum_exp) - target_logit
+        log_sum = torch.log(sum_exp)
+        z = log_sum + row_max
+        probabilities = exponentials.div_(sum_exp.unsqueeze(-1))
+        ctx.save_for_backward(probabilities.mul_(1 + 2 * z_loss * z.unsqueeze(-1)) if z_loss else probabilities, rows, elsewhere)
+        return log_sum - target_logit + z_loss * z * z
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, rows, elsewhere = ctx.saved_tensors
         dlogits = probabilities
         dlogits.scatter_add_(-1, rows, (elsewhere.float() - 1.0).unsqueeze(-1))
-        return dlogits.mul_(dloss.unsqueeze(-1)).to(ctx.dtype), None, None, None
+        return dlogits.mul_(dloss.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Comm, first_row: int) -> Tensor:
-    """-log softmax(logits)[label] in FP32, the vocabulary being split over `tp`. logits (s, b, v), labels (s, b) -> (s, b).
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Comm, first_row: int, z_loss: float = 0.0) -> Tensor:
+    """-log softmax(logits)[label] + z_loss (log sum exp)^2 in FP32, the vocabulary being split over `tp`.
+
+    logits (s, b, v), labels (s, b) -> (s, b).
 
     The gradient is computed in place of the saved probabilities, so backward runs once.
     """
-    return _CrossEntropy.apply(logits, labels, tp, first_row)
+    return _CrossEntropy.apply(logits, labels, tp, first_row, z_loss)
 
 
 class _AddBias(torch.autograd.Function):

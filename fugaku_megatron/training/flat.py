@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Range:
     end: int
     decayed: bool
     counted: bool
+    decoupled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +136,16 @@ def _order(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
     return not spec.decayed, spec.partition_dim is None, spec.init_name != spec.name
 
 
+def _range(start: int, end: int, spec: ParameterSpec) -> Range:
+    return Range(start, end, spec.decayed, spec.counted, spec.decoupled)
+
+
 def _merge(ranges: list[Range]) -> list[Range]:
     merged: list[Range] = []
     for r in ranges:
         last = merged[-1] if merged else None
-        if last and (last.decayed, last.counted, last.end) == (r.decayed, r.counted, r.start):
-            merged[-1] = Range(last.start, r.end, r.decayed, r.counted)
+        if last and replace(last, start=r.start, end=r.end) == r and last.end == r.start:
+            merged[-1] = replace(r, start=last.start)
         else:
             merged.append(r)
     return merged
@@ -161,7 +166,7 @@ class FlatParameters:
         self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.gradients = Gradients(self.buckets)
-        self._ranges = _merge([Range(start, start + p.numel(), spec_of(p).decayed, spec_of(p).counted)
+        self._ranges = _merge([_range(start, start + p.numel(), spec_of(p))
                                for start, p in zip(self.starts, declared, strict=True)])
         self._seed, self._kernels = seed, kernels
         self.parameters = self._replace(stage, declared)
@@ -187,7 +192,7 @@ class FlatParameters:
     def ranges(self, start: int, end: int) -> list[Range]:
         """What lies in elements [start, end), counted from `start`; padding is in no range."""
         inside = [(r, max(r.start, start), min(r.end, end)) for r in self._ranges]
-        return [Range(a - start, b - start, r.decayed, r.counted) for r, a, b in inside if a < b]
+        return [replace(r, start=a - start, end=b - start) for r, a, b in inside if a < b]
 
     def pieces(self, start: int, end: int) -> list[tuple[Range, Place]]:
         """`ranges` cut where one parameter ends and the next begins."""
@@ -196,7 +201,7 @@ class FlatParameters:
             a, b = max(start, begin), min(end, begin + parameter.numel())
             if a < b:
                 spec = parameter.spec
-                pieces.append((Range(a - start, b - start, spec.decayed, spec.counted), _place(parameter, a - begin)))
+                pieces.append((_range(a - start, b - start, spec), _place(parameter, a - begin)))
         return pieces
 
     def owner(self, tensor: Tensor) -> FlatParameter | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -162,8 +162,12 @@ class Optimizer:
             self._norm = math.sqrt(self._sum_counted(grads, self.ops.kernels.squared_norm)) / self.scaler.scale
         return self._norm
 
-    def step(self, lr: float, weight_decay: float, count_zeros: bool = False) -> StepResult:
-        """Update the weights from the accumulated gradients, or skip the update when they hold an Inf or NaN."""
+    def step(self, lr: float, weight_decay: float, count_zeros: bool = False, decoupled_lr: float | None = None) -> StepResult:
+        """Update the weights from the accumulated gradients, or skip the update when they hold an Inf or NaN.
+
+        decoupled_lr: of the weights that --decoupled-lr is for; None: theirs is `lr` as well.
+        """
+        rates = lr, lr if decoupled_lr is None else decoupled_lr
         grads = self.reduce_gradients()
         norm = self._norm_of(grads)
         zeros = self._sum_counted(grads, self.ops.kernels.count_zeros) if count_zeros else 0.0
@@ -175,15 +179,15 @@ class Optimizer:
         self.steps += 1
         self.ops.weights_changed()  # packed copies of the old ones are no longer used
         for index in reversed(range(len(self.parts))):  # the next forward needs the last bucket first
-            self._adamw(self.parts[index], grads[index], lr, weight_decay, min(clip, 1.0) / scale)
+            self._adamw(self.parts[index], grads[index], rates, weight_decay, min(clip, 1.0) / scale)
             self.buckets.gather(index)
         return StepResult(norm, zeros, False)
 
-    def _adamw(self, part: Part, grads: Tensor, lr: float, weight_decay: float, grad_scale: float) -> None:
+    def _adamw(self, part: Part, grads: Tensor, rates: tuple[float, float], weight_decay: float, grad_scale: float) -> None:
         config, adamw = self.config, self.ops.kernels.adamw
         for r, place in part.updates:
             at = slice(r.start, r.end)
-            adamw(part.master[at], grads[at], part.exp_avg[at], part.exp_avg_sq[at], lr=lr, beta1=config.adam_beta1,
+            adamw(part.master[at], grads[at], part.exp_avg[at], part.exp_avg_sq[at], lr=rates[r.decoupled], beta1=config.adam_beta1,
                   beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0, step=self.steps,
                   grad_scale=grad_scale, copy=None if part.low is None else part.low[at], **place)
 
@@ -246,6 +250,15 @@ class ParamSchedule:
               f"below the {decay:.10g} samples of its decay (--lr-decay-..., by default the whole run): shorten it")
         wsd = o.lr_wsd_decay_samples or (o.lr_wsd_decay_iters or 0) * size
         return ParamSchedule(o, warmup, decay, total, wsd)
+
+    @property
+    def decoupled(self) -> ParamSchedule:
+        """The schedule of the weights that --decoupled-lr is for, which is the same one without it."""
+        o = self.config
+        if o.decoupled_lr is None:
+            return self
+        lowest = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+        return replace(self, config=replace(o, lr=o.decoupled_lr, min_lr=lowest, decoupled_lr=None, decoupled_min_lr=None))
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""

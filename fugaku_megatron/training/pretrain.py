@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from ..costs import accounting
 from ..costs.run_schedule import recompute_name
 from ..data.arrays import TokenArrays
 from ..data.build import build_datasets, build_separate_datasets
-from ..data.data_path import parse_data_path
+from ..data.data_path import listed_data, parse_data_path
 from ..data.dataset import Dataset, MockDataset
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
@@ -46,7 +47,15 @@ from .optim import ParamSchedule
 from .rank_watch import MemoryWatch, RankTimes, check_memory, data_line, iteration_line, skip_line, validation_line
 from .resume import Resume, find_checkpoint, resume_training, with_padding
 from .session import HISTORY, Session
-from .start_choices import build_ops, choose_kernels, read_tokenizer, settle, tokenizer_notes, with_vocabulary
+from .start_choices import (
+    build_ops,
+    check_same_run,
+    choose_kernels,
+    read_tokenizer,
+    settle,
+    tokenizer_notes,
+    with_vocabulary,
+)
 from .train import Progress, Trainer, reads_data
 
 Data = tuple[Dataset | None, Dataset | None]  # training and validation samples, where this rank reads them
@@ -54,7 +63,10 @@ Data = tuple[Dataset | None, Dataset | None]  # training and validation samples,
 
 def evaluations(run: RunConfig, iterations: int) -> int:
     """How many evaluations a run of `iterations` makes: every --eval-interval, and one at the end. With --skip-train it is one."""
-    return (1 if run.training.skip_train else iterations // run.training.eval_interval + 1) if run.training.eval_iters else 0
+    training = run.training
+    left_out = max(0, -(-(training.start_eval_at_iter or 0) // training.eval_interval) - 1)
+    count = 1 if training.skip_train else max(0, iterations // training.eval_interval + 1 - left_out)
+    return count if training.eval_iters else 0
 
 
 def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:
@@ -75,7 +87,7 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progres
     """
     size = layout.global_batch_size(run)
     iterations, end = run_length(run, layout, progress or Progress())
-    valid_samples = evaluations(run, iterations) * run.training.eval_iters * size
+    valid_samples = evaluations(run, iterations) * run.training.eval_iters * layout.eval_batch_size(run)
     return open_data(run, groups, (batches.requested_samples(run, size, end), valid_samples), readers)
 
 
@@ -115,6 +127,16 @@ def check_early(run: RunConfig, world_size: int) -> None:
     check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
           f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
     ParamSchedule.from_run(run, Layout.from_run(run, world_size).global_batch_size(run))
+
+
+def with_listed_data(run: RunConfig, world: Comm) -> RunConfig:
+    """The run with the data that --data-args-path or --per-split-data-args-path lists; one rank reads the file. Collective."""
+    files = run.data.data_args_path, run.data.per_split_data_args_path
+    if not any(files):
+        return run
+    listed = on_root(world, lambda: listed_data(*files))
+    changes: dict[str, Any] = {"data_args_path": None, "per_split_data_args_path": None, **listed}
+    return replace(run, data=replace(run.data, **changes))
 
 
 def check_data(run: RunConfig) -> None:
@@ -265,6 +287,8 @@ def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     """The run, from checked flags to the last checkpoint. Collective over `world`."""
     with everywhere():
         check_early(arguments.run, world.size)
+    arguments = replace(arguments, run=with_listed_data(arguments.run, world))
+    arguments = replace(arguments, notes=(*arguments.notes, *check_same_run(arguments.run, world)))
     on_root(world, lambda: check_data(arguments.run))
     with hold(arguments.run.output.save, world, lambda: watchdog.heart.enter("the start: waiting for the lock of --save")):
         _train(start(arguments, world, watchdog), world)

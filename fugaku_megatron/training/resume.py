@@ -83,6 +83,9 @@ def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
     a checkpoint, and for one that holds weights alone where --finetune is not given."""
     output, directory = run.output, run.output.load
     checkpoint = _resumed(run, directory, world) if directory else None
+    with everywhere():
+        check(checkpoint is not None or not output.exit_on_missing_checkpoint, f"--load {directory} holds no checkpoint, and "
+              "--exit-on-missing-checkpoint ends the run then: correct the directory, or leave the flag out")
     if checkpoint is None:
         return _finetune(open_checkpoint(output.pretrained_checkpoint, world)) if output.pretrained_checkpoint else Resume()
     if output.finetune:
@@ -90,6 +93,9 @@ def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
     with everywhere():
         check(not checkpoint.state.get("weights_only"), f"--load {directory} holds only weights, which fugaku-megatron convert "
               "wrote: pass --finetune to start from them")
+        check(not checkpoint.state.get("no_optimizer") or run.optimizer.no_load_optim, f"--load {directory} was saved with "
+              "--no-save-optim, and holds no optimizer state: pass --no-load-optim to continue, or --finetune to start from its "
+              "weights")
     return Resume(checkpoint, checkpoint.state, checkpoint.config)
 
 

@@ -198,16 +198,17 @@ class Session:
         raise SystemExit(ExitCode.REPLICAS_DIFFER)
 
     def _evaluate(self, iteration: int) -> None:
-        training = self.trainer.run.training
-        last = iteration == self.iterations
-        if not self.has_valid or not (last or iteration % training.eval_interval == 0):
+        training, last = self.trainer.run.training, iteration == self.iterations
+        start = training.start_eval_at_iter or 0
+        if not self.has_valid or iteration < start or not (last or iteration % training.eval_interval == 0):
             return
-        self._print_validation(iteration, -(-iteration // training.eval_interval) - 1)
+        left_out = max(0, -(-start // training.eval_interval) - 1)
+        self._print_validation(iteration, -(-iteration // training.eval_interval) - 1 - left_out)
 
     def _print_validation(self, iteration: int, number: int) -> None:
         """The evaluation of this number, from 0, has its own samples."""
         run, training = self.trainer.run, self.trainer.run.training
-        first = number * training.eval_iters * self.trainer.layout.global_batch_size(run)
+        first = number * training.eval_iters * self.trainer.layout.eval_batch_size(run)
         with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
             loss = self.trainer.evaluate(self.trainer.valid, first, training.eval_iters)
         self.writer.validation(iteration, loss, self.trainer.progress.consumed_samples)

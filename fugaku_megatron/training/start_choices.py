@@ -5,18 +5,23 @@ Left out: how the performance model ranks schedules (`perf.search`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comm.agreement import Nodes, find_nodes, on_root
+from ..comm.agreement import Nodes, agree, differing, everywhere, find_nodes, on_root
 from ..comm.base import Comm
 from ..config import batches
+from ..config.checks import check, flag
 from ..config.layout import Layout
-from ..config.run_config import RunConfig
+from ..config.recipes import GPT2_VOCABULARY
+from ..config.run_config import GROUPS, OWN_OF_A_RANK, RECOMPUTE, RunConfig
 from ..costs import memory, run_schedule
+from ..data.data_path import parse_data_path
+from ..data.tokenizer import build_tokenizer
+from ..data.tokenizer_flags import TokenizerFlags, identity, mismatch, read_identity
 from ..host import kernels
 from ..host.allocator import node_bytes
 from ..nn import autotune
@@ -27,14 +32,6 @@ from .rank_watch import PROCESS_BYTES
 
 if TYPE_CHECKING:
     from ..perf.model import System
-from collections.abc import Iterable
-from dataclasses import replace
-
-from ..config.checks import check
-from ..config.recipes import GPT2_VOCABULARY
-from ..data.data_path import parse_data_path
-from ..data.tokenizer import build_tokenizer
-from ..data.tokenizer_flags import TokenizerFlags, identity, mismatch, read_identity
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
@@ -129,6 +126,28 @@ class Choice:
 
     backends: dict[str, str]
     lines: list[str]
+
+
+def check_same_run(run: RunConfig, world: Comm) -> list[str]:
+    """The log's lines about flags that ranks were given differently. Collective.
+
+    Raises ValueError on every rank, with the flag, its values and the ranks, where the run cannot be that of all of them.
+    """
+    values = {flag(name): value for group in GROUPS for name, value in vars(getattr(run, group)).items() if name[0] != "_"}
+    own = {flag(name) for name in OWN_OF_A_RANK}
+    text = differing(world, {name: value for name, value in values.items() if name not in own})
+    recompute = {flag(name): values[flag(name)] for name in RECOMPUTE}
+    among = differing(world, recompute)
+    tp = run.parallel.tensor_model_parallel_size
+    if text is None and among is not None and world.size % tp == 0:
+        inside = world.split(world.rank // tp, world.rank)  # tensor parallelism is innermost, and recomputes together
+        problem = differing(inside, recompute)
+        remedy = f"{problem} of the tensor-parallel group that begins with rank {world.rank // tp * tp}: pass these ranks the same"
+        agree(world, lambda: check(problem is None, remedy), name_rank=False)
+    with everywhere():
+        check(text is None, f"{text}: pass every rank the same command line, apart from what may differ between pipeline stages "
+              "(recompute) and between nodes (places of their own, threads)")
+    return [f"ranks recompute differently: {among}"] * (among is not None)
 
 
 def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernels) -> Ops:

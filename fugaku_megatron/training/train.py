@@ -117,7 +117,7 @@ class Trainer:
         self.folders = Folders(self.world)  # of checkpoints
         self._batches: Source | None = None
         behind = run.output.save and run.output.async_save
-        self._snapshot = Snapshot(self.optimizer.checkpoint_shards(owned=True)) if behind else None
+        self._snapshot = Snapshot(self._saved_shards()) if behind else None
 
     @property
     def reads_data(self) -> bool:
@@ -190,7 +190,8 @@ class Trainer:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
         lr = self.param_schedule.learning_rate(scheduled)
-        step = self.optimizer.step(lr, self.param_schedule.weight_decay(scheduled), self.run.output.log_num_zeros_in_grad)
+        step = self.optimizer.step(lr, self.param_schedule.weight_decay(scheduled), self.run.output.log_num_zeros_in_grad,
+                                   self.param_schedule.decoupled.learning_rate(scheduled))
         self.progress.iteration += 1
         self.progress.consumed_samples = self.skips.samples(consumed, size)[-1] + 1
         self.progress.skipped += step.skipped
@@ -232,7 +233,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
         """Mean loss over `iterations` global batches of a dataset from sample `first` on. Collective."""
-        size = self.layout.global_batch_size(self.run)
+        size = self.layout.eval_batch_size(self.run)
         lists = run_schedule.of_run(self.run, self.layout.microbatches(self.run, size)).forward_only()
         total = 0.0
         source = self._samples(dataset, first, lambda _: size) if self.reads_data else None
@@ -260,26 +261,31 @@ class Trainer:
         rank is the seed and the position in the data."""
         return {"progress": asdict(self.progress), "scaler": self.optimizer.scaler.state(), "optimizer_steps": self.optimizer.steps,
                 "kernels": self.ops.choice, "param_schedule": self.param_schedule.state(), "tokenizer": self.tokenizer,
+                "no_optimizer": self.run.output.no_save_optim,
                 "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
 
     def _save_steps(self, directory: str, shards: list[Shard], node_first: bool = False) -> Steps:
         local = self.run.output.save_local
         description = Description(self.progress.iteration, layout_record(self.run, self.layout), asdict(self.run), self.state(),
-                                  self.run.output.keep_last)
+                                  self.run.output.keep_last, self.run.output.save_retain_interval)
         if local and node_first:
             return node_first_steps(local, directory, shards, description, self.folders, wait=self._snapshot is None)
         return save_steps(directory, shard_writer(self.world.rank, shards), description, self.folders)
 
+    def _saved_shards(self) -> list[Shard]:
+        shards = self.optimizer.checkpoint_shards(owned=True)
+        return [shard for shard in shards if not self.run.output.no_save_optim or shard.key.startswith(WEIGHTS)]
+
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
-        run_steps(self._save_steps(directory, self.optimizer.checkpoint_shards(owned=True)))
+        run_steps(self._save_steps(directory, self._saved_shards()))
 
     def save_behind(self, directory: str) -> BackgroundSave:
         """Begin to write a copy of the present iteration: of memory with --async-save, or else of --save-local. Collective.
 
         The save before must be finished.
         """
-        shards = self.optimizer.checkpoint_shards(owned=True)
+        shards = self._saved_shards()
         copies = self._snapshot.take(shards) if self._snapshot else shards
         return BackgroundSave(self._save_steps(directory, copies, node_first=True))
 

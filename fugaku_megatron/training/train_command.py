@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import atexit
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.manifest import latest_iteration, read_head
 from ..comm import launcher
 from ..config.arguments import Arguments, add_flags, interpret
 from ..config.checks import check
+from ..config.model_config import ARCHITECTURE, with_block
 from ..config.outputs import check_picture
 from ..config.run_config import RunConfig
 from ..watchdog.watch import HangSettings, Watchdog
@@ -33,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Train, or print the plan of a dry run; every rank of mpiexec comes here."""
-    arguments = interpret(vars(args))
-    check(args.png is None or arguments.dry_run, f"--png {args.png} needs --dry-run: pass both, or --profile for the picture of a "
-          "real run")
+    arguments = interpret(with_checkpoint_model(vars(args)))
+    check(args.png is None or arguments.dry_run, f"--png {args.png} needs --dry-run: pass both, or --profile for the picture "
+          "of a real run")
     check_picture(args.png)
 
     if not arguments.dry_run:
@@ -45,6 +48,22 @@ def main(args: argparse.Namespace) -> int:
 
     run_or_abort(lambda world: print_plan(arguments, world, args.png))
     return 0
+
+
+def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Parsed flags, with --use-checkpoint-args the model's replaced by those of the checkpoint in --load, if there is one.
+
+    Megatron-LM's load_args_from_checkpoint (megatron/training/checkpointing.py). Every process reads the manifest.
+    """
+    load, step = values.get("load"), values.get("ckpt_step")
+    if not (values.get("use_checkpoint_args") and load and Path(load).is_dir()):
+        return dict(values)
+    iteration = latest_iteration(load) if step is None else step
+    if iteration is None:
+        return dict(values)
+    saved = with_block(read_head(load, iteration)["config"].get("model", {}))
+    kept = {name: value for name, value in values.items() if name not in ARCHITECTURE}
+    return {**kept, **{name: saved[name] for name in ARCHITECTURE if saved.get(name) is not None}}
 
 
 def _train(arguments: Arguments) -> int:

@@ -9,9 +9,10 @@ from fugaku_megatron.comm.agreement import agree, describe, find_nodes, on_root,
 from fugaku_megatron.comm.launcher import ExitCode
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.training.observers import place
+from fugaku_megatron.training.start_choices import check_same_run
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
-from tests.helpers import one_error
+from tests.helpers import one_error, small_run, train
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
 
@@ -127,3 +128,48 @@ def test_one_node_needs_no_socket(tmp_path):
         return watchdog.link
 
     assert ThreadWorld(2).run(placed) == [None, None]
+
+
+# The same command line ---------------------------------------------------------------------------------------------------------
+
+FULL = {"recompute_granularity": "full"}
+
+
+@pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 4}, {"tensor_model_parallel_size": 2,
+                                                                          "pipeline_model_parallel_size": 2}])
+def test_stages_that_recompute_differently_train_as_without(layout):
+    plain = small_run(**layout)
+
+    def work(comm, second):
+        run = small_run(**layout, **(second if comm.rank >= 2 else {}))
+        assert len(check_same_run(run, comm)) == bool(second)
+        return [(r.loss, r.grad_norm) for r in train(comm, run, 3)]
+
+    assert plain.training.recompute_granularity is None
+    assert ThreadWorld(4).run(work, FULL)[0] == ThreadWorld(4).run(work, {})[0]
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"lr": 2e-3}, "--lr is 0.001 on 3 ranks (0, 1, 3), 0.002 on rank 2: pass every rank the same command line, apart from"),
+    ({"lr": 2e-3, **FULL}, "--lr is 0.001 on 3 ranks (0, 1, 3), 0.002 on rank 2: pass"),
+    ({"window_size": "3,0"}, "--window-size is None on 3 ranks (0, 1, 3), 3,0 on rank 2: pass"),
+    (FULL, "--recompute-granularity is full on rank 0, None on rank 1 of the tensor-parallel group that begins with rank 2: pass"),
+    ({"save_local": "/node2", "thread_affinity": "none", "log_file": "l2"}, None), ({}, None),
+])
+def test_other_differences_end_the_job_in_one_line_on_every_rank(changes, message):
+    def work(comm):
+        run = small_run(tensor_model_parallel_size=2, **(changes if comm.rank == 2 else {}))
+        try:
+            return check_same_run(run, comm)
+        except ValueError as error:
+            assert error.everywhere and "\n" not in str(error)
+            return str(error)
+
+    found = ThreadWorld(4).run(work)
+    assert found == [found[0]] * 4
+    assert found[0] == [] if message is None else found[0].startswith(message)
+
+
+def test_agreement_is_one_small_reduction():
+    comm = RecordingComm(SoloComm(5, 98_304))
+    assert check_same_run(small_run(), comm) == [] and comm.records == [("all_reduce", 16)] * 2

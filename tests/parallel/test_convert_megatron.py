@@ -300,7 +300,7 @@ LEGACY_DAMAGE = [
     (lambda d: (d / LAST).unlink(), "model_optim_rng.pt is missing"),
     (lambda d: ((d / LAST).unlink(), (d / LAST).parent.rmdir()), "has no file of pipeline stage and tensor-parallel rank (1, 1)"),
     (lambda d: (d / LAST).write_bytes((d / LAST).read_bytes()[:5000]), "is not a file of torch.save"),
-    (lambda d: rewrite(d / FIRST, args={"bias_gelu_fusion": False}), "bias_gelu_fusion is False, which is exact GELU"),
+    (lambda d: rewrite(d / FIRST, args={"quick_geglu": True}), "quick_geglu is True, and the block computes False"),
     (lambda d: rewrite(d / FIRST, args={"num_experts": 8}), "num_experts is 8, and the block computes None"),
     (lambda d: rewrite(d / FIRST, args={"num_layers": 5}), "holds no decoder.layers.4."),
     (lambda d: rewrite(d / FIRST, args={"num_layers": 3}), "tensors that the block does not have, such as ['decoder.layers.3."),

@@ -4,26 +4,32 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fugaku_megatron import cli
+from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.batches import run_length
-from fugaku_megatron.config.compatibility import COMPATIBILITY_FLAGS, ONLY, REFUSED_FLAGS
+from fugaku_megatron.config.compatibility import OTHER_FLAGS, OtherFlag
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.logs import metrics
 from fugaku_megatron.logs.metrics import MetricsWriter, WandbRun
 from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.resume import find_checkpoint
 from fugaku_megatron.training.session import Session
-from tests.helpers import make_trainer, small_run
-from tools import megatron_flags
+from fugaku_megatron.training.start_choices import read_tokenizer, with_vocabulary
+from fugaku_megatron.training.train import Trainer
+from tests.helpers import grid_groups, make_trainer, small_run
+from tests.threads import ThreadWorld
+from tests.unit.test_library_tokenizers import PIECES, TEXTS, write_sentencepiece
+from tools import megatron_flags, scripts_start
 
 BASE = ["--recipe", "demo", "--mock-data"]
 
@@ -40,35 +46,59 @@ def test_all_unknown_flags_are_reported_at_once():
     assert text == "unknown flags --quux, --num-layer (did you mean --num-layers?), --foo=bar: see --help for those there are"
 
 
-@pytest.mark.parametrize("name", REFUSED_FLAGS)
-def test_a_refused_flag_says_why(name):
-    values, reason = REFUSED_FLAGS[name]
-    assert refusal(name, *["1"] * values) == f"{name}: {reason}"
+def given(name: str, value: str) -> list[str]:
+    return [name, value] if OTHER_FLAGS[name].values else [name]
 
 
-def test_refused_flags_are_reported_at_once_and_a_line_each(capsys):
-    words = ["--fp8-format", "e4m3", "--context-parallel-size", "2", "--dataloader-type", "cyclic", "--decoupled-lr", "8"]
-    text = refusal(*words)
-    assert [part.split(":")[0] for part in text.split("; ") if part.startswith("--")] == [
-        "--fp8-format", "--decoupled-lr", "--context-parallel-size 2", "--dataloader-type cyclic"]
+def test_every_refused_flag_says_why():
+    refused = {name: other for name, other in OTHER_FLAGS.items() if other.refused}
+    text = refusal(*(word for name in refused for word in given(name, "77")))
+    assert text == "; ".join(f"{name + ' 77' * bool(other.accepted)}: {other.meaning}" for name, other in refused.items())
+
+
+def test_every_flag_that_changes_nothing_is_noted():
+    plain, rope = parse([*BASE, "--position-embedding-type", "rope"]).run, ["--position-embedding-type", "rope"]
+    noted = {name: other for name, other in OTHER_FLAGS.items() if other.accepted or not other.refused}
+    for number in range(max(1, *(len(other.accepted) for other in noted.values()))):
+        values = {name: other.accepted or ("77",) for name, other in noted.items()}
+        words = [given(name, of[min(number, len(of) - 1)]) for name, of in values.items()]
+        arguments = parse([*BASE, *rope, *(word for pair in words for word in pair)])
+        assert arguments.notes == tuple(f"{name}: {other.note}" for name, other in noted.items()) and arguments.run == plain
+
+
+def test_flags_that_go_with_some_runs_alone():
+    assert "goes with rope, as in Megatron-LM: pass --position-embedding-type rope" in refusal("--no-position-embedding")
+    pipeline = ["--pipeline-model-parallel-size", "2", "--no-pipeline-parallel"]
+    assert "--pipeline-model-parallel-size is above 1: leave one of them out" in refusal(*pipeline)
+    assert parse([*BASE, "--zero-stage", "3"]).run == parse([*BASE, "--zero-stage", "1"]).run
+    assert parse([*BASE, "--zero-stage", "3"]).notes[0].startswith("--zero-stage 3: gradients and weights stay whole on every rank")
+
+
+def test_values_are_compared_as_numbers_where_they_are_numbers():
+    other = OtherFlag(1, True, "why", ("0", "none"))
+    assert [other.refuses([value]) for value in ("0", "0.0", "none", "1", "x")] == [False, False, False, True, True]
+    assert OtherFlag("+", True, "why", ("1",)).refuses(["1", "2"]) and OtherFlag(0, True, "why").refuses([])
+
+
+def test_all_reasons_come_in_one_message_a_line_each(capsys):
+    words = ["--num-experts", "8", "--context-parallel-size", "2", "--dataloader-type", "cyclic", "--quux", "3", "--lr-decay-style",
+             "x", "--kv-channels", "6", "--moe-router-topk", "2"]
+    starts = ["unknown flag --quux", "argument --lr-decay-style", "--num-experts", "--context-parallel-size 2",
+              "--dataloader-type cyclic", "--kv-channels is 6"]
+    assert refusal(*words).count("; ") >= len(starts) - 1
     assert cli.main(["train", *BASE, *words]) == 2
     first, *others = capsys.readouterr().err.splitlines()
-    assert first == "fugaku-megatron train: 4 flags are refused:"
-    assert [line.split(":")[0] for line in others] == [
-        "  --fp8-format", "  --decoupled-lr", "  --context-parallel-size 2", "  --dataloader-type cyclic"]
+    assert first == "fugaku-megatron train: 6 flags are refused:"
+    assert [line.startswith("  " + start) for line, start in zip(others, starts, strict=True)] == [True] * len(starts)
 
 
-def test_the_remedy_for_fp8_is_no_flag_that_is_given(capsys):
-    assert "use --bf16" not in refusal("--fp8-format", "hybrid", "--bf16") and cli.main(["train", *BASE, "--squared-relu"]) == 2
-    assert capsys.readouterr().err == "fugaku-megatron train: --squared-relu: the MLP has GELU, or --swiglu\n"
-
-
-@pytest.mark.parametrize("name", [*COMPATIBILITY_FLAGS])
-def test_what_means_nothing_here_is_noted(name):
-    values, meaning = COMPATIBILITY_FLAGS[name]
-    value = {"--optimizer": "adam"}.get(name, ONLY.get(name, (("1",),))[0][0])
-    arguments = parse([*BASE, name, *[value] * (1 if values else 0)])
-    assert arguments.notes == (f"{name}: {meaning}",) and arguments.run == parse(BASE).run
+def test_the_flags_of_megatron_head_are_all_known():
+    """None is unknown: each is a flag of a run, noted or refused, and docs/megatron.md has a row for it."""
+    head = next(flags for name, flags in megatron_flags.scripts().items() if "every flag" in name)
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    assert len(head) > 800 and set(head) <= known
+    table = (Path(megatron_flags.ROOT) / "docs" / "megatron.md").read_text()
+    assert not [name for name in head if f"| `{name}` |" not in table]
 
 
 @pytest.mark.parametrize(("tracker", "files"), [
@@ -169,11 +199,13 @@ def test_the_tables_of_the_documents_are_those_of_the_program(document):
 def test_the_page_of_flags_has_every_flag_with_its_default_and_every_recipe():
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in megatron_flags.flag_tables() if line[:3] == "| `"]
     named = [name for cells in rows for name in re.findall(r"`(.*?)`", cells[0])]
-    flags = [option for action in build_parser()._actions for option in action.option_strings if action.dest != "help"]
+    flags = [option for action in build_parser()._actions for option in action.option_strings if option not in OTHER_FLAGS]
+    flags = [option for option in flags if option not in ("-h", "--help")]
     assert sorted(named) == sorted([*flags, "--recipe", *RECIPES])  # --recipe is also the head of the last table
     by_name = {re.match("`(.*?)`", cells[0])[1]: cells[1:] for cells in rows}
     assert by_name["--lr-warmup-iters"] == ["integer", "0", "iterations of linear warm-up"]
-    assert by_name["--zero-stage"][:2] == ["`0` or `1`", "0"] and by_name["--num-layers"][:2] == ["integer", "required"]
+    assert by_name["--zero-stage"][:2] == ["`0` or `1` or `2` or `3`", "0"]
+    assert by_name["--num-layers"][:2] == ["integer", "required"]
     assert by_name["--use-flush-denormal"] == ["", "on", "flush denormals to zero in every thread"]
     assert by_name["--max-position-embeddings"][1] == "`--seq-length`" and by_name["--bf16"][:2] == ["", ""]
     assert by_name["--rampup-batch-size"][:2] == ["integer, 3 of them", ""]
@@ -189,25 +221,66 @@ def test_the_flags_that_a_recipe_stands_for_make_its_run(name):
 def test_every_flag_of_the_scripts_is_done_noted_or_refused():
     parser = build_parser()
     for name, flags in megatron_flags.scripts().items():
-        assert len(flags) > 20 and name.count(": ") == 1 and re.search(r"as stored at commit [0-9a-f]{12}\b", name)
+        assert len(flags) > 20 and name.count(": ") == 1 and re.search(r"as stored at commit [0-9a-f]{12}\b|as released in", name)
         for given in flags:
             found = megatron_flags.row(given, parser)
             assert found.meaning and found.status in ("done", "noted", "refused"), given
     status = {given: megatron_flags.row(given, parser).status for given in (
-        "--lr", "--position-embedding-type rope", "--normalization RMSNorm", "--fp8-format e4m3", "--attention-backend fused")}
+        "--lr", "--position-embedding-type rope", "--normalization RMSNorm", "--num-experts", "--attention-backend fused")}
     assert [*status.values()] == ["done", "done", "done", "refused", "noted"]
 
 
-def test_the_flags_of_a_production_script_make_a_run(tmp_path):
-    fill = {"--train-tokens": "640", "--lr-decay-tokens": "600", "--lr-warmup-tokens": "64", "--wandb-entity": "team",
-            "--wandb-project": "p", "--wandb-name": "n", "--num-workers": "0"}
-    script = next(flags for name, flags in megatron_flags.scripts().items() if name.startswith("13B"))
-    words = [word for given in script for word in (*given.split(), *fill.get(given, "").split())]
-    shrunk = ["--recipe", "13b", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16",
-              "--micro-batch-size", "2", "--global-batch-size", "8", "--vocab-size", "96", "--train-samples", "100", "--mock-data"]
-    run = parse([*shrunk, *words]).run
-    iterations, _ = run_length(run, 8, 0, 0)
-    assert iterations == 5, "640 tokens are 40 samples, in batches of 8"
-    with closing(make_trainer(SoloComm(), run)) as trainer:
-        losses = [trainer.train_step().loss for _ in range(iterations)]
-    assert losses[-1] < losses[0] and pretrain.wandb_run(run).project == "p"
+PRODUCTION = next(script for script in scripts_start.read(str(Path(__file__).parents[1] / "megatron_scripts.jsonl"))
+                  if "13b_pp8_tp6" in script["name"])
+
+
+def production_words(folder: Path, **changed: str) -> list[str]:
+    """The command line of the 13B run on Fugaku, with its paths below a folder, and what its shell computes filled in."""
+    values = {"--vocab-file": str(write_sentencepiece(folder / "sp.model")), "--save": str(folder / "save"),
+              "--load": str(folder / "save"), "--data-path": str(folder / "sp_text_document"),
+              "--tensorboard-dir": str(folder / "tensorboard"), "--train-tokens": "500e9", "--lr-decay-tokens": "400e9",
+              "--lr-warmup-tokens": "1e9", "--train-samples": "300000000", **{f"--{name.replace('_', '-')}": value
+                                                                         for name, value in changed.items()}}
+    return [*scripts_start.words([(name, values.get(name, value)) for name, value in PRODUCTION["flags"]], build_parser())]
+
+
+def test_the_production_script_of_fugaku_is_planned_on_its_nodes(tmp_path, capsys):
+    words = production_words(tmp_path)
+    assert cli.main(["train", *words, "--dry-run", "--world-size", "13824"]) == 0
+    printed = capsys.readouterr().out
+    assert "world size 13824 = DP 288 x PP 8 x TP 6" in printed and "7 micro-batches per iteration" in printed
+    assert "note: --lr-warmup-fraction has no effect with --lr-warmup-tokens, which wins" in printed
+
+
+def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shrunk_run(package, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = production_words(tmp_path, train_tokens="640", lr_decay_tokens="600", lr_warmup_tokens="64", num_layers="2",
+                             hidden_size="32", num_attention_heads="2", seq_length="16", max_position_embeddings="16",
+                             micro_batch_size="2", global_batch_size="8", eval_iters="0", lr="1e-3", split="100,0,0",
+                             pipeline_model_parallel_size="2", tensor_model_parallel_size="1", wandb_project="p",
+                             train_samples="100")
+    (tmp_path / "text.txt").write_text(" ".join(TEXTS) * 40)
+    tokenizer = ["--tokenizer-type", "JapaneseSentencePiece", "--vocab-file", str(tmp_path / "sp.model")]
+    assert cli.main(["preprocess", "--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "sp"), "--append-eod",
+                     *tokenizer]) == 0
+    arguments = parse([*words, "--kernels", "torch"])
+
+    def train(world):
+        torch.set_num_threads(1)
+        record = read_tokenizer(arguments.run, world)
+        run = with_vocabulary(arguments.run, record)
+        groups = grid_groups(world, run)
+        data = pretrain.build_data(run, groups, Layout.from_run(run, world.size))
+        trainer = Trainer(run, world, groups, *data, tokenizer=record)
+        iterations, _ = run_length(run, 8, 0, 0)
+        writer = MetricsWriter(iterations, 1, printing=world.rank == 0, wandb=pretrain.wandb_run(run))
+        Session(trainer, writer, iterations, False).run()
+        trainer.close()
+        writer.close()
+        return trainer.progress.iteration
+
+    assert ThreadWorld(2).run(train) == [5, 5]  # 640 tokens are 40 samples, in batches of 8
+    assert package.given["project"] == "p" and package.given["config"]["training"]["train_tokens"] == 640
+    assert len({step for step, values in package.logged if "lm loss" in values}) == 5
+    manifest = read_manifest(tmp_path / "save", 5)
+    assert manifest["config"]["model"]["vocab_size"] == PIECES == manifest["state"]["tokenizer"]["vocab_size"]

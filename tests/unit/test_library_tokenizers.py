@@ -1,5 +1,8 @@
 """Tokenizers of Hugging Face, SentencePiece and numbers: against their own libraries, in every command, and told apart."""
 
+from __future__ import annotations
+
+import base64
 import io
 import json
 import sys
@@ -230,3 +233,61 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
     save_trained(SoloComm(), tmp_path / "unknown", 1)
     with pytest.raises(ValueError, match="the tokenizer is unknown, the checkpoint in --load .* was trained without one: pass"):
         write("--load", str(tmp_path / "unknown"))
+
+
+def test_flags_as_a_shell_reads_them():
+    owner = SimpleNamespace(tokenizer_type="SentencePieceTokenizer", tokenizer_model="a b", vocab_file=None)
+    assert TokenizerFlags.of(owner).words() == "--tokenizer-type SentencePieceTokenizer --tokenizer-model 'a b'"
+    assert TokenizerFlags("GPT2BPETokenizer", "v", "m").words() == "--vocab-file v --merge-file m"
+
+
+# TikTokenizer and the Japanese SentencePiece ------------------------------------------------------------------------------------
+
+def write_tiktoken(path: Path) -> Path:
+    """Megatron-LM's form: the 256 bytes, then tokens that merges of two make, in the order in which they are merged."""
+    merged = [b"th", b"the", b" t", b" the", b"in", b"ing", *("日本".encode()[:size] for size in range(2, 7))]
+    tokens = [*(bytes([i]) for i in range(256)), *merged]
+    rows = [{"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None} for i, token in enumerate(tokens)]
+    path.write_text(json.dumps(rows))
+    return path
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2"])
+def test_tiktoken_files(tmp_path, pattern):
+    path = write_tiktoken(tmp_path / "tokens.json")
+    flags = TokenizerFlags("TikTokenizer", None, None, str(path), 267 + 20, pattern, 20)
+    tokenizer = build_tokenizer(*flags)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.name) == (287, 2, "TikTokenizer")
+    assert tokenizer.encode("the thing") == [20 + 257, 20 + ord(" "), 20 + 256, 20 + 261]
+    assert tokenizer.encode("日本") == [20 + 266] and tokenizer.encode("</s>日") == [2, 20 + 263]
+    for text in ("", "the  thing\r\n\n x1 23 , 日本語 é", "a\ud800b"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text.replace("\ud800", "\ufffd") and all(20 <= i < 287 for i in ids)
+        assert tokenizer.count_bytes(ids) == len(text.replace("\ud800", "\ufffd").encode())
+    with pytest.raises(ValueError, match="token id 287 is outside the vocabulary of 287"):
+        tokenizer.decode([287])
+
+
+@pytest.mark.parametrize(("text", "size", "special", "message"), [
+    ("x", 300, 20, "not a JSON list of tokens"), ('[{"rank": 0}]', 300, 20, "not a JSON list of tokens"),
+    ("[]", 300, 20, "not ranked"),
+    (None, 300, 20, "it has 267 tokens, and --vocab-size without the special ones asks for 280: lower it"),
+    (None, 300, 3, "--tiktoken-num-special-tokens is 3: pass a number from 7"),
+])
+def test_damaged_tiktoken_files(tmp_path, text, size, special, message):
+    path = write_tiktoken(tmp_path / "tokens.json")
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer("TikTokenizer", None, None, path, size, "v2", special)
+
+
+def test_the_fork_of_fugaku_gives_its_sentencepiece_model_as_a_vocab_file(tmp_path):
+    model = write_sentencepiece(tmp_path / "sp.model")
+    plain = build_tokenizer("SentencePieceTokenizer", None, None, model)
+    for kind in ("JapaneseSentencePiece", "Llama2Tokenizer", "SentencePieceTokenizer"):
+        tokenizer = build_tokenizer(kind, model, None)
+        assert (tokenizer.vocab_size, tokenizer.eod) == (plain.vocab_size, plain.eod)
+    japanese = build_tokenizer("JapaneseSentencePiece", model, None)
+    assert japanese.encode("a\r\nb") == japanese.encode("a\nb") and japanese.name == "JapaneseSentencePiece"
+    assert identity(japanese)["crc32"] == identity(plain)["crc32"]

@@ -9,7 +9,7 @@ from fugaku_megatron import cli
 from fugaku_megatron.config import features
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.checks import flag
-from fugaku_megatron.config.compatibility import COMPATIBILITY_FLAGS
+from fugaku_megatron.config.compatibility import OTHER_FLAGS
 from fugaku_megatron.config.features import FEATURES
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
@@ -27,7 +27,7 @@ def test_a_feature_has_its_flag_and_its_file_and_is_modelled():
     """Only this project's trainer has features."""
     for name, feature in FEATURES.items():
         assert feature.field is None or features.group_of(feature.field) is not None, f"{name}: the config has no {feature.field}"
-        assert feature.field is None or flag(feature.field) not in COMPATIBILITY_FLAGS, f"{name}: its flag is said to do nothing"
+        assert feature.field is None or flag(feature.field) not in OTHER_FLAGS, f"{name}: its flag is said to do nothing"
         assert (PACKAGE / feature.place).is_file(), f"{name}: {feature.place} is not there"
     for name in software.names():
         code = software.load(name)

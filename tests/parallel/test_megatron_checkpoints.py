@@ -1,0 +1,133 @@
+"""Megatron-LM's flags of checkpoints and evaluations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fugaku_megatron.checkpoint.manifest import list_iterations
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.arguments import build_parser, interpret, parse
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.model_config import architecture
+from fugaku_megatron.logs.metrics import MetricsWriter
+from fugaku_megatron.training.pretrain import check_early, with_listed_data
+from fugaku_megatron.training.resume import find_checkpoint, resume_training
+from fugaku_megatron.training.session import Session
+from fugaku_megatron.training.train_command import with_checkpoint_model
+from tests.helpers import make_trainer, small_run, whole_tensors
+from tests.threads import ThreadWorld
+
+BASE = ["--recipe", "demo", "--mock-data"]
+
+
+def trained(world, tmp_path, iterations, **changes):
+    """A session of the small model with one layer per stage, run to its end."""
+    torch.set_num_threads(1)
+    run = small_run(num_layers=2, train_iters=iterations, save=str(tmp_path), **changes)
+    trainer = make_trainer(world, run)
+    resume_training(trainer, find_checkpoint(run, world))
+    writer = MetricsWriter(iterations, 100, printing=world.rank == 0)
+    session = Session(trainer, writer, iterations, bool(changes.get("eval_iters")))
+    session.run()
+    trainer.close()
+    return trainer
+
+
+@pytest.mark.parametrize(("retain", "kept"), [(None, [2, 4, 6, 8, 9]), (4, [4, 8, 9])])
+def test_checkpoints_between_those_to_retain_are_removed(tmp_path, retain, kept):
+    trained(SoloComm(), tmp_path, 9, save_interval=2, save_retain_interval=retain)
+    assert list_iterations(tmp_path) == kept
+
+
+@pytest.mark.parametrize("behind", [{}, {"async_save": True}])
+def test_a_checkpoint_without_the_optimizer_is_small_and_needs_a_flag(tmp_path, behind):
+    layout = {"tensor_model_parallel_size": 2, "zero_stage": 1}
+
+    def work(world):
+        trainer = trained(world, tmp_path, 3, no_save_optim=True, **layout, **behind)
+        weights = whole_tensors(trainer, "weight")
+        run = small_run(num_layers=2, train_iters=5, load=str(tmp_path), **layout)
+        with pytest.raises(ValueError, match="saved with --no-save-optim, .*: pass --no-load-optim to continue, or --finetune"):
+            find_checkpoint(run, world)
+        again = make_trainer(world, small_run(num_layers=2, train_iters=5, load=str(tmp_path), no_load_optim=True, **layout))
+        lines = resume_training(again, find_checkpoint(again.run, world))
+        assert "at iteration 3" in lines[0]
+        loaded = whole_tensors(again, "weight")
+        assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+        assert all(part.exp_avg.abs().max() == 0 for part in again.optimizer.parts)
+        return True
+
+    assert all(ThreadWorld(2).run(work))
+    saved = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and "iter_" in str(path))
+    parameters = sum(p.numel() for p in make_trainer(SoloComm(), small_run(num_layers=2)).optimizer.flat.parameters)
+    assert saved < 4 * parameters * 1.5
+
+
+def test_a_missing_checkpoint_ends_the_run_where_that_is_asked_for(tmp_path):
+    run = small_run(load=str(tmp_path), save=str(tmp_path))
+    assert find_checkpoint(run, SoloComm()).checkpoint is None
+    with pytest.raises(ValueError, match="holds no checkpoint, and --exit-on-missing-checkpoint ends the run"):
+        find_checkpoint(small_run(load=str(tmp_path), save=str(tmp_path), exit_on_missing_checkpoint=True), SoloComm())
+
+
+def test_an_evaluation_has_its_own_batch_size_and_first_iteration(tmp_path, monkeypatch):
+    """megatron/training/training.py: the first evaluation begins at the first sample, and each takes eval_iters batches."""
+    found = []
+    monkeypatch.setattr("fugaku_megatron.training.train.Trainer.evaluate",
+                        lambda self, dataset, first, iterations: found.append((self.progress.iteration, first, iterations)) or 1.0)
+    trained(SoloComm(), tmp_path, 7, eval_interval=2, eval_iters=3, eval_global_batch_size=4, start_eval_at_iter=4)
+    assert found == [(4, 0, 3), (6, 12, 3), (7, 24, 3)]
+
+
+def test_the_loss_of_an_evaluation_is_the_mean_over_its_own_batches():
+    losses = []
+    for size, count in ((16, 3), (4, 12), (2, 24)):
+        trainer = make_trainer(SoloComm(), small_run(num_layers=1, eval_global_batch_size=size))
+        losses.append(trainer.evaluate(trainer.valid, 0, count))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--save s --save-interval 4 --save-retain-interval 6", "--save-retain-interval 6 is not a multiple of --save-interval 4"),
+    ("--save s --keep-last 2 --save-retain-interval 6", "--keep-last and --save-retain-interval exclude each other"),
+    ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
+])
+def test_mistakes_are_one_line(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse([*BASE, *flags.split()])
+
+
+def test_an_evaluation_batch_must_fit_the_layout():
+    with pytest.raises(ValueError, match="--eval-global-batch-size 6 is not divisible by --micro-batch-size 2 x data-par"):
+        Layout.from_run(small_run(eval_global_batch_size=6), 2)
+
+
+def test_files_that_list_the_data(tmp_path):
+    """megatron/training/utils/common_utils.py, get_blend_and_blend_per_split."""
+    (tmp_path / "words").write_text("0.3 a\n0.7 b")
+    (tmp_path / "split.json").write_text('{"train": [1, "a"], "valid": "0.5 b 0.5 c", "test": null}')
+    for flags, expected in ((["--data-args-path", "words"], [("0.3", "a", "0.7", "b"), None, None]),
+                            (["--per-split-data-args-path", "split.json"], [None, ("1", "a"), ("0.5", "b", "0.5", "c")])):
+        run = parse(["--recipe", "demo", flags[0], str(tmp_path / flags[1])]).run
+        check_early(run, 1)
+        data = with_listed_data(run, SoloComm()).data
+        assert [data.data_path, data.train_data_path, data.valid_data_path] == expected
+    (tmp_path / "bad").write_text("[3]")
+    for name, message in (("bad", "not a JSON object with lists"), ("none", "No such file"), ("words", "not a JSON object")):
+        run = parse(["--recipe", "demo", "--per-split-data-args-path", str(tmp_path / name)]).run
+        with pytest.raises(ValueError, match=message):
+            with_listed_data(run, SoloComm())
+    with pytest.raises(ValueError, match="--mock-data and --data-args-path exclude each other"):
+        parse([*BASE, "--data-args-path", "x"])
+
+
+def test_the_model_of_the_checkpoint_wins_where_that_is_asked_for(tmp_path):
+    saved = trained(SoloComm(), tmp_path, 1, squared_relu=True, position_embedding_type="rope", kv_channels=12).run.model
+    words = ["--micro-batch-size", "1", "--seq-length", "8", "--num-layers", "7", "--swiglu", "--use-checkpoint-args", "--load",
+             str(tmp_path), "--train-iters", "3", "--mock-data"]
+    parser = build_parser()
+    found = interpret(with_checkpoint_model(vars(parser.parse_args(words)))).run.model
+    assert architecture(found) == architecture(saved) and found.seq_length == 8
+    with pytest.raises(ValueError, match="--hidden-size, --num-attention-heads must be given"):
+        interpret(with_checkpoint_model(vars(parser.parse_args([*words, "--load", str(tmp_path / "none")]))))
