@@ -75,7 +75,7 @@ def test_every_command_explains_itself(name, capsys):
 
 def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
     page = help_page(capsys, "train")
-    for group in ("model:", "parallel:", "batch:", "optimizer:", "accepted from other Megatron versions:"):
+    for group in ("model:", "parallel:", "batch:", "optimizer:", "other flags of Megatron-LM and its forks:"):
         assert f"\n{group}\n" in page
 
 
@@ -161,5 +161,5 @@ def test_groups_of_commands_hold_commands(capsys):
 
 def test_a_picture_goes_with_a_dry_run(tmp_path, capsys):
     words = ["train", "--recipe", "demo", "--mock-data", "--png"]
-    assert cli.main([*words, str(tmp_path / "p.png")]) == 2 and "goes with --dry-run" in capsys.readouterr().err
+    assert cli.main([*words, str(tmp_path / "p.png")]) == 2 and "needs --dry-run" in capsys.readouterr().err
     assert cli.main([*words, str(tmp_path / "none" / "p.png"), "--dry-run"]) == 2 and "--png" in capsys.readouterr().err

@@ -200,7 +200,7 @@ def test_a_converted_model_keeps_its_padding_out_of_the_loss(alone, tmp_path):
     assert second.returncode == 0 and "padding masked in the loss\n" in second.stdout, second.stderr
     assert "note: --mask" not in second.stdout
     third = alone(*flags, "--train-iters", 4, "--mask-vocab-padding", "no")
-    assert third.returncode == 0 and "note: --mask-vocab-padding is no, was yes: the curve" in third.stdout, third.stderr
+    assert third.returncode == 0 and "note: --mask-vocab-padding is no, was yes: the loss curve" in third.stdout, third.stderr
     assert losses(own)[2] < expected + 1 < 40 < losses(own)[3]
 
 
