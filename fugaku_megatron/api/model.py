@@ -23,8 +23,7 @@ from ..config.run_config import BatchConfig, PrecisionConfig, RunConfig
 from ..convert.convert_command import open_weights, whole
 from ..convert.hugging_face import save_hugging_face
 from ..convert.weights import DTYPES, Weights, precision_of
-from ..data.tokenizer import Tokenizer
-from ..data.tokenizer_flags import TokenizerFlags
+from ..data.tokenizer import Tokenizer, TokenizerFlags
 from ..inference.generation import Sampling, Texts, steps
 from ..inference.loading import choose_tokenizer, model_of, through_stages
 from ..inference.scoring import EVALUATION, rolling, score

@@ -32,8 +32,7 @@ import numpy as np
 from .data_path import parse_split, split_documents
 from .indexed import IndexedDatasetWriter, best_dtype
 from .inputs import Document, add_input_arguments, document_texts, input_files, read_documents
-from .tokenizer import GPT2BPETokenizer, build_tokenizer, gpt2_files
-from .tokenizer_flags import TokenizerFlags, add_tokenizer_flags, write_identity
+from .tokenizer import GPT2BPETokenizer, TokenizerFlags, add_tokenizer_flags, build_tokenizer, gpt2_files, write_identity
 
 BATCH_BYTES = 2**18  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
 MANY, SOME = 10_000, 20  # documents from which on 0.1 %, or 10 %, of them are enough to measure a loss

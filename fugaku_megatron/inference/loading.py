@@ -24,8 +24,7 @@ from ..config.checks import check
 from ..config.layout import Layout
 from ..config.run_config import ModelConfig, RunConfig
 from ..data.library_tokenizers import HuggingFaceTokenizer, has_tokenizer
-from ..data.tokenizer import Tokenizer, build_tokenizer
-from ..data.tokenizer_flags import TokenizerFlags, add_tokenizer_flags, identity, mismatch
+from ..data.tokenizer import Tokenizer, TokenizerFlags, add_tokenizer_flags, build_tokenizer, identity, mismatch
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES, spec_of

@@ -20,8 +20,7 @@ from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import GROUPS, OWN_OF_A_RANK, RECOMPUTE, RunConfig
 from ..costs import memory, run_schedule
 from ..data.data_path import parse_data_path
-from ..data.tokenizer import build_tokenizer
-from ..data.tokenizer_flags import TokenizerFlags, identity, mismatch, read_identity
+from ..data.tokenizer import TokenizerFlags, build_tokenizer, identity, mismatch, read_identity
 from ..host import kernels
 from ..host.allocator import node_bytes
 from ..nn import autotune
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
-    """What tells the run's tokenizer from others (`data.tokenizer_flags.identity`); None where no flag names one.
+    """What tells the run's tokenizer from others (`data.tokenizer.identity`); None where no flag names one.
 
     Collective: one rank reads the files. ValueError on every rank where that fails.
     """

@@ -89,7 +89,7 @@ class Trainer:
     one; then only that one needs the datasets. ops: what runs the operations of a step. watch: see
     StepExecutor. make_schedule: the training schedule of so many micro-batches. waiting_for_data: is entered around what fetches
     samples. before_update: is given the samples consumed before an iteration and its loss when gradients are summed, and returns
-    the loss of those that the update shall use. tokenizer: what a checkpoint says of the run's (`data.tokenizer_flags.identity`).
+    the loss of those that the update shall use. tokenizer: what a checkpoint says of the run's (`data.tokenizer.identity`).
     """
 
     run: RunConfig

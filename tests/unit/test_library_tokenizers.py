@@ -20,8 +20,7 @@ from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
-from fugaku_megatron.data.tokenizer import TOKENIZERS, build_tokenizer
-from fugaku_megatron.data.tokenizer_flags import SUFFIX, TokenizerFlags, identity, mismatch, read_identity
+from fugaku_megatron.data.tokenizer import SUFFIX, TOKENIZERS, TokenizerFlags, build_tokenizer, identity, mismatch, read_identity
 from fugaku_megatron.inference import generate
 from fugaku_megatron.training.start_choices import read_tokenizer, tokenizer_notes, with_vocabulary
 from tests.parallel.test_generate import save_trained
