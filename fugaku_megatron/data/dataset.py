@@ -19,18 +19,21 @@ import numpy as np
 from ..comm.agreement import on_root
 from .arrays import TokenArrays
 from .data_path import normalize
-from .index_cache import Index, IndexCache, Store, provide
-from .indexed import IndexedDataset
-from .indices import (
+from .index_cache import (
     BLOCK,
+    Index,
+    IndexCache,
+    Store,
     blending_blocks,
     build_document_index,
     build_shuffle_index,
     count_samples,
+    provide,
     sample_blocks,
     sample_index_dtype,
     shuffle_index_dtype,
 )
+from .indexed import IndexedDataset
 
 if TYPE_CHECKING:
     from ..comm.base import Comm

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..comm.agreement import on_root
 from .files import MappedFile, unreadable
-from .indices import BLOCK
+from .index_cache import BLOCK
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
     from ..comm.base import Comm
