@@ -33,7 +33,7 @@ from ..config.layout import Layout
 from ..config.model_config import architecture
 from ..config.run_config import NumbersConfig, OutputConfig, RunConfig
 from ..convert.convert_command import open_weights, own_checkpoint
-from ..data.arrays import Documents, TokenArrays
+from ..data.dataset import Documents, TokenArrays
 from ..host import kernels, runtime
 from ..host.observed import Phases
 from ..training import pretrain, train

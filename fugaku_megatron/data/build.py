@@ -13,9 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
-from .arrays import TokenArrays
 from .data_path import normalize, parse_data_path, parse_split, split_documents
-from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, check_tokens
+from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, TokenArrays, check_tokens
 from .index_cache import IndexCache
 from .indexed import IndexedDataset
 

@@ -27,10 +27,9 @@ from ..config.outputs import check_file
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..costs.run_schedule import recompute_name
-from ..data.arrays import TokenArrays
 from ..data.build import build_datasets, build_separate_datasets
 from ..data.data_path import listed_data, parse_data_path
-from ..data.dataset import Dataset, MockDataset
+from ..data.dataset import Dataset, MockDataset, TokenArrays
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
 from ..data.sampler import ReaderGroup, build_reader_group
