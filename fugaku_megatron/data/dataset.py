@@ -11,6 +11,7 @@ reader holds what it has read since it last gave their pages back, every RELEASE
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..comm.agreement import on_root
-from .data_path import normalize
 from .index_cache import (
     BLOCK,
     Index,
@@ -66,6 +66,20 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
             f"{prefix}.bin: token id {wrong} is outside the vocabulary of {vocab_size}: "
             "use the tokenizer that fugaku-megatron preprocess was given"
         )
+
+
+def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float]:
+    """The weights as shares that sum to 1. ValueError for one that is not positive."""
+    wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
+    if wrong:
+        raise ValueError(f"{flag}: weight {wrong[0]:g} is not a positive number; to weigh a dataset 0, leave it out")
+    return shares_of(weights)
+
+
+def shares_of(numbers: Sequence[float]) -> list[float]:
+    """Of the sum of all, with numpy's order of additions: the last bits of blending weights decide between equal choices."""
+    array = np.array(numbers, dtype=np.float64)
+    return (array / array.sum()).tolist()
 
 
 class GPTDataset:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .data_path import parse_split, split_documents
+from .build import parse_split, split_documents
 from .indexed import IndexedDatasetWriter, best_dtype
 from .inputs import Document, add_input_arguments, document_texts, input_files, read_documents
 from .tokenizer import GPT2BPETokenizer, TokenizerFlags, add_tokenizer_flags, build_tokenizer, gpt2_files, write_identity

@@ -22,13 +22,12 @@ from ..comm.node import share_groups
 from ..config import batches
 from ..config.arguments import Arguments
 from ..config.checks import check
-from ..config.layout import Layout
 from ..config.outputs import check_file
+from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..costs.run_schedule import recompute_name
-from ..data.build import build_datasets, build_separate_datasets
-from ..data.data_path import listed_data, parse_data_path
+from ..data.build import build_datasets, build_separate_datasets, listed_data, parse_data_path
 from ..data.dataset import Dataset, MockDataset, TokenArrays
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files

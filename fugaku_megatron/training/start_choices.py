@@ -19,7 +19,7 @@ from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import GROUPS, OWN_OF_A_RANK, RECOMPUTE, RunConfig
 from ..costs import memory, run_schedule
-from ..data.data_path import parse_data_path
+from ..data.build import parse_data_path
 from ..data.tokenizer import TokenizerFlags, build_tokenizer, identity, mismatch, read_identity
 from ..host import kernels
 from ..host.allocator import node_bytes

@@ -12,7 +12,7 @@ import pytest
 
 from fugaku_megatron import cli
 from fugaku_megatron.data import preprocess
-from fugaku_megatron.data.data_path import parse_split, split_documents
+from fugaku_megatron.data.build import parse_split, split_documents
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, gpt2_files
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from fugaku_megatron.data import build
-from fugaku_megatron.data.build import build_datasets
-from fugaku_megatron.data.data_path import parse_data_path, parse_split
+from fugaku_megatron.data.build import build_datasets, parse_data_path, parse_split
 from fugaku_megatron.data.dataset import BlendedDataset, GPTDataset, MockDataset
 from fugaku_megatron.data.index_cache import blending_blocks, build_document_index, build_shuffle_index, sample_blocks
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter

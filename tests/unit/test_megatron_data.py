@@ -10,8 +10,7 @@ from fugaku_megatron.config.batches import RampUp, length, requested_samples, ru
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import DataConfig, TrainingConfig
 from fugaku_megatron.config.sample_rules import Skips, StepSizes
-from fugaku_megatron.data.build import build_datasets, build_separate_datasets
-from fugaku_megatron.data.data_path import parse_data_path, parse_split, split_documents
+from fugaku_megatron.data.build import build_datasets, build_separate_datasets, parse_data_path, parse_split, split_documents
 from fugaku_megatron.data.dataset import BlendedDataset
 from fugaku_megatron.training.optim import ParamSchedule
 from fugaku_megatron.training.pretrain import build_data
