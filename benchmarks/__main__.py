@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from fugaku_megatron.config.command_line import Parser
-from fugaku_megatron.config.outputs import check_file, check_picture
+from fugaku_megatron.config.command_line import Parser, check_file, check_picture
 
 from . import core, preloads
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from fugaku_megatron.config.checks import check, flag_words
+from fugaku_megatron.config.command_line import pipe_table
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.outputs import pipe_table
 from fugaku_megatron.logs.iteration import PublishedRow, parse_log, published_header
 from fugaku_megatron.logs.metrics import parse_peak_memory
 from fugaku_megatron.logs.run_log import exact_seconds

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fugaku_megatron import cli
-from fugaku_megatron.config.outputs import writing
+from fugaku_megatron.config.command_line import writing
 from fugaku_megatron.data.vocabulary import train_vocabulary
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings"}

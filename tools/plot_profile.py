@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fugaku_megatron import cli
 from fugaku_megatron.config.checks import check
-from fugaku_megatron.config.outputs import check_file
+from fugaku_megatron.config.command_line import check_file
 
 PARTS = 6  # operations with a colour of their own
 _ROW = re.compile(r"^(?P<name>\S.*?)\s{2,}(?:(?P<calls>\d+)\s+)?(?P<seconds>\d+\.\d{4})\s")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fugaku_megatron import cli
-from fugaku_megatron.config.outputs import check_file
+from fugaku_megatron.config.command_line import check_file
 
 NOT_BUILT = ("not taken", "not in the trainer")  # in the note of a change that no run has
 OURS, BASELINE, MODEL = "tab:blue", "0.65", "tab:green"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.checks import check
-from ..config.outputs import check_file, writing
+from ..config.command_line import check_file, writing
 
 if TYPE_CHECKING:
     from ..comm.base import Comm

@@ -25,7 +25,7 @@ from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
 from ..config.checks import check, check_positive
-from ..config.outputs import check_file, writing
+from ..config.command_line import check_file, writing
 from ..config.run_config import ModelConfig, saved_run
 from ..data.files import read_text
 from ..data.indexed import IndexedDataset

@@ -27,7 +27,7 @@ from typing import Any
 
 from ..config import arguments
 from ..config.checks import check
-from ..config.outputs import check_file, pipe_table, writing
+from ..config.command_line import check_file, pipe_table, writing
 from ..costs import accounting
 from . import plot, rank_table
 from .iteration import HEADERS, IterationMetrics, PublishedRow, published_header, rate_text, seconds_text, size_name

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..config.outputs import writing
+from ..config.command_line import writing
 from ..pipeline import parts
 from ..pipeline.timeline import COMPUTATIONS, Span
 from .plot import title

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.checks import check
-from ..config.outputs import pipe_table, writing
+from ..config.command_line import pipe_table, writing
 from .plot import shown, title
 
 WARM_UP = 1  # intervals that are not counted: the first one holds the first touch of memory

@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields, replace
 
 from ..config import batches
 from ..config.checks import check
+from ..config.command_line import check_picture, pipe_table
 from ..config.features import FEATURES, switched
 from ..config.layout import Layout
-from ..config.outputs import check_picture, pipe_table
 from ..config.run_config import RunConfig
 from ..costs.run_schedule import recompute_name
 from . import plan_text, software

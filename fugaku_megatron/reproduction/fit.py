@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..config.command_line import check_file, writing
 from ..config.layout import Layout
-from ..config.outputs import check_file, writing
 from ..config.run_config import RunConfig
 from ..perf import memory, model
 from ..perf.model import System

@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..config.outputs import check_file, check_picture, pipe_table, writing
+from ..config.command_line import check_file, check_picture, pipe_table, writing
 from ..costs import accounting
 from ..perf.model import Prediction
 from .errata import Erratum

@@ -22,7 +22,7 @@ from ..comm.node import share_groups
 from ..config import batches
 from ..config.arguments import Arguments
 from ..config.checks import check
-from ..config.outputs import check_file
+from ..config.command_line import check_file
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting

@@ -19,8 +19,8 @@ from ..checkpoint.manifest import latest_iteration, read_head
 from ..comm import launcher
 from ..config.arguments import Arguments, add_flags, interpret
 from ..config.checks import check
+from ..config.command_line import check_picture
 from ..config.model_config import ARCHITECTURE, with_block
-from ..config.outputs import check_picture
 from ..config.run_config import RunConfig
 from ..watchdog.watch import HangSettings, Watchdog
 

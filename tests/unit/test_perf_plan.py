@@ -9,9 +9,8 @@ import pytest
 
 from fugaku_megatron import cli
 from fugaku_megatron.config import arguments
-from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.config.command_line import Parser, check_file, writing
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.outputs import check_file, writing
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.perf import plan, search
 from fugaku_megatron.perf.model import System
