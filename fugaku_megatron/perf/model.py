@@ -16,7 +16,8 @@ from functools import lru_cache
 from ..config.checks import check, flag
 from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
-from ..costs import accounting, buckets, run_schedule
+from ..costs import accounting, run_schedule
+from ..costs import memory as rank_memory
 from ..costs.accounting import Collective
 from ..pipeline import schedule
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -146,8 +147,8 @@ def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
-    """buckets.gradient_collectives of one stage of each kind, see memory.kinds."""
-    return {stage: buckets.gradient_collectives(run, layout, stage) for stage in sorted(set(memory.kinds(run)))}
+    """`costs.memory.gradient_collectives` of one stage of each kind, see memory.kinds."""
+    return {stage: rank_memory.gradient_collectives(run, layout, stage) for stage in sorted(set(memory.kinds(run)))}
 
 
 def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters, without: str = "", slow: bool = False) -> Step:

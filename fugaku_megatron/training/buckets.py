@@ -10,7 +10,7 @@ Every data-parallel rank starts the same operations in the same order: buckets a
 of the tied embedding over its two copies starts when this stage's copy is complete; only the bucket that holds it waits for that
 sum, after the reductions of all others have started.
 
-Left out: which parameters form a bucket (`costs.buckets`, `flat`), the update (`optim`).
+Left out: which parameters form a bucket (`costs.memory`, `flat`), the update (`optim`).
 """
 
 from __future__ import annotations

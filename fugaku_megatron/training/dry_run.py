@@ -13,8 +13,8 @@ from ..comm.solo import SoloComm
 from ..config import batches
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import accounting, buckets, run_schedule
-from ..costs.memory import Memory, stage_memory
+from ..costs import accounting, run_schedule
+from ..costs.memory import Memory, gradient_collectives, stage_memory
 from ..costs.run_schedule import layers_again
 from ..nn.model import Stage
 from ..nn.ops import Ops
@@ -138,7 +138,7 @@ def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
     if png:
         plan_text.draw(run, layout, modelled_system(layout), png, [plan.memory.total / 2**20 for plan in plans])
     sent: dict[str, int] = {}
-    for c in buckets.gradient_collectives(run, layout, 0):
+    for c in gradient_collectives(run, layout, 0):
         sent[f"{c.verb} {c.group}"] = sent.get(f"{c.verb} {c.group}", 0) + c.bytes
     return "\n".join([
         f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} (rank = (dp x PP + pp) x TP + tp)",

@@ -1,4 +1,4 @@
-"""Memory of a stage's parameters: one flat buffer of values, and gradients bucket by bucket (`costs.buckets`).
+"""Memory of a stage's parameters: one flat buffer of values, and gradients bucket by bucket (`costs.memory`).
 
 Inside a bucket weight-decayed parameters lie first, so that an update is a few calls on long ranges and a ZeRO-1 shard is one slice
 of each bucket. A bucket's gradients get memory with their first use, so that in an iteration of one micro-batch they take what
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.shards import Shard
 from ..costs.accounting import FLAT_ALIGNMENT, round_up
-from ..costs.buckets import cut
+from ..costs.memory import cut
 from ..nn.model import Stage
 from ..nn.parameter import ParameterSpec, spec_of
 
@@ -111,7 +111,7 @@ class FlatParameter(nn.Parameter):
 
 
 def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
-    """A stage's parameters in units, in the order in which backward finishes them; `costs.buckets.stage_units` has their sizes."""
+    """A stage's parameters in units, in the order in which backward finishes them; `costs.memory.stage_units` has their sizes."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [[p for p in module.parameters() if not any(p is t for t in tied)] for module in unit_modules(stage)]
     if stage.last and not stage.tied:
@@ -153,7 +153,7 @@ def _merge(ranges: list[Range]) -> list[Range]:
 
 class FlatParameters:
     """Memory of a stage's parameters: `values` (the model's dtype), flat, and `gradients`, each bucket padded for `shards` ranks.
-    minimum: elements of a bucket, see `costs.buckets.cut`; None takes any module as `stage`, and makes one bucket of it.
+    minimum: elements of a bucket, see `costs.memory.cut`; None takes any module as `stage`, and makes one bucket of it.
 
     After construction every parameter of the stage is a FlatParameter and holds its initial weights.
     """

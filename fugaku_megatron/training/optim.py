@@ -18,7 +18,7 @@ from ..checkpoint.shards import Shard
 from ..comm.grid import Groups
 from ..config.checks import check
 from ..config.run_config import OptimizerConfig, PrecisionConfig, RunConfig
-from ..costs.buckets import bucket_minimum
+from ..costs.memory import bucket_minimum
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES

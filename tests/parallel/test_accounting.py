@@ -12,7 +12,7 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import accounting, buckets, memory, run_schedule
+from fugaku_megatron.costs import accounting, memory, run_schedule
 from fugaku_megatron.costs.accounting import Collective
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
@@ -133,7 +133,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     if run.training.recompute_granularity == "full":  # groups of one layer
         again = [c for r in accounting.recomputed_records(run, layout.tp, last=True) for c in by_blocks(run, "layer", r.forward)]
         per_microbatch += again * sum(map(len, accounting.stage_layers(run, stage)))
-    for c in per_microbatch * microbatches + buckets.gradient_collectives(run, layout, stage):
+    for c in per_microbatch * microbatches + memory.gradient_collectives(run, layout, stage):
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
     if sends:

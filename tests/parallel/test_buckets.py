@@ -8,8 +8,7 @@ import torch
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import run_schedule
-from fugaku_megatron.costs.buckets import bucket_elements, bucket_minimum, cut, stage_units
-from fugaku_megatron.costs.memory import stage_memory
+from fugaku_megatron.costs.memory import bucket_elements, bucket_minimum, cut, stage_memory, stage_units
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.pipeline.parts import Held
 from fugaku_megatron.training import flat

@@ -14,7 +14,7 @@ from fugaku_megatron.config.features import FEATURES
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import ParallelConfig
-from fugaku_megatron.costs import buckets as gradient_buckets
+from fugaku_megatron.costs import memory
 from fugaku_megatron.costs.accounting import Collective
 from fugaku_megatron.perf import cost, model, plan, search, software
 from fugaku_megatron.perf.model import System
@@ -50,7 +50,7 @@ def test_without_overlap_all_communication_is_waited_for():
     system, layout = System.from_names("a64fx", "fugaku_megatron", 64, 1), Layout(64, 1, 1, 64)
     bare = replace(system, software=replace(system.software, choices=software.Choices.from_names(frozenset(), (1,))))
     whole = sum(model.Network(machine=system.machine, parameters=system.parameters, layout=layout, ranks_per_node=1).seconds(
-        c.verb, c.group, c.bytes) for c in gradient_buckets.gradient_collectives(run, layout, 0))
+        c.verb, c.group, c.bytes) for c in memory.gradient_collectives(run, layout, 0))
     assert model.step(run, layout, bare, system.parameters).data_parallel == pytest.approx(whole)
 
 
