@@ -17,8 +17,7 @@ from ..config.checks import check
 from ..config.run_config import ModelConfig
 from ..costs import activations
 from ..data.tokenizer import Tokenizer
-from ..nn.cache import LayerCache, Rows
-from ..nn.passes import Pass
+from ..nn.passes import LayerCache, Pass, Rows
 from ..nn.replay import RecordedStep, RecordingKernels
 from .loading import FEW_ROWS, LoadedModel, through_stages
 
