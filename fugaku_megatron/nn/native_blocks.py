@@ -1,23 +1,60 @@
 """The operations of Llama's, Mistral's and Qwen's blocks on the C++ kernels: RMS norm, gated MLP, rotary positions.
 
-`ops` says what each computes, `torch_blocks` is the readable reference. One crossing into C++ per fused operation; outputs are
-allocated here. Left out: grouped attention (`native_ops`).
+What they share with `native_ops` comes first: memory for a gathered input, parts of a wide tensor, the end of an MLP. `ops` says
+what each computes, `torch_blocks` is the readable reference. One crossing into C++ per fused operation; outputs are allocated here.
+Left out: grouped attention (`native_ops`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g groups, d head size, rows = s b.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.autograd import gather_sequence
+from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .native_shared import column_parts, dropout_arguments, gradient_of_input, row_count
+from .parameter import WeightGradients
 from .shared import Angles, DropoutKey, as_rows, gradient_of
 from .torch_blocks import BlockOps, matrix
-from .weight_gradients import WeightGradients
+
+MLP_PARTS, MLP_COLUMNS = 4, 512  # backward holds this part of the MLP's inner tensor twice, and at least so many columns
+
+
+def row_count(x: Tensor, sequence: Comm | None) -> int:
+    """Rows of x (..., h) when it is gathered. What is kept gets its memory before what is gathered, which leaves no holes then."""
+    return x.numel() // x.shape[-1] * (1 if sequence is None else sequence.size)
+
+
+def dropout_arguments(p: float, key: DropoutKey) -> tuple[float, int, int, int, int]:
+    """The dropout arguments of the row-wise kernels, whose samples are the second dimension."""
+    assert key.sample_dim == 1
+    return p, key.seed, key.stream, key.first_sample, key.row0
+
+
+def column_parts(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of `width` columns, or all at once: where they are, and memory (rows, columns) for each in turn, with pre's rows."""
+    columns = width if whole else min(max(MLP_COLUMNS, -(-width // MLP_PARTS // 64) * 64), width)
+    buffer = pre.new_empty(len(pre) * columns)
+    for first in range(0, width, columns):
+        part = slice(first, min(first + columns, width))
+        yield part, buffer[: len(pre) * (part.stop - first)].view(len(pre), -1)
+
+
+def gradient_of_input(ctx: Any, x: Tensor, dpre: Tensor, chunk: int) -> Tensor:
+    """The end of an MLP's backward: from the gradient dpre (rows, out) of its first matmul, the first weight's, and that of x.
+
+    ctx: of the autograd function, with ops, parameters (the first matmul's weight and bias before others), shape, sequence and
+    keeps_input; without the latter x gives its memory to the result, which has x's shape.
+    """
+    ops, (weight, bias, *_) = ctx.ops, ctx.parameters
+    rows = as_rows(gather_sequence(x, ctx.sequence))
+    ops.weight_gradient(dpre, rows, weight, bias, chunk)
+    dx = torch.empty_like(rows) if ctx.keeps_input or ops.weight_gradients.waits else rows
+    ops.data_gradient(dpre, weight, dx, chunk)
+    return reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence)
 
 
 class NativeBlockOps(BlockOps):

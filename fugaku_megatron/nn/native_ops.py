@@ -17,12 +17,10 @@ from torch import Tensor
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared
-from .native_blocks import NativeBlockOps
+from .native_blocks import NativeBlockOps, column_parts, dropout_arguments, gradient_of_input, row_count
 from .native_loss import HeadLoss
-from .native_shared import column_parts, dropout_arguments, gradient_of_input, row_count
+from .parameter import WeightCache, WeightGradients
 from .shared import DropoutKey, Heads, as_rows, gradient_of
-from .weight_cache import WeightCache
-from .weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,9 @@ from ..comm.base import Comm
 from ..host import kernels as native_kernels
 from . import overlapped_ops, torch_blocks
 from .native_ops import NativeOps
+from .parameter import WeightCache, WeightGradients
 from .shared import Angles, DropoutKey, backward, recompute
 from .torch_ops import TorchOps
-from .weight_cache import WeightCache
-from .weight_gradients import WeightGradients
 
 __all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Ops", "backward", "recompute"]
 
@@ -56,7 +55,7 @@ class Ops:
               kernels: Any = native_kernels, few_rows: int = 0) -> Ops:
         """Ops on "native" or "torch" kernels, or with a backend for each family; families that are not named run on "native".
 
-        fp16_chunk, few_rows: see `NativeOps`. keep_packed_weights: see `weight_cache`. Raises ValueError for unknown families or
+        fp16_chunk, few_rows: see `NativeOps`. keep_packed_weights: see `WeightCache`. Raises ValueError for unknown families or
         backends.
         """
         names = dict.fromkeys(FAMILIES, "native") | (dict.fromkeys(FAMILIES, choice) if isinstance(choice, str) else dict(choice))

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared, torch_blocks
+from .parameter import WeightGradients
 from .shared import DropoutKey, Heads, accumulate, gradient_of
 from .torch_blocks import BlockOps
-from .weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)

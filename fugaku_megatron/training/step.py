@@ -15,8 +15,8 @@ from torch import Tensor
 from ..comm.base import Comm, Handle
 from ..nn.model import Stage
 from ..nn.ops import backward
+from ..nn.parameter import Waiting
 from ..nn.passes import Pass
-from ..nn.weight_gradients import Waiting
 from ..pipeline import schedule
 from ..pipeline.parts import Instruction, receives_ahead
 from ..pipeline.schedule import Schedule
