@@ -18,8 +18,7 @@ from ..config.run_config import ModelConfig
 from ..costs import activations
 from ..data.tokenizer import Tokenizer
 from ..nn.passes import LayerCache, Pass, Rows
-from ..nn.replay import RecordedStep, RecordingKernels
-from .loading import FEW_ROWS, LoadedModel, through_stages
+from .loading import FEW_ROWS, LoadedModel, RecordedStep, RecordingKernels, through_stages
 
 MIN_TEMPERATURE = 1e-6  # above 0: logits divided by less are not finite in FP32
 MAX_SEED = 2**63 - 1  # what torch's generator takes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoint import manifest as checkpoint
 from ..checkpoint.load import load_weights
@@ -25,11 +26,11 @@ from ..config.layout import Layout
 from ..config.run_config import ModelConfig, RunConfig
 from ..data.library_tokenizers import HuggingFaceTokenizer, has_tokenizer
 from ..data.tokenizer import Tokenizer, TokenizerFlags, add_tokenizer_flags, build_tokenizer, identity, mismatch
+from ..host import kernels
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES, spec_of
 from ..nn.passes import Pass
-from ..nn.replay import RecordingKernels
 
 FEW_ROWS = 4  # of a matmul that is faster without packing its weight (measured)
 
@@ -202,3 +203,57 @@ def tokenizer_note(tokenizer: Tokenizer, manifest: dict[str, Any]) -> str:
     """A line where the checkpoint was trained with another tokenizer; "" otherwise."""
     other = mismatch(identity(tokenizer), manifest["state"].get("tokenizer"))
     return f"note: the model was trained with {other}: its tokens mean different texts" if other else ""
+
+
+# A step of generation made of kernel calls alone, recorded once and called again for every following token. The next token of
+# as many samples takes the same calls with the same weights, and where results lie in the same memory again, with the same
+# tensors: only what the inputs hold is new. So a recording keeps each call with its tensors. A repetition copies its inputs and
+# makes the calls, all of them in C++ (`kernels.Calls`), without layers, autograd, allocations and checks, which take longer than
+# the matmuls of a small model. Left out: when a step may be repeated (`generation`).
+
+ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::_unsafe_view")  # operations of torch without values
+
+
+class RecordingKernels:
+    """The kernel library, whose calls are kept while `record` runs."""
+
+    def __init__(self) -> None:
+        self._calls: Any = None  # kernels.Calls while calls are recorded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(kernels if self._calls is None else self._calls, name)
+
+    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> RecordedStep:
+        """Run `step`, which reads `inputs` (any shape) and computes with kernels alone.
+
+        AssertionError when torch computes something, AttributeError when a kernel does whose calls cannot be kept.
+        """
+        self._calls = calls = kernels.Calls()
+        try:
+            with _KernelsAlone():
+                result = step()
+        finally:
+            self._calls = None
+        return RecordedStep(calls, tuple(inputs), result)
+
+
+class RecordedStep:
+    """Calls of kernels from `inputs` to `result`, both of which keep their memory."""
+
+    def __init__(self, calls: Callable[[], None], inputs: tuple[Tensor, ...], result: Tensor) -> None:
+        self.calls, self.inputs, self.result = calls, inputs, result
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The result for other inputs of the same shapes; it holds until the next call."""
+        for own, new in zip(self.inputs, inputs, strict=True):
+            own.copy_(new)
+        self.calls()
+        return self.result
+
+
+class _KernelsAlone(TorchDispatchMode):
+    """Lets torch make views and allocate, and nothing else: a repetition would leave it out."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.is_view or function._schema.name in ALLOCATIONS, f"{function} computes something that no kernel does"
+        return function(*args, **(kwargs or {}))

@@ -5,7 +5,7 @@ import torch
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.inference import generation
-from fugaku_megatron.nn.replay import RecordingKernels
+from fugaku_megatron.inference.loading import RecordingKernels
 from tests.parallel.test_generate import random_model
 
 STEPS = ({0: [5, 9], 1: [3]}, {0: [7], 1: [2]}, {0: [11], 1: [90]}, {1: [4]}, {1: [8]}, {0: [1]}, {0: [6], 1: [3]})
