@@ -22,7 +22,7 @@ from ..config.run_config import ModelConfig
 from ..costs import activations
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter, spec_of
-from .rotary import rotary_angles
+from .passes import rotary_angles
 from .shared import Angles
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.

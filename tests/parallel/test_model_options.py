@@ -17,7 +17,7 @@ from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.rotary import frequencies
+from fugaku_megatron.nn.passes import frequencies
 from fugaku_megatron.training.dry_run import report
 from tests.helpers import make_trainer, small_run, whole_tensors
 from tests.threads import ThreadWorld

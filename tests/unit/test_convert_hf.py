@@ -23,7 +23,7 @@ from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.convert_command import whole
 from fugaku_megatron.convert.hugging_face import read_config
-from fugaku_megatron.nn.rotary import frequencies
+from fugaku_megatron.nn.passes import frequencies
 from tests.helpers import make_trainer, small_run
 from tests.published_configs import PUBLISHED
 
