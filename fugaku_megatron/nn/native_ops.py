@@ -1,7 +1,7 @@
 """The operations of a training step on the C++ kernels; `ops` says what each computes, `torch_ops` is the readable reference.
 
 One crossing into C++ per fused operation; outputs are allocated here. Weight gradients go straight into `main_grad`.
-Left out: communication, and the loss (`native_loss`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this
+Left out: communication, and the loss (`native_blocks`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this
 rank, d head size, v vocabulary of this rank, rows = s b.
 """
 
@@ -17,8 +17,7 @@ from torch import Tensor
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared
-from .native_blocks import NativeBlockOps, column_parts, dropout_arguments, gradient_of_input, row_count
-from .native_loss import HeadLoss
+from .native_blocks import HeadLoss, NativeBlockOps, column_parts, dropout_arguments, gradient_of_input, row_count
 from .parameter import WeightCache, WeightGradients
 from .shared import DropoutKey, Heads, as_rows, gradient_of
 
