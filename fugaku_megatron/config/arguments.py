@@ -117,7 +117,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
 
 
 def build_parser() -> Parser:
-    """A parser of a run's flags alone. A flag that is not given leaves no attribute, so that a recipe's value stays."""
+    """A parser of a run's flags alone. A flag that is not passed leaves no attribute, so that a recipe's value stays."""
     parser = Parser()
     add_flags(parser)
     return parser
@@ -207,7 +207,7 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
 
 
 def _missing(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> list[str]:
-    """The required flags that neither the groups' values nor `values` give."""
+    """The required flags that neither the groups' values nor `values` contain."""
     return [flag(f.name) for group, config in GROUPS.items() for f in fields(config)
             if f.default is MISSING and f.name not in groups[group] and f.name not in values]
 

@@ -82,13 +82,13 @@ def sizes_of(run: RunConfig, global_batch_size: int) -> Sizes:
 
 def length(training: TrainingConfig, sizes: Sizes, iteration: int = 0, samples: int = 0, skips: Skips = NO_SKIPS,
            seq_length: int = 1) -> tuple[int, int]:
-    """(iterations, samples) at the end of the run, whichever comes first of those that are given: --train-iters, --train-samples,
+    """(iterations, samples) at the end of the run, whichever comes first of those that are set: --train-iters, --train-samples,
     the iteration that reaches --train-tokens.
 
     --train-samples ends with its last whole iteration, and under --step-batch-size-schedule with the iteration that reaches it, as
     in Megatron-LM (megatron/training/training.py, update_train_iters). A resumed run starts at `iteration` with `samples` consumed,
     which it may have reached with another batch size. skips: samples that are left out; they count as consumed. seq_length: tokens
-    of a sample. Raises ValueError when none of the flags is given.
+    of a sample. Raises ValueError when none of the flags is set.
     """
     lengths = training.train_iters, training.train_samples, training.train_tokens
     check(any(value is not None for value in lengths), "pass --train-iters or --train-samples")

@@ -34,7 +34,7 @@ def hashed_once(cls: type) -> type:
 
 
 def required(help: str, **meta: Any) -> Any:
-    """A field that a recipe or a flag must give."""
+    """A field that a recipe or a flag must set."""
     return field(metadata={"help": help, **meta})
 
 
@@ -44,7 +44,7 @@ def flag(name: str) -> str:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """The words of a command line that give a field its value, which is not None."""
+    """The words of a command line that set a field to a value, which is not None."""
     if isinstance(value, bool):
         return [flag(name) if value else flag("no_" + name)]
     return [flag(name), *map(str, value if isinstance(value, tuple) else (value,))]

@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(_short(message))
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Argparse's own passes over an error of standard output, so that --help onto a full disk would be no error."""
+        """Argparse's own ignores an error of standard output, so that --help onto a full disk would not be an error."""
         (file or sys.stderr).write(message)
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _too_many(self, words: Sequence[str], unknown: Sequence[str]) -> str | None:
-        """Which flag takes fewer values than follow it, where `unknown` is no flag but such a value; None elsewhere."""
+        """Which flag takes fewer values than follow it, where `unknown` is not a flag but such a value; None elsewhere."""
         known = {option: action for action in self._actions for option in action.option_strings}
         for start, word in enumerate([] if any(map(_FLAG.match, unknown)) else words):
             name, equals, value = word.partition("=")
@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         return None
 
     def _unknown(self, words: Sequence[str]) -> str:
-        """All unknown flags, or the first word that is none, each with the nearest known flag."""
+        """All unknown flags, or the first word that is not a flag, each with the nearest known flag."""
         flags = [option for action in self._actions for option in action.option_strings]
         wrong = list(dict.fromkeys(filter(_FLAG.match, words))) or [words[0]]
         near = [nearest(word.split("=")[0], flags, "", cutoff=0.7) for word in wrong]

@@ -126,7 +126,7 @@ def _ends(run: RunConfig) -> dict[str, int | None]:
 
 
 def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
-    """Layers of each stage where the flags give them; None where costs or equal numbers decide."""
+    """Layers of each stage where the flags set them; None where costs or equal numbers decide."""
     split, pp, layers = run.parallel.pipeline_split, run.parallel.pipeline_model_parallel_size, run.model.num_layers
     if split not in ("even", "balanced"):
         return tuple(map(int, split.split(",")))

@@ -15,7 +15,7 @@ from .groups import DataConfig, NumbersConfig, OptimizerConfig, ParallelConfig
 from .model_config import ModelConfig
 from .sample_rules import StepSizes
 
-# What decides the course of training besides the architecture, by group: a resumed run says where it differs from what was saved.
+# What decides the course of training next to the architecture, by group: a resumed run says where it differs from what was saved.
 COURSE = {
     "model": ("seq_length", "mask_vocab_padding", "use_z_loss", "z_loss_strength", "hidden_dropout", "attention_dropout"),
     "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),

@@ -135,7 +135,7 @@ def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: i
                             cache: IndexCache | None = None, arrays: Mapping[str, TokenArrays] | None = None) -> Datasets:
     """(train, valid, test) of --train-data-path, --valid-data-path and --test-data-path: every document of each.
 
-    A split without a path, or with `num_samples` 0, is None. One prefix alone is no blend, whatever its weight. The other
+    A split without a path, or with `num_samples` 0, is None. One prefix alone is not a blend, whatever its weight. The other
     arguments and errors are those of `build_datasets`.
     """
     builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {})

@@ -4,8 +4,8 @@ The order of samples depends on no parallel layout. A "document" here is a seque
 Megatron-core (preprocess.py writes one sequence a document). Left out: fill-in-the-middle, attention masks
 that stop at document ends; which data sets a run has (build.py).
 Shapes: n samples, s = seq_length; a sample is int64 (s + 1,), of numpy. An index takes 12 bytes per sample and 4 bytes per document
-and epoch, in memory or in mapped files (index_cache.py), besides the 20 bytes per document of the mapped .idx. Of mapped files a
-reader holds what it has read since it last gave their pages back, every RELEASE_EVERY samples.
+and epoch, in memory or in mapped files (index_cache.py), and the mapped .idx 20 bytes per
+document. Of mapped files a reader holds what it has read since it last released their pages, every RELEASE_EVERY samples.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(
             f"{prefix}.bin: token id {wrong} is outside the vocabulary of {vocab_size}: "
-            "use the tokenizer that fugaku-megatron preprocess was given"
+            "use the tokenizer that was passed to fugaku-megatron preprocess"
         )
 
 

@@ -62,7 +62,7 @@ class MappedFile:
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
     def npy(self) -> np.ndarray:
-        """The array of a .npy file. ValueError when it is none, or not whole."""
+        """The array of a .npy file. ValueError when it is not one, or not whole."""
         self._map.seek(0)
         np.lib.format.read_magic(self._map)
         shape, _, dtype = np.lib.format.read_array_header_1_0(self._map)
@@ -75,5 +75,5 @@ class MappedFile:
             self._advise("MADV_WILLNEED", first, end - first)
 
     def release(self) -> None:
-        """Give back the pages that were read; they are mapped again when they are needed."""
+        """Release the pages that were read; they are mapped again when they are needed."""
         self._advise("MADV_DONTNEED")

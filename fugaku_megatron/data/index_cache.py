@@ -136,7 +136,7 @@ Build = Callable[[Store], None]
 
 @dataclass(frozen=True)
 class IndexCache:
-    """Where indices are kept. path: --data-cache-path; None: beside the data. in_memory: bytes that are not worth a file."""
+    """Where indices are kept. path: --data-cache-path; None: next to the data. in_memory: bytes that are not worth a file."""
 
     path: str | None = None
     in_memory: int = IN_MEMORY
@@ -225,7 +225,7 @@ def provide(cache: IndexCache, prefix: str, kind: str, split: str, description: 
             build: Build, comm: Comm | None = None) -> Index:
     """The arrays `names`, of `size` bytes together, which `build` makes on rank 0 unless they are there already. Collective.
 
-    prefix: of the data, beside which the files lie by default. Raises ValueError on every rank when they cannot be written.
+    prefix: of the data, next to which the files are by default. Raises ValueError on every rank when they cannot be written.
     """
     small = size <= cache.in_memory
     if small and cache.path is None:

@@ -207,7 +207,7 @@ class IndexedDataset:
             return _read_part(stream, "<i4", HEADER.size + 4 * start, stop - start)
 
     def release(self) -> None:
-        """Give back the pages of .idx and .bin that were read."""
+        """Release the pages of .idx and .bin that were read."""
         for file in self._files:
             file.release()
 
@@ -227,7 +227,7 @@ class IndexedDataset:
 class IndexedDatasetWriter:
     """Writes <prefix>.bin and .idx under temporary names and renames them at the end: until then nothing is overwritten.
 
-    with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:      # an exception leaves no file behind
+    with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:      # an exception leaves no file
         writer.add_document(tokens)
     """
 
@@ -289,7 +289,7 @@ class IndexedDatasetWriter:
         return sum(self._lengths[documents.start : documents.stop])
 
     def finalize(self) -> None:
-        """Write .idx and give both files their names."""
+        """Write .idx and rename both files to their final names."""
         lengths = np.asarray(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])

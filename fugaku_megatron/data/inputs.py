@@ -45,7 +45,7 @@ def input_files(inputs: Sequence[str], json_keys: Sequence[str]) -> list[str]:
     than text.
     """
     if len(set(json_keys)) < len(json_keys):
-        raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is given twice")
+        raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is named twice")
     files = [path for name in inputs for path in (_folder_files(name) if os.path.isdir(name) else [_one_file(name)])]
     plain = [path for path in files if Path(path).suffix not in JSON_SUFFIXES]
     if plain and list(json_keys) != ["text"]:

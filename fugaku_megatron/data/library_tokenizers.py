@@ -70,7 +70,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises anything, depending on what is wrong with the files
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"--tokenizer-model {folder}: cannot be read as a tokenizer ({reason:.200})") from None
-        self._tokenizer.model_max_length = sys.maxsize  # documents are longer than a model's sequence, and that is no warning
+        self._tokenizer.model_max_length = sys.maxsize  # documents are longer than a model's sequence, and that is not a warning
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = max(len(self._tokenizer), 1 + max(vocabulary.values()))
         eos, sep = self._tokenizer.eos_token_id, self._tokenizer.sep_token_id
@@ -94,7 +94,7 @@ class SentencePieceTokenizer:
     """A SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence.
 
     `eod` is None where the model has no end of sentence: Megatron-core then uses -1, which is the id of no token.
-    Raises ValueError for a file that is no such model and when sentencepiece is missing.
+    Raises ValueError for a file that is not such a model and when sentencepiece is missing.
     Sources: megatron/core/tokenizers/text/libraries/sentencepiece_tokenizer.py, for `eod` also
     megatron/core/tokenizers/text/libraries/abstract_tokenizer.py.
     """
@@ -166,7 +166,7 @@ class NullTokenizer:
         words = clean(text).split()
         wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
         if wrong is not None:
-            raise ValueError(f"--tokenizer-type NullTokenizer reads texts of numbers, and {wrong[:40]!r} is none: pass another "
+            raise ValueError(f"--tokenizer-type NullTokenizer reads texts of numbers, and {wrong[:40]!r} is not one: pass another "
                              "type")
         ids = [int(word[:20]) for word in words]
         _check_range(ids, self.vocab_size, "pass a larger --vocab-size")
@@ -274,7 +274,7 @@ def _read_tokens(path: str | Path, count: int) -> list[bytes]:
         tokens = [base64.b64decode(row["token_bytes"]) for row in rows]
         ranked = [row["rank"] for row in rows] == [*range(len(rows))]
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
-        raise ValueError(f"{where}: not a JSON list of tokens with token_bytes and rank ({error}); give "
+        raise ValueError(f"{where}: not a JSON list of tokens with token_bytes and rank ({error}); pass "
                          "TikTokenizer's file") from None
     if not ranked or tokens[:256] != [bytes([i]) for i in range(256)] or len(set(tokens)) != len(tokens):
         raise ValueError(f"{where}: its tokens are not ranked from 0 on, each once and the 256 bytes first")

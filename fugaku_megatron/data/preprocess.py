@@ -208,7 +208,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def preprocess(args: argparse.Namespace) -> None:
-    """Run the whole job. Raises ValueError for bad input; no output is left behind then."""
+    """Run the whole job. Raises ValueError for bad input; no output is left then."""
     check_numbers(args)
     files = input_files(args.input, args.json_keys)
     flags = TokenizerFlags.of(args)
@@ -255,7 +255,7 @@ def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
 
 
 def validation(writer: IndexedDatasetWriter) -> str:
-    """What the split of `split_for` gives to validation."""
+    """The validation documents of the split of `split_for`."""
     documents, split = writer.num_documents, split_for(writer.num_documents)
     part = split_documents(documents, parse_split(split), 1)
     if not part:

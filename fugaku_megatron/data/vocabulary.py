@@ -26,7 +26,7 @@ NAMES = ("vocab.json", "merges.txt")
 
 
 def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
-    """Write a vocabulary of at most `size` tokens, as many as the texts give, into `output`; returns their number.
+    """Write a vocabulary of at most `size` tokens, as many as the texts yield, into `output`; returns their number.
 
     A pair of tokens is merged if it occurs twice or more. Raises ValueError for a size out of range, when the `tokenizers` library
     is missing, when there is no text, and when the files cannot be written.
@@ -83,7 +83,7 @@ def check_size(size: int) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises ValueError for a size out of range, an output that is no folder, and what is no file under a file's name in it."""
+    """Raises ValueError for a size out of range, an output that is not a folder, and one with a folder where a file is due."""
     check_size(args.vocab_size)
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output}: exists and is not a folder; pass another one")

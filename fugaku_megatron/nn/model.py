@@ -83,17 +83,17 @@ class Embedding(nn.Module):
         learned = context.model.learned_positions
         self.position_embeddings = PositionEmbedding("embedding.position_embeddings", context) if learned else None
 
-    def forward(self, tokens: Tensor, at: Pass) -> Tensor:
+    def forward(self, tokens: Tensor, forward_pass: Pass) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
-        positions, context = None if at.rows is None else at.rows.positions, self.context
+        positions, context = None if forward_pass.rows is None else forward_pass.rows.positions, self.context
         x = self.word_embeddings(tokens)
         x = self.position_embeddings(x, positions) if self.position_embeddings else x
-        key = hidden_dropout_key(context.seed, 0, "embedding", at.first_sample, context.first_position(x))
-        return context.ops.dropout(x, context.model.hidden_dropout if at.training else 0.0, key)
+        key = hidden_dropout_key(context.seed, 0, "embedding", forward_pass.first_sample, context.first_position(x))
+        return context.ops.dropout(x, context.model.hidden_dropout if forward_pass.training else 0.0, key)
 
 
 class Chunk(nn.Module):
-    """Part `part` of the `parts` into which the model is cut: consecutive layers, and what stands before the first or behind the
+    """Part `part` of the `parts` into which the model is cut: consecutive layers, and what stands before the first or after the
     last of all. logits_rows: of the logits, computed at once.
 
     Tied, the head's weight is that of the embedding where both are on one stage, which then replaces `output_weight`.
@@ -123,21 +123,21 @@ class Chunk(nn.Module):
         assert model.vocab_size is not None
         return min(max(0, model.vocab_size - spec_of(weight).offset[0]), len(weight))
 
-    def run_layers(self, x: Tensor, at: Pass, first: int, last: int) -> Tensor:
+    def run_layers(self, x: Tensor, forward_pass: Pass, first: int, last: int) -> Tensor:
         """Layers [first, last) of this chunk. (s, b, h) -> (s, b, h). Only the last one may leave its values out."""
-        inner = replace(at, needs_values=True)
+        inner = replace(forward_pass, needs_values=True)
         for layer in self.layers[first:last]:
-            x = layer(x, at if layer is self.layers[last - 1] else inner)
+            x = layer(x, forward_pass if layer is self.layers[last - 1] else inner)
         return x
 
-    def decode(self, x: Tensor, at: Pass) -> Tensor:
+    def decode(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """All layers of this chunk, recomputed in groups where asked. (s, b, h) -> (s, b, h)."""
-        groups = self.recompute_groups if at.recompute == "full" else []
+        groups = self.recompute_groups if forward_pass.recompute == "full" else []
         for group in groups:
             bounds: dict[str, Any] = {"first": group.start, "last": group.stop}
-            again = partial(self.run_layers, at=replace(at, needs_values=False), **bounds)
-            x = recompute(partial(self.run_layers, at=at, **bounds), x, again=again)
-        return self.run_layers(x, at, sum(map(len, groups)), len(self.layers))
+            again = partial(self.run_layers, forward_pass=replace(forward_pass, needs_values=False), **bounds)
+            x = recompute(partial(self.run_layers, forward_pass=forward_pass, **bounds), x, again=again)
+        return self.run_layers(x, forward_pass, sum(map(len, groups)), len(self.layers))
 
     def head_input(self, x: Tensor) -> Tensor:
         """What the head multiplies, the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
@@ -148,13 +148,13 @@ class Chunk(nn.Module):
         """x (s, b, h) -> (whole sequence, b, v): this rank's columns of the logits."""
         return self.ops.linear(self.head_input(x), self.output_weight)
 
-    def forward(self, x: Tensor, labels: Tensor | None, at: Pass, factor: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None, forward_pass: Pass, factor: float = 1.0) -> Tensor:
         """Tokens (s, b) or the previous part's (s, b, h) -> (s, b, h), or for the last part the mean loss ().
 
         factor: the gradient of the loss that backward will bring.
         """
-        x = self.embedding(x, at) if self.is_first else x
-        x = self.decode(x, at)
+        x = self.embedding(x, forward_pass) if self.is_first else x
+        x = self.decode(x, forward_pass)
         if not self.is_last:
             return x
         assert labels is not None

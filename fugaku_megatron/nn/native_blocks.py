@@ -49,7 +49,7 @@ def gradient_of_input(ctx: Any, x: Tensor, dpre: Tensor, chunk: int) -> Tensor:
     """The end of an MLP's backward: from the gradient dpre (rows, out) of its first matmul, the first weight's, and that of x.
 
     ctx: of the autograd function, with ops, parameters (the first matmul's weight and bias before others), shape, sequence and
-    keeps_input; without the latter x gives its memory to the result, which has x's shape.
+    keeps_input; without the latter the result, which has x's shape, is written into x's memory.
     """
     ops, (weight, bias, *_) = ctx.ops, ctx.parameters
     rows = as_rows(gather_sequence(x, ctx.sequence))

@@ -26,10 +26,10 @@ from .shared import DropoutKey, Heads, as_rows, gradient_of
 class NativeOps(NativeBlockOps):
     """The backend on the C++ kernels.
 
-    kernels: the kernel library. fp16_chunk: linear layers with FP16 operands sum this many products in FP16 before they add in
-    FP32 (0: always in FP32); a product then raises ValueError where the kernels' target has no FP16 arithmetic. weight_cache:
+    kernels: the kernel library. fp16_chunk: linear layers with FP16 operands sum this many terms in FP16 before they add in
+    FP32 (0: always in FP32); a matmul then raises ValueError where the kernels' target has no FP16 arithmetic. weight_cache:
     packed weights that are kept, None for none. weight_gradients: where linear layers bring the work for their weights' gradients.
-    few_rows: products of no more rows than this read the weight as it lies, and keep nothing for a backward.
+    few_rows: matmuls of no more rows than this read the weight as it lies, and keep nothing for a backward.
     """
 
     kernels: Any
@@ -38,10 +38,10 @@ class NativeOps(NativeBlockOps):
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     few_rows: int = 0
 
-    # Products; `chunk` is 0 or the FP16 chunk of a linear layer. The logits are always summed in FP32. --------------------------
+    # Matmuls; `chunk` is 0 or the FP16 chunk of a linear layer. The logits are always summed in FP32. --------------------------
 
     def chunk(self, x: Tensor) -> int:
-        """The FP16 chunk of a linear layer's products with x (any shape)."""
+        """The FP16 chunk of a linear layer's matmuls with x (any shape)."""
         return self.fp16_chunk if x.dtype == torch.float16 else 0
 
     def packed(self, weight: Tensor, transposed: bool, chunk: int) -> Tensor | None:
@@ -63,7 +63,7 @@ class NativeOps(NativeBlockOps):
 
         dy (rows, out) and x (rows, in) stay as they are until that is done.
         """
-        x = x.detach()  # what waits must not keep the graph behind x, and the tensors that hang on it
+        x = x.detach()  # what waits must not keep the graph behind x, and the tensors that it refers to
         gradients = gradient_of(weight), gradient_of(bias)
         self.weight_gradients.add(partial(self.kernels.linear_weight_gradient, dy, x, *gradients, chunk))
 

@@ -6,7 +6,7 @@
 
 Layers get an `Ops` when they are built and call nothing else. Each operation is an autograd function over tensors (s, b, h). Weight
 gradients are accumulated straight into a parameter's `main_grad` (flat FP32 buffer), so autograd carries activation gradients only.
-Left out: communication (`comm.autograd`, `layers`), except inside the loss and of a product's split input (`sequence`).
+Left out: communication (`comm.autograd`, `layers`), except inside the loss and of a matmul's split input (`sequence`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, g of their groups, d head size, v vocabulary of this
 rank.
 """
@@ -100,16 +100,16 @@ class Ops:
         return self.backends["gemm"].mlp(x, weight1, bias1, weight2, needs_values, sequence)
 
     def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks) -> Tensor:
-        """`linear` of what is gathered from x (s / t, b, in) block by block, behind the product -> (s, b, out)."""
+        """`linear` of what is gathered from x (s / t, b, in) block by block, overlapped with the matmul -> (s, b, out)."""
         return overlapped_ops.column_linear(self.backends["gemm"], x, weight, bias, blocks)
 
     def row_linear(self, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
-        """This rank's part (s / t, b, out) of the sum over ranks of `linear` of x (s, b, in), block by block behind the product."""
+        """This rank's part (s / t, b, out) of the sum over ranks of `linear` of x (s, b, in), block by block as the matmul runs."""
         return overlapped_ops.row_linear(self.backends["gemm"], x, weight, blocks)
 
     def mlp_between_parts(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
                           blocks: RowBlocks, activation: str = "gelu") -> Tensor:
-        """`mlp` from part to part (s / t, b, h) of the sequence, its input gathered and its result summed behind the products."""
+        """`mlp` from part to part (s / t, b, h) of the sequence, its collectives overlapped with the matmuls."""
         return overlapped_ops.mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks, activation)
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
@@ -129,7 +129,7 @@ class Ops:
                   window: int | None = None) -> Tensor:
         """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, g (n/g + 2) d) -> (s, b, n d).
 
-        The n/g queries of a group, its key and its value lie side by side in qkv, as in Megatron. groups: g, None for n.
+        The n/g queries of a group, its key and its value are next to each other in qkv, as in Megatron. groups: g, None for n.
         window: token i sees tokens j with i - window < j <= i, None for all j <= i.
         """
         return self.backends["attention"].attention(qkv, head_size, p, key, groups, window)

@@ -1,10 +1,10 @@
-"""Products between parts of the sequence, each going on while the rows that it reads or makes travel (--tp-comm-overlap).
+"""Matmuls between parts of the sequence, each running while the rows that it reads or computes are sent (--tp-comm-overlap).
 
     column_linear   gathers its input block by block            backward sums its input's gradient block by block
     row_linear      sums its result block by block              backward gathers its gradient block by block
     mlp, gated_mlp  both, with the activation in between
 
-A weight's gradient needs whole tensors: it is computed behind the last blocks, while these travel. The products are the backend's
+A weight's gradient needs whole tensors: it is computed while the last blocks are sent. The matmuls are the backend's
 (`native_ops`, `torch_ops`); each row has the same bits as without blocks. Left out: how rows are exchanged (`comm.autograd`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, t ranks, rows = s b.
 """

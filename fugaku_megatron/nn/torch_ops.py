@@ -1,6 +1,6 @@
 """The operations of a training step on torch's own kernels; `ops` says what each computes.
 
-Also the readable reference of `native_ops`. Left out: communication, except inside the loss and of a product's split input.
+Also the readable reference of `native_ops`. Left out: communication, except inside the loss and of a matmul's split input.
 Legend: s sequence, b micro-batch, h hidden, n heads of this rank, d head size, v vocabulary of this rank.
 """
 
@@ -36,7 +36,7 @@ class TorchOps(BlockOps):
     # Products, as the native backend has them --------------------------------------------------------------------------------
 
     def chunk(self, x: Tensor) -> int:
-        """0: torch's products have no chunks that are summed in FP16."""
+        """0: torch's matmuls have no chunks that are summed in FP16."""
         return 0
 
     def product(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, chunk: int = 0) -> None:

@@ -219,7 +219,7 @@ def test_a_bad_line_in_a_worker_process(tmp_path):
         (["--input", "a.txt", "--vocab-file", "v.json"], "needs --merge-file"),
         (["--input", "a.txt", "--workers", "0"], "--workers 0: must be at least 1"),
         (["--input", "a.txt", "--workers", "1000000000"], "--workers 1000000000, but this node has "),
-        (["--input", "b.jsonl", "--json-keys", "text", "text"], "a key is given twice"),
+        (["--input", "b.jsonl", "--json-keys", "text", "text"], "a key is named twice"),
         (["--input", "b.jsonl"], "no text in it"),
         (["--input", "a.txt", "--worker", "2"], "fugaku-megatron preprocess: unknown flag --worker: did you mean --workers?"),
         (["--input", "a.txt", "--output-prefix", "no/where"], "no/where_text_document.bin: cannot be written"),

@@ -125,7 +125,8 @@ def test_numbers_and_names():
     ours = NullTokenizer(100)
     assert ours.encode("5 0  98\n") == [5, 0, 98] and ours.decode([5, 0, 98]) == "5 0 98"
     assert (ours.vocab_size, ours.eod) == (100, 99)
-    for text, message in (("5 x", "'x' is none"), ("-1", "'-1' is none"), ("100", "token id 100 is outside the vocabulary of 100")):
+    for text, message in (("5 x", "'x' is not one"), ("-1", "'-1' is not one"),
+                          ("100", "token id 100 is outside the vocabulary of 100")):
         with pytest.raises(ValueError, match=message):
             ours.encode(text)
 
