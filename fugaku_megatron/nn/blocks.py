@@ -76,26 +76,26 @@ class SelfAttention(nn.Module):
                   for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)) if norm and norm.bias is not None]
         return torch.cat((*normed, parts[2]), 3).view(qkv.shape)
 
-    def core(self, qkv: Tensor, at: Pass) -> Tensor:
+    def core(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
         model, ops, tp = self.context.model, self.context.ops, self.context.tp
-        key = DropoutKey(self.context.seed, dropout_stream(self.layer, "attention"), at.first_sample, sample_dim=0,
+        key = DropoutKey(self.context.seed, dropout_stream(self.layer, "attention"), forward_pass.first_sample, sample_dim=0,
                          row0=tp.rank * self.heads * qkv.shape[0])
-        attention = partial(ops.attention, head_size=model.kv_channels, p=model.attention_dropout if at.training else 0.0, key=key,
-                            groups=self.groups, window=model.window)
+        dropout = model.attention_dropout if forward_pass.training else 0.0
+        attention = partial(ops.attention, head_size=model.kv_channels, p=dropout, key=key, groups=self.groups, window=model.window)
         if model.turns_queries:
-            qkv = self.turn(qkv, self.context.angles if at.rows is None else at.rows.angles)
-        return attention(qkv) if at.rows is None else at.rows.attend(ops, self.layer, qkv, attention)
+            qkv = self.turn(qkv, self.context.angles if forward_pass.rows is None else forward_pass.rows.angles)
+        return attention(qkv) if forward_pass.rows is None else forward_pass.rows.attend(ops, self.layer, qkv, attention)
 
-    def forward(self, x: Tensor, at: Pass) -> Tensor:
+    def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x)  # (s, b, g (n/g + 2) d)
-        context = recompute(self.core, qkv, at) if at.recompute == "selective" else self.core(qkv, at)
+        context = recompute(self.core, qkv, forward_pass) if forward_pass.recompute == "selective" else self.core(qkv, forward_pass)
         return self.linear_proj(context)
 
 
 class MLP(nn.Module):
-    """h -> f -> h with GELU, or another activation without gates, as one operation. column: the layer of its first product."""
+    """h -> f -> h with GELU, or another activation without gates, as one operation. column: the layer of its first matmul."""
 
     column: type[nn.Module] = ColumnParallelLinear
 
@@ -111,13 +111,13 @@ class MLP(nn.Module):
         ops, activation = self.context.ops, self.context.model.activation
         return partial(ops.mlp, activation=activation), partial(ops.mlp_between_parts, activation=activation)
 
-    def forward(self, x: Tensor, at: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `at` needs none."""
+    def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `forward_pass` needs none."""
         fc1, fc2, context, (whole, between_parts) = self.linear_fc1, self.linear_fc2, self.context, self.operations()
         if context.blocks is not None:
-            return between_parts(x, fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.blocks)
-        partial = whole(context.into_product(x), fc1.weight, fc1.bias, fc2.weight, at.needs_values, context.sequence)
-        return context.out_of_product(partial, at.needs_values)
+            return between_parts(x, fc1.weight, fc1.bias, fc2.weight, forward_pass.needs_values, context.blocks)
+        partial = whole(context.into_matmul(x), fc1.weight, fc1.bias, fc2.weight, forward_pass.needs_values, context.sequence)
+        return context.out_of_matmul(partial, forward_pass.needs_values)
 
 
 class GatedMLP(MLP):
@@ -142,15 +142,16 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = make_norm(f"{name}.pre_mlp_layernorm", context)
         self.mlp = _layer_class(MLPS[model.activation].layer)(f"{name}.mlp", context)
 
-    def _dropout(self, site: str, x: Tensor, at: Pass) -> tuple[float, DropoutKey]:
-        key = hidden_dropout_key(self.context.seed, self.layer, site, at.first_sample, self.context.first_position(x))
-        return self.dropout if at.training else 0.0, key
+    def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> tuple[float, DropoutKey]:
+        key = hidden_dropout_key(self.context.seed, self.layer, site, forward_pass.first_sample, self.context.first_position(x))
+        return self.dropout if forward_pass.training else 0.0, key
 
-    def forward(self, x: Tensor, at: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h); its values may be anything where `at` needs none."""
+    def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
         attention = self.self_attention
         x, normed = self.pre_mlp_layernorm.add_and_normalize(  # no name for what attention returns: it is freed before the MLP
-            attention(self.input_layernorm(x), at), attention.linear_proj.bias, x, *self._dropout("residual_1", x, at))
-        out = self.mlp(normed, at)
-        return self.context.ops.bias_dropout_add(out, self.mlp.linear_fc2.bias, x, *self._dropout("residual_2", x, at),
-                                                 at.needs_values)
+            attention(self.input_layernorm(x), forward_pass), attention.linear_proj.bias, x,
+            *self._dropout("residual_1", x, forward_pass))
+        out = self.mlp(normed, forward_pass)
+        return self.context.ops.bias_dropout_add(out, self.mlp.linear_fc2.bias, x, *self._dropout("residual_2", x, forward_pass),
+                                                 forward_pass.needs_values)

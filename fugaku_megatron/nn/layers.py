@@ -31,8 +31,8 @@ SITES = ("residual_1", "residual_2", "attention", "embedding")
 
 @dataclass(frozen=True)
 class Context:
-    """What every layer of a stage is built with. sequence_parallel: what lies between the products of tensor-parallel ranks works
-    on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts travel behind the products.
+    """What every layer of a stage is built with. sequence_parallel: what lies between the matmuls of tensor-parallel ranks works
+    on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts are sent while matmuls run.
     """
 
     model: ModelConfig
@@ -49,13 +49,13 @@ class Context:
 
     @property
     def blocks(self) -> RowBlocks | None:
-        """How products exchange parts of the sequence while they run, None where they do not."""
+        """How matmuls exchange parts of the sequence while they run, None where they do not."""
         if not self.tp_comm_overlap or self.sequence is None:
             return None
         return RowBlocks(self.tp, self.ops.kernels, activations.blocks_of_a_part(self.tp.size))
 
     def first_position(self, x: Tensor) -> int:
-        """Where x (s, b, h), an activation between the products, begins in the sequence."""
+        """Where x (s, b, h), an activation between the matmuls, begins in the sequence."""
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]
 
     def parameter(self, name: str, shape: tuple[int, ...], partition_dim: int | None = None, std: float | None = None,
@@ -68,11 +68,11 @@ class Context:
         """Of a sample's rotary positions, the same tensors for all layers; None for a model without."""
         return rotary_angles(self.model, torch.arange(self.model.seq_length))
 
-    def into_product(self, x: Tensor) -> Tensor:
-        """x (s, b, h) as a column-parallel product takes it: its gradients are summed here, or by the product that gathers x."""
+    def into_matmul(self, x: Tensor) -> Tensor:
+        """x (s, b, h) as a column-parallel matmul takes it: its gradients are all-reduced here, or by the matmul that gathers x."""
         return copy_to_tensor_parallel(x, self.tp) if self.sequence is None else x
 
-    def out_of_product(self, partial: Tensor, needs_values: bool = True) -> Tensor:
+    def out_of_matmul(self, partial: Tensor, needs_values: bool = True) -> Tensor:
         """The sum over ranks of partial (whole sequence, b, h), whole or this rank's part; see `Pass` for needs_values."""
         if self.sequence is not None:
             return reduce_scatter_to_sequence_parallel(partial, self.sequence, needs_values)
@@ -113,11 +113,11 @@ class ColumnParallelLinear(nn.Module):
         context = self.context
         if context.blocks is not None:
             return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
-        return context.ops.linear(context.into_product(x), self.weight, self.bias, context.sequence)
+        return context.ops.linear(context.into_matmul(x), self.weight, self.bias, context.sequence)
 
 
 class GatedColumnParallelLinear(nn.Module):
-    """The parameters of two column-parallel products of one input, the gate's and that of what it multiplies, as one tensor.
+    """The parameters of two column-parallel matmuls of one input, the gate's and that of what it multiplies, as one tensor.
 
     The outputs of both are split, so a rank has the gates of its own values at any tensor-parallel size.
     """
@@ -145,7 +145,7 @@ class RowParallelLinear(nn.Module):
         context = self.context
         if context.blocks is not None:
             return context.ops.row_linear(x, self.weight, context.blocks)
-        return context.out_of_product(context.ops.linear(x, self.weight))
+        return context.out_of_matmul(context.ops.linear(x, self.weight))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -158,7 +158,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
-        return self.context.out_of_product(self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0]))
+        return self.context.out_of_matmul(self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0]))
 
 
 class PositionEmbedding(nn.Module):
@@ -171,7 +171,7 @@ class PositionEmbedding(nn.Module):
                                         std=model.init_method_std)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x (s, b, h) -> x + its positions (s, b, h), which are `positions` (s,) where they are given."""
+        """x (s, b, h) -> x + its positions (s, b, h), which are `positions` (s,) where these are passed."""
         if positions is not None:
             return self.context.ops.add_position(x, self.context.ops.embedding(positions.unsqueeze(1), self.weight).squeeze(1))
         return self.context.ops.add_position(x, self.weight, self.context.first_position(x))

@@ -156,10 +156,10 @@ class _GatedMLP(torch.autograd.Function):
         pre = x.new_empty(row_count(x, sequence), len(weight1))  # (rows, 2 f): the gates, then what they multiply
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = as_rows(whole)
-        ops.product(rows, weight1, pre, bias1, chunk=chunk)
+        ops.matmul(rows, weight1, pre, bias1, chunk=chunk)
         out = x.new_empty(len(pre), len(weight2)) if needs_values else x.new_empty(1).expand(len(pre), len(weight2))
         if needs_values:
-            ops.product(ops.gate(pre), weight2, out, chunk=chunk)
+            ops.matmul(ops.gate(pre), weight2, out, chunk=chunk)
         ctx.save_for_backward(rows if sequence is None else x, pre)  # the gated values are cheaper to compute again than to keep
         ctx.ops, ctx.parameters, ctx.shape, ctx.sequence = ops, (weight1, bias1, weight2), whole.shape, sequence
         ctx.keeps_input = needs_values and sequence is None
@@ -257,7 +257,7 @@ class Matmuls(Protocol):
 
     kernels: Any
 
-    def product(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def matmul(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """out (rows, out) = x (rows, in) weight^T, weight (out, in)."""
 
     def data_gradient(self, dy: Tensor, weight: Tensor, dx: Tensor) -> None:
@@ -284,7 +284,7 @@ class HeadLoss(torch.autograd.Function):
             part = slice(start, start + chunk)
             logits = buffer[: len(rows[part])]
             dlogits = None if gradients is None else gradients[: len(logits)]
-            ops.product(rows[part], weight, logits)
+            ops.matmul(rows[part], weight, logits)
             if words is not None:
                 logits[:, words:] = -math.inf  # its exponential, and so its gradient, is exactly 0
             total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / len(rows), dlogits, z_loss)

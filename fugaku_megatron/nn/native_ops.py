@@ -48,7 +48,7 @@ class NativeOps(NativeBlockOps):
         """weight (out, in) as the cache keeps it, (n,) bytes; None where it is not kept (sums in FP16 have another layout)."""
         return None if chunk or self.weight_cache is None else self.weight_cache.packed(weight, transposed)
 
-    def product(self, x: Tensor, weight: Tensor, out: Tensor, *epilogue: Any, chunk: int = 0) -> None:
+    def matmul(self, x: Tensor, weight: Tensor, out: Tensor, *epilogue: Any, chunk: int = 0) -> None:
         """out (rows, out) = x (rows, in) weight^T, weight (out, in), with the epilogue of `linear_forward`."""
         if len(x) <= self.few_rows and not chunk:
             return self.kernels.linear_few_rows(x, weight, out, *epilogue[:2])  # bias and GELU
@@ -130,7 +130,7 @@ class _Linear(torch.autograd.Function):
         rows = as_rows(whole)
         ctx.save_for_backward(rows if sequence is None else x)
         ctx.ops, ctx.weight, ctx.bias, ctx.shape, ctx.sequence = ops, weight, bias, whole.shape, sequence
-        ops.product(rows, weight, out, bias, chunk=ops.chunk(x))
+        ops.matmul(rows, weight, out, bias, chunk=ops.chunk(x))
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -153,11 +153,11 @@ class _MLP(torch.autograd.Function):
         rows = as_rows(whole)
         if needs_values:
             out, inner = x.new_empty(rows.shape[0], weight2.shape[0]), torch.empty_like(pre)
-            ops.product(rows, weight1, inner, bias1, True, pre, chunk=chunk)
-            ops.product(inner, weight2, out, chunk=chunk)
+            ops.matmul(rows, weight1, inner, bias1, True, pre, chunk=chunk)
+            ops.matmul(inner, weight2, out, chunk=chunk)
         else:
             out = x.new_empty(1).expand(rows.shape[0], weight2.shape[0])
-            ops.product(rows, weight1, pre, bias1, chunk=chunk)
+            ops.matmul(rows, weight1, pre, bias1, chunk=chunk)
         ctx.save_for_backward(rows if sequence is None else x, pre)  # gelu(pre) is cheaper to compute again than to keep
         ctx.ops, ctx.parameters, ctx.shape, ctx.sequence = ops, (weight1, bias1, weight2), whole.shape, sequence
         ctx.keeps_input = needs_values and sequence is None

@@ -71,7 +71,7 @@ class _ColumnLinear(torch.autograd.Function):
         out = x.new_empty(x.shape[0] * blocks.comm.size, x.shape[1], weight.shape[0])
         gathering, out_rows = blocks.gather(x), out.view(-1, out.shape[-1])
         for rows in gathering:
-            ops.product(gathering.rows[rows], weight, out_rows[rows], bias, chunk=ops.chunk(x))
+            ops.matmul(gathering.rows[rows], weight, out_rows[rows], bias, chunk=ops.chunk(x))
         gathering.wait()
         ctx.save_for_backward(x)
         ctx.ops, ctx.weight, ctx.bias, ctx.blocks = ops, weight, bias, blocks
@@ -92,7 +92,7 @@ class _RowLinear(torch.autograd.Function):
         x_rows = as_rows(x)
         total = blocks.sum(len(x_rows), weight.shape[0], x.dtype)
         for rows, block in total:
-            ops.product(x_rows[rows], weight, block, chunk=ops.chunk(x))
+            ops.matmul(x_rows[rows], weight, block, chunk=ops.chunk(x))
         ctx.save_for_backward(x_rows)
         ctx.ops, ctx.weight, ctx.blocks, ctx.shape = ops, weight, blocks, x.shape
         return total.wait().view(x.shape[0] // blocks.comm.size, *x.shape[1:-1], -1)
@@ -116,9 +116,9 @@ class _NativeMLP(torch.autograd.Function):
         inner = torch.empty_like(pre) if needs_values else None
         for rows in gathering:
             if inner is not None:
-                ops.product(gathering.rows[rows], weight1, inner[rows], bias1, True, pre[rows], chunk=chunk)
+                ops.matmul(gathering.rows[rows], weight1, inner[rows], bias1, True, pre[rows], chunk=chunk)
             else:
-                ops.product(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
+                ops.matmul(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
         gathering.wait()
         ctx.save_for_backward(x, pre)
         ctx.ops, ctx.parameters, ctx.blocks = ops, (weight1, bias1, weight2), blocks
@@ -126,7 +126,7 @@ class _NativeMLP(torch.autograd.Function):
             return x.new_empty(1).expand(x.shape)
         total = blocks.sum(len(pre), weight2.shape[0], x.dtype)
         for rows, block in total:
-            ops.product(inner[rows], weight2, block, chunk=chunk)
+            ops.matmul(inner[rows], weight2, block, chunk=chunk)
         return total.wait().view(x.shape)
 
     @staticmethod
@@ -152,7 +152,7 @@ class _GatedMLP(torch.autograd.Function):
         chunk, gathering = ops.chunk(x), blocks.gather(x)
         pre = x.new_empty(len(gathering.rows), len(weight1))  # (rows, 2 f): gates and values
         for rows in gathering:
-            ops.product(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
+            ops.matmul(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
         gathering.wait()
         ctx.save_for_backward(x, pre)
         ctx.ops, ctx.gates, ctx.parameters, ctx.blocks = ops, gates, (weight1, bias1, weight2), blocks
@@ -160,7 +160,7 @@ class _GatedMLP(torch.autograd.Function):
             return x.new_empty(1).expand(x.shape)
         total = blocks.sum(len(pre), len(weight2), x.dtype)
         for rows, block in total:
-            ops.product(gates.gate(pre[rows]), weight2, block, chunk=chunk)
+            ops.matmul(gates.gate(pre[rows]), weight2, block, chunk=chunk)
         return total.wait().view(x.shape)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The operations of other blocks than GPT-2's in torch: RMS norm, gated and other MLPs, rotary positions, grouped attention.
 
 Both backends run them (`torch_ops`; `native_ops` for what has no C++ kernel); they keep from forward to backward what
-`costs.accounting` counts. Left out: their products, which are the backend's.
+`costs.accounting` counts. Left out: their matmuls, which are the backend's.
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g groups, d head size, rows = s b.
 """
 
@@ -21,7 +21,7 @@ from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of
 
 
 class BlockOps:
-    """The operations of these blocks, for a backend with products and `bias_dropout_add`, and no kernels of its own for them.
+    """The operations of these blocks, for a backend with matmuls and `bias_dropout_add`, and no kernels of its own for them.
 
     `ops.Ops` says what each computes.
     """
@@ -118,7 +118,7 @@ class _Matrix(Tensor):
 
 
 def matrix(parameter: Tensor | None) -> Tensor | None:
-    """A parameter (2, f, ...) as (2 f, ...), with its gradient: of a weight what a product takes, of a bias a vector."""
+    """A parameter (2, f, ...) as (2 f, ...), with its gradient: of a weight what a matmul takes, of a bias a vector."""
     if parameter is None:
         return None
     flat = parameter.detach().flatten(0, 1).as_subclass(_Matrix)
@@ -128,7 +128,7 @@ def matrix(parameter: Tensor | None) -> Tensor | None:
 
 def gated_mlp(ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
               sequence: Comm | None) -> Tensor:
-    """(silu(x W1[0]^T + b[0]) * (x W1[1]^T + b[1])) W2^T on the backend's products; see `Ops.gated_mlp`."""
+    """(silu(x W1[0]^T + b[0]) * (x W1[1]^T + b[1])) W2^T on the backend's matmuls; see `Ops.gated_mlp`."""
     return _MLP.apply(ops, ops, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
 
 
@@ -196,10 +196,10 @@ class _MLP(torch.autograd.Function):
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = as_rows(whole)
         pre = rows.new_empty(len(rows), len(weight1))
-        ops.product(rows, weight1, pre, bias1, chunk=chunk)
+        ops.matmul(rows, weight1, pre, bias1, chunk=chunk)
         out = x.new_empty(len(rows), len(weight2)) if needs_values else x.new_empty(1).expand(len(rows), len(weight2))
         if needs_values:
-            ops.product(gates.gate(pre), weight2, out, chunk=chunk)
+            ops.matmul(gates.gate(pre), weight2, out, chunk=chunk)
         ctx.save_for_backward(rows if sequence is None else x, pre)  # its values are cheaper to compute again than to keep
         ctx.ops, ctx.gates, ctx.parameters, ctx.shape, ctx.sequence = ops, gates, (weight1, bias1, weight2), whole.shape, sequence
         return out.view(*whole.shape[:-1], -1)
@@ -222,7 +222,7 @@ class _MLP(torch.autograd.Function):
 
 def rotary(qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, first_position: int, q_weight: Tensor | None,
            k_weight: Tensor | None, epsilon: float) -> Tensor:
-    """Queries and keys of qkv normalised, where weights are given, and turned, where angles are; see `Ops.rotary`."""
+    """Queries and keys of qkv normalised, where weights are passed, and turned, where angles are; see `Ops.rotary`."""
     return _Rotary.apply(qkv, angles, heads, interleaved, first_position, (q_weight, k_weight), epsilon)
 
 

@@ -39,7 +39,7 @@ class TorchOps(BlockOps):
         """0: torch's matmuls have no chunks that are summed in FP16."""
         return 0
 
-    def product(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, chunk: int = 0) -> None:
+    def matmul(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, chunk: int = 0) -> None:
         """out (rows, out) = x (rows, in) weight^T + bias, weight (out, in), bias (out)."""
         out.copy_(F.linear(x, weight, bias))
 
