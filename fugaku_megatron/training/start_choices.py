@@ -26,6 +26,7 @@ from ..host.allocator import node_bytes
 from ..nn import autotune
 from ..nn.ops import FAMILIES, Ops
 from ..nn.parameter import PARAMETER_DTYPES
+from ..nn.torch_blocks import ACTIVATIONS
 from ..pipeline.parts import AUTO
 from .rank_watch import PROCESS_BYTES
 
@@ -160,7 +161,11 @@ def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str,
 
     A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
     """
-    choice = _with_fp16_accumulation(run, _backends(run, layout, world, saved))
+    return _with_activation(run, _with_checksums(run, _with_fp16_accumulation(run, _backends(run, layout, world, saved))))
+
+
+def _with_checksums(run: RunConfig, choice: Choice) -> Choice:
+    """The choice with matmuls on the C++ kernels where checksums check them: only they can."""
     if not run.numbers.abft:
         return choice
     line = f"kernels: gemm native, its matmuls checked by checksums in layers {' '.join(run.numbers.abft)}"
@@ -179,8 +184,17 @@ def _backends(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str]
                    *autotune.table(timings)])
 
 
+def _with_activation(run: RunConfig, choice: Choice) -> Choice:
+    """The choice with a line about an activation that the native matmuls do not apply themselves."""
+    activation = run.model.activation
+    if choice.backends["gemm"] != "native" or activation not in ACTIVATIONS:
+        return choice
+    line = f"kernels: the MLP's activation, {activation}, runs in torch between the native matmuls"
+    return Choice(choice.backends, [*choice.lines, line])
+
+
 def _with_fp16_accumulation(run: RunConfig, choice: Choice) -> Choice:
-    """The choice with products on the C++ kernels where linear layers sum in FP16: only they can."""
+    """The choice with matmuls on the C++ kernels where linear layers sum in FP16: only they can."""
     chunk = run.system.fp16_accumulation_chunk
     if not chunk:
         return choice
